@@ -1,0 +1,11 @@
+// The parts of pycomm._C, one function and one file each.
+#pragma once
+#include <pybind11/pybind11.h>
+
+namespace pycomm {
+
+void bind_core(pybind11::module_& m);          // bind_core.cpp: enums, errors, reduce, philox
+void bind_codecs(pybind11::module_& m);        // bind_codecs.cpp
+void bind_communicator(pybind11::module_& m);  // bind_communicator.cpp: stores, communicator
+
+}  // namespace pycomm

@@ -1,0 +1,69 @@
+// What a codec is: a stateless map between float32 values and wire bytes. Bytes: docs/wire/.
+#pragma once
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/types.h"
+
+namespace pycomm {
+
+/// How payloads of a codec meet across ranks.
+enum class Combine : uint8_t {
+  sum,     ///< payloads add up: all-reduce them as they are
+  recode,  ///< decode_add at the owner, then encode again (cast, quant, mx, sign)
+  gather,  ///< payloads differ in place: all-gather, then decode_add each (top-k)
+};
+
+/// Names every random number of one encode: a value's rounding depends on these and on its index
+/// in its tensor, never on thread, bucket layout or number of ranks.
+struct RandomKey {
+  uint64_t seed = 0;
+  uint32_t step = 0;
+  uint32_t tensor = 0;
+};
+
+struct EncodeArgs {
+  Span<const float> in;
+  Span<uint8_t> out;                ///< exactly encoded_bytes(in.size)
+  const float* residual = nullptr;  ///< in.size values; null: no feedback
+  float* new_residual = nullptr;    ///< may be `residual`; null iff `residual` is null
+  RandomKey key;
+  uint64_t index = 0;               ///< place of in[0] in its tensor; a multiple of granule()
+  Stream stream;
+};
+
+/// Stateless and thread-safe. Error feedback and step counters live in the caller.
+class Codec {
+ public:
+  virtual ~Codec() = default;
+
+  virtual std::string_view name() const = 0;
+  /// Canonical text, "quant:bits=4,block=128,rounding=nearest": equal text, equal bytes.
+  virtual std::string spec() const = 0;
+  virtual Combine combine() const = 0;
+  /// Bumped whenever a byte on the wire changes; checked when ranks meet.
+  virtual int wire_version() const = 0;
+
+  /// A tensor may be cut for encoding only at multiples of this many values (the block size).
+  virtual size_t granule() const = 0;
+  /// Exact payload size, a multiple of 4: both ends know it without a header.
+  virtual size_t encoded_bytes(size_t numel) const = 0;
+
+  /// One pass. With a residual: p = in + residual, out = code(p), new_residual = p - decode(out).
+  /// A block that holds Inf or NaN travels as NaN and leaves its residual as it was.
+  virtual void encode(const EncodeArgs& args) const = 0;
+  /// out = decode(payload). `payload.size` must be encoded_bytes(out.size); payload bytes come
+  /// from the network and may hold anything.
+  virtual void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const = 0;
+  /// out = out + decode(payload), in float32.
+  virtual void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const = 0;
+};
+
+/// From a spec such as "quant:bits=4,block=128"; options left out have their default. Throws Error
+/// with the list of known names.
+PYCOMM_API std::unique_ptr<Codec> make_codec(std::string_view spec);
+PYCOMM_API std::vector<std::string> codec_names();
+
+}  // namespace pycomm

@@ -1,0 +1,130 @@
+// A group of ranks and what they can do together. Calls block until this rank's part is done; they
+// run on the caller's thread, one at a time (queue.h has the in-order thread for async callers).
+//
+// Every element is reduced by one owner, in rank order, so all ranks end with the same bits whatever
+// the message size, bucket layout, segmenting or arrival.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "codecs/codec.h"
+#include "core/deadline.h"
+#include "core/env.h"
+#include "core/op.h"
+#include "core/types.h"
+#include "transports/store.h"
+
+namespace pycomm {
+
+/// How a group talks. Defaults are the environment's (core/env.h).
+struct CommunicatorOptions {
+  std::string group = "default";  ///< unique in the store
+  Milliseconds timeout = env().timeout;
+  std::string transport = env().transport;  ///< "auto", "shm", "tcp" or "local" (threads)
+  std::string algo = env().algo;            ///< "auto", "direct" or "ring"
+  int sockets = env().sockets;
+  std::string interface = env().interface;
+  double link_bytes_per_second = env().link_bytes_per_second;
+  std::string secret = env().secret;
+  /// For tests: pieces in which channels pipeline, so that small inputs take many segments.
+  size_t segment_bytes = 0;  ///< 0: chosen by size
+};
+
+/// A part of a bucket that has a codec and feedback of its own: one parameter's gradient. Blocks
+/// never straddle pieces.
+struct Piece {
+  size_t offset = 0;  ///< in the bucket, in elements; pieces ascend and cover the bucket
+  size_t numel = 0;
+  const Codec* codec = nullptr;
+  uint32_t tensor = 0;  ///< number of the parameter, equal on all ranks; names random numbers
+  /// Worker feedback: error of what this rank sends. `numel` values each, or both null.
+  const float* residual = nullptr;
+  float* new_residual = nullptr;
+  /// Owner feedback: error of what this rank sends back for the elements that it owns. Only the
+  /// owned part is touched.
+  const float* owner_residual = nullptr;
+  float* new_owner_residual = nullptr;
+};
+
+struct CodedArgs {
+  Span<float> data;
+  Span<const Piece> pieces;
+  bool average = true;  ///< the owner divides the float32 sum once by the number of ranks
+  uint64_t seed = 0;    ///< equal on all ranks; the rank is mixed in
+  uint32_t step = 0;
+};
+
+class PYCOMM_API Communicator {
+ public:
+  /// Meets the other ranks. Throws Timeout with the ranks that did not come.
+  Communicator(std::shared_ptr<Store> store, int rank, int size, CommunicatorOptions options = {});
+  /// Leaves; peers that still wait for us get PeerLost.
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const;
+  int size() const;
+  Milliseconds timeout() const;
+  void set_timeout(Milliseconds timeout);
+  /// "2 ranks: shm to 1" and the like, for people.
+  std::string describe() const;
+  /// Bytes that this rank has handed to TCP, and to anything, since the start.
+  uint64_t wire_bytes() const;
+  uint64_t sent_bytes() const;
+
+  // Collectives. A timeout of 0 means the group's. After an error in the middle of one, every rank
+  // gets an error and the group is over: all later calls throw that error again.
+
+  void all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, double factor = 1.0,
+                  Milliseconds timeout = {});
+  /// Float32 all-reduce with codecs. Returns true if every value of the result is finite (the same
+  /// answer on all ranks).
+  bool all_reduce_coded(const CodedArgs& args, Milliseconds timeout = {});
+  /// `in` has size() parts of `numel` elements; `out` gets the reduced part of this rank.
+  void reduce_scatter(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
+                      double factor = 1.0, Milliseconds timeout = {});
+  /// `out` gets size() parts of `numel` elements; `in` may be our part of `out`.
+  void all_gather(const void* in, void* out, size_t numel, DType dtype, Milliseconds timeout = {});
+  /// Part r of `in` goes to rank r; offsets and counts in elements, one per rank.
+  struct Parts {
+    std::vector<size_t> counts, offsets;
+  };
+  void all_to_all(const void* in, const Parts& send, void* out, const Parts& recv, DType dtype,
+                  Milliseconds timeout = {});
+  void broadcast(void* data, size_t numel, DType dtype, int root, Milliseconds timeout = {});
+  /// `out` is written at the root only; elsewhere it may be null.
+  void reduce(const void* in, void* out, size_t numel, DType dtype, ReduceOp op, int root,
+              double factor = 1.0, Milliseconds timeout = {});
+  void gather(const void* in, void* out, size_t numel, DType dtype, int root,
+              Milliseconds timeout = {});
+  void scatter(const void* in, void* out, size_t numel, DType dtype, int root,
+               Milliseconds timeout = {});
+  void barrier(Milliseconds timeout = {});
+
+  // Point to point: matched by (peer, tag) in order of posting, on a lane of its own.
+
+  /// A posted send or receive. The buffer must stay until wait() returns or throws.
+  class PYCOMM_API Request {
+   public:
+    virtual ~Request() = default;
+    virtual bool done() = 0;
+    /// Throws Timeout, PeerLost or Error. A timeout of 0 means the group's.
+    virtual void wait(Milliseconds timeout = {}) = 0;
+    /// Who sent it; for receives from any source.
+    virtual int source() const = 0;
+  };
+  std::shared_ptr<Request> send(const void* data, size_t bytes, int dst, int tag = 0);
+  /// `src` -1 receives from any rank.
+  std::shared_ptr<Request> recv(void* data, size_t bytes, int src, int tag = 0);
+
+  /// Ends every running and later operation on all ranks with `reason`. Any thread, any time.
+  void abort(const std::string& reason) noexcept;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,29 @@
+// The in-order thread of a group: async operations run on it, in the order of issue, which is the
+// same on all ranks. A synchronous caller runs on its own thread when nothing is queued, since a
+// hand-over costs a wake-up.
+#pragma once
+#include <functional>
+#include <memory>
+
+#include "core/types.h"
+
+namespace pycomm {
+
+class PYCOMM_API Queue {
+ public:
+  Queue();
+  /// Finishes what is queued. (Abort the communicator first to make that quick.)
+  ~Queue();
+
+  /// Runs `op` on the thread after everything before it. `op` must not throw.
+  void submit(std::function<void()> op);
+  /// Runs `op` on the calling thread after everything queued before it, and returns when it is
+  /// done; exceptions pass through.
+  void run(const std::function<void()>& op);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace pycomm

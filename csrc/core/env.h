@@ -1,0 +1,36 @@
+// The one page of environment variables read by the core. Nothing else calls getenv.
+#pragma once
+#include <string>
+
+#include "core/deadline.h"
+#include "core/types.h"
+
+namespace pycomm {
+
+/// Read once, at first use. A value that cannot be understood raises Error and names the variable.
+struct Env {
+  /// PYCOMM_TRANSPORT: "auto" (shared memory where the probe finds it, else TCP), "shm" or "tcp".
+  std::string transport = "auto";
+  /// PYCOMM_ALGO: "auto", "direct" or "ring": the algorithm of collectives over channels.
+  std::string algo = "auto";
+  /// PYCOMM_LINK: rate to which each rank paces what it sends by TCP, such as "1gbit" or
+  /// "200mbit"; in bytes per second here, 0 for no limit. For trying out slow links without root.
+  double link_bytes_per_second = 0;
+  /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16.
+  int sockets = 2;
+  /// PYCOMM_INTERFACE: network interface or address to listen on; empty: the route to the store.
+  std::string interface;
+  /// PYCOMM_TIMEOUT: seconds that one operation may take, when the caller names no timeout.
+  Milliseconds timeout{300000};
+  /// PYCOMM_SECRET: secret of the handshake; empty: rank 0 makes one and shares it by the store.
+  std::string secret;
+  /// PYCOMM_SPIN: how often a wait on shared memory looks before it yields; -1: chosen by cores.
+  int spin = -1;
+};
+
+PYCOMM_API const Env& env();
+
+/// "200mbit", "1.5gbit", "10MB" (per second) to bytes per second. Throws Error.
+PYCOMM_API double parse_rate(const std::string& text);
+
+}  // namespace pycomm

@@ -1,0 +1,35 @@
+// One exception type per thing that a caller can do about it.
+#pragma once
+#include <stdexcept>
+#include <string>
+
+#include "core/types.h"
+
+namespace pycomm {
+
+/// Anything that went wrong; also bad arguments, which are found before a byte is sent.
+class PYCOMM_API Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// A deadline passed. The text names the ranks that did not come.
+class PYCOMM_API Timeout : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A rank died or left. `rank` is its number in the group.
+class PYCOMM_API PeerLost : public Error {
+ public:
+  PeerLost(int rank, const std::string& what) : Error(what), rank(rank) {}
+  int rank;
+};
+
+/// Two ranks called different things: op, order, dtype, size, codec or version.
+class PYCOMM_API WireMismatch : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,51 @@
+// What a rank is doing: the tag that every collective carries, checked against the peers' and printed
+// in every error.
+#pragma once
+#include <string>
+
+#include "core/types.h"
+
+namespace pycomm {
+
+/// The numbers travel on the wire: append, never renumber.
+enum class Op : uint8_t {
+  none,
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  all_to_all,
+  broadcast,
+  reduce,
+  gather,
+  scatter,
+  barrier,
+  send,
+  recv,
+};
+
+/// One collective call, as all its ranks must agree on it. Plain bytes: it travels as it is.
+struct OpTag {
+  uint64_t seq = 0;    ///< number of the call in its group, from 1
+  uint64_t numel = 0;  ///< elements as the caller counts them
+  uint32_t codec = 0;  ///< hash of codecs, options and layout; 0 if none
+  Op op = Op::none;
+  DType dtype = DType::float32;
+  ReduceOp redop = ReduceOp::sum;
+  uint8_t reserved = 0;
+  int32_t root = -1;    ///< root rank of a rooted op, else -1
+  char label[36] = {};  ///< codec in words ("int4,block=128"), zero-terminated
+
+  /// Equal on all ranks that call the same thing; never 0.
+  PYCOMM_API uint32_t hash() const;
+};
+static_assert(sizeof(OpTag) == 64, "OpTag travels as one cache line");
+
+PYCOMM_API const char* name(Op op);
+PYCOMM_API const char* name(DType dtype);
+PYCOMM_API const char* name(ReduceOp op);
+PYCOMM_API size_t size_of(DType dtype);
+
+/// "all_reduce #12 (sum of 1000 float32, int4,block=128)".
+PYCOMM_API std::string describe(const OpTag& tag);
+
+}  // namespace pycomm

@@ -1,0 +1,74 @@
+// The few plain types every layer shares. No torch, no CUDA headers.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define PYCOMM_HD __host__ __device__ __forceinline__
+#else
+#define PYCOMM_HD inline
+#endif
+// Compiles a plain loop for several x86 levels; the loader picks one. The result is the same bits.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
+    !defined(PYCOMM_NO_SIMD)
+#define PYCOMM_SIMD __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define PYCOMM_SIMD
+#endif
+#define PYCOMM_API __attribute__((visibility("default")))
+
+namespace pycomm {
+
+enum class Device : uint8_t { cpu, cuda };
+
+/// Where work is queued. `handle` is a cudaStream_t on cuda and null on cpu.
+struct Stream {
+  Device device = Device::cpu;
+  void* handle = nullptr;
+};
+
+/// Non-owning run of `size` elements. Owners live above; nothing below frees.
+template <typename T>
+struct Span {
+  T* data = nullptr;
+  size_t size = 0;
+
+  Span() = default;
+  Span(T* data, size_t size) : data(data), size(size) {}
+  /// Span<T> to Span<const T>.
+  template <typename U>
+  Span(const Span<U>& other) : data(other.data), size(other.size) {}
+
+  Span sub(size_t offset, size_t count) const { return {data + offset, count}; }
+  T& operator[](size_t i) const { return data[i]; }
+  T* begin() const { return data; }
+  T* end() const { return data + size; }
+};
+
+/// Element types. The numbers travel on the wire: append, never renumber.
+enum class DType : uint8_t {
+  float32,
+  float64,
+  float16,
+  bfloat16,
+  float8_e4m3,  ///< torch.float8_e4m3fn
+  float8_e5m2,
+  int8,
+  int16,
+  int32,
+  int64,
+  uint8,
+  uint16,
+  uint32,
+  uint64,
+  boolean,
+  complex64,
+  complex128,
+};
+constexpr int kDTypes = 17;
+
+/// Reductions. The numbers travel on the wire: append, never renumber.
+enum class ReduceOp : uint8_t { sum, avg, premul_sum, prod, min, max, band, bor, bxor };
+constexpr int kReduceOps = 9;
+
+}  // namespace pycomm

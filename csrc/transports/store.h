@@ -1,0 +1,25 @@
+// Where ranks meet before they can talk: a small key-value store. torch's c10d::Store is adapted to
+// this in binding/c10d.cpp.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "core/deadline.h"
+#include "core/types.h"
+
+namespace pycomm {
+
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  /// Waits for the key. Throws Timeout, which names the key.
+  virtual std::string get(const std::string& key, Deadline deadline) = 0;
+};
+
+/// For ranks that are threads of one process.
+PYCOMM_API std::shared_ptr<Store> make_local_store();
+/// For processes that share a folder: one file per key, written by rename.
+PYCOMM_API std::shared_ptr<Store> make_file_store(const std::string& folder);
+
+}  // namespace pycomm
