@@ -73,6 +73,9 @@ class Transport {
   /// Tells all peers why this group is over: their waits throw Error with this reason and our rank.
   /// Any thread, any time, never blocks.
   virtual void abort(const std::string& reason) noexcept = 0;
+  /// Bytes that this rank has handed to the transport since the start: payload, and headers where
+  /// there are any. Any thread.
+  virtual uint64_t sent_bytes() const = 0;
   /// One line for people: "tcp to 1,2,3 by eth0 (10.0.0.5), 2 sockets each".
   virtual std::string describe() const = 0;
 };
