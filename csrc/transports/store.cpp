@@ -1,0 +1,187 @@
+// The two stores that need no server: a map for threads, a folder for processes.
+#include "transports/store.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "core/error.h"
+
+namespace pycomm {
+namespace {
+
+[[noreturn]] void throw_timeout(const std::string& key, Deadline deadline) {
+  throw Timeout("store: nobody set the key \"" + key + "\" within " +
+                std::to_string(deadline.limit().count()) + " ms");
+}
+
+class LocalStore final : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      values_[key] = value;
+    }
+    changed_.notify_all();
+  }
+
+  std::string get(const std::string& key, Deadline deadline) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    auto found = values_.find(key);
+    while (found == values_.end()) {
+      if (deadline.expired()) throw_timeout(key, deadline);
+      changed_.wait_for(lock, std::min(deadline.left(), Milliseconds(1000)) + Milliseconds(1));
+      found = values_.find(key);
+    }
+    return found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+};
+
+[[noreturn]] void throw_errno(const std::string& what, const std::string& path) {
+  throw Error("store: cannot " + what + " " + path + ": " + std::generic_category().message(errno) +
+              "; check the folder and its rights");
+}
+
+// Closes on scope exit, so that errors may be thrown freely.
+class File {
+ public:
+  File(const std::string& path, int flags) : fd_(::open(path.c_str(), flags | O_CLOEXEC, 0600)) {}
+  ~File() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int fd() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+// Keys may hold any character and be long (1,000 characters always fit), names of files may not:
+// other characters than letters, digits, '-' and '_' travel as %XX, and a folder begins every 180
+// characters. The endings ('+' of folders, ".value", ".part") cannot occur in an encoded key, so no
+// two keys collide.
+std::string relative_path(const std::string& key) {
+  constexpr size_t kNameLimit = 180;
+  constexpr char kHex[] = "0123456789abcdef";
+  std::string path;
+  size_t name = 0;
+  for (const char c : key) {
+    const auto byte = static_cast<unsigned char>(c);
+    const bool plain = (byte >= 'a' && byte <= 'z') || (byte >= 'A' && byte <= 'Z') ||
+                       (byte >= '0' && byte <= '9') || byte == '-' || byte == '_';
+    if (name + 3 > kNameLimit) {
+      path += "+/";
+      name = 0;
+    }
+    if (plain) {
+      path += c;
+      name += 1;
+    } else {
+      path += {'%', kHex[byte >> 4], kHex[byte & 15]};
+      name += 3;
+    }
+  }
+  return path + ".value";
+}
+
+class FileStore final : public Store {
+ public:
+  explicit FileStore(const std::string& folder) : folder_(folder + "/") { make_folders(folder_); }
+
+  void set(const std::string& key, const std::string& value) override {
+    static std::atomic<uint64_t> serial{0};
+    const std::string path = folder_ + relative_path(key);
+    const std::string part = path + "." + host() + "-" + std::to_string(::getpid()) + "-" +
+                             std::to_string(serial++) + ".part";
+    make_folders(path);
+    {
+      File file(part, O_WRONLY | O_CREAT | O_EXCL);
+      if (file.fd() < 0) throw_errno("create", part);
+      for (size_t done = 0; done < value.size();) {
+        const ssize_t n = ::write(file.fd(), value.data() + done, value.size() - done);
+        if (n < 0 && errno != EINTR) throw_errno("write", part);
+        done += n > 0 ? static_cast<size_t>(n) : 0;
+      }
+    }
+    // Readers see the whole value or none.
+    if (::rename(part.c_str(), path.c_str()) != 0) throw_errno("rename", part);
+  }
+
+  std::string get(const std::string& key, Deadline deadline) override {
+    const std::string path = folder_ + relative_path(key);
+    auto pause = std::chrono::microseconds(50);
+    for (;;) {
+      const bool last = deadline.expired();
+      std::string value;
+      if (read(path, value)) return value;
+      if (last) throw_timeout(key, deadline);
+      std::this_thread::sleep_for(
+          std::min<std::chrono::microseconds>(pause, deadline.left() + Milliseconds(1)));
+      pause = std::min<std::chrono::microseconds>(pause * 2, Milliseconds(20));
+    }
+  }
+
+ private:
+  static bool read(const std::string& path, std::string& value) {
+    File file(path, O_RDONLY);
+    if (file.fd() < 0) {
+      if (errno == ENOENT) return false;
+      throw_errno("read", path);
+    }
+    char buffer[4096];
+    for (;;) {
+      const ssize_t n = ::read(file.fd(), buffer, sizeof buffer);
+      if (n == 0) return true;
+      if (n > 0) {
+        value.append(buffer, static_cast<size_t>(n));
+      } else if (errno != EINTR) {
+        throw_errno("read", path);
+      }
+    }
+  }
+
+  // Makes every folder above `path`.
+  static void make_folders(const std::string& path) {
+    for (size_t slash = path.find('/', 1); slash != std::string::npos;
+         slash = path.find('/', slash + 1)) {
+      const std::string folder = path.substr(0, slash);
+      if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) {
+        throw_errno("make the folder", folder);
+      }
+    }
+  }
+
+  // Process ids repeat between the hosts of a shared folder.
+  static std::string host() {
+    char name[256] = {};
+    ::gethostname(name, sizeof name - 1);
+    return std::string(name).substr(0, 24);
+  }
+
+  std::string folder_;
+};
+
+}  // namespace
+
+std::shared_ptr<Store> make_local_store() { return std::make_shared<LocalStore>(); }
+
+std::shared_ptr<Store> make_file_store(const std::string& folder) {
+  return std::make_shared<FileStore>(folder);
+}
+
+}  // namespace pycomm
