@@ -1,0 +1,124 @@
+// Enums, errors and the small tools of csrc/core. Most of it is for tests and for people; the data
+// path goes through the communicator.
+#include <pybind11/native_enum.h>
+#include <pybind11/stl.h>
+
+#include <string_view>
+
+#include "binding/errors.h"
+#include "binding/module.h"
+#include "core/crc32c.h"
+#include "core/env.h"
+#include "core/op.h"
+#include "core/philox.h"
+#include "core/reduce.h"
+#include "core/sha256.h"
+#include "core/simd.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+/// An enum whose members are called as in every error text.
+template <typename Enum>
+void bind_enum(py::module_& m, const char* python_name, int count) {
+  py::native_enum<Enum> type(m, python_name, "enum.Enum");
+  for (int i = 0; i < count; i++) {
+    const auto value = static_cast<Enum>(i);
+    type.value(name(value), value);
+  }
+  type.finalize();
+}
+
+py::bytes to_bytes(const Digest& digest) {
+  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
+}
+
+void reduce_addresses(DType dtype, ReduceOp op, const std::vector<uintptr_t>& inputs, uintptr_t out,
+                      size_t numel, uintptr_t copy, double factor) {
+  std::vector<const void*> pointers;
+  for (const uintptr_t input : inputs) pointers.push_back(reinterpret_cast<const void*>(input));
+  ReduceArgs args;
+  args.dtype = dtype;
+  args.op = op;
+  args.inputs = pointers.data();
+  args.count = static_cast<int>(pointers.size());
+  args.out = reinterpret_cast<void*>(out);
+  args.copy = reinterpret_cast<void*>(copy);
+  args.numel = numel;
+  args.factor = factor;
+  py::gil_scoped_release release;
+  reduce(args);
+}
+
+bool all_finite_address(uintptr_t x, size_t numel) {
+  py::gil_scoped_release release;
+  return all_finite({reinterpret_cast<const float*>(x), numel});
+}
+
+uint32_t crc32c_bytes(std::string_view data, uint32_t before) {
+  return crc32c({reinterpret_cast<const uint8_t*>(data.data()), data.size()}, before);
+}
+
+std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+  const Random4 out =
+      philox4x32_10({{counter[0], counter[1], counter[2], counter[3]}}, key[0], key[1]);
+  return {out.word[0], out.word[1], out.word[2], out.word[3]};
+}
+
+std::array<uint32_t, 4> random_words_of(uint64_t seed, uint32_t step, uint32_t tensor,
+                                        uint64_t group) {
+  const Random4 out = random_words(seed, step, tensor, group);
+  return {out.word[0], out.word[1], out.word[2], out.word[3]};
+}
+
+py::dict environment() {
+  const Env& values = env();
+  py::dict out;
+  out["transport"] = values.transport;
+  out["algo"] = values.algo;
+  out["link_bytes_per_second"] = values.link_bytes_per_second;
+  out["sockets"] = values.sockets;
+  out["interface"] = values.interface;
+  out["timeout"] = values.timeout.count() / 1e3;
+  out["secret"] = values.secret;
+  out["spin"] = values.spin;
+  return out;
+}
+
+}  // namespace
+
+void bind_core(py::module_& m) {
+  py::register_local_exception_translator(translate_errors);
+
+  bind_enum<DType>(m, "DType", kDTypes);
+  bind_enum<ReduceOp>(m, "ReduceOp", kReduceOps);
+  m.def("size_of", &size_of, py::arg("dtype"));
+
+  m.def("reduce", &reduce_addresses, py::arg("dtype"), py::arg("op"), py::arg("inputs"),
+        py::arg("out"), py::arg("numel"), py::kw_only(), py::arg("copy") = 0,
+        py::arg("factor") = 1.0);
+  m.def("check_reducible", &check_reducible, py::arg("dtype"), py::arg("op"));
+  m.def("all_finite", &all_finite_address, py::arg("x"), py::arg("numel"));
+
+  m.def("philox", &philox, py::arg("counter"), py::arg("key"));
+  m.def("random_words", &random_words_of, py::arg("seed"), py::arg("step"), py::arg("tensor"),
+        py::arg("group"));
+  m.def("crc32c", &crc32c_bytes, py::arg("data"), py::arg("before") = 0);
+  m.def(
+      "sha256", [](std::string_view message) { return to_bytes(sha256(message)); },
+      py::arg("message"));
+  m.def(
+      "hmac_sha256",
+      [](std::string_view key, std::string_view message) {
+        return to_bytes(hmac_sha256(key, message));
+      },
+      py::arg("key"), py::arg("message"));
+
+  m.def("parse_rate", &parse_rate, py::arg("text"));
+  m.def("env", &environment);
+  m.def("simd_level", &simd_level);
+}
+
+}  // namespace pycomm

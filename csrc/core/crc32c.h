@@ -1,0 +1,10 @@
+// CRC-32C (Castagnoli), the checksum of TCP frames.
+#pragma once
+#include "core/types.h"
+
+namespace pycomm {
+
+/// Continue a checksum by passing the one of the bytes before.
+PYCOMM_API uint32_t crc32c(Span<const uint8_t> data, uint32_t before = 0);
+
+}  // namespace pycomm

@@ -1,0 +1,104 @@
+// Reads the environment, once. The variables are documented in env.h.
+#include "core/env.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <initializer_list>
+
+#include "core/error.h"
+
+namespace pycomm {
+namespace {
+
+std::string read(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value ? value : "";
+}
+
+[[noreturn]] void reject(const char* variable, const std::string& value, const std::string& want) {
+  throw Error(std::string(variable) + "=" + value + " makes no sense: want " + want);
+}
+
+std::string read_word(const char* variable, std::initializer_list<const char*> words) {
+  const std::string value = read(variable);
+  if (value.empty()) return *words.begin();
+  std::string known;
+  for (const char* word : words) {
+    if (value == word) return value;
+    known += (known.empty() ? "" : ", ") + std::string(word);
+  }
+  reject(variable, value, "one of " + known);
+}
+
+Milliseconds read_seconds(const char* variable, Milliseconds fallback) {
+  const std::string value = read(variable);
+  if (value.empty()) return fallback;
+  char* end = nullptr;
+  const double seconds = std::strtod(value.c_str(), &end);
+  if (*end == '\0' && seconds >= 1e-3 && seconds <= 1e6) {
+    return Milliseconds(std::llround(seconds * 1e3));
+  }
+  reject(variable, value, "seconds, from 0.001 to 1000000");
+}
+
+int read_int(const char* variable, int fallback, int low, int high) {
+  const std::string value = read(variable);
+  if (value.empty()) return fallback;
+  char* end = nullptr;
+  const long number = std::strtol(value.c_str(), &end, 10);
+  if (*end == '\0' && number >= low && number <= high) return static_cast<int>(number);
+  reject(variable, value,
+         "a whole number from " + std::to_string(low) + " to " + std::to_string(high));
+}
+
+double read_link() {
+  const std::string value = read("PYCOMM_LINK");
+  if (value.empty()) return 0;
+  try {
+    return parse_rate(value);
+  } catch (const Error&) {
+    reject("PYCOMM_LINK", value, "a rate such as 200mbit, 1gbit or 10MB");
+  }
+}
+
+Env read_env() {
+  Env env;
+  env.transport = read_word("PYCOMM_TRANSPORT", {"auto", "shm", "tcp"});
+  env.algo = read_word("PYCOMM_ALGO", {"auto", "direct", "ring"});
+  env.link_bytes_per_second = read_link();
+  env.sockets = read_int("PYCOMM_SOCKETS", env.sockets, 1, 16);
+  env.interface = read("PYCOMM_INTERFACE");
+  env.timeout = read_seconds("PYCOMM_TIMEOUT", env.timeout);
+  env.secret = read("PYCOMM_SECRET");
+  env.spin = read_int("PYCOMM_SPIN", env.spin, -1, 1000000000);
+  return env;
+}
+
+}  // namespace
+
+const Env& env() {
+  static const Env env = read_env();
+  return env;
+}
+
+double parse_rate(const std::string& text) {
+  struct Unit {
+    const char* word;
+    double bytes_per_second;
+  };
+  // tc's words: "bit" counts bits, "B" counts bytes; a bare number is bytes.
+  static constexpr Unit kUnits[] = {{"", 1},           {"bit", 1. / 8},   {"kbit", 1e3 / 8},
+                                    {"mbit", 1e6 / 8}, {"gbit", 1e9 / 8}, {"KB", 1e3},
+                                    {"MB", 1e6},       {"GB", 1e9}};
+  char* end = nullptr;
+  const double number = std::strtod(text.c_str(), &end);
+  if (end != text.c_str() && number > 0 && std::isfinite(number)) {
+    for (const Unit& unit : kUnits) {
+      if (std::string(end) == unit.word) return number * unit.bytes_per_second;
+    }
+  }
+  throw Error("cannot read the rate \"" + text +
+              "\": want a positive number and kbit, mbit, gbit, KB, MB or GB, such as 200mbit");
+}
+
+}  // namespace pycomm

@@ -1,0 +1,96 @@
+// Small floats to and from float32, for gcc and nvcc: float16, bfloat16, float8 e4m3fn and e5m2.
+//
+// Branch-free integer and float operations, so plain loops over them vectorise at every level and
+// give the same bits. Rounding is to nearest, ties to even; too large becomes Inf (e4m3fn, which
+// has none: NaN), as torch's casts do. The *_saturating forms give the largest finite value
+// instead. NaN stays NaN and keeps its sign.
+#pragma once
+#include <cstring>
+
+#include "core/types.h"
+
+namespace pycomm {
+
+PYCOMM_HD uint32_t float_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+PYCOMM_HD float bits_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+/// A sign, `kExponent` bits and `kMantissa` bits. `kFinite`: the top exponent holds numbers too,
+/// and only all ones is NaN (the "fn" of e4m3fn).
+template <int kExponent, int kMantissa, bool kFinite>
+struct SmallFloat {
+  static constexpr int kShift = 23 - kMantissa;
+  static constexpr int kBias = (1 << (kExponent - 1)) - 1;
+  static constexpr uint32_t kMagnitude = (1u << (kExponent + kMantissa)) - 1;
+  static constexpr uint32_t kSignShift = 31 - kExponent - kMantissa;
+  static constexpr uint32_t kTop = ((1u << kExponent) - 1) << kMantissa;
+  static constexpr uint32_t kLargest = kFinite ? kMagnitude - 1 : kTop - 1;
+  static constexpr uint32_t kOverflow = kFinite ? kMagnitude : kTop;
+  static constexpr uint32_t kNan = kFinite ? kMagnitude : kTop | (1u << (kMantissa - 1));
+  /// float32 bits of the smallest normal number, and of the first power of two whose unit in the
+  /// last place is our smallest subnormal: adding it rounds a subnormal in the float adder.
+  static constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(127 + 1 - kBias) << 23;
+  static constexpr uint32_t kRound = static_cast<uint32_t>(127 + 1 - kBias + kShift) << 23;
+  /// float32 bits of the value that kOverflow would have as a number: at and above it all overflow.
+  static constexpr uint32_t kLimit =
+      (kOverflow << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);
+
+  PYCOMM_HD static float decode(uint32_t code) {
+    const uint32_t wide = (code & kMagnitude) << kShift;
+    const uint32_t normal = wide + (static_cast<uint32_t>(127 - kBias) << 23);
+    const float subnormal = bits_float(wide + kSmallestNormal) - bits_float(kSmallestNormal);
+    uint32_t bits = wide < (1u << 23) ? float_bits(subnormal) : normal;
+    if (kFinite) {
+      bits = (code & kMagnitude) == kNan ? 0x7fc00000u : bits;
+    } else {
+      bits = (code & kMagnitude) >= kTop ? wide | 0x7f800000u : bits;
+    }
+    return bits_float(bits | (code & (kMagnitude + 1)) << kSignShift);
+  }
+
+  PYCOMM_HD static uint32_t encode(float x) { return encode_with(x, kOverflow); }
+  PYCOMM_HD static uint32_t encode_saturating(float x) { return encode_with(x, kLargest); }
+
+ private:
+  PYCOMM_HD static uint32_t encode_with(float x, uint32_t overflow) {
+    const uint32_t bits = float_bits(x);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t subnormal = float_bits(bits_float(magnitude) + bits_float(kRound)) - kRound;
+    const uint32_t odd = (magnitude >> kShift) & 1;
+    const uint32_t normal = (magnitude - (static_cast<uint32_t>(127 - kBias) << 23) +
+                             ((1u << (kShift - 1)) - 1) + odd) >>
+                            kShift;
+    uint32_t code = magnitude < kSmallestNormal ? subnormal : normal;
+    // Below kLimit a number may still round up to it.
+    code = magnitude >= kLimit || code > kLargest ? overflow : code;
+    code = magnitude > 0x7f800000u ? kNan : code;
+    return code | (bits >> 31) << (kExponent + kMantissa);
+  }
+};
+
+using Float16 = SmallFloat<5, 10, false>;
+using Float8E4M3 = SmallFloat<4, 3, true>;
+using Float8E5M2 = SmallFloat<5, 2, false>;
+
+/// bfloat16 has float32's exponent: decoding is a shift.
+struct BFloat16 {
+  PYCOMM_HD static float decode(uint32_t code) { return bits_float(code << 16); }
+  PYCOMM_HD static uint32_t encode(float x) {
+    const uint32_t bits = float_bits(x);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded;
+  }
+  PYCOMM_HD static uint32_t encode_saturating(float x) {
+    const uint32_t code = encode(x);
+    return (code & 0x7fffu) == 0x7f80u ? code - 1 : code;
+  }
+};
+
+}  // namespace pycomm

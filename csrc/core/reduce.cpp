@@ -1,0 +1,154 @@
+// Picks the kernel of a dtype and op and walks it over the buffers, block by block.
+#include "core/reduce.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/error.h"
+#include "core/op.h"
+#include "core/reduce_kernels.h"
+
+namespace pycomm {
+namespace {
+
+using kernels::Kernel;
+
+/// What really runs: bools and bit ops are bytes, most complex ops are ops on twice as many floats.
+struct Plan {
+  Kernel kernel;
+  ReduceOp op;
+  size_t numel;
+  size_t element_bytes;
+};
+
+bool is_bitwise(ReduceOp op) {
+  return op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
+}
+
+bool is_complex(DType dtype) { return dtype == DType::complex64 || dtype == DType::complex128; }
+
+bool is_integer(DType dtype) { return dtype >= DType::int8 && dtype <= DType::uint64; }
+
+/// The op on bytes of 0 and 1 that means the same.
+ReduceOp bit_op(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::max:
+      return ReduceOp::bor;
+    case ReduceOp::prod:
+    case ReduceOp::min:
+      return ReduceOp::band;
+    default:
+      return op;
+  }
+}
+
+Kernel kernel_of(DType dtype) {
+  switch (dtype) {
+    case DType::float32:
+      return kernels::fold_float32;
+    case DType::float64:
+      return kernels::fold_float64;
+    case DType::float16:
+      return kernels::fold_float16;
+    case DType::bfloat16:
+      return kernels::fold_bfloat16;
+    case DType::float8_e4m3:
+      return kernels::fold_float8_e4m3;
+    case DType::float8_e5m2:
+      return kernels::fold_float8_e5m2;
+    case DType::int8:
+      return kernels::fold_int8;
+    case DType::int16:
+      return kernels::fold_int16;
+    case DType::int32:
+      return kernels::fold_int32;
+    case DType::int64:
+      return kernels::fold_int64;
+    case DType::uint8:
+      return kernels::fold_uint8;
+    case DType::uint16:
+      return kernels::fold_uint16;
+    case DType::uint32:
+      return kernels::fold_uint32;
+    case DType::uint64:
+      return kernels::fold_uint64;
+    case DType::boolean:
+      return kernels::fold_bits;
+    case DType::complex64:
+      return kernels::fold_complex64_prod;
+    case DType::complex128:
+      return kernels::fold_complex128_prod;
+  }
+  return nullptr;
+}
+
+Plan plan(const ReduceArgs& args) {
+  const DType dtype = args.dtype;
+  if (dtype == DType::boolean || is_bitwise(args.op)) {
+    return {kernels::fold_bits, bit_op(args.op), args.numel * size_of(dtype), 1};
+  }
+  if (is_complex(dtype) && args.op != ReduceOp::prod) {
+    const DType part = dtype == DType::complex64 ? DType::float32 : DType::float64;
+    return {kernel_of(part), args.op, args.numel * 2, size_of(part)};
+  }
+  return {kernel_of(dtype), args.op, args.numel, size_of(dtype)};
+}
+
+bool has_meaning(DType dtype, ReduceOp op) {
+  if (dtype == DType::boolean) return op != ReduceOp::avg && op != ReduceOp::premul_sum;
+  if (is_complex(dtype)) return op <= ReduceOp::prod;
+  if (is_integer(dtype)) return op != ReduceOp::premul_sum;
+  return !is_bitwise(op);
+}
+
+// Inf and NaN have all exponent bits set; an integer maximum over the magnitudes vectorises.
+PYCOMM_SIMD bool finite_block(const float* x, size_t n) {
+  uint32_t top = 0;
+  for (size_t i = 0; i < n; i++) {
+    const uint32_t magnitude = float_bits(x[i]) & 0x7fffffffu;
+    top = magnitude > top ? magnitude : top;
+  }
+  return top < 0x7f800000u;
+}
+
+}  // namespace
+
+void check_reducible(DType dtype, ReduceOp op) {
+  if (static_cast<uint8_t>(dtype) >= kDTypes || static_cast<uint8_t>(op) >= kReduceOps ||
+      !has_meaning(dtype, op)) {
+    throw Error(std::string(name(op)) + " has no meaning for " + name(dtype));
+  }
+}
+
+void reduce(const ReduceArgs& args) {
+  check_reducible(args.dtype, args.op);
+  if (args.count < 1) throw Error("reduce needs at least one input");
+  const Plan plan = pycomm::plan(args);
+  for (size_t begin = 0; begin < plan.numel; begin += kernels::kBlock) {
+    kernels::Block block;
+    block.inputs = args.inputs;
+    block.offset = begin * plan.element_bytes;
+    block.count = args.count;
+    block.out = static_cast<char*>(args.out) + block.offset;
+    block.numel = std::min(kernels::kBlock, plan.numel - begin);
+    block.op = plan.op;
+    block.factor = args.factor;
+    plan.kernel(block);
+    if (args.copy) {
+      // From the first-level cache: as good as a second store in the loop.
+      std::memcpy(static_cast<char*>(args.copy) + block.offset, block.out,
+                  block.numel * plan.element_bytes);
+    }
+  }
+}
+
+bool all_finite(Span<const float> x) {
+  constexpr size_t kStep = 16384;
+  for (size_t begin = 0; begin < x.size; begin += kStep) {
+    if (!finite_block(x.data + begin, std::min(kStep, x.size - begin))) return false;
+  }
+  return true;
+}
+
+}  // namespace pycomm
