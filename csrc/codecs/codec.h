@@ -30,7 +30,7 @@ struct EncodeArgs {
   const float* residual = nullptr;  ///< in.size values; null: no feedback
   float* new_residual = nullptr;    ///< may be `residual`; null iff `residual` is null
   RandomKey key;
-  uint64_t index = 0;               ///< place of in[0] in its tensor; a multiple of granule()
+  uint64_t index = 0;  ///< place of in[0] in its tensor; a multiple of granule()
   Stream stream;
 };
 

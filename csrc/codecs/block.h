@@ -1,0 +1,40 @@
+// What the block codecs share: which blocks have a scale, the scale, and the rule of the residual.
+// A block is a run of values that share one float32 scale. Compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "core/floats.h"
+#include "core/types.h"
+
+namespace pycomm::codecs {
+
+/// Every NaN that an encoder writes has these bits (or their upper part), since hardware differs.
+constexpr uint32_t kNanBits = 0x7fc00000u;
+constexpr uint32_t kInfBits = 0x7f800000u;
+/// Blocks at or below kTiny travel as zeros: 127 / amax would overflow further down. Blocks at or
+/// above kHuge travel as NaN: top * scale could round to Inf further up.
+constexpr float kTiny = 0x1p-100f;
+constexpr float kHuge = 0x1p127f;
+constexpr uint32_t kMinBlock = 32;
+constexpr uint32_t kMaxBlock = 2048;
+
+/// Bits of |x|. Their order as integers is the order of the values, with Inf and then NaN on top,
+/// so the largest |x| of a block is an integer maximum: exact, order-free, and it vectorises.
+PYCOMM_HD uint32_t magnitude_bits(float x) { return float_bits(x) & 0x7fffffffu; }
+
+PYCOMM_HD size_t num_blocks(size_t numel, uint32_t block) { return (numel + block - 1) / block; }
+PYCOMM_HD size_t padded(size_t bytes) { return (bytes + 3) / 4 * 4; }
+
+/// `amax` is the largest |p| of a block, `top` the largest code. Only a used block has codes other
+/// than zero; NaN is not used.
+PYCOMM_HD bool used(float amax) { return amax > kTiny && amax < kHuge; }
+PYCOMM_HD float scale(float amax, float top) {
+  return used(amax) ? amax / top : amax <= kTiny ? 0.0f : bits_float(kNanBits);
+}
+PYCOMM_HD float inv_scale(float amax, float top) { return used(amax) ? top / amax : 0.0f; }
+
+/// Residual after a value p has travelled as `decoded`: what is still owed. A value that travels as
+/// Inf or NaN is a step that the loss scaler will skip, so it leaves the residual as it was.
+PYCOMM_HD float owed(float p, float decoded, float residual) {
+  return magnitude_bits(decoded) < kInfBits ? p - decoded : residual;
+}
+
+}  // namespace pycomm::codecs

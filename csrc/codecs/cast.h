@@ -1,0 +1,78 @@
+// cast: float32 as a smaller float, as it is or with a scale per block. Wire format:
+// docs/wire/cast.md. Everything that decides a bit is here and in block.h, compiled by gcc, nvcc
+// and NVRTC.
+#pragma once
+#include "codecs/block.h"
+#include "core/floats.h"
+#include "core/types.h"
+
+namespace pycomm::codecs::cast {
+
+constexpr int kWireVersion = 1;
+
+// One struct per dtype: `encode` and `decode` one value, kTop is the largest code, or 0 where there
+// are no blocks. With blocks, `encode` gets p * inv_scale and `decode` gives a value to be
+// multiplied by the scale.
+
+struct Float32 {
+  using Code = uint32_t;
+  static constexpr float kTop = 0.0f;
+  PYCOMM_HD static Code encode(float p) {
+    return magnitude_bits(p) > kInfBits ? kNanBits : float_bits(p);
+  }
+  PYCOMM_HD static float decode(Code code) { return bits_float(code); }
+};
+
+/// IEEE rounding: a value beyond 65504 becomes Inf, so that a loss scaler sees the overflow.
+struct Float16 {
+  using Code = uint16_t;
+  static constexpr float kTop = 0.0f;
+  PYCOMM_HD static Code encode(float p) {
+    return static_cast<Code>(magnitude_bits(p) > kInfBits ? 0x7e00u : pycomm::Float16::encode(p));
+  }
+  PYCOMM_HD static float decode(Code code) { return pycomm::Float16::decode(code); }
+};
+
+struct BFloat16 {
+  using Code = uint16_t;
+  static constexpr float kTop = 0.0f;
+  PYCOMM_HD static Code encode(float p) {
+    return static_cast<Code>(magnitude_bits(p) > kInfBits ? 0x7fc0u : pycomm::BFloat16::encode(p));
+  }
+  PYCOMM_HD static float decode(Code code) { return pycomm::BFloat16::decode(code); }
+};
+
+/// No finite p of a used block gets beyond the top, since p * inv is at most top * (1 + 2^-23).
+struct Float8E4M3 {
+  using Code = uint8_t;
+  static constexpr float kTop = 448.0f;
+  PYCOMM_HD static Code encode(float v) { return static_cast<Code>(pycomm::Float8E4M3::encode(v)); }
+  PYCOMM_HD static float decode(Code code) { return pycomm::Float8E4M3::decode(code); }
+};
+
+struct Float8E5M2 {
+  using Code = uint8_t;
+  static constexpr float kTop = 57344.0f;
+  PYCOMM_HD static Code encode(float v) { return static_cast<Code>(pycomm::Float8E5M2::encode(v)); }
+  PYCOMM_HD static float decode(Code code) { return pycomm::Float8E5M2::decode(code); }
+};
+
+enum class Kind : uint8_t { float32, float16, bfloat16, float8_e4m3, float8_e5m2 };
+
+struct Format {
+  Kind kind = Kind::float16;
+  uint32_t block = 0;  ///< 0 where there are no blocks
+};
+
+PYCOMM_HD size_t code_bytes(Kind kind) {
+  return kind == Kind::float32 ? 4 : kind == Kind::float16 || kind == Kind::bfloat16 ? 2 : 1;
+}
+/// The payload is the scales, if there are blocks, then the codes.
+PYCOMM_HD size_t codes_offset(const Format& f, size_t numel) {
+  return f.block == 0 ? 0 : num_blocks(numel, f.block) * 4;
+}
+PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
+  return codes_offset(f, numel) + padded(numel * code_bytes(f.kind));
+}
+
+}  // namespace pycomm::codecs::cast

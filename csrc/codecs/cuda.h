@@ -1,0 +1,26 @@
+// The CUDA halves of the codecs, on the stream of the call: <name>.cu, or no_cuda.cpp in a build
+// without CUDA, where each throws Error. CMake picks one; no other source asks what was built.
+#pragma once
+#include "codecs/cast.h"
+#include "codecs/codec.h"
+#include "codecs/quant.h"
+
+namespace pycomm::codecs {
+
+PYCOMM_API bool cuda_built();
+
+// Arguments are checked by the callers (cast.cpp, quant.cpp). `add`: out = out + decode(payload).
+
+namespace cast {
+void encode_cuda(const Format& format, const EncodeArgs& args);
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream);
+}  // namespace cast
+
+namespace quant {
+void encode_cuda(const Format& format, const EncodeArgs& args);
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream);
+}  // namespace quant
+
+}  // namespace pycomm::codecs

@@ -1,0 +1,55 @@
+// quant: block-wise symmetric integers of 8 or 4 bits. Wire format: docs/wire/quant.md.
+// Everything that decides a bit is here and in block.h, compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "codecs/block.h"
+#include "core/philox.h"
+#include "core/types.h"
+
+namespace pycomm::codecs::quant {
+
+constexpr int kWireVersion = 1;
+/// Adding then subtracting 1.5 * 2^23 rounds to nearest, ties to even, with plain float adds.
+constexpr float kRound = 12582912.0f;
+
+struct Format {
+  int bits = 8;  ///< 8 or 4
+  uint32_t block = 256;
+  bool stochastic = false;
+};
+
+/// Largest code: 127 or 7.
+PYCOMM_HD constexpr int top(int bits) { return (1 << (bits - 1)) - 1; }
+
+/// The payload is the scales, then the codes.
+PYCOMM_HD size_t codes_offset(const Format& f, size_t numel) {
+  return num_blocks(numel, f.block) * 4;
+}
+PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
+  return codes_offset(f, numel) + padded((numel * f.bits + 7) / 8);
+}
+
+/// Code of a value p of a used block; the codes of other blocks are 0. No finite p gets beyond the
+/// top, since p * inv is at most top * (1 + 2^-23).
+PYCOMM_HD int quantize(float p, float inv) { return static_cast<int>((p * inv + kRound) - kRound); }
+
+/// The same, up or down by chance: up if the upper 31 bits of `random` are below the fraction,
+/// which is exact in float32 because it is taken from the magnitude.
+PYCOMM_HD int quantize(float p, float inv, uint32_t random, int top) {
+  const float v = p * inv;
+  const float a = bits_float(magnitude_bits(v));
+  const int down = static_cast<int>(a);
+  const int threshold = static_cast<int>((a - static_cast<float>(down)) * 0x1p31f);
+  const int near = down + (static_cast<int>(random >> 1) < threshold ? 1 : 0);
+  const int q = near < top ? near : top;  // p * inv may be a hair above the top
+  return v < 0.0f ? -q : q;
+}
+
+PYCOMM_HD float dequantize(int q, float scale) { return static_cast<float>(q) * scale; }
+
+/// Two codes of 4 bits in a byte: the value with the even index is the low nibble.
+PYCOMM_HD uint8_t pack4(int even, int odd) {
+  return static_cast<uint8_t>((even & 15) | (odd & 15) << 4);
+}
+PYCOMM_HD int unpack4(uint32_t nibble) { return static_cast<int>((nibble & 15u) ^ 8u) - 8; }
+
+}  // namespace pycomm::codecs::quant

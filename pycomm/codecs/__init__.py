@@ -1,0 +1,98 @@
+"""Codecs by name, and the text form of a codec: "int8", "quant:bits=4,block=64", "cast:float16"."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from pycomm.codecs.base import Codec, EncodeArgs, RandomKey, Unavailable
+from pycomm.codecs.cast import Cast
+from pycomm.codecs.quant import Quant
+
+__all__ = [
+    "ALIASES",
+    "CODECS",
+    "Cast",
+    "Codec",
+    "EncodeArgs",
+    "Quant",
+    "RandomKey",
+    "Unavailable",
+    "codec",
+]
+
+# The only list of codecs in Python: one line each.
+CODECS: dict[str, type[Codec]] = {
+    "cast": Cast,
+    "quant": Quant,
+}
+
+# Short names. More options may follow one: "int4:block=64".
+ALIASES: dict[str, str] = {
+    "int8": "quant:bits=8",
+    "int4": "quant:bits=4",
+    "fp32": "cast:dtype=float32",
+    "fp16": "cast:dtype=float16",
+    "bf16": "cast:dtype=bfloat16",
+    "fp8": "cast:dtype=float8_e4m3",
+    "fp8_e4m3": "cast:dtype=float8_e4m3",
+    "fp8_e5m2": "cast:dtype=float8_e5m2",
+}
+
+
+def codec(text: str | Codec) -> Codec:
+    """Return the codec that a text describes; a codec is returned as it is.
+
+    The text is a name or short name, then options: ``name:option=value,option=value``. The first option may
+    be given by its value alone. Options are the fields of the codec's dataclass.
+
+    Raises:
+        ValueError: an unknown name or option, with the list of known ones, or a bad value.
+
+    Example:
+        >>> import pycomm
+        >>> pycomm.codec("int4:block=64").spec()
+        'quant:bits=4,block=64,rounding=nearest'
+        >>> pycomm.codec("cast:bfloat16").encoded_bytes(1000)
+        2000
+    """
+    if isinstance(text, Codec):
+        return text
+    name, _, rest = text.partition(":")
+    given = [option for option in rest.split(",") if option]
+    if name in ALIASES:
+        name, _, first = ALIASES[name].partition(":")
+        given.insert(0, first)
+    if name not in CODECS:
+        known = ", ".join(sorted([*CODECS, *ALIASES]))
+        raise ValueError(f"unknown codec {name!r}: use one of {known}")
+    return CODECS[name](**_options(name, CODECS[name], given))
+
+
+def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    known = [field.name for field in fields(cls)]
+    listed = f"{name} has the options {', '.join(known)}" if known else f"{name} has no options"
+    options: dict[str, Any] = {}
+    for place, item in enumerate(given):
+        option, equals, value = item.partition("=")
+        if not equals:
+            if place > 0 or not known:
+                raise ValueError(f"{name}: write {item!r} as option=value; {listed}")
+            option, value = known[0], item
+        if option not in known:
+            raise ValueError(f"{name}: unknown option {option!r}; {listed}")
+        if option in options:
+            raise ValueError(f"{name}: {option} is given twice")
+        options[option] = _convert(name, option, value, hints[option])
+    return options
+
+
+def _convert(name: str, option: str, value: str, hint: Any) -> Any:
+    if hint not in (int, float):
+        return value
+    try:
+        return hint(value)
+    except ValueError:
+        words = {int: "an integer", float: "a number"}
+        raise ValueError(f"{name}: {option}={value!r} is not {words[hint]}") from None

@@ -1,0 +1,355 @@
+"""The codec interface, and the choice of who runs it.
+
+A codec is defined by its wire page (docs/wire/), its options (a frozen dataclass) and its reference in plain
+torch. Faster implementations must write the same bytes:
+
+* ``native``: csrc/codecs through ``pycomm._C``; on cuda only if pycomm was built with CUDA.
+* ``nvrtc``: the same CUDA sources, compiled at run time: ``pycomm.codecs.nvrtc``.
+* ``triton``: ``pycomm.triton_kernels.<name>``; on cpu only in Triton's interpreter.
+* ``reference``: the two ``reference_*`` methods of the codec itself.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
+
+import torch
+
+from pycomm.env import env
+
+if TYPE_CHECKING:
+    from pycomm import _C
+
+Combine = Literal["sum", "recode", "gather"]
+Kind = Literal["native", "nvrtc", "triton", "reference"]
+
+ORDER: dict[str, tuple[Kind, ...]] = {
+    "cpu": ("native", "reference"),
+    "cuda": ("native", "nvrtc", "triton", "reference"),
+}
+
+
+class Unavailable(RuntimeError):
+    """An implementation is not part of this installation, or does not run on this device."""
+
+
+@dataclass(frozen=True)
+class RandomKey:
+    """Names every random number of one encode, together with a value's index in its tensor."""
+
+    seed: int = 0  # 64 bits
+    step: int = 0  # 32 bits
+    tensor: int = 0  # 32 bits: number of the parameter
+
+    def __post_init__(self) -> None:
+        for name, bits in (("seed", 64), ("step", 32), ("tensor", 32)):
+            value = getattr(self, name)
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"RandomKey: {name}={value} does not fit in {bits} unsigned bits")
+
+
+@dataclass(frozen=True, eq=False)
+class EncodeArgs:
+    """What one encode reads and writes; the C++ struct of the same name. All checks are done."""
+
+    x: torch.Tensor  # float32, any shape, contiguous
+    out: torch.Tensor  # uint8 [encoded_bytes(x.numel())]
+    residual: torch.Tensor | None  # float32, x.numel() values
+    new_residual: torch.Tensor | None  # may be `residual`; None iff `residual` is None
+    key: RandomKey
+    index: int  # place of x[0] in its tensor, a multiple of granule
+
+
+class Implementation(Protocol):
+    """Three functions; a module can be one."""
+
+    def encode(self, codec: Any, args: EncodeArgs, /) -> None: ...
+    def decode(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
+    def decode_add(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """A stateless map between float32 values and wire bytes.
+
+    A subclass is a frozen dataclass of its options and holds the reference.
+    """
+
+    name: ClassVar[str]
+    combine: ClassVar[Combine]
+    wire_version: ClassVar[int]
+
+    def spec(self) -> str:
+        """Canonical text: equal text, equal bytes. An option that is 0 has no meaning here."""
+        options = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        text = ",".join(f"{name}={value}" for name, value in options if value != 0)
+        return f"{self.name}:{text}" if text else self.name
+
+    @property
+    @abstractmethod
+    def granule(self) -> int:
+        """A tensor may be cut for encoding only at multiples of this many values."""
+
+    @abstractmethod
+    def encoded_bytes(self, numel: int) -> int:
+        """Exact payload size, a multiple of 4."""
+
+    @abstractmethod
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
+        """Return the payload (uint8) of ``p`` (float32 [numel])."""
+
+    @abstractmethod
+    def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return the values (float32 [numel]) of a payload (uint8)."""
+
+    @property
+    def native(self) -> _C.Codec:
+        """The same codec in C++, for callers that have addresses.
+
+        Raises:
+            ImportError: pycomm._C is not built.
+        """
+        return _native(self.spec())
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        new_residual: torch.Tensor | None = None,
+        key: RandomKey = RandomKey(),  # noqa: B008 (frozen)
+        index: int = 0,
+    ) -> torch.Tensor:
+        """Encode ``x``, with error feedback if there is a residual, in one pass.
+
+        With a residual: p = x + residual, out = code(p), new_residual = p - decode(out). Where decode(out) is
+        not finite the residual stays as it was.
+
+        Args:
+            x: float32, any shape, contiguous.
+            out: uint8 [encoded_bytes(x.numel())] for the payload; made if it is None.
+            residual: float32, as many values as ``x``; what earlier payloads still owe.
+            new_residual: where the new residual goes; None: into ``residual``.
+            key: names the random numbers, for stochastic rounding.
+            index: place of ``x[0]`` in its tensor, a multiple of ``granule``.
+
+        Returns:
+            The payload: ``out``.
+
+        Raises:
+            TypeError: a wrong dtype.
+            ValueError: a wrong size, device, layout or index.
+
+        Example:
+            >>> import torch, pycomm
+            >>> int8 = pycomm.codec("int8")
+            >>> payload = int8.encode(torch.tensor([1.0, -2.0, 0.5]))
+            >>> payload.numel()
+            8
+            >>> int8.decode(payload, 3)
+            tensor([ 1.0079, -2.0000,  0.5039])
+        """
+        x = _floats("x", x)
+        if out is None:
+            out = torch.empty(self.encoded_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+        else:
+            self._check_payload("out", out, x)
+        if residual is None:
+            if new_residual is not None:
+                raise ValueError(f"{self.name}: new_residual without residual; pass zeros at first")
+        else:
+            residual = _floats("residual", residual, like=x)
+            new_residual = residual if new_residual is None else new_residual
+            new_residual = _floats("new_residual", new_residual, like=x)
+        if index < 0 or index % self.granule:
+            raise ValueError(
+                f"{self.name}: index {index} is not a multiple of {self.granule}, the block size: "
+                "cut tensors only there"
+            )
+        args = EncodeArgs(x, out, residual, new_residual, key, index)
+        select(self.name, x.device.type).encode(self, args)
+        return out
+
+    def decode(self, payload: torch.Tensor, out: int | torch.Tensor) -> torch.Tensor:
+        """Return the values of a payload.
+
+        Args:
+            payload: uint8 [encoded_bytes(number of values)].
+            out: number of values, or a float32 tensor that is overwritten.
+
+        Returns:
+            float32: ``out``, or a new tensor of one dimension.
+
+        Raises:
+            TypeError: a wrong dtype.
+            ValueError: a wrong size, device or layout.
+        """
+        if isinstance(out, int):
+            out = torch.empty(out, dtype=torch.float32, device=payload.device)
+        out = _floats("out", out)
+        self._check_payload("payload", payload, out)
+        select(self.name, out.device.type).decode(self, payload, out)
+        return out
+
+    def decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Add the values of a payload to ``out`` (float32, in place), and return it.
+
+        Raises:
+            TypeError: a wrong dtype.
+            ValueError: a wrong size, device or layout.
+        """
+        out = _floats("out", out)
+        self._check_payload("payload", payload, out)
+        select(self.name, out.device.type).decode_add(self, payload, out)
+        return out
+
+    def _check_payload(self, role: str, payload: torch.Tensor, values: torch.Tensor) -> None:
+        want = self.encoded_bytes(values.numel())
+        if payload.dtype != torch.uint8:
+            raise TypeError(f"{self.name}: {role} must be uint8, not {payload.dtype}")
+        if payload.numel() != want:
+            raise ValueError(
+                f"{self.name}: {role} has {payload.numel()} bytes; {values.numel()} values take {want} "
+                f"with {self.spec()}"
+            )
+        if not payload.is_contiguous() or payload.data_ptr() % 4:
+            raise ValueError(f"{self.name}: {role} must be contiguous and start at a multiple of 4")
+        _check_device(role, payload, values)
+
+
+def _floats(role: str, x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        raise TypeError(f"{role} must be float32, not {x.dtype}: convert it with .float()")
+    if not x.is_contiguous():
+        raise ValueError(f"{role} must be contiguous: call .contiguous() first")
+    if like is not None:
+        if x.numel() != like.numel():
+            raise ValueError(f"{role} has {x.numel()} values, x has {like.numel()}")
+        _check_device(role, x, like)
+    return x.detach()
+
+
+def _check_device(role: str, x: torch.Tensor, like: torch.Tensor) -> None:
+    if x.device != like.device:
+        raise ValueError(f"{role} is on {x.device}, the values are on {like.device}")
+
+
+class Reference:
+    """Any codec in plain torch, on any device."""
+
+    def encode(self, codec: Codec, args: EncodeArgs) -> None:
+        x = args.x.reshape(-1)
+        if args.residual is None or args.new_residual is None:
+            args.out.copy_(codec.reference_encode(x, args.key, args.index))
+            return
+        residual = args.residual.reshape(-1)
+        p = x + residual
+        args.out.copy_(codec.reference_encode(p, args.key, args.index))
+        value = codec.reference_decode(args.out, p.numel())
+        owed = torch.where(value.isfinite(), p - value, residual)
+        args.new_residual.view(-1).copy_(owed)
+
+    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(-1).copy_(codec.reference_decode(payload, out.numel()))
+
+    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(-1).add_(codec.reference_decode(payload, out.numel()))
+
+
+class Native:
+    """pycomm._C on addresses; cuda tensors on torch's current stream."""
+
+    def encode(self, codec: Codec, args: EncodeArgs) -> None:
+        with _device(args.x):
+            codec.native.encode(
+                args.x.data_ptr(),
+                args.x.numel(),
+                args.out.data_ptr(),
+                residual=0 if args.residual is None else args.residual.data_ptr(),
+                new_residual=0 if args.new_residual is None else args.new_residual.data_ptr(),
+                seed=args.key.seed,
+                step=args.key.step,
+                tensor=args.key.tensor,
+                index=args.index,
+                stream=_stream(args.x),
+            )
+
+    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        with _device(out):
+            codec.native.decode(
+                payload.data_ptr(), out.data_ptr(), out.numel(), stream=_stream(out)
+            )
+
+    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        with _device(out):
+            codec.native.decode_add(
+                payload.data_ptr(), out.data_ptr(), out.numel(), stream=_stream(out)
+            )
+
+
+def _stream(x: torch.Tensor) -> int | None:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+
+
+def _device(x: torch.Tensor) -> torch.cuda.device:
+    return torch.cuda.device(x.device if x.is_cuda else -1)
+
+
+@cache
+def _native(spec: str) -> _C.Codec:
+    from pycomm import _C
+
+    return _C.Codec(spec)
+
+
+def implementation(name: str, kind: str, device: str) -> Implementation:
+    """Return one implementation of the codec ``name`` for a device type ("cpu", "cuda").
+
+    Raises:
+        ImportError: it needs something that is not installed.
+        Unavailable: it is not built, or does not run on this device.
+        ValueError: there is no such kind.
+    """
+    if kind == "reference":
+        return Reference()
+    if kind == "native":
+        from pycomm import _C
+
+        if device == "cuda" and not _C.cuda_built():
+            raise Unavailable("native codecs on cuda: this pycomm was built without CUDA")
+        return Native()
+    if kind == "triton":
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
+        return cast(Implementation, import_module(f"pycomm.triton_kernels.{name}"))
+    if kind == "nvrtc":
+        if device != "cuda":
+            raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
+        return cast(Implementation, import_module("pycomm.codecs.nvrtc"))
+    raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
+
+
+def select(name: str, device: str) -> Implementation:
+    """Return the first implementation that is there, or the one that PYCOMM_IMPL names.
+
+    Raises:
+        Unavailable: the named one is not there, with the reason.
+    """
+    return _select(name, device, env().impl)
+
+
+@cache
+def _select(name: str, device: str, wanted: str) -> Implementation:
+    reasons = []
+    for kind in (wanted,) if wanted else ORDER.get(device, ("reference",)):
+        try:
+            return implementation(name, kind, device)
+        except (ImportError, Unavailable) as e:
+            reasons.append(f"{kind}: {e}")
+    raise Unavailable(f"no implementation of {name} on {device}. " + "; ".join(reasons))

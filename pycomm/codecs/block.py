@@ -1,0 +1,57 @@
+"""What the references of the block codecs share; the wire pages have the same steps."""
+
+from __future__ import annotations
+
+import torch
+
+TINY = 2.0**-100  # blocks at or below this travel as zeros
+HUGE = 2.0**127  # blocks that are not below this travel as NaN
+NAN = 0x7FC00000  # bits of every NaN that an encoder writes
+SIZES = tuple(2**k for k in range(5, 12))
+
+
+def check_block(name: str, block: int) -> None:
+    """Raise ValueError unless ``block`` is an allowed block size."""
+    if block not in SIZES:
+        raise ValueError(f"{name}: block={block}: use one of {', '.join(map(str, SIZES))}")
+
+
+def num_blocks(numel: int, block: int) -> int:
+    """Number of blocks, a short last one included."""
+    return -(-numel // block)
+
+
+def padded(size: int) -> int:
+    """Bytes of a section: the next multiple of 4."""
+    return -(-size // 4) * 4
+
+
+def split(p: torch.Tensor, block: int) -> torch.Tensor:
+    """Return ``p`` (float32 [numel]) as rows of one block each; zeros fill the last row."""
+    rows = p.new_zeros(num_blocks(p.numel(), block) * block)
+    rows[: p.numel()] = p
+    return rows.view(-1, block)
+
+
+def scales(rows: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (scale, inverse scale, used) of each row, [blocks] each.
+
+    Only used blocks have codes other than zero.
+    """
+    amax = rows.abs().amax(dim=1)
+    used = (amax > TINY) & (amax < HUGE)
+    # Tensor by tensor: torch turns a scalar operand into a multiplication by a reciprocal.
+    tops = torch.full_like(amax, top)
+    nan = torch.full_like(amax, NAN, dtype=torch.int32).view(torch.float32)
+    zero = torch.zeros_like(amax)
+    scale = torch.where(used, amax / tops, torch.where(amax <= TINY, zero, nan))
+    return scale, torch.where(used, tops / amax, zero), used
+
+
+def payload(*sections: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of the sections one after the other, each padded with zeros."""
+    parts = []
+    for section in sections:
+        data = section.contiguous().view(torch.uint8)
+        parts += [data, data.new_zeros(padded(data.numel()) - data.numel())]
+    return torch.cat(parts)

@@ -1,0 +1,32 @@
+"""Random words of a tensor in plain torch: Philox4x32-10, docs/wire/quant.md."""
+
+from __future__ import annotations
+
+import torch
+
+from pycomm.codecs.base import RandomKey
+
+LOW = 0xFFFFFFFF
+
+
+def _times(factor: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Upper and lower 32 bits of factor * x; int64 wraps, and wrapped bits are the right ones."""
+    product = x * factor
+    return (product >> 32) & LOW, product & LOW
+
+
+def random_words(key: RandomKey, index: int, numel: int, device: torch.device) -> torch.Tensor:
+    """Return the words of values ``index`` to ``index + numel - 1`` as int64 [numel] in [0, 2^32).
+
+    ``index`` must be a multiple of 4.
+    """
+    group = index // 4 + torch.arange(-(-numel // 4), dtype=torch.int64, device=device)
+    c0, c1 = group & LOW, group >> 32
+    c2, c3 = torch.full_like(group, key.tensor), torch.full_like(group, key.step)
+    k0, k1 = key.seed & LOW, key.seed >> 32
+    for _ in range(10):
+        high0, low0 = _times(0xD2511F53, c0)
+        high1, low1 = _times(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & LOW, (k1 + 0xBB67AE85) & LOW
+    return torch.stack((c0, c1, c2, c3), dim=1).view(-1)[:numel]

@@ -1,0 +1,22 @@
+"""The one page of environment variables that pycomm's Python reads; csrc/core/env.h has the core's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Env:
+    """Read once, at first use."""
+
+    # PYCOMM_IMPL: the codec implementation to use: native, nvrtc, triton or reference; it must then work
+    # or raise. Empty: the first of these that is there.
+    impl: str = ""
+
+
+@cache
+def env() -> Env:
+    """Return the environment's settings."""
+    return Env(impl=os.environ.get("PYCOMM_IMPL", ""))
