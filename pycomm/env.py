@@ -1,4 +1,4 @@
-"""The one page of environment variables that pycomm's Python reads; csrc/core/env.h has the core's."""
+"""The one page of environment variables that pycomm's Python reads; the core's: core/env.h."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from functools import cache
 class Env:
     """Read once, at first use."""
 
-    # PYCOMM_IMPL: the codec implementation to use: native, nvrtc, triton or reference; it must then work
-    # or raise. Empty: the first of these that is there.
+    # PYCOMM_IMPL: the codec implementation to use: native, nvrtc, triton or reference; it must
+    # then work or raise. Empty: the first of these that is there.
     impl: str = ""
 
 

@@ -5,21 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from pycomm.codecs.base import Codec, EncodeArgs, RandomKey, Unavailable
+from pycomm.codecs.base import Codec, RandomKey, Unavailable
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.quant import Quant
 
-__all__ = [
-    "ALIASES",
-    "CODECS",
-    "Cast",
-    "Codec",
-    "EncodeArgs",
-    "Quant",
-    "RandomKey",
-    "Unavailable",
-    "codec",
-]
+__all__ = ["ALIASES", "CODECS", "Cast", "Codec", "Quant", "RandomKey", "Unavailable", "codec"]
 
 # The only list of codecs in Python: one line each.
 CODECS: dict[str, type[Codec]] = {
@@ -43,8 +33,8 @@ ALIASES: dict[str, str] = {
 def codec(text: str | Codec) -> Codec:
     """Return the codec that a text describes; a codec is returned as it is.
 
-    The text is a name or short name, then options: ``name:option=value,option=value``. The first option may
-    be given by its value alone. Options are the fields of the codec's dataclass.
+    The text is a name or short name, then options: ``name:option=value,option=value``. The first
+    option may be given by its value alone. Options are the fields of the codec's dataclass.
 
     Raises:
         ValueError: an unknown name or option, with the list of known ones, or a bad value.

@@ -1,7 +1,7 @@
 """The codec interface, and the choice of who runs it.
 
-A codec is defined by its wire page (docs/wire/), its options (a frozen dataclass) and its reference in plain
-torch. Faster implementations must write the same bytes:
+A codec is defined by its wire page (docs/wire/), its options (a frozen dataclass) and its
+reference in plain torch. Faster implementations must write the same bytes:
 
 * ``native``: csrc/codecs through ``pycomm._C``; on cuda only if pycomm was built with CUDA.
 * ``nvrtc``: the same CUDA sources, compiled at run time: ``pycomm.codecs.nvrtc``.
@@ -123,13 +123,13 @@ class Codec(ABC):
         residual: torch.Tensor | None = None,
         *,
         new_residual: torch.Tensor | None = None,
-        key: RandomKey = RandomKey(),  # noqa: B008 (frozen)
+        key: RandomKey = RandomKey(),
         index: int = 0,
     ) -> torch.Tensor:
         """Encode ``x``, with error feedback if there is a residual, in one pass.
 
-        With a residual: p = x + residual, out = code(p), new_residual = p - decode(out). Where decode(out) is
-        not finite the residual stays as it was.
+        With a residual: p = x + residual, out = code(p), new_residual = p - decode(out). Where
+        decode(out) is not finite the residual stays as it was.
 
         Args:
             x: float32, any shape, contiguous.
@@ -215,8 +215,8 @@ class Codec(ABC):
             raise TypeError(f"{self.name}: {role} must be uint8, not {payload.dtype}")
         if payload.numel() != want:
             raise ValueError(
-                f"{self.name}: {role} has {payload.numel()} bytes; {values.numel()} values take {want} "
-                f"with {self.spec()}"
+                f"{self.spec()}: {role} has {payload.numel()} bytes, "
+                f"but {values.numel()} values take {want}"
             )
         if not payload.is_contiguous() or payload.data_ptr() % 4:
             raise ValueError(f"{self.name}: {role} must be contiguous and start at a multiple of 4")
