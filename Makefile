@@ -1,0 +1,87 @@
+# Few verbs. Everything runs in .venv, which the first verb makes on a bare machine with Python and gcc.
+#   make build        compile the three binaries beside pycomm/, and install the package in place
+#   make demo         train a small model over a 200 Mbit/s link, with and without pycomm
+#   make test         all tests, with the counts of each tier
+#   make lint         ruff, mypy, clang-format
+#   make bench        all-reduce beside Gloo
+#   make conformance  every c10d operation against Gloo, and PyTorch's own DDP tests
+#   make gpu          on a machine with a GPU and no network: build, check and time the kernels
+#   make docs         the documentation, in site/
+#   make asan, tsan   the tests of the core under a sanitizer
+SHELL := /bin/bash
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV := .venv
+PY := $(VENV)/bin/python
+IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# CUDA kernels take minutes to compile and are of no use without a GPU: PYCOMM_CUDA=ON asks for them.
+export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
+
+.PHONY: build demo test lint bench conformance gpu docs asan tsan clean
+
+build: $(VENV)/run.stamp
+	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
+
+demo: build
+	$(PY) -m pycomm.bench.demo
+
+test: build $(VENV)/dev.stamp
+	$(PY) -m pytest --quiet
+
+lint: $(VENV)/run.stamp $(VENV)/dev.stamp
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+bench: build
+	$(PY) -m pycomm.bench all_reduce -b 8 -e 64M -f 4 -p 2 --backend pycomm,gloo
+
+conformance: build $(VENV)/dev.stamp
+	$(PY) -m pytest --quiet tests/torch
+
+docs: $(VENV)/dev.stamp
+	$(VENV)/bin/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+# Takes the interpreter that has torch, Triton and CuPy; installs and downloads nothing.
+gpu: export PYCOMM_CUDA = ON
+gpu: export PYCOMM_CUDA_ARCH = local
+gpu:
+	.ci/stage $(PYTHON) build/gpu
+	cd build/gpu && $(PYTHON) -m pycomm.bench.gpu --results $(CURDIR)/bench/results
+
+asan: $(VENV)/dev.stamp
+	.ci/sanitize $(PY) address,undefined
+
+tsan: $(VENV)/dev.stamp
+	.ci/sanitize $(PY) thread
+
+clean:
+	rm -rf build dist site demo-out *.egg-info pycomm/*.so pycomm/_c10d.torch pycomm/_built
+
+# ------------------------------------------------------------- the environment
+
+$(VENV)/python.stamp:
+	.ci/venv $(PYTHON) $(VENV)
+	@touch $@
+
+# torch comes first and as its CPU build; what follows then finds it there and pulls no CUDA build.
+$(VENV)/torch.stamp: $(VENV)/python.stamp
+	@echo "installing torch $(TORCH) for CPU"
+	@$(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH) --index-url $(TORCH_INDEX) \
+	  || { echo "torch $(TORCH) was not found at $(TORCH_INDEX); set TORCH_INDEX or TORCH"; exit 1; }
+	@touch $@
+
+$(VENV)/run.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "installing pycomm in place (compiles the core, and one file against torch)"
+	@$(PIP) setuptools==84.2.1 wheel==0.48.0 pybind11==3.1.0 cmake==4.4.4 ninja==1.13.2
+	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench]"
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	@echo "installing the tools of tests, lint and docs"
+	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench,dev]"
+	@touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks and the demo. Installs as `pycomm.bench`; see `python -m pycomm.bench --help`."""

@@ -1,0 +1,134 @@
+"""Finds the `_c10d` that fits the installed torch, and compiles it at first use if there is none.
+
+One C++ file of pycomm includes torch, and its binary fits one version of torch only. `pip install`
+builds it when torch can be imported at build time, which pip's isolated builds cannot. Otherwise
+`load_c10d` compiles it with the package's own CMakeLists.txt, beside the package if that folder can
+be written, else in ~/.cache/pycomm. The ranks of one machine build it once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).parent
+
+
+def source_root() -> Path:
+    """The folder that holds CMakeLists.txt and csrc/: the package, or the checkout around it."""
+    return PACKAGE if (PACKAGE / "CMakeLists.txt").exists() else PACKAGE.parent
+
+
+def load_c10d() -> ModuleType:
+    """Imports `pycomm._c10d`, the part of pycomm that is compiled against torch.
+
+    Raises:
+        RuntimeError: It had to be compiled and that failed; the text has the compiler's words.
+    """
+    import torch
+
+    loaded = sys.modules.get("pycomm._c10d")
+    if loaded is not None:
+        return loaded
+    stamp = PACKAGE / "_c10d.torch"
+    built_for = stamp.read_text().strip() if stamp.exists() else None
+    if built_for == torch.__version__:
+        return importlib.import_module("pycomm._c10d")
+
+    folder = _folder(f"_c10d-torch{torch.__version__}-{_fingerprint()}")
+    binary = folder / ("_c10d" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+    if not binary.exists():
+        with _locked(folder):
+            if not binary.exists():  # else another rank was faster
+                reason = f"found one for torch {built_for}" if built_for else "there is none yet"
+                _say(f"compiling _c10d for torch {torch.__version__} ({reason}), about 30 s, once")
+                _compile(folder)
+                _say(f"built {binary}")
+    return _import_from(binary)
+
+
+def _fingerprint() -> str:
+    """Names everything but torch that decides what is built: the sources and the interpreter."""
+    root = source_root()
+    digest = hashlib.sha256(str(sys.implementation.cache_tag).encode())
+    for path in [root / "CMakeLists.txt", *sorted((root / "csrc").rglob("*.h"))]:
+        digest.update(path.read_bytes())
+    digest.update((root / "csrc/binding/c10d.cpp").read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _folder(name: str) -> Path:
+    """A folder of that name that can be written, or that holds a build by somebody who could."""
+    beside = PACKAGE / "_built" / name
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        beside = Path.home() / ".cache" / "pycomm" / name
+        beside.mkdir(parents=True, exist_ok=True)
+    return beside
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file unlocks
+
+
+def _compile(folder: Path) -> None:
+    for tool in ("cmake", "ninja"):
+        if shutil.which(tool) is None:
+            raise RuntimeError(
+                f"pycomm: _c10d must be compiled for this torch, but there is no {tool}: "
+                f"pip install cmake ninja, or install pycomm with --no-build-isolation"
+            )
+    with tempfile.TemporaryDirectory(prefix="pycomm-") as build:
+        configure = [
+            "cmake",
+            *("-S", str(source_root()), "-B", build, "-G", "Ninja"),
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DPYCOMM_LIBRARY={PACKAGE / 'libpycomm.so'}",
+            "-DPYCOMM_CUDA=OFF",
+            "-DPYCOMM_TORCH=ON",
+        ]
+        _run(configure)
+        _run(["cmake", "--build", build])
+        suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+        # Renamed into place, so that no rank ever sees half a file.
+        partial = folder / "partial.so"
+        shutil.copy(Path(build) / f"_c10d{suffix}", partial)
+        os.replace(partial, folder / f"_c10d{suffix}")
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-40:])
+        raise RuntimeError(f"pycomm: compiling _c10d failed: {' '.join(command)}\n{tail}")
+
+
+def _import_from(binary: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader("pycomm._c10d", str(binary))
+    spec = importlib.util.spec_from_file_location("pycomm._c10d", binary, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules["pycomm._c10d"] = module
+    return module
+
+
+def _say(text: str) -> None:
+    print(f"pycomm: {text}", file=sys.stderr, flush=True)

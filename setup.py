@@ -1,0 +1,64 @@
+"""Runs CMake with Ninja and places what it builds in the package. All flags are in CMakeLists.txt.
+
+PYCOMM_CUDA (AUTO, ON, OFF), PYCOMM_CUDA_ARCH, PYCOMM_TORCH and PYCOMM_SANITIZE are passed on to
+CMake.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+# Top-level folders that install inside the package: their names alone belong to other projects.
+INSIDE = {"pycomm.bench": "bench", "pycomm.triton_kernels": "triton_kernels"}
+OPTIONS = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE")
+
+
+class CMakeBuild(build_ext):
+    """Builds in a folder per interpreter and options; a second build compiles what has changed."""
+
+    def run(self) -> None:
+        in_place = self.inplace or self.editable_mode
+        package = ROOT / "pycomm" if in_place else Path(self.build_lib).absolute() / "pycomm"
+        chosen = {name: os.environ[name] for name in OPTIONS if os.environ.get(name)}
+        build = ROOT / "build" / "-".join([str(sys.implementation.cache_tag), *chosen.values()])
+        self.cmake(
+            "-S", ROOT, "-B", build, *self.tools(), *(f"-D{k}={v}" for k, v in chosen.items())
+        )
+        self.cmake("--build", build, "--parallel")
+        for component in ["binaries"] if in_place else ["binaries", "sources"]:
+            self.cmake("--install", build, "--prefix", package, "--component", component)
+
+    def tools(self) -> list[str]:
+        """Isolated builds bring their own cmake and ninja, at a new path each time."""
+        python, ninja = f"-DPython_EXECUTABLE={sys.executable}", shutil.which("ninja")
+        if ninja is None:
+            return [python]
+        return [python, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+
+    def cmake(self, *arguments: object) -> None:
+        if shutil.which("cmake") is None:
+            raise SystemExit("pycomm: there is no cmake: pip install cmake ninja")
+        quiet = {"stdout": subprocess.DEVNULL} if self.verbose < 1 else {}
+        subprocess.run(["cmake", *map(str, arguments)], check=True, **quiet)
+
+    def get_outputs(self) -> list[str]:
+        return []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+setup(
+    packages=[*find_packages(include=["pycomm", "pycomm.*"]), *INSIDE],
+    package_dir=INSIDE,
+    ext_modules=[Extension("pycomm._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

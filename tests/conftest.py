@@ -1,0 +1,63 @@
+"""What all tests share: the tiers, and the table of their counts that ends every run."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+# Without a GPU the Triton kernels run in its interpreter. Triton reads this when it is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+TIERS = ("unit", "contract", "PTX", "transports", "collectives", "process", "torch")
+OUTCOMES = ("passed", "failed", "skipped")
+FOLDERS = {
+    "transports": "transports",
+    "collectives": "collectives",
+    "processes": "process",
+    "faults": "process",
+    "torch": "torch",
+    "hooks": "torch",
+    "convergence": "torch",
+}
+COUNTS: Counter[tuple[str, str]] = Counter()
+SECONDS: Counter[str] = Counter()
+
+
+def tier_of(path: Path) -> str:
+    """The tier of a test file: by its folder, or by its name where one folder holds several."""
+    if path.name.startswith("test_contract"):
+        return "contract"
+    if path.name.startswith("test_ptx"):
+        return "PTX"
+    return next((FOLDERS[part] for part in path.parts if part in FOLDERS), "unit")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    tier = tier_of(Path(report.nodeid.split("::")[0]))
+    SECONDS[tier] += report.duration
+    # A test counts once, by its call; a failing set-up or clean-up counts as a failure.
+    if report.when == "call" or report.outcome != "passed":
+        COUNTS[tier, report.outcome] += 1
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        COUNTS[tier_of(Path(report.nodeid)), "failed"] += 1
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Prints the table after everything else, so that the last line of all is the sum."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is None or config.option.collectonly or not COUNTS:
+        return
+    terminal.write_line("")
+    terminal.write_line(f"{'tier':<12}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
+    for tier in TIERS:
+        passed, failed, skipped = (COUNTS[tier, outcome] for outcome in OUTCOMES)
+        terminal.write_line(f"{tier:<12}{passed:>8}{failed:>8}{skipped:>9}{SECONDS[tier]:>9.1f}")
+    total = [sum(COUNTS[tier, outcome] for tier in TIERS) for outcome in OUTCOMES]
+    terminal.write_line("{} passed, {} failed, {} skipped".format(*total))
