@@ -1,0 +1,57 @@
+// Ranks as threads of one process: the segment is plain memory, found by its address in the store.
+#include <sys/mman.h>
+
+#include <cstdlib>
+
+#include "transports/meeting.h"
+#include "transports/segment_transport.h"
+
+namespace pycomm {
+namespace {
+
+/// The segment of `ranks` holders; the last one to let go unmaps it.
+void* map_segment(int ranks) {
+  void* base = ::mmap(nullptr, Segment::bytes(ranks), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) throw Error("local: no memory for a segment");
+  // Promised to all from the start, so that it stays for ranks that come late.
+  Segment(base, ranks).header().holders.store(ranks);
+  return base;
+}
+
+std::shared_ptr<void> hold(void* base, int ranks) {
+  return {base, [ranks](void* memory) {
+            auto& holders = Segment(memory, ranks).header().holders;
+            if (holders.fetch_sub(1) == 1) ::munmap(memory, Segment::bytes(ranks));
+          }};
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> make_local(const Rendezvous& meeting) {
+  const std::vector<int> ranks = all_ranks(meeting);
+  void* base = meeting.rank == 0 ? map_segment(meeting.size) : nullptr;
+  // Addresses mean nothing in another process, so each rank names its own.
+  const std::string process = std::to_string(::getpid());
+  const std::string word = process + " " + std::to_string(reinterpret_cast<uintptr_t>(base));
+  const std::vector<std::string> words = exchange(meeting, "local/segment", ranks, word);
+  for (size_t r = 0; r < words.size(); r++) {
+    if (words[r].compare(0, process.size() + 1, process + " ") != 0) {
+      throw Error("local: rank " + std::to_string(r) + " is in another process than rank " +
+                  std::to_string(meeting.rank) + "; the local transport joins threads, use shm");
+    }
+  }
+  const std::string address = words[0].substr(process.size() + 1);
+  base = reinterpret_cast<void*>(std::strtoull(address.c_str(), nullptr, 10));
+
+  SharedMemory memory;
+  memory.base = hold(base, meeting.size);
+  memory.members = ranks;
+  memory.rank = meeting.rank;
+  memory.group_size = meeting.size;
+  Watch::sign(Segment(base, meeting.size).board(meeting.rank));
+  exchange(meeting, "local/ready", ranks, "yes");
+  return std::make_unique<SegmentTransport>("local", memory);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,32 @@
+#include "transports/meeting.h"
+
+#include <numeric>
+
+namespace pycomm {
+
+std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& topic,
+                                  const std::vector<int>& ranks, const std::string& word) {
+  const std::string prefix = meeting.group + "/" + topic + "/";
+  meeting.store->set(prefix + std::to_string(meeting.rank), word);
+  std::vector<std::string> words;
+  std::string missing;
+  for (const int rank : ranks) {
+    try {
+      words.push_back(meeting.store->get(prefix + std::to_string(rank), meeting.deadline));
+    } catch (const Timeout&) {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  if (missing.empty()) return words;
+  throw Timeout("rank " + std::to_string(meeting.rank) + ": group \"" + meeting.group +
+                "\" is not complete after " + std::to_string(meeting.deadline.limit().count()) +
+                " ms, rank(s) that did not come (" + topic + "): " + missing);
+}
+
+std::vector<int> all_ranks(const Rendezvous& meeting) {
+  std::vector<int> ranks(static_cast<size_t>(meeting.size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+}  // namespace pycomm

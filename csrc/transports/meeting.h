@@ -1,0 +1,18 @@
+// How ranks exchange a word each through the store before they can talk.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "transports/transport.h"
+
+namespace pycomm {
+
+/// Sets our word under "<group>/<topic>/<rank>" and returns everybody's, in the order of `ranks`
+/// (which include ours). Throws Timeout that names all ranks that said nothing.
+std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& topic,
+                                  const std::vector<int>& ranks, const std::string& word);
+
+/// 0 .. size - 1.
+std::vector<int> all_ranks(const Rendezvous& meeting);
+
+}  // namespace pycomm

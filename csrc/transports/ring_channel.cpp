@@ -1,0 +1,152 @@
+#include "transports/ring_channel.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kFrameAlign = 16;
+/// Published at once, so that the peer copies out while we copy in.
+constexpr size_t kPiece = kRingBytes / 8;
+
+size_t padding(size_t bytes) { return (kFrameAlign - bytes % kFrameAlign) % kFrameAlign; }
+
+void write_ring(Ring& ring, uint64_t at, const void* from, size_t bytes) {
+  const size_t start = at % kRingBytes;
+  const size_t first = std::min(bytes, kRingBytes - start);
+  std::memcpy(ring.data + start, from, first);
+  std::memcpy(ring.data, static_cast<const uint8_t*>(from) + first, bytes - first);
+}
+
+void read_ring(const Ring& ring, uint64_t at, void* to, size_t bytes) {
+  const size_t start = at % kRingBytes;
+  const size_t first = std::min(bytes, kRingBytes - start);
+  std::memcpy(to, ring.data + start, first);
+  std::memcpy(static_cast<uint8_t*>(to) + first, ring.data, bytes - first);
+}
+
+}  // namespace
+
+RingChannel::RingChannel(const Segment& segment, Watch& watch, int self, int peer, Lane lane,
+                         Traffic& traffic)
+    : watch_(watch),
+      self_(self),
+      peer_(peer),
+      out_(&segment.ring(self, peer, lane)),
+      in_(&segment.ring(peer, self, lane)),
+      peer_bell_(&segment.board(peer).moved[static_cast<size_t>(lane)]),
+      traffic_(traffic) {}
+
+uint64_t RingChannel::send(const OpTag& tag, Span<const uint8_t> data) {
+  Outgoing message;
+  message.frame = {data.size, tag.hash(), 0, tag};
+  message.data = data;
+  sends_.push_back(message);
+  push();
+  return ++posted_sends_;
+}
+
+uint64_t RingChannel::recv(const OpTag& tag, Span<uint8_t> data) {
+  Incoming message;
+  message.tag = tag;
+  message.data = data;
+  recvs_.push_back(message);
+  return ++posted_recvs_;
+}
+
+bool RingChannel::progress() {
+  const bool pushed = push();
+  const bool pulled = pull();
+  if (pushed || pulled) return true;
+  if (sends_.empty() && recvs_.empty()) return false;
+  if (watch_.left(peer_)) {
+    // What it wrote before it left counts.
+    if (pull()) return true;
+    watch_.throw_left(peer_);
+  }
+  if (watch_.aborted()) watch_.check_now();
+  return false;
+}
+
+bool RingChannel::ready() const {
+  if (sends_.empty() && recvs_.empty()) return false;
+  if (!sends_.empty() && free_bytes() >= sizeof(Frame)) return true;
+  if (!recvs_.empty() && filled_bytes() > 0) return true;
+  return watch_.left(peer_) || watch_.aborted();
+}
+
+bool RingChannel::push() {
+  bool moved = false;
+  while (!sends_.empty()) {
+    Outgoing& message = sends_.front();
+    if (!message.framed) {
+      if (free_bytes() < sizeof(Frame)) break;
+      write_ring(*out_, head_, &message.frame, sizeof(Frame));
+      head_ += sizeof(Frame);
+      message.framed = true;
+    }
+    const size_t left = message.data.size - message.done;
+    const size_t bytes = std::min({left, free_bytes(), kPiece});
+    // The padding goes with the last byte. There is room for it: the ring and all that is in it are
+    // multiples of kFrameAlign, but for the message under way.
+    write_ring(*out_, head_, message.data.data + message.done, bytes);
+    message.done += bytes;
+    head_ += bytes;
+    const bool whole = message.done == message.data.size;
+    if (whole) head_ += padding(message.data.size);
+    out_->head.store(head_, std::memory_order_release);
+    peer_bell_->ring();
+    moved = true;
+    if (whole) {
+      traffic_.sent_bytes.fetch_add(sizeof(Frame) + message.data.size, std::memory_order_relaxed);
+      sends_.pop_front();
+      sent_ += 1;
+    } else if (free_bytes() == 0) {
+      break;
+    }
+  }
+  traffic_.moved = traffic_.moved || moved;
+  return moved;
+}
+
+bool RingChannel::pull() {
+  bool moved = false;
+  while (!recvs_.empty() && filled_bytes() > 0) {
+    Incoming& message = recvs_.front();
+    if (!message.framed) {
+      Frame frame;
+      read_ring(*in_, tail_, &frame, sizeof frame);
+      check_frame(frame, message);
+      tail_ += sizeof frame;
+      message.framed = true;
+    }
+    const size_t bytes = std::min({message.data.size - message.done, filled_bytes(), kPiece});
+    read_ring(*in_, tail_, message.data.data + message.done, bytes);
+    message.done += bytes;
+    tail_ += bytes;
+    const bool whole = message.done == message.data.size;
+    if (whole) tail_ += padding(message.data.size);
+    in_->tail.store(tail_, std::memory_order_release);
+    peer_bell_->ring();
+    moved = true;
+    if (whole) {
+      recvs_.pop_front();
+      received_ += 1;
+    }
+  }
+  traffic_.moved = traffic_.moved || moved;
+  return moved;
+}
+
+void RingChannel::check_frame(const Frame& frame, const Incoming& wanted) const {
+  const bool same_tag = frame.hash == wanted.tag.hash();
+  if (same_tag && frame.bytes == wanted.data.size) return;
+  const std::string us = "rank " + std::to_string(watch_.member(self_));
+  const std::string them = "rank " + std::to_string(watch_.member(peer_));
+  throw WireMismatch(us + " expects " + std::to_string(wanted.data.size) + " bytes of " +
+                     pycomm::describe(wanted.tag) + " while " + them + " sends " +
+                     std::to_string(frame.bytes) + " bytes of " + pycomm::describe(frame.tag));
+}
+
+}  // namespace pycomm

@@ -1,0 +1,89 @@
+// Memory that the ranks of one host share: who writes which line.
+//
+//   Header | Board of each rank | staging of each rank | Ring of each ordered pair and lane
+//
+// A segment starts as zero pages and is valid as such; pages that nobody touches cost nothing. It
+// knows neither how the memory was got (local.cpp: one process; shm.cpp: memfd) nor what ranks do
+// with it (window.h, ring_channel.h, watch.h). Ranks are numbered here by their place among those
+// who share it.
+#pragma once
+#include <sched.h>
+
+#include "core/op.h"
+#include "transports/futex.h"
+#include "transports/transport.h"
+
+namespace pycomm {
+
+/// Lines are fetched in pairs, so what different ranks write lies 128 bytes apart.
+constexpr size_t kLine = 128;
+/// What travels in the same cache line as its flag.
+constexpr size_t kTinyBytes = 56;
+/// Staging of one rank: `kQuarters` quarters, small enough that a few of them stay in L2.
+constexpr size_t kQuarters = 4;
+constexpr size_t kQuarterBytes = size_t{128} << 10;
+constexpr size_t kStagingBytes = kQuarters * kQuarterBytes;
+constexpr size_t kRingBytes = size_t{256} << 10;
+
+/// Low half: number of the stage that is done. High half: hash of the tag it belongs to.
+struct alignas(kLine) Flag {
+  std::atomic<uint64_t> value;
+  uint8_t payload[kTinyBytes];
+};
+static_assert(offsetof(Flag, payload) + kTinyBytes == 64, "flag and payload are one cache line");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "wire formats are little-endian");
+
+/// An OpTag that a peer may read while it is written: torn at worst, and only in an error text.
+struct SharedTag {
+  std::atomic<uint64_t> words[sizeof(OpTag) / 8];
+
+  void store(const OpTag& tag);
+  OpTag load() const;
+};
+
+/// What one rank shows to the others. Only this rank writes here, except where noted.
+struct Board {
+  Flag flags[2];                      ///< the last two stages; readers sleep on Bell `posted`
+  alignas(kLine) Bell posted;         ///< whoever sleeps marks it
+  alignas(kLine) Bell moved[kLanes];  ///< rung by peers when one of our channels can go on
+  alignas(kLine) SharedTag tag;       ///< what the rank is doing; read for error texts only
+  alignas(kLine) std::atomic<uint32_t> left;  ///< 1 after a graceful leave
+  uint64_t process[2];                        ///< names the process on this host
+  cpu_set_t cpus;                             ///< where the rank may run
+};
+
+struct alignas(kLine) Ring {
+  alignas(kLine) std::atomic<uint64_t> head;  ///< bytes written, by the sender
+  alignas(kLine) std::atomic<uint64_t> tail;  ///< bytes read, by the receiver
+  alignas(4096) uint8_t data[kRingBytes];
+};
+
+struct alignas(4096) Header {
+  enum Abort : uint32_t { kNone, kWriting, kAborted };
+  std::atomic<uint32_t> abort;
+  int32_t abort_rank;  ///< in the group
+  char abort_reason[1024];
+  /// Threads of one process: how many still hold the segment.
+  std::atomic<int32_t> holders;
+};
+
+class Segment {
+ public:
+  static size_t bytes(int ranks);
+
+  Segment(void* base, int ranks) : base_(static_cast<uint8_t*>(base)), ranks_(ranks) {}
+
+  int ranks() const { return ranks_; }
+  Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  Board& board(int rank) const { return reinterpret_cast<Board*>(base_ + sizeof(Header))[rank]; }
+  uint8_t* staging(int rank) const;
+  Ring& ring(int from, int to, Lane lane) const;
+  /// CPUs that the ranks have together.
+  int cpus() const;
+
+ private:
+  uint8_t* base_;
+  int ranks_;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,94 @@
+#include "transports/segment_transport.h"
+
+#include <algorithm>
+
+#include "core/env.h"
+#include "transports/pace.h"
+
+namespace pycomm {
+
+SegmentTransport::SegmentTransport(std::string name, const SharedMemory& memory)
+    : name_(std::move(name)),
+      memory_(memory),
+      self_(place(memory.rank)),
+      segment_(memory.base.get(), static_cast<int>(memory.members.size())),
+      watch_(segment_, memory.members, self_, memory.lock_fd),
+      spin_(looks(segment_, env().spin)) {
+  if (segment_.ranks() == memory.group_size) {
+    window_ = std::make_unique<Window>(segment_, watch_, self_, spin_);
+  }
+  for (LaneState& lane : lanes_) lane.channels.resize(memory.members.size());
+}
+
+SegmentTransport::~SegmentTransport() { watch_.leave(); }
+
+int SegmentTransport::place(int rank) const {
+  const auto& members = memory_.members;
+  const auto found = std::lower_bound(members.begin(), members.end(), rank);
+  return found != members.end() && *found == rank ? static_cast<int>(found - members.begin()) : -1;
+}
+
+bool SegmentTransport::reaches(int rank) const { return rank != memory_.rank && place(rank) >= 0; }
+
+Channel& SegmentTransport::channel(int rank, Lane lane) {
+  if (!reaches(rank)) {
+    throw Error(name_ + ": rank " + std::to_string(memory_.rank) + " has no channel to rank " +
+                std::to_string(rank));
+  }
+  LaneState& state = lanes_[static_cast<size_t>(lane)];
+  auto& slot = state.channels[static_cast<size_t>(place(rank))];
+  if (!slot) {
+    slot = std::make_unique<RingChannel>(segment_, watch_, self_, place(rank), lane, state.traffic);
+  }
+  return *slot;
+}
+
+void SegmentTransport::idle(Lane lane, std::chrono::microseconds limit) {
+  LaneState& state = lanes_[static_cast<size_t>(lane)];
+  const auto ready = [&] {
+    for (const auto& channel : state.channels) {
+      if (channel && channel->ready()) return true;
+    }
+    return watch_.aborted();
+  };
+  const auto start = Deadline::Clock::now();
+  // A lane that is in use is worth looking at and yielding for; one that has been still is not.
+  if (state.traffic.moved) {
+    state.traffic.moved = false;
+    state.yield_end = start + kYieldFor;
+    for (int i = 0; i < spin_; i++) {
+      if (ready()) return;
+      cpu_relax();
+    }
+  }
+  for (auto now = start; !ready() && now < start + limit; now = Deadline::Clock::now()) {
+    if (now < state.yield_end) {
+      ::sched_yield();
+    } else {
+      const auto left = std::chrono::duration_cast<std::chrono::microseconds>(start + limit - now);
+      segment_.board(self_).moved[static_cast<size_t>(lane)].sleep(ready,
+                                                                   std::min(left, kSleepAtMost));
+    }
+  }
+}
+
+uint64_t SegmentTransport::sent_bytes() const {
+  uint64_t bytes = window_ ? window_->sent_bytes() : 0;
+  for (const LaneState& lane : lanes_) {
+    bytes += lane.traffic.sent_bytes.load(std::memory_order_relaxed);
+  }
+  return bytes;
+}
+
+std::string SegmentTransport::describe() const {
+  std::string text = name_ + " with ";
+  for (const int rank : memory_.members) {
+    if (rank == memory_.rank) continue;
+    if (text.back() != ' ') text += ",";
+    text += std::to_string(rank);
+  }
+  if (memory_.members.size() == 1) text += "nobody";
+  return text;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,58 @@
+// The Transport over a Segment: what make_local and make_shm build once they have the memory.
+#pragma once
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transports/ring_channel.h"
+#include "transports/watch.h"
+#include "transports/window.h"
+
+namespace pycomm {
+
+/// What the meeting came to. Every board is signed, and all of `members` know that.
+struct SharedMemory {
+  std::shared_ptr<void> base;  ///< gives the memory back when the last holder lets go
+  std::vector<int> members;    ///< ranks of the group that share it, ascending
+  int rank = 0;                ///< ours, in the group
+  int group_size = 1;
+  int lock_fd = -1;  ///< for the Watch; `base` keeps it open
+};
+
+class SegmentTransport final : public Transport {
+ public:
+  SegmentTransport(std::string name, const SharedMemory& memory);
+  ~SegmentTransport() override;
+
+  std::string_view name() const override { return name_; }
+  bool reaches(int rank) const override;
+  Channel& channel(int rank, Lane lane) override;
+  Window* window() override { return window_.get(); }
+  void idle(Lane lane, std::chrono::microseconds limit) override;
+  void check() override { watch_.check(); }
+  void abort(const std::string& reason) noexcept override { watch_.abort(reason); }
+  uint64_t sent_bytes() const override;
+  std::string describe() const override;
+
+ private:
+  /// Driven by one thread at a time.
+  struct LaneState {
+    std::vector<std::unique_ptr<RingChannel>> channels;  ///< by rank of the segment; null: unused
+    Traffic traffic;
+    Deadline::Clock::time_point yield_end;
+  };
+
+  int place(int rank) const;
+
+  std::string name_;
+  SharedMemory memory_;
+  int self_;
+  Segment segment_;
+  Watch watch_;
+  int spin_;
+  std::unique_ptr<Window> window_;
+  std::array<LaneState, kLanes> lanes_;
+};
+
+}  // namespace pycomm

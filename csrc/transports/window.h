@@ -1,0 +1,113 @@
+// Memory that all ranks of a group address directly, and the flags that say when it may be read.
+//
+// A collective is a run of *stages*. A rank writes into its own staging memory, posts a stage,
+// waits until the peers have posted theirs, and reads where the bytes lie. Stages number on through
+// all collectives of the group. At its first stage every rank waits for every other: that is how
+// calls that differ are found, at no extra message.
+//
+// Staging is a ring of quarters and is claimed in *rounds*, one quarter each, which number on too.
+// What keeps it safe to write round c without a look at the readers of round c - 4:
+//   - a rank posts no stage of a collective before it has read all it wants of the one before;
+//   - inside a collective, see collectives/shared.cpp.
+#pragma once
+#include "core/deadline.h"
+#include "transports/segment.h"
+
+namespace pycomm {
+
+class Watch;
+
+class PYCOMM_API Window {
+ public:
+  /// `spin`: how often a wait looks before it yields.
+  Window(const Segment& segment, Watch& watch, int rank, int spin);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  /// Opens a collective. Throws Error if an earlier one was not ended, since then the ranks are out
+  /// of step for good.
+  void begin(const OpTag& tag, Deadline deadline) {
+    if (open_) throw_broken();
+    open_ = true;
+    deadline_ = deadline;
+    hash_ = uint64_t{tag.hash()} << 32;
+    first_stage_ = next_stage();
+    board_->tag.store(tag);
+  }
+  void end() { open_ = false; }
+
+  /// Number of the stage that the next post() announces.
+  uint32_t next_stage() const { return stage_ + 1; }
+  /// Announces our next stage, with everything written before it. Returns its number.
+  uint32_t post() {
+    stage_ += 1;
+    board_->flags[stage_ % 2].value.store(hash_ | stage_, std::memory_order_release);
+    board_->posted.ring();
+    return stage_;
+  }
+  /// Until every peer has posted `stage`. Throws Timeout (names who did not come), WireMismatch (if
+  /// it is the first stage and somebody calls something else), PeerLost or Error.
+  void wait(uint32_t stage) {
+    for (int i = 1; i < size_; i++) wait(peer(i), stage);
+  }
+  void wait(int rank, uint32_t stage) {
+    if (!arrived(rank, stage)) wait_long(rank, stage);
+  }
+  /// The i-th rank after us, i in [1, size), so that not all ranks read the same memory at once.
+  int peer(int i) const { return rank_ + i < size_ ? rank_ + i : rank_ + i - size_; }
+
+  /// kTinyBytes beside the flag of our next post(); a peer may read them once it has waited for it,
+  /// and until it posts the next stage.
+  uint8_t* payload() { return board_->flags[next_stage() % 2].payload; }
+  const uint8_t* payload(int rank, uint32_t stage) const {
+    return segment_.board(rank).flags[stage % 2].payload;
+  }
+
+  /// Claims the next `count` rounds, aligned to `count` (1 or 2), and returns the first.
+  uint32_t claim(uint32_t count) {
+    const uint32_t first = (round_ + count - 1) / count * count;
+    round_ = first + count;
+    return first;
+  }
+  /// A rank's staging memory of a round: kQuarterBytes, and the next round's follow it.
+  uint8_t* staging(int rank, uint32_t round) const {
+    return segment_.staging(rank) + round % kQuarters * kQuarterBytes;
+  }
+
+  /// Counts what we have written for others to read.
+  void count_sent(uint64_t bytes) {
+    sent_bytes_.store(sent_bytes_.load(std::memory_order_relaxed) + bytes,
+                      std::memory_order_relaxed);
+  }
+  uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  bool arrived(int rank, uint32_t stage) const {
+    const uint64_t seen =
+        segment_.board(rank).flags[stage % 2].value.load(std::memory_order_acquire);
+    // Beyond `stage` the peer has already compared our tag with its own.
+    return seen == (hash_ | stage) || static_cast<int32_t>(static_cast<uint32_t>(seen) - stage) > 0;
+  }
+  void wait_long(int rank, uint32_t stage);
+  /// Throws WireMismatch if a peer has posted this stage for another call.
+  void compare_tags(uint32_t stage) const;
+  [[noreturn]] void throw_timeout(uint32_t stage) const;
+  [[noreturn]] void throw_broken() const;
+
+  Segment segment_;
+  Watch& watch_;
+  Board* board_;  ///< our own
+  int rank_;
+  int size_;
+  int spin_;
+  uint32_t stage_ = 0;
+  uint32_t round_ = 0;
+  uint32_t first_stage_ = 0;  ///< of the open collective
+  uint64_t hash_ = 0;         ///< of the open collective, in the high half
+  bool open_ = false;
+  Deadline deadline_ = Deadline::after(Milliseconds(0));
+  std::atomic<uint64_t> sent_bytes_{0};
+};
+
+}  // namespace pycomm
