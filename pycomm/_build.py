@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from pycomm.errors import Error
+
 PACKAGE = Path(__file__).parent
 
 
@@ -36,7 +38,7 @@ def load_c10d() -> ModuleType:
     """Imports `pycomm._c10d`, the part of pycomm that is compiled against torch.
 
     Raises:
-        RuntimeError: It had to be compiled and that failed; the text has the compiler's words.
+        Error: It had to be compiled and that failed; the text has the compiler's words.
     """
     import torch
 
@@ -91,7 +93,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _compile(folder: Path) -> None:
     for tool in ("cmake", "ninja"):
         if shutil.which(tool) is None:
-            raise RuntimeError(
+            raise Error(
                 f"pycomm: _c10d must be compiled for this torch, but there is no {tool}: "
                 f"pip install cmake ninja, or install pycomm with --no-build-isolation"
             )
@@ -117,7 +119,7 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         tail = "\n".join(done.stdout.splitlines()[-40:])
-        raise RuntimeError(f"pycomm: compiling _c10d failed: {' '.join(command)}\n{tail}")
+        raise Error(f"pycomm: compiling _c10d failed: {' '.join(command)}\n{tail}")
 
 
 def _import_from(binary: Path) -> ModuleType:

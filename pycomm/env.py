@@ -14,9 +14,14 @@ class Env:
     # PYCOMM_IMPL: the codec implementation to use: native, nvrtc, triton or reference; it must
     # then work or raise. Empty: the first of these that is there.
     impl: str = ""
+    # TRITON_INTERPRET=1, Triton's own variable: its kernels run on the CPU.
+    triton_interpret: bool = False
 
 
 @cache
 def env() -> Env:
     """Return the environment's settings."""
-    return Env(impl=os.environ.get("PYCOMM_IMPL", ""))
+    return Env(
+        impl=os.environ.get("PYCOMM_IMPL", ""),
+        triton_interpret=os.environ.get("TRITON_INTERPRET") == "1",
+    )

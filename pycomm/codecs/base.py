@@ -11,7 +11,6 @@ reference in plain torch. Faster implementations must write the same bytes:
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cache
@@ -325,7 +324,7 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
             raise Unavailable("native codecs on cuda: this pycomm was built without CUDA")
         return Native()
     if kind == "triton":
-        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if device == "cpu" and not env().triton_interpret:
             raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
         return cast(Implementation, import_module(f"pycomm.triton_kernels.{name}"))
     if kind == "nvrtc":
