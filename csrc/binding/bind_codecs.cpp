@@ -1,8 +1,86 @@
-// Codecs for Python.
+// Codecs for Python: pycomm.codecs.base checks and owns the tensors, here are only addresses.
+#include <pybind11/stl.h>
+
+#include <optional>
+
 #include "binding/module.h"
+#include "codecs/codec.h"
+#include "codecs/cuda.h"
+
+namespace py = pybind11;
 
 namespace pycomm {
+namespace {
 
-void bind_codecs(pybind11::module_&) {}
+/// None is the CPU, a number is a cudaStream_t.
+Stream to_stream(std::optional<uintptr_t> handle) {
+  if (!handle) return {};
+  return {Device::cuda, reinterpret_cast<void*>(*handle)};
+}
+
+void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
+            uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint64_t index,
+            std::optional<uintptr_t> stream) {
+  EncodeArgs args;
+  args.in = {reinterpret_cast<const float*>(x), numel};
+  args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
+  args.residual = reinterpret_cast<const float*>(residual);
+  args.new_residual = reinterpret_cast<float*>(new_residual);
+  args.key = {seed, step, tensor};
+  args.index = index;
+  args.stream = to_stream(stream);
+  py::gil_scoped_release release;
+  codec.encode(args);
+}
+
+void decode(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
+            std::optional<uintptr_t> stream) {
+  py::gil_scoped_release release;
+  codec.decode({reinterpret_cast<const uint8_t*>(payload), codec.encoded_bytes(numel)},
+               {reinterpret_cast<float*>(out), numel}, to_stream(stream));
+}
+
+void decode_add(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
+                std::optional<uintptr_t> stream) {
+  py::gil_scoped_release release;
+  codec.decode_add({reinterpret_cast<const uint8_t*>(payload), codec.encoded_bytes(numel)},
+                   {reinterpret_cast<float*>(out), numel}, to_stream(stream));
+}
+
+const char* combine(const Codec& codec) {
+  switch (codec.combine()) {
+    case Combine::sum:
+      return "sum";
+    case Combine::recode:
+      return "recode";
+    case Combine::gather:
+      return "gather";
+  }
+  return "";
+}
+
+}  // namespace
+
+void bind_codecs(py::module_& m) {
+  m.def("codec_names", &codec_names);
+  m.def("cuda_built", &codecs::cuda_built);
+
+  py::class_<Codec>(m, "Codec")
+      .def(py::init(&make_codec), py::arg("spec"))
+      .def_property_readonly("name", &Codec::name)
+      .def_property_readonly("spec", &Codec::spec)
+      .def_property_readonly("combine", &combine)
+      .def_property_readonly("wire_version", &Codec::wire_version)
+      .def_property_readonly("granule", &Codec::granule)
+      .def("encoded_bytes", &Codec::encoded_bytes, py::arg("numel"))
+      .def("encode", &encode, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
+           py::arg("residual") = 0, py::arg("new_residual") = 0, py::arg("seed") = 0,
+           py::arg("step") = 0, py::arg("tensor") = 0, py::arg("index") = 0,
+           py::arg("stream") = py::none())
+      .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),
+           py::arg("stream") = py::none())
+      .def("decode_add", &decode_add, py::arg("payload"), py::arg("out"), py::arg("numel"),
+           py::kw_only(), py::arg("stream") = py::none());
+}
 
 }  // namespace pycomm

@@ -1,0 +1,161 @@
+// cast on the CPU: plain loops over cast.h, compiled for several x86 levels.
+#include "codecs/cast.h"
+
+#include "codecs/cuda.h"
+#include "codecs/loops.h"
+#include "codecs/options.h"
+#include "codecs/registry.h"
+
+namespace pycomm::codecs::cast {
+namespace {
+
+constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"};
+constexpr uint32_t kDefaultBlock = 256;
+
+/// Codes of the types with blocks, for encode_blocks.
+template <typename T>
+struct Writer {
+  uint8_t* codes;
+
+  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, float, float inv) const {
+    uint8_t* __restrict to = codes + lo;
+    for (size_t i = 0; i < n; i++) to[i] = T::encode(p[i] * inv);
+  }
+  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, float s, float inv,
+                           float* __restrict owed) const {
+    uint8_t* __restrict to = codes + lo;
+    for (size_t i = 0; i < n; i++) {
+      to[i] = T::encode(p[i] * inv);
+      owed[i] = p[i] - T::decode(to[i]) * s;
+    }
+  }
+  PYCOMM_INLINE void zero(size_t lo, size_t n) const { std::memset(codes + lo, 0, n); }
+};
+
+template <typename T>
+PYCOMM_INLINE void encode_values(const EncodeArgs& args) {
+  const float* __restrict x = args.in.data;
+  auto* __restrict codes = reinterpret_cast<typename T::Code*>(args.out.data);
+  if (args.residual == nullptr) {
+    for (size_t i = 0; i < args.in.size; i++) codes[i] = T::encode(x[i]);
+    return;
+  }
+  // No __restrict: these two may be one buffer.
+  const float* residual = args.residual;
+  float* new_residual = args.new_residual;
+  for (size_t i = 0; i < args.in.size; i++) {
+    const float before = residual[i];
+    const float p = x[i] + before;
+    codes[i] = T::encode(p);
+    new_residual[i] = owed(p, T::decode(codes[i]), before);
+  }
+}
+
+template <typename T>
+PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
+  if constexpr (T::kTop == 0.0f) {
+    encode_values<T>(args);
+  } else {
+    encode_blocks(args, f.block, T::kTop, Writer<T>{args.out.data + codes_offset(f, args.in.size)});
+  }
+}
+
+template <typename T, bool kAdd>
+PYCOMM_INLINE void decode_values(const typename T::Code* __restrict codes, size_t n, float s,
+                                 float* __restrict out) {
+  for (size_t i = 0; i < n; i++) {
+    const float value = T::kTop == 0.0f ? T::decode(codes[i]) : T::decode(codes[i]) * s;
+    out[i] = kAdd ? out[i] + value : value;
+  }
+}
+
+template <typename T, bool kAdd>
+PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
+  using Code = typename T::Code;
+  const auto* codes = reinterpret_cast<const Code*>(payload.data + codes_offset(f, out.size));
+  if constexpr (T::kTop == 0.0f) {
+    decode_values<T, kAdd>(codes, out.size, 1.0f, out.data);
+  } else {
+    const auto* scales = reinterpret_cast<const float*>(payload.data);
+    for (size_t lo = 0; lo < out.size; lo += f.block) {
+      const size_t n = out.size - lo < f.block ? out.size - lo : f.block;
+      decode_values<T, kAdd>(codes + lo, n, *scales++, out.data + lo);
+    }
+  }
+}
+
+/// Calls `f` with the type that stands for `kind`.
+template <typename F>
+void with_type(Kind kind, const F& f) {
+  switch (kind) {
+    case Kind::float32:
+      return f(Float32());
+    case Kind::float16:
+      return f(Float16());
+    case Kind::bfloat16:
+      return f(BFloat16());
+    case Kind::float8_e4m3:
+      return f(Float8E4M3());
+    case Kind::float8_e5m2:
+      return f(Float8E5M2());
+  }
+}
+
+class Cast final : public Codec {
+ public:
+  explicit Cast(const Format& format) : format_(format) {}
+
+  std::string_view name() const override { return "cast"; }
+  std::string spec() const override {
+    const std::string text = std::string("cast:dtype=") + kNames[static_cast<int>(format_.kind)];
+    return format_.block == 0 ? text : text + ",block=" + std::to_string(format_.block);
+  }
+  Combine combine() const override { return Combine::recode; }
+  int wire_version() const override { return kWireVersion; }
+  size_t granule() const override {
+    return format_.block == 0 ? 4 / code_bytes(format_.kind) : format_.block;
+  }
+  size_t encoded_bytes(size_t numel) const override { return cast::encoded_bytes(format_, numel); }
+
+  void encode(const EncodeArgs& args) const override {
+    check_encode(*this, args);
+    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
+    with_type(format_.kind, [&](auto type) { encode_all<decltype(type)>(format_, args); });
+    const size_t numel = args.in.size;
+    zero_padding(args.out, codes_offset(format_, numel) + numel * code_bytes(format_.kind));
+  }
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    check_decode(*this, payload, out);
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, false, stream);
+    with_type(format_.kind,
+              [&](auto type) { decode_all<decltype(type), false>(format_, payload, out); });
+  }
+  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    check_decode(*this, payload, out);
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, true, stream);
+    with_type(format_.kind,
+              [&](auto type) { decode_all<decltype(type), true>(format_, payload, out); });
+  }
+
+ private:
+  Format format_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make(Options& options) {
+  Format format;
+  const int kind = options.choice("dtype", {kNames[0], kNames[1], kNames[2], kNames[3], kNames[4]},
+                                  int(Kind::float16));
+  format.kind = static_cast<Kind>(kind);
+  const bool blocks = code_bytes(format.kind) == 1;
+  if (blocks) {
+    format.block = block_option(options, kDefaultBlock);
+  } else if (options.integer("block", 0) != 0) {
+    options.fail(std::string(kNames[kind]) + " has no blocks; leave the option block out");
+  }
+  options.finish();
+  return std::make_unique<Cast>(format);
+}
+
+}  // namespace pycomm::codecs::cast

@@ -1,0 +1,32 @@
+// What every codec asks of its arguments.
+#include "codecs/loops.h"
+#include "core/error.h"
+
+namespace pycomm::codecs {
+namespace {
+
+void check_size(const Codec& codec, const char* role, size_t bytes, size_t numel) {
+  const size_t want = codec.encoded_bytes(numel);
+  if (bytes == want) return;
+  throw Error(codec.spec() + ": " + role + " has " + std::to_string(bytes) + " bytes, but " +
+              std::to_string(numel) + " values take " + std::to_string(want));
+}
+
+}  // namespace
+
+void check_encode(const Codec& codec, const EncodeArgs& args) {
+  check_size(codec, "out", args.out.size, args.in.size);
+  if ((args.residual == nullptr) != (args.new_residual == nullptr) && args.in.size > 0) {
+    throw Error(codec.spec() + ": residual and new_residual go together, one of them is null");
+  }
+  if (args.index % codec.granule() != 0) {
+    throw Error(codec.spec() + ": index " + std::to_string(args.index) + " is not a multiple of " +
+                std::to_string(codec.granule()) + ", where tensors may be cut");
+  }
+}
+
+void check_decode(const Codec& codec, Span<const uint8_t> payload, Span<float> out) {
+  check_size(codec, "payload", payload.size, out.size);
+}
+
+}  // namespace pycomm::codecs

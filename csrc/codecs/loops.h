@@ -1,0 +1,77 @@
+// What the CPU loops of the codecs share. Everything here is inlined into the PYCOMM_SIMD functions
+// of cast.cpp and quant.cpp and compiled once per x86 level with them.
+#pragma once
+#include <cstring>
+
+#include "codecs/block.h"
+#include "codecs/codec.h"
+
+#define PYCOMM_INLINE [[gnu::always_inline]] inline
+
+namespace pycomm::codecs {
+
+/// Throws Error if the sizes, pointers or index of a call do not fit the codec.
+void check_encode(const Codec& codec, const EncodeArgs& args);
+void check_decode(const Codec& codec, Span<const uint8_t> payload, Span<float> out);
+
+PYCOMM_INLINE float max_magnitude(const float* __restrict x, size_t n) {
+  uint32_t top = 0;
+  for (size_t i = 0; i < n; i++) {
+    const uint32_t bits = magnitude_bits(x[i]);
+    top = bits > top ? bits : top;
+  }
+  return bits_float(top);
+}
+
+/// p = x + residual; returns the largest |p|.
+PYCOMM_INLINE float add_max_magnitude(const float* __restrict x, const float* __restrict residual,
+                                      size_t n, float* __restrict p) {
+  uint32_t top = 0;
+  for (size_t i = 0; i < n; i++) {
+    p[i] = x[i] + residual[i];
+    const uint32_t bits = magnitude_bits(p[i]);
+    top = bits > top ? bits : top;
+  }
+  return bits_float(top);
+}
+
+/// Encodes block after block, each while it is in the first-level cache. A Writer has
+///   write(offset, p, n, scale, inv)         codes of a used block; offset is in values
+///   write(offset, p, n, scale, inv, owed)   and its new residual
+///   zero(offset, n)                         codes of a block that is not used
+/// A block's new residual is written after its residual has been read, so they may be one buffer.
+template <typename Writer>
+PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, float top,
+                                 const Writer& writer) {
+  alignas(64) float sum[kMaxBlock];
+  auto* scales = reinterpret_cast<float*>(args.out.data);
+  for (size_t lo = 0; lo < args.in.size; lo += block) {
+    const size_t n = args.in.size - lo < block ? args.in.size - lo : block;
+    const float* x = args.in.data + lo;
+    const bool feedback = args.residual != nullptr;
+    const float* p = feedback ? sum : x;
+    const float amax =
+        feedback ? add_max_magnitude(x, args.residual + lo, n, sum) : max_magnitude(x, n);
+    const float s = scale(amax, top);
+    *scales++ = s;
+    if (used(amax)) {
+      if (feedback) {
+        writer.write(lo, p, n, s, inv_scale(amax, top), args.new_residual + lo);
+      } else {
+        writer.write(lo, p, n, s, inv_scale(amax, top));
+      }
+    } else {
+      writer.zero(lo, n);
+      // A tiny block still owes all of p; one that is not finite leaves the residual as it was.
+      if (feedback) {
+        std::memmove(args.new_residual + lo, s == 0.0f ? p : args.residual + lo, n * 4);
+      }
+    }
+  }
+}
+
+inline void zero_padding(Span<uint8_t> section, size_t used_bytes) {
+  std::memset(section.data + used_bytes, 0, section.size - used_bytes);
+}
+
+}  // namespace pycomm::codecs

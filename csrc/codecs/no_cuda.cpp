@@ -1,0 +1,26 @@
+// The CUDA halves of the codecs in a build without CUDA.
+#include "codecs/cuda.h"
+#include "core/error.h"
+
+namespace pycomm::codecs {
+namespace {
+
+[[noreturn]] void fail() {
+  throw Error("codecs on cuda: this pycomm was built without CUDA; build it where nvcc is found");
+}
+
+}  // namespace
+
+bool cuda_built() { return false; }
+
+namespace cast {
+void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
+void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
+}  // namespace cast
+
+namespace quant {
+void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
+void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
+}  // namespace quant
+
+}  // namespace pycomm::codecs

@@ -1,0 +1,39 @@
+// The options of a codec spec: "quant:bits=4,block=128" is the name "quant" and two options.
+#pragma once
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace pycomm::codecs {
+
+/// A codec asks for each option that it has, then calls `finish`, which knows by then which options
+/// there are. All throw Error that names the codec, the option and what is allowed.
+class Options {
+ public:
+  Options(std::string_view codec, std::string_view text);
+
+  int integer(std::string_view option, int otherwise);
+  /// Place of the value in `choices`; `otherwise` likewise.
+  int choice(std::string_view option, std::initializer_list<std::string_view> choices,
+             int otherwise);
+  /// Throws if an option was given that nobody asked for.
+  void finish() const;
+
+  /// Error "<codec>: <what>".
+  [[noreturn]] void fail(const std::string& what) const;
+
+ private:
+  const std::string* find(std::string_view option);
+
+  std::string codec_;
+  std::vector<std::pair<std::string, std::string>> given_;
+  std::vector<std::string> asked_;
+};
+
+/// The option "block" of the block codecs: a power of two from 32 to 2048.
+uint32_t block_option(Options& options, uint32_t otherwise);
+
+}  // namespace pycomm::codecs

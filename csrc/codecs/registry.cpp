@@ -1,0 +1,41 @@
+// The only list of codecs in C++: one line each.
+#include "codecs/registry.h"
+
+#include "core/error.h"
+
+namespace pycomm {
+namespace {
+
+struct Entry {
+  std::string_view name;
+  std::unique_ptr<Codec> (*make)(codecs::Options& options);
+};
+
+constexpr Entry kCodecs[] = {
+    {"cast", codecs::cast::make},
+    {"quant", codecs::quant::make},
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_codec(std::string_view spec) {
+  const std::string_view name = spec.substr(0, spec.find(':'));
+  spec.remove_prefix(name.size() < spec.size() ? name.size() + 1 : name.size());
+  std::string known;
+  for (const Entry& entry : kCodecs) {
+    if (entry.name == name) {
+      codecs::Options options(name, spec);
+      return entry.make(options);
+    }
+    known += (known.empty() ? "" : ", ") + std::string(entry.name);
+  }
+  throw Error("unknown codec \"" + std::string(name) + "\": use one of " + known);
+}
+
+std::vector<std::string> codec_names() {
+  std::vector<std::string> names;
+  for (const Entry& entry : kCodecs) names.emplace_back(entry.name);
+  return names;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,17 @@
+// How the registry makes each codec from its options.
+#pragma once
+#include <memory>
+
+#include "codecs/codec.h"
+#include "codecs/options.h"
+
+namespace pycomm::codecs {
+
+namespace cast {
+std::unique_ptr<Codec> make(Options& options);
+}
+namespace quant {
+std::unique_ptr<Codec> make(Options& options);
+}
+
+}  // namespace pycomm::codecs
