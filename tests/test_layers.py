@@ -59,8 +59,11 @@ def includes_that_point_up(root: Path) -> list[str]:
 
 
 def torch_users(root: Path) -> list[str]:
-    uses = re.compile(r'#\s*include\s+[<"](torch|ATen|c10)/')
-    return [f.name for f in cxx(root) if f.name != "c10d.cpp" and uses.search(f.read_text())]
+    """Files that include torch, other than c10d.cpp and the headers that are its parts."""
+    uses = re.compile(r'#\s*include\s+[<"](torch|ATen|c10)/|#\s*include\s+"binding/c10d')
+    found = [f for f in cxx(root) if uses.search(f.read_text())]
+    parts = re.compile(r"csrc/binding/c10d(_\w+\.h|\.cpp)$")
+    return [f.name for f in found if not parts.search(str(f))]
 
 
 def modules_used(file: Path, package: list[str]) -> Iterator[str]:
@@ -176,6 +179,11 @@ VIOLATIONS = {
         '#include "transports/store.h"\n',
     ),
     "module-knows-torch": (torch_users, "csrc/binding/module.cpp", "#include <torch/torch.h>\n"),
+    "header-of-c10d-elsewhere": (
+        torch_users,
+        "csrc/binding/bind_core.cpp",
+        '#include "binding/c10d_work.h"\n',
+    ),
     "core-knows-c10": (torch_users, "csrc/core/env.h", '#  include "c10/util/Half.h"\n'),
     "codecs-import-hooks": (
         imports_that_point_up,
