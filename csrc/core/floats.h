@@ -1,9 +1,9 @@
 // Small floats to and from float32, for gcc and nvcc: float16, bfloat16, float8 e4m3fn and e5m2.
 //
-// Branch-free integer and float operations, so plain loops over them vectorise at every level and
-// give the same bits. Rounding is to nearest, ties to even; too large becomes Inf (e4m3fn, which
-// has none: NaN), as torch's casts do. The *_saturating forms give the largest finite value
-// instead. NaN stays NaN and keeps its sign.
+// Branch-free integer and float operations, so plain loops over them vectorise, with the same bits
+// at every level. Rounding is to nearest, ties to even. What is too large becomes Inf, or in
+// e4m3fn, which has none, the largest number, as torch and NVIDIA's instruction cast it; the
+// *_saturating forms give the largest number in all formats. NaN stays NaN and keeps its sign.
 #pragma once
 #include <cstring>
 
@@ -30,17 +30,16 @@ struct SmallFloat {
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr uint32_t kMagnitude = (1u << (kExponent + kMantissa)) - 1;
   static constexpr uint32_t kSignShift = 31 - kExponent - kMantissa;
-  static constexpr uint32_t kTop = ((1u << kExponent) - 1) << kMantissa;
-  static constexpr uint32_t kLargest = kFinite ? kMagnitude - 1 : kTop - 1;
-  static constexpr uint32_t kOverflow = kFinite ? kMagnitude : kTop;
-  static constexpr uint32_t kNan = kFinite ? kMagnitude : kTop | (1u << (kMantissa - 1));
+  static constexpr uint32_t kTop = kFinite ? kMagnitude : ((1u << kExponent) - 1) << kMantissa;
+  static constexpr uint32_t kLargest = kTop - 1;
+  static constexpr uint32_t kOverflow = kFinite ? kLargest : kTop;
+  static constexpr uint32_t kNan = kFinite ? kTop : kTop | (1u << (kMantissa - 1));
   /// float32 bits of the smallest normal number, and of the first power of two whose unit in the
   /// last place is our smallest subnormal: adding it rounds a subnormal in the float adder.
   static constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(127 + 1 - kBias) << 23;
   static constexpr uint32_t kRound = static_cast<uint32_t>(127 + 1 - kBias + kShift) << 23;
-  /// float32 bits of the value that kOverflow would have as a number: at and above it all overflow.
-  static constexpr uint32_t kLimit =
-      (kOverflow << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);
+  /// float32 bits of the number that kTop would be: it and all above overflow.
+  static constexpr uint32_t kLimit = (kTop << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);
 
   PYCOMM_HD static float decode(uint32_t code) {
     const uint32_t wide = (code & kMagnitude) << kShift;
