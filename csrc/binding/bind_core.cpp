@@ -1,6 +1,5 @@
 // Enums, errors and the small tools of csrc/core. Most of it is for tests and for people; the data
 // path goes through the communicator.
-#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
 #include <string_view>
@@ -23,12 +22,11 @@ namespace {
 /// An enum whose members are called as in every error text.
 template <typename Enum>
 void bind_enum(py::module_& m, const char* python_name, int count) {
-  py::native_enum<Enum> type(m, python_name, "enum.Enum");
+  py::enum_<Enum> type(m, python_name);
   for (int i = 0; i < count; i++) {
     const auto value = static_cast<Enum>(i);
     type.value(name(value), value);
   }
-  type.finalize();
 }
 
 py::bytes to_bytes(const Digest& digest) {
@@ -57,8 +55,8 @@ bool all_finite_address(uintptr_t x, size_t numel) {
   return all_finite({reinterpret_cast<const float*>(x), numel});
 }
 
-uint32_t crc32c_bytes(std::string_view data, uint32_t before) {
-  return crc32c({reinterpret_cast<const uint8_t*>(data.data()), data.size()}, before);
+Span<const uint8_t> bytes_of(std::string_view data) {
+  return {reinterpret_cast<const uint8_t*>(data.data()), data.size()};
 }
 
 std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
@@ -105,7 +103,13 @@ void bind_core(py::module_& m) {
   m.def("philox", &philox, py::arg("counter"), py::arg("key"));
   m.def("random_words", &random_words_of, py::arg("seed"), py::arg("step"), py::arg("tensor"),
         py::arg("group"));
-  m.def("crc32c", &crc32c_bytes, py::arg("data"), py::arg("before") = 0);
+  m.def(
+      "crc32c",
+      [](std::string_view data, uint32_t before) { return crc32c(bytes_of(data), before); },
+      py::arg("data"), py::arg("before") = 0);
+  m.def(
+      "crc32c_by_table", [](std::string_view data) { return crc32c_by_table(bytes_of(data)); },
+      py::arg("data"));
   m.def(
       "sha256", [](std::string_view message) { return to_bytes(sha256(message)); },
       py::arg("message"));

@@ -73,4 +73,8 @@ uint32_t crc32c(Span<const uint8_t> data, uint32_t before) {
   return ~update(~before, data.data, data.size);
 }
 
+uint32_t crc32c_by_table(Span<const uint8_t> data, uint32_t before) {
+  return ~update_by_table(~before, data.data, data.size);
+}
+
 }  // namespace pycomm

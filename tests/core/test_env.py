@@ -1,0 +1,103 @@
+"""The environment page: what each variable means, and that nonsense is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pycomm import _C
+from pycomm.errors import Error
+
+
+def environment(**variables: str) -> subprocess.CompletedProcess[str]:
+    """What a fresh process reads: the core reads once."""
+    code = "import json; from pycomm import _C; print(json.dumps(_C.env()))"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYCOMM_")}
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**clean, **variables}, capture_output=True, text=True
+    )
+
+
+def test_defaults():
+    assert json.loads(environment().stdout) == {
+        "transport": "auto",
+        "algo": "auto",
+        "link_bytes_per_second": 0.0,
+        "sockets": 2,
+        "interface": "",
+        "timeout": 300.0,
+        "secret": "",
+        "spin": -1,
+    }
+
+
+def test_every_variable_is_read():
+    values = environment(
+        PYCOMM_TRANSPORT="tcp",
+        PYCOMM_ALGO="ring",
+        PYCOMM_LINK="200mbit",
+        PYCOMM_SOCKETS="4",
+        PYCOMM_INTERFACE="eth1",
+        PYCOMM_TIMEOUT="1.5",
+        PYCOMM_SECRET="hush",
+        PYCOMM_SPIN="100",
+    )
+    assert json.loads(values.stdout) == {
+        "transport": "tcp",
+        "algo": "ring",
+        "link_bytes_per_second": 25e6,
+        "sockets": 4,
+        "interface": "eth1",
+        "timeout": 1.5,
+        "secret": "hush",
+        "spin": 100,
+    }
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "hint"),
+    [
+        ("PYCOMM_TRANSPORT", "rdma", "auto, shm, tcp"),
+        ("PYCOMM_ALGO", "tree", "auto, direct, ring"),
+        ("PYCOMM_LINK", "fast", "200mbit"),
+        ("PYCOMM_SOCKETS", "0", "from 1 to 16"),
+        ("PYCOMM_SOCKETS", "2x", "from 1 to 16"),
+        ("PYCOMM_TIMEOUT", "-1", "seconds"),
+        ("PYCOMM_TIMEOUT", "nan", "seconds"),
+        ("PYCOMM_SPIN", "many", "whole number"),
+    ],
+)
+def test_nonsense_names_the_variable(variable, value, hint):
+    outcome = environment(**{variable: value})
+    last = outcome.stderr.strip().splitlines()[-1]
+    assert outcome.returncode == 1
+    assert last.startswith(f"pycomm.errors.Error: {variable}={value} makes no sense")
+    assert hint in last
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second"),
+    [
+        ("1000", 1000),
+        ("8bit", 1),
+        ("8kbit", 1e3),
+        ("200mbit", 25e6),
+        ("1.5gbit", 187.5e6),
+        ("3KB", 3e3),
+        ("10MB", 1e7),
+        ("2GB", 2e9),
+        ("1e3MB", 1e9),
+    ],
+)
+def test_rates(text, bytes_per_second):
+    assert _C.parse_rate(text) == bytes_per_second
+
+
+@pytest.mark.parametrize("text", ["", "mbit", "-1mbit", "0", "nan", "inf", "1 gbit", "1mb"])
+def test_bad_rates_are_refused(text):
+    with pytest.raises(Error, match="cannot read the rate"):
+        _C.parse_rate(text)

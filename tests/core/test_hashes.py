@@ -1,0 +1,109 @@
+"""CRC-32C, SHA-256 and HMAC-SHA256 against published vectors and Python's own."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pycomm import _C
+
+
+@pytest.mark.parametrize(
+    ("data", "checksum"),
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),  # the catalogue's check value
+        (bytes(32), 0x8A9136AA),  # RFC 3720, B.4
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(reversed(range(32))), 0x113FDB5C),
+    ],
+)
+def test_crc32c_known_answers(data, checksum):
+    assert _C.crc32c(data) == checksum
+
+
+def crc32c(data: bytes) -> int:
+    """Bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+@given(data=st.binary(max_size=100), cut=st.integers(0, 100))
+def test_crc32c_continues(data, cut):
+    assert _C.crc32c(data) == crc32c(data)
+    assert _C.crc32c(data[cut:], _C.crc32c(data[:cut])) == _C.crc32c(data)
+
+
+@given(data=st.binary(max_size=100))
+def test_crc32c_by_table_equals_instruction(data):
+    assert _C.crc32c_by_table(data) == _C.crc32c(data)
+
+
+@pytest.mark.parametrize(
+    ("message", "digest"),
+    [  # NIST, examples of FIPS 180-4
+        (b"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"),
+        (b"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
+        (
+            b"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+            "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1",
+        ),
+        (b"a" * 1_000_000, "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"),
+    ],
+)
+def test_sha256_known_answers(message, digest):
+    assert _C.sha256(message).hex() == digest
+
+
+@given(st.binary(max_size=300))
+def test_sha256_equals_hashlib(message):
+    assert _C.sha256(message) == hashlib.sha256(message).digest()
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "digest"),
+    [  # RFC 4231, test cases 1, 2, 3, 6 and 7
+        (
+            b"\x0b" * 20,
+            b"Hi There",
+            "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7",
+        ),
+        (
+            b"Jefe",
+            b"what do ya want for nothing?",
+            "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843",
+        ),
+        (
+            b"\xaa" * 20,
+            b"\xdd" * 50,
+            "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe",
+        ),
+        (
+            b"\xaa" * 131,
+            b"Test Using Larger Than Block-Size Key - Hash Key First",
+            "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54",
+        ),
+        (
+            b"\xaa" * 131,
+            b"This is a test using a larger than block-size key and a larger than block-size data."
+            b" The key needs to be hashed before being used by the HMAC algorithm.",
+            "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2",
+        ),
+    ],
+)
+def test_hmac_known_answers(key, message, digest):
+    assert _C.hmac_sha256(key, message).hex() == digest
+
+
+@given(key=st.binary(max_size=200), message=st.binary(max_size=200))
+def test_hmac_equals_python_s(key, message):
+    assert _C.hmac_sha256(key, message) == hmac.digest(key, message, "sha256")
