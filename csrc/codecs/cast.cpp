@@ -19,14 +19,15 @@ struct Writer {
 
   PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, float, float inv) const {
     uint8_t* __restrict to = codes + lo;
-    for (size_t i = 0; i < n; i++) to[i] = T::encode(p[i] * inv);
+    for (size_t i = 0; i < n; i++) to[i] = static_cast<uint8_t>(T::round(p[i] * inv).code);
   }
   PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, float s, float inv,
                            float* __restrict owed) const {
     uint8_t* __restrict to = codes + lo;
     for (size_t i = 0; i < n; i++) {
-      to[i] = T::encode(p[i] * inv);
-      owed[i] = p[i] - T::decode(to[i]) * s;
+      const Rounded rounded = T::round(p[i] * inv);
+      to[i] = static_cast<uint8_t>(rounded.code);
+      owed[i] = p[i] - rounded.value * s;
     }
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const { std::memset(codes + lo, 0, n); }
