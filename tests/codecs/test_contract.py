@@ -1,0 +1,175 @@
+"""Every implementation of every codec does to the bit what its reference does: it writes the same
+payload, leaves the same residual, and reads any payload alike."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pycomm
+from pycomm.codecs.base import Codec, EncodeArgs, RandomKey, Reference, implementation
+from tests.codecs.cases import CASES, SPECS, bits
+
+# (implementation, device). An implementation that is listed must work.
+IMPLEMENTATIONS = [("native", "cpu")]
+
+KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98)
+REFERENCE = Reference()
+
+everywhere = pytest.mark.parametrize(
+    ("kind", "device"), IMPLEMENTATIONS, ids=["-".join(pair) for pair in IMPLEMENTATIONS]
+)
+every_spec = pytest.mark.parametrize("spec", SPECS)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal to the bit; NaNs are equal, since decoding promises no bits of theirs."""
+    got, want = got.cpu(), want.cpu()
+    nan = want.isnan()
+    return torch.equal(got.isnan(), nan) and torch.equal(
+        got[~nan].view(torch.int32), want[~nan].view(torch.int32)
+    )
+
+
+def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> torch.Tensor:
+    # Bytes that are not written are seen.
+    out = torch.full((codec.encoded_bytes(x.numel()),), 0xA5, dtype=torch.uint8, device=x.device)
+    run.encode(codec, EncodeArgs(x, out, residual, new_residual, KEY, index))
+    return out
+
+
+def check(spec: str, kind: str, device: str, x: torch.Tensor, residual: torch.Tensor) -> None:
+    codec = pycomm.codec(spec)
+    run = implementation(codec.name, kind, device)
+    index = 3 * codec.granule
+    there, owed_there = x.to(device), residual.to(device)
+
+    want = encode(REFERENCE, codec, x, index=index)
+    assert torch.equal(encode(run, codec, there, index=index).cpu(), want)
+
+    want_owed = torch.empty_like(residual)
+    want_fed = encode(REFERENCE, codec, x, residual, want_owed, index)
+    owed = torch.full_like(owed_there, 1234.5)
+    assert torch.equal(encode(run, codec, there, owed_there, owed, index).cpu(), want_fed)
+    assert same(owed, want_owed)
+    assert same(owed_there, residual)
+    in_place = owed_there.clone()
+    assert torch.equal(encode(run, codec, there, in_place, in_place, index).cpu(), want_fed)
+    assert same(in_place, want_owed)
+    assert same(there, x)
+
+    check_decode(codec, run, device, want_fed, x.numel())
+
+
+def check_decode(codec: Codec, run, device: str, payload: torch.Tensor, numel: int) -> None:
+    want, got = torch.empty(numel), torch.full((numel,), 1234.5, device=device)
+    REFERENCE.decode(codec, payload, want)
+    run.decode(codec, payload.to(device), got)
+    assert same(got, want)
+
+    base = torch.linspace(-1, 1, numel)
+    want, got = base.clone(), base.to(device)
+    REFERENCE.decode_add(codec, payload, want)
+    run.decode_add(codec, payload.to(device), got)
+    assert same(got, want)
+
+
+@everywhere
+@every_spec
+@pytest.mark.parametrize("case", CASES)
+def test_same_bytes(spec, kind, device, case):
+    check(spec, kind, device, *CASES[case])
+
+
+@st.composite
+def drawn(draw):
+    """Any bits within a window of exponents, with a few values of special interest."""
+    numel = draw(st.integers(1, 700))
+    lowest = draw(st.integers(0, 254))
+    highest = draw(st.integers(lowest, min(lowest + draw(st.integers(0, 40)), 254)))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def floats() -> torch.Tensor:
+        exponent = torch.randint(lowest, highest + 1, (numel,), generator=g) << 23
+        mantissa = torch.randint(0, 1 << 23, (numel,), generator=g)
+        sign = torch.randint(0, 2, (numel,), generator=g) << 31
+        word = sign | exponent | mantissa
+        return (
+            torch.where(word >> 31 > 0, word - (1 << 32), word).to(torch.int32).view(torch.float32)
+        )
+
+    x, residual = floats(), floats() * draw(st.sampled_from([0.0, 0.01, 1.0]))
+    special = st.sampled_from([0, 1 << 31, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF])
+    for place, word in draw(st.lists(st.tuples(st.integers(0, numel - 1), special), max_size=3)):
+        x[place] = bits(word)[0]
+    return x, residual
+
+
+@everywhere
+@every_spec
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(case=drawn())
+def test_same_bytes_of_drawn_values(spec, kind, device, case):
+    check(spec, kind, device, *case)
+
+
+@everywhere
+@every_spec
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(numel=st.integers(1, 700), seed=st.integers(0, 2**31))
+def test_any_payload_decodes_the_same(spec, kind, device, numel, seed):
+    codec = pycomm.codec(spec)
+    g = torch.Generator().manual_seed(seed)
+    payload = torch.randint(0, 256, (codec.encoded_bytes(numel),), generator=g).to(torch.uint8)
+    check_decode(codec, implementation(codec.name, kind, device), device, payload, numel)
+
+
+@everywhere
+@every_spec
+def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
+    codec = pycomm.codec(spec)
+    run = implementation(codec.name, kind, device)
+    x = CASES["normal-5001"][0].to(device)
+    cuts = [0, codec.granule, min(2 * codec.granule, 5001), 5001]
+    scales, codes = [], []
+    for begin, end in pairwise(cuts):
+        part = encode(run, codec, x[begin:end].contiguous(), index=begin)
+        part_scales, part_codes = sections(codec, part, end - begin)
+        scales.append(part_scales)
+        codes.append(part_codes)
+    whole_scales, whole_codes = sections(codec, encode(run, codec, x), 5001)
+    assert torch.equal(torch.cat(scales), whole_scales)
+    assert torch.equal(torch.cat(codes), whole_codes)
+
+
+def sections(codec: Codec, payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and codes, with the padding that ends the codes."""
+    scale_bytes = 4 * -(-numel // codec.block) if codec.block else 0
+    return payload[:scale_bytes], payload[scale_bytes:]
+
+
+@everywhere
+@every_spec
+def test_nothing_encodes_to_nothing(spec, kind, device):
+    codec = pycomm.codec(spec)
+    run = implementation(codec.name, kind, device)
+    nothing = torch.empty(0, device=device)
+    assert encode(run, codec, nothing, nothing.clone(), nothing.clone()).numel() == 0
+    run.decode_add(codec, torch.empty(0, dtype=torch.uint8, device=device), nothing)
+
+
+@every_spec
+def test_sizes_and_names_agree_with_native(spec):
+    codec = pycomm.codec(spec)
+    assert codec.native.name == codec.name
+    assert codec.native.spec == codec.spec()
+    assert codec.native.combine == codec.combine
+    assert codec.native.wire_version == codec.wire_version
+    assert codec.native.granule == codec.granule
+    for numel in (0, 1, 31, 32, 33, 255, 256, 257, 100_003):
+        assert codec.native.encoded_bytes(numel) == codec.encoded_bytes(numel)
+        assert codec.encoded_bytes(numel) % 4 == 0
