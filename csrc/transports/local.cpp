@@ -29,6 +29,10 @@ std::shared_ptr<void> hold(void* base, int ranks) {
 }  // namespace
 
 std::unique_ptr<Transport> make_local(const Rendezvous& meeting) {
+  if (meeting.size > kMaxRanks) {
+    throw Error("local: " + std::to_string(meeting.size) + " ranks; it joins at most " +
+                std::to_string(kMaxRanks));
+  }
   const std::vector<int> ranks = all_ranks(meeting);
   void* base = meeting.rank == 0 ? map_segment(meeting.size) : nullptr;
   // Addresses mean nothing in another process, so each rank names its own.

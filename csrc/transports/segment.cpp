@@ -1,7 +1,5 @@
 #include "transports/segment.h"
 
-#include <cstring>
-
 namespace pycomm {
 namespace {
 
@@ -18,24 +16,6 @@ size_t staging_end(int ranks) {
 }
 
 }  // namespace
-
-void SharedTag::store(const OpTag& tag) {
-  uint64_t values[sizeof(OpTag) / 8];
-  std::memcpy(values, &tag, sizeof values);
-  for (size_t i = 0; i < sizeof(OpTag) / 8; i++) {
-    words[i].store(values[i], std::memory_order_relaxed);
-  }
-}
-
-OpTag SharedTag::load() const {
-  uint64_t values[sizeof(OpTag) / 8];
-  for (size_t i = 0; i < sizeof(OpTag) / 8; i++) {
-    values[i] = words[i].load(std::memory_order_relaxed);
-  }
-  OpTag tag;
-  std::memcpy(&tag, values, sizeof values);
-  return tag;
-}
 
 size_t Segment::bytes(int ranks) {
   const auto n = static_cast<size_t>(ranks);

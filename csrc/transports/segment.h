@@ -9,6 +9,8 @@
 #pragma once
 #include <sched.h>
 
+#include <cstring>
+
 #include "core/op.h"
 #include "transports/futex.h"
 #include "transports/transport.h"
@@ -23,6 +25,8 @@ constexpr size_t kTinyBytes = 56;
 constexpr size_t kQuarters = 4;
 constexpr size_t kQuarterBytes = size_t{128} << 10;
 constexpr size_t kStagingBytes = kQuarters * kQuarterBytes;
+/// More ranks than this on one host go by TCP.
+constexpr int kMaxRanks = 256;
 constexpr size_t kRingBytes = size_t{256} << 10;
 
 /// Low half: number of the stage that is done. High half: hash of the tag it belongs to.
@@ -37,8 +41,22 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "wire formats are littl
 struct SharedTag {
   std::atomic<uint64_t> words[sizeof(OpTag) / 8];
 
-  void store(const OpTag& tag);
-  OpTag load() const;
+  void store(const OpTag& tag) {
+    uint64_t values[sizeof(OpTag) / 8];
+    std::memcpy(values, &tag, sizeof values);
+    for (size_t i = 0; i < sizeof(OpTag) / 8; i++) {
+      words[i].store(values[i], std::memory_order_relaxed);
+    }
+  }
+  OpTag load() const {
+    uint64_t values[sizeof(OpTag) / 8];
+    for (size_t i = 0; i < sizeof(OpTag) / 8; i++) {
+      values[i] = words[i].load(std::memory_order_relaxed);
+    }
+    OpTag tag;
+    std::memcpy(static_cast<void*>(&tag), values, sizeof values);
+    return tag;
+  }
 };
 
 /// What one rank shows to the others. Only this rank writes here, except where noted.

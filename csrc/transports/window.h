@@ -64,9 +64,9 @@ class PYCOMM_API Window {
     return segment_.board(rank).flags[stage % 2].payload;
   }
 
-  /// Claims the next `count` rounds, aligned to `count` (1 or 2), and returns the first.
-  uint32_t claim(uint32_t count) {
-    const uint32_t first = (round_ + count - 1) / count * count;
+  /// Claims the next `count` rounds, the first at a multiple of `align` (1 or 2), and returns it.
+  uint32_t claim(uint32_t count, uint32_t align = 1) {
+    const uint32_t first = (round_ + align - 1) / align * align;
     round_ = first + count;
     return first;
   }

@@ -1,0 +1,292 @@
+// Collectives over a Window. Two patterns carry all of them:
+//
+//   rounds()      put our piece, post, wait for the others, take theirs. One stage per round; puts
+//                 run kAhead rounds ahead, so that waits rarely wait.
+//   two_shot()    per chunk: put the others' areas, post; reduce our area, post; gather the others'
+//                 results. The put of chunk i + 1 runs between the reduce of chunk i and its
+//                 gather.
+//
+// Why no put overwrites what a peer still reads, with the staging's ring of four quarters (a round
+// is one quarter, a chunk two):
+//   rounds()      put(i + 2) runs after the wait for round i, which peers post after take(i - 2),
+//   the
+//                 last use of this quarter.
+//   two_shot()    an area has a fixed place in the half, and our own holds only results. put(i + 1)
+//                 overwrites areas that peers have read when they post the reduction of chunk i
+//                 - 1. reduce(i + 1) overwrites results that peers have read when they post put(i +
+//                 1).
+//   across calls  the last wait of a call shows that every peer has ended its last round but one.
+#include "collectives/shared.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace pycomm::shared {
+namespace {
+
+constexpr size_t kAhead = 2;
+static_assert(2 * kAhead == kQuarters);
+
+/// Up to here every rank reduces everything itself. Two ranks read as much of each other's memory
+/// that way as by two_shot(), with half the stages.
+constexpr size_t one_shot_limit(int ranks) {
+  return ranks == 2 ? size_t{256} << 10 : size_t{8} << 10;
+}
+
+uint8_t* at(void* data, size_t bytes) { return static_cast<uint8_t*>(data) + bytes; }
+const uint8_t* at(const void* data, size_t bytes) {
+  return static_cast<const uint8_t*>(data) + bytes;
+}
+
+/// A buffer cut into equal pieces; the last one may be shorter.
+struct Cut {
+  size_t total;
+  size_t piece;
+
+  size_t count() const { return (total + piece - 1) / piece; }
+  size_t begin(size_t i) const { return i * piece; }
+  size_t size(size_t i) const { return std::min(piece, total - begin(i)); }
+};
+
+/// `put(i, staging)` writes piece i to our staging memory; `take(i, round)` uses the peers' pieces.
+template <typename Put, typename Take>
+void rounds(Window& window, size_t count, Put put, Take take) {
+  const uint32_t stage = window.next_stage();
+  const uint32_t round = window.claim(static_cast<uint32_t>(count));
+  const auto put_and_post = [&](size_t i) {
+    put(i, window.staging(window.rank(), round + static_cast<uint32_t>(i)));
+    window.post();
+  };
+  for (size_t i = 0; i < std::min(kAhead, count); i++) put_and_post(i);
+  for (size_t i = 0; i < count; i++) {
+    window.wait(stage + static_cast<uint32_t>(i));
+    take(i, round + static_cast<uint32_t>(i));
+    if (i + kAhead < count) put_and_post(i + kAhead);
+  }
+}
+
+/// The reduction of one call, cut down to its dtype's elements.
+class Reducer {
+ public:
+  Reducer(const Window& window, const OpTag& tag, double factor)
+      : window_(window), element_(size_of(tag.dtype)) {
+    args_.dtype = tag.dtype;
+    args_.op = tag.redop;
+    args_.inputs = inputs_;
+    args_.count = window.size();
+    args_.factor = factor;
+  }
+
+  size_t element_bytes() const { return element_; }
+
+  /// Our own contribution is `mine`; that of rank r is `theirs(r)`. Folded in the order of ranks.
+  template <typename Theirs>
+  void run(const void* mine, Theirs theirs, size_t bytes, void* out, void* copy = nullptr) {
+    for (int r = 0; r < window_.size(); r++) {
+      inputs_[r] = r == window_.rank() ? mine : theirs(r);
+    }
+    args_.out = out;
+    args_.copy = copy;
+    args_.numel = bytes / element_;
+    reduce(args_);
+  }
+
+ private:
+  const Window& window_;
+  size_t element_;
+  ReduceArgs args_ = {};
+  const void* inputs_[kMaxRanks];
+};
+
+/// A barrier, and with it the comparison of tags; for calls without elements.
+void meet(Window& window) { window.wait(window.post()); }
+
+/// The whole input travels in the cache line of the flag.
+void tiny(Window& window, Reducer& reducer, void* data, size_t bytes) {
+  std::memcpy(window.payload(), data, bytes);
+  const uint32_t stage = window.post();
+  window.wait(stage);
+  reducer.run(data, [&](int r) { return window.payload(r, stage); }, bytes, data);
+}
+
+void one_shot(Window& window, Reducer& reducer, void* data, size_t bytes) {
+  const Cut cut{bytes, kQuarterBytes};
+  rounds(
+      window, cut.count(),
+      [&](size_t i, uint8_t* staging) {
+        std::memcpy(staging, at(data, cut.begin(i)), cut.size(i));
+      },
+      [&](size_t i, uint32_t round) {
+        uint8_t* place = at(data, cut.begin(i));
+        reducer.run(place, [&](int r) { return window.staging(r, round); }, cut.size(i), place);
+      });
+}
+
+class TwoShot {
+ public:
+  TwoShot(Window& window, Reducer& reducer, void* data, size_t bytes)
+      : window_(window),
+        reducer_(reducer),
+        data_(data),
+        area_(2 * kQuarterBytes / window.size() / kGrain * kGrain),
+        cut_{bytes, area_ * window.size()} {}
+
+  void run() {
+    const uint32_t round = window_.claim(static_cast<uint32_t>(2 * cut_.count()), 2);
+    const auto staging = [&](size_t i) { return round + static_cast<uint32_t>(2 * i); };
+    put(0, staging(0));
+    uint32_t stage = window_.post();
+    for (size_t i = 0; i < cut_.count(); i++) {
+      window_.wait(stage);
+      reduce_own(i, staging(i));
+      const uint32_t reduced = window_.post();
+      if (i + 1 < cut_.count()) {
+        put(i + 1, staging(i + 1));
+        stage = window_.post();
+      }
+      window_.wait(reduced);
+      gather(i, staging(i));
+    }
+  }
+
+ private:
+  /// Pieces of a chunk are cut at cache lines.
+  static constexpr size_t kGrain = 64;
+
+  Span<uint8_t> part(size_t chunk, int rank) const {
+    const size_t total = cut_.size(chunk);
+    const size_t each = (total + window_.size() * kGrain - 1) / (window_.size() * kGrain) * kGrain;
+    const size_t begin = std::min(total, each * rank);
+    return {at(data_, cut_.begin(chunk) + begin), std::min(each, total - begin)};
+  }
+  uint8_t* area(int owner, int rank, uint32_t round) const {
+    return window_.staging(owner, round) + area_ * rank;
+  }
+
+  void put(size_t chunk, uint32_t round) {
+    for (int i = 1; i < window_.size(); i++) {
+      const int rank = window_.peer(i);
+      const Span<uint8_t> from = part(chunk, rank);
+      std::memcpy(area(window_.rank(), rank, round), from.data, from.size);
+    }
+  }
+  void reduce_own(size_t chunk, uint32_t round) {
+    const int me = window_.rank();
+    const Span<uint8_t> own = part(chunk, me);
+    reducer_.run(
+        own.data, [&](int r) { return area(r, me, round); }, own.size, own.data,
+        area(me, me, round));
+  }
+  void gather(size_t chunk, uint32_t round) {
+    for (int i = 1; i < window_.size(); i++) {
+      const int rank = window_.peer(i);
+      const Span<uint8_t> to = part(chunk, rank);
+      std::memcpy(to.data, area(rank, rank, round), to.size);
+    }
+  }
+
+  Window& window_;
+  Reducer& reducer_;
+  void* data_;
+  size_t area_;
+  Cut cut_;
+};
+
+}  // namespace
+
+void all_reduce(Window& window, const OpTag& tag, void* data, double factor, Deadline deadline) {
+  check_reducible(tag.dtype, tag.redop);
+  window.begin(tag, deadline);
+  Reducer reducer(window, tag, factor);
+  const size_t bytes = tag.numel * reducer.element_bytes();
+  if (bytes == 0) {
+    meet(window);
+  } else if (bytes <= kTinyBytes) {
+    tiny(window, reducer, data, bytes);
+  } else if (bytes <= one_shot_limit(window.size())) {
+    one_shot(window, reducer, data, bytes);
+  } else {
+    TwoShot(window, reducer, data, bytes).run();
+  }
+  window.count_sent(bytes);
+  window.end();
+}
+
+void reduce_scatter(Window& window, const OpTag& tag, const void* in, void* out, double factor,
+                    Deadline deadline) {
+  check_reducible(tag.dtype, tag.redop);
+  window.begin(tag, deadline);
+  Reducer reducer(window, tag, factor);
+  const size_t bytes = tag.numel * reducer.element_bytes();
+  const size_t area = kQuarterBytes / window.size() / 64 * 64;
+  const Cut cut{bytes, area};
+  const int me = window.rank();
+  if (bytes == 0) meet(window);
+  rounds(
+      window, cut.count(),
+      [&](size_t i, uint8_t* staging) {
+        for (int k = 1; k < window.size(); k++) {
+          const int rank = window.peer(k);
+          std::memcpy(staging + area * rank, at(in, bytes * rank + cut.begin(i)), cut.size(i));
+        }
+      },
+      [&](size_t i, uint32_t round) {
+        reducer.run(
+            at(in, bytes * me + cut.begin(i)),
+            [&](int r) { return window.staging(r, round) + area * me; }, cut.size(i),
+            at(out, cut.begin(i)));
+      });
+  window.count_sent(bytes * (window.size() - 1));
+  window.end();
+}
+
+void all_gather(Window& window, const OpTag& tag, const void* in, void* out, Deadline deadline) {
+  window.begin(tag, deadline);
+  const size_t bytes = tag.numel * size_of(tag.dtype);
+  const Cut cut{bytes, kQuarterBytes};
+  if (bytes == 0) meet(window);
+  rounds(
+      window, cut.count(),
+      [&](size_t i, uint8_t* staging) {
+        std::memcpy(staging, at(in, cut.begin(i)), cut.size(i));
+        uint8_t* own = at(out, bytes * window.rank() + cut.begin(i));
+        if (own != at(in, cut.begin(i))) std::memcpy(own, at(in, cut.begin(i)), cut.size(i));
+      },
+      [&](size_t i, uint32_t round) {
+        for (int k = 1; k < window.size(); k++) {
+          const int rank = window.peer(k);
+          std::memcpy(at(out, bytes * rank + cut.begin(i)), window.staging(rank, round),
+                      cut.size(i));
+        }
+      });
+  window.count_sent(bytes);
+  window.end();
+}
+
+void broadcast(Window& window, const OpTag& tag, void* data, Deadline deadline) {
+  window.begin(tag, deadline);
+  const size_t bytes = tag.numel * size_of(tag.dtype);
+  const Cut cut{bytes, kQuarterBytes};
+  const bool root = window.rank() == tag.root;
+  if (bytes == 0) meet(window);
+  rounds(
+      window, cut.count(),
+      [&](size_t i, uint8_t* staging) {
+        if (root) std::memcpy(staging, at(data, cut.begin(i)), cut.size(i));
+      },
+      [&](size_t i, uint32_t round) {
+        if (!root) {
+          std::memcpy(at(data, cut.begin(i)), window.staging(tag.root, round), cut.size(i));
+        }
+      });
+  if (root) window.count_sent(bytes);
+  window.end();
+}
+
+void barrier(Window& window, const OpTag& tag, Deadline deadline) {
+  window.begin(tag, deadline);
+  meet(window);
+  window.end();
+}
+
+}  // namespace pycomm::shared
