@@ -6,16 +6,12 @@
 //                 results. The put of chunk i + 1 runs between the reduce of chunk i and its
 //                 gather.
 //
-// Why no put overwrites what a peer still reads, with the staging's ring of four quarters (a round
-// is one quarter, a chunk two):
-//   rounds()      put(i + 2) runs after the wait for round i, which peers post after take(i - 2),
-//   the
-//                 last use of this quarter.
-//   two_shot()    an area has a fixed place in the half, and our own holds only results. put(i + 1)
-//                 overwrites areas that peers have read when they post the reduction of chunk i
-//                 - 1. reduce(i + 1) overwrites results that peers have read when they post put(i +
-//                 1).
-//   across calls  the last wait of a call shows that every peer has ended its last round but one.
+// Every round and every chunk has a slot of its own, in a ring of four. Why no put overwrites what
+// a peer still reads (c numbers the slots' uses, through all calls):
+//   rounds()     put(c) runs after the wait for round c - 2, which peers post after take(c - 4).
+//   two_shot()   put(c) runs after the wait for put(c - 1), which peers post after gather(c - 3).
+//   across calls The last wait of a call shows that every peer has ended all its slots but the last
+//                two; so the first two puts of the next call, which wait for nothing, are safe.
 #include "collectives/shared.h"
 
 #include <algorithm>
@@ -25,7 +21,7 @@ namespace pycomm::shared {
 namespace {
 
 constexpr size_t kAhead = 2;
-static_assert(2 * kAhead == kQuarters);
+static_assert(2 * kAhead == kSlots);
 
 /// Up to here every rank reduces everything itself. Two ranks read as much of each other's memory
 /// that way as by two_shot(), with half the stages.
@@ -52,7 +48,7 @@ struct Cut {
 template <typename Put, typename Take>
 void rounds(Window& window, size_t count, Put put, Take take) {
   const uint32_t stage = window.next_stage();
-  const uint32_t round = window.claim(static_cast<uint32_t>(count));
+  const uint32_t round = window.claim(count);
   const auto put_and_post = [&](size_t i) {
     put(i, window.staging(window.rank(), round + static_cast<uint32_t>(i)));
     window.post();
@@ -110,7 +106,7 @@ void tiny(Window& window, Reducer& reducer, void* data, size_t bytes) {
 }
 
 void one_shot(Window& window, Reducer& reducer, void* data, size_t bytes) {
-  const Cut cut{bytes, kQuarterBytes};
+  const Cut cut{bytes, kSlotBytes};
   rounds(
       window, cut.count(),
       [&](size_t i, uint8_t* staging) {
@@ -128,24 +124,24 @@ class TwoShot {
       : window_(window),
         reducer_(reducer),
         data_(data),
-        area_(2 * kQuarterBytes / window.size() / kGrain * kGrain),
+        area_(kSlotBytes / window.size() / kGrain * kGrain),
         cut_{bytes, area_ * window.size()} {}
 
   void run() {
-    const uint32_t round = window_.claim(static_cast<uint32_t>(2 * cut_.count()), 2);
-    const auto staging = [&](size_t i) { return round + static_cast<uint32_t>(2 * i); };
-    put(0, staging(0));
+    const uint32_t first = window_.claim(cut_.count());
+    const auto round = [&](size_t i) { return first + static_cast<uint32_t>(i); };
+    put(0, round(0));
     uint32_t stage = window_.post();
     for (size_t i = 0; i < cut_.count(); i++) {
       window_.wait(stage);
-      reduce_own(i, staging(i));
+      reduce_own(i, round(i));
       const uint32_t reduced = window_.post();
       if (i + 1 < cut_.count()) {
-        put(i + 1, staging(i + 1));
+        put(i + 1, round(i + 1));
         stage = window_.post();
       }
       window_.wait(reduced);
-      gather(i, staging(i));
+      gather(i, round(i));
     }
   }
 
@@ -218,7 +214,7 @@ void reduce_scatter(Window& window, const OpTag& tag, const void* in, void* out,
   window.begin(tag, deadline);
   Reducer reducer(window, tag, factor);
   const size_t bytes = tag.numel * reducer.element_bytes();
-  const size_t area = kQuarterBytes / window.size() / 64 * 64;
+  const size_t area = kSlotBytes / window.size() / 64 * 64;
   const Cut cut{bytes, area};
   const int me = window.rank();
   if (bytes == 0) meet(window);
@@ -243,7 +239,7 @@ void reduce_scatter(Window& window, const OpTag& tag, const void* in, void* out,
 void all_gather(Window& window, const OpTag& tag, const void* in, void* out, Deadline deadline) {
   window.begin(tag, deadline);
   const size_t bytes = tag.numel * size_of(tag.dtype);
-  const Cut cut{bytes, kQuarterBytes};
+  const Cut cut{bytes, kSlotBytes};
   if (bytes == 0) meet(window);
   rounds(
       window, cut.count(),
@@ -266,7 +262,7 @@ void all_gather(Window& window, const OpTag& tag, const void* in, void* out, Dea
 void broadcast(Window& window, const OpTag& tag, void* data, Deadline deadline) {
   window.begin(tag, deadline);
   const size_t bytes = tag.numel * size_of(tag.dtype);
-  const Cut cut{bytes, kQuarterBytes};
+  const Cut cut{bytes, kSlotBytes};
   const bool root = window.rank() == tag.root;
   if (bytes == 0) meet(window);
   rounds(

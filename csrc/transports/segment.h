@@ -21,10 +21,10 @@ namespace pycomm {
 constexpr size_t kLine = 128;
 /// What travels in the same cache line as its flag.
 constexpr size_t kTinyBytes = 56;
-/// Staging of one rank: `kQuarters` quarters, small enough that a few of them stay in L2.
-constexpr size_t kQuarters = 4;
-constexpr size_t kQuarterBytes = size_t{128} << 10;
-constexpr size_t kStagingBytes = kQuarters * kQuarterBytes;
+/// Staging of one rank: a few slots, small enough that they stay in L2.
+constexpr size_t kSlots = 4;
+constexpr size_t kSlotBytes = size_t{128} << 10;
+constexpr size_t kStagingBytes = kSlots * kSlotBytes;
 /// More ranks than this on one host go by TCP.
 constexpr int kMaxRanks = 256;
 constexpr size_t kRingBytes = size_t{256} << 10;
@@ -94,6 +94,8 @@ class Segment {
   int ranks() const { return ranks_; }
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   Board& board(int rank) const { return reinterpret_cast<Board*>(base_ + sizeof(Header))[rank]; }
+  /// True once the rank has signed its board.
+  bool present(int rank) const { return board(rank).process[0] != 0; }
   uint8_t* staging(int rank) const;
   Ring& ring(int from, int to, Lane lane) const;
   /// CPUs that the ranks have together.

@@ -7,14 +7,21 @@
 
 namespace pycomm {
 
+int SharedMemory::place(int rank) const {
+  const auto found = std::lower_bound(members.begin(), members.end(), rank);
+  return found != members.end() && *found == rank ? static_cast<int>(found - members.begin()) : -1;
+}
+
 SegmentTransport::SegmentTransport(std::string name, const SharedMemory& memory)
     : name_(std::move(name)),
       memory_(memory),
-      self_(place(memory.rank)),
+      self_(memory.place(memory.rank)),
       segment_(memory.base.get(), static_cast<int>(memory.members.size())),
       watch_(segment_, memory.members, self_, memory.lock_fd),
       spin_(looks(segment_, env().spin)) {
-  if (segment_.ranks() == memory.group_size) {
+  bool all = segment_.ranks() == memory.group_size;
+  for (int r = 0; r < segment_.ranks(); r++) all = all && segment_.present(r);
+  if (all) {
     window_ = std::make_unique<Window>(segment_, watch_, self_, spin_);
   }
   for (LaneState& lane : lanes_) lane.channels.resize(memory.members.size());
@@ -22,13 +29,10 @@ SegmentTransport::SegmentTransport(std::string name, const SharedMemory& memory)
 
 SegmentTransport::~SegmentTransport() { watch_.leave(); }
 
-int SegmentTransport::place(int rank) const {
-  const auto& members = memory_.members;
-  const auto found = std::lower_bound(members.begin(), members.end(), rank);
-  return found != members.end() && *found == rank ? static_cast<int>(found - members.begin()) : -1;
+bool SegmentTransport::reaches(int rank) const {
+  const int place = memory_.place(rank);
+  return rank != memory_.rank && place >= 0 && segment_.present(place);
 }
-
-bool SegmentTransport::reaches(int rank) const { return rank != memory_.rank && place(rank) >= 0; }
 
 Channel& SegmentTransport::channel(int rank, Lane lane) {
   if (!reaches(rank)) {
@@ -36,9 +40,10 @@ Channel& SegmentTransport::channel(int rank, Lane lane) {
                 std::to_string(rank));
   }
   LaneState& state = lanes_[static_cast<size_t>(lane)];
-  auto& slot = state.channels[static_cast<size_t>(place(rank))];
+  const int peer = memory_.place(rank);
+  auto& slot = state.channels[static_cast<size_t>(peer)];
   if (!slot) {
-    slot = std::make_unique<RingChannel>(segment_, watch_, self_, place(rank), lane, state.traffic);
+    slot = std::make_unique<RingChannel>(segment_, watch_, self_, peer, lane, state.traffic);
   }
   return *slot;
 }
@@ -83,12 +88,11 @@ uint64_t SegmentTransport::sent_bytes() const {
 std::string SegmentTransport::describe() const {
   std::string text = name_ + " with ";
   for (const int rank : memory_.members) {
-    if (rank == memory_.rank) continue;
+    if (!reaches(rank)) continue;
     if (text.back() != ' ') text += ",";
     text += std::to_string(rank);
   }
-  if (memory_.members.size() == 1) text += "nobody";
-  return text;
+  return text.back() == ' ' ? text + "nobody" : text;
 }
 
 }  // namespace pycomm

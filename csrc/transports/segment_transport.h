@@ -11,10 +11,11 @@
 
 namespace pycomm {
 
-/// What the meeting came to. Every board is signed, and all of `members` know that.
+/// What a meeting came to. The boards of all who have the memory are signed; a member whose board
+/// is not could not get it.
 struct SharedMemory {
   std::shared_ptr<void> base;  ///< gives the memory back when the last holder lets go
-  std::vector<int> members;    ///< ranks of the group that share it, ascending
+  std::vector<int> members;    ///< ranks of the group that it was made for, ascending
   int rank = 0;                ///< ours, in the group
   int group_size = 1;
   int lock_fd = -1;  ///< for the Watch; `base` keeps it open
@@ -42,8 +43,6 @@ class SegmentTransport final : public Transport {
     Traffic traffic;
     Deadline::Clock::time_point yield_end;
   };
-
-  int place(int rank) const;
 
   std::string name_;
   SharedMemory memory_;

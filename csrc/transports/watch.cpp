@@ -39,7 +39,7 @@ Watch::Watch(const Segment& segment, std::vector<int> members, int self, int loc
     : segment_(segment), members_(std::move(members)), self_(self), lock_fd_(lock_fd) {
   if (lock_fd_ < 0) return;
   for (int r = 0; r < segment_.ranks(); r++) {
-    bool alone = true;
+    bool alone = segment_.present(r);
     for (int other = 0; other < segment_.ranks(); other++) {
       alone = alone && (other == r || !same_process(segment_.board(r), segment_.board(other)));
     }

@@ -14,7 +14,7 @@ namespace pycomm {
 class Watch {
  public:
   /// `members[i]` is the group's number of the segment's rank i; `self` is our i. `lock_fd` is -1
-  /// where there are no locks. All boards are filled in.
+  /// where there are no locks. Whoever has the memory has signed.
   Watch(const Segment& segment, std::vector<int> members, int self, int lock_fd);
 
   /// Takes our lock. Before the meeting ends, so that nobody takes us for dead.

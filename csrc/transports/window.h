@@ -5,10 +5,8 @@
 // all collectives of the group. At its first stage every rank waits for every other: that is how
 // calls that differ are found, at no extra message.
 //
-// Staging is a ring of quarters and is claimed in *rounds*, one quarter each, which number on too.
-// What keeps it safe to write round c without a look at the readers of round c - 4:
-//   - a rank posts no stage of a collective before it has read all it wants of the one before;
-//   - inside a collective, see collectives/shared.cpp.
+// Staging is a ring of kSlots slots and is claimed in *rounds*, one slot each, which number on too.
+// collectives/shared.cpp says why no rank overwrites what another still reads.
 #pragma once
 #include "core/deadline.h"
 #include "transports/segment.h"
@@ -64,15 +62,15 @@ class PYCOMM_API Window {
     return segment_.board(rank).flags[stage % 2].payload;
   }
 
-  /// Claims the next `count` rounds, the first at a multiple of `align` (1 or 2), and returns it.
-  uint32_t claim(uint32_t count, uint32_t align = 1) {
-    const uint32_t first = (round_ + align - 1) / align * align;
-    round_ = first + count;
+  /// Claims the next `count` rounds and returns the first.
+  uint32_t claim(size_t count) {
+    const uint32_t first = round_;
+    round_ += static_cast<uint32_t>(count);
     return first;
   }
-  /// A rank's staging memory of a round: kQuarterBytes, and the next round's follow it.
+  /// A rank's staging memory of a round, kSlotBytes.
   uint8_t* staging(int rank, uint32_t round) const {
-    return segment_.staging(rank) + round % kQuarters * kQuarterBytes;
+    return segment_.staging(rank) + round % kSlots * kSlotBytes;
   }
 
   /// Counts what we have written for others to read.

@@ -1,0 +1,145 @@
+#include "transports/fd_passing.h"
+
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <system_error>
+
+#include "core/error.h"
+
+namespace pycomm {
+namespace {
+
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw Error("shm: cannot " + what + ": " + std::generic_category().message(errno));
+}
+
+std::string random_name() {
+  uint8_t bytes[16];
+  if (::getrandom(bytes, sizeof bytes, 0) != sizeof bytes) throw_errno("get random bytes");
+  std::string name = "pycomm-";
+  for (const uint8_t byte : bytes) {
+    name += "0123456789abcdef"[byte >> 4];
+    name += "0123456789abcdef"[byte & 15];
+  }
+  return name;
+}
+
+/// Abstract: the path begins with a zero byte and is as long as the length says.
+struct Address {
+  sockaddr_un un = {};
+  socklen_t length;
+
+  explicit Address(const std::string& name) {
+    un.sun_family = AF_UNIX;
+    const size_t bytes = std::min(name.size(), sizeof un.sun_path - 1);
+    std::memcpy(un.sun_path + 1, name.data(), bytes);
+    length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes);
+  }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&un); }
+};
+
+bool same_user(int socket) {
+  ucred peer = {};
+  socklen_t length = sizeof peer;
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+         peer.uid == ::geteuid();
+}
+
+/// One byte that carries one descriptor.
+struct Message {
+  char byte = 0;
+  iovec part = {&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr header = {};
+
+  Message() {
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+  }
+  Message(const Message&) = delete;
+};
+
+bool send_fd(int socket, int fd) {
+  Message message;
+  cmsghdr* item = CMSG_FIRSTHDR(&message.header);
+  item->cmsg_level = SOL_SOCKET;
+  item->cmsg_type = SCM_RIGHTS;
+  item->cmsg_len = CMSG_LEN(sizeof fd);
+  std::memcpy(CMSG_DATA(item), &fd, sizeof fd);
+  return ::sendmsg(socket, &message.header, MSG_NOSIGNAL) == 1;
+}
+
+}  // namespace
+
+FileDescriptor::~FileDescriptor() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
+  if (this != &other) {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = other.release();
+  }
+  return *this;
+}
+
+int FileDescriptor::release() {
+  const int fd = fd_;
+  fd_ = -1;
+  return fd;
+}
+
+FdServer::FdServer()
+    : name_(random_name()), listener_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  if (listener_.get() < 0) throw_errno("make a Unix socket");
+  const Address address(name_);
+  if (::bind(listener_.get(), address.get(), address.length) != 0 ||
+      ::listen(listener_.get(), SOMAXCONN) != 0) {
+    throw_errno("listen on an abstract Unix socket");
+  }
+}
+
+bool FdServer::serve(int fd, Milliseconds limit) {
+  pollfd wanted = {listener_.get(), POLLIN, 0};
+  if (::poll(&wanted, 1, static_cast<int>(limit.count())) <= 0) return false;
+  const FileDescriptor peer(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  return peer.get() >= 0 && same_user(peer.get()) && send_fd(peer.get(), fd);
+}
+
+FileDescriptor receive_fd(const std::string& name, Deadline deadline) {
+  const FileDescriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (socket.get() < 0) throw_errno("make a Unix socket");
+  const Address address(name);
+  if (::connect(socket.get(), address.get(), address.length) != 0) {
+    throw_errno("connect to the rank that made the segment");
+  }
+  if (!same_user(socket.get())) throw Error("shm: the segment belongs to another user");
+  pollfd wanted = {socket.get(), POLLIN, 0};
+  if (::poll(&wanted, 1, static_cast<int>(deadline.left().count())) <= 0) {
+    throw Error("shm: the rank that made the segment does not hand it out");
+  }
+  Message message;
+  if (::recvmsg(socket.get(), &message.header, MSG_CMSG_CLOEXEC) != 1) {
+    throw_errno("receive the segment");
+  }
+  const cmsghdr* item = CMSG_FIRSTHDR(&message.header);
+  if (!item || item->cmsg_level != SOL_SOCKET || item->cmsg_type != SCM_RIGHTS) {
+    throw Error("shm: the rank that made the segment sent no file");
+  }
+  int fd = -1;
+  std::memcpy(&fd, CMSG_DATA(item), sizeof fd);
+  return FileDescriptor(fd);
+}
+
+}  // namespace pycomm

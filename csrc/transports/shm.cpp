@@ -1,0 +1,162 @@
+// Ranks as processes of one host: the segment is a memfd, which the lowest rank makes and hands to
+// the others. Nothing has a name in a file system, so nothing can be left behind.
+//
+// Who is a candidate is said by host_id(), who is a member is found by trying: a rank that cannot
+// get or map the file says so in the store, and the others go on without it.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <set>
+#include <system_error>
+
+#include "transports/fd_passing.h"
+#include "transports/meeting.h"
+#include "transports/segment_transport.h"
+
+namespace pycomm {
+namespace {
+
+/// What a candidate says once it has the segment; anything else is why it has not.
+constexpr char kYes[] = "yes";
+constexpr char kWords[] = "shm/word";
+/// The name that is given when there is no segment.
+constexpr char kNobody[] = "nobody";
+/// How long the maker waits for a connection before it asks the store who has given up.
+constexpr Milliseconds kPatience(50);
+
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw Error("shm: cannot " + what + ": " + std::generic_category().message(errno));
+}
+
+/// Equal for processes that may share memory: same running kernel, same user, and same network
+/// namespace. Ranks in different ones stand for different hosts, and could not find each other's
+/// socket anyway.
+std::string host_id() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat network = {};
+  ::stat("/proc/self/ns/net", &network);
+  return boot + "/" + std::to_string(network.st_dev) + "/" + std::to_string(network.st_ino) + "/" +
+         std::to_string(::geteuid());
+}
+
+FileDescriptor make_segment(size_t bytes) {
+  FileDescriptor fd(::memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (fd.get() < 0) throw_errno("make a memfd");
+  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("size a memfd");
+  // No peer can shrink it under us.
+  ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  return fd;
+}
+
+std::shared_ptr<void> map_segment(FileDescriptor file, size_t bytes) {
+  struct stat info = {};
+  if (::fstat(file.get(), &info) != 0 || static_cast<size_t>(info.st_size) != bytes) {
+    throw Error("shm: the segment has another size; do all ranks run the same version of pycomm?");
+  }
+  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  if (base == MAP_FAILED) throw_errno("map the segment");
+  const int fd = file.release();  // closed last: that drops our lock
+  return {base, [bytes, fd](void* memory) {
+            ::munmap(memory, bytes);
+            ::close(fd);
+          }};
+}
+
+std::string key(const Rendezvous& meeting, const std::string& what) {
+  return meeting.group + "/shm/" + what;
+}
+
+/// Maps the segment and takes our place in it.
+SharedMemory join(const Rendezvous& meeting, const std::vector<int>& candidates,
+                  FileDescriptor file) {
+  SharedMemory memory;
+  memory.members = candidates;
+  memory.rank = meeting.rank;
+  memory.group_size = meeting.size;
+  memory.lock_fd = file.get();
+  const int ranks = static_cast<int>(candidates.size());
+  memory.base = map_segment(std::move(file), Segment::bytes(ranks));
+  Watch::lock(memory.lock_fd, memory.place(meeting.rank));
+  Watch::sign(Segment(memory.base.get(), ranks).board(memory.place(meeting.rank)));
+  return memory;
+}
+
+bool has_spoken(const Rendezvous& meeting, int rank) {
+  try {
+    const std::string name = meeting.group + "/" + kWords + "/" + std::to_string(rank);
+    meeting.store->get(name, Deadline::after(Milliseconds(1)));
+    return true;
+  } catch (const Timeout&) {
+    return false;
+  }
+}
+
+/// Hands out the file until every other candidate has said how it went.
+void hand_out(const Rendezvous& meeting, const std::vector<int>& candidates, FdServer& server,
+              int fd) {
+  std::set<int> silent(candidates.begin() + 1, candidates.end());
+  size_t served = 0;
+  while (served < candidates.size() - 1 && !silent.empty() && !meeting.deadline.expired()) {
+    if (server.serve(fd, kPatience)) {
+      served += 1;
+      continue;
+    }
+    for (const int rank : candidates) {
+      if (has_spoken(meeting, rank)) silent.erase(rank);
+    }
+  }
+}
+
+/// The lowest rank makes the segment, the others fetch it. Throws Error if we cannot have it.
+SharedMemory share(const Rendezvous& meeting, const std::vector<int>& candidates) {
+  if (meeting.rank != candidates.front()) {
+    const std::string name = meeting.store->get(key(meeting, "name"), meeting.deadline);
+    return join(meeting, candidates, receive_fd(name, meeting.deadline));
+  }
+  try {
+    FdServer server;
+    FileDescriptor file = make_segment(Segment::bytes(static_cast<int>(candidates.size())));
+    const int fd = file.get();
+    SharedMemory memory = join(meeting, candidates, std::move(file));
+    meeting.store->set(key(meeting, "name"), server.name());
+    hand_out(meeting, candidates, server, fd);
+    return memory;
+  } catch (const Error&) {
+    meeting.store->set(key(meeting, "name"), kNobody);
+    throw;
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> make_shm(const Rendezvous& meeting) {
+  const std::string host = host_id();
+  const std::vector<std::string> hosts = exchange(meeting, "shm/host", all_ranks(meeting), host);
+  std::vector<int> candidates;
+  for (int r = 0; r < meeting.size; r++) {
+    if (hosts[r] == host) candidates.push_back(r);
+  }
+  if (candidates.size() < 2 || candidates.size() > kMaxRanks) return nullptr;
+
+  SharedMemory memory;
+  std::string word = kYes;
+  try {
+    memory = share(meeting, candidates);
+  } catch (const Timeout&) {
+    throw;
+  } catch (const Error& problem) {
+    word = problem.what();
+  }
+  const std::vector<std::string> words = exchange(meeting, kWords, candidates, word);
+  const auto sharers = std::count(words.begin(), words.end(), kYes);
+  if (word != kYes || sharers < 2) return nullptr;
+  return std::make_unique<SegmentTransport>("shm", memory);
+}
+
+}  // namespace pycomm
