@@ -19,6 +19,9 @@ struct SharedMemory {
   int rank = 0;                ///< ours, in the group
   int group_size = 1;
   int lock_fd = -1;  ///< for the Watch; `base` keeps it open
+
+  /// Number in the segment of a rank of the group; -1 if it has none.
+  int place(int rank) const;
 };
 
 class SegmentTransport final : public Transport {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
+#include <iterator>
 #include <set>
 #include <system_error>
 
@@ -107,8 +108,8 @@ void hand_out(const Rendezvous& meeting, const std::vector<int>& candidates, FdS
       served += 1;
       continue;
     }
-    for (const int rank : candidates) {
-      if (has_spoken(meeting, rank)) silent.erase(rank);
+    for (auto rank = silent.begin(); rank != silent.end();) {
+      rank = has_spoken(meeting, *rank) ? silent.erase(rank) : std::next(rank);
     }
   }
 }
