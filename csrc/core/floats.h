@@ -5,7 +5,9 @@
 // e4m3fn, which has none, the largest number, as torch and NVIDIA's instruction cast it; the
 // *_saturating forms give the largest number in all formats. NaN stays NaN and keeps its sign.
 #pragma once
+#ifndef __CUDACC_RTC__
 #include <cstring>
+#endif
 
 #include "core/types.h"
 

@@ -1,7 +1,18 @@
 // The few plain types every layer shares. No torch, no CUDA headers.
 #pragma once
+#ifndef __CUDACC_RTC__
 #include <cstddef>
 #include <cstdint>
+#else  // NVRTC knows size_t, and has no standard headers.
+using int8_t = signed char;
+using int16_t = short;
+using int32_t = int;
+using int64_t = long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned;
+using uint64_t = unsigned long;
+#endif
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define PYCOMM_HD __host__ __device__ __forceinline__
