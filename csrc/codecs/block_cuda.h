@@ -1,0 +1,140 @@
+// CUDA kernels of the codecs with blocks. The codec gives a Coder, which turns four values into
+// their codes and back; arithmetic stands in block.h and in the header of the codec. Compiled by
+// nvcc and NVRTC.
+#pragma once
+#include "codecs/block.h"
+#include "core/cuda_vector.h"
+#include "core/types.h"
+
+namespace pycomm::codecs {
+
+/// Arguments of every encode kernel; pycomm/codecs/nvrtc.py has the same fields in the same order.
+struct EncodeParams {
+  const float* in;
+  const float* residual;
+  float* new_residual;
+  float* scales;
+  uint8_t* codes;
+  uint64_t numel;
+  uint64_t seed;
+  uint64_t group;  ///< place of in[0] in its tensor / 4: the counter of its random words
+  uint32_t step;
+  uint32_t tensor;
+  uint32_t block_bits;  ///< a block has 1 << block_bits values
+};
+
+/// Arguments of every decode kernel, likewise.
+struct DecodeParams {
+  const float* scales;
+  const uint8_t* codes;
+  float* out;
+  uint64_t numel;
+  uint32_t block_bits;
+};
+
+/// Blocks of up to 512 values fit in a tile of kSmall rows; a tile of kLarge rows takes any.
+constexpr int kSmall = 4;
+constexpr int kLarge = kMaxBlock / cuda::kRow;
+
+/// From the maximum of each lane's values of a row to the maximum of the block that they are in.
+template <int kRows>
+__device__ void max_of_blocks(uint32_t (&top)[kRows], uint32_t block) {
+#pragma unroll
+  for (int step = 1; step < kRows; step *= 2) {
+    if (step * cuda::kRow < block) {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        if ((row & step) == 0) top[row] = top[row + step] = max(top[row], top[row + step]);
+      }
+    }
+  }
+#pragma unroll
+  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
+    if (lane * cuda::kVector < block) {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        top[row] = max(top[row], __shfl_xor_sync(~0u, top[row], lane));
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------- kernels
+
+template <typename Coder, int kRows, bool kFeedback>
+__global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const EncodeParams args) {
+  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
+  if (tile.empty()) return;
+  const uint32_t block = 1u << args.block_bits;
+
+  cuda::Vector<float> p[kRows];
+  tile.load(args.in, p);
+  if (kFeedback) {
+    cuda::Vector<float> residual[kRows];
+    tile.load(args.residual, residual);
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
+    }
+  }
+
+  uint32_t top[kRows];
+  for (int row = 0; row < kRows; row++) {
+    top[row] = 0;
+    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(p[row].v[k]));
+  }
+  max_of_blocks(top, block);
+
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    const size_t i = tile.index(row);
+    const float amax = bits_float(top[row]);
+    const float s = scale(amax, Coder::kTop);
+    if (i % block == 0 && i < args.numel) args.scales[i >> args.block_bits] = s;
+
+    typename Coder::Codes codes = 0;
+    if (used(amax)) codes = Coder::encode(p[row], inv_scale(amax, Coder::kTop), args, i / 4);
+    // Codes end at a multiple of four bytes, in zeros.
+    constexpr size_t kWord = 32 / Coder::kBits;
+    if (i / kWord * kWord < args.numel) {
+      reinterpret_cast<typename Coder::Codes*>(args.codes)[i / 4] = codes;
+    }
+
+    if (kFeedback) {
+      cuda::Vector<float> left{};
+      if (!(amax < kHuge)) left = tile.load(args.residual, row);  // the block travels as NaN
+      const cuda::Vector<float> decoded = Coder::decode(codes, s);
+      for (int k = 0; k < cuda::kVector; k++) {
+        p[row].v[k] = owed(p[row].v[k], decoded.v[k], left.v[k]);
+      }
+    }
+  }
+  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+}
+
+template <typename Coder, bool kAdd>
+__global__ void __launch_bounds__(cuda::kThreads) decode_blocks(const DecodeParams args) {
+  const cuda::Tile<kSmall> tile(args.numel, args.out);
+  if (tile.empty()) return;
+
+  typename Coder::Codes codes[kSmall];
+  float s[kSmall];
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const size_t i = tile.index(row);
+    const bool there = i < args.numel;
+    codes[row] = there ? reinterpret_cast<const typename Coder::Codes*>(args.codes)[i / 4] : 0;
+    s[row] = there ? args.scales[i >> args.block_bits] : 0.0f;
+  }
+  cuda::Vector<float> value[kSmall];
+  if (kAdd) tile.load(args.out, value);
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const cuda::Vector<float> decoded = Coder::decode(codes[row], s[row]);
+    for (int k = 0; k < cuda::kVector; k++) {
+      value[row].v[k] = kAdd ? value[row].v[k] + decoded.v[k] : decoded.v[k];
+    }
+  }
+  tile.store(args.out, args.numel, value);
+}
+
+}  // namespace pycomm::codecs

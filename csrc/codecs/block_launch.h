@@ -1,0 +1,47 @@
+// Launchers of the kernels in block_cuda.h, for the .cu files of codecs with blocks.
+#pragma once
+#include "codecs/block_cuda.h"
+#include "codecs/codec.h"
+#include "core/cuda_launch.h"
+
+namespace pycomm::codecs {
+
+/// The payload is the scales and, from `offset` on, the codes.
+template <typename Coder>
+void launch_encode(const char* codec, uint32_t block, size_t offset, const EncodeArgs& args) {
+  EncodeParams params{};
+  params.in = args.in.data;
+  params.residual = args.residual;
+  params.new_residual = args.new_residual;
+  params.scales = reinterpret_cast<float*>(args.out.data);
+  params.codes = args.out.data + offset;
+  params.numel = args.in.size;
+  params.seed = args.key.seed;
+  params.group = args.index / 4;
+  params.step = args.key.step;
+  params.tensor = args.key.tensor;
+  params.block_bits = __builtin_ctz(block);
+  cuda::dispatch(block <= kSmall * cuda::kRow, [&](auto small) {
+    constexpr int kRows = small ? kSmall : kLarge;
+    cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
+      cuda::launch(codec, encode_blocks<Coder, kRows, feedback>, params, args.in.size,
+                   kRows * cuda::kRow, args.stream);
+    });
+  });
+}
+
+template <typename Coder>
+void launch_decode(const char* codec, uint32_t block, size_t offset, Span<const uint8_t> payload,
+                   Span<float> out, bool add, Stream stream) {
+  DecodeParams params{};
+  params.scales = reinterpret_cast<const float*>(payload.data);
+  params.codes = payload.data + offset;
+  params.out = out.data;
+  params.numel = out.size;
+  params.block_bits = __builtin_ctz(block);
+  cuda::dispatch(add, [&](auto adds) {
+    cuda::launch(codec, decode_blocks<Coder, adds>, params, out.size, kSmall * cuda::kRow, stream);
+  });
+}
+
+}  // namespace pycomm::codecs

@@ -1,0 +1,87 @@
+// quant in CUDA. Wire format: docs/wire/quant.md. Arithmetic: quant.h; kernels: block_cuda.h.
+// Compiled by nvcc, or at run time by NVRTC, which takes the coders only.
+#include "codecs/block_cuda.h"
+#include "codecs/quant.h"
+
+namespace pycomm::codecs::quant {
+
+// ---------------------------------------------------------------- kernels
+
+/// Four codes of 8 bits are one word, four of 4 bits half a word.
+template <int kBits>
+struct Packing;
+
+template <>
+struct Packing<8> {
+  using Codes = uint32_t;
+  __device__ static Codes pack(const int (&q)[4]) {
+    return (q[0] & 255) | (q[1] & 255) << 8 | (q[2] & 255) << 16 | q[3] << 24;
+  }
+  __device__ static int unpack(Codes codes, int k) { return static_cast<int8_t>(codes >> (8 * k)); }
+};
+
+template <>
+struct Packing<4> {
+  using Codes = uint16_t;
+  __device__ static Codes pack(const int (&q)[4]) {
+    return static_cast<Codes>(pack4(q[0], q[1]) | pack4(q[2], q[3]) << 8);
+  }
+  __device__ static int unpack(Codes codes, int k) { return unpack4(codes >> (4 * k)); }
+};
+
+template <int kBitsOfCode, bool kStochastic>
+struct Coder {
+  static constexpr int kBits = kBitsOfCode;
+  static constexpr float kTop = top(kBits);
+  using Codes = typename Packing<kBits>::Codes;
+
+  /// `group` counts groups of four values from in[0].
+  __device__ static Codes encode(const cuda::Vector<float>& p, float inv, const EncodeParams& args,
+                                 uint64_t group) {
+    int q[4];
+    if constexpr (kStochastic) {
+      const Random4 random = random_words(args.seed, args.step, args.tensor, args.group + group);
+      for (int k = 0; k < 4; k++) q[k] = quantize(p.v[k], inv, random.word[k], top(kBits));
+    } else {
+      for (int k = 0; k < 4; k++) q[k] = quantize(p.v[k], inv);
+    }
+    return Packing<kBits>::pack(q);
+  }
+
+  __device__ static cuda::Vector<float> decode(Codes codes, float scale) {
+    cuda::Vector<float> value;
+    for (int k = 0; k < 4; k++) value.v[k] = dequantize(Packing<kBits>::unpack(codes, k), scale);
+    return value;
+  }
+};
+
+}  // namespace pycomm::codecs::quant
+
+// -------------------------------------------------------------- launchers
+
+#ifndef __CUDACC_RTC__
+#include "codecs/block_launch.h"
+#include "codecs/cuda.h"
+
+namespace pycomm::codecs::quant {
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  const size_t offset = codes_offset(format, args.in.size);
+  cuda::dispatch(format.bits == 8, [&](auto eight) {
+    cuda::dispatch(format.stochastic, [&](auto stochastic) {
+      launch_encode<Coder<eight ? 8 : 4, stochastic>>("quant", format.block, offset, args);
+    });
+  });
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream) {
+  const size_t offset = codes_offset(format, out.size);
+  cuda::dispatch(format.bits == 8, [&](auto eight) {
+    launch_decode<Coder<eight ? 8 : 4, false>>("quant", format.block, offset, payload, out, add,
+                                               stream);
+  });
+}
+
+}  // namespace pycomm::codecs::quant
+#endif

@@ -1,0 +1,110 @@
+// How the CUDA kernels touch memory: a warp takes a tile of rows, a lane four neighbouring values
+// of each row. So every access of float32 is 16 bytes wide, the accesses of a warp are one run, and
+// all rows are on their way before the first is used. Compiled by nvcc and NVRTC.
+#pragma once
+#include "core/types.h"
+
+namespace pycomm::cuda {
+
+constexpr int kLanes = 32;
+constexpr int kVector = 4;
+constexpr int kRow = kLanes * kVector;
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kLanes;
+
+/// Four neighbouring values, moved by one access.
+template <typename T>
+struct alignas(kVector * sizeof(T)) Vector {
+  T v[kVector];
+};
+
+/// An intrinsic, since the compiler may take a plain store apart. It also asks the cache to evict
+/// first what is written once and not read again by this kernel.
+template <typename T>
+__device__ __forceinline__ void store_vector(T* to, const Vector<T>& from) {
+  if constexpr (sizeof from == 16) {
+    __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&from));
+  } else {
+    static_assert(sizeof from == 8);
+    __stcs(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(&from));
+  }
+}
+
+/// The part of an array of `size` values that belongs to this warp: rows of kRow values. A tile
+/// that is cut by the end of the array, or whose arrays are not aligned, moves value by value
+/// instead.
+template <int kRows>
+class Tile {
+ public:
+  static constexpr int kValues = kRows * kRow;
+
+  /// `pointers`: all arrays that load() and store() will be given; a null is aligned.
+  template <typename... T>
+  __device__ explicit Tile(size_t size, const T*... pointers) : size_(size) {
+    const size_t begin = (size_t{blockIdx.x} * kWarps + threadIdx.x / kLanes) * kValues;
+    first_ = begin + threadIdx.x % kLanes * kVector;
+    empty_ = begin >= size;
+    whole_ = begin + kValues <= size && (reinterpret_cast<size_t>(pointers) | ...) % 16 == 0;
+  }
+
+  /// True for all lanes of a warp or for none.
+  __device__ bool empty() const { return empty_; }
+  /// Place of the lane's first value in a row.
+  __device__ size_t index(int row) const { return first_ + row * kRow; }
+
+  /// Values beyond the end are 0.
+  template <typename T>
+  __device__ void load(const T* from, Vector<T> (&to)[kRows]) const {
+    if (whole_) {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        to[row] = *reinterpret_cast<const Vector<T>*>(from + index(row));
+      }
+    } else {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) to[row] = load_cut(from, row);
+    }
+  }
+
+  template <typename T>
+  __device__ Vector<T> load(const T* from, int row) const {
+    if (whole_) return *reinterpret_cast<const Vector<T>*>(from + index(row));
+    return load_cut(from, row);
+  }
+
+  /// `to` has `size` values: those of the tile's arrays, or more if it is padded.
+  template <typename T>
+  __device__ void store(T* to, size_t size, const Vector<T> (&from)[kRows]) const {
+    if (whole_) {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        store_vector(to + index(row), from[row]);
+      }
+    } else {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        for (int k = 0; k < kVector; k++) {
+          if (index(row) + k < size) to[index(row) + k] = from[row].v[k];
+        }
+      }
+    }
+  }
+
+ private:
+  template <typename T>
+  __device__ Vector<T> load_cut(const T* from, int row) const {
+    Vector<T> to;
+#pragma unroll
+    for (int k = 0; k < kVector; k++) {
+      to.v[k] = index(row) + k < size_ ? from[index(row) + k] : T{0};
+    }
+    return to;
+  }
+
+  size_t first_;
+  size_t size_;
+  bool empty_;
+  bool whole_;
+};
+
+}  // namespace pycomm::cuda
