@@ -67,7 +67,10 @@ Env read_env() {
   env.algo = read_word("PYCOMM_ALGO", {"auto", "direct", "ring"});
   env.link_bytes_per_second = read_link();
   env.sockets = read_int("PYCOMM_SOCKETS", env.sockets, 1, 16);
-  env.interface = read("PYCOMM_INTERFACE");
+  for (const char* variable : {"PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}) {
+    if (env.interface.empty()) env.interface = read(variable);
+  }
+  env.master_addr = read("MASTER_ADDR");
   env.timeout = read_seconds("PYCOMM_TIMEOUT", env.timeout);
   env.secret = read("PYCOMM_SECRET");
   env.spin = read_int("PYCOMM_SPIN", env.spin, -1, 1000000000);

@@ -18,11 +18,16 @@ struct Env {
   double link_bytes_per_second = 0;
   /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16.
   int sockets = 2;
-  /// PYCOMM_INTERFACE: network interface or address to listen on; empty: the route to the store.
+  /// PYCOMM_INTERFACE: network interface or address for TCP, such as "eth0", "10.0.0.5", "eth,ib" or
+  /// "^docker,lo"; else what GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say. Empty: loopback if all ranks
+  /// are on one host, else the route to the store.
   std::string interface;
+  /// MASTER_ADDR: where torchrun's store is; only its route matters here.
+  std::string master_addr;
   /// PYCOMM_TIMEOUT: seconds that one operation may take, when the caller names no timeout.
   Milliseconds timeout{300000};
-  /// PYCOMM_SECRET: secret of the handshake; empty: rank 0 makes one and shares it by the store.
+  /// PYCOMM_SECRET: secret of the handshake; empty: each rank makes one for those who connect to it
+  /// and shares it by the store.
   std::string secret;
   /// PYCOMM_SPIN: how often a wait on shared memory looks before it yields; -1: chosen by cores.
   int spin = -1;
