@@ -1,0 +1,127 @@
+// The TCP transport: its set-up, its lanes and channels, and how it ends.
+#include <algorithm>
+#include <memory>
+#include <thread>
+
+#include "transports/tcp_channel.h"
+#include "transports/tcp_control.h"
+#include "transports/tcp_mesh.h"
+#include "transports/tcp_pacer.h"
+#include "transports/tcp_poller.h"
+
+namespace pycomm {
+namespace tcp {
+namespace {
+
+// How long a leaving rank waits for its last bytes to be acknowledged.
+constexpr auto kLinger = Milliseconds(2000);
+
+class TcpTransport final : public Transport {
+ public:
+  TcpTransport(const Rendezvous& meeting, Mesh mesh, const TcpOptions& options)
+      : interface_(std::move(mesh.interface)),
+        sockets_(options.sockets),
+        pacer_(options.link_bytes_per_second),
+        control_(meeting.rank),
+        channels_(static_cast<size_t>(meeting.size)) {
+    const bool spins = std::thread::hardware_concurrency() > 1;
+    for (uint16_t lane = 0; lane < kLanes; lane++) {
+      pollers_[lane] = std::make_unique<Poller>(lane, meeting.rank, control_, pacer_, spins);
+    }
+    for (Link& link : mesh.links) {
+      peers_.push_back(link.rank);
+      control_.add(link.rank, link.address, std::move(link.control));
+      for (size_t lane = 0; lane < kLanes; lane++) {
+        channels_[static_cast<size_t>(link.rank)][lane] =
+            std::make_unique<TcpChannel>(link.rank, std::move(link.lanes[lane]), *pollers_[lane]);
+      }
+    }
+  }
+
+  ~TcpTransport() override {
+    if (control_.aborted()) return;
+    control_.say_goodbye();
+    for (const int peer : peers_) {
+      for (auto& channel : channels_[static_cast<size_t>(peer)]) channel->finish();
+    }
+    // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
+    const auto deadline = Deadline::after(kLinger);
+    while (unacknowledged() > 0 && !deadline.expired()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+
+  std::string_view name() const override { return "tcp"; }
+
+  bool reaches(int rank) const override {
+    return std::find(peers_.begin(), peers_.end(), rank) != peers_.end();
+  }
+
+  Channel& channel(int rank, Lane lane) override {
+    return *channels_[static_cast<size_t>(rank)][static_cast<size_t>(lane)];
+  }
+
+  void idle(Lane lane, std::chrono::microseconds limit) override {
+    pollers_[static_cast<size_t>(lane)]->idle(limit);
+  }
+
+  void check() override { control_.check(); }
+
+  void abort(const std::string& reason) noexcept override { control_.abort(reason); }
+
+  uint64_t sent_bytes() const override {
+    uint64_t bytes = control_.sent_bytes();
+    for (const auto& poller : pollers_) bytes += poller->sent_bytes();
+    return bytes;
+  }
+
+  std::string describe() const override {
+    std::string text = "tcp to ";
+    for (const int peer : peers_) text += (peer == peers_[0] ? "" : ",") + std::to_string(peer);
+    return text + " by " + interface_.name + " (" + interface_.address.ip() + "), " +
+           std::to_string(sockets_) + (sockets_ == 1 ? " socket each" : " sockets each");
+  }
+
+ private:
+  size_t unacknowledged() const {
+    size_t bytes = control_.unacknowledged();
+    for (const int peer : peers_) {
+      for (const auto& channel : channels_[static_cast<size_t>(peer)]) {
+        bytes += channel->unacknowledged();
+      }
+    }
+    return bytes;
+  }
+
+  const Interface interface_;
+  const int sockets_;
+  std::vector<int> peers_;
+  Pacer pacer_;
+  Control control_;
+  std::array<std::unique_ptr<Poller>, kLanes> pollers_;
+  std::vector<std::array<std::unique_ptr<TcpChannel>, kLanes>> channels_;  // by rank
+};
+
+}  // namespace
+}  // namespace tcp
+
+std::unique_ptr<Transport> make_tcp(const Rendezvous& meeting, const std::vector<int>& ranks,
+                                    const TcpOptions& options) {
+  if (options.sockets < 1 || options.sockets > 16) {
+    throw Error("tcp: " + std::to_string(options.sockets) +
+                " sockets per peer make no sense: want 1 to 16 (PYCOMM_SOCKETS)");
+  }
+  std::vector<int> peers;
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= meeting.size) {
+      throw Error("tcp: rank " + std::to_string(rank) + " is not in a group of " +
+                  std::to_string(meeting.size));
+    }
+    if (rank != meeting.rank) peers.push_back(rank);
+  }
+  std::sort(peers.begin(), peers.end());
+  return std::make_unique<tcp::TcpTransport>(meeting, tcp::connect_mesh(meeting, peers, options),
+                                             options);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,78 @@
+// The channel to one peer on one lane: two queues of messages, spread over several sockets.
+#pragma once
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "transports/tcp_frame.h"
+#include "transports/tcp_poller.h"
+#include "transports/tcp_socket.h"
+#include "transports/transport.h"
+
+namespace pycomm::tcp {
+
+class TcpChannel final : public Channel {
+ public:
+  TcpChannel(int peer, std::vector<Fd> sockets, Poller& poller);
+  ~TcpChannel() override;
+
+  uint64_t send(const OpTag& tag, Span<const uint8_t> data) override;
+  uint64_t recv(const OpTag& tag, Span<uint8_t> data) override;
+  uint64_t sent() const override { return sent_; }
+  uint64_t received() const override { return received_; }
+  bool progress() override;
+
+  /// Says on all sockets that nothing more will come. The kernel still delivers what was sent.
+  void finish();
+  /// Bytes that the peer has not acknowledged.
+  size_t unacknowledged() const;
+
+ private:
+  struct Outgoing {
+    OpTag tag;
+    uint32_t tag_hash;
+    Span<const uint8_t> data;
+    size_t cut = 0;      ///< bytes that have a frame
+    size_t written = 0;  ///< bytes of frames that are written
+    bool done = false;
+  };
+  struct Incoming {
+    OpTag tag;
+    uint32_t tag_hash;
+    Span<uint8_t> data;
+    size_t read = 0;  ///< bytes of whole frames
+    bool done = false;
+  };
+  struct Socket;
+
+  bool advance();
+
+  bool push(Socket& socket);
+  bool take_frame(Socket& socket);
+  bool write(Socket& socket);
+  void frame_written(Socket& socket);
+
+  bool pull(Socket& socket);
+  bool pull_header(Socket& socket);
+  bool pull_payload(Socket& socket);
+  void check_frame(const FrameHeader& header, const Incoming& message) const;
+  void frame_read(Socket& socket);
+  size_t read(Socket& socket, Span<uint8_t> payload);
+  void end_of(Socket& socket);
+
+  std::string us_and_peer() const;
+  [[noreturn]] void throw_lost(const std::string& how) const;
+
+  const int peer_;
+  Poller& poller_;
+  std::vector<std::unique_ptr<Socket>> sockets_;
+  // Queues hold messages sent_ + 1, sent_ + 2, ... and received_ + 1, ... . A message leaves when
+  // it and all before it are through.
+  std::deque<Outgoing> outgoing_;
+  std::deque<Incoming> incoming_;
+  uint64_t sent_ = 0, received_ = 0;
+  size_t cutting_ = 0;  // first of outgoing_ that has bytes without a frame
+  uint64_t polls_seen_ = 0;
+};
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,212 @@
+// Control connections: fixed-size notices, so that one never waits for the rest of another.
+#include "transports/tcp_control.h"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+
+#include "core/crc32c.h"
+#include "core/deadline.h"
+#include "core/error.h"
+
+namespace pycomm::tcp {
+
+using Clock = std::chrono::steady_clock;
+
+// A dead peer is no error yet for ranks that may be finishing without it.
+constexpr auto kDeathGrace = std::chrono::milliseconds(50);
+// Last words travel on another connection than the data whose end we saw.
+constexpr auto kLastWords = std::chrono::milliseconds(50);
+
+/// As it travels.
+struct Control::Notice {
+  static constexpr uint32_t kMagic = 0x4e435950;  // "PYCN"
+  enum class Kind : uint32_t { abort = 1, goodbye = 2 };
+
+  uint32_t magic = kMagic;
+  Kind kind = Kind::abort;
+  char text[1012] = {};  // zero-terminated
+  uint32_t checksum = 0;
+
+  uint32_t compute() const {
+    return crc32c({reinterpret_cast<const uint8_t*>(this), offsetof(Notice, checksum)});
+  }
+};
+
+struct Control::Peer {
+  int rank;
+  Address address;
+  Fd fd;
+  std::atomic<State> state{State::here};
+  Clock::time_point died_at{};
+  Notice in;
+  size_t in_done = 0;
+};
+
+Control::Control(int rank)
+    : rank_(rank), epoll_(::epoll_create1(EPOLL_CLOEXEC)), wake_(::eventfd(0, EFD_CLOEXEC)) {
+  if (!epoll_ || !wake_) throw Error("tcp: cannot make an epoll: " + error_text(errno));
+  epoll_event event = {};
+  event.events = EPOLLIN;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
+}
+
+Control::~Control() = default;
+
+void Control::add(int rank, const Address& address, Fd fd) {
+  auto peer = std::make_unique<Peer>();
+  peer->rank = rank;
+  peer->address = address;
+  peer->fd = std::move(fd);
+  epoll_event event = {};
+  event.events = EPOLLIN;
+  event.data.ptr = peer.get();
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer->fd.get(), &event) != 0) {
+    throw Error("tcp: cannot watch a connection: " + error_text(errno));
+  }
+  peers_.push_back(std::move(peer));
+}
+
+Control::Peer* Control::find(int rank) const {
+  for (const auto& peer : peers_) {
+    if (peer->rank == rank) return peer.get();
+  }
+  return nullptr;
+}
+
+bool Control::gone(int rank) const {
+  return find(rank)->state.load(std::memory_order_acquire) != State::here;
+}
+
+void Control::poll() {
+  epoll_event events[16];
+  const int count = ::epoll_wait(epoll_.get(), events, 16, 0);
+  if (count <= 0) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < count; i++) {
+    if (events[i].data.ptr != nullptr) take_in(*static_cast<Peer*>(events[i].data.ptr));
+  }
+}
+
+// Under the mutex.
+void Control::take_in(Peer& peer) {
+  while (peer.fd) {
+    const ssize_t n = ::recv(peer.fd.get(), reinterpret_cast<uint8_t*>(&peer.in) + peer.in_done,
+                             sizeof peer.in - peer.in_done, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (n > 0) {
+      peer.in_done += static_cast<size_t>(n);
+      if (peer.in_done < sizeof peer.in) continue;
+      peer.in_done = 0;
+      if (peer.in.magic == Notice::kMagic && peer.in.checksum == peer.in.compute()) {
+        on_notice(peer, peer.in);
+        continue;
+      }
+    }
+    // The end, or something that no peer of ours would say.
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.fd.get(), nullptr);
+    peer.fd.reset();
+    if (peer.state != State::here) return;
+    peer.died_at = Clock::now();
+    peer.state.store(State::died, std::memory_order_release);
+    wake_all();
+  }
+}
+
+void Control::on_notice(Peer& peer, const Notice& notice) {
+  if (notice.kind == Notice::Kind::goodbye) {
+    peer.state.store(State::left, std::memory_order_release);
+  } else if (!aborted()) {
+    const std::string reason(notice.text, ::strnlen(notice.text, sizeof notice.text));
+    abort_text_ = "rank " + std::to_string(peer.rank) + " aborted: " + reason;
+    aborted_.store(true, std::memory_order_release);
+    wake_all();
+  }
+}
+
+// Never taken back: whoever waits on wait_fd() from now on shall look at once.
+void Control::wake_all() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
+}
+
+void Control::throw_aborted() const { throw Error(abort_text_); }
+
+void Control::check() {
+  poll();
+  if (aborted()) throw_aborted();
+  for (const auto& peer : peers_) {
+    if (peer->state.load(std::memory_order_acquire) != State::died) continue;
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (Clock::now() - peer->died_at < kDeathGrace) continue;
+    lock.unlock();
+    throw PeerLost(peer->rank, "rank " + std::to_string(peer->rank) + " (" + peer->address.text() +
+                                   ") died: it closed its connections without a word");
+  }
+}
+
+void Control::tell_all(const Notice& notice) noexcept {
+  // A notice fits into the socket's buffer, since nothing else goes this way.
+  for (const auto& peer : peers_) {
+    if (!peer->fd) continue;
+    const ssize_t n = ::send(peer->fd.get(), &notice, sizeof notice, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n > 0) sent_bytes_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
+  }
+}
+
+void Control::abort(const std::string& reason) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (aborted()) return;
+  Notice notice;
+  std::memcpy(notice.text, reason.data(), std::min(reason.size(), sizeof notice.text - 1));
+  notice.checksum = notice.compute();
+  try {
+    abort_text_ = "rank " + std::to_string(rank_) + " aborted: " + notice.text;
+  } catch (const std::bad_alloc&) {
+    abort_text_.clear();
+  }
+  aborted_.store(true, std::memory_order_release);
+  tell_all(notice);
+  wake_all();
+}
+
+void Control::say_goodbye() noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Notice notice;
+  notice.kind = Notice::Kind::goodbye;
+  notice.checksum = notice.compute();
+  tell_all(notice);
+}
+
+size_t Control::unacknowledged() const {
+  size_t bytes = 0;
+  for (const auto& peer : peers_) bytes += tcp::unacknowledged(peer->fd.get());
+  return bytes;
+}
+
+void Control::throw_lost(int rank, const std::string& what) {
+  Peer& peer = *find(rank);
+  const auto end = Clock::now() + kLastWords;
+  for (;;) {
+    pollfd wait = {-1, POLLIN, 0};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      take_in(peer);
+      if (aborted()) throw_aborted();
+      if (peer.state != State::here || Clock::now() >= end) break;
+      wait.fd = peer.fd.get();
+    }
+    ::poll(&wait, 1, 10);
+  }
+  const char* how = peer.state == State::left ? " has left the group: " : " died: ";
+  throw PeerLost(rank,
+                 "rank " + std::to_string(rank) + " (" + peer.address.text() + ")" + how + what);
+}
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,71 @@
+// One connection per peer for what must not wait behind data: aborts, partings, and the silence of
+// a peer that has died.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/types.h"
+#include "transports/tcp_socket.h"
+
+namespace pycomm::tcp {
+
+/// Any thread may call anything.
+class Control {
+ public:
+  explicit Control(int rank);
+  ~Control();
+
+  /// At set-up only. `address` is for error texts.
+  void add(int rank, const Address& address, Fd fd);
+
+  /// Becomes readable when there is something for poll(), and stays so once the group is broken.
+  int wait_fd() const { return epoll_.get(); }
+  /// Takes in what peers have said. Cheap.
+  void poll();
+  /// True once somebody has aborted; check() then throws.
+  bool aborted() const { return aborted_.load(std::memory_order_acquire); }
+  /// Polls. Throws Error if any rank has aborted, and PeerLost a moment after a peer has died (so
+  /// that an operation that does not need the dead peer any more may end).
+  void check();
+  /// True if the peer has said goodbye or has died.
+  bool gone(int rank) const;
+
+  /// Tells all peers and ourselves. Only the first call counts.
+  void abort(const std::string& reason) noexcept;
+  /// Tells all peers that we leave in good order.
+  void say_goodbye() noexcept;
+  /// Bytes that peers have not acknowledged.
+  size_t unacknowledged() const;
+
+  /// A data connection of the peer broke while something was queued: throws the best explanation,
+  /// the peer's last words if they come within a moment.
+  [[noreturn]] void throw_lost(int rank, const std::string& what);
+
+  uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  enum class State : uint8_t { here, left, died };
+  struct Peer;
+  struct Notice;
+
+  Peer* find(int rank) const;
+  void take_in(Peer& peer);
+  void on_notice(Peer& peer, const Notice& notice);
+  void wake_all();
+  void tell_all(const Notice& notice) noexcept;
+  [[noreturn]] void throw_aborted() const;
+
+  const int rank_;
+  Fd epoll_, wake_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::atomic<bool> aborted_{false};
+  std::string abort_text_;  // written once, before aborted_
+  std::atomic<uint64_t> sent_bytes_{0};
+};
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,33 @@
+// Frames: a message is cut into them, and each travels whole on one socket of its channel.
+#pragma once
+#include <string>
+
+#include "core/op.h"
+#include "core/types.h"
+
+namespace pycomm::tcp {
+
+/// Stands before every frame, as it is: little-endian, without padding.
+struct FrameHeader {
+  static constexpr uint32_t kMagic = 0x4d435950;  // "PYCM"
+
+  uint32_t magic = kMagic;
+  uint16_t version = 0;
+  uint16_t lane = 0;
+  uint64_t message = 0;  ///< number of the message in its channel and direction, from 1
+  uint64_t offset = 0;   ///< of this frame in its message
+  uint64_t size = 0;     ///< of the message
+  uint32_t length = 0;   ///< of this frame, without header
+  uint32_t tag_hash = 0;
+  OpTag tag;  ///< in every frame, since frames of one message overtake each other
+  uint32_t reserved = 0;
+  uint32_t checksum = 0;  ///< CRC-32C of all before it
+};
+static_assert(sizeof(FrameHeader) == 112, "FrameHeader travels without padding");
+
+/// Sets version and checksum.
+void seal(FrameHeader& header);
+/// What is wrong with a header from the network, in words; empty if it may be used.
+std::string flaw_of(const FrameHeader& header, uint16_t lane);
+
+}  // namespace pycomm::tcp

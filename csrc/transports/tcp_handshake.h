@@ -1,0 +1,112 @@
+// How two ranks prove to each other that they know the group's secret, before anything else is
+// read.
+//
+//   connecting rank             listening rank
+//   Hello (ids, nonce)   ->
+//                        <-     Reply challenge (nonce)
+//   Proof (HMAC)         ->
+//                        <-     Reply welcome (HMAC) or refused (why)
+//
+// Both HMAC-SHA256 cover the role, the group, both ranks, what the connection is for and both
+// nonces, so none can be replayed or reflected. The listening rank proves nothing to strangers. All
+// messages have a fixed size. A Handshake does no input or output: it is fed, and says what to
+// send.
+#pragma once
+#include <array>
+#include <string>
+
+#include "core/sha256.h"
+#include "core/types.h"
+
+namespace pycomm::tcp {
+
+constexpr uint32_t kWireVersion = 1;
+/// Number of a connection that carries aborts and partings instead of a lane.
+constexpr uint16_t kControl = 0xffff;
+
+/// What a connection is for. Travels as it is.
+struct Hello {
+  char magic[8] = {'p', 'y', 'c', 'o', 'm', 'm', '\r', '\n'};
+  uint32_t version = kWireVersion;
+  uint32_t size = 0;    ///< of the group
+  uint32_t rank = 0;    ///< who connects
+  uint32_t target = 0;  ///< to whom
+  uint16_t lane = 0;    ///< or kControl
+  uint16_t socket = 0;
+  uint16_t sockets = 0;  ///< per lane; equal on all ranks
+  uint16_t reserved = 0;
+  uint8_t nonce[32] = {};
+};
+static_assert(sizeof(Hello) == 64, "Hello travels without padding");
+
+class Handshake {
+ public:
+  enum class State : uint8_t {
+    running,
+    done,     ///< both sides are who they should be; what follows are frames
+    refused,  ///< over; problem() says why
+  };
+
+  /// The side that connects. `hello` without nonce.
+  Handshake(std::string secret, std::string group, const Hello& hello);
+  /// The side that listens; it accepts ranks above its own.
+  Handshake(std::string secret, std::string group, int rank, int size, int sockets);
+
+  State state() const { return state_; }
+  const std::string& problem() const { return problem_; }
+  /// Whose connection it is; on the listening side proven only when done.
+  const Hello& hello() const { return hello_; }
+
+  /// Where the next bytes from the other side belong; exactly these are wanted, never more.
+  Span<uint8_t> wanted();
+  void received(size_t bytes);
+  /// What is to be sent now; may be left to send even after the state is final.
+  Span<const uint8_t> to_send() const;
+  void sent(size_t bytes) { out_done_ += bytes; }
+
+ private:
+  enum class Verdict : uint32_t {
+    challenge = 1,
+    welcome,
+    wrong_secret,
+    wrong_version,
+    wrong_shape
+  };
+  struct Reply {
+    Verdict verdict = Verdict::challenge;
+    uint32_t version = kWireVersion;
+    Digest body = {};  // nonce or HMAC
+  };
+  static_assert(sizeof(Reply) == 40, "Reply travels without padding");
+
+  void message_arrived();
+  void on_hello();
+  void on_proof();
+  void on_challenge();
+  void on_welcome();
+  Digest proof_of(const char* role) const;
+  void refuse(std::string problem);
+  void refuse(Verdict verdict, std::string problem);
+  template <typename T>
+  void reply(const T& message);
+  template <typename T>
+  T message() const;
+
+  bool listening_;
+  std::string secret_, group_;
+  int rank_, size_, sockets_;  // of the listening side
+  State state_ = State::running;
+  std::string problem_;
+  Hello hello_;
+  Digest challenge_ = {};  // the listening side's nonce
+  std::array<uint8_t, 64> in_ = {}, out_ = {};
+  size_t in_done_ = 0, in_size_ = 0, out_done_ = 0, out_size_ = 0;
+  int step_ = 0;  // messages that have arrived
+};
+
+/// Random bytes from the kernel.
+void fill_random(Span<uint8_t> out);
+/// A secret for a group that was given none: 32 random bytes, in hexadecimal.
+std::string random_secret();
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,170 @@
+// Choice of the network interface: what the user names, else loopback on one host, else the route
+// to the store, else the first that other hosts may reach.
+#include "transports/tcp_interface.h"
+
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <fstream>
+
+#include "core/error.h"
+
+namespace pycomm::tcp {
+namespace {
+
+bool starts_with(const std::string& text, const std::string& prefix) {
+  return text.compare(0, prefix.size(), prefix) == 0;
+}
+
+// Bridges of containers and virtual machines lead to no other host.
+bool is_inner(const Interface& interface) {
+  for (const char* prefix : {"docker", "br-", "virbr", "veth", "cni", "podman"}) {
+    if (starts_with(interface.name, prefix)) return true;
+  }
+  return false;
+}
+
+std::string list_of(const std::vector<Interface>& interfaces) {
+  std::string text;
+  for (const Interface& interface : interfaces) {
+    text += (text.empty() ? "" : ", ") + interface.name + " (" + interface.address.ip() + ")";
+  }
+  return text.empty() ? "none" : text;
+}
+
+[[noreturn]] void throw_none(const std::string& why, const std::vector<Interface>& interfaces) {
+  throw Error("tcp: " + why + "; interfaces that are up: " + list_of(interfaces) +
+              "; set PYCOMM_INTERFACE to one that the other ranks can reach");
+}
+
+struct NameList {
+  std::vector<std::string> wanted, unwanted;
+  bool whole = false;
+
+  explicit NameList(std::string text) {
+    bool negated = false;
+    for (size_t begin = 0; begin <= text.size();) {
+      const size_t end = std::min(text.find(',', begin), text.size());
+      std::string name = text.substr(begin, end - begin);
+      begin = end + 1;
+      // Both marks hold for what follows, as in NCCL.
+      while (!name.empty() && (name[0] == '^' || name[0] == '=')) {
+        (name[0] == '^' ? negated : whole) = true;
+        name.erase(0, 1);
+      }
+      if (!name.empty()) (negated ? unwanted : wanted).push_back(name);
+    }
+  }
+
+  bool fits(const std::string& name, const std::string& pattern) const {
+    return whole ? name == pattern : starts_with(name, pattern);
+  }
+  bool excludes(const std::string& name) const {
+    return std::any_of(unwanted.begin(), unwanted.end(),
+                       [&](const std::string& pattern) { return fits(name, pattern); });
+  }
+};
+
+Interface choose_by_names(const std::string& names, const std::vector<Interface>& candidates) {
+  const NameList list(names);
+  // "eth1" means eth1 even where eth10 comes first.
+  for (const std::string& pattern : list.wanted) {
+    for (const Interface& candidate : candidates) {
+      if (candidate.name == pattern && !list.excludes(candidate.name)) return candidate;
+    }
+  }
+  for (const std::string& pattern : list.wanted) {
+    for (const Interface& candidate : candidates) {
+      if (list.fits(candidate.name, pattern) && !list.excludes(candidate.name)) return candidate;
+    }
+  }
+  if (list.wanted.empty()) {
+    for (const Interface& candidate : candidates) {
+      if (!list.excludes(candidate.name)) return candidate;
+    }
+  }
+  throw_none("no interface fits PYCOMM_INTERFACE \"" + names + "\"", candidates);
+}
+
+// The kernel picks our end of a UDP "connection" by the route, without sending a packet.
+bool route_to(const std::string& host, Address& out) {
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  if (host.empty() || ::getaddrinfo(host.c_str(), "9", &hints, &found) != 0) return false;
+  bool ok = false;
+  for (const addrinfo* info = found; info != nullptr && !ok; info = info->ai_next) {
+    const Fd probe(::socket(info->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (!probe || ::connect(probe.get(), info->ai_addr, info->ai_addrlen) != 0) continue;
+    out = Address::local(probe.get());
+    ok = !out.is_loopback() && !out.is_link_local();
+  }
+  ::freeaddrinfo(found);
+  return ok;
+}
+
+}  // namespace
+
+std::vector<Interface> interfaces() {
+  std::vector<Interface> result;
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) return result;
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+      if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != family) continue;
+      if ((entry->ifa_flags & IFF_UP) == 0) continue;
+      const socklen_t size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+      const Address address(entry->ifa_addr, size);
+      if (!address.is_link_local()) result.push_back({entry->ifa_name, address});
+    }
+  }
+  ::freeifaddrs(list);
+  return result;
+}
+
+std::string host_id() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat space = {};
+  if (boot.empty() || ::stat("/proc/self/ns/net", &space) != 0) {
+    throw Error("tcp: cannot tell hosts apart: /proc is not mounted");
+  }
+  return boot + "/" + std::to_string(space.st_dev) + ":" + std::to_string(space.st_ino);
+}
+
+Interface choose_interface(const InterfaceWish& wish) {
+  return choose_interface(wish, interfaces());
+}
+
+Interface choose_interface(const InterfaceWish& wish, const std::vector<Interface>& candidates) {
+  const auto find = [&](auto&& test) {
+    return std::find_if(candidates.begin(), candidates.end(), test);
+  };
+  Address address;
+  if (!wish.names.empty() && Address::parse(wish.names, address)) {
+    const auto found = find([&](const Interface& i) { return i.address.ip() == address.ip(); });
+    if (found != candidates.end()) return *found;
+    throw_none("no interface has the address " + wish.names + " of PYCOMM_INTERFACE", candidates);
+  }
+  if (!wish.names.empty()) return choose_by_names(wish.names, candidates);
+
+  if (wish.one_host) {
+    const auto found = find([](const Interface& i) { return i.address.is_loopback(); });
+    if (found != candidates.end()) return *found;
+  }
+  if (route_to(wish.store_host, address)) {
+    const auto found = find([&](const Interface& i) { return i.address.ip() == address.ip(); });
+    if (found != candidates.end()) return *found;
+  }
+  for (const bool inner : {false, true}) {
+    const auto found =
+        find([&](const Interface& i) { return !i.address.is_loopback() && is_inner(i) == inner; });
+    if (found != candidates.end()) return *found;
+  }
+  throw_none("the ranks are on several hosts and only loopback is up", candidates);
+}
+
+}  // namespace pycomm::tcp

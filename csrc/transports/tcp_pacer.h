@@ -1,0 +1,66 @@
+// User-space pacing: a slow link for those who have a fast one (PYCOMM_LINK).
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+
+#include "core/types.h"
+
+namespace pycomm::tcp {
+
+/// A token bucket over everything that a rank sends by TCP. Any thread.
+class Pacer {
+ public:
+  /// Bytes per second; 0 for no limit.
+  explicit Pacer(double rate)
+      : rate_(rate), burst_(std::clamp(rate * kBurstSeconds, kSmallestBurst, kLargestBurst)) {}
+
+  bool limits() const { return rate_ > 0; }
+
+  /// How much of `bytes` may be sent now; what is not sent goes back by give_back(). Never a tiny
+  /// part of a large write, since each write costs a system call.
+  size_t take(size_t bytes) {
+    if (!limits()) return bytes;
+    std::lock_guard<std::mutex> lock(mutex_);
+    refill();
+    const size_t quantum = std::min(bytes, kQuantum);
+    if (tokens_ < static_cast<double>(quantum)) return 0;
+    tokens_ -= static_cast<double>(quantum);
+    return quantum;
+  }
+
+  void give_back(size_t bytes) {
+    if (!limits() || bytes == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    tokens_ += static_cast<double>(bytes);
+  }
+
+  /// Time until there is enough for several writes, so that waiting channels share.
+  std::chrono::microseconds wait() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    refill();
+    const double missing = std::max(burst_ / 2 - tokens_, 0.0);
+    return std::chrono::microseconds(static_cast<int64_t>(missing / rate_ * 1e6) + 1);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr double kBurstSeconds = 2e-3;
+  static constexpr double kSmallestBurst = 64 << 10;
+  static constexpr double kLargestBurst = 256 << 10;
+  static constexpr size_t kQuantum = 16 << 10;
+
+  void refill() {
+    const auto now = Clock::now();
+    tokens_ += std::chrono::duration<double>(now - last_).count() * rate_;
+    tokens_ = std::min(tokens_, burst_);
+    last_ = now;
+  }
+
+  const double rate_, burst_;
+  std::mutex mutex_;
+  double tokens_ = burst_;
+  Clock::time_point last_ = Clock::now();
+};
+
+}  // namespace pycomm::tcp

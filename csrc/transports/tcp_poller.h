@@ -1,0 +1,59 @@
+// What the channels of one lane share: the epoll that says which sockets are ready, and the sleep
+// until one is.
+#pragma once
+#include <atomic>
+#include <chrono>
+
+#include "transports/tcp_control.h"
+#include "transports/tcp_pacer.h"
+#include "transports/tcp_socket.h"
+
+namespace pycomm::tcp {
+
+/// A socket may be read or written until it says otherwise; then epoll tells when it may again
+/// (edge triggered). So a look at a socket that has nothing costs no system call.
+struct Readiness {
+  bool readable = true;
+  bool writable = true;
+  bool ends = false;  ///< the end of the stream, or an error, is waiting behind what can be read
+};
+
+/// One thread at a time, as the lane.
+class Poller {
+ public:
+  Poller(uint16_t lane, int rank, Control& control, Pacer& pacer, bool spins);
+
+  uint16_t lane() const { return lane_; }
+  int rank() const { return rank_; }
+  Control& control() { return control_; }
+  Pacer& pacer() { return pacer_; }
+
+  void watch(int fd, Readiness& readiness);
+  /// Updates the readiness of all sockets of the lane.
+  void poll();
+  /// Counts the calls of poll(): a channel need not poll if another has since it last looked.
+  uint64_t polls() const { return polls_; }
+  /// A channel waits for tokens of the pacer.
+  void starve() { starved_ = true; }
+
+  void idle(std::chrono::microseconds limit);
+
+  void count_sent(size_t bytes) { sent_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
+  uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  bool take_events();
+
+  const uint16_t lane_;
+  const int rank_;
+  Control& control_;
+  Pacer& pacer_;
+  const bool spins_;
+  Fd epoll_;
+  uint64_t polls_ = 0;
+  bool fresh_ = false;  // events were taken in that some channel may not have seen
+  bool starved_ = false;
+  std::atomic<uint64_t> sent_bytes_{0};
+};
+
+}  // namespace pycomm::tcp

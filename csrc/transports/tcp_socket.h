@@ -1,0 +1,78 @@
+// Sockets and addresses of the TCP transport: owners of descriptors, and the few calls that prepare
+// them. Everything is non-blocking.
+#pragma once
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <string>
+
+#include "core/types.h"
+
+namespace pycomm::tcp {
+
+/// Owns a file descriptor.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  ~Fd() { reset(); }
+  Fd(Fd&& other) noexcept : fd_(other.release()) {}
+  Fd& operator=(Fd&& other) noexcept;
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int release();
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+/// An IPv4 or IPv6 address with a port.
+class PYCOMM_API Address {
+ public:
+  Address() = default;
+  Address(const sockaddr* address, socklen_t size);
+  /// From "10.0.0.5", "10.0.0.5:4711", "fd00::2" or "[fd00::2]:4711". False if it is none of these.
+  static bool parse(const std::string& text, Address& out);
+  /// Our end and the other end of a socket.
+  static Address local(int fd);
+  static Address remote(int fd);
+
+  const sockaddr* data() const { return reinterpret_cast<const sockaddr*>(&storage_); }
+  socklen_t size() const { return size_; }
+  int family() const { return storage_.ss_family; }
+  uint16_t port() const;
+  Address with_port(uint16_t port) const;
+  bool is_loopback() const;
+  /// fe80::/10 needs a scope that differs on each host, so such an address cannot be published.
+  bool is_link_local() const;
+  std::string ip() const;
+  /// "10.0.0.5:4711" or "[fd00::2]:4711"; parse() reads it back.
+  std::string text() const;
+
+ private:
+  const sockaddr_in& v4() const { return reinterpret_cast<const sockaddr_in&>(storage_); }
+  const sockaddr_in6& v6() const { return reinterpret_cast<const sockaddr_in6&>(storage_); }
+
+  sockaddr_storage storage_ = {};
+  socklen_t size_ = 0;
+};
+
+/// "Connection refused" and the like.
+std::string error_text(int error);
+
+/// A listening socket on a port that the kernel picks. Throws Error.
+Fd listen_on(const Address& address);
+/// The next waiting connection, ready for use; empty if there is none.
+Fd accept_from(int listener);
+/// Begins a connection. It is made (or has failed, see pending_error) when the socket becomes
+/// writable. `from` is the local address to leave by, or null for the route's. `error` gets what
+/// went wrong at once, else 0. Throws Error if there can be no socket.
+Fd connect_to(const Address& to, const Address* from, int& error);
+/// The error that a socket has come to, 0 if none.
+int pending_error(int fd);
+/// Sent bytes that the other end has not acknowledged; 0 once the connection is broken.
+size_t unacknowledged(int fd);
+
+}  // namespace pycomm::tcp
