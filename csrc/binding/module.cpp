@@ -6,5 +6,6 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "The torch-free core of pycomm: codecs, transports and collectives on addresses.";
   pycomm::bind_core(m);
   pycomm::bind_codecs(m);
+  pycomm::bind_transports(m);
   pycomm::bind_communicator(m);
 }

@@ -6,6 +6,7 @@ namespace pycomm {
 
 void bind_core(pybind11::module_& m);          // bind_core.cpp: enums, errors, reduce, philox
 void bind_codecs(pybind11::module_& m);        // bind_codecs.cpp
-void bind_communicator(pybind11::module_& m);  // bind_communicator.cpp: stores, communicator
+void bind_transports(pybind11::module_& m);    // bind_transports.cpp: stores, transports
+void bind_communicator(pybind11::module_& m);  // bind_communicator.cpp: queue, communicator
 
 }  // namespace pycomm

@@ -1,0 +1,188 @@
+// Stores and transports for Python: for tests and measurements. Programs use the communicator.
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <tuple>
+
+#include "binding/module.h"
+#include "core/env.h"
+#include "transports/tcp_interface.h"
+#include "transports/transport.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+Deadline after_seconds(double seconds) {
+  return Deadline::after(Milliseconds(static_cast<int64_t>(seconds * 1e3)));
+}
+
+OpTag make_tag(const std::string& op, uint64_t seq, uint64_t numel, DType dtype, ReduceOp redop,
+               int root, uint32_t codec, const std::string& label) {
+  OpTag tag;
+  while (name(tag.op) != op) {
+    if (tag.op == Op::recv) throw Error("no op is called \"" + op + "\"");
+    tag.op = static_cast<Op>(static_cast<uint8_t>(tag.op) + 1);
+  }
+  tag.seq = seq;
+  tag.numel = numel;
+  tag.dtype = dtype;
+  tag.redop = redop;
+  tag.root = root;
+  tag.codec = codec;
+  label.copy(tag.label, sizeof tag.label - 1);
+  return tag;
+}
+
+/// A transport that can be closed before Python collects it.
+struct OwnedTransport {
+  std::unique_ptr<Transport> transport;
+
+  Transport& operator*() const {
+    if (!transport) throw Error("the transport is closed");
+    return *transport;
+  }
+};
+
+std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
+                                               std::shared_ptr<Store> store,
+                                               const std::string& group, int rank, int size,
+                                               double timeout, int sockets,
+                                               const std::string& interface, double link,
+                                               const std::string& secret) {
+  py::gil_scoped_release release;
+  const Rendezvous meeting{std::move(store), group, rank, size, after_seconds(timeout)};
+  auto owned = std::make_unique<OwnedTransport>();
+  if (kind == "local") {
+    owned->transport = make_local(meeting);
+  } else if (kind == "tcp") {
+    std::vector<int> ranks;
+    for (int r = 0; r < size; r++) ranks.push_back(r);
+    owned->transport = make_tcp(meeting, ranks, {sockets, interface, link, secret});
+  } else {
+    throw Error("no transport is called \"" + kind + "\": want local or tcp");
+  }
+  return owned;
+}
+
+/// A channel, and the tickets to wait for.
+using Goal = std::tuple<Channel*, uint64_t, uint64_t>;
+
+/// What the communicator does: moves bytes until all tickets are through.
+void wait_for(const OwnedTransport& owned, int lane, const std::vector<Goal>& goals,
+              double seconds) {
+  py::gil_scoped_release release;
+  Transport& transport = *owned;
+  const Deadline deadline = after_seconds(seconds);
+  for (;;) {
+    bool moved = false;
+    bool reached = true;
+    for (const auto& [channel, sent, received] : goals) {
+      moved |= channel->progress();
+      reached &= channel->sent() >= sent && channel->received() >= received;
+    }
+    if (reached) return;
+    if (moved) continue;
+    transport.check();
+    if (deadline.expired()) throw Timeout("the channels did not move on in time");
+    transport.idle(static_cast<Lane>(lane), std::chrono::milliseconds(10));
+  }
+}
+
+void bind_stores(py::module_& m) {
+  py::class_<Store, std::shared_ptr<Store>>(m, "Store")
+      .def_static("local", &make_local_store, "For ranks that are threads of this process.")
+      .def_static("file", &make_file_store, py::arg("folder"), "For processes that share a folder.")
+      .def(
+          "set",
+          [](Store& store, const std::string& key, const std::string& value) {
+            py::gil_scoped_release release;
+            store.set(key, value);
+          },
+          py::arg("key"), py::arg("value"))
+      .def(
+          "get",
+          [](Store& store, const std::string& key, double timeout) {
+            std::string value;
+            {
+              py::gil_scoped_release release;
+              value = store.get(key, after_seconds(timeout));
+            }
+            return py::bytes(value);
+          },
+          py::arg("key"), py::arg("timeout"));
+}
+
+}  // namespace
+
+void bind_transports(py::module_& m) {
+  bind_stores(m);
+
+  py::class_<OpTag>(m, "OpTag")
+      .def(py::init(&make_tag), py::arg("op"), py::kw_only(), py::arg("seq") = 1,
+           py::arg("numel") = 0, py::arg_v("dtype", DType::float32, "DType.float32"),
+           py::arg_v("redop", ReduceOp::sum, "ReduceOp.sum"), py::arg("root") = -1,
+           py::arg("codec") = 0, py::arg("label") = "")
+      .def("__repr__", &describe);
+
+  py::class_<Channel>(m, "Channel")
+      .def(
+          "send",
+          [](Channel& channel, const OpTag& tag, uintptr_t data, size_t bytes) {
+            py::gil_scoped_release release;
+            return channel.send(tag, {reinterpret_cast<const uint8_t*>(data), bytes});
+          },
+          py::arg("tag"), py::arg("data"), py::arg("bytes"))
+      .def(
+          "recv",
+          [](Channel& channel, const OpTag& tag, uintptr_t data, size_t bytes) {
+            py::gil_scoped_release release;
+            return channel.recv(tag, {reinterpret_cast<uint8_t*>(data), bytes});
+          },
+          py::arg("tag"), py::arg("data"), py::arg("bytes"))
+      .def_property_readonly("sent", &Channel::sent)
+      .def_property_readonly("received", &Channel::received)
+      .def("progress", &Channel::progress, py::call_guard<py::gil_scoped_release>());
+
+  py::class_<OwnedTransport>(m, "Transport")
+      .def(py::init(&make_transport), py::arg("kind"), py::arg("store"), py::arg("group"),
+           py::arg("rank"), py::arg("size"), py::kw_only(), py::arg("timeout") = 300.0,
+           py::arg("sockets") = 2, py::arg("interface") = "", py::arg("link") = 0.0,
+           py::arg("secret") = "")
+      .def_property_readonly("name", [](const OwnedTransport& t) { return (*t).name(); })
+      .def_property_readonly("sent_bytes",
+                             [](const OwnedTransport& t) { return (*t).sent_bytes(); })
+      .def("describe", [](const OwnedTransport& t) { return (*t).describe(); })
+      .def("reaches", [](const OwnedTransport& t, int rank) { return (*t).reaches(rank); })
+      .def(
+          "channel",
+          [](const OwnedTransport& t, int rank, int lane) -> Channel& {
+            return (*t).channel(rank, static_cast<Lane>(lane));
+          },
+          py::arg("rank"), py::arg("lane") = 0, py::return_value_policy::reference_internal)
+      .def("check", [](const OwnedTransport& t) { (*t).check(); })
+      .def("wait", &wait_for, py::arg("lane"), py::arg("goals"), py::arg("timeout"),
+           "Moves bytes on channels of a lane until each has sent and received its tickets.")
+      .def("abort", [](const OwnedTransport& t, const std::string& why) { (*t).abort(why); })
+      .def(
+          "close", [](OwnedTransport& t) { t.transport.reset(); },
+          py::call_guard<py::gil_scoped_release>());
+
+  m.def(
+      "choose_interface",
+      [](const std::string& names, bool one_host,
+         const std::vector<std::pair<std::string, std::string>>& candidates) {
+        std::vector<tcp::Interface> interfaces;
+        for (const auto& [interface, ip] : candidates) {
+          interfaces.push_back({interface, {}});
+          if (!tcp::Address::parse(ip, interfaces.back().address)) throw Error("no address: " + ip);
+        }
+        const auto chosen = tcp::choose_interface({names, "", one_host}, interfaces);
+        return std::pair(chosen.name, chosen.address.ip());
+      },
+      py::arg("names"), py::arg("one_host"), py::arg("candidates"),
+      "Name and address of the interface that a group would use, of candidates (name, address).");
+}
+
+}  // namespace pycomm
