@@ -56,12 +56,14 @@ std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
   auto owned = std::make_unique<OwnedTransport>();
   if (kind == "local") {
     owned->transport = make_local(meeting);
+  } else if (kind == "shm") {
+    owned->transport = make_shm(meeting);
   } else if (kind == "tcp") {
     std::vector<int> ranks;
     for (int r = 0; r < size; r++) ranks.push_back(r);
     owned->transport = make_tcp(meeting, ranks, {sockets, interface, link, secret});
   } else {
-    throw Error("no transport is called \"" + kind + "\": want local or tcp");
+    throw Error("no transport is called \"" + kind + "\": want local, shm or tcp");
   }
   return owned;
 }
