@@ -1,0 +1,60 @@
+"""Bytes of a released wire version never change: the golden vectors hold them.
+
+``python -m tests.golden`` writes the files, and refuses to change what is in them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from pycomm.codecs import CODECS
+from pycomm.codecs.base import EncodeArgs, implementation
+from tests.codecs.test_contract import IMPLEMENTATIONS, same
+from tests.golden.__main__ import KEY
+
+FOLDER = Path(__file__).parent.parent / "golden"
+EVERYONE = [("reference", "cpu"), *IMPLEMENTATIONS]
+
+
+@cache
+def golden(name: str) -> dict[str, np.ndarray]:
+    with np.load(FOLDER / f"{name}.npz") as file:
+        return dict(file)
+
+
+def entries() -> list[tuple[str, str]]:
+    keys = [key.split("/") for name in CODECS for key in golden(name) if key.endswith("/payload")]
+    return [(spec, case) for spec, case, _ in keys]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_files_are_of_this_wire_version(name):
+    assert int(golden(name)["wire_version"]) == CODECS[name].wire_version
+
+
+@pytest.mark.parametrize(("spec", "case"), entries())
+@pytest.mark.parametrize(("kind", "device"), EVERYONE, ids=["-".join(pair) for pair in EVERYONE])
+def test_bytes_are_those_of_the_golden_file(spec, case, kind, device):
+    codec = pycomm.codec(spec)
+    run = implementation(codec.name, kind, device)
+    file = {
+        key: torch.from_numpy(value.copy())
+        for key, value in golden(codec.name).items()
+        if case in key
+    }
+    x, residual = file[f"{case}/x"].to(device), file[f"{case}/residual"].to(device)
+    out = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8, device=device)
+    owed, decoded = torch.empty_like(x), torch.empty_like(x)
+
+    run.encode(codec, EncodeArgs(x, out, residual, owed, KEY, 5 * codec.granule))
+    run.decode(codec, out, decoded)
+
+    assert torch.equal(out.cpu(), file[f"{spec}/{case}/payload"])
+    assert same(owed, file[f"{spec}/{case}/new_residual"])
+    assert same(decoded, file[f"{spec}/{case}/decoded"])

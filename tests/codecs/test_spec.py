@@ -1,0 +1,184 @@
+"""The text form of a codec, and what is said of wrong texts and wrong tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import pycomm
+from pycomm import _C
+from pycomm.codecs import ALIASES, CODECS, Cast, Quant, RandomKey, Unavailable
+from pycomm.codecs.base import implementation, select
+from pycomm.env import env
+from pycomm.errors import Error
+
+
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [
+        ("quant", Quant(bits=8, block=256)),
+        ("int8", Quant(bits=8, block=256)),
+        ("int4", Quant(bits=4, block=128)),
+        ("quant:4", Quant(bits=4)),
+        ("quant:bits=4,block=64", Quant(bits=4, block=64)),
+        ("int4:block=64,rounding=stochastic", Quant(bits=4, block=64, rounding="stochastic")),
+        ("cast", Cast(dtype="float16")),
+        ("cast:bfloat16", Cast(dtype="bfloat16")),
+        ("fp8", Cast(dtype="float8_e4m3", block=256)),
+        ("fp8_e5m2:block=32", Cast(dtype="float8_e5m2", block=32)),
+    ],
+)
+def test_text_becomes_a_codec_and_back(text, codec):
+    assert pycomm.codec(text) == codec
+    assert pycomm.codec(codec.spec()) == codec
+    assert pycomm.codec(codec) is codec
+    assert hash(pycomm.codec(text)) == hash(codec)
+
+
+def test_every_alias_is_a_codec():
+    for alias, text in ALIASES.items():
+        assert alias not in CODECS
+        assert pycomm.codec(alias) == pycomm.codec(text)
+
+
+WRONG = [
+    ("int9", r"unknown codec 'int9': use one of .*cast.*int4.*int8.*quant"),
+    ("", r"unknown codec ''"),
+    ("quant:bit=4", r"unknown option 'bit'; quant has the options bits, block, rounding"),
+    ("quant:bits=5", r"bits=5: use 8 or 4"),
+    ("quant:bits=four", r"bits='four' is not an integer"),
+    ("quant:bits=4,bits=8", r"bits is given twice"),
+    ("int4:bits=8", r"bits is given twice"),
+    ("int8:block=100", r"block=100: use one of 32, 64, .*2048"),
+    ("int8:block=4096", r"block=4096"),
+    ("int8:rounding=up", r"rounding=up: use nearest or stochastic"),
+    ("int8:64", r"write '64' as option=value; quant has the options"),
+    ("cast:float12", r"dtype=float12: use one of float32, float16"),
+    ("fp16:block=64", r"float16 has no blocks"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), WRONG, ids=[text for text, _ in WRONG])
+def test_wrong_texts_are_explained(text, says):
+    with pytest.raises(ValueError, match=says):
+        pycomm.codec(text)
+
+
+NATIVE_WRONG = [
+    ("int8", r'unknown codec "int8": use one of cast, quant'),
+    ("quant:bit=4", r'quant: unknown option "bit"; it has the options bits, block, rounding'),
+    ("quant:bits=5", r"quant: bits=5: use 8 or 4"),
+    ("quant:bits=4x", r"bits=4x is not an integer"),
+    ("quant:bits=", r"bits= is not an integer"),
+    ("quant:4", r'write "4" as option=value'),
+    ("quant:bits=4,bits=4", r"bits is given twice"),
+    ("quant:block=100", r"block=100: use a power of two from 32 to 2048"),
+    ("quant:block=-32", r"block=-32"),
+    ("quant:rounding=up", r"rounding=up: use one of nearest, stochastic"),
+    ("cast:dtype=float12", r"dtype=float12: use one of float32, float16"),
+    ("cast:dtype=float16,block=64", r"float16 has no blocks"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), NATIVE_WRONG, ids=[text for text, _ in NATIVE_WRONG])
+def test_wrong_texts_are_explained_by_the_core(text, says):
+    with pytest.raises(Error, match=says):
+        _C.Codec(text)
+
+
+def test_both_languages_have_the_same_codecs_and_defaults():
+    assert _C.codec_names() == list(CODECS)
+    for name in CODECS:
+        assert _C.Codec(name).spec == pycomm.codec(name).spec()
+
+
+X = torch.zeros(300)
+BAD_CALLS = {
+    "float64": (lambda c: c.encode(X.double()), TypeError, "x must be float32"),
+    "not-contiguous": (
+        lambda c: c.encode(torch.zeros(8, 8).t()),
+        ValueError,
+        "x must be contiguous",
+    ),
+    "out-dtype": (lambda c: c.encode(X, out=X), TypeError, "out must be uint8"),
+    "out-size": (
+        lambda c: c.encode(X, out=torch.zeros(3, dtype=torch.uint8)),
+        ValueError,
+        "out has 3 bytes, but 300 values take 308",
+    ),
+    "residual-size": (lambda c: c.encode(X, residual=X[:9].clone()), ValueError, "residual has 9"),
+    "new-residual-alone": (lambda c: c.encode(X, new_residual=X), ValueError, "without residual"),
+    "device": (lambda c: c.encode(X, residual=X.to("meta")), ValueError, "residual is on meta"),
+    "index": (lambda c: c.encode(X, index=100), ValueError, "index 100 is not a multiple of 256"),
+    "payload-size": (
+        lambda c: c.decode(torch.zeros(3, dtype=torch.uint8), 300),
+        ValueError,
+        "payload has 3 bytes",
+    ),
+    "payload-place": (
+        lambda c: c.decode_add(torch.zeros(309, dtype=torch.uint8)[1:], X),
+        ValueError,
+        "start at a multiple of 4",
+    ),
+    "seed": (lambda c: RandomKey(seed=-1), ValueError, "seed=-1 does not fit"),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_wrong_arguments_are_explained(call):
+    run, error, says = BAD_CALLS[call]
+    with pytest.raises(error, match=says):
+        run(pycomm.codec("int8"))
+
+
+def test_native_checks_for_itself():
+    with pytest.raises(Error, match=r"index 100 is not a multiple of 256"):
+        _C.Codec("quant").encode(0, 0, 0, index=100)
+    x = torch.zeros(4)
+    with pytest.raises(Error, match=r"residual and new_residual go together"):
+        _C.Codec("cast").encode(x.data_ptr(), 4, x.data_ptr(), residual=x.data_ptr())
+
+
+@pytest.fixture
+def impl(monkeypatch):
+    def set_impl(kind: str) -> None:
+        monkeypatch.setenv("PYCOMM_IMPL", kind)
+        env.cache_clear()
+
+    yield set_impl
+    monkeypatch.undo()
+    env.cache_clear()
+
+
+def test_named_implementation_is_taken_or_raises(impl):
+    assert type(select("quant", "cpu")).__name__ == "Native"
+    impl("reference")
+    assert type(select("quant", "cpu")).__name__ == "Reference"
+    impl("nvrtc")
+    with pytest.raises(Unavailable, match="nvrtc compiles for cuda"):
+        pycomm.codec("int8").encode(X)
+    with pytest.raises(ValueError, match="use native, nvrtc, triton or reference"):
+        implementation("quant", "opencl", "cpu")
+
+
+def test_any_shape_encodes_as_its_values_in_order():
+    codec, x = pycomm.codec("int8"), torch.randn(6, 100)
+    payload = codec.encode(x)
+    assert torch.equal(payload, codec.encode(x.view(-1)))
+    assert torch.equal(
+        codec.decode(payload, torch.empty(6, 100)).view(-1), codec.decode(payload, 600)
+    )
+
+
+def test_parameters_are_encoded_without_a_graph():
+    x = torch.ones(8, requires_grad=True)
+    out = torch.zeros(8)
+    assert not pycomm.codec("fp16").decode_add(pycomm.codec("fp16").encode(x), out).requires_grad
+
+
+def test_import_is_cheap():
+    code = "import pycomm, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
