@@ -1,0 +1,154 @@
+// Direct collectives that reduce. Those that only move bytes: direct_move.cpp.
+#include "collectives/direct.h"
+
+#include <memory>
+
+#include "collectives/schedule.h"
+#include "collectives/select.h"
+#include "core/reduce.h"
+
+namespace pycomm::direct {
+namespace {
+
+using schedule::Range;
+
+std::vector<Range> even_chunks(size_t numel, int ranks, size_t element) {
+  std::vector<Range> chunks(ranks);
+  for (int r = 0; r < ranks; r++) {
+    chunks[r] = schedule::chunk(numel, ranks, r, schedule::line(element));
+  }
+  return chunks;
+}
+
+template <typename Visit>
+void for_each_segment(const Range& chunk, size_t segment, const Visit& visit) {
+  for (size_t s = 0; s < schedule::num_segments(chunk, segment); s++) {
+    visit(schedule::segment(chunk, segment, s));
+  }
+}
+
+size_t segment_numel(const Exchange& ex, size_t element) {
+  return std::max<size_t>(1, plain_segment(ex.segment_bytes()) / element);
+}
+
+// Sends every rank its chunk of `in` and folds ours into `out`. Calls reduced(segment) as soon as a
+// segment is final. A few segments of every peer are received ahead while one is folded.
+template <typename Reduced>
+void scatter_reduce(Exchange& ex, const void* in, const std::vector<Range>& chunks, void* out,
+                    const Fold& fold, const Reduced& reduced) {
+  const int n = ex.size();
+  const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
+  const auto* source = static_cast<const uint8_t*>(in);
+  for (int i = 1; i < n; i++) {
+    for_each_segment(chunks[ex.after(i)], segment, [&](const Range& s) {
+      ex.send(ex.after(i), source + s.begin * element, s.size() * element);
+    });
+  }
+
+  const Range own = chunks[ex.rank()];
+  const size_t count = schedule::num_segments(own, segment),
+               slots = std::min(kReceivesAhead, count);
+  const size_t slot_bytes = std::min(segment, own.size()) * element;
+  uint8_t* scratch = ex.scratch(slots * n * slot_bytes);
+  std::vector<uint64_t> tickets(slots * n);
+  const auto place = [&](size_t s, int rank) { return (s % slots) * n + rank; };
+  const auto receive = [&](size_t s) {
+    const size_t bytes = schedule::segment(own, segment, s).size() * element;
+    for (int i = 1; i < n; i++) {
+      const size_t at = place(s, ex.after(i));
+      tickets[at] = ex.recv(ex.after(i), scratch + at * slot_bytes, bytes);
+    }
+  };
+
+  for (size_t s = 0; s < slots; s++) receive(s);
+  std::vector<const void*> inputs(n);
+  for (size_t s = 0; s < count; s++) {
+    const Range range = schedule::segment(own, segment, s);
+    for (int i = 1; i < n; i++) ex.wait(ex.after(i), tickets[place(s, ex.after(i))]);
+    for (int r = 0; r < n; r++) inputs[r] = scratch + place(s, r) * slot_bytes;
+    inputs[ex.rank()] = source + range.begin * element;
+    void* result = static_cast<uint8_t*>(out) + (range.begin - own.begin) * element;
+    pycomm::reduce(
+        {fold.dtype, fold.op, inputs.data(), n, result, nullptr, range.size(), fold.factor});
+    reduced(range);
+    if (s + slots < count) receive(s + slots);
+  }
+}
+
+// Everybody's `in` meets at the ranks for which `here` is true, which fold it into `out`.
+void one_shot(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold, int root) {
+  const int n = ex.size();
+  const bool here = root < 0 || root == ex.rank();
+  const size_t bytes = numel * size_of(fold.dtype);
+  uint8_t* scratch = here ? ex.scratch(n * bytes) : nullptr;
+  std::vector<const void*> inputs(n, in);
+  for (int i = 1; i < n; i++) {
+    const int peer = ex.after(i);
+    if (root < 0 || peer == root) ex.send(peer, in, bytes);
+    if (!here) continue;
+    inputs[peer] = scratch + peer * bytes;
+    ex.recv(peer, scratch + peer * bytes, bytes);
+  }
+  ex.wait_all();  // `out` may be `in`, which is sent until here
+  if (here) {
+    pycomm::reduce({fold.dtype, fold.op, inputs.data(), n, out, nullptr, numel, fold.factor});
+  }
+}
+
+}  // namespace
+
+void one_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
+  one_shot(ex, data, data, numel, fold, -1);
+}
+
+// The all-gather's segments queue behind the reduce-scatter's on each link, and both directions of
+// every link are busy from the first byte to the last. They arrive in `data` where our own
+// contribution lay, which their owner must have had before it could send the result.
+void two_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
+  const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
+  const std::vector<Range> chunks = even_chunks(numel, ex.size(), element);
+  auto* bytes = static_cast<uint8_t*>(data);
+  scatter_reduce(ex, data, chunks, bytes + chunks[ex.rank()].begin * element, fold,
+                 [&](const Range& s) {
+                   for (int i = 1; i < ex.size(); i++) {
+                     ex.send(ex.after(i), bytes + s.begin * element, s.size() * element);
+                   }
+                 });
+  for (int i = 1; i < ex.size(); i++) {
+    for_each_segment(chunks[ex.after(i)], segment, [&](const Range& s) {
+      ex.recv(ex.after(i), bytes + s.begin * element, s.size() * element);
+    });
+  }
+  ex.wait_all();
+}
+
+void reduce_scatter(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold) {
+  std::vector<Range> chunks(ex.size());
+  for (size_t r = 0; r < chunks.size(); r++) chunks[r] = {r * numel, (r + 1) * numel};
+  scatter_reduce(ex, in, chunks, out, fold, [](const Range&) {});
+  ex.wait_all();
+}
+
+void reduce(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold, int root) {
+  const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
+  if (select_all_reduce(numel * element, ex.size(), "direct") == Algo::one_shot) {
+    return one_shot(ex, in, out, numel, fold, root);
+  }
+  const std::vector<Range> chunks = even_chunks(numel, ex.size(), element);
+  const Range own = chunks[ex.rank()];
+  const bool here = root == ex.rank();
+  std::unique_ptr<uint8_t[]> temporary(here ? nullptr : new uint8_t[own.size() * element]);
+  auto* bytes = static_cast<uint8_t*>(out);
+  uint8_t* result = here ? bytes + own.begin * element : temporary.get();
+  scatter_reduce(ex, in, chunks, result, fold, [&](const Range& s) {
+    if (!here) ex.send(root, result + (s.begin - own.begin) * element, s.size() * element);
+  });
+  for (int i = 1; here && i < ex.size(); i++) {
+    for_each_segment(chunks[ex.after(i)], segment, [&](const Range& s) {
+      ex.recv(ex.after(i), bytes + s.begin * element, s.size() * element);
+    });
+  }
+  ex.wait_all();
+}
+
+}  // namespace pycomm::direct

@@ -1,0 +1,87 @@
+// One collective call over the channels of a mesh.
+#pragma once
+#include <cstdlib>
+
+#include "collectives/mesh.h"
+
+namespace pycomm {
+
+/// Memory that collectives use in turn. It grows to the largest request and stays.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  /// At least `bytes`, aligned to a cache line. What it held before is gone.
+  uint8_t* get(size_t bytes);
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+/// One collective's view of the mesh: what it posts carries its tag, and its waits have its
+/// deadline.
+class Exchange {
+ public:
+  Exchange(Mesh& mesh, Scratch& scratch, const OpTag& tag, Deadline deadline, size_t segment_bytes)
+      : mesh_(mesh),
+        scratch_(scratch),
+        tag_(tag),
+        deadline_(deadline),
+        segment_bytes_(segment_bytes) {
+    mesh.begin(Lane::collective);
+  }
+
+  int rank() const { return mesh_.rank(); }
+  int size() const { return mesh_.size(); }
+  const OpTag& tag() const { return tag_; }
+  /// Bytes per segment that a test asked for, or 0.
+  size_t segment_bytes() const { return segment_bytes_; }
+  /// The rank `steps` after ours; each rank begins with another peer, so that none is flooded.
+  int after(int steps) const { return (rank() + steps) % size(); }
+
+  /// Memory until the end of the collective; one call only.
+  uint8_t* scratch(size_t bytes) { return scratch_.get(bytes); }
+
+  uint64_t send(int peer, const void* data, size_t bytes) {
+    return mesh_.send(Lane::collective, peer, tag_, {static_cast<const uint8_t*>(data), bytes});
+  }
+  uint64_t recv(int peer, void* data, size_t bytes) {
+    return mesh_.recv(Lane::collective, peer, tag_, {static_cast<uint8_t*>(data), bytes});
+  }
+  bool received(int peer, uint64_t ticket) {
+    return mesh_.received(Lane::collective, peer, ticket);
+  }
+  void progress() { mesh_.progress(Lane::collective); }
+
+  /// Moves bytes until done() is true.
+  template <typename Done>
+  void wait_until(const Done& done) {
+    for (int quiet = 0; !done();) {
+      if (mesh_.progress(Lane::collective)) {
+        quiet = 0;
+      } else {
+        rest(quiet++);
+      }
+    }
+  }
+  /// Until the receive with this ticket is there.
+  void wait(int peer, uint64_t ticket) {
+    wait_until([&] { return received(peer, ticket); });
+  }
+  /// Until everything posted is sent and received.
+  void wait_all();
+
+ private:
+  void rest(int quiet);
+
+  Mesh& mesh_;
+  Scratch& scratch_;
+  const OpTag& tag_;
+  Deadline deadline_;
+  size_t segment_bytes_;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,36 @@
+// The first error of a group. It ends the group: every rank stores it, and every later call throws
+// it again.
+#pragma once
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <string>
+
+#include "core/error.h"
+
+namespace pycomm {
+
+class Failure {
+ public:
+  bool happened() const { return happened_.load(std::memory_order_acquire); }
+  /// Keeps the first error; later ones are its echoes.
+  void set(std::exception_ptr error);
+  void rethrow() const {
+    if (happened()) std::rethrow_exception(first_);
+  }
+
+ private:
+  std::atomic<bool> happened_{false};
+  std::mutex mutex_;
+  std::exception_ptr first_;
+};
+
+/// What a rank tells its peers when it gives up: the kind of the error, then its text. Transports
+/// carry it as plain words.
+std::string to_reason(const std::exception_ptr& error);
+
+/// The error behind `error`: if its text holds a peer's reason, an exception of the kind that the
+/// peer had; otherwise `error` itself.
+std::exception_ptr from_reason(const std::exception_ptr& error);
+
+}  // namespace pycomm

@@ -1,0 +1,217 @@
+#include "collectives/mesh.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "core/env.h"
+#include "transports/meeting.h"
+
+namespace pycomm {
+namespace {
+
+// How a wait grows patient: `spins` looks at once, then looks that yield, then sleeps. A sleep ends
+// early when bytes come; its limit bounds how late an abort from another thread is seen.
+constexpr int kYields = 32;
+constexpr std::chrono::microseconds kNap{2000};
+// With two kinds of transport only one can be slept on; the other is looked at this often.
+constexpr std::chrono::microseconds kShortNap{50};
+// Looks between two searches for failures: one costs as much as several looks.
+constexpr int kLooksPerCheck = 64;
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Everything that must be equal on all ranks before a byte can travel.
+std::string hello(const Rendezvous& meeting, const CommunicatorOptions& options) {
+  return "size=" + std::to_string(meeting.size) + " transport=" + options.transport +
+         " algo=" + options.algo + " segment_bytes=" + std::to_string(options.segment_bytes);
+}
+
+// Every rank says that it is here and what it expects. Done before any transport starts, so that an
+// absent rank is named and nobody speaks to a rank that would not understand.
+void roll_call(const Rendezvous& meeting, const CommunicatorOptions& options) {
+  const std::string ours = hello(meeting, options);
+  const std::vector<std::string> words = exchange(meeting, "here", all_ranks(meeting), ours);
+  for (size_t r = 0; r < words.size(); r++) {
+    if (words[r] == ours) continue;
+    throw WireMismatch("rank " + std::to_string(meeting.rank) + " has the options \"" + ours +
+                       "\", rank " + std::to_string(r) + " has \"" + words[r] +
+                       "\"; start all ranks with the same options");
+  }
+}
+
+}  // namespace
+
+std::string join(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); i++) {
+    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failure& failure)
+    : rank_(meeting.rank), size_(meeting.size), failure_(failure), by_rank_(size_, nullptr) {
+  for (auto& links : links_) links.resize(size_);
+  // Spinning pays only while every rank has a core of its own.
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  spins_ = env().spin >= 0 ? env().spin : size_ <= cores ? 256 : 0;
+  if (size_ == 1) return;
+
+  roll_call(meeting, options);
+  const std::string& wanted = options.transport;
+  const auto add = [&](std::unique_ptr<Transport> transport) {
+    if (!transport) return;
+    for (int r = 0; r < size_; r++) {
+      if (r != rank_ && !by_rank_[r] && transport->reaches(r)) by_rank_[r] = transport.get();
+    }
+    if (!window_) window_ = transport->window();
+    transports_.push_back(std::move(transport));
+  };
+  const auto unreached = [&] {
+    std::vector<int> ranks;
+    for (int r = 0; r < size_; r++) {
+      if (r != rank_ && !by_rank_[r]) ranks.push_back(r);
+    }
+    return ranks;
+  };
+
+  if (wanted == "local") add(make_local(meeting));
+  if (wanted == "shm" || wanted == "auto") add(make_shm(meeting));
+  if (wanted == "tcp" || (wanted == "auto" && !unreached().empty())) {
+    TcpOptions tcp;
+    tcp.sockets = options.sockets;
+    tcp.interface = options.interface;
+    tcp.link_bytes_per_second = options.link_bytes_per_second;
+    tcp.secret = options.secret;
+    add(make_tcp(meeting, unreached(), tcp));
+  }
+  const std::vector<int> lost = unreached();
+  if (!lost.empty()) {
+    throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +
+                join(lost) + "; use transport \"auto\"");
+  }
+}
+
+std::string Mesh::describe() const {
+  std::string text = size_ == 1 ? "1 rank" : std::to_string(size_) + " ranks";
+  for (size_t i = 0; i < transports_.size(); i++) {
+    text += (i == 0 ? ": " : "; ") + transports_[i]->describe();
+  }
+  return text;
+}
+
+uint64_t Mesh::sent_bytes() const {
+  uint64_t sum = 0;
+  for (const auto& transport : transports_) sum += transport->sent_bytes();
+  return sum;
+}
+
+uint64_t Mesh::wire_bytes() const {
+  uint64_t sum = 0;
+  for (const auto& transport : transports_) {
+    if (transport->name() == "tcp") sum += transport->sent_bytes();
+  }
+  return sum;
+}
+
+Channel& Mesh::open(Lane lane, int peer) {
+  Link& l = link(lane, peer);
+  if (!l.channel) {
+    std::lock_guard<std::mutex> lock(opening_);
+    l.channel = &by_rank_[peer]->channel(peer, lane);
+    opened_[static_cast<int>(lane)].push_back(peer);
+  }
+  return *l.channel;
+}
+
+uint64_t Mesh::send(Lane lane, int peer, const OpTag& tag, Span<const uint8_t> data) {
+  Channel& channel = open(lane, peer);
+  return link(lane, peer).last_send = channel.send(tag, data);
+}
+
+uint64_t Mesh::recv(Lane lane, int peer, const OpTag& tag, Span<uint8_t> data) {
+  Channel& channel = open(lane, peer);
+  return link(lane, peer).last_recv = channel.recv(tag, data);
+}
+
+bool Mesh::progress(Lane lane, int peer) {
+  const Link& l = link(lane, peer);
+  return l.pending() && l.channel->progress();
+}
+
+bool Mesh::progress(Lane lane) {
+  bool moved = false;
+  for (const int peer : opened_[static_cast<int>(lane)]) moved |= progress(lane, peer);
+  return moved;
+}
+
+void Mesh::check(Lane lane) {
+  failure_.rethrow();
+  for (const auto& transport : transports_) {
+    try {
+      transport->check();
+    } catch (const PeerLost& e) {
+      if (e.rank < 0 || e.rank >= size_ || pending(lane, e.rank)) throw;
+    }
+  }
+}
+
+void Mesh::idle(Lane lane, std::chrono::microseconds limit) {
+  if (transports_.size() == 1) {
+    transports_[0]->idle(lane, limit);
+  } else if (!transports_.empty()) {
+    // The last one is TCP, where looking costs a system call.
+    transports_.back()->idle(lane, std::min(limit, kShortNap));
+  }
+}
+
+bool Mesh::should_check(int quiet) const {
+  return quiet >= spins_ + kYields || quiet % kLooksPerCheck == kLooksPerCheck - 1;
+}
+
+void Mesh::pause(Lane lane, int quiet, const Deadline& deadline) {
+  if (quiet < spins_) {
+    pause_cpu();
+  } else if (quiet < spins_ + kYields) {
+    sched_yield();
+  } else {
+    idle(lane, std::min<std::chrono::microseconds>(kNap, deadline.left()));
+  }
+}
+
+void Mesh::begin(Lane lane) {
+  for (const int peer : opened_[static_cast<int>(lane)]) {
+    Link& l = link(lane, peer);
+    l.began = l.received();
+  }
+}
+
+std::string Mesh::missing(Lane lane) {
+  std::vector<int> silent, slow, full;
+  for (const int peer : opened_[static_cast<int>(lane)]) {
+    const Link& l = link(lane, peer);
+    if (l.last_recv > l.received()) {
+      (l.received() == l.began ? silent : slow).push_back(peer);
+    } else if (l.pending()) {
+      full.push_back(peer);
+    }
+  }
+  for (auto* ranks : {&silent, &slow, &full}) std::sort(ranks->begin(), ranks->end());
+  if (!silent.empty()) return "nothing came from " + join(silent);
+  if (!slow.empty()) return join(slow) + " stopped sending";
+  if (!full.empty()) return join(full) + " stopped receiving";
+  return "nothing is missing";
+}
+
+void Mesh::abort(const std::string& reason) noexcept {
+  for (const auto& transport : transports_) transport->abort(reason);
+}
+
+}  // namespace pycomm

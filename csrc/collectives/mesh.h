@@ -1,0 +1,93 @@
+// The channels of one group: for every pair of ranks the best transport that connects them, and the
+// loop in which a thread moves bytes until what it waits for is there.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collectives/communicator.h"
+#include "collectives/failure.h"
+#include "transports/transport.h"
+
+namespace pycomm {
+
+class Mesh {
+ public:
+  /// Meets the other ranks and checks that their options agree with ours.
+  Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failure& failure);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  /// Memory that all ranks address, or null.
+  Window* window() const { return window_; }
+  std::string describe() const;
+  uint64_t wire_bytes() const;
+  uint64_t sent_bytes() const;
+
+  // One thread at a time drives a lane: everything below but abort().
+
+  uint64_t send(Lane lane, int peer, const OpTag& tag, Span<const uint8_t> data);
+  uint64_t recv(Lane lane, int peer, const OpTag& tag, Span<uint8_t> data);
+  bool sent(Lane lane, int peer, uint64_t ticket) { return link(lane, peer).sent() >= ticket; }
+  bool received(Lane lane, int peer, uint64_t ticket) {
+    return link(lane, peer).received() >= ticket;
+  }
+  /// Something that we posted to this peer is under way.
+  bool pending(Lane lane, int peer) { return link(lane, peer).pending(); }
+
+  /// Moves what can be moved now on one channel, or on all that have something under way.
+  bool progress(Lane lane, int peer);
+  bool progress(Lane lane);
+
+  /// One step of a wait in which nothing moved for the `quiet`th time: returns at once, then
+  /// yields, then sleeps.
+  void pause(Lane lane, int quiet, const Deadline& deadline);
+  /// True if that step should also look for failures.
+  bool should_check(int quiet) const;
+  /// Throws if the group has failed, but not for the loss of a rank with which nothing is under
+  /// way: it may have finished before us.
+  void check(Lane lane);
+  /// Sleeps until a channel of the lane may have something to do.
+  void idle(Lane lane, std::chrono::microseconds limit);
+
+  /// From here on, rank r is "missing" until something from it has arrived.
+  void begin(Lane lane);
+  /// "ranks 2, 3": what a wait that ran out of time was waiting for.
+  std::string missing(Lane lane);
+
+  /// Any thread.
+  void abort(const std::string& reason) noexcept;
+
+ private:
+  /// One direction pair of one lane, and how much of what we posted has been done.
+  struct Link {
+    Channel* channel = nullptr;
+    uint64_t last_send = 0;
+    uint64_t last_recv = 0;
+    uint64_t began = 0;  ///< received() when the running operation began
+    uint64_t sent() const { return channel ? channel->sent() : 0; }
+    uint64_t received() const { return channel ? channel->received() : 0; }
+    bool pending() const { return channel && (last_send > sent() || last_recv > received()); }
+  };
+
+  Link& link(Lane lane, int peer) { return links_[static_cast<int>(lane)][peer]; }
+  Channel& open(Lane lane, int peer);
+
+  int rank_;
+  int size_;
+  Failure& failure_;
+  std::vector<std::unique_ptr<Transport>> transports_;
+  std::vector<Transport*> by_rank_;  ///< null for ourselves
+  Window* window_ = nullptr;
+  std::mutex opening_;  ///< the lanes' threads may open channels at the same time
+  std::vector<Link> links_[kLanes];
+  std::vector<int> opened_[kLanes];  ///< peers in order of first use
+  int spins_;
+};
+
+/// "ranks 1, 2 and 3".
+std::string join(const std::vector<int>& ranks);
+
+}  // namespace pycomm
