@@ -1,0 +1,32 @@
+// All-reduce of float32 values that travel encoded, in two shots:
+//
+//   1. every rank encodes its contribution, with its worker residual, and sends each owner its
+//   chunk;
+//   2. the owner decodes all contributions in rank order into a float32 sum, divides it once,
+//   encodes
+//      the result with its owner residual, and sends that to all; everybody decodes the same bytes.
+//
+// The owner's own contribution is coded like the others', so a result does not depend on who owns
+// it. Two codings whatever the number of ranks: with v the relative squared error of one, the
+// result has about 2v (a ring that recodes at each hop has v(n+1)/2).
+#pragma once
+#include "collectives/exchange.h"
+
+namespace pycomm::coded {
+
+/// Throws Error unless the pieces ascend, cover the bucket and have codecs that can be added up.
+void check(const CodedArgs& args);
+
+/// What all ranks must agree on: codecs, wire versions, layout, averaging, seed and step.
+uint32_t signature(const CodedArgs& args);
+/// The codec of most of the bucket, in words.
+std::string label(const CodedArgs& args);
+
+/// Seed of the random numbers in what `rank` sends; -1: in what owners send back, which must not
+/// depend on who owns an element. One step of splitmix64 (Steele, Lea, Flood 2014).
+PYCOMM_API uint64_t hop_seed(uint64_t seed, int rank);
+
+/// Returns true if the result is finite everywhere.
+bool all_reduce(Exchange& ex, const CodedArgs& args);
+
+}  // namespace pycomm::coded

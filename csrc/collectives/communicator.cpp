@@ -1,0 +1,352 @@
+// The public face: checks arguments, gives each call its number, picks the algorithm, and makes
+// sure that an error on one rank is an error on all.
+#include "collectives/communicator.h"
+
+#include <cstring>
+
+#include "collectives/coded.h"
+#include "collectives/direct.h"
+#include "collectives/point_to_point.h"
+#include "collectives/ring.h"
+#include "collectives/select.h"
+#include "collectives/shared.h"
+#include "core/error.h"
+#include "core/reduce.h"
+
+namespace pycomm {
+namespace {
+
+Rendezvous meeting(std::shared_ptr<Store> store, int rank, int size,
+                   const CommunicatorOptions& options) {
+  const auto choose = [](const std::string& option, const std::string& value,
+                         std::initializer_list<const char*> known) {
+    std::string list;
+    for (const char* name : known) {
+      if (value == name) return;
+      list += std::string(list.empty() ? "" : ", ") + name;
+    }
+    throw Error("unknown " + option + " \"" + value + "\"; use one of " + list);
+  };
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw Error("rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                " ranks: the rank must be at least 0 and less than the number of ranks");
+  }
+  if (!store && size > 1) throw Error("a group of more than one rank needs a store");
+  choose("transport", options.transport, {"auto", "shm", "tcp", "local"});
+  choose("algo", options.algo, {"auto", "direct", "ring"});
+  Rendezvous result;
+  result.store = std::move(store);
+  result.group = options.group;
+  result.rank = rank;
+  result.size = size;
+  result.deadline = Deadline::after(options.timeout);
+  return result;
+}
+
+OpTag make_tag(Op op, size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum, int root = -1) {
+  OpTag tag;
+  tag.op = op;
+  tag.numel = numel;
+  tag.dtype = dtype;
+  tag.redop = redop;
+  tag.root = root;
+  return tag;
+}
+
+}  // namespace
+
+class Communicator::Impl {
+ public:
+  Impl(std::shared_ptr<Store> store, int rank, int size, CommunicatorOptions options)
+      : options_(std::move(options)),
+        timeout_(options_.timeout.count()),
+        mesh_(meeting(std::move(store), rank, size, options_), options_, failure_),
+        point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, [this] { over(); })) {}
+
+  ~Impl() { point_to_point_->close(); }
+
+  Mesh& mesh() { return mesh_; }
+  int rank() const { return mesh_.rank(); }
+  int size() const { return mesh_.size(); }
+  PointToPoint& point_to_point() { return *point_to_point_; }
+  const std::string& algo() const { return options_.algo; }
+  Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
+  void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
+  /// Memory that all ranks share, unless an algorithm over channels was asked for.
+  Window* window() const { return options_.algo == "auto" ? mesh_.window() : nullptr; }
+
+  /// One collective: body(tag, deadline) with the call's number in the tag.
+  template <typename Body>
+  void run(OpTag& tag, Milliseconds timeout, const Body& body) {
+    std::lock_guard<std::mutex> one(one_at_a_time_);
+    failure_.rethrow();
+    tag.seq = ++seq_;
+    const Deadline deadline = Deadline::after(timeout.count() > 0 ? timeout : this->timeout());
+    try {
+      body(deadline);
+    } catch (...) {
+      over();
+    }
+  }
+
+  /// The same over channels.
+  template <typename Body>
+  void exchange(OpTag& tag, Milliseconds timeout, const Body& body) {
+    run(tag, timeout, [&](const Deadline& deadline) {
+      Exchange ex(mesh_, scratch_, tag, deadline, options_.segment_bytes);
+      body(ex);
+    });
+  }
+
+  /// Called with an error in flight that no rank can go on after: tells everybody, and throws the
+  /// group's first error.
+  [[noreturn]] void over() {
+    const std::exception_ptr error = from_reason(std::current_exception());
+    const bool first = !failure_.happened();
+    failure_.set(error);
+    if (first) mesh_.abort(to_reason(error));
+    failure_.rethrow();
+    std::abort();  // not reached: an error is set
+  }
+
+  void abort(const std::string& reason) noexcept {
+    const std::string text = "rank " + std::to_string(rank()) + " was aborted: " + reason;
+    failure_.set(std::make_exception_ptr(Error(text)));
+    mesh_.abort(text);
+  }
+
+  void check_buffer(Op op, const void* data, size_t numel) const {
+    if (!data && numel > 0) fail(op, "got no buffer for " + std::to_string(numel) + " elements");
+  }
+  void check_dtype(Op op, DType dtype) const {
+    if (static_cast<int>(dtype) >= kDTypes) fail(op, "got an unknown dtype");
+  }
+  void check_rank(Op op, const char* what, int r) const {
+    if (r >= 0 && r < size()) return;
+    fail(op, std::string("got ") + what + " " + std::to_string(r) + " in a group of " +
+                 std::to_string(size()));
+  }
+  [[noreturn]] void fail(Op op, const std::string& what) const {
+    throw Error("rank " + std::to_string(rank()) + ": " + name(op) + " " + what);
+  }
+
+ private:
+  const CommunicatorOptions options_;
+  std::atomic<Milliseconds::rep> timeout_;
+  Failure failure_;
+  Mesh mesh_;
+  Scratch scratch_;
+  std::mutex one_at_a_time_;
+  uint64_t seq_ = 0;
+  std::shared_ptr<PointToPoint> point_to_point_;
+};
+
+Communicator::Communicator(std::shared_ptr<Store> store, int rank, int size,
+                           CommunicatorOptions options)
+    : impl_(std::make_unique<Impl>(std::move(store), rank, size, std::move(options))) {}
+Communicator::~Communicator() = default;
+
+int Communicator::rank() const { return impl_->rank(); }
+int Communicator::size() const { return impl_->size(); }
+Milliseconds Communicator::timeout() const { return impl_->timeout(); }
+void Communicator::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeout); }
+std::string Communicator::describe() const { return impl_->mesh().describe(); }
+uint64_t Communicator::wire_bytes() const { return impl_->mesh().wire_bytes(); }
+uint64_t Communicator::sent_bytes() const { return impl_->mesh().sent_bytes(); }
+void Communicator::abort(const std::string& reason) noexcept { impl_->abort(reason); }
+
+// ------------------------------------------------------------------ collectives that reduce
+
+void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, double factor,
+                              Milliseconds timeout) {
+  impl_->check_dtype(Op::all_reduce, dtype);
+  check_reducible(dtype, op);
+  impl_->check_buffer(Op::all_reduce, data, numel);
+  OpTag tag = make_tag(Op::all_reduce, numel, dtype, op);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      shared::all_reduce(*window, tag, data, factor, deadline);
+    });
+  }
+  impl_->exchange(tag, timeout, [&](Exchange& ex) {
+    const direct::Fold fold{dtype, op, factor};
+    const Algo algo = ex.size() == 1
+                          ? Algo::one_shot
+                          : select_all_reduce(numel * size_of(dtype), ex.size(), impl_->algo());
+    switch (algo) {
+      case Algo::one_shot:
+        return direct::one_shot_all_reduce(ex, data, numel, fold);
+      case Algo::two_shot:
+        return direct::two_shot_all_reduce(ex, data, numel, fold);
+      case Algo::ring:
+        return ring::all_reduce(ex, data, numel, fold);
+    }
+  });
+}
+
+bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout) {
+  impl_->check_buffer(Op::all_reduce, args.data.data, args.data.size);
+  coded::check(args);
+  OpTag tag = make_tag(Op::all_reduce, args.data.size, DType::float32,
+                       args.average ? ReduceOp::avg : ReduceOp::sum);
+  tag.codec = coded::signature(args);
+  coded::label(args).copy(tag.label, sizeof tag.label - 1);
+  bool finite = true;
+  impl_->exchange(tag, timeout, [&](Exchange& ex) { finite = coded::all_reduce(ex, args); });
+  return finite;
+}
+
+void Communicator::reduce_scatter(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
+                                  double factor, Milliseconds timeout) {
+  impl_->check_dtype(Op::reduce_scatter, dtype);
+  check_reducible(dtype, op);
+  impl_->check_buffer(Op::reduce_scatter, in, numel);
+  impl_->check_buffer(Op::reduce_scatter, out, numel);
+  OpTag tag = make_tag(Op::reduce_scatter, numel, dtype, op);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      shared::reduce_scatter(*window, tag, in, out, factor, deadline);
+    });
+  }
+  impl_->exchange(tag, timeout, [&](Exchange& ex) {
+    const direct::Fold fold{dtype, op, factor};
+    if (impl_->algo() == "ring" && ex.size() > 1) {
+      ring::reduce_scatter(ex, in, out, numel, fold);
+    } else {
+      direct::reduce_scatter(ex, in, out, numel, fold);
+    }
+  });
+}
+
+void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
+                          int root, double factor, Milliseconds timeout) {
+  impl_->check_dtype(Op::reduce, dtype);
+  check_reducible(dtype, op);
+  impl_->check_rank(Op::reduce, "root", root);
+  impl_->check_buffer(Op::reduce, in, numel);
+  if (rank() == root) impl_->check_buffer(Op::reduce, out, numel);
+  OpTag tag = make_tag(Op::reduce, numel, dtype, op, root);
+  impl_->exchange(tag, timeout, [&](Exchange& ex) {
+    direct::reduce(ex, in, out, numel, {dtype, op, factor}, root);
+  });
+}
+
+// ------------------------------------------------------------------ collectives that move
+
+void Communicator::all_gather(const void* in, void* out, size_t numel, DType dtype,
+                              Milliseconds timeout) {
+  impl_->check_dtype(Op::all_gather, dtype);
+  impl_->check_buffer(Op::all_gather, in, numel);
+  impl_->check_buffer(Op::all_gather, out, numel);
+  OpTag tag = make_tag(Op::all_gather, numel, dtype);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      shared::all_gather(*window, tag, in, out, deadline);
+    });
+  }
+  const size_t bytes = numel * size_of(dtype);
+  impl_->exchange(tag, timeout, [&](Exchange& ex) {
+    if (impl_->algo() == "ring" && ex.size() > 1) {
+      ring::all_gather(ex, in, out, bytes);
+    } else {
+      direct::all_gather(ex, in, out, bytes);
+    }
+  });
+}
+
+void Communicator::all_to_all(const void* in, const Parts& send, void* out, const Parts& recv,
+                              DType dtype, Milliseconds timeout) {
+  impl_->check_dtype(Op::all_to_all, dtype);
+  const auto in_bytes = [&](const Parts& parts, const void* data) {
+    const size_t n = size();
+    if (parts.counts.size() != n || parts.offsets.size() != n) {
+      impl_->fail(Op::all_to_all, "needs one count and one offset per rank");
+    }
+    Parts result = parts;
+    for (size_t r = 0; r < n; r++) {
+      impl_->check_buffer(Op::all_to_all, data, parts.counts[r]);
+      result.counts[r] *= size_of(dtype);
+      result.offsets[r] *= size_of(dtype);
+    }
+    return result;
+  };
+  const Parts to = in_bytes(send, in), from = in_bytes(recv, out);
+  if (to.counts[rank()] != from.counts[rank()]) {
+    impl_->fail(Op::all_to_all, "sends itself " + std::to_string(send.counts[rank()]) +
+                                    " elements but expects " + std::to_string(recv.counts[rank()]));
+  }
+  // Counts differ between ranks; each message's own size is checked on arrival.
+  OpTag tag = make_tag(Op::all_to_all, 0, dtype);
+  impl_->exchange(tag, timeout, [&](Exchange& ex) { direct::all_to_all(ex, in, to, out, from); });
+}
+
+void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
+                             Milliseconds timeout) {
+  impl_->check_dtype(Op::broadcast, dtype);
+  impl_->check_rank(Op::broadcast, "root", root);
+  impl_->check_buffer(Op::broadcast, data, numel);
+  OpTag tag = make_tag(Op::broadcast, numel, dtype, ReduceOp::sum, root);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      shared::broadcast(*window, tag, data, deadline);
+    });
+  }
+  const size_t bytes = numel * size_of(dtype);
+  impl_->exchange(tag, timeout, [&](Exchange& ex) {
+    if (select_scattered_broadcast(bytes, ex.size())) {
+      direct::scattered_broadcast(ex, data, bytes, root);
+    } else {
+      direct::broadcast(ex, data, bytes, root);
+    }
+  });
+}
+
+void Communicator::gather(const void* in, void* out, size_t numel, DType dtype, int root,
+                          Milliseconds timeout) {
+  impl_->check_dtype(Op::gather, dtype);
+  impl_->check_rank(Op::gather, "root", root);
+  impl_->check_buffer(Op::gather, in, numel);
+  if (rank() == root) impl_->check_buffer(Op::gather, out, numel);
+  OpTag tag = make_tag(Op::gather, numel, dtype, ReduceOp::sum, root);
+  impl_->exchange(tag, timeout,
+                  [&](Exchange& ex) { direct::gather(ex, in, out, numel * size_of(dtype), root); });
+}
+
+void Communicator::scatter(const void* in, void* out, size_t numel, DType dtype, int root,
+                           Milliseconds timeout) {
+  impl_->check_dtype(Op::scatter, dtype);
+  impl_->check_rank(Op::scatter, "root", root);
+  impl_->check_buffer(Op::scatter, out, numel);
+  if (rank() == root) impl_->check_buffer(Op::scatter, in, numel);
+  OpTag tag = make_tag(Op::scatter, numel, dtype, ReduceOp::sum, root);
+  impl_->exchange(tag, timeout, [&](Exchange& ex) {
+    direct::scatter(ex, in, out, numel * size_of(dtype), root);
+  });
+}
+
+void Communicator::barrier(Milliseconds timeout) {
+  OpTag tag = make_tag(Op::barrier, 0, DType::uint8);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, timeout,
+                      [&](const Deadline& deadline) { shared::barrier(*window, tag, deadline); });
+  }
+  impl_->exchange(tag, timeout, [](Exchange& ex) { direct::barrier(ex); });
+}
+
+// ------------------------------------------------------------------ point to point
+
+std::shared_ptr<Communicator::Request> Communicator::send(const void* data, size_t bytes, int dst,
+                                                          int tag) {
+  impl_->check_rank(Op::send, "destination", dst);
+  impl_->check_buffer(Op::send, data, bytes);
+  return impl_->point_to_point().send(data, bytes, dst, tag, impl_->timeout());
+}
+
+std::shared_ptr<Communicator::Request> Communicator::recv(void* data, size_t bytes, int src,
+                                                          int tag) {
+  if (src != -1) impl_->check_rank(Op::recv, "source", src);
+  impl_->check_buffer(Op::recv, data, bytes);
+  return impl_->point_to_point().recv(data, bytes, src, tag, impl_->timeout());
+}
+
+}  // namespace pycomm
