@@ -1,8 +1,8 @@
 """The torch-free core (csrc/binding). Buffers are addresses; sizes are in elements unless said."""
 
 from builtins import bool as _bool
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 # -- core (bind_core.cpp)
 
@@ -105,3 +105,136 @@ class Codec:
 
 def codec_names() -> list[str]: ...
 def cuda_built() -> bool: ...
+
+# -- stores (bind_transports.cpp)
+
+class Store:
+    @staticmethod
+    def local() -> Store: ...
+    @staticmethod
+    def file(folder: str) -> Store: ...
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str, timeout: float) -> bytes: ...
+
+# -- communicator (bind_communicator.cpp): times are in seconds, 0 is the group's timeout
+
+def buffer(array: object, write: _bool) -> tuple[int, int, int, str]: ...
+
+class CommunicatorOptions:
+    group: str
+    timeout: float
+    transport: str
+    algo: str
+    sockets: int
+    interface: str
+    link_bytes_per_second: float
+    secret: str
+    segment_bytes: int
+    def __init__(self) -> None: ...
+
+class Pieces:
+    def __init__(self) -> None: ...
+    def add(
+        self,
+        numel: int,
+        codec: Codec,
+        *,
+        tensor: int = 0,
+        residual: int = 0,
+        new_residual: int = 0,
+        owner_residual: int = 0,
+        new_owner_residual: int = 0,
+    ) -> None: ...
+    @property
+    def numel(self) -> int: ...
+    def __len__(self) -> int: ...
+
+class Parts:
+    def __init__(self, counts: Sequence[int], offsets: Sequence[int]) -> None: ...
+
+class Request:
+    buffer: Any
+    def done(self) -> _bool: ...
+    def wait(self, timeout: float = 0.0) -> None: ...
+    def source(self) -> int: ...
+
+class Communicator:
+    timeout: float
+    def __init__(
+        self, store: Store | None, rank: int, size: int, options: CommunicatorOptions
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def describe(self) -> str: ...
+    def wire_bytes(self) -> int: ...
+    def sent_bytes(self) -> int: ...
+    def all_reduce(
+        self,
+        data: int,
+        numel: int,
+        dtype: DType,
+        op: ReduceOp,
+        factor: float = 1.0,
+        timeout: float = 0.0,
+    ) -> None: ...
+    def all_reduce_coded(
+        self,
+        data: int,
+        pieces: Pieces,
+        *,
+        average: _bool = True,
+        seed: int = 0,
+        step: int = 0,
+        timeout: float = 0.0,
+    ) -> _bool: ...
+    def reduce_scatter(
+        self,
+        input: int,
+        out: int,
+        numel: int,
+        dtype: DType,
+        op: ReduceOp,
+        factor: float = 1.0,
+        timeout: float = 0.0,
+    ) -> None: ...
+    def all_gather(
+        self, input: int, out: int, numel: int, dtype: DType, timeout: float = 0.0
+    ) -> None: ...
+    def all_to_all(
+        self, input: int, send: Parts, out: int, recv: Parts, dtype: DType, timeout: float = 0.0
+    ) -> None: ...
+    def broadcast(
+        self, data: int, numel: int, dtype: DType, root: int, timeout: float = 0.0
+    ) -> None: ...
+    def reduce(
+        self,
+        input: int,
+        out: int,
+        numel: int,
+        dtype: DType,
+        op: ReduceOp,
+        root: int,
+        factor: float = 1.0,
+        timeout: float = 0.0,
+    ) -> None: ...
+    def gather(
+        self, input: int, out: int, numel: int, dtype: DType, root: int, timeout: float = 0.0
+    ) -> None: ...
+    def scatter(
+        self, input: int, out: int, numel: int, dtype: DType, root: int, timeout: float = 0.0
+    ) -> None: ...
+    def barrier(self, timeout: float = 0.0) -> None: ...
+    def send(self, data: int, bytes: int, dst: int, tag: int = 0) -> Request: ...
+    def recv(self, data: int, bytes: int, src: int, tag: int = 0) -> Request: ...
+    def abort(self, reason: str) -> None: ...
+
+# -- schedule (bind_schedule.cpp)
+
+def hop_seed(seed: int, rank: int) -> int: ...
+
+class Queue:
+    def __init__(self) -> None: ...
+    def submit(self, op: Callable[[], None]) -> None: ...
+    def run(self, op: Callable[[], None]) -> None: ...

@@ -16,6 +16,9 @@ class Env:
     impl: str = ""
     # TRITON_INTERPRET=1, Triton's own variable: its kernels run on the CPU.
     triton_interpret: bool = False
+    # RANK and WORLD_SIZE, as torchrun sets them; None where they are not set.
+    rank: int | None = None
+    world_size: int | None = None
 
 
 @cache
@@ -24,4 +27,16 @@ def env() -> Env:
     return Env(
         impl=os.environ.get("PYCOMM_IMPL", ""),
         triton_interpret=os.environ.get("TRITON_INTERPRET") == "1",
+        rank=_number("RANK"),
+        world_size=_number("WORLD_SIZE"),
     )
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not an integer") from None

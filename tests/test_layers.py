@@ -33,7 +33,7 @@ PYTHON_LAYERS = (
     {"policy", "feedback", "monitor"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
-    {"_autoload"},
+    {"_autoload", "arrays"},
     {"_build", "errors", "env", "_C", "_c10d"},
 )
 MAX_LINES = 500

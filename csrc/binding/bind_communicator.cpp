@@ -1,8 +1,253 @@
-// Stores and the communicator for Python.
+// The communicator for Python. pycomm/communicator.py checks arrays; here are only
+// addresses, sizes in elements and times in seconds.
+#include <pybind11/native_enum.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
 #include "binding/module.h"
+#include "collectives/communicator.h"
+#include "core/error.h"
+#include "transports/store.h"
+
+namespace py = pybind11;
 
 namespace pycomm {
+namespace {
 
-void bind_communicator(pybind11::module_&) {}
+using Release = py::gil_scoped_release;
+using Request = Communicator::Request;
+
+void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+float* floats(uintptr_t address) { return reinterpret_cast<float*>(address); }
+
+/// Rounded up, so that a short limit does not become "none".
+Milliseconds milliseconds(double seconds) {
+  return Milliseconds(static_cast<int64_t>(std::ceil(seconds * 1e3)));
+}
+
+/// What a rank may be waiting for when it leaves needs the interpreter on other threads.
+std::shared_ptr<Communicator> meet(std::shared_ptr<Store> store, int rank, int size,
+                                   const CommunicatorOptions& options) {
+  const Release release;
+  return {new Communicator(std::move(store), rank, size, options), [](Communicator* communicator) {
+            std::optional<Release> release;
+            if (PyGILState_Check()) release.emplace();
+            delete communicator;
+          }};
+}
+
+/// The pieces of a bucket, with the codecs kept alive. Built once, used in every step.
+class Pieces {
+ public:
+  void add(size_t numel, const py::object& codec, uint32_t tensor, uintptr_t residual,
+           uintptr_t new_residual, uintptr_t owner_residual, uintptr_t new_owner_residual) {
+    Piece piece;
+    piece.offset = numel_;
+    piece.numel = numel;
+    piece.codec = codec.cast<const Codec*>();
+    piece.tensor = tensor;
+    piece.residual = floats(residual);
+    piece.new_residual = floats(new_residual);
+    piece.owner_residual = floats(owner_residual);
+    piece.new_owner_residual = floats(new_owner_residual);
+    pieces_.push_back(piece);
+    codecs_.push_back(codec);
+    numel_ += numel;
+  }
+  size_t numel() const { return numel_; }
+  size_t size() const { return pieces_.size(); }
+  Span<const Piece> span() const { return {pieces_.data(), pieces_.size()}; }
+
+ private:
+  std::vector<Piece> pieces_;
+  std::vector<py::object> codecs_;
+  size_t numel_ = 0;
+};
+
+/// Address, elements, bytes per element and format of a contiguous buffer.
+py::tuple buffer(const py::object& array, bool write) {
+  Py_buffer view;
+  const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (write ? PyBUF_WRITABLE : 0);
+  if (PyObject_GetBuffer(array.ptr(), &view, flags) != 0) {
+    throw Error(std::string("cannot use this ") + Py_TYPE(array.ptr())->tp_name + ": " +
+                py::error_already_set().what());
+  }
+  const size_t itemsize = static_cast<size_t>(std::max<Py_ssize_t>(1, view.itemsize));
+  const py::tuple result = py::make_tuple(reinterpret_cast<uintptr_t>(view.buf),
+                                          static_cast<size_t>(view.len) / itemsize, itemsize,
+                                          view.format ? view.format : "B");
+  PyBuffer_Release(&view);
+  return result;
+}
+
+void bind_options(py::module_& m) {
+  using Options = CommunicatorOptions;
+  py::class_<Options>(m, "CommunicatorOptions")
+      .def(py::init<>())
+      .def_readwrite("group", &Options::group)
+      .def_property(
+          "timeout", [](const Options& o) { return o.timeout.count() / 1e3; },
+          [](Options& o, double seconds) { o.timeout = milliseconds(seconds); })
+      .def_readwrite("transport", &Options::transport)
+      .def_readwrite("algo", &Options::algo)
+      .def_readwrite("sockets", &Options::sockets)
+      .def_readwrite("interface", &Options::interface)
+      .def_readwrite("link_bytes_per_second", &Options::link_bytes_per_second)
+      .def_readwrite("secret", &Options::secret)
+      .def_readwrite("segment_bytes", &Options::segment_bytes);
+}
+
+}  // namespace
+
+void bind_communicator(py::module_& m) {
+  m.def("buffer", &buffer, py::arg("array"), py::arg("write"));
+  bind_options(m);
+
+  py::class_<Pieces>(m, "Pieces")
+      .def(py::init<>())
+      .def("add", &Pieces::add, py::arg("numel"), py::arg("codec"), py::kw_only(),
+           py::arg("tensor") = 0, py::arg("residual") = 0, py::arg("new_residual") = 0,
+           py::arg("owner_residual") = 0, py::arg("new_owner_residual") = 0)
+      .def_property_readonly("numel", &Pieces::numel)
+      .def("__len__", &Pieces::size);
+
+  py::class_<Request, std::shared_ptr<Request>>(m, "Request", py::dynamic_attr())
+      .def("done", &Request::done, py::call_guard<Release>())
+      .def(
+          "wait", [](Request& r, double timeout) { r.wait(milliseconds(timeout)); },
+          py::arg("timeout") = 0.0, py::call_guard<Release>())
+      .def("source", &Request::source, py::call_guard<Release>());
+
+  using Self = Communicator;
+  py::class_<Self, std::shared_ptr<Self>>(m, "Communicator")
+      .def(py::init(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+      .def_property_readonly("rank", &Self::rank)
+      .def_property_readonly("size", &Self::size)
+      .def_property(
+          "timeout", [](const Self& c) { return c.timeout().count() / 1e3; },
+          [](Self& c, double seconds) { c.set_timeout(milliseconds(seconds)); })
+      .def("describe", &Self::describe)
+      .def("wire_bytes", &Self::wire_bytes)
+      .def("sent_bytes", &Self::sent_bytes)
+      .def(
+          "all_reduce",
+          [](Self& c, uintptr_t data, size_t numel, DType dtype, ReduceOp op, double factor,
+             double timeout) {
+            const Release release;
+            c.all_reduce(pointer(data), numel, dtype, op, factor, milliseconds(timeout));
+          },
+          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def(
+          "all_reduce_coded",
+          [](Self& c, uintptr_t data, const Pieces& pieces, bool average, uint64_t seed,
+             uint32_t step, double timeout) {
+            CodedArgs args;
+            args.data = {floats(data), pieces.numel()};
+            args.pieces = pieces.span();
+            args.average = average;
+            args.seed = seed;
+            args.step = step;
+            const Release release;
+            return c.all_reduce_coded(args, milliseconds(timeout));
+          },
+          py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
+          py::arg("seed") = 0, py::arg("step") = 0, py::arg("timeout") = 0.0)
+      .def(
+          "reduce_scatter",
+          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, ReduceOp op,
+             double factor, double timeout) {
+            const Release release;
+            c.reduce_scatter(pointer(in), pointer(out), numel, dtype, op, factor,
+                             milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def(
+          "all_gather",
+          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, double timeout) {
+            const Release release;
+            c.all_gather(pointer(in), pointer(out), numel, dtype, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "all_to_all",
+          [](Self& c, uintptr_t in, Self::Parts send, uintptr_t out, Self::Parts recv, DType dtype,
+             double timeout) {
+            const Release release;
+            c.all_to_all(pointer(in), send, pointer(out), recv, dtype, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("send"), py::arg("out"), py::arg("recv"), py::arg("dtype"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "broadcast",
+          [](Self& c, uintptr_t data, size_t numel, DType dtype, int root, double timeout) {
+            const Release release;
+            c.broadcast(pointer(data), numel, dtype, root, milliseconds(timeout));
+          },
+          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "reduce",
+          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, ReduceOp op, int root,
+             double factor, double timeout) {
+            const Release release;
+            c.reduce(pointer(in), pointer(out), numel, dtype, op, root, factor,
+                     milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+          py::arg("root"), py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def(
+          "gather",
+          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, int root,
+             double timeout) {
+            const Release release;
+            c.gather(pointer(in), pointer(out), numel, dtype, root, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "scatter",
+          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, int root,
+             double timeout) {
+            const Release release;
+            c.scatter(pointer(in), pointer(out), numel, dtype, root, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "barrier", [](Self& c, double timeout) { c.barrier(milliseconds(timeout)); },
+          py::arg("timeout") = 0.0, py::call_guard<Release>())
+      // A request needs its group.
+      .def(
+          "send",
+          [](Self& c, uintptr_t data, size_t bytes, int dst, int tag) {
+            const Release release;
+            return c.send(pointer(data), bytes, dst, tag);
+          },
+          py::arg("data"), py::arg("bytes"), py::arg("dst"), py::arg("tag") = 0,
+          py::keep_alive<0, 1>())
+      .def(
+          "recv",
+          [](Self& c, uintptr_t data, size_t bytes, int src, int tag) {
+            const Release release;
+            return c.recv(pointer(data), bytes, src, tag);
+          },
+          py::arg("data"), py::arg("bytes"), py::arg("src"), py::arg("tag") = 0,
+          py::keep_alive<0, 1>())
+      .def(
+          "abort", [](Self& c, const std::string& reason) { c.abort(reason); }, py::arg("reason"),
+          py::call_guard<Release>());
+
+  py::class_<Self::Parts>(m, "Parts")
+      .def(py::init([](std::vector<size_t> counts, std::vector<size_t> offsets) {
+             return Self::Parts{std::move(counts), std::move(offsets)};
+           }),
+           py::arg("counts"), py::arg("offsets"));
+}
 
 }  // namespace pycomm

@@ -7,6 +7,7 @@ namespace pycomm {
 void bind_core(pybind11::module_& m);          // bind_core.cpp: enums, errors, reduce, philox
 void bind_codecs(pybind11::module_& m);        // bind_codecs.cpp
 void bind_transports(pybind11::module_& m);    // bind_transports.cpp: stores, transports
-void bind_communicator(pybind11::module_& m);  // bind_communicator.cpp: queue, communicator
+void bind_communicator(pybind11::module_& m);  // bind_communicator.cpp
+void bind_schedule(pybind11::module_& m);      // bind_schedule.cpp: schedule, queue, seeds of hops
 
 }  // namespace pycomm

@@ -1,0 +1,81 @@
+"""Arrays as addresses: torch tensors, numpy arrays and buffers. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pycomm import _C
+from pycomm.errors import Error
+
+_DTYPES = dict(_C.DType.__members__)
+_OPS = dict(_C.ReduceOp.__members__)
+# What torch calls differently.
+_DTYPES |= {"float8_e4m3fn": _C.DType.float8_e4m3}
+# Filled as dtypes are met: str() of a dtype costs more than a small all_reduce.
+_known_dtypes: dict[Any, _C.DType] = {}
+
+
+class Span(NamedTuple):
+    """The elements of an array for the core."""
+
+    address: int
+    numel: int
+    dtype: _C.DType
+
+
+def _dtype(dtype: Any) -> _C.DType:
+    """The core's name of a torch or numpy dtype."""
+    found = _known_dtypes.get(dtype)
+    if found is None:
+        name = str(dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise Error(f"dtype {dtype} is not known here; use one of {', '.join(_DTYPES)}")
+        found = _known_dtypes[dtype] = _DTYPES[name]
+    return found
+
+
+def reduce_op(op: str | _C.ReduceOp) -> _C.ReduceOp:
+    if not isinstance(op, str):
+        return op
+    if op not in _OPS:
+        raise Error(f"unknown reduction {op!r}: use one of {', '.join(_OPS)}")
+    return _OPS[op]
+
+
+def span(array: Any, write: bool) -> Span:
+    """Return where an array's elements lie.
+
+    Raises:
+        Error: it is not contiguous, not on the CPU, has an unknown dtype, or may not be written.
+    """
+    data_ptr = getattr(array, "data_ptr", None)
+    if data_ptr is not None:
+        if array.device.type != "cpu":
+            raise Error(f"the tensor is on {array.device}; move it to the cpu first")
+        if not array.is_contiguous() or array.is_conj() or array.is_neg():
+            raise Error("the tensor is not contiguous; call .contiguous() and keep the result")
+        return Span(data_ptr(), array.numel(), _dtype(array.dtype))
+    address, numel, itemsize, code = _C.buffer(array, write)
+    dtype = getattr(array, "dtype", None)
+    if dtype is not None:
+        return Span(address, numel, _dtype(dtype))
+    if code not in ("B", "b", "c"):
+        raise Error(f"cannot tell the dtype of {type(array).__name__} with items {code!r}")
+    return Span(address, numel * itemsize, _C.DType.uint8)
+
+
+def pair(input: Any, out: Any, what: str, in_parts: int, out_parts: int) -> tuple[Span, Span]:
+    """Return the spans of an input of ``in_parts`` and an output of ``out_parts`` equal parts.
+
+    Raises:
+        Error: their dtypes or sizes do not fit.
+    """
+    source, target = span(input, False), span(out, True)
+    if source.dtype != target.dtype:
+        raise Error(f"{what}: input is {source.dtype.name}, out is {target.dtype.name}")
+    if source.numel * out_parts != target.numel * in_parts:
+        raise Error(
+            f"{what}: input has {source.numel} elements and out {target.numel}; "
+            f"they must be as {in_parts} to {out_parts}"
+        )
+    return source, target

@@ -1,0 +1,415 @@
+"""Collectives on arrays, without torch: a thin layer over csrc/collectives/communicator.h.
+
+An array is a torch tensor on the CPU, a numpy array, or anything with a buffer; it must be
+contiguous. Ranks of one call must agree on operation, size and dtype; if they do not, every rank
+gets a :class:`pycomm.WireMismatch` that names both. After an error in the middle of an operation
+the group is over, and all later calls raise that first error again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from pycomm import _C
+from pycomm.arrays import pair, reduce_op, span
+from pycomm.env import env
+from pycomm.errors import Error
+
+__all__ = ["Communicator", "Piece", "Request", "Store"]
+
+Request = _C.Request
+Store = _C.Store
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a bucket with a codec and feedback of its own, such as one parameter's gradient."""
+
+    numel: int
+    """elements; the pieces of a bucket follow each other without gaps"""
+    codec: Any
+    """a :class:`pycomm.codecs.Codec`, or a core codec's spec such as ``"quant:bits=4"``"""
+    tensor: int = 0
+    """number of the parameter, equal on all ranks: it names the random numbers of rounding"""
+    residual: Any = None
+    """float32 [numel], read and written: error of what this rank sends"""
+    owner_residual: Any = None
+    """float32 [numel]: error of what this rank sends back for the elements that it owns"""
+
+
+class Communicator:
+    """A group of ranks and what they can do together.
+
+    Calls block until this rank's part is done, one collective at a time. Results have the same bits
+    on all ranks: every element is reduced by one rank, in rank order.
+
+    Args:
+        store: where the ranks meet; ``Store.file(folder)`` for processes that share a folder,
+            ``Store.local()`` for threads; None if there is only one rank.
+        rank: our number, 0 to size - 1.
+        size: number of ranks.
+        group: unique name among the groups of this store.
+        timeout: seconds that the meeting, and by default every operation, may take.
+        transport: "auto" (shared memory where it reaches, else TCP), "shm", "tcp" or "local"
+            (ranks are threads of this process).
+        algo: "auto", or "direct" or "ring" over channels even where memory is shared.
+        sockets: TCP sockets per peer.
+        interface: network interface or address to listen on.
+        link_bytes_per_second: rate to which TCP is paced, 0 for none.
+        segment_bytes: for tests: pieces in which channels pipeline.
+
+    What is not given comes from the environment: see ``csrc/core/env.h``.
+
+    Raises:
+        Timeout: ranks did not come; the text names them.
+        WireMismatch: ranks have different options.
+
+    Example:
+        >>> import numpy as np
+        >>> from pycomm.communicator import Communicator
+        >>> x = np.arange(3, dtype=np.float32)
+        >>> Communicator(None, 0, 1).all_reduce(x)
+        >>> x
+        array([0., 1., 2.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        size: int,
+        *,
+        group: str = "default",
+        timeout: float | None = None,
+        transport: str | None = None,
+        algo: str | None = None,
+        sockets: int | None = None,
+        interface: str | None = None,
+        link_bytes_per_second: float | None = None,
+        segment_bytes: int = 0,
+    ) -> None:
+        options = _C.CommunicatorOptions()
+        options.group = group
+        options.segment_bytes = segment_bytes
+        given = {
+            "timeout": timeout,
+            "transport": transport,
+            "algo": algo,
+            "sockets": sockets,
+            "interface": interface,
+            "link_bytes_per_second": link_bytes_per_second,
+        }
+        for name, value in given.items():
+            if value is not None:
+                setattr(options, name, value)
+        self._core: _C.Communicator | None = _C.Communicator(store, rank, size, options)
+
+    @classmethod
+    def from_env(cls, store_folder: str, **options: Any) -> Communicator:
+        """Join the group that ``RANK`` and ``WORLD_SIZE`` describe, as torchrun sets them.
+
+        Args:
+            store_folder: a folder that all ranks share and that no earlier run has used.
+            options: as for the class.
+
+        Raises:
+            Error: one of the variables is not set.
+        """
+        settings = env()
+        if settings.rank is None or settings.world_size is None:
+            raise Error("RANK and WORLD_SIZE are not set; start the script with torchrun")
+        return cls(Store.file(store_folder), settings.rank, settings.world_size, **options)
+
+    @property
+    def core(self) -> _C.Communicator:
+        """The communicator in C++, for callers that have addresses.
+
+        Raises:
+            Error: the communicator is closed.
+        """
+        if self._core is None:
+            raise Error("this communicator is closed")
+        return self._core
+
+    def close(self) -> None:
+        """Leave the group. Ranks that still wait for us get :class:`pycomm.PeerLost`."""
+        self._core = None
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        text = "closed" if self._core is None else f"rank {self.rank} of {self._core.describe()}"
+        return f"<Communicator {text}>"
+
+    @property
+    def rank(self) -> int:
+        """Our number in the group."""
+        return self.core.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.core.size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that an operation may take if its call names no timeout."""
+        return self.core.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.core.timeout = seconds
+
+    def describe(self) -> str:
+        """Return one line on how the group is connected."""
+        return self.core.describe()
+
+    def wire_bytes(self) -> int:
+        """Return how many bytes this rank has handed to TCP since the start."""
+        return self.core.wire_bytes()
+
+    def sent_bytes(self) -> int:
+        """Return how many bytes this rank has handed to any transport since the start."""
+        return self.core.sent_bytes()
+
+    # Every operation takes a timeout in seconds; 0 is the group's. It raises Error for arguments
+    # that cannot work, before a byte is sent, then Timeout, PeerLost or WireMismatch.
+
+    def all_reduce(
+        self,
+        data: Any,
+        op: str | _C.ReduceOp = "sum",
+        *,
+        factor: float = 1.0,
+        timeout: float = 0.0,
+    ) -> None:
+        """Replace ``data`` by its reduction over all ranks.
+
+        Args:
+            data: any shape and dtype, in place.
+            op: sum, avg, premul_sum (every input times ``factor``), prod, min, max, band, bor or
+                bxor.
+            factor: for premul_sum.
+            timeout: seconds.
+        """
+        address, numel, dtype = span(data, True)
+        self.core.all_reduce(address, numel, dtype, reduce_op(op), factor, timeout)
+
+    def all_reduce_coded(
+        self,
+        data: Any,
+        codec: Any,
+        *,
+        average: bool = True,
+        seed: int = 0,
+        step: int = 0,
+        timeout: float = 0.0,
+    ) -> bool:
+        """Replace ``data`` by its sum or average over all ranks, sent through codecs.
+
+        Each value is encoded twice, whatever the number of ranks: by each rank for the owner, and
+        by the owner for all. The owner adds in float32 and divides once.
+
+        Args:
+            data: float32, any shape, in place.
+            codec: one codec for all, or :class:`Piece` s that cover ``data``.
+            average: divide the sum by the number of ranks.
+            seed: of stochastic rounding, equal on all ranks.
+            step: of training, equal on all ranks; also names random numbers.
+            timeout: seconds.
+
+        Returns:
+            True if every value of the result is finite; the same on all ranks.
+        """
+        address, numel, dtype = span(data, True)
+        if dtype != _C.DType.float32:
+            raise Error(f"all_reduce_coded takes float32, not {dtype.name}")
+        pieces = codec if isinstance(codec, Sequence) and not isinstance(codec, str) else None
+        built = _build([Piece(numel, codec)] if pieces is None else pieces)
+        if built.numel != numel:
+            raise Error(f"the pieces cover {built.numel} of {numel} elements")
+        return self.core.all_reduce_coded(
+            address, built, average=average, seed=seed, step=step, timeout=timeout
+        )
+
+    def reduce_scatter(
+        self,
+        input: Any,
+        out: Any,
+        op: str | _C.ReduceOp = "sum",
+        *,
+        factor: float = 1.0,
+        timeout: float = 0.0,
+    ) -> None:
+        """Reduce ``input`` over all ranks; ``out`` gets our part of ``size`` equal parts.
+
+        Args:
+            input: size * n elements.
+            out: n elements of the same dtype.
+            op: as in :meth:`all_reduce`.
+            factor: for premul_sum.
+            timeout: seconds.
+        """
+        source, target = pair(input, out, "reduce_scatter", self.size, 1)
+        self.core.reduce_scatter(
+            source.address,
+            target.address,
+            target.numel,
+            target.dtype,
+            reduce_op(op),
+            factor,
+            timeout,
+        )
+
+    def all_gather(self, input: Any, out: Any, *, timeout: float = 0.0) -> None:
+        """Put every rank's ``input`` (n elements) in ``out`` (size * n elements), in rank order.
+
+        ``input`` may be our part of ``out``.
+        """
+        source, target = pair(input, out, "all_gather", 1, self.size)
+        self.core.all_gather(source.address, target.address, source.numel, source.dtype, timeout)
+
+    def all_to_all(
+        self,
+        input: Any,
+        out: Any,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        timeout: float = 0.0,
+    ) -> None:
+        """Send part r of ``input`` to rank r; part r of ``out`` is what rank r sent us.
+
+        Args:
+            input: the parts one after another.
+            out: likewise, of the same dtype.
+            send_counts: elements of each part of ``input``; None: equal parts.
+            recv_counts: elements of each part of ``out``; None: equal parts.
+            timeout: seconds.
+        """
+        source, target = span(input, False), span(out, True)
+        if source.dtype != target.dtype:
+            raise Error(f"all_to_all: input is {source.dtype.name}, out is {target.dtype.name}")
+        self.core.all_to_all(
+            source.address,
+            self._parts("input", source.numel, send_counts),
+            target.address,
+            self._parts("out", target.numel, recv_counts),
+            source.dtype,
+            timeout,
+        )
+
+    def _parts(self, what: str, numel: int, counts: Sequence[int] | None) -> _C.Parts:
+        if counts is None:
+            if numel % self.size:
+                raise Error(f"all_to_all: {what} has {numel} elements, not {self.size} equal parts")
+            counts = [numel // self.size] * self.size
+        if sum(counts) > numel:
+            raise Error(f"all_to_all: {what} has {numel} elements, its parts {sum(counts)}")
+        return _C.Parts(list(counts), [0, *accumulate(counts)][: len(counts)])
+
+    def broadcast(self, data: Any, root: int = 0, *, timeout: float = 0.0) -> None:
+        """Replace ``data`` on every rank by the root's."""
+        address, numel, dtype = span(data, True)
+        self.core.broadcast(address, numel, dtype, root, timeout)
+
+    def reduce(
+        self,
+        input: Any,
+        out: Any,
+        root: int = 0,
+        op: str | _C.ReduceOp = "sum",
+        *,
+        factor: float = 1.0,
+        timeout: float = 0.0,
+    ) -> None:
+        """Reduce ``input`` over all ranks into the root's ``out``; elsewhere it may be None."""
+        source = span(input, False)
+        target = 0 if out is None else pair(input, out, "reduce", 1, 1)[1].address
+        self.core.reduce(
+            source.address, target, source.numel, source.dtype, reduce_op(op), root, factor, timeout
+        )
+
+    def gather(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
+        """Put every rank's ``input`` in ``out`` (size * n elements) at the root."""
+        source = span(input, False)
+        target = 0 if out is None else pair(input, out, "gather", 1, self.size)[1].address
+        self.core.gather(source.address, target, source.numel, source.dtype, root, timeout)
+
+    def scatter(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
+        """Put part r of the root's ``input`` (size * n elements) in rank r's ``out``."""
+        target = span(out, True)
+        source = 0 if input is None else pair(input, out, "scatter", self.size, 1)[0].address
+        self.core.scatter(source, target.address, target.numel, target.dtype, root, timeout)
+
+    def barrier(self, *, timeout: float = 0.0) -> None:
+        """Wait until all ranks have called this."""
+        self.core.barrier(timeout)
+
+    def send(self, data: Any, dst: int, tag: int = 0) -> Request:
+        """Post a send of ``data`` to rank ``dst``.
+
+        Returns:
+            A request: ``data`` must stay as it is until its ``wait(timeout)`` returns.
+        """
+        address, numel, dtype = span(data, False)
+        request = self.core.send(address, numel * _C.size_of(dtype), dst, tag)
+        request.buffer = data
+        return request
+
+    def recv(self, data: Any, src: int = -1, tag: int = 0) -> Request:
+        """Post a receive into ``data`` from rank ``src``, or from any rank (-1).
+
+        Sends and receives match by rank and tag, in order of posting. Both must have the same size.
+
+        Returns:
+            A request: ``data`` is there when its ``wait(timeout)`` returns; ``source()`` tells who
+            sent it.
+        """
+        address, numel, dtype = span(data, True)
+        request = self.core.recv(address, numel * _C.size_of(dtype), src, tag)
+        request.buffer = data
+        return request
+
+    def abort(self, reason: str) -> None:
+        """End every running and later operation on all ranks. From any thread, at any time."""
+        self.core.abort(reason)
+
+
+def _build(pieces: Sequence[Piece]) -> _C.Pieces:
+    built = _C.Pieces()
+    codecs: dict[str, _C.Codec] = {}
+    for piece in pieces:
+        codec = piece.codec
+        if isinstance(codec, str):
+            codec = codecs.setdefault(codec, _C.Codec(codec))
+        elif not isinstance(codec, _C.Codec):
+            codec = codec.native
+        residual = _residual(piece.residual, piece.numel)
+        owner = _residual(piece.owner_residual, piece.numel)
+        built.add(
+            piece.numel,
+            codec,
+            tensor=piece.tensor,
+            residual=residual,
+            new_residual=residual,
+            owner_residual=owner,
+            new_owner_residual=owner,
+        )
+    return built
+
+
+def _residual(array: Any, numel: int) -> int:
+    if array is None:
+        return 0
+    address, size, dtype = span(array, True)
+    if size != numel or dtype != _C.DType.float32:
+        raise Error(f"a residual has {size} {dtype.name}, its piece needs {numel} float32")
+    return address

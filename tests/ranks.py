@@ -1,0 +1,112 @@
+"""Ranks as threads or processes: run a function on each, rethrow the first error, never hang."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import queue
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from pycomm.communicator import Communicator, Store
+
+Job = Callable[..., Any]
+OPTIONS = {"transport": "local", "timeout": 20.0}
+
+
+class Hung(AssertionError):
+    """Ranks were still running when the test's time was over."""
+
+
+def run(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any]:
+    """Run ``job(communicator)`` on ``size`` ranks that are threads; return what each returned.
+
+    The first error of any rank is raised again, with the number of the rank in a note. If a rank is
+    not done after ``limit`` seconds the stacks of all threads are printed and the test fails.
+    """
+    outcomes = attempt(size, job, limit=limit, **options)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+def attempt(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any]:
+    """The same, but a rank's error is its outcome. For tests of errors."""
+    outcomes: list[Any] = [None] * size
+    store = Store.local()
+
+    def rank_main(rank: int) -> None:
+        try:
+            with Communicator(store, rank, size, **{**OPTIONS, **options}) as communicator:
+                outcomes[rank] = job(communicator)
+        except BaseException as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"on rank {rank} of {size}")
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    hung = [r for r, thread in enumerate(threads) if thread.is_alive()]
+    if hung:
+        faulthandler.dump_traceback()
+        raise Hung(f"ranks {hung} did not end within {limit} s")
+    return outcomes
+
+
+def _process_main(
+    rank: int, size: int, folder: str, job: Job, options: dict[str, Any], results: Any
+) -> None:
+    try:
+        with Communicator(Store.file(folder), rank, size, **options) as communicator:
+            results.put((rank, True, job(communicator)))
+    except BaseException as error:
+        results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+def run_processes(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any]:
+    """Run ``job(communicator)``, a function of a module, on ranks that are forked processes.
+
+    A job that returns None may end by any means (a test kills it); others must return.
+    """
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**OPTIONS, "transport": "shm", **options}
+        processes = [
+            context.Process(target=_process_main, args=(r, size, folder, job, options, results))
+            for r in range(size)
+        ]
+        for process in processes:
+            process.start()
+        outcomes: list[Any] = [None] * size
+        end = time.monotonic() + limit
+        missing = set(range(size))
+        try:
+            while missing and time.monotonic() < end:
+                try:
+                    rank, fine, outcome = results.get(timeout=0.1)
+                except queue.Empty:
+                    missing -= {r for r in missing if processes[r].exitcode not in (None, 0)}
+                    continue
+                missing.discard(rank)
+                if not fine:
+                    raise AssertionError(f"rank {rank} of {size}: {outcome}")
+                outcomes[rank] = outcome
+        finally:
+            for process in processes:
+                process.join(5.0 if not missing else 0.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        if missing:
+            raise Hung(f"ranks {sorted(missing)} did not end within {limit} s")
+        return outcomes
