@@ -32,6 +32,13 @@ struct DecodeParams {
   uint32_t block_bits;
 };
 
+/// The codes of four values, and what they stand for before the scale.
+template <typename Codes>
+struct Encoded {
+  Codes codes;
+  cuda::Vector<float> value;
+};
+
 /// Blocks of up to 512 values fit in a tile of kSmall rows; a tile of kLarge rows takes any.
 constexpr int kSmall = 4;
 constexpr int kLarge = kMaxBlock / cuda::kRow;
@@ -91,20 +98,19 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const EncodePara
     const float s = scale(amax, Coder::kTop);
     if (i % block == 0 && i < args.numel) args.scales[i >> args.block_bits] = s;
 
-    typename Coder::Codes codes = 0;
-    if (used(amax)) codes = Coder::encode(p[row], inv_scale(amax, Coder::kTop), args, i / 4);
+    Encoded<typename Coder::Codes> encoded{};
+    if (used(amax)) encoded = Coder::encode(p[row], inv_scale(amax, Coder::kTop), args, i / 4);
     // Codes end at a multiple of four bytes, in zeros.
     constexpr size_t kWord = 32 / Coder::kBits;
     if (i / kWord * kWord < args.numel) {
-      reinterpret_cast<typename Coder::Codes*>(args.codes)[i / 4] = codes;
+      reinterpret_cast<typename Coder::Codes*>(args.codes)[i / 4] = encoded.codes;
     }
 
     if (kFeedback) {
-      cuda::Vector<float> left{};
-      if (!(amax < kHuge)) left = tile.load(args.residual, row);  // the block travels as NaN
-      const cuda::Vector<float> decoded = Coder::decode(codes, s);
+      cuda::Vector<float> kept{};
+      if (!(amax < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
-        p[row].v[k] = owed(p[row].v[k], decoded.v[k], left.v[k]);
+        p[row].v[k] = owed(p[row].v[k], encoded.value.v[k] * s, kept.v[k]);
       }
     }
   }

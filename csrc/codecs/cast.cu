@@ -14,11 +14,15 @@ struct Coder {
   static constexpr float kTop = Type::kTop;
   using Codes = uint32_t;
 
-  __device__ static Codes encode(const cuda::Vector<float>& p, float inv, const EncodeParams&,
-                                 uint64_t) {
-    Codes codes = 0;
-    for (int k = 0; k < 4; k++) codes |= Codes{Type::encode(p.v[k] * inv)} << (8 * k);
-    return codes;
+  __device__ static Encoded<Codes> encode(const cuda::Vector<float>& p, float inv,
+                                          const EncodeParams&, uint64_t) {
+    Encoded<Codes> out{};
+    for (int k = 0; k < 4; k++) {
+      const Rounded rounded = Type::round(p.v[k] * inv);
+      out.codes |= rounded.code << (8 * k);
+      out.value.v[k] = rounded.value;
+    }
+    return out;
   }
 
   __device__ static cuda::Vector<float> decode(Codes codes, float scale) {

@@ -36,8 +36,8 @@ struct Coder {
   using Codes = typename Packing<kBits>::Codes;
 
   /// `group` counts groups of four values from in[0].
-  __device__ static Codes encode(const cuda::Vector<float>& p, float inv, const EncodeParams& args,
-                                 uint64_t group) {
+  __device__ static Encoded<Codes> encode(const cuda::Vector<float>& p, float inv,
+                                          const EncodeParams& args, uint64_t group) {
     int q[4];
     if constexpr (kStochastic) {
       const Random4 random = random_words(args.seed, args.step, args.tensor, args.group + group);
@@ -45,7 +45,9 @@ struct Coder {
     } else {
       for (int k = 0; k < 4; k++) q[k] = quantize(p.v[k], inv);
     }
-    return Packing<kBits>::pack(q);
+    Encoded<Codes> out{Packing<kBits>::pack(q), {}};
+    for (int k = 0; k < 4; k++) out.value.v[k] = static_cast<float>(q[k]);
+    return out;
   }
 
   __device__ static cuda::Vector<float> decode(Codes codes, float scale) {
