@@ -1,0 +1,118 @@
+"""The arithmetic that several kernels share, as in csrc/codecs/block.h and csrc/core/floats.h."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NAN_BITS = tl.constexpr(0x7FC00000)
+INF_BITS = tl.constexpr(0x7F800000)
+TINY = tl.constexpr(2.0**-100)
+HUGE = tl.constexpr(2.0**127)
+
+
+@triton.jit
+def float_bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def bits_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude_bits(x):
+    return float_bits(x) & 0x7FFFFFFF
+
+
+# -------------------------------------------------------------------- blocks
+
+
+@triton.jit
+def load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK: tl.constexpr):
+    """Return p = x + residual, and the residual; 0 beyond the end."""
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    if FEEDBACK:
+        residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
+        return x + residual, residual
+    return x, x
+
+
+@triton.jit
+def owed(p, decoded, residual):
+    """Residual after p has travelled as ``decoded``; where that is not finite, as it was."""
+    return tl.where(magnitude_bits(decoded) < INF_BITS, p - decoded, residual)
+
+
+@triton.jit
+def scales(p, TOP: tl.constexpr):
+    """Return (scale, inverse scale, used) of each row of ``p``, with a second dimension of 1."""
+    amax = bits_float(tl.max(magnitude_bits(p), axis=1, keep_dims=True))
+    used = (amax > TINY) & (amax < HUGE)
+    safe = tl.where(used, amax, 1.0)
+    nan = bits_float(tl.full(amax.shape, NAN_BITS, tl.int32))
+    scale = tl.where(used, tl.math.div_rn(safe, TOP), tl.where(amax <= TINY, 0.0, nan))
+    return scale, tl.where(used, tl.math.div_rn(TOP, safe), 0.0), used
+
+
+@triton.jit
+def add_or_not(out_ptr, offsets, mask, value, ADD: tl.constexpr):
+    """out = value, or out = out + value."""
+    if ADD:
+        value = tl.load(out_ptr + offsets, mask=mask, other=0.0) + value
+    tl.store(out_ptr + offsets, value, mask=mask)
+
+
+# -------------------------------------------------------------- small floats
+
+
+@triton.jit
+def to_bfloat16(x):
+    """Bits of x rounded to nearest even; every NaN is 0x7fc0."""
+    bits = float_bits(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(magnitude_bits(x) > INF_BITS, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def from_bfloat16(code):
+    return bits_float(code.to(tl.int32) << 16)
+
+
+@triton.jit
+def to_float8(v, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """Return the code of v, in range, rounded to nearest even, and the value of that code.
+
+    Rounds in the float adder, as `round_in_range` of csrc/codecs/cast.h: sm_80 has no instruction
+    for it.
+    """
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    SMALLEST: tl.constexpr = (129 - (1 << (EXPONENT - 1))) << 23  # the smallest normal value
+    magnitude = magnitude_bits(v)
+    exponent = magnitude & INF_BITS
+    binade = tl.where(exponent > SMALLEST, exponent, SMALLEST)
+    anchor = binade + (SHIFT << 23)
+    total = bits_float(magnitude) + bits_float(anchor)
+    steps = float_bits(total) - anchor
+    sign = float_bits(v) ^ magnitude
+    code = steps + ((binade - SMALLEST) >> SHIFT) | ((sign >> 24) & 0x80)
+    return code.to(tl.uint8), bits_float(float_bits(total - bits_float(anchor)) | sign)
+
+
+@triton.jit
+def from_float8(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """Value of any code. Five bits of exponent are e5m2, which has Inf; e4m3 has one NaN."""
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
+    SMALLEST: tl.constexpr = (128 - BIAS) << 23  # the smallest normal value
+    code = code.to(tl.int32)
+    wide = (code & 0x7F) << SHIFT
+    smallest = bits_float(tl.full(wide.shape, SMALLEST, tl.int32))
+    subnormal = float_bits(bits_float(wide + SMALLEST) - smallest)
+    bits = tl.where(wide < (1 << 23), subnormal, wide + ((127 - BIAS) << 23))
+    if EXPONENT == 5:
+        bits = tl.where((code & 0x7F) >= 0x7C, wide | INF_BITS, bits)
+    else:
+        bits = tl.where((code & 0x7F) == 0x7F, NAN_BITS, bits)
+    return bits_float(bits | (code >> 7) << 31)
