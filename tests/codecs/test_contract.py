@@ -11,11 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm.codecs.base import Codec, EncodeArgs, RandomKey, Reference, implementation
+from pycomm.codecs.base import (
+    Codec,
+    EncodeArgs,
+    RandomKey,
+    Reference,
+    Unavailable,
+    implementation,
+)
+from tests.codecs import emulated_cuda
 from tests.codecs.cases import CASES, SPECS, bits
 
-# (implementation, device). An implementation that is listed must work.
-IMPLEMENTATIONS = [("native", "cpu")]
+# (implementation, device). Those of the CPU must work. With a GPU Triton's interpreter is off, and
+# an implementation that is not installed is skipped: `make gpu` wants them all.
+CPU = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
+CUDA = [("reference", "cuda"), ("native", "cuda"), ("nvrtc", "cuda"), ("triton", "cuda")]
+IMPLEMENTATIONS = CPU[:2] + CUDA if torch.cuda.is_available() else CPU
 
 KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98)
 REFERENCE = Reference()
@@ -35,6 +46,17 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     )
 
 
+def runner(codec: Codec, kind: str, device: str):
+    if kind == "emulated-cuda":
+        return emulated_cuda
+    try:
+        return implementation(codec.name, kind, device)
+    except (ImportError, Unavailable) as reason:
+        if device == "cpu":
+            raise
+        pytest.skip(f"{kind} on {device}: {reason}")
+
+
 def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> torch.Tensor:
     # Bytes that are not written are seen.
     out = torch.full((codec.encoded_bytes(x.numel()),), 0xA5, dtype=torch.uint8, device=x.device)
@@ -44,7 +66,7 @@ def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> t
 
 def check(spec: str, kind: str, device: str, x: torch.Tensor, residual: torch.Tensor) -> None:
     codec = pycomm.codec(spec)
-    run = implementation(codec.name, kind, device)
+    run = runner(codec, kind, device)
     index = 3 * codec.granule
     there, owed_there = x.to(device), residual.to(device)
 
@@ -125,14 +147,14 @@ def test_any_payload_decodes_the_same(spec, kind, device, numel, seed):
     codec = pycomm.codec(spec)
     g = torch.Generator().manual_seed(seed)
     payload = torch.randint(0, 256, (codec.encoded_bytes(numel),), generator=g).to(torch.uint8)
-    check_decode(codec, implementation(codec.name, kind, device), device, payload, numel)
+    check_decode(codec, runner(codec, kind, device), device, payload, numel)
 
 
 @everywhere
 @every_spec
 def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
     codec = pycomm.codec(spec)
-    run = implementation(codec.name, kind, device)
+    run = runner(codec, kind, device)
     x = CASES["normal-5001"][0].to(device)
     cuts = [0, codec.granule, min(2 * codec.granule, 5001), 5001]
     scales, codes = [], []
@@ -156,7 +178,7 @@ def sections(codec: Codec, payload: torch.Tensor, numel: int) -> tuple[torch.Ten
 @every_spec
 def test_nothing_encodes_to_nothing(spec, kind, device):
     codec = pycomm.codec(spec)
-    run = implementation(codec.name, kind, device)
+    run = runner(codec, kind, device)
     nothing = torch.empty(0, device=device)
     assert encode(run, codec, nothing, nothing.clone(), nothing.clone()).numel() == 0
     run.decode_add(codec, torch.empty(0, dtype=torch.uint8, device=device), nothing)

@@ -1,0 +1,185 @@
+"""Which CUDA kernel of csrc/codecs does what, and with which arguments; no CUDA is needed here.
+
+The C++ launchers (csrc/codecs/block_launch.h, cast.cu) choose alike. `pycomm.codecs.nvrtc` starts
+the calls that are described here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from pycomm._build import source_root
+from pycomm.codecs.base import Codec, EncodeArgs
+from pycomm.codecs.block import num_blocks
+from pycomm.codecs.cast import Cast
+from pycomm.codecs.quant import Quant
+
+THREADS = 256  # kThreads of csrc/core/cuda_vector.h
+WARPS = 8
+ROW = 128
+SMALL, LARGE = 4, 16  # rows per tile: kSmall and kLarge of csrc/codecs/block_cuda.h
+
+# -default-device: what has no mark is device code, since NVRTC compiles nothing else.
+OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
+
+NAMESPACE = "pycomm::codecs"
+TYPES = {
+    "float32": "Float32",
+    "float16": "Float16",
+    "bfloat16": "BFloat16",
+    "float8_e4m3": "Float8E4M3",
+    "float8_e5m2": "Float8E5M2",
+}
+
+
+class EncodeParams(ctypes.Structure):
+    """The struct of the same name in csrc/codecs/block_cuda.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("residual", ctypes.c_uint64),
+        ("new_residual", ctypes.c_uint64),
+        ("scales", ctypes.c_uint64),
+        ("codes", ctypes.c_uint64),
+        ("numel", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("group", ctypes.c_uint64),
+        ("step", ctypes.c_uint32),
+        ("tensor", ctypes.c_uint32),
+        ("block_bits", ctypes.c_uint32),
+    )
+
+
+class DecodeParams(ctypes.Structure):
+    """The struct of the same name in csrc/codecs/block_cuda.h."""
+
+    _fields_ = (
+        ("scales", ctypes.c_uint64),
+        ("codes", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("numel", ctypes.c_uint64),
+        ("block_bits", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch: `blocks` blocks of THREADS threads; the only argument is the struct."""
+
+    source: str  # "quant": csrc/codecs/quant.cu
+    kernel: str  # name of the kernel in C++, with its template arguments
+    blocks: int
+    params: ctypes.Structure
+
+
+def encode_call(codec: Codec, args: EncodeArgs) -> Call:
+    """Return the launch that does ``Codec.encode``."""
+    numel = args.x.numel()
+    payload = args.out.data_ptr()
+    feedback = args.residual is not None
+    params = EncodeParams(
+        x=args.x.data_ptr(),
+        residual=0 if args.residual is None else args.residual.data_ptr(),
+        new_residual=0 if args.new_residual is None else args.new_residual.data_ptr(),
+        scales=payload,
+        codes=payload + _codes_offset(codec, numel),
+        numel=numel,
+        seed=args.key.seed,
+        group=args.index // 4,
+        step=args.key.step,
+        tensor=args.key.tensor,
+        block_bits=_block_bits(codec),
+    )
+    return Call(codec.name, encode_kernel(codec, feedback), _grid(_rows(codec), numel), params)
+
+
+def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> Call:
+    """Return the launch that does ``Codec.decode`` or ``Codec.decode_add``."""
+    numel = out.numel()
+    params = DecodeParams(
+        scales=payload.data_ptr(),
+        codes=payload.data_ptr() + _codes_offset(codec, numel),
+        out=out.data_ptr(),
+        numel=numel,
+        block_bits=_block_bits(codec),
+    )
+    return Call(codec.name, decode_kernel(codec, add), _grid(SMALL, numel), params)
+
+
+def encode_kernel(codec: Codec, feedback: bool) -> str:
+    """Return the kernel's name in C++."""
+    if coder := _coder(codec):
+        return f"{NAMESPACE}::encode_blocks<{coder}, {_rows(codec)}, {_bool(feedback)}>"
+    return f"{NAMESPACE}::cast::encode_plain<{_plain(codec)}, {_bool(feedback)}>"
+
+
+def decode_kernel(codec: Codec, add: bool) -> str:
+    """Return the kernel's name in C++."""
+    if coder := _coder(codec, decode=True):
+        return f"{NAMESPACE}::decode_blocks<{coder}, {_bool(add)}>"
+    return f"{NAMESPACE}::cast::decode_plain<{_plain(codec)}, {_bool(add)}>"
+
+
+def _coder(codec: Codec, decode: bool = False) -> str:
+    """Name of the Coder; empty for a codec without blocks."""
+    if isinstance(codec, Quant):
+        stochastic = codec.rounding == "stochastic" and not decode
+        return f"{NAMESPACE}::quant::Coder<{codec.bits}, {_bool(stochastic)}>"
+    if isinstance(codec, Cast):
+        return f"{NAMESPACE}::cast::Coder<{_plain(codec)}>" if codec.block else ""
+    raise NotImplementedError(f"{codec.name} has no CUDA kernels")
+
+
+def _plain(codec: Codec) -> str:
+    assert isinstance(codec, Cast)
+    return f"{NAMESPACE}::cast::{TYPES[codec.dtype]}"
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _block(codec: Codec) -> int:
+    return codec.block if isinstance(codec, (Cast, Quant)) else 0
+
+
+def _block_bits(codec: Codec) -> int:
+    return max(_block(codec), 1).bit_length() - 1
+
+
+def _rows(codec: Codec) -> int:
+    return SMALL if _block(codec) <= SMALL * ROW else LARGE
+
+
+def _codes_offset(codec: Codec, numel: int) -> int:
+    return 4 * num_blocks(numel, _block(codec)) if _block(codec) else 0
+
+
+def _grid(rows: int, numel: int) -> int:
+    return -(-numel // (WARPS * rows * ROW))
+
+
+def include_folder() -> Path:
+    """The folder of the C++ sources, which travel with the package."""
+    return source_root() / "csrc"
+
+
+@cache
+def source(name: str) -> str:
+    """Return the source to compile, with `include_folder` on the include path.
+
+    Its first line names the contents of every file that it may include, so that a cache of compiled
+    kernels that knows the text alone never returns kernels of another version.
+    """
+    digest = hashlib.sha256()
+    for folder in ("core", "codecs"):
+        for file in sorted((include_folder() / folder).glob("*")):
+            if file.suffix in (".h", ".cu"):
+                digest.update(file.read_bytes())
+    return f'// sources {digest.hexdigest()}\n#include "codecs/{name}.cu"\n'

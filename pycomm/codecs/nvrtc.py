@@ -1,0 +1,78 @@
+"""The CUDA kernels of csrc/codecs compiled at run time, where pycomm was built without nvcc.
+
+CuPy brings NVRTC, compiles a kernel at its first use (about half a second) and keeps it on disk.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy
+import torch
+
+from pycomm.codecs.base import Codec, EncodeArgs
+from pycomm.codecs.cuda_kernels import (
+    OPTIONS,
+    THREADS,
+    Call,
+    decode_call,
+    encode_call,
+    include_folder,
+    source,
+)
+
+
+def encode(codec: Codec, args: EncodeArgs) -> None:
+    """Write the payload and, if there is one, the new residual."""
+    _launch(encode_call(codec, args), args.x.device)
+
+
+def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    """out = decode(payload)."""
+    _launch(decode_call(codec, payload, out, add=False), out.device)
+
+
+def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    """out = out + decode(payload)."""
+    _launch(decode_call(codec, payload, out, add=True), out.device)
+
+
+def _launch(call: Call, device: torch.device) -> None:
+    """Start a kernel on torch's current stream of a device."""
+    if call.blocks == 0:
+        return
+    # An array of one element is passed by value.
+    content = bytes(call.params)
+    params = numpy.frombuffer(content, dtype=f"V{len(content)}")
+    handle = torch.cuda.current_stream(device).cuda_stream
+    with cupy.cuda.Device(device.index), _stream(handle, device.index):
+        kernel = _kernel(call.source, call.kernel, device.index)
+        kernel((call.blocks,), (THREADS,), (params,))
+
+
+@cache
+def _kernel(name: str, kernel: str, device: int) -> Any:
+    module = cupy.RawModule(
+        code=source(name),
+        options=(*OPTIONS, f"-I{include_folder()}"),
+        name_expressions=[kernel],
+    )
+    return module.get_function(kernel)
+
+
+class _TorchStream:
+    """A stream of torch by the protocol that CuPy reads."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _stream(handle: int, device: int) -> Any:
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_TorchStream(handle))
+    return cupy.cuda.ExternalStream(handle, device)  # CuPy before 14

@@ -1,0 +1,87 @@
+"""The CUDA kernels of the codecs on the CPU: compiled by g++, each warp as 32 coroutines.
+
+It shows without a GPU that kernels, launch shapes and parameter structs are right, and nothing
+about their speed or about what nvcc makes of them. It is an implementation like those of
+pycomm.codecs.base.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.codecs.base import Codec, EncodeArgs
+from pycomm.codecs.cuda_kernels import (
+    Call,
+    EncodeParams,
+    decode_call,
+    decode_kernel,
+    encode_call,
+    encode_kernel,
+    include_folder,
+)
+from tests.codecs.cases import SPECS
+
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
+
+
+def kernels(specs: list[str] = SPECS) -> dict[str, str]:
+    """Every kernel that these codecs start, with the name of its struct of arguments."""
+    names = {}
+    for codec in map(pycomm.codec, specs):
+        for flag in (False, True):
+            names[encode_kernel(codec, flag)] = "EncodeParams"
+            names[decode_kernel(codec, flag)] = "DecodeParams"
+    return names
+
+
+def encode(codec: Codec, args: EncodeArgs) -> None:
+    _run(encode_call(codec, args))
+
+
+def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    _run(decode_call(codec, payload, out, add=False))
+
+
+def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    _run(decode_call(codec, payload, out, add=True))
+
+
+def _run(call: Call) -> None:
+    wrong = _library().run(call.kernel.encode(), call.blocks, ctypes.byref(call.params))
+    assert not wrong, f"{call.kernel} is not in kernels()"
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ to compile the CUDA kernels for the CPU")
+    lines = [
+        '#include "emulated_cuda.h"',
+        '#include "codecs/cast.cu"',
+        '#include "codecs/quant.cu"',
+        "using namespace pycomm::codecs;",
+        'extern "C" int run(const char* name, unsigned blocks, const void* params) {',
+    ]
+    for name, struct in kernels().items():
+        start = f"{name}(*static_cast<const {struct}*>(params));"
+        lines.append(f'if (!strcmp(name, "{name}")) {{')
+        lines.append(f"return emulated::launch(blocks, [=] {{ {start} }}), 0; }}")
+    lines += ["return 1; }", 'extern "C" size_t encode_params() { return sizeof(EncodeParams); }']
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
+        source.write_text("\n".join(lines))
+        include = (f"-I{Path(__file__).parent}", f"-I{include_folder()}")
+        subprocess.run([compiler, *FLAGS, *include, str(source), "-o", str(binary)], check=True)
+        library = ctypes.CDLL(str(binary))
+    assert library.encode_params() == ctypes.sizeof(EncodeParams)
+    return library
