@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "binding/module.h"
+#include "collectives/shared.h"
 #include "core/env.h"
 #include "transports/tcp_interface.h"
 #include "transports/transport.h"
@@ -58,6 +59,9 @@ std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
     owned->transport = make_local(meeting);
   } else if (kind == "shm") {
     owned->transport = make_shm(meeting);
+    if (!owned->transport) {
+      throw Error("shm: rank " + std::to_string(rank) + " shares memory with no other rank");
+    }
   } else if (kind == "tcp") {
     std::vector<int> ranks;
     for (int r = 0; r < size; r++) ranks.push_back(r);
@@ -89,6 +93,31 @@ void wait_for(const OwnedTransport& owned, int lane, const std::vector<Goal>& go
     transport.check();
     if (deadline.expired()) throw Timeout("the channels did not move on in time");
     transport.idle(static_cast<Lane>(lane), std::chrono::milliseconds(10));
+  }
+}
+
+/// Runs the collective that the tag names over the window of all ranks.
+void run_shared(const OwnedTransport& owned, const OpTag& tag, uintptr_t in, uintptr_t out,
+                double factor, double seconds) {
+  py::gil_scoped_release release;
+  Window* window = (*owned).window();
+  if (!window) throw Error("the transport has no window of all ranks");
+  const auto* input = reinterpret_cast<const void*>(in);
+  auto* output = reinterpret_cast<void*>(out);
+  const Deadline deadline = after_seconds(seconds);
+  switch (tag.op) {
+    case Op::all_reduce:
+      return shared::all_reduce(*window, tag, output, factor, deadline);
+    case Op::reduce_scatter:
+      return shared::reduce_scatter(*window, tag, input, output, factor, deadline);
+    case Op::all_gather:
+      return shared::all_gather(*window, tag, input, output, deadline);
+    case Op::broadcast:
+      return shared::broadcast(*window, tag, output, deadline);
+    case Op::barrier:
+      return shared::barrier(*window, tag, deadline);
+    default:
+      throw Error(std::string(name(tag.op)) + " does not run over a window");
   }
 }
 
@@ -166,6 +195,11 @@ void bind_transports(py::module_& m) {
       .def("check", [](const OwnedTransport& t) { (*t).check(); })
       .def("wait", &wait_for, py::arg("lane"), py::arg("goals"), py::arg("timeout"),
            "Moves bytes on channels of a lane until each has sent and received its tickets.")
+      .def_property_readonly("has_window",
+                             [](const OwnedTransport& t) { return (*t).window() != nullptr; })
+      .def("run_shared", &run_shared, py::arg("tag"), py::arg("input") = 0, py::arg("out") = 0,
+           py::kw_only(), py::arg("factor") = 1.0, py::arg("timeout") = 20.0,
+           "Runs the collective that the tag names over shared memory; in-place ones use `out`.")
       .def("abort", [](const OwnedTransport& t, const std::string& why) { (*t).abort(why); })
       .def(
           "close", [](OwnedTransport& t) { t.transport.reset(); },

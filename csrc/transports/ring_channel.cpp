@@ -60,13 +60,11 @@ bool RingChannel::progress() {
   const bool pulled = pull();
   if (pushed || pulled) return true;
   if (sends_.empty() && recvs_.empty()) return false;
-  if (watch_.left(peer_)) {
-    // What it wrote before it left counts.
-    if (pull()) return true;
-    watch_.throw_left(peer_);
-  }
   if (watch_.aborted()) watch_.check_now();
-  return false;
+  if (!watch_.left(peer_)) return false;
+  // What it wrote before it left counts.
+  if (pull()) return true;
+  watch_.throw_left(peer_);
 }
 
 bool RingChannel::ready() const {

@@ -89,7 +89,8 @@ void Watch::check_deaths() const {
   }
 }
 
-void Watch::throw_left(int rank) const {
+void Watch::throw_left(int rank) {
+  check_now();
   throw PeerLost(member(rank), "rank " + std::to_string(member(rank)) +
                                    " left the group while rank " + std::to_string(member(self_)) +
                                    " still waits for it; let all ranks make the same calls");

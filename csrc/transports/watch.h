@@ -33,7 +33,8 @@ class Watch {
   bool left(int rank) const {
     return segment_.board(rank).left.load(std::memory_order_acquire) != 0;
   }
-  [[noreturn]] void throw_left(int rank) const;
+  /// The rank has left; but if there was a death or an abort before, that is what is thrown.
+  [[noreturn]] void throw_left(int rank);
 
   void abort(const std::string& reason) noexcept;
   /// Says that we are gone; peers that wait for us learn it at once.

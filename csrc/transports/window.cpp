@@ -23,8 +23,8 @@ void Window::wait_long(int rank, uint32_t stage) {
   const auto ready = [&] { return arrived(rank, stage); };
   const auto patrol = [&] {
     compare_tags(stage);
-    if (watch_.left(rank) && !ready()) watch_.throw_left(rank);
     watch_.check();
+    if (watch_.left(rank) && !ready()) watch_.throw_left(rank);
     if (deadline_.expired()) throw_timeout(stage);
   };
   const auto sleep = [&](std::chrono::microseconds limit) {

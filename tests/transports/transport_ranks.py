@@ -1,0 +1,98 @@
+"""Ranks that have nothing but a transport: threads over `local`, forked processes over `shm`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pycomm import _C
+
+Job = Callable[..., Any]
+LIMIT = 60.0
+
+
+def threads(size: int, job: Job) -> list[Any]:
+    """Run ``job(transport, rank)`` on threads; return what each returned or raised."""
+    store = _C.Store.local()
+    outcomes: list[Any] = ["still running"] * size
+
+    def main(rank: int) -> None:
+        try:
+            transport = _C.Transport("local", store, "test", rank, size, timeout=20.0)
+            try:
+                outcomes[rank] = job(transport, rank)
+            finally:
+                transport.close()
+        except Exception as error:
+            outcomes[rank] = error
+
+    workers = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LIMIT)
+    return outcomes
+
+
+def _process(rank: int, size: int, folder: str, job: Job, prepare: Job, results: Any) -> None:
+    try:
+        prepare(rank)
+        transport = _C.Transport("shm", _C.Store.file(folder), "test", rank, size, timeout=20.0)
+        try:
+            outcome = job(transport, rank)
+        finally:
+            transport.close()
+    except Exception as error:
+        error.args = (str(error), *error.args[1:], traceback.format_exc())
+        outcome = error
+    results.put((rank, outcome))
+
+
+def processes(size: int, job: Job, prepare: Job = lambda rank: None) -> list[Any]:
+    """The same on forked processes; the outcome of a rank that was killed is None.
+
+    ``prepare(rank)`` runs in the process before the ranks meet.
+    """
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    outcomes: list[Any] = [None] * size
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(target=_process, args=(r, size, folder, job, prepare, results))
+            for r in range(size)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(LIMIT)
+            assert worker.exitcode is not None, "a rank hangs"
+    while not results.empty():
+        rank, outcome = results.get()
+        outcomes[rank] = outcome
+    return outcomes
+
+
+RUNNERS = {"local": threads, "shm": processes}
+
+
+def good(outcomes: list[Any]) -> list[Any]:
+    """The outcomes, if no rank failed."""
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def sample(seed: int, nbytes: int) -> np.ndarray:
+    """Random bytes that are finite numbers in every dtype (bytes stay below 0x40)."""
+    return np.random.default_rng(seed).integers(0, 64, nbytes, dtype=np.uint8)
