@@ -101,7 +101,11 @@ std::string relative_path(const std::string& key) {
 
 class FileStore final : public Store {
  public:
-  explicit FileStore(const std::string& folder) : folder_(folder + "/") { make_folders(folder_); }
+  explicit FileStore(const std::string& folder) : folder_(folder + "/") {
+    make_folders(folder_);
+    const File opened(folder_, O_RDONLY | O_DIRECTORY);
+    if (opened.fd() < 0) throw_errno("open the folder", folder_);
+  }
 
   void set(const std::string& key, const std::string& value) override {
     static std::atomic<uint64_t> serial{0};

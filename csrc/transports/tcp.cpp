@@ -20,13 +20,14 @@ class TcpTransport final : public Transport {
  public:
   TcpTransport(const Rendezvous& meeting, Mesh mesh, const TcpOptions& options)
       : interface_(std::move(mesh.interface)),
+        congestion_control_(std::move(mesh.congestion_control)),
         sockets_(options.sockets),
         pacer_(options.link_bytes_per_second),
         control_(meeting.rank),
         channels_(static_cast<size_t>(meeting.size)) {
-    const bool spins = std::thread::hardware_concurrency() > 1;
     for (uint16_t lane = 0; lane < kLanes; lane++) {
-      pollers_[lane] = std::make_unique<Poller>(lane, meeting.rank, control_, pacer_, spins);
+      pollers_[lane] =
+          std::make_unique<Poller>(lane, meeting.rank, control_, pacer_, !mesh.crowded);
     }
     for (Link& link : mesh.links) {
       peers_.push_back(link.rank);
@@ -46,8 +47,8 @@ class TcpTransport final : public Transport {
     }
     // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
     const auto deadline = Deadline::after(kLinger);
-    while (unacknowledged() > 0 && !deadline.expired()) {
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    while (anybody_needs_us() && !deadline.expired()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
 
@@ -79,21 +80,25 @@ class TcpTransport final : public Transport {
     std::string text = "tcp to ";
     for (const int peer : peers_) text += (peer == peers_[0] ? "" : ",") + std::to_string(peer);
     return text + " by " + interface_.name + " (" + interface_.address.ip() + "), " +
-           std::to_string(sockets_) + (sockets_ == 1 ? " socket each" : " sockets each");
+           std::to_string(sockets_) + (sockets_ == 1 ? " socket each, " : " sockets each, ") +
+           congestion_control_;
   }
 
  private:
-  size_t unacknowledged() const {
-    size_t bytes = control_.unacknowledged();
-    for (const int peer : peers_) {
-      for (const auto& channel : channels_[static_cast<size_t>(peer)]) {
-        bytes += channel->unacknowledged();
-      }
-    }
-    return bytes;
+  // Somebody who has left reads no more, whatever is on its way.
+  bool anybody_needs_us() {
+    control_.poll();
+    return std::any_of(peers_.begin(), peers_.end(), [&](int peer) {
+      const auto& lanes = channels_[static_cast<size_t>(peer)];
+      return !control_.gone(peer) &&
+             (control_.unacknowledged(peer) > 0 ||
+              std::any_of(lanes.begin(), lanes.end(),
+                          [](const auto& channel) { return channel->unacknowledged() > 0; }));
+    });
   }
 
   const Interface interface_;
+  const std::string congestion_control_;
   const int sockets_;
   std::vector<int> peers_;
   Pacer pacer_;

@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <cstdio>
 #include <cstring>
+#include <new>
 
 #include "core/crc32c.h"
 #include "core/deadline.h"
@@ -74,10 +76,9 @@ void Control::add(int rank, const Address& address, Fd fd) {
 }
 
 Control::Peer* Control::find(int rank) const {
-  for (const auto& peer : peers_) {
-    if (peer->rank == rank) return peer.get();
-  }
-  return nullptr;
+  return std::find_if(peers_.begin(), peers_.end(),
+                      [&](const auto& peer) { return peer->rank == rank; })
+      ->get();
 }
 
 bool Control::gone(int rank) const {
@@ -122,16 +123,26 @@ void Control::take_in(Peer& peer) {
 void Control::on_notice(Peer& peer, const Notice& notice) {
   if (notice.kind == Notice::Kind::goodbye) {
     peer.state.store(State::left, std::memory_order_release);
-  } else if (!aborted()) {
-    const std::string reason(notice.text, ::strnlen(notice.text, sizeof notice.text));
-    abort_text_ = "rank " + std::to_string(peer.rank) + " aborted: " + reason;
-    aborted_.store(true, std::memory_order_release);
-    wake_all();
+  } else {
+    end_group(notice);
   }
 }
 
+// Under the mutex.
+void Control::end_group(const Notice& notice) noexcept {
+  if (aborted()) return;
+  try {
+    abort_text_.assign(notice.text, ::strnlen(notice.text, sizeof notice.text));
+  } catch (const std::bad_alloc&) {
+    abort_text_.clear();
+  }
+  aborted_.store(true, std::memory_order_release);
+  tell_all(notice);
+  wake_all();
+}
+
 // Never taken back: whoever waits on wait_fd() from now on shall look at once.
-void Control::wake_all() {
+void Control::wake_all() noexcept {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
 }
@@ -146,9 +157,13 @@ void Control::check() {
     std::unique_lock<std::mutex> lock(mutex_);
     if (Clock::now() - peer->died_at < kDeathGrace) continue;
     lock.unlock();
-    throw PeerLost(peer->rank, "rank " + std::to_string(peer->rank) + " (" + peer->address.text() +
-                                   ") died: it closed its connections without a word");
+    throw_died(*peer, "it closed its connections without a word");
   }
+}
+
+void Control::throw_died(const Peer& peer, const std::string& how) const {
+  throw PeerLost(peer.rank, "rank " + std::to_string(peer.rank) + " (" + peer.address.text() +
+                                ") died: " + how);
 }
 
 void Control::tell_all(const Notice& notice) noexcept {
@@ -162,18 +177,10 @@ void Control::tell_all(const Notice& notice) noexcept {
 
 void Control::abort(const std::string& reason) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (aborted()) return;
   Notice notice;
-  std::memcpy(notice.text, reason.data(), std::min(reason.size(), sizeof notice.text - 1));
+  std::snprintf(notice.text, sizeof notice.text, "rank %d aborted: %s", rank_, reason.c_str());
   notice.checksum = notice.compute();
-  try {
-    abort_text_ = "rank " + std::to_string(rank_) + " aborted: " + notice.text;
-  } catch (const std::bad_alloc&) {
-    abort_text_.clear();
-  }
-  aborted_.store(true, std::memory_order_release);
-  tell_all(notice);
-  wake_all();
+  end_group(notice);
 }
 
 void Control::say_goodbye() noexcept {
@@ -184,10 +191,9 @@ void Control::say_goodbye() noexcept {
   tell_all(notice);
 }
 
-size_t Control::unacknowledged() const {
-  size_t bytes = 0;
-  for (const auto& peer : peers_) bytes += tcp::unacknowledged(peer->fd.get());
-  return bytes;
+size_t Control::unacknowledged(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return tcp::unacknowledged(find(rank)->fd.get());
 }
 
 void Control::throw_lost(int rank, const std::string& what) {
@@ -195,18 +201,22 @@ void Control::throw_lost(int rank, const std::string& what) {
   const auto end = Clock::now() + kLastWords;
   for (;;) {
     pollfd wait = {-1, POLLIN, 0};
+    poll();
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      take_in(peer);
       if (aborted()) throw_aborted();
       if (peer.state != State::here || Clock::now() >= end) break;
       wait.fd = peer.fd.get();
     }
-    ::poll(&wait, 1, 10);
+    ::poll(&wait, 1, 5);
   }
-  const char* how = peer.state == State::left ? " has left the group: " : " died: ";
-  throw PeerLost(rank,
-                 "rank " + std::to_string(rank) + " (" + peer.address.text() + ")" + how + what);
+  if (peer.state != State::left) throw_died(peer, what);
+  for (const auto& other : peers_) {
+    if (other->state == State::died)
+      throw_died(*other, "and rank " + std::to_string(rank) + " left");
+  }
+  throw PeerLost(rank, "rank " + std::to_string(rank) + " (" + peer.address.text() +
+                           ") has left the group: " + what);
 }
 
 }  // namespace pycomm::tcp

@@ -34,12 +34,13 @@ class Control {
   /// True if the peer has said goodbye or has died.
   bool gone(int rank) const;
 
-  /// Tells all peers and ourselves. Only the first call counts.
+  /// Tells all peers and ourselves. Only the first call counts. Who hears of an abort passes it on,
+  /// so that it reaches all before the first of them leaves.
   void abort(const std::string& reason) noexcept;
   /// Tells all peers that we leave in good order.
   void say_goodbye() noexcept;
-  /// Bytes that peers have not acknowledged.
-  size_t unacknowledged() const;
+  /// Bytes that the peer has not acknowledged.
+  size_t unacknowledged(int rank) const;
 
   /// A data connection of the peer broke while something was queued: throws the best explanation,
   /// the peer's last words if they come within a moment.
@@ -55,9 +56,11 @@ class Control {
   Peer* find(int rank) const;
   void take_in(Peer& peer);
   void on_notice(Peer& peer, const Notice& notice);
-  void wake_all();
+  void end_group(const Notice& notice) noexcept;
   void tell_all(const Notice& notice) noexcept;
+  void wake_all() noexcept;
   [[noreturn]] void throw_aborted() const;
+  [[noreturn]] void throw_died(const Peer& peer, const std::string& how) const;
 
   const int rank_;
   Fd epoll_, wake_;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "transports/transport.h"
 
 namespace pycomm::tcp {
 
@@ -111,7 +112,9 @@ void Handshake::on_proof() {
   }
   const auto rank = static_cast<uint32_t>(rank_);
   const auto size = static_cast<uint32_t>(size_);
-  const bool known_use = hello_.lane == kControl || hello_.socket < hello_.sockets;
+  const bool known_use = hello_.lane == kControl
+                             ? hello_.socket == 0
+                             : hello_.lane < kLanes && hello_.socket < hello_.sockets;
   if (hello_.size != size || hello_.sockets != static_cast<uint32_t>(sockets_) ||
       hello_.target != rank || hello_.rank <= rank || hello_.rank >= size || !known_use) {
     return refuse(Verdict::wrong_shape,

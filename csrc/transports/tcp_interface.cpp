@@ -5,6 +5,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
+#include <sched.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -133,6 +134,18 @@ std::string host_id() {
     throw Error("tcp: cannot tell hosts apart: /proc is not mounted");
   }
   return boot + "/" + std::to_string(space.st_dev) + ":" + std::to_string(space.st_ino);
+}
+
+std::string cpu_mask() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  std::string mask;
+  if (::sched_getaffinity(0, sizeof set, &set) != 0) return mask;
+  for (int cpu = 0, left = CPU_COUNT(&set); left > 0; cpu++) {
+    mask += CPU_ISSET(cpu, &set) ? '1' : '0';
+    left -= CPU_ISSET(cpu, &set) ? 1 : 0;
+  }
+  return mask;
 }
 
 Interface choose_interface(const InterfaceWish& wish) {

@@ -1,4 +1,4 @@
-// Which network interface a group uses.
+// What a rank knows of its host, and which network interface its group uses.
 #pragma once
 #include <string>
 #include <vector>
@@ -18,6 +18,9 @@ std::vector<Interface> interfaces();
 /// Equal for two processes exactly if they reach each other by the loopback interface: same running
 /// kernel, same network namespace.
 std::string host_id();
+
+/// The CPUs on which this process may run: a '1' or '0' for each.
+std::string cpu_mask();
 
 struct InterfaceWish {
   /// An address, or names as NCCL_SOCKET_IFNAME has them: prefixes joined by ',' of which one must

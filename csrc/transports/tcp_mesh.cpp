@@ -105,14 +105,23 @@ class Meeting {
   }
 
   void choose() {
-    const std::string host = host_id();
-    const auto hosts = exchange_words("tcp-host", host);
-    const auto same = static_cast<size_t>(std::count(hosts.begin(), hosts.end(), host));
-    mesh_.shares_host = same > 0;
+    // Rank by rank: "host cpus".
+    const std::string host = host_id() + " ";
+    std::string cpus = cpu_mask();
+    const auto words = exchange_words("tcp-host", host + cpus);
+    size_t same = 0;
+    for (const std::string& word : words) {
+      if (word.compare(0, host.size(), host) != 0) continue;
+      same++;
+      const std::string mask = word.substr(host.size());
+      cpus.resize(std::max(cpus.size(), mask.size()), '0');
+      for (size_t i = 0; i < mask.size(); i++) cpus[i] = std::max(cpus[i], mask[i]);
+    }
+    mesh_.crowded = same + 1 > static_cast<size_t>(std::count(cpus.begin(), cpus.end(), '1'));
     InterfaceWish wish;
     wish.names = options_.interface;
     wish.store_host = env().master_addr;
-    wish.one_host = same == hosts.size();
+    wish.one_host = same == words.size();
     mesh_.interface = choose_interface(wish);
     if (!wish.one_host && mesh_.interface.address.is_loopback()) {
       throw Error("tcp: " + us_ + ": the ranks are on several hosts, but PYCOMM_INTERFACE \"" +
@@ -169,6 +178,12 @@ class Meeting {
 
   Fd& slot(Link& link, const Hello& hello) const {
     return hello.lane == kControl ? link.control : link.lanes[hello.lane][hello.socket];
+  }
+
+  void join(Fd& slot, Fd fd) {
+    choose_congestion_control(fd.get());
+    mesh_.congestion_control = congestion_control(fd.get());
+    slot = std::move(fd);
   }
 
   static bool complete(const Link& link) {
@@ -246,7 +261,7 @@ class Meeting {
       const Hello& hello = stranger.handshake.hello();
       for (Link& link : mesh_.links) {
         if (link.rank == static_cast<int>(hello.rank)) {
-          slot(link, hello) = std::move(stranger.fd);
+          join(slot(link, hello), std::move(stranger.fd));
         }
       }
     } else {
@@ -285,7 +300,7 @@ class Meeting {
           throw Error("tcp: " + us_ + " cannot join: " + name_of(link) + ": " +
                       out.handshake->problem());
         }
-        slot(link, out.hello) = std::move(out.fd);
+        join(slot(link, out.hello), std::move(out.fd));
     }
   }
 

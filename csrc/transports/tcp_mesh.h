@@ -19,8 +19,9 @@ struct Link {
 
 struct Mesh {
   Interface interface;
-  bool shares_host = false;  ///< with at least one of the peers
-  std::vector<Link> links;   ///< one per peer, ascending
+  bool crowded = false;            ///< this rank and the peers of its host outnumber their CPUs
+  std::string congestion_control;  ///< "bbr" and the like
+  std::vector<Link> links;         ///< one per peer, ascending
 };
 
 /// Connects with all `peers`; of two ranks the higher connects to the lower. Returns when all

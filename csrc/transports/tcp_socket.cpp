@@ -180,6 +180,18 @@ Fd connect_to(const Address& to, const Address* from, int& error) {
   return fd;
 }
 
+void choose_congestion_control(int fd) {
+  if (Address::local(fd).ip() != Address::remote(fd).ip()) return;
+  ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);  // may be forbidden: then it stays
+}
+
+std::string congestion_control(int fd) {
+  char name[16] = {};
+  socklen_t size = sizeof name - 1;
+  ::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size);
+  return name;
+}
+
 int pending_error(int fd) {
   int error = 0;
   socklen_t size = sizeof error;

@@ -70,6 +70,12 @@ Fd accept_from(int listener);
 /// writable. `from` is the local address to leave by, or null for the route's. `error` gets what
 /// went wrong at once, else 0. Throws Error if there can be no socket.
 Fd connect_to(const Address& to, const Address* from, int& error);
+/// To be called on both ends of a new connection. Inside one host there is no network to be fair
+/// to, and controls that pace (bbr) halve the bandwidth there: such a connection gets the plain
+/// "reno".
+void choose_congestion_control(int fd);
+/// "bbr" and the like.
+std::string congestion_control(int fd);
 /// The error that a socket has come to, 0 if none.
 int pending_error(int fd);
 /// Sent bytes that the other end has not acknowledged; 0 once the connection is broken.

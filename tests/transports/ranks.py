@@ -1,0 +1,161 @@
+"""Ranks for tests of stores and transports: threads of this process, or forked processes."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from pycomm import _C
+
+SECONDS = 30.0  # far beyond what any step needs; a test that waits for it has failed
+COLLECTIVE, POINT_TO_POINT = 0, 1
+SERIAL = count()
+
+
+@dataclass
+class Rank:
+    """One rank and its transport."""
+
+    rank: int
+    size: int
+    transport: Any
+    buffers: list[Any] = field(default_factory=list)  # what queued operations use
+
+    @property
+    def peers(self) -> list[int]:
+        return [r for r in range(self.size) if r != self.rank]
+
+    def send(
+        self, peer: int, data: bytes, tag: Any, lane: int = COLLECTIVE
+    ) -> tuple[Any, int, int]:
+        """Queues a message; returns what `wait` wants."""
+        buffer = ctypes.create_string_buffer(data, len(data) + 1)
+        self.buffers.append(buffer)
+        channel = self.transport.channel(peer, lane)
+        return channel, channel.send(tag, ctypes.addressof(buffer), len(data)), 0
+
+    def recv(self, peer: int, size: int, tag: Any, lane: int = COLLECTIVE) -> tuple[Any, Any]:
+        """Queues a receive; returns what `wait` wants, and a function that gives the bytes."""
+        buffer = ctypes.create_string_buffer(b"\xa5" * size, size + 1)
+        self.buffers.append(buffer)
+        channel = self.transport.channel(peer, lane)
+        ticket = channel.recv(tag, ctypes.addressof(buffer), size)
+        return (channel, 0, ticket), lambda: buffer.raw[:size]
+
+    def wait(self, *goals: Any, lane: int = COLLECTIVE, timeout: float = SECONDS) -> None:
+        self.transport.wait(lane, list(goals), timeout)
+
+    def exchange(
+        self, data: dict[int, bytes], tag: Any, lane: int = COLLECTIVE
+    ) -> dict[int, bytes]:
+        """Sends to each peer its bytes, and receives as many from each."""
+        goals, results = [], {}
+        for peer, payload in data.items():
+            goal, results[peer] = self.recv(peer, len(payload), tag, lane)
+            goals += [goal, self.send(peer, payload, tag, lane)]
+        self.wait(*goals, lane=lane)
+        return {peer: result() for peer, result in results.items()}
+
+
+Body = Callable[[Rank], Any]
+
+
+def tag(seq: int = 1, numel: int = 0, op: str = "all_reduce", **more: Any) -> Any:
+    return _C.OpTag(op, seq=seq, numel=numel, **more)
+
+
+def pattern(size: int, seed: int) -> bytes:
+    """Bytes that differ between seeds and between places."""
+    period = bytes((i * 7 + i // 251 + seed * 31) & 255 for i in range(min(size, 4093)))
+    return (period * (size // 4093 + 1))[:size]
+
+
+def run_rank(
+    kind: str, store: Any, group: str, rank: int, size: int, body: Body, options: Any
+) -> Any:
+    """The result of `body`, or what was raised."""
+    transport = None
+    try:
+        options = {"timeout": SECONDS, **(options(rank) if callable(options) else options)}
+        transport = _C.Transport(kind, store, group, rank, size, **options)
+        return body(Rank(rank, size, transport))
+    except BaseException as error:
+        return error
+    finally:
+        if transport is not None:
+            transport.close()
+
+
+def check(outcomes: list[Any], errors: bool) -> list[Any]:
+    if not errors:
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+    return outcomes
+
+
+def threads(
+    size: int,
+    body: Body,
+    *,
+    kind: str = "tcp",
+    store: Any = None,
+    errors: bool = False,
+    ranks: list[int] | None = None,
+    options: Any = None,
+) -> list[Any]:
+    """Runs `body` on ranks that are threads; returns the results in the order of ranks.
+
+    Args:
+        options: keyword arguments of the transport, or a function from the rank to them.
+        ranks: those that come; the others never do. Default: all.
+        errors: return what ranks raise as their result, instead of raising the first.
+    """
+    store = store or _C.Store.local()
+    group = f"group {next(SERIAL)}"
+    outcomes: dict[int, Any] = {}
+
+    def target(rank: int) -> None:
+        outcomes[rank] = run_rank(kind, store, group, rank, size, body, options or {})
+
+    started = [threading.Thread(target=target, args=(r,)) for r in ranks or range(size)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    return check([outcomes[r] for r in sorted(outcomes)], errors)
+
+
+def processes(
+    size: int, body: Body, folder: Any, *, kind: str, options: Any = None, errors: bool = False
+) -> list[Any]:
+    """As `threads`, on forked processes that meet in a folder. A rank that dies gives None."""
+    context = multiprocessing.get_context("fork")
+    group = f"group {next(SERIAL)}"
+
+    def target(rank: int, pipe: Any) -> None:
+        store = _C.Store.file(str(folder))
+        outcome = run_rank(kind, store, group, rank, size, body, options or {})
+        pipe.send_bytes(pickle.dumps(outcome))
+
+    started = []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=target, args=(rank, theirs))
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    outcomes = []
+    for process, pipe in started:
+        try:
+            outcomes.append(pickle.loads(pipe.recv_bytes()))
+        except EOFError:
+            outcomes.append(None)
+        process.join()
+    return check(outcomes, errors)

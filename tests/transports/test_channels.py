@@ -1,0 +1,200 @@
+"""One suite over all transports: bytes arrive whole and in order, and mismatches are described."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import pycomm.errors
+from tests.transports.ranks import (
+    COLLECTIVE,
+    POINT_TO_POINT,
+    pattern,
+    processes,
+    tag,
+    threads,
+)
+
+MIB = 1 << 20
+SIZES = [0, 1, 3, 111, 112, 2047, 2048, 2049, 65_537, MIB + 3]
+
+
+@pytest.fixture(params=["local", "shm", "tcp"])
+def run(request, tmp_path):
+    """Runs a body on ranks: threads, or processes where the transport needs them."""
+
+    def run_on(size, body, **more):
+        if request.param == "shm":
+            return processes(size, body, tmp_path, kind="shm", **more)
+        return threads(size, body, kind=request.param, **more)
+
+    return run_on
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_pair_exchanges_every_size(run, size):
+    def body(me):
+        for seq, n in enumerate(SIZES):
+            got = me.exchange(
+                {peer: pattern(n, me.rank * 8 + peer) for peer in me.peers}, tag(seq, n)
+            )
+            for peer in me.peers:
+                assert got[peer] == pattern(n, peer * 8 + me.rank), (n, peer)
+
+    run(size, body)
+
+
+def test_many_messages_queue_in_both_directions(run):
+    sizes = [0, 1, 200_000, 7, 0, 4096, MIB, 13] * 4
+
+    def body(me):
+        other = 1 - me.rank
+        goals, results = [], []
+        for seq, n in enumerate(sizes):
+            goals.append(me.send(other, pattern(n, seq + me.rank), tag(seq, n)))
+        for seq, n in enumerate(sizes):
+            goal, result = me.recv(other, n, tag(seq, n))
+            goals.append(goal)
+            results.append(result)
+        me.wait(*goals)
+        for seq, n in enumerate(sizes):
+            assert results[seq]() == pattern(n, seq + other), seq
+
+    run(2, body)
+
+
+def test_tickets_count_up_and_complete_in_order(run):
+    def body(me):
+        other = 1 - me.rank
+        tickets = []
+        for seq in range(5):
+            goal, _ = me.recv(other, 100, tag(seq))
+            sent = me.send(other, pattern(100, seq), tag(seq))
+            tickets.append((sent[1], goal[2]))
+            me.wait(sent, goal)
+            channel = sent[0]
+            assert (channel.sent, channel.received) == (seq + 1, seq + 1)
+        assert tickets == [(i, i) for i in range(1, 6)]
+
+    run(2, body)
+
+
+def test_lanes_do_not_disturb_each_other(run):
+    # On one lane, a large message has no receive yet; on the other, messages flow meanwhile.
+    def body(me):
+        other = 1 - me.rank
+        large = me.send(other, pattern(4 * MIB, me.rank), tag(0), COLLECTIVE)
+        for seq in range(20):
+            got = me.exchange({other: pattern(1000, seq)}, tag(seq, op="send"), POINT_TO_POINT)
+            assert got[other] == pattern(1000, seq)
+        goal, result = me.recv(other, 4 * MIB, tag(0), COLLECTIVE)
+        me.wait(large, goal)
+        assert result() == pattern(4 * MIB, other)
+
+    run(2, body)
+
+
+def test_two_threads_drive_two_lanes(run):
+    def body(me):
+        other = 1 - me.rank
+        failed = []
+
+        def drive(lane):
+            try:
+                for seq in range(50):
+                    got = me.exchange({other: pattern(50_000, lane + seq)}, tag(seq), lane)
+                    assert got[other] == pattern(50_000, lane + seq)
+            except BaseException as error:
+                failed.append(error)
+
+        drivers = [threading.Thread(target=drive, args=(lane,)) for lane in (0, 1)]
+        for driver in drivers:
+            driver.start()
+        for driver in drivers:
+            driver.join()
+        assert not failed
+
+    run(2, body)
+
+
+@pytest.mark.parametrize("size", [8, 300_000])
+def test_mismatch_describes_both_calls(run, size):
+    def body(me):
+        other = 1 - me.rank
+        mine = tag(7, size // 4) if me.rank == 0 else tag(7, size // 4, op="broadcast", root=1)
+        goal, _ = me.recv(other, size, mine)
+        # The other rank may find the mismatch first, and leave.
+        me.wait(me.send(other, pattern(size, 1), mine), goal)
+
+    outcomes = run(2, body, errors=True)
+    described = [str(o) for o in outcomes if isinstance(o, pycomm.errors.WireMismatch)]
+    assert described
+    assert all(isinstance(o, pycomm.errors.Error) for o in outcomes)
+    for text in described:
+        assert "all_reduce #7" in text
+        assert "broadcast #7" in text
+        assert "rank 0" in text
+        assert "rank 1" in text
+
+
+def test_mismatch_of_sizes_is_found(run):
+    def body(me):
+        other = 1 - me.rank
+        goal, _ = me.recv(other, 1000 + me.rank, tag())
+        me.wait(me.send(other, pattern(1000 + me.rank, 1), tag()), goal)
+
+    outcomes = run(2, body, errors=True)
+    texts = [str(o) for o in outcomes if isinstance(o, pycomm.errors.WireMismatch)]
+    assert texts
+    assert all("1000" in text and "1001" in text for text in texts)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_abort_reaches_every_rank_with_its_reason(run, size):
+    def body(me):
+        if me.rank == size - 1:
+            me.transport.abort("the disk is full")
+        goal, _ = me.recv(me.peers[0], 1000, tag())
+        me.wait(goal)
+
+    outcomes = run(size, body, errors=True)
+    for outcome in outcomes:
+        assert type(outcome) is pycomm.errors.Error, outcome
+        assert f"rank {size - 1}" in str(outcome)
+        assert "the disk is full" in str(outcome)
+
+
+def test_rank_that_leaves_is_named_to_those_who_wait(run):
+    def body(me):
+        if me.rank == 1:
+            return
+        goal, _ = me.recv(1, 1000, tag(3))
+        me.wait(goal)
+
+    outcomes = run(3, body, errors=True)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, pycomm.errors.PeerLost), outcome
+        assert outcome.rank == 1
+        assert "rank 1" in str(outcome)
+
+
+def test_last_message_of_a_rank_that_leaves_arrives(run):
+    def body(me):
+        if me.rank == 0:
+            me.wait(me.send(1, pattern(3 * MIB, 5), tag()))
+            return True
+        goal, result = me.recv(0, 3 * MIB, tag())
+        me.wait(goal)
+        return result() == pattern(3 * MIB, 5)
+
+    assert run(2, body) == [True, True]
+
+
+def test_sent_bytes_counts_payload_and_little_more(run):
+    def body(me):
+        me.exchange({1 - me.rank: pattern(MIB, 0)}, tag())
+        return me.transport.sent_bytes
+
+    for sent in run(2, body):
+        assert MIB <= sent < 1.01 * MIB

@@ -1,0 +1,299 @@
+"""What only TCP has: set-up among strangers, secrets, interfaces, lost peers and pacing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+import pycomm.errors
+from pycomm import _C
+from tests.transports.ranks import SECONDS, pattern, processes, tag, threads
+
+MIB = 1 << 20
+
+
+# ------------------------------------------------------------------------------ several sockets
+
+
+@pytest.mark.parametrize("sockets", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [0, 1, 128 << 10, (128 << 10) + 1, 3 * MIB + 5])
+def test_sockets_share_a_message(sockets, size):
+    def body(me):
+        other = 1 - me.rank
+        for seq in range(3):
+            got = me.exchange({other: pattern(size, seq)}, tag(seq))
+            assert got[other] == pattern(size, seq)
+        return me.transport.describe()
+
+    described = threads(2, body, options={"sockets": sockets})
+    assert f"{sockets} socket" in described[0]
+
+
+@pytest.mark.parametrize("sockets", [0, 17])
+def test_number_of_sockets_is_checked(sockets):
+    with pytest.raises(pycomm.errors.Error, match="PYCOMM_SOCKETS"):
+        _C.Transport("tcp", _C.Store.local(), "g", 0, 1, sockets=sockets)
+
+
+def test_sockets_must_be_equal_on_all_ranks():
+    outcomes = threads(
+        2,
+        lambda me: None,
+        options=lambda rank: {"sockets": 1 + rank, "timeout": 0.5},
+        errors=True,
+    )
+    assert isinstance(outcomes[0], pycomm.errors.Timeout)
+    assert "PYCOMM_SOCKETS" in str(outcomes[1])
+
+
+# ------------------------------------------------------------------------------ set-up
+
+
+def test_rank_that_never_comes_is_named():
+    outcomes = threads(4, lambda me: None, ranks=[0, 2], options={"timeout": 0.3}, errors=True)
+    for outcome in outcomes:
+        assert isinstance(outcome, pycomm.errors.Timeout)
+        assert "1, 3" in str(outcome)
+
+
+def test_wrong_secret_is_refused_and_explained():
+    start = time.monotonic()
+    outcomes = threads(
+        2,
+        lambda me: None,
+        options=lambda rank: {"secret": f"secret {rank}", "timeout": 1.0},
+        errors=True,
+    )
+    assert time.monotonic() - start < 5
+    assert type(outcomes[1]) is pycomm.errors.Error
+    assert "rank 0" in str(outcomes[1])
+    assert "refused our secret" in str(outcomes[1])
+    assert "PYCOMM_SECRET" in str(outcomes[1])
+    # Strangers must not be able to end a group, so the listening rank waits on.
+    assert isinstance(outcomes[0], pycomm.errors.Timeout)
+    assert "its secret is not ours" in str(outcomes[0])
+
+
+def test_secret_on_one_rank_only_is_explained():
+    outcomes = threads(2, lambda me: None, options=lambda rank: {"secret": "s" * rank}, errors=True)
+    assert all("PYCOMM_SECRET" in str(outcome) for outcome in outcomes)
+
+
+def test_equal_secrets_join():
+    def body(me):
+        return me.exchange({1 - me.rank: b"hello"}, tag())
+
+    assert threads(2, body, options={"secret": "s"}) == [{1: b"hello"}, {0: b"hello"}]
+
+
+def test_ranks_on_several_hosts_refuse_loopback():
+    store = _C.Store.local()
+    store.set("g/tcp-host/1", "another host 1")
+    with pytest.raises(pycomm.errors.Error, match=r'"lo" is loopback.*set it to an'):
+        _C.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, interface="lo")
+
+
+def test_loopback_of_ipv6():
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 on this host")
+
+    def body(me):
+        me.exchange({1 - me.rank: b"hello"}, tag())
+        return me.transport.describe()
+
+    assert "(::1)" in threads(2, body, options={"interface": "::1"})[0]
+
+
+def test_set_up_leaves_no_descriptor_behind():
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    threads(3, lambda me: None)
+    before = descriptors()
+    threads(3, lambda me: None)
+    threads(3, lambda me: None, ranks=[0, 1], options={"timeout": 0.1}, errors=True)
+    assert descriptors() == before
+
+
+CANDIDATES = [
+    ("lo", "127.0.0.1"),
+    ("docker0", "172.17.0.1"),
+    ("eth10", "10.0.10.5"),
+    ("eth1", "10.0.1.5"),
+    ("ib0", "192.168.0.5"),
+    ("eth1", "fd00::5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "one_host", "chosen"),
+    [
+        ("", True, "127.0.0.1"),
+        ("", False, "10.0.10.5"),
+        ("ib", False, "192.168.0.5"),
+        ("eth", False, "10.0.10.5"),
+        ("eth1", False, "10.0.1.5"),
+        ("=eth1,ib0", False, "10.0.1.5"),
+        ("wlan,ib", False, "192.168.0.5"),
+        ("^lo,docker", False, "10.0.10.5"),
+        ("^lo,docker,eth", True, "192.168.0.5"),
+        ("eth,^eth10", False, "10.0.1.5"),
+        ("fd00::5", False, "fd00::5"),
+        ("10.0.1.5", True, "10.0.1.5"),
+    ],
+)
+def test_interface_is_chosen_by_name_or_address(names, one_host, chosen):
+    assert _C.choose_interface(names, one_host, CANDIDATES)[1] == chosen
+
+
+@pytest.mark.parametrize("names", ["wlan", "=eth", "10.0.0.9", "^lo,docker,eth,ib"])
+def test_interface_that_is_not_there_lists_those_that_are(names):
+    with pytest.raises(pycomm.errors.Error, match=r"ib0 \(192.168.0.5\).*PYCOMM_INTERFACE"):
+        _C.choose_interface(names, False, CANDIDATES)
+
+
+def test_bridges_of_containers_are_the_last_choice():
+    assert _C.choose_interface("", False, CANDIDATES[:2]) == ("docker0", "172.17.0.1")
+    with pytest.raises(pycomm.errors.Error, match="only loopback is up"):
+        _C.choose_interface("", False, CANDIDATES[:1])
+
+
+# ------------------------------------------------------------------------------ faults
+
+
+def test_killed_rank_is_named_at_once_on_every_rank(tmp_path):
+    def body(me):
+        me.exchange(dict.fromkeys(me.peers, b"all are here"), tag(1))
+        if me.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        # Rank 1 waits for rank 0 alone, which waits for the dead.
+        goal, _ = me.recv(2 if me.rank == 0 else 0, 100, tag(2, op="broadcast", root=0))
+        start = time.monotonic()
+        try:
+            me.wait(goal)
+        except pycomm.errors.PeerLost as error:
+            return error.rank, str(error), time.monotonic() - start
+
+    outcomes = processes(3, body, tmp_path, kind="tcp")
+    assert outcomes[2] is None
+    for rank, text, seconds in outcomes[:2]:
+        assert rank == 2
+        assert "rank 2 (127.0.0.1:" in text
+        # Milliseconds, when the machine is not busy with other things.
+        assert seconds < 2
+    assert "waits for broadcast #2" in outcomes[0][1]
+
+
+def test_killed_rank_is_named_to_who_sends(tmp_path):
+    def body(me):
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for seq in range(100):
+            me.wait(me.send(1, pattern(MIB, seq), tag(seq)))
+
+    outcome = processes(2, body, tmp_path, kind="tcp", errors=True)[0]
+    assert isinstance(outcome, pycomm.errors.PeerLost)
+    assert outcome.args[0].startswith("rank 1 (127.0.0.1:")
+
+
+def test_abort_from_another_thread_ends_a_wait():
+    def body(me):
+        if me.rank == 0:
+            threading.Timer(0.1, me.transport.abort, ("user pressed stop",)).start()
+        goal, _ = me.recv(1 - me.rank, 100, tag())
+        start = time.monotonic()
+        try:
+            me.wait(goal)
+        except pycomm.errors.Error as error:
+            return str(error), time.monotonic() - start
+
+    for text, seconds in threads(2, body):
+        assert text == "rank 0 aborted: user pressed stop"
+        assert seconds < 2
+
+
+def check_until(seconds, transport):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        transport.check()
+        time.sleep(0.001)
+
+
+def test_abort_does_not_wait_behind_data():
+    # Rank 1 receives nothing, so the data connections are full when rank 0 aborts.
+    def body(me):
+        if me.rank == 0:
+            me.send(1, pattern(64 * MIB, 0), tag())
+            me.transport.abort("enough")
+            return None
+        with pytest.raises(pycomm.errors.Error, match="rank 0 aborted: enough"):
+            check_until(SECONDS, me.transport)
+
+    threads(2, body)
+
+
+def test_long_reason_of_an_abort_is_cut():
+    def body(me):
+        if me.rank == 0:
+            me.transport.abort("x" * 5000)
+        goal, _ = me.recv(1 - me.rank, 100, tag())
+        me.wait(goal)
+
+    for outcome in threads(2, body, errors=True):
+        assert "rank 0 aborted: xxx" in str(outcome)
+
+
+def test_wait_ends_at_its_deadline():
+    def body(me):
+        if me.rank == 1:
+            with pytest.raises(pycomm.errors.Error, match="rank 0 aborted: too late"):
+                check_until(SECONDS, me.transport)
+            return
+        goal, _ = me.recv(1, 100, tag())
+        start = time.monotonic()
+        with pytest.raises(pycomm.errors.Timeout):
+            me.wait(goal, timeout=0.1)
+        assert 0.1 <= time.monotonic() - start < 2
+        me.transport.abort("too late")
+
+    threads(2, body)
+
+
+# ------------------------------------------------------------------------------ pacing
+
+
+@pytest.mark.parametrize("peers", [1, 2])
+def test_pacing_holds_the_rate_over_all_peers(peers):
+    rate, size = 20e6, 4 * MIB
+
+    def body(me):
+        me.exchange(dict.fromkeys(me.peers, b""), tag(0))
+        if me.rank == 0:
+            goals = [me.send(peer, bytes(size // peers), tag()) for peer in me.peers]
+        else:
+            goals = [me.recv(0, size // peers, tag())[0]]
+        start = time.monotonic()
+        me.wait(*goals)
+        return time.monotonic() - start
+
+    seconds = max(threads(1 + peers, body, options={"link": rate}))
+    # A burst of 64 KiB goes at once. A busy machine adds to the time, it never takes from it.
+    assert (size - (64 << 10)) / rate * 0.98 <= seconds < size / rate * 1.5
+
+
+def test_pacing_wakes_for_small_messages():
+    def body(me):
+        start = time.monotonic()
+        for seq in range(50):
+            me.exchange({1 - me.rank: bytes(100)}, tag(seq))
+        return time.monotonic() - start
+
+    assert max(threads(2, body, options={"link": 1e6})) < 2
