@@ -94,7 +94,7 @@ def _compile(folder: Path) -> None:
     for tool in ("cmake", "ninja"):
         if shutil.which(tool) is None:
             raise Error(
-                f"pycomm: _c10d must be compiled for this torch, but there is no {tool}: "
+                f"_c10d must be compiled for this torch, but there is no {tool}: "
                 f"pip install cmake ninja, or install pycomm with --no-build-isolation"
             )
     with tempfile.TemporaryDirectory(prefix="pycomm-") as build:
@@ -118,8 +118,9 @@ def _compile(folder: Path) -> None:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
-        tail = "\n".join(done.stdout.splitlines()[-40:])
-        raise Error(f"pycomm: compiling _c10d failed: {' '.join(command)}\n{tail}")
+        lines = done.stdout.splitlines()
+        words = [line for line in lines if "error" in line.lower()][:10] or lines[-10:]
+        raise Error("\n".join([f"compiling _c10d failed: {' '.join(command)}", *words]))
 
 
 def _import_from(binary: Path) -> ModuleType:
