@@ -1,0 +1,229 @@
+"""Data-parallel training of a small language model, as a user of DDP writes it.
+
+    torchrun --nproc-per-node 2 -m pycomm.bench.training --backend pycomm --codec int4
+
+A byte-level transformer learns Python from the standard library's own sources. Everything but the
+backend and the codec is the same in every run: weights, data and their order, so two exact runs give
+equal losses. Rank 0 writes one JSON object per step to `--log`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pycomm.bench.netlab import interface_bytes
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is trained. All runs of a comparison share it."""
+
+    layers: int = 4
+    width: int = 160
+    heads: int = 4
+    context: int = 128  # bytes per sequence
+    batch: int = 2  # sequences per rank and step
+    steps: int = 200
+    warmup: int = 20
+    learning_rate: float = 3e-3
+    evaluate_every: int = 20
+    seed: int = 0
+
+
+# --------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each after a norm and around a skip connection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.join(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Predicts the next byte. The output weights are the embedding's."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, config.width)
+        self.places = nn.Embedding(config.context, config.width)
+        blocks = [Block(config.width, config.heads) for _ in range(config.layers)]
+        self.blocks, self.norm = nn.Sequential(*blocks), nn.LayerNorm(config.width)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                skips = 2 * config.layers if "join" in name or "down" in name else 1
+                nn.init.normal_(weight, std=0.05 / math.sqrt(skips))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Bytes [batch, length] to the logits of each next byte [batch, length, 256]."""
+        places = torch.arange(x.shape[1], device=x.device)
+        hidden = self.norm(self.blocks(self.bytes(x) + self.places(places)))
+        return F.linear(hidden, self.bytes.weight)
+
+
+# ---------------------------------------------------------------------- data
+
+
+def standard_library(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
+    """Python's own sources as bytes (uint8), for training and held out: every 16th file."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3")
+    paths = [p for p in sorted(root.rglob("*.py")) if not set(p.parts) & set(skipped)]
+    random.Random(0).shuffle(paths)
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    size = 0
+    for i, path in enumerate(paths):
+        text = path.read_bytes()
+        parts[i % 16 == 0].append(text)
+        size += len(text)
+        if size > limit:
+            break
+    train, held_out = (torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in parts)
+    return train, held_out
+
+
+def windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
+    """Cuts `length` + 1 bytes at each start: inputs and, one further, targets (int64)."""
+    return torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
+
+
+def batches(text: torch.Tensor, config: Config, rank: int, ranks: int) -> Iterator[torch.Tensor]:
+    """Random windows, a different share for each rank, in an order that the seed alone decides."""
+    order = torch.Generator().manual_seed(config.seed)
+    while True:
+        starts = torch.randint(
+            text.numel() - config.context, (ranks, config.batch), generator=order
+        )
+        yield windows(text, starts[rank], config.context)
+
+
+def loss_of(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats per byte."""
+    logits = model(sequences[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, text: torch.Tensor, config: Config, count: int) -> float:
+    """Loss on `count` windows spread over the text; each rank takes its share."""
+    starts = torch.linspace(0, text.numel() - config.context - 1, count).long()
+    share = starts[dist.get_rank() :: dist.get_world_size()]
+    losses = [loss_of(model, windows(text, part, config.context)) for part in share.split(16)]
+    mean = torch.stack(losses).mean()
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+# ------------------------------------------------------------------ training
+
+
+class Log:
+    """Rank 0's record: a line per step, and the bytes that its interface has sent."""
+
+    def __init__(self, path: str | None) -> None:
+        self.file = open(path, "w") if path and dist.get_rank() == 0 else None
+        self.interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+
+    def wire_bytes(self) -> int:
+        return interface_bytes(self.interface)
+
+    def write(self, **fields: object) -> None:
+        if self.file:
+            print(json.dumps(fields), file=self.file, flush=True)
+
+
+def schedule(step: int, config: Config) -> float:
+    """Linear warm-up, then a cosine to a tenth."""
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    done = (step - config.warmup) / (config.steps - config.warmup)
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+def train(config: Config, codec: str | None, log: Log) -> None:
+    torch.manual_seed(config.seed)
+    model = DistributedDataParallel(Transformer(config), gradient_as_bucket_view=True)
+    if codec:
+        import pycomm
+
+        pycomm.compress(model, codec)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
+    text, held_out = standard_library()
+    data = batches(text, config, dist.get_rank(), dist.get_world_size())
+    log.write(parameters=sum(p.numel() for p in model.parameters()), bytes=text.numel())
+
+    seconds: list[float] = []
+    sent: list[int] = []
+    for step in range(1, config.steps + 1):
+        start, sent_before = time.perf_counter(), log.wire_bytes()
+        loss = loss_of(model, next(data))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        seconds.append(time.perf_counter() - start)
+        sent.append(log.wire_bytes() - sent_before)
+        row = {"step": step, "seconds": sum(seconds), "loss": loss.item()}
+        if step % config.evaluate_every == 0 or step == 1:
+            row["held_out"] = evaluate(model.module, held_out, config, 64)
+        log.write(**row)
+    log.write(
+        step_seconds=statistics.median(seconds[len(seconds) // 10 :]),
+        wire_bytes=statistics.median(sent[len(sent) // 10 :]),
+        held_out=evaluate(model.module, held_out, config, 512),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m pycomm.bench.training", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--backend", default="pycomm")
+    parser.add_argument("--codec", help="compress gradients: int8, int4, ...")
+    parser.add_argument("--log", help="JSON lines of rank 0 go here")
+    for name, default in asdict(Config()).items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(default), default=default)
+    args = vars(parser.parse_args())
+    backend, codec, log = (args.pop(name) for name in ("backend", "codec", "log"))
+
+    torch.set_num_threads(1)
+    dist.init_process_group(backend)
+    try:
+        train(Config(**args), codec, Log(log))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
