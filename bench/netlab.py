@@ -2,13 +2,13 @@
 
     python -m pycomm.bench.netlab --nodes 2 --rate 200mbit -- python train.py
 
-starts one rank per node with torchrun's environment. The nodes hang on one switch; what a node sends
-and what it receives is limited to the rate, so its link is full duplex. Root is not needed where the
-kernel allows user namespaces.
+starts one rank per node with torchrun's environment. The nodes hang on one switch; what a node
+sends and what it receives is limited to the rate, so its link is full duplex. Root is not needed
+where the kernel allows user namespaces.
 
-Nothing can be left behind: a namespace lives as long as the process that holds it open, that process
-ends when its standard input does, and ranks are killed with their parent. So an exception, Ctrl-C and
-kill -9 all end the same way.
+Nothing can be left behind: a namespace lives as long as the process that holds it open, that
+process ends when its standard input does, and ranks are killed with their parent. So an exception,
+Ctrl-C and kill -9 all end the same way.
 """
 
 from __future__ import annotations

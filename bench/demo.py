@@ -1,0 +1,216 @@
+"""`make demo`: a real model trains over a slow link, with Gloo and with pycomm, beside each other.
+
+    python -m pycomm.bench.demo
+
+Two ranks with one torch thread each, on a link of 200 Mbit/s (netlab.py), run the same training
+(training.py) once per row: same weights, data and steps. Then a table, and a picture of the loss
+against wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pycomm.bench import netlab, plot
+from pycomm.bench.training import Config
+
+HEAD = ("run", "step time", "wire bytes per step", "held-out loss", "speed-up")
+
+
+@dataclass
+class Run:
+    """One row: what differs from the others, and what came out."""
+
+    label: str
+    backend: str
+    codec: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_seconds(self) -> float:
+        return float(self.result["step_seconds"])
+
+    @property
+    def loss(self) -> float:
+        return float(self.result["held_out"])
+
+
+def runs(with_gloo: bool) -> list[Run]:
+    rows = [
+        Run("Gloo, float32", "gloo"),
+        Run("pycomm, float32", "pycomm"),
+        Run("pycomm, int8 + feedback", "pycomm", "int8"),
+        Run("pycomm, int4 + feedback", "pycomm", "int4"),
+    ]
+    return rows if with_gloo else rows[1:]
+
+
+class RankFailed(RuntimeError):
+    """A rank ended with an error; the text is what it said."""
+
+
+def train(run: Run, lab: netlab.Lab, arguments: list[str], progress: Progress, bar: TaskID) -> None:
+    """Runs one training on the lab's nodes, and moves its bar as rank 0 reports steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        log, output = Path(folder, "log"), Path(folder, "output")
+        log.touch()
+        command = [sys.executable, "-m", "pycomm.bench.training", "--backend", run.backend]
+        command += ["--log", str(log), *arguments, *(["--codec", run.codec] if run.codec else [])]
+        with output.open("wb") as out, log.open() as lines:
+            ranks = lab.start(command, stdout=out, stderr=subprocess.STDOUT)
+            try:
+                while running(ranks) | read(run, lines.readlines(), progress, bar):
+                    time.sleep(0.1)
+            finally:
+                lab.stop()
+        if any(rank.returncode for rank in ranks) or not run.result:
+            raise RankFailed(output.read_text(errors="replace"))
+
+
+def running(ranks: list[subprocess.Popen[bytes]]) -> bool:
+    """False when all ranks have ended, or any with an error."""
+    statuses = [rank.poll() for rank in ranks]
+    return None in statuses and not any(statuses)
+
+
+def read(run: Run, lines: list[str], progress: Progress, bar: TaskID) -> bool:
+    """Takes what rank 0 has written since. True if there was something."""
+    for row in map(json.loads, lines):
+        if "step_seconds" in row:
+            run.result = row
+        if "step" in row:
+            speed = row["seconds"] / row["step"] * 1e3
+            words = f"loss {row['loss']:.2f}, {speed:.0f} ms a step"
+            progress.update(bar, completed=row["step"], words=words)
+            if "held_out" in row:
+                run.seconds.append(row["seconds"])
+                run.held_out.append(row["held_out"])
+    return bool(lines)
+
+
+def rows(done: list[Run]) -> list[tuple[str, ...]]:
+    """The table as text, its head first. Speed-ups are against the first row."""
+    first = done[0]
+    return [HEAD] + [
+        (
+            run.label,
+            f"{run.step_seconds * 1e3:.0f} ms",
+            f"{run.result['wire_bytes'] / 1e6:.2f} MB",
+            f"{run.loss:.4f}",
+            f"{first.step_seconds / run.step_seconds:.2f} x",
+        )
+        for run in done
+    ]
+
+
+def verdict(done: list[Run]) -> list[str]:
+    """What the numbers say, in words."""
+    exact = [run for run in done if not run.codec]
+    best, first = done[-1], done[0]
+    change = (best.loss / exact[0].loss - 1) * 100
+    lines = [
+        f"{best.label}: {first.step_seconds / best.step_seconds:.1f} times faster per step than "
+        f"{first.label}; its held-out loss is {change:+.2f} % of float32's."
+    ]
+    if len(exact) > 1:
+        same = all(run.held_out == exact[0].held_out for run in exact)
+        lines.append(
+            "The exact runs have equal losses, to the last bit."
+            if same
+            else "The exact runs differ in their losses: they should be equal."
+        )
+    return lines
+
+
+def figure(done: list[Run], lab: netlab.Lab, config: Config) -> plot.Figure:
+    curves = [plot.Curve(run.label, run.seconds, run.held_out) for run in done]
+    steps = f"the same {config.steps} steps in every run"
+    return plot.Figure(
+        f"{done[0].step_seconds / done[-1].step_seconds:.1f} times faster steps, the same loss"
+        if abs(done[-1].loss / done[0].loss - 1) < 0.01
+        else "Loss against wall time",
+        f"Byte-level transformer, 1.3 million parameters, DDP on 2 ranks, {lab.rate}/s; {steps}",
+        curves,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m pycomm.bench.demo", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it")
+    parser.add_argument("--steps", type=int, default=Config.steps)
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for pictures")
+    args = parser.parse_args()
+    config = Config(steps=args.steps)
+
+    console = Console()
+    lab, reason = netlab.open_lab(2, args.rate)
+    with lab:
+        console.print(f"link: {lab.describe()}")
+        if reason:
+            console.print(
+                f"no network namespaces here ({reason}): Gloo cannot be slowed down without them "
+                "and is left out"
+            )
+        done = runs(with_gloo=not reason)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} steps"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[words]}", markup=False),
+        )
+        with Progress(*columns, console=console) as progress:
+            bars = [
+                progress.add_task(f"{run.label:<24}", total=config.steps, start=False, words="")
+                for run in done
+            ]
+            for run, bar in zip(done, bars, strict=True):
+                progress.start_task(bar)
+                progress.update(bar, words="starting")
+                try:
+                    train(run, lab, ["--steps", str(config.steps)], progress, bar)
+                except RankFailed as error:
+                    progress.stop()
+                    console.print(f"{run.label}: a rank failed\n{error}", markup=False)
+                    return 1
+                progress.stop_task(bar)
+
+    table = Table(title=f"2 ranks, {args.rate}/s, {config.steps} steps", title_justify="left")
+    text = rows(done)
+    for i, name in enumerate(text[0]):
+        table.add_column(name, justify="right" if i else "left")
+    for row in text[1:]:
+        table.add_row(*row)
+    console.print(table)
+    for line in verdict(done):
+        console.print(line, highlight=False)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    picture = figure(done, lab, config)
+    png, page = args.out / "loss.png", args.out / "loss.html"
+    plot.save_png(picture, png)
+    plot.save_html(picture, page, text)
+    console.print(f"pictures: {png.resolve()}\n          {page.resolve()}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
