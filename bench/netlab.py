@@ -105,6 +105,10 @@ class Lab(ABC):
                 rank.wait()
         self._ranks = []
 
+    def close(self) -> None:
+        """Ends the ranks and takes the nodes down."""
+        self.stop()
+
     def __enter__(self) -> Lab:
         return self
 
@@ -114,7 +118,7 @@ class Lab(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        self.close()
 
 
 class Netlab(Lab):
@@ -143,7 +147,7 @@ class Netlab(Lab):
         try:
             self._build()
         except BaseException:
-            self.stop()
+            self.close()
             raise
 
     def _build(self) -> None:
@@ -219,8 +223,8 @@ class Netlab(Lab):
             f"TCP {self.congestion}"
         )
 
-    def stop(self) -> None:
-        super().stop()
+    def close(self) -> None:
+        super().close()
         for holder in self._holders:
             holder.kill()
             holder.communicate()
