@@ -16,7 +16,7 @@ from pycomm.errors import Error
 def environment(**variables: str) -> subprocess.CompletedProcess[str]:
     """What a fresh process reads: the core reads once."""
     code = "import json; from pycomm import _C; print(json.dumps(_C.env()))"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYCOMM_")}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM_", "MASTER_"))}
     return subprocess.run(
         [sys.executable, "-c", code], env={**clean, **variables}, capture_output=True, text=True
     )
@@ -29,6 +29,7 @@ def test_defaults():
         "link_bytes_per_second": 0.0,
         "sockets": 2,
         "interface": "",
+        "master_addr": "",
         "timeout": 300.0,
         "secret": "",
         "spin": -1,
@@ -42,6 +43,7 @@ def test_every_variable_is_read():
         PYCOMM_LINK="200mbit",
         PYCOMM_SOCKETS="4",
         PYCOMM_INTERFACE="eth1",
+        MASTER_ADDR="node7",
         PYCOMM_TIMEOUT="1.5",
         PYCOMM_SECRET="hush",
         PYCOMM_SPIN="100",
@@ -52,6 +54,7 @@ def test_every_variable_is_read():
         "link_bytes_per_second": 25e6,
         "sockets": 4,
         "interface": "eth1",
+        "master_addr": "node7",
         "timeout": 1.5,
         "secret": "hush",
         "spin": 100,
