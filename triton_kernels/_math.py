@@ -32,11 +32,12 @@ def magnitude_bits(x):
 @triton.jit
 def load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK: tl.constexpr):
     """Return p = x + residual, and the residual; 0 beyond the end."""
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    p = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    residual = p
     if FEEDBACK:
         residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
-        return x + residual, residual
-    return x, x
+        p = p + residual
+    return p, residual
 
 
 @triton.jit

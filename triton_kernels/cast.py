@@ -38,20 +38,24 @@ CODE = {"float32": torch.int32, "float16": torch.int16, "bfloat16": torch.int16}
 @triton.jit
 def to_code(p, DTYPE: tl.constexpr):
     if DTYPE == "float32":
-        return tl.where(magnitude_bits(p) > INF_BITS, NAN_BITS, float_bits(p))
-    if DTYPE == "float16":
+        code = tl.where(magnitude_bits(p) > INF_BITS, NAN_BITS, float_bits(p))
+    elif DTYPE == "float16":
         code = p.to(tl.float16).to(tl.int16, bitcast=True)
-        return tl.where(magnitude_bits(p) > INF_BITS, 0x7E00, code).to(tl.int16)
-    return to_bfloat16(p)
+        code = tl.where(magnitude_bits(p) > INF_BITS, 0x7E00, code).to(tl.int16)
+    else:
+        code = to_bfloat16(p)
+    return code
 
 
 @triton.jit
 def from_code(code, DTYPE: tl.constexpr):
     if DTYPE == "float32":
-        return bits_float(code)
-    if DTYPE == "float16":
-        return code.to(tl.float16, bitcast=True).to(tl.float32)
-    return from_bfloat16(code)
+        value = bits_float(code)
+    elif DTYPE == "float16":
+        value = code.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = from_bfloat16(code)
+    return value
 
 
 @triton.jit

@@ -56,8 +56,10 @@ def quantize(v, words, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):
         threshold = ((a - down.to(tl.float32)) * 2147483648.0).to(tl.int32)
         q = down + ((words >> 1).to(tl.int32) < threshold).to(tl.int32)
         q = tl.where(q < TOP, q, TOP)
-        return tl.where(v < 0.0, -q, q)
-    return ((v + ROUND) - ROUND).to(tl.int32)
+        q = tl.where(v < 0.0, -q, q)
+    else:
+        q = ((v + ROUND) - ROUND).to(tl.int32)
+    return q
 
 
 @triton.jit(

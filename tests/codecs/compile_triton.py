@@ -1,0 +1,106 @@
+"""Compiles every Triton kernel that a list of codecs starts, for GPUs that are not here.
+
+usage: python -m tests.codecs.compile_triton FOLDER ARCH...
+Writes FOLDER/<arch>-<spec>-<call>.ptx and .cubin.
+
+The launchers of pycomm.triton_kernels run as on a GPU, with tensors of the CPU and with Triton's
+driver replaced by one that only names the architecture; every launch stops once its kernel is
+compiled. It is a program of its own because Triton chooses at import between its compiler and its
+interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import pycomm
+from pycomm.codecs.base import EncodeArgs, RandomKey, implementation
+from tests.codecs import inexact_kernels
+
+SPECS = [
+    "fp32",
+    "fp16",
+    "bf16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "int8",
+    "int8:block=2048",
+    "int8:rounding=stochastic",
+    "int4",
+    "int4:block=32",
+    "int4:rounding=stochastic",
+]
+NUMEL = 1 << 16
+KEY = RandomKey(seed=1 << 63, step=1 << 31, tensor=1 << 31)
+
+
+class NoGpu:
+    """What the launch path of Triton asks of a driver before the kernel is compiled."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # kernels are cached by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def calls(spec: str) -> Iterator[tuple[str, Any]]:
+    """The four ways to use a codec, by name."""
+    codec = pycomm.codec(spec)
+    run: Any = implementation(codec.name, "triton", "cuda")
+    x, residual = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    payload = torch.zeros(codec.encoded_bytes(NUMEL), dtype=torch.uint8)
+    plain = EncodeArgs(x, payload, None, None, KEY, 0)
+    feedback = EncodeArgs(x, payload, residual, residual, KEY, 0)
+    yield "encode", lambda: run.encode(codec, plain)
+    yield "encode_feedback", lambda: run.encode(codec, feedback)
+    yield "decode", lambda: run.decode(codec, payload, x)
+    yield "decode_add", lambda: run.decode_add(codec, payload, x)
+
+
+def compile_only(compiled: list[Any]) -> None:
+    """Makes every launch of a kernel end after its compilation, and keep what was compiled."""
+    run = JITFunction.run
+
+    def run_without_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(kernel)
+        return kernel
+
+    JITFunction.run = run_without_launch
+
+
+def main(folder: Path, archs: list[int]) -> None:
+    compiled: list[Any] = []
+    compile_only(compiled)
+    work = [(spec, name, call) for spec in SPECS for name, call in calls(spec)]
+    work += [("inexact", name, call) for name, call in inexact_kernels.calls()]
+    for arch in archs:
+        driver.set_active(NoGpu(arch))
+        for spec, name, call in work:
+            compiled.clear()
+            call()
+            (kernel,) = compiled
+            stem = f"{arch}-{spec.replace(':', '-').replace('=', '-')}-{name}"
+            (folder / f"{stem}.ptx").write_text(kernel.asm["ptx"])
+            (folder / f"{stem}.cubin").write_bytes(kernel.asm["cubin"])
+    print(f"triton {triton.__version__}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(arch) for arch in sys.argv[2:]])

@@ -1,0 +1,54 @@
+"""What no kernel of a codec may contain, since it would change bytes: read off its PTX.
+
+PTX is where contraction, division and denormals are decided: the compiler after it, ptxas, leaves
+an operation that names its rounding (mul.rn) as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+ARCHS = (80, 90, 100)
+INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][a-z0-9_]*(?:\.[a-z0-9_:]+)+)\s", re.MULTILINE)
+FLOATS = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"}
+INEXACT = {"approx", "full", "ftz"}
+CONTRACTIBLE = {"add", "sub", "mul"}
+ROUNDINGS = {"rn", "rz", "rm", "rp"}
+
+
+def instructions(ptx: str) -> list[str]:
+    """Every opcode with its modifiers, comments left out."""
+    return INSTRUCTION.findall(re.sub(r"//.*", "", ptx))
+
+
+def inexact(ptx: str) -> list[str]:
+    """The instructions whose result is not that of one IEEE operation, rounded once."""
+    found = []
+    for instruction in instructions(ptx):
+        opcode, *modifiers = instruction.split(".")
+        words = set(modifiers)
+        if not words & FLOATS:
+            continue
+        fused = opcode in ("fma", "mad")
+        may_be_fused = opcode in CONTRACTIBLE and not words & ROUNDINGS
+        if fused or may_be_fused or words & INEXACT:
+            found.append(instruction)
+    return found
+
+
+def cuobjdump() -> str | None:
+    """NVIDIA's disassembler: from the PATH, from nvcc's folder, or the one that Triton brings."""
+    if found := shutil.which("cuobjdump"):
+        return found
+    if nvcc := shutil.which("nvcc"):
+        beside = Path(nvcc).resolve().with_name("cuobjdump")
+        if beside.exists():
+            return str(beside)
+    try:
+        import triton.backends.nvidia as nvidia
+    except ImportError:
+        return None
+    brought = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
+    return str(brought) if brought.exists() else None

@@ -1,0 +1,201 @@
+"""GPU code of the codecs, compiled for GPUs that need not be here: each operation rounds alone, no
+register is spilled, and memory is moved 16 bytes at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pycomm.codecs.cuda_kernels import OPTIONS, include_folder, source
+from tests.codecs import nvrtc_library
+from tests.codecs.emulated_cuda import kernels
+from tests.codecs.ptx import ARCHS, cuobjdump, inexact, instructions
+
+pytestmark = pytest.mark.timeout(600)  # the first test of a compiler waits for all its files
+
+CALLS = ("encode", "encode_feedback", "decode", "decode_add")
+SOURCES = ("cast", "quant")
+every_arch = pytest.mark.parametrize("arch", ARCHS)
+every_source = pytest.mark.parametrize("name", SOURCES)
+
+
+# --------------------------------------------------------------------- the check itself
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fma.rn.f32 \t%r2, %r1, %r1, %r1;",
+        "@%p1 fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;",
+        "mad.rn.f64 %fd1, %fd2, %fd3, %fd4;",
+        "div.full.f32 \t%r2, %r5, %r1;",
+        "ex2.approx.f32 %r2, %r5;",
+        "mul.ftz.f32 %f1, %f2, %f3;",
+        "mul.f32 %f1, %f2, %f3;",
+        "cvt.ftz.f32.f16 %f1, %rs1;",
+    ],
+)
+def test_the_check_finds(line):
+    assert inexact(f"\t{line}\n") == [line.removeprefix("@%p1 ").split()[0]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mul.rn.f32 \t%r2, %r1, %r1;",
+        "div.rn.f32 %f1, %f2, %f3;",
+        "mad.lo.s32 %r1, %r2, %r3, %r4;",
+        "mad.wide.u32 %rd1, %r2, %r3, %rd4;",
+        "add.s64 %rd1, %rd2, %rd3;",
+        "// fma.rn.f32 in a comment",
+        "$L__fma.approx.f32:",
+    ],
+)
+def test_the_check_lets_pass(line):
+    assert inexact(f"\t{line}\n") == []
+
+
+# -------------------------------------------------------------------------------- Triton
+
+
+@pytest.fixture(scope="session")
+def triton_folder(tmp_path_factory) -> Path:
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("triton")
+    subprocess.run(
+        [sys.executable, "-m", "tests.codecs.compile_triton", str(folder), *map(str, ARCHS)],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")},
+        check=True,
+    )
+    return folder
+
+
+@every_arch
+@pytest.mark.parametrize("call", CALLS)
+def test_triton_kernels_are_exact(triton_folder, arch, call):
+    compiled = sorted(triton_folder.glob(f"{arch}-*-{call}.ptx"))
+    assert len(compiled) == 11
+    for file in compiled:
+        ptx = file.read_text()
+        assert inexact(ptx) == [], file.name
+        assert f".target sm_{arch}" in ptx
+        assert file.with_suffix(".cubin").read_bytes().startswith(b"\x7fELF")
+
+
+@every_arch
+def test_triton_divides_exactly(triton_folder, arch):
+    for file in triton_folder.glob(f"{arch}-*int*-encode.ptx"):
+        assert instructions(file.read_text()).count("div.rn.f32") >= 2, file.name
+
+
+@every_arch
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [("plain-division", "div.full"), ("fusion-on", "fma.rn"), ("exponential", "ex2.approx")],
+)
+def test_triton_kernel_with_a_fault_is_found(triton_folder, arch, kernel, fault):
+    found = inexact((triton_folder / f"{arch}-inexact-{kernel}.ptx").read_text())
+    assert found
+    assert all(instruction.startswith(fault) for instruction in found)
+
+
+@every_arch
+def test_triton_without_fusion_is_exact(triton_folder, arch):
+    assert inexact((triton_folder / f"{arch}-inexact-fusion-off.ptx").read_text()) == []
+
+
+# ---------------------------------------------------------------------------------- nvcc
+
+
+@pytest.fixture(scope="session")
+def nvcc_folder(tmp_path_factory) -> Path:
+    """PTX, cubins and the report of ptxas of each .cu file."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("there is no nvcc to compile csrc/codecs/*.cu")
+    folder = tmp_path_factory.mktemp("nvcc")
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
+    for name in SOURCES:
+        file, output = include_folder() / "codecs" / f"{name}.cu", folder / f"{name}.o"
+        done = subprocess.run(
+            [
+                *(nvcc, "-std=c++17", "-O3", "-fmad=false", f"-I{include_folder()}", *targets),
+                *("-Xptxas=-v", "--keep", "--keep-dir", folder, "-c", file, "-o", output),
+            ],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        (folder / f"{name}.log").write_text(done.stdout)
+    return folder
+
+
+@every_arch
+@every_source
+def test_cuda_kernels_are_exact(nvcc_folder, name, arch):
+    ptx = (nvcc_folder / f"{name}.compute_{arch}.ptx").read_text()
+    assert inexact(ptx) == []
+    assert "div.rn.f32" in instructions(ptx)
+
+
+@every_source
+def test_cuda_kernels_spill_no_register(nvcc_folder, name):
+    log = (nvcc_folder / f"{name}.log").read_text()
+    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", log)
+    assert len(spilled) == log.count("Compiling entry function") >= 20 * len(ARCHS)
+    assert set(spilled) == {("0", "0", "0")}
+
+
+@every_arch
+@every_source
+def test_cuda_kernels_move_16_bytes_at_a_time(nvcc_folder, name, arch):
+    """All whole rows: a kernel that adds or keeps a residual loads and stores 4 rows or more."""
+    tool = cuobjdump()
+    if tool is None:
+        pytest.skip("there is no cuobjdump: it is in CUDA's toolkit and in Triton's package")
+    cubin = nvcc_folder / f"{name}.compute_{arch}.cubin"
+    sass = subprocess.run(
+        [tool, "--dump-sass", str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
+    functions = re.split(r"Function : ", sass)[1:]
+    assert len(functions) >= 20
+    for function in functions:
+        kernel = function.split()[0]
+        loads = len(re.findall(r"LDG\.E\.128", function))
+        stores = len(re.findall(r"STG\.E\.EF\.128", function))
+        assert not re.search(r"\b(LDL|STL)\b", function), f"{kernel} uses local memory"
+        if "encode" in kernel:
+            assert loads >= 4, kernel
+        if "Lb1EEEvNS0_12EncodeParams" in kernel:  # with feedback
+            assert loads >= 8, kernel
+            assert stores >= 4, kernel
+        if "decode" in kernel:
+            assert stores >= 4, kernel
+
+
+# --------------------------------------------------------------------------------- NVRTC
+
+
+@every_arch
+@every_source
+def test_nvrtc_compiles_the_packaged_sources(name, arch):
+    wanted = [kernel for kernel in kernels() if f"::{name}::" in kernel]
+    options = [*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}"]
+    ptx = nvrtc_library.compile_to_ptx(source(name), wanted, options)
+    assert ptx.count(".entry") == len(wanted)
+    assert inexact(ptx) == []
+
+
+def test_nvrtc_with_contraction_is_found():
+    wanted = [kernel for kernel in kernels() if "quant" in kernel]
+    options = ["-std=c++17", "-default-device", f"-I{include_folder()}", "-arch=sm_90"]
+    ptx = nvrtc_library.compile_to_ptx(source("quant"), wanted, options)
+    assert {instruction.split(".")[0] for instruction in inexact(ptx)} >= {"fma"}
