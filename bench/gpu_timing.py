@@ -1,0 +1,89 @@
+"""How a GPU kernel is timed, and how many bytes it must move.
+
+Calls on several sets of buffers, more memory than the L2 cache holds, are captured in one CUDA
+graph, so that no launch from Python is in the number; events around a replay, the median of many
+replays.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
+
+SECONDS = 0.08  # per kernel
+
+
+def bytes_moved(codec: Codec, op: str, numel: int) -> int:
+    """Bytes that must cross the memory bus: each input read once, each output written once."""
+    floats = {"encode": 1, "encode_feedback": 3, "decode": 1, "decode_add": 2}[op]
+    return 4 * numel * floats + codec.encoded_bytes(numel)
+
+
+def sets_needed(set_bytes: int, l2_bytes: int) -> int:
+    """Sets of buffers to go round over, so that none is left in L2 when its turn comes."""
+    return max(2, -(-3 * l2_bytes // set_bytes) + 1)
+
+
+def call_of(run: Any, codec: Codec, op: str, numel: int) -> Callable[[], None]:
+    """One use of a codec on buffers of its own."""
+    x = torch.randn(numel, device="cuda")
+    payload = codec.encode(x)
+    if op == "decode":
+        return lambda: run.decode(codec, payload, x)
+    if op == "decode_add":
+        return lambda: run.decode_add(codec, payload, x)
+    residual = torch.randn_like(x) * 0.01 if op == "encode_feedback" else None
+    args = EncodeArgs(x, payload, residual, residual, RandomKey(seed=1), 0)
+    return lambda: run.encode(codec, args)
+
+
+def measure(calls: list[Callable[[], None]]) -> tuple[float, str]:
+    """Return the median seconds of one call of a round, and how it was timed."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:  # compiles, loads and warms up
+            call()
+    stream.synchronize()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            return _median(lambda: [call() for call in calls], stream) / len(calls), "events"
+    with torch.cuda.stream(stream):
+        return _median(graph.replay, stream) / len(calls), "graph"
+
+
+def _median(round_of_calls: Callable[[], Any], stream: torch.cuda.Stream) -> float:
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while len(times) < 10 or (time.perf_counter() < end and len(times) < 1000):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record(stream)
+        round_of_calls()
+        events[1].record(stream)
+        events[1].synchronize()
+        times.append(events[0].elapsed_time(events[1]) / 1e3)
+    return statistics.median(times[2:])
+
+
+def l2_bytes() -> int:
+    """Size of the device's L2 cache."""
+    return int(torch.cuda.get_device_properties(0).L2_cache_size)
+
+
+def time_copy(numel: int) -> float:
+    """Return GB/s, bytes read and written, of a device-to-device copy."""
+    sets = sets_needed(8 * numel, l2_bytes())
+    pairs = [[torch.randn(numel, device="cuda") for _ in range(2)] for _ in range(sets)]
+    seconds, _ = measure([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
+    return 8e-9 * numel / seconds

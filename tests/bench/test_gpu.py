@@ -1,0 +1,133 @@
+"""The parts of `make gpu` that need no GPU: what it counts, reads, writes and answers."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.bench import gpu
+from pycomm.bench.gpu_timing import bytes_moved, sets_needed
+from tests.codecs.test_contract import CUDA
+
+MACHINE = gpu.Machine(*(field.name for field in dataclasses.fields(gpu.Machine)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "op", "want"),
+    [
+        ("int8", "encode", 4 * 1024 + 1024 + 4 * 4),
+        ("int8", "encode_feedback", 3 * 4 * 1024 + 1024 + 4 * 4),
+        ("int4", "decode", 4 * 1024 + 512 + 4 * 8),
+        ("int4", "decode_add", 2 * 4 * 1024 + 512 + 4 * 8),
+        ("fp16", "decode_add", 2 * 4 * 1024 + 2 * 1024),
+    ],
+)
+def test_bytes_are_each_input_and_output_once(spec, op, want):
+    assert bytes_moved(pycomm.codec(spec), op, 1024) == want
+
+
+@pytest.mark.parametrize("set_bytes", [1000, 50_000_000, 10_000_000_000])
+def test_sets_are_more_than_the_cache_holds(set_bytes):
+    l2 = 60_000_000
+    sets = sets_needed(set_bytes, l2)
+    assert sets >= 2
+    # All the others, which run between two turns of one set, overwrite the cache.
+    assert (sets - 1) * set_bytes >= 3 * l2 or sets == 2
+    assert (sets - 1) * set_bytes >= l2
+
+
+def test_every_kind_that_is_timed_is_in_the_contract_test():
+    assert {(kind, "cuda") for kind in gpu.KINDS} == set(CUDA)
+
+
+def test_unknown_kind_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu.parse(["--kinds", "native,cudnn"])
+    assert "'cudnn': use native, nvrtc, triton, reference" in capsys.readouterr().err
+
+
+def test_counts_are_those_of_pytest(tmp_path):
+    test = tmp_path / "test_three.py"
+    test.write_text(
+        "import pytest\n"
+        "def test_a(): pass\n"
+        "def test_b(): pass\n"
+        "def test_c(): assert False\n"
+        "def test_d(): pytest.skip('no')\n"
+    )
+    junit = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", f"--junitxml={junit}"]
+    subprocess.run([*command, str(test)], capture_output=True, check=False)
+    counts = gpu.counts_of(junit)
+    assert counts == gpu.Counts(passed=2, failed=1, skipped=1)
+    assert str(counts) == "2 passed, 1 failed, 1 skipped"
+    assert not counts.good
+
+
+def test_no_report_and_no_tests_are_not_good(tmp_path):
+    assert not gpu.counts_of(tmp_path / "none.xml").good
+    assert not gpu.Counts().good
+    assert not gpu.Counts(passed=700, skipped=1).good
+    assert gpu.Counts(passed=767).good
+
+
+def row(kind: str, spec: str, op: str, numel: int, copy: float, contract: str) -> gpu.Row:
+    return gpu.Row(kind, contract, spec, op, numel, 8 * numel, 2.0, 4.0, copy, 0.5, "graph")
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """A GPU whose kernels take no time, for the way through main()."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "this_machine", lambda command: MACHINE)
+    monkeypatch.setattr(gpu, "run_contract", lambda kinds: {k: gpu.Counts(767) for k in kinds})
+    monkeypatch.setattr(gpu, "implementation", lambda *names: None)
+    monkeypatch.setattr(gpu, "time_copy", lambda numel: 8.0)
+    monkeypatch.setattr(gpu, "time_kernel", row)
+    return monkeypatch
+
+
+def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path):
+    assert gpu.main(["--results", str(tmp_path)]) == 0
+    with (tmp_path / "gpu-device.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    kernels = len(gpu.SPECS) * len(gpu.OPS)
+    assert len(rows) == (3 * len(gpu.NUMELS) + 1) * kernels
+    assert {row["commit"] for row in rows} == {"commit"}
+    assert {row["contract"] for row in rows} == {"767 passed"}
+    assert list(rows[0])[:3] == ["kind", "contract", "codec"]
+
+
+def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
+    pretend_gpu.setattr(gpu, "run_contract", lambda kinds: {"triton": gpu.Counts(700, 67)})
+    assert gpu.main(["--results", str(tmp_path), "--kinds", "triton"]) == 1
+    assert "triton: 700 passed, 67 failed" in capsys.readouterr().err
+
+
+def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys):
+    def fails(kind, spec, op, *rest):
+        if (spec, op) == ("int8", "decode"):
+            raise RuntimeError("illegal address")
+        return row(kind, spec, op, *rest)
+
+    pretend_gpu.setattr(gpu, "time_kernel", fails)
+    assert gpu.main(["--results", str(tmp_path), "--kinds", "native", "--numel", "64"]) == 1
+    assert "native int8 decode: illegal address" in capsys.readouterr().err
+    with (tmp_path / "gpu-device.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(gpu.SPECS) * len(gpu.OPS) - 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert gpu.main([]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_file_is_named_after_the_device():
+    assert gpu.slug("NVIDIA GeForce RTX 4090") == "nvidia-geforce-rtx-4090"
