@@ -16,8 +16,7 @@ class Deadline {
   bool expired() const { return Clock::now() >= end_; }
   /// What is left, never negative.
   Milliseconds left() const {
-    return std::max(Milliseconds(0),
-                    std::chrono::duration_cast<Milliseconds>(end_ - Clock::now()));
+    return std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(end_ - Clock::now()));
   }
   /// What was granted at the start; for error texts.
   Milliseconds limit() const { return limit_; }

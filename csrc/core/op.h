@@ -1,5 +1,5 @@
-// What a rank is doing: the tag that every collective carries, checked against the peers' and printed
-// in every error.
+// What a rank is doing: the tag that every collective carries, checked against the peers' and
+// printed in every error.
 #pragma once
 #include <string>
 

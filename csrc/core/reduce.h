@@ -16,7 +16,7 @@ struct ReduceArgs {
   void* out;                  ///< may be one of the inputs
   void* copy = nullptr;       ///< second destination of the same result, or null
   size_t numel = 0;
-  double factor = 1.0;        ///< premul_sum: every input is multiplied by it first
+  double factor = 1.0;  ///< premul_sum: every input is multiplied by it first
 };
 
 /// Throws Error if the op has no meaning for the dtype (band on floats, min on complex, ...).

@@ -3,8 +3,9 @@
 //   Channel    an ordered, reliable byte stream to and from one peer
 //   Window     memory that all ranks address directly (window.h; shm and local only)
 //
-// Nothing here blocks except `idle`: operations are posted, and the thread that waits for them moves
-// the bytes (progress). One thread at a time drives a lane; the lanes do not disturb each other.
+// Nothing here blocks except `idle`: operations are posted, and the thread that waits for them
+// moves the bytes (progress). One thread at a time drives a lane; the lanes do not disturb each
+// other.
 #pragma once
 #include <memory>
 #include <string>
