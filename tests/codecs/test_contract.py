@@ -3,6 +3,7 @@ payload, leaves the same residual, and reads any payload alike."""
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -19,6 +20,7 @@ from pycomm.codecs.base import (
     Unavailable,
     implementation,
 )
+from pycomm.codecs.philox import random_words
 from tests.codecs import emulated_cuda
 from tests.codecs.cases import CASES, SPECS, bits
 
@@ -64,10 +66,10 @@ def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> t
     return out
 
 
-def check(spec: str, kind: str, device: str, x: torch.Tensor, residual: torch.Tensor) -> None:
+def check(spec: str, kind: str, device: str, x, residual, index: int | None = None) -> None:
     codec = pycomm.codec(spec)
     run = runner(codec, kind, device)
-    index = 3 * codec.granule
+    index = 3 * codec.granule if index is None else index
     there, owed_there = x.to(device), residual.to(device)
 
     want = encode(REFERENCE, codec, x, index=index)
@@ -137,6 +139,45 @@ def drawn(draw):
 @given(case=drawn())
 def test_same_bytes_of_drawn_values(spec, kind, device, case):
     check(spec, kind, device, *case)
+
+
+@everywhere
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "stochastic" in spec])
+def test_same_bytes_where_chance_just_decides(spec, kind, device):
+    codec = pycomm.codec(spec)
+    index = 3 * codec.block
+    random = random_words(KEY, index, codec.block, torch.device("cpu")) >> 1
+    # With the top in front inv is 1, and these fractions are the random bits, or next to them.
+    x = random * 2.0**-31
+    x[0] = codec.top
+    assert bool((x.double() * 2.0**31 == random)[1:].any())
+    check(spec, kind, device, x, torch.zeros_like(x), index)
+
+
+@everywhere
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "stochastic" in spec])
+def test_same_bytes_where_chance_would_pass_the_top(spec, kind, device):
+    codec = pycomm.codec(spec)
+    amax = torch.tensor([magnitude_beyond(codec.top)])
+    hair = float(amax * (torch.full_like(amax, codec.top) / amax)) - codec.top
+    place = rare_places(int(hair * 2.0**31))[0]
+    index = place // codec.block * codec.block
+    x = amax.repeat(codec.block)
+    check(spec, kind, device, x, torch.zeros_like(x), index)
+
+
+def magnitude_beyond(top: int) -> float:
+    """A value whose product with its inverse scale is rounded to above the top."""
+    amax = 1 + torch.rand(10_000, generator=torch.Generator().manual_seed(0))
+    beyond = amax * (torch.full_like(amax, top) / amax) > top
+    return float(amax[beyond][0])
+
+
+@cache
+def rare_places(threshold: int) -> list[int]:
+    """The indices, among the first 2^22, whose random bits are below the threshold."""
+    random = random_words(KEY, 0, 1 << 22, torch.device("cpu")) >> 1
+    return (random < threshold).nonzero().view(-1).tolist()
 
 
 @everywhere

@@ -14,8 +14,8 @@ import torch
 
 import pycomm
 from pycomm.codecs import CODECS
-from pycomm.codecs.base import EncodeArgs, implementation
-from tests.codecs.test_contract import IMPLEMENTATIONS, same
+from pycomm.codecs.base import EncodeArgs
+from tests.codecs.test_contract import IMPLEMENTATIONS, runner, same
 from tests.golden.__main__ import KEY
 
 FOLDER = Path(__file__).parent.parent / "golden"
@@ -42,7 +42,7 @@ def test_files_are_of_this_wire_version(name):
 @pytest.mark.parametrize(("kind", "device"), EVERYONE, ids=["-".join(pair) for pair in EVERYONE])
 def test_bytes_are_those_of_the_golden_file(spec, case, kind, device):
     codec = pycomm.codec(spec)
-    run = implementation(codec.name, kind, device)
+    run = runner(codec, kind, device)
     file = {
         key: torch.from_numpy(value.copy())
         for key, value in golden(codec.name).items()
