@@ -123,8 +123,17 @@ void check_reducible(DType dtype, ReduceOp op) {
 
 void reduce(const ReduceArgs& args) {
   check_reducible(args.dtype, args.op);
-  if (args.count < 1) throw Error("reduce needs at least one input");
+  if (args.count < 1 || args.count > kernels::kMaxInputs) {
+    throw Error("reduce takes 1 to " + std::to_string(kernels::kMaxInputs) + " inputs, not " +
+                std::to_string(args.count));
+  }
   const Plan plan = pycomm::plan(args);
+  if (args.count == 1 && args.op != ReduceOp::premul_sum) {
+    const size_t bytes = plan.numel * plan.element_bytes;
+    std::memmove(args.out, args.inputs[0], bytes);
+    if (args.copy) std::memcpy(args.copy, args.out, bytes);
+    return;
+  }
   for (size_t begin = 0; begin < plan.numel; begin += kernels::kBlock) {
     kernels::Block block;
     block.inputs = args.inputs;

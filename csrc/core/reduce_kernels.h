@@ -15,6 +15,8 @@ namespace pycomm::kernels {
 
 /// One block: small enough that the accumulators stay in the first-level cache.
 constexpr size_t kBlock = 1024;
+/// So that buffers per input can live on the stack.
+constexpr int kMaxInputs = 8192;
 
 /// `inputs[j] + offset` bytes is where input j of this block starts.
 struct Block {

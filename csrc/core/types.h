@@ -17,7 +17,8 @@ using uint64_t = unsigned long;
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define PYCOMM_HD __host__ __device__ __forceinline__
 #else
-#define PYCOMM_HD inline
+// Always: a call out of a PYCOMM_SIMD loop would cost the vectors.
+#define PYCOMM_HD inline __attribute__((always_inline))
 #endif
 // Compiles a plain loop for several x86 levels; the loader picks one. The result is the same bits.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
