@@ -1,6 +1,5 @@
 // The communicator for Python. pycomm/communicator.py checks arrays; here are only
 // addresses, sizes in elements and times in seconds.
-#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
