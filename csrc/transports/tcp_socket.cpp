@@ -16,25 +16,6 @@
 
 namespace pycomm::tcp {
 
-Fd& Fd::operator=(Fd&& other) noexcept {
-  if (this != &other) {
-    reset();
-    fd_ = other.release();
-  }
-  return *this;
-}
-
-int Fd::release() {
-  const int fd = fd_;
-  fd_ = -1;
-  return fd;
-}
-
-void Fd::reset() {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
-}
-
 Address::Address(const sockaddr* address, socklen_t size) : size_(size) {
   std::memcpy(&storage_, address, size);
 }

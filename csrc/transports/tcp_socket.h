@@ -1,5 +1,5 @@
-// Sockets and addresses of the TCP transport: owners of descriptors, and the few calls that prepare
-// them. Everything is non-blocking.
+// Addresses of the TCP transport, and the few calls that prepare its sockets. Everything is
+// non-blocking.
 #pragma once
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -7,26 +7,9 @@
 #include <string>
 
 #include "core/types.h"
+#include "transports/tcp_fd.h"
 
 namespace pycomm::tcp {
-
-/// Owns a file descriptor.
-class Fd {
- public:
-  Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  ~Fd() { reset(); }
-  Fd(Fd&& other) noexcept : fd_(other.release()) {}
-  Fd& operator=(Fd&& other) noexcept;
-
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-  int release();
-  void reset();
-
- private:
-  int fd_ = -1;
-};
 
 /// An IPv4 or IPv6 address with a port.
 class PYCOMM_API Address {

@@ -204,6 +204,35 @@ def test_killed_rank_is_named_to_who_sends(tmp_path):
     assert outcome.args[0].startswith("rank 1 (127.0.0.1:")
 
 
+def test_workers_forked_from_a_rank_do_not_keep_it_alive(tmp_path):
+    def body(me):
+        if me.rank == 0:
+            goal, _ = me.recv(1, 100, tag())
+            start = time.monotonic()
+            with pytest.raises(pycomm.errors.PeerLost, match=r"rank 1 .* died"):
+                me.wait(goal)
+            return time.monotonic() - start
+        if os.fork() == 0:
+            time.sleep(2)  # a data loader's worker, that has not noticed yet
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert processes(2, body, tmp_path, kind="tcp")[0] < 1.5
+
+
+def test_exit_of_a_forked_worker_leaves_the_group_alone():
+    def body(me):
+        if me.rank == 0:
+            worker = os.fork()
+            if worker == 0:
+                me.transport.close()
+                os._exit(0)
+            os.waitpid(worker, 0)
+        return me.exchange({1 - me.rank: b"still here"}, tag())
+
+    assert threads(2, body) == [{1: b"still here"}, {0: b"still here"}]
+
+
 def test_abort_from_another_thread_ends_a_wait():
     def body(me):
         if me.rank == 0:
