@@ -1,0 +1,202 @@
+"""The other collectives: every byte ends where it belongs, on every way."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.collectives.ways import RANKS, TINY, WAYS, bits, floats, integers
+from tests.ranks import run, run_processes
+
+SIZES = [0, 1, 3, 17, 1000, 30011]
+ways = pytest.mark.parametrize("way", WAYS)
+everywhere = pytest.mark.parametrize("ranks", RANKS)
+
+
+def each_size(job):
+    """A job for `run` that calls ``job(c, numel)`` for every size."""
+    return lambda c: [job(c, numel) for numel in SIZES]
+
+
+def all_equal(outcomes, want):
+    """Every rank's result for every size is ``want(rank, numel)``."""
+    for rank, results in enumerate(outcomes):
+        for numel, result in zip(SIZES, results, strict=True):
+            assert np.array_equal(result, want(rank, numel)), (rank, numel)
+
+
+def joined(ranks, numel):
+    return np.concatenate([integers(r, numel) for r in range(ranks)])
+
+
+@ways
+@everywhere
+@pytest.mark.parametrize("segments", [{}, TINY], ids=["whole", "tiny"])
+def test_broadcast(way, ranks, segments):
+    root = ranks // 2
+
+    def job(c, numel):
+        x = integers(c.rank, numel)
+        c.broadcast(x, root)
+        return x
+
+    all_equal(
+        run(ranks, each_size(job), **WAYS[way], **segments), lambda _, numel: integers(root, numel)
+    )
+
+
+@ways
+@everywhere
+def test_all_gather(way, ranks):
+    def job(c, numel):
+        out = np.empty(ranks * numel, np.float32)
+        c.all_gather(integers(c.rank, numel), out)
+        in_place = np.zeros(ranks * numel, np.float32)
+        own = in_place[c.rank * numel : (c.rank + 1) * numel]
+        own[:] = integers(c.rank, numel)
+        c.all_gather(own, in_place)
+        assert np.array_equal(out, in_place)
+        return out
+
+    all_equal(run(ranks, each_size(job), **WAYS[way]), lambda _, numel: joined(ranks, numel))
+
+
+@ways
+@everywhere
+@pytest.mark.parametrize("op", ["sum", "premul_sum"])
+def test_reduce_scatter(way, ranks, op):
+    def job(c, numel):
+        whole = integers(c.rank, ranks * numel)
+        before = whole.copy()
+        out = np.empty(numel, np.float32)
+        c.reduce_scatter(whole, out, op, factor=2.0)
+        assert np.array_equal(whole, before), "the input is the caller's"
+        return out
+
+    def want(rank, numel):
+        whole = sum(integers(r, ranks * numel) for r in range(ranks))
+        return whole[rank * numel : (rank + 1) * numel] * (2 if op == "premul_sum" else 1)
+
+    all_equal(run(ranks, each_size(job), **WAYS[way]), want)
+
+
+@everywhere
+def test_reduce_scatter_has_the_bits_of_all_reduce(ranks):
+    numel = 5003
+
+    def job(c):
+        whole = floats(c.rank, ranks * numel)
+        out = np.empty(numel, np.float32)
+        c.reduce_scatter(whole, out, "avg")
+        c.all_reduce(whole, "avg")
+        return bits(out) == bits(whole[c.rank * numel : (c.rank + 1) * numel])
+
+    for way in ("window", "direct"):
+        assert all(run(ranks, job, **WAYS[way], **TINY))
+
+
+@ways
+@everywhere
+def test_all_to_all(way, ranks):
+    def job(c, numel):
+        whole = integers(c.rank, ranks * numel)
+        out = np.empty(ranks * numel, np.float32)
+        c.all_to_all(whole, out)
+        return out
+
+    def want(rank, numel):
+        parts = [integers(r, ranks * numel)[rank * numel : (rank + 1) * numel] for r in range(ranks)]
+        return np.concatenate(parts)
+
+    all_equal(run(ranks, each_size(job), **WAYS[way]), want)
+
+
+@pytest.mark.parametrize("way", ["direct", "tcp"])
+@everywhere
+def test_uneven_all_to_all(way, ranks):
+    def part(source, target):
+        return integers(10 * source + target, (source * target) % 5 * 100)
+
+    def job(c):
+        sends = [part(c.rank, r) for r in range(ranks)]
+        want = [part(r, c.rank) for r in range(ranks)]
+        out = np.empty(sum(map(len, want)), np.float32)
+        c.all_to_all(
+            np.concatenate(sends),
+            out,
+            send_counts=[len(x) for x in sends],
+            recv_counts=[len(x) for x in want],
+        )
+        return np.array_equal(out, np.concatenate(want))
+
+    assert all(run(ranks, job, **WAYS[way]))
+
+
+@ways
+@everywhere
+def test_reduce_gather_and_scatter(way, ranks):
+    root = ranks - 1
+
+    def job(c):
+        is_root = c.rank == root
+        for numel in SIZES:
+            x = integers(c.rank, numel)
+            total = np.zeros(numel, np.float32) if is_root else None
+            c.reduce(x, total, root)
+            everything = np.zeros(ranks * numel, np.float32) if is_root else None
+            c.gather(x, everything, root)
+            back = np.zeros(numel, np.float32)
+            c.scatter(everything, back, root)
+            assert np.array_equal(x, integers(c.rank, numel))
+            assert np.array_equal(back, x)
+            if is_root:
+                assert np.array_equal(everything, joined(ranks, numel))
+                assert np.array_equal(total, sum(integers(r, numel) for r in range(ranks)))
+
+    run(ranks, job, **WAYS[way])
+    run(ranks, job, **WAYS[way], **TINY)
+
+
+@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_nobody_leaves_a_barrier_before_the_last_has_come(way, ranks):
+    arrived = []
+    lock = threading.Lock()
+
+    def job(c):
+        for late in range(ranks):
+            if c.rank == late:
+                time.sleep(0.02)
+            with lock:
+                arrived.append(late)
+            c.barrier()
+            with lock:
+                assert arrived.count(late) == ranks
+            c.barrier()
+
+    run(ranks, job, **WAYS[way])
+
+
+def test_everything_between_processes():
+    def job(c):
+        ranks = c.size
+        for numel in SIZES:
+            x = integers(c.rank, numel)
+            out = np.empty(ranks * numel, np.float32)
+            c.all_gather(x, out)
+            assert np.array_equal(out, joined(ranks, numel))
+            back = np.empty(numel, np.float32)
+            c.reduce_scatter(out, back)
+            assert np.array_equal(back, x * ranks)
+            swapped = np.empty(ranks * numel, np.float32)
+            c.all_to_all(out, swapped)
+            assert np.array_equal(swapped, np.tile(x, ranks))
+            c.broadcast(x, 1)
+            assert np.array_equal(x, integers(1, numel))
+            c.barrier()
+        return True
+
+    assert all(run_processes(4, job))

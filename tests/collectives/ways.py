@@ -1,0 +1,33 @@
+"""The ways that a collective can take, as options of the communicator, and inputs for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+RANKS = [1, 2, 3, 4, 7, 8]
+SIZES = [0, 1, 2, 3, 5, 16, 17, 255, 1000, 4099, 100003]
+
+WAYS = {
+    "window": {"transport": "local"},
+    "direct": {"transport": "local", "algo": "direct"},
+    "ring": {"transport": "local", "algo": "ring"},
+    "tcp": {"transport": "tcp", "sockets": 1},
+    "tcp-ring": {"transport": "tcp", "algo": "ring"},
+}
+# Segments of a few elements: many per chunk, the last one shorter.
+TINY = {"segment_bytes": 52}
+
+
+def integers(rank: int, numel: int, dtype: str = "float32") -> np.ndarray:
+    """Values whose sums and products of a few are exact in every dtype that has them."""
+    return np.random.default_rng([rank, numel]).integers(0, 4, numel).astype(dtype)
+
+
+def floats(rank: int, numel: int) -> np.ndarray:
+    """Values over many magnitudes: any change of the order of a sum changes bits."""
+    random = np.random.default_rng([rank, numel])
+    return (random.standard_normal(numel) * np.exp(4 * random.standard_normal(numel))).astype("f")
+
+
+def bits(x: np.ndarray) -> bytes:
+    return x.tobytes()
