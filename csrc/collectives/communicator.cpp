@@ -101,7 +101,8 @@ class Communicator::Impl {
   /// Called with an error in flight that no rank can go on after: tells everybody, and throws the
   /// group's first error.
   [[noreturn]] void over() {
-    const std::exception_ptr error = from_reason(std::current_exception());
+    std::exception_ptr error = from_reason(std::current_exception());
+    if (const std::exception_ptr cause = mesh_.aborted()) error = cause;
     const bool first = !failure_.happened();
     failure_.set(error);
     if (first) mesh_.abort(to_reason(error));

@@ -210,6 +210,19 @@ std::string Mesh::missing(Lane lane) {
   return "nothing is missing";
 }
 
+std::exception_ptr Mesh::aborted() const {
+  for (const auto& transport : transports_) {
+    try {
+      transport->check();
+    } catch (const PeerLost&) {
+      continue;
+    } catch (const Error&) {
+      return from_reason(std::current_exception());
+    }
+  }
+  return nullptr;
+}
+
 void Mesh::abort(const std::string& reason) noexcept {
   for (const auto& transport : transports_) transport->abort(reason);
 }

@@ -59,6 +59,8 @@ class Mesh {
 
   /// Any thread.
   void abort(const std::string& reason) noexcept;
+  /// What an aborting rank has told us, or null: better than to say that it has left.
+  std::exception_ptr aborted() const;
 
  private:
   /// One direction pair of one lane, and how much of what we posted has been done.

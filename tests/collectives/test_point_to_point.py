@@ -1,0 +1,206 @@
+"""Sends meet receives by rank and tag, in order of posting, whoever is first."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+
+from pycomm.errors import Error, Timeout, WireMismatch
+from tests.collectives.ways import WAYS, floats
+from tests.ranks import attempt, run, run_processes
+
+everywhere = pytest.mark.parametrize("way", ["window", "tcp"])
+SIZES = [0, 1, 17, 1000, 100003, 1_000_001]
+floats = cache(floats)
+
+
+@everywhere
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_pair_both_directions_at_once(way, ranks):
+    def job(c):
+        sent, received = [], []
+        for numel in SIZES:
+            for peer in range(ranks):
+                sent.append(c.send(floats(c.rank, numel), peer, tag=numel))
+                out = np.empty(numel, np.float32)
+                received.append((c.recv(out, peer, tag=numel), out, peer))
+        for request, out, peer in received:
+            request.wait()
+            assert request.source() == peer
+            assert np.array_equal(out, floats(peer, out.size))
+        for request in sent:
+            request.wait()
+            assert request.done()
+
+    run(ranks, job, **WAYS[way])
+
+
+@everywhere
+def test_tags_keep_messages_apart_and_order_is_that_of_posting(way):
+    def job(c):
+        if c.rank == 0:
+            for i in range(10):
+                c.send(np.full(3, i), 1, tag=i % 2).wait()
+            return None
+        seen = {}
+        for tag in (1, 0):
+            seen[tag] = []
+            for _ in range(5):
+                out = np.empty(3, np.int64)
+                c.recv(out, 0, tag).wait()
+                seen[tag].append(int(out[0]))
+        return seen
+
+    assert run(2, job, **WAYS[way])[1] == {0: [0, 2, 4, 6, 8], 1: [1, 3, 5, 7, 9]}
+
+
+@everywhere
+def test_receives_posted_first_are_filled_first(way):
+    def job(c):
+        if c.rank == 1:
+            c.barrier()
+            for i in range(4):
+                c.send(np.array([i]), 0).wait()
+            return None
+        outs = [np.empty(1, np.int64) for _ in range(4)]
+        requests = [c.recv(out, src) for out, src in zip(outs, (1, -1, 1, -1), strict=True)]
+        c.barrier()
+        for request in reversed(requests):
+            request.wait()
+        return [int(out[0]) for out in outs]
+
+    assert run(2, job, **WAYS[way])[0] == [0, 1, 2, 3]
+
+
+@everywhere
+def test_any_source_tells_who_it_was(way):
+    ranks = 4
+
+    def job(c):
+        if c.rank > 0:
+            c.send(np.array([c.rank * 10]), 0, tag=5).wait()
+            return None
+        seen = {}
+        for _ in range(ranks - 1):
+            out = np.empty(1, np.int64)
+            request = c.recv(out, tag=5)
+            request.wait()
+            seen[request.source()] = int(out[0])
+        return seen
+
+    assert run(ranks, job, **WAYS[way])[0] == {1: 10, 2: 20, 3: 30}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_may_send_to_itself(ranks):
+    def job(c):
+        first = np.empty(3, np.float32)
+        early = c.recv(first, c.rank, tag=1)
+        c.send(np.full(3, 1, np.float32), c.rank, tag=1).wait()
+        c.send(np.full(3, 2, np.float32), c.rank, tag=2).wait()
+        second = np.empty(3, np.float32)
+        late = c.recv(second, tag=2)
+        early.wait()
+        late.wait()
+        assert (early.source(), late.source()) == (c.rank, c.rank)
+        return first[0], second[0]
+
+    assert run(ranks, job) == [(1, 2)] * ranks
+
+
+@everywhere
+def test_requests_complete_although_nobody_waits(way):
+    numel = 1_000_001
+
+    def job(c):
+        out = np.empty(numel, np.float32)
+        requests = [c.send(floats(c.rank, numel), 1 - c.rank), c.recv(out, 1 - c.rank)]
+        end = time.monotonic() + 10
+        while not all(request.done() for request in requests):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert np.array_equal(out, floats(1 - c.rank, numel))
+        c.barrier()
+
+    run(2, job, **WAYS[way])
+
+
+@everywhere
+def test_a_posted_receive_is_not_in_the_way_of_collectives(way):
+    def job(c):
+        out = np.empty(1000, np.float32)
+        request = c.recv(out, 1 - c.rank)
+        for i in range(50):
+            x = np.full(1000, c.rank + i, np.float32)
+            c.all_reduce(x)
+            assert x[0] == 2 * i + 1
+        c.send(np.full(1000, c.rank, np.float32), 1 - c.rank).wait()
+        request.wait()
+        assert out[0] == 1 - c.rank
+
+    run(2, job, **WAYS[way])
+
+
+@everywhere
+@pytest.mark.parametrize("first", ["send", "recv"])
+def test_sizes_that_differ_are_an_error_at_both_ends(way, first):
+    def job(c):
+        if c.rank == 1 and first == "send":
+            c.barrier()
+        data = np.zeros(4 if c.rank == 0 else 3, np.float32)
+        request = c.send(data, 1) if c.rank == 0 else c.recv(data, 0)
+        if (c.rank == 0) == (first == "send"):
+            c.barrier()
+        request.wait()
+        c.barrier()
+
+    def job_recv_first(c):
+        data = np.zeros(4 if c.rank == 0 else 3, np.float32)
+        if c.rank == 0:
+            time.sleep(0.05)
+        (c.send(data, 1) if c.rank == 0 else c.recv(data, 0)).wait()
+        c.barrier()
+
+    for error in attempt(2, job if first == "send" else job_recv_first, **WAYS[way]):
+        assert isinstance(error, WireMismatch)
+        assert "recv of 12 bytes from rank 0 (tag 0) met a send of 16 bytes" in str(error)
+
+
+def test_a_message_that_never_comes_is_a_timeout_that_names_it():
+    def job(c):
+        if c.rank == 1:
+            c.barrier(timeout=1)
+        c.recv(np.empty(2, np.float32), 1, tag=9).wait(timeout=0.1)
+
+    errors = attempt(2, job)
+    assert all(isinstance(error, Timeout) for error in errors)
+    assert "rank 0: recv of 8 bytes from rank 1 (tag 9)" in str(errors[0])
+
+
+def test_ranks_that_do_not_exist_are_refused():
+    def job(c):
+        x = np.zeros(3)
+        with pytest.raises(Error, match="destination 2 in a group of 2"):
+            c.send(x, 2)
+        with pytest.raises(Error, match="source -2 in a group of 2"):
+            c.recv(x, -2)
+        c.barrier()
+
+    run(2, job)
+
+
+def test_between_processes():
+    def job(c):
+        for numel in SIZES:
+            out = np.empty(numel, np.float32)
+            request = c.recv(out, (c.rank - 1) % c.size)
+            c.send(floats(c.rank, numel), (c.rank + 1) % c.size).wait()
+            request.wait()
+            assert np.array_equal(out, floats((c.rank - 1) % c.size, numel))
+        return True
+
+    assert all(run_processes(3, job))
+    assert all(run_processes(2, job, transport="tcp"))
