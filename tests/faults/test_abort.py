@@ -1,0 +1,92 @@
+"""abort() ends everything in bounded time, and no error leaves a thread or a file behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from pycomm.errors import Error
+from tests.collectives.ways import WAYS
+from tests.ranks import attempt, run
+
+BOUND = 0.5  # seconds; the waits look for an abort every few milliseconds
+
+WAITS = {
+    "all_reduce": lambda c: c.all_reduce(np.ones(10)),
+    "coded": lambda c: c.all_reduce_coded(np.ones(10_000, np.float32), "quant"),
+    "barrier": lambda c: c.barrier(),
+    "broadcast": lambda c: c.broadcast(np.ones(10), 1),
+    "recv": lambda c: c.recv(np.ones(10), 1).wait(),
+    "any recv": lambda c: c.recv(np.ones(10)).wait(),
+    "send": lambda c: c.send(np.ones(4_000_000), 1).wait(),
+}
+
+
+@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("by", ["same rank", "other rank"])
+def test_abort_unblocks_everybody(way, wait, by):
+    def job(c):
+        if c.rank == 1:
+            time.sleep(0.1)
+            if by == "other rank":
+                c.abort("the user pressed stop")
+            time.sleep(0.4)
+            with pytest.raises(Error, match="the user pressed stop"):
+                c.barrier()
+            return None
+        if by == "same rank":
+            threading.Timer(0.1, lambda: c.abort("the user pressed stop")).start()
+        start = time.monotonic()
+        with pytest.raises(Error, match="the user pressed stop"):
+            WAITS[wait](c)
+        took = time.monotonic() - start
+        with pytest.raises(Error, match="the user pressed stop"):
+            c.barrier()
+        return took
+
+    took, _ = run(2, job, **WAYS[way])
+    assert took < BOUND
+
+
+def test_abort_twice_and_after_an_error_is_harmless():
+    def job(c):
+        c.abort("first")
+        c.abort("second")
+        with pytest.raises(Error, match="first"):
+            c.barrier()
+        c.abort("third")
+        with pytest.raises(Error, match="first"):
+            c.barrier()
+
+    run(1, job)
+
+
+def held():
+    gc.collect()
+    threads = len(os.listdir("/proc/self/task"))
+    files = len(os.listdir("/proc/self/fd"))
+    return threads, files
+
+
+@pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
+def test_errors_leave_no_thread_and_no_file_behind(transport):
+    def fail(c):
+        c.recv(np.ones(10), 1 - c.rank)
+        c.all_reduce(np.ones(10))
+        time.sleep(0.01)
+        c.all_reduce(np.ones(10 + c.rank))
+
+    attempt(2, fail, transport=transport)
+    before = held()
+    for _ in range(5):
+        assert all(isinstance(e, Error) for e in attempt(2, fail, transport=transport))
+    end = time.monotonic() + 5
+    while held() != before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert held() == before

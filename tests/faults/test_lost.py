@@ -1,0 +1,108 @@
+"""A process that dies is noticed at once, and named, by every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from pycomm.errors import PeerLost
+from tests.ranks import attempt, run_processes
+
+# The promise of the design: within half a second. A loaded machine may take as long to run us.
+NOTICED = 0.5
+
+
+def until_lost(c, call):
+    """Call until it raises, and say what it was. The victim's death is timed by its last stamp."""
+    try:
+        while True:
+            call()
+    except PeerLost as error:
+        return error.rank, str(error), time.time()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["auto", "direct"])
+@pytest.mark.parametrize("state", ["in a call", "between calls"])
+def test_a_killed_rank_is_named_by_all(tmp_path, transport, way, state):
+    victim, ranks = 1, 3
+
+    def job(c):
+        c.barrier()
+        if c.rank == victim:
+            (tmp_path / "stamp").write_text(repr(time.time()))
+            if state == "between calls":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if os.fork() == 0:  # a helper that kills us while we wait
+                time.sleep(0.2)
+                (tmp_path / "stamp").write_text(repr(time.time()))
+                os.kill(os.getppid(), signal.SIGKILL)
+                os._exit(0)
+            c.recv(np.empty(1), 0).wait()
+        return until_lost(c, lambda: c.all_reduce(np.ones(50_000)))
+
+    outcomes = run_processes(ranks, job, transport=transport, algo=way)
+    died = float((tmp_path / "stamp").read_text())
+    for rank in (0, 2):
+        lost, text, when = outcomes[rank]
+        assert lost == victim
+        assert f"rank {victim}" in text
+        assert when - died < NOTICED
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_a_rank_that_leaves_is_named_by_who_waits_for_it(transport):
+    def job(c):
+        c.barrier()
+        if c.rank == 1:
+            return None
+        c.all_reduce(np.ones(3))
+
+    first, _, third = attempt(3, job, transport=transport)
+    for error in (first, third):
+        assert isinstance(error, PeerLost)
+        assert error.rank == 1
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_leaves_after_the_last_call_harms_nobody(transport, ranks):
+    def job(c):
+        x = np.full(1000, c.rank, np.float32)
+        c.all_reduce(x)
+        c.broadcast(x, 0)
+        if c.rank == 0:
+            return x[0]
+        time.sleep(0.02)
+        return x[0]
+
+    for _ in range(5):
+        assert attempt(ranks, job, transport=transport) == [sum(range(ranks))] * ranks
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_who_is_left_can_go_on_point_to_point(transport):
+    """A rank that has done its part may leave while others still talk."""
+
+    def job(c):
+        x = np.zeros(1)
+        if c.rank == 2:
+            c.send(x, 0, tag=1).wait()
+            return None
+        if c.rank == 0:
+            c.recv(x, tag=1).wait()
+            time.sleep(0.1)
+        for _ in range(10):
+            if c.rank == 0:
+                c.send(x + 1, 1).wait()
+                c.recv(x, 1).wait()
+            else:
+                c.recv(x, 0).wait()
+                c.send(x, 0).wait()
+        return x[0]
+
+    assert attempt(3, job, transport=transport) == [10, 10, None]

@@ -1,0 +1,170 @@
+"""Ranks that call different things all get an error that names both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pycomm.errors import Error, Timeout, WireMismatch
+from tests.collectives.ways import WAYS
+from tests.ranks import attempt, run, run_processes
+
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def ones(numel, dtype="float32"):
+    return np.ones(numel, dtype)
+
+
+# What the last rank calls while the others add up 1000 float32, and a word of the error about it.
+# Large ones take two-shot and several segments.
+CALLS = {
+    "size": (lambda c: c.all_reduce(ones(999)), "999 float32"),
+    "large size": (lambda c: c.all_reduce(ones(200_000)), "200000 float32"),
+    "no elements": (lambda c: c.all_reduce(ones(0)), "0 float32"),
+    "dtype": (lambda c: c.all_reduce(ones(1000, "int32")), "1000 int32"),
+    "reduction": (lambda c: c.all_reduce(ones(1000), "max"), "max of 1000"),
+    "op": (lambda c: c.broadcast(ones(1000), c.size - 1), "broadcast"),
+    "barrier": (lambda c: c.barrier(), "barrier"),
+}
+
+
+@ways
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_rank_is_told_who_differs(way, ranks, call):
+    other, word = CALLS[call]
+
+    def job(c):
+        c.all_reduce(ones(10))
+        if c.rank == ranks - 1:
+            other(c)
+        else:
+            c.all_reduce(ones(1000))
+        c.barrier()
+
+    for error in attempt(ranks, job, **WAYS[way]):
+        assert isinstance(error, WireMismatch), error
+        assert f"rank {ranks - 1}" in str(error)
+        assert word in str(error)
+        assert "all_reduce #2 (sum of 1000 float32)" in str(error)
+
+
+@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+def test_a_call_that_one_rank_left_out(way):
+    def job(c):
+        if c.rank != 1:
+            c.all_gather(ones(4), ones(4 * c.size))
+        c.all_reduce(ones(4))
+
+    for error in attempt(3, job, **WAYS[way]):
+        assert isinstance(error, WireMismatch)
+        assert "rank 1" in str(error)
+        assert "all_gather #1" in str(error)
+        assert "all_reduce #1" in str(error)
+
+
+def test_roots_that_differ():
+    def job(c):
+        c.broadcast(ones(4), c.rank)
+
+    for way in WAYS.values():
+        for error in attempt(2, job, **way):
+            assert isinstance(error, WireMismatch)
+            assert "root 0" in str(error)
+            assert "root 1" in str(error)
+
+
+def test_parts_that_differ_in_all_to_all():
+    def job(c):
+        counts = [3, 3] if c.rank == 0 else [4, 3]
+        c.all_to_all(ones(7), ones(7), send_counts=counts, recv_counts=[3, 3])
+
+    for error in attempt(2, job):
+        assert isinstance(error, WireMismatch)
+        assert "16 bytes" in str(error)
+
+
+def test_options_that_differ_are_found_when_ranks_meet():
+    def job(c):
+        c.barrier()
+
+    from pycomm.communicator import Communicator, Store
+
+    store, errors = Store.local(), []
+
+    def meet(rank, algo):
+        try:
+            Communicator(store, rank, 2, transport="local", algo=algo, timeout=5)
+        except Error as error:
+            errors.append(error)
+
+    import threading
+
+    threads = [
+        threading.Thread(target=meet, args=(0, "direct")),
+        threading.Thread(target=meet, args=(1, "ring")),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    for error in errors:
+        assert isinstance(error, WireMismatch)
+        assert "algo=direct" in str(error)
+        assert "algo=ring" in str(error)
+
+
+def test_between_processes():
+    def job(c):
+        try:
+            c.all_reduce(ones(1000 + c.rank))
+        except WireMismatch as error:
+            return "1000 float32" in str(error) and "1001 float32" in str(error)
+
+    assert all(run_processes(2, job))
+    assert all(run_processes(2, job, transport="tcp"))
+
+
+@ways
+def test_bad_arguments_are_found_before_a_byte_is_sent(way):
+    def job(c):
+        x = ones(8)
+        for call, word in [
+            (lambda: c.all_reduce(x, "band"), "band has no meaning for float32"),
+            (lambda: c.all_reduce(x, "median"), "unknown reduction 'median'"),
+            (lambda: c.all_reduce(x[::2]), "contiguous"),
+            (lambda: c.all_reduce(x.astype(">f4")), "dtype >f4"),
+            (lambda: c.all_reduce(ones(8, "datetime64[s]")), "datetime"),
+            (lambda: c.all_reduce(b"constant"), "bytes"),
+            (lambda: c.all_reduce(17), "int"),
+            (lambda: c.broadcast(x, 2), "root 2 in a group of 2"),
+            (lambda: c.broadcast(x, -1), "root -1"),
+            (lambda: c.all_gather(x, ones(15)), "input has 8 elements and out 15"),
+            (lambda: c.all_gather(x, ones(16, "int32")), "out is int32"),
+            (lambda: c.reduce(x, None, c.rank), "no buffer for 8 elements"),
+            (lambda: c.all_to_all(ones(3), ones(3)), "not 2 equal parts"),
+        ]:
+            with pytest.raises(Error, match=word.replace("[", r"\[")):
+                call()
+        c.all_reduce(x)
+        return x[0]
+
+    assert run(2, job, **WAYS[way]) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+def test_the_first_error_stays(way):
+    def job(c):
+        x = ones(10 + c.rank)
+        errors = []
+        for call in (lambda: c.all_reduce(x), c.barrier, lambda: c.send(x, 1 - c.rank).wait()):
+            with pytest.raises(WireMismatch) as caught:
+                call()
+            errors.append(str(caught.value))
+        assert errors == [errors[0]] * 3
+        return True
+
+    assert attempt(2, job, **WAYS[way]) == [True, True]
+    assert Timeout is not WireMismatch
