@@ -78,8 +78,8 @@ bool RingChannel::push() {
   bool moved = false;
   while (!sends_.empty()) {
     Outgoing& message = sends_.front();
+    if (free_bytes() < (message.framed ? 1 : sizeof(Frame))) break;
     if (!message.framed) {
-      if (free_bytes() < sizeof(Frame)) break;
       write_ring(*out_, head_, &message.frame, sizeof(Frame));
       head_ += sizeof(Frame);
       message.framed = true;
@@ -100,8 +100,6 @@ bool RingChannel::push() {
       traffic_.sent_bytes.fetch_add(sizeof(Frame) + message.data.size, std::memory_order_relaxed);
       sends_.pop_front();
       sent_ += 1;
-    } else if (free_bytes() == 0) {
-      break;
     }
   }
   traffic_.moved = traffic_.moved || moved;
