@@ -81,6 +81,7 @@ void scattered_broadcast(Exchange& ex, void* data, size_t bytes, int root) {
   }
 
   // The same order in which the root sends.
+  ex.set_source(root);
   const Range roots = chunk(root);
   std::vector<uint64_t> tickets;
   for (size_t s = 0; s < std::max(count(mine), count(roots)); s++) {

@@ -31,7 +31,7 @@ void Exchange::rest(int quiet) {
   if (!deadline_.expired()) return;
   throw Timeout("rank " + std::to_string(rank()) + ": " + describe(tag_) +
                 " did not finish within " + std::to_string(deadline_.limit().count()) +
-                " ms: " + mesh_.missing(Lane::collective) +
+                " ms: " + mesh_.missing(Lane::collective, source_) +
                 "; check that every rank runs and calls the same operations in the same order");
 }
 

@@ -42,6 +42,9 @@ class Exchange {
   /// The rank `steps` after ours; each rank begins with another peer, so that none is flooded.
   int after(int steps) const { return (rank() + steps) % size(); }
 
+  /// Everything comes from this rank, if by way of others. For the text of a Timeout.
+  void set_source(int rank) { source_ = rank; }
+
   /// Memory until the end of the collective; one call only.
   uint8_t* scratch(size_t bytes) { return scratch_.get(bytes); }
 
@@ -82,6 +85,7 @@ class Exchange {
   const OpTag& tag_;
   Deadline deadline_;
   size_t segment_bytes_;
+  int source_ = -1;
 };
 
 }  // namespace pycomm

@@ -193,7 +193,7 @@ void Mesh::begin(Lane lane) {
   }
 }
 
-std::string Mesh::missing(Lane lane) {
+std::string Mesh::missing(Lane lane, int source) {
   std::vector<int> silent, slow, full;
   for (const int peer : opened_[static_cast<int>(lane)]) {
     const Link& l = link(lane, peer);
@@ -204,6 +204,7 @@ std::string Mesh::missing(Lane lane) {
     }
   }
   for (auto* ranks : {&silent, &slow, &full}) std::sort(ranks->begin(), ranks->end());
+  if (std::count(silent.begin(), silent.end(), source)) silent = {source};
   if (!silent.empty()) return "nothing came from " + join(silent);
   if (!slow.empty()) return join(slow) + " stopped sending";
   if (!full.empty()) return join(full) + " stopped receiving";

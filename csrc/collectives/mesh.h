@@ -54,8 +54,9 @@ class Mesh {
 
   /// From here on, rank r is "missing" until something from it has arrived.
   void begin(Lane lane);
-  /// "ranks 2, 3": what a wait that ran out of time was waiting for.
-  std::string missing(Lane lane);
+  /// What a wait that ran out of time was waiting for, in words. If nothing came from `source`, the
+  /// others could not pass it on and are not to blame.
+  std::string missing(Lane lane, int source);
 
   /// Any thread.
   void abort(const std::string& reason) noexcept;

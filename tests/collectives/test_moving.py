@@ -108,7 +108,9 @@ def test_all_to_all(way, ranks):
         return out
 
     def want(rank, numel):
-        parts = [integers(r, ranks * numel)[rank * numel : (rank + 1) * numel] for r in range(ranks)]
+        parts = [
+            integers(r, ranks * numel)[rank * numel : (rank + 1) * numel] for r in range(ranks)
+        ]
         return np.concatenate(parts)
 
     all_equal(run(ranks, each_size(job), **WAYS[way]), want)

@@ -14,7 +14,9 @@ from pycomm.errors import Error
 from tests.collectives.ways import WAYS
 from tests.ranks import attempt, run
 
-BOUND = 0.5  # seconds; the waits look for an abort every few milliseconds
+# Seconds from abort() to the end of a wait. Waits look every few milliseconds; a busy machine may
+# take longer to run them.
+BOUND = 2.0
 
 WAITS = {
     "all_reduce": lambda c: c.all_reduce(np.ones(10)),
@@ -31,27 +33,32 @@ WAITS = {
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("by", ["same rank", "other rank"])
 def test_abort_unblocks_everybody(way, wait, by):
+    stopped, ended = [], []
+
+    def stop(c):
+        stopped.append(time.monotonic())
+        c.abort("the user pressed stop")
+
     def job(c):
         if c.rank == 1:
             time.sleep(0.1)
             if by == "other rank":
-                c.abort("the user pressed stop")
+                stop(c)
             time.sleep(0.4)
             with pytest.raises(Error, match="the user pressed stop"):
-                c.barrier()
+                for _ in range(2):  # the other rank may have come to the first before it stopped
+                    c.barrier()
             return None
         if by == "same rank":
-            threading.Timer(0.1, lambda: c.abort("the user pressed stop")).start()
-        start = time.monotonic()
+            threading.Timer(0.1, stop, (c,)).start()
         with pytest.raises(Error, match="the user pressed stop"):
             WAITS[wait](c)
-        took = time.monotonic() - start
+        ended.append(time.monotonic())
         with pytest.raises(Error, match="the user pressed stop"):
             c.barrier()
-        return took
 
-    took, _ = run(2, job, **WAYS[way])
-    assert took < BOUND
+    run(2, job, **WAYS[way])
+    assert ended[0] - stopped[0] < BOUND
 
 
 def test_abort_twice_and_after_an_error_is_harmless():

