@@ -269,9 +269,9 @@ def test_bad_pieces_are_refused_and_the_group_lives_on():
             c.all_reduce_coded(x.astype("d"), "quant")
         with pytest.raises(pycomm.errors.Error, match="residual"):
             c.all_reduce_coded(x, [Piece(1000, "quant", residual=np.zeros(10, np.float32))])
+        pieces = _C.Pieces()
+        pieces.add(1000, _C.Codec("quant"), residual=x.ctypes.data)
         with pytest.raises(pycomm.errors.Error, match="none to write"):
-            pieces = _C.Pieces()
-            pieces.add(1000, _C.Codec("quant"), residual=x.ctypes.data)
             c.core.all_reduce_coded(x.ctypes.data, pieces)
         with pytest.raises(pycomm.errors.Error, match="unknown codec"):
             c.all_reduce_coded(x, "zip")
