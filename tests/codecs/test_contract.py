@@ -191,6 +191,33 @@ def test_any_payload_decodes_the_same(spec, kind, device, numel, seed):
     check_decode(codec, runner(codec, kind, device), device, payload, numel)
 
 
+def shifted(x: torch.Tensor, device: str) -> torch.Tensor:
+    """The same values at an address that is a multiple of 4 bytes and not of 16."""
+    step = 4 // x.element_size()
+    return torch.cat((x[:step], x)).to(device)[step:]
+
+
+@everywhere
+@every_spec
+def test_alignment_does_not_matter(spec, kind, device):
+    codec = pycomm.codec(spec)
+    run = runner(codec, kind, device)
+    x, residual = CASES["normal-5001"]
+    want_owed = torch.empty_like(residual)
+    want = encode(REFERENCE, codec, x, residual, want_owed)
+
+    owed = shifted(residual, device)
+    payload = shifted(torch.zeros_like(want), device)
+    run.encode(codec, EncodeArgs(shifted(x, device), payload, owed, owed, KEY, 0))
+    assert torch.equal(payload.cpu(), want)
+    assert same(owed, want_owed)
+
+    want_sum, got = x.clone(), shifted(x, device)
+    REFERENCE.decode_add(codec, want, want_sum)
+    run.decode_add(codec, payload, got)
+    assert same(got, want_sum)
+
+
 @everywhere
 @every_spec
 def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
