@@ -16,19 +16,25 @@ struct Random4 {
   uint32_t word[4];
 };
 
+constexpr int kPhiloxRounds = 10;
+/// What each round adds to the two halves of the key.
+constexpr uint32_t kPhiloxKey0 = 0x9E3779B9;
+constexpr uint32_t kPhiloxKey1 = 0xBB67AE85;
+
+PYCOMM_HD Random4 philox_round(Random4 c, uint32_t key0, uint32_t key1) {
+  const uint64_t a = uint64_t{0xD2511F53} * c.word[0];
+  const uint64_t b = uint64_t{0xCD9E8D57} * c.word[2];
+  return {{static_cast<uint32_t>(b >> 32) ^ c.word[1] ^ key0, static_cast<uint32_t>(b),
+           static_cast<uint32_t>(a >> 32) ^ c.word[3] ^ key1, static_cast<uint32_t>(a)}};
+}
+
 PYCOMM_HD Random4 philox4x32_10(Random4 counter, uint32_t key0, uint32_t key1) {
-  uint32_t c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
-  for (int round = 0; round < 10; round++) {
-    const uint64_t a = uint64_t{0xD2511F53} * c0;
-    const uint64_t b = uint64_t{0xCD9E8D57} * c2;
-    c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ key0;
-    c1 = static_cast<uint32_t>(b);
-    c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ key1;
-    c3 = static_cast<uint32_t>(a);
-    key0 += 0x9E3779B9;
-    key1 += 0xBB67AE85;
+  for (int round = 0; round < kPhiloxRounds; round++) {
+    counter = philox_round(counter, key0, key1);
+    key0 += kPhiloxKey0;
+    key1 += kPhiloxKey1;
   }
-  return {{c0, c1, c2, c3}};
+  return counter;
 }
 
 /// The words of the values 4 * group to 4 * group + 3.
