@@ -9,6 +9,7 @@ namespace {
 constexpr size_t kFrameAlign = 16;
 /// Published at once, so that the peer copies out while we copy in.
 constexpr size_t kPiece = kRingBytes / 8;
+static_assert(kPiece % kFrameAlign == 0 && sizeof(Frame) % kFrameAlign == 0);
 
 size_t padding(size_t bytes) { return (kFrameAlign - bytes % kFrameAlign) % kFrameAlign; }
 
@@ -86,8 +87,8 @@ bool RingChannel::push() {
     }
     const size_t left = message.data.size - message.done;
     const size_t bytes = std::min({left, free_bytes(), kPiece});
-    // The padding goes with the last byte. There is room for it: the ring and all that is in it are
-    // multiples of kFrameAlign, but for the message under way.
+    // Head and tail are multiples of kFrameAlign whenever they are published, so the padding that
+    // goes with the last byte has room.
     write_ring(*out_, head_, message.data.data + message.done, bytes);
     message.done += bytes;
     head_ += bytes;

@@ -19,8 +19,8 @@ namespace pycomm {
 
 /// Lines are fetched in pairs, so what different ranks write lies 128 bytes apart.
 constexpr size_t kLine = 128;
-/// What travels in the same cache line as its flag.
-constexpr size_t kTinyBytes = 56;
+/// What travels beside its flag, in the same pair of cache lines.
+constexpr size_t kTinyBytes = 120;
 /// Staging of one rank: a few slots, small enough that they stay in L2.
 constexpr size_t kSlots = 4;
 constexpr size_t kSlotBytes = size_t{128} << 10;
@@ -34,7 +34,7 @@ struct alignas(kLine) Flag {
   std::atomic<uint64_t> value;
   uint8_t payload[kTinyBytes];
 };
-static_assert(offsetof(Flag, payload) + kTinyBytes == 64, "flag and payload are one cache line");
+static_assert(sizeof(Flag) == kLine, "flag and payload are fetched together");
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "wire formats are little-endian");
 
 /// An OpTag that a peer may read while it is written: torn at worst, and only in an error text.

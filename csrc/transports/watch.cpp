@@ -109,6 +109,8 @@ void Watch::abort(const std::string& reason) noexcept {
 }
 
 void Watch::leave() noexcept {
+  // A forked child that runs our destructors is not us.
+  if (segment_.board(self_).process[0] != static_cast<uint64_t>(::getpid())) return;
   segment_.board(self_).left.store(1, std::memory_order_release);
   wake_all();
 }

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pycomm import _C
-from pycomm.errors import Error, PeerLost, WireMismatch
+from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from tests.transports.transport_ranks import RUNNERS, address, good, processes, sample
 
 # Empty, shorter than a frame, odd, one ring (256 KiB) and more than the ring holds.
@@ -152,6 +152,24 @@ def test_workers_forked_from_a_rank_do_not_keep_it_alive():
         assert time.monotonic() - start < 0.2
 
     good(processes(2, job))
+
+
+def test_a_forked_child_that_cleans_up_does_not_leave_for_its_parent():
+    def job(transport, rank):
+        child = os.fork()
+        if child == 0:
+            transport.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        for seq in range(1, 4):
+            transport.run_shared(_C.OpTag("barrier", seq=seq))
+
+    good(processes(2, job))
+
+
+def test_ranks_that_miss_the_meeting_are_all_named():
+    with pytest.raises(Timeout, match=r"did not come .*: 1, 2"):
+        _C.Transport("local", _C.Store.local(), "meeting", 0, 3, timeout=0.1)
 
 
 def memfds() -> list[str]:
