@@ -116,7 +116,6 @@ void Control::take_in(Peer& peer) {
     if (peer.state != State::here) return;
     peer.died_at = Clock::now();
     peer.state.store(State::died, std::memory_order_release);
-    wake_all();
   }
 }
 
@@ -141,7 +140,7 @@ void Control::end_group(const Notice& notice) noexcept {
   wake_all();
 }
 
-// Never taken back: whoever waits on wait_fd() from now on shall look at once.
+// Never taken back: whoever waits on wait_fd() from now on looks at once.
 void Control::wake_all() noexcept {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);

@@ -22,7 +22,7 @@ class Control {
   /// At set-up only. `address` is for error texts.
   void add(int rank, const Address& address, Fd fd);
 
-  /// Becomes readable when there is something for poll(), and stays so once the group is broken.
+  /// Becomes readable when there is something for poll(), and stays so once somebody has aborted.
   int wait_fd() const { return epoll_.get(); }
   /// Takes in what peers have said. Cheap.
   void poll();

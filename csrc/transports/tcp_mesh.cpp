@@ -265,13 +265,18 @@ class Meeting {
         }
       }
     } else {
-      refused_++;
-      const Address from = Address::remote(stranger.fd.get());
-      last_refused_ = (from.size() > 0 ? from.text() : "a stranger") + ": " +
-                      (progress == Progress::over ? stranger.handshake.problem()
-                                                  : "it went away during the handshake");
+      note_refusal(stranger, progress == Progress::over);
     }
     stranger.fd.reset();
+  }
+
+  // For the error text of a set-up that fails. Who was refused tells more than who went away.
+  void note_refusal(const Stranger& stranger, bool over) {
+    refused_++;
+    if (!over && !last_refused_.empty()) return;
+    const Address from = Address::remote(stranger.fd.get());
+    last_refused_ = (from.size() > 0 ? from.text() : "a stranger") + ": " +
+                    (over ? stranger.handshake.problem() : "it went away during the handshake");
   }
 
   void serve(Outgoing& out) {

@@ -56,15 +56,15 @@ bool Address::parse(const std::string& text, Address& out) {
 Address Address::local(int fd) {
   Address address;
   address.size_ = sizeof address.storage_;
-  ::getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage_), &address.size_);
-  return address;
+  const auto data = reinterpret_cast<sockaddr*>(&address.storage_);
+  return ::getsockname(fd, data, &address.size_) == 0 ? address : Address();
 }
 
 Address Address::remote(int fd) {
   Address address;
   address.size_ = sizeof address.storage_;
-  ::getpeername(fd, reinterpret_cast<sockaddr*>(&address.storage_), &address.size_);
-  return address;
+  const auto data = reinterpret_cast<sockaddr*>(&address.storage_);
+  return ::getpeername(fd, data, &address.size_) == 0 ? address : Address();
 }
 
 uint16_t Address::port() const {

@@ -18,7 +18,7 @@ class PYCOMM_API Address {
   Address(const sockaddr* address, socklen_t size);
   /// From "10.0.0.5", "10.0.0.5:4711", "fd00::2" or "[fd00::2]:4711". False if it is none of these.
   static bool parse(const std::string& text, Address& out);
-  /// Our end and the other end of a socket.
+  /// Our end and the other end of a socket; size() is 0 if there is none.
   static Address local(int fd);
   static Address remote(int fd);
 
