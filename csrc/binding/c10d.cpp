@@ -1,0 +1,90 @@
+// pycomm._c10d: the module. torch is included here and in the headers binding/c10d_*.h only; they
+// are one compilation unit, because one torch include costs 20 s.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include "binding/c10d_backend.h"
+
+namespace pycomm::torch_binding {
+namespace {
+
+intrusive_ptr<BackendOptions> make_options(Milliseconds timeout, const py::kwargs& given) {
+  auto options = c10::make_intrusive<BackendOptions>(timeout);
+  const py::object self = py::cast(options);
+  for (const auto& [name, value] : given) {
+    if (!py::hasattr(self, name))
+      throw py::type_error("pycomm.Options has no option " + py::repr(name).cast<std::string>());
+    py::setattr(self, name, value);
+  }
+  return options;
+}
+
+template <typename Class, typename T>
+void communicator_option(Class& options, const char* name, T CommunicatorOptions::* member) {
+  options.def_property(
+      name, [member](const BackendOptions& self) { return self.communicator.*member; },
+      [member](BackendOptions& self, const T& value) { self.communicator.*member = value; });
+}
+
+void bind(py::module_& m) {
+  // Errors that torch's own bindings let through reach Python as what they are.
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (python_error& error) {
+      error.restore();
+    }
+  });
+  py::register_local_exception_translator(translate_errors);
+
+  py::class_<BackendOptions, intrusive_ptr<BackendOptions>, c10d::Backend::Options> options(
+      m, "Options");
+  options.def(py::init(&make_options), py::arg("timeout") = env().timeout)
+      .def("__copy__",
+           [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
+      .def("__deepcopy__", [](const BackendOptions& self, const py::dict&) {
+        return c10::make_intrusive<BackendOptions>(self);
+      });
+  communicator_option(options, "transport", &CommunicatorOptions::transport);
+  communicator_option(options, "algo", &CommunicatorOptions::algo);
+  communicator_option(options, "sockets", &CommunicatorOptions::sockets);
+  communicator_option(options, "interface", &CommunicatorOptions::interface);
+  communicator_option(options, "link_bytes_per_second",
+                      &CommunicatorOptions::link_bytes_per_second);
+  communicator_option(options, "secret", &CommunicatorOptions::secret);
+
+  py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_readonly("finite",
+                                                                            &Work::finite);
+
+  py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
+      .def(py::init<>())
+      .def("add", &Layout::add, py::arg("offset"), py::arg("numel"), py::arg("codec"),
+           py::arg("tensor"), py::arg("residual") = std::nullopt,
+           py::arg("owner_residual") = std::nullopt)
+      .def_property_readonly("numel", &Layout::numel);
+
+  py::class_<Backend, c10d::Backend, intrusive_ptr<Backend>>(m, "Backend")
+      .def(py::init<const intrusive_ptr<c10d::Store>&, int, int, intrusive_ptr<BackendOptions>,
+                    const std::string&>(),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("group"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", &Backend::getBackendOptions)
+      .def("describe", &Backend::describe)
+      .def_property_readonly("wire_bytes", &Backend::wire_bytes)
+      .def_property_readonly("sent_bytes", &Backend::sent_bytes)
+      .def("get_error", &Backend::getError)
+      .def(
+          "perform_nocolor_split", [](const Backend&, const py::object&) {}, py::arg("device"))
+      .def("compressed_all_reduce", &Backend::compressed_all_reduce, py::arg("tensor"),
+           py::arg("layout"), py::arg("side"), py::arg("seed"), py::arg("step"),
+           py::arg("average") = true);
+}
+
+}  // namespace
+}  // namespace pycomm::torch_binding
+
+PYBIND11_MODULE(_c10d, m) {
+  m.doc() = "The \"pycomm\" process group for torch.distributed.";
+  pybind11::module_::import("torch.distributed");
+  pycomm::torch_binding::bind(m);
+}

@@ -1,0 +1,235 @@
+// What the "pycomm" backend needs around torch: errors as Python exceptions, tensors as flat
+// memory, c10d's store. Only binding/c10d* includes torch; the headers are parts of c10d.cpp.
+#pragma once
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstring>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "binding/errors.h"
+#include "core/op.h"
+#include "transports/store.h"
+
+namespace pycomm::torch_binding {
+
+namespace py = pybind11;
+using c10::intrusive_ptr;
+using c10d::OpType;
+using Tensors = std::vector<at::Tensor>;
+
+// ------------------------------------------------------------------ errors
+
+/// The same error as an exception of pycomm.errors. Torch hands this form through unchanged, also
+/// out of futures and out of backward(), and it may be thrown many times.
+inline std::exception_ptr as_python(std::exception_ptr error) {
+  if (!Py_IsInitialized() || Py_IsFinalizing()) return error;
+  py::gil_scoped_acquire gil;
+  try {
+    translate_errors(error);
+  } catch (...) {
+    return error;  // not one of ours
+  }
+  python_error python;
+  python.persist();
+  return std::make_exception_ptr(std::move(python));
+}
+
+template <typename F>
+auto with_python_errors(F&& f) {
+  try {
+    return f();
+  } catch (...) {
+    std::rethrow_exception(as_python(std::current_exception()));
+  }
+}
+
+// ----------------------------------------------------------------- tensors
+
+inline std::optional<DType> find_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::float32;
+    case at::kDouble:
+      return DType::float64;
+    case at::kHalf:
+      return DType::float16;
+    case at::kBFloat16:
+      return DType::bfloat16;
+    case at::kFloat8_e4m3fn:
+      return DType::float8_e4m3;
+    case at::kFloat8_e5m2:
+      return DType::float8_e5m2;
+    case at::kChar:
+      return DType::int8;
+    case at::kShort:
+      return DType::int16;
+    case at::kInt:
+      return DType::int32;
+    case at::kLong:
+      return DType::int64;
+    case at::kByte:
+      return DType::uint8;
+    case at::kUInt16:
+      return DType::uint16;
+    case at::kUInt32:
+      return DType::uint32;
+    case at::kUInt64:
+      return DType::uint64;
+    case at::kBool:
+      return DType::boolean;
+    case at::kComplexFloat:
+      return DType::complex64;
+    case at::kComplexDouble:
+      return DType::complex128;
+    default:
+      return std::nullopt;
+  }
+}
+
+/// How an op that only moves data sees a tensor: dtypes that the core does not know travel as
+/// bytes.
+struct Elements {
+  explicit Elements(const at::Tensor& t)
+      : dtype(find_dtype(t.scalar_type()).value_or(DType::uint8)),
+        per_element(find_dtype(t.scalar_type()) ? 1 : t.element_size()) {}
+  size_t count(const at::Tensor& t) const { return static_cast<size_t>(t.numel()) * per_element; }
+
+  DType dtype;
+  size_t per_element;
+};
+
+/// A tensor as one run of memory: the tensor itself where it is contiguous, else a copy.
+class Flat {
+ public:
+  explicit Flat(const at::Tensor& t)
+      : tensor_(t), flat_(t.resolve_conj().resolve_neg().contiguous()) {}
+
+  const void* in() const { return flat_.const_data_ptr(); }
+  void* out() const { return flat_.mutable_data_ptr(); }
+  size_t numel() const { return static_cast<size_t>(flat_.numel()); }
+  size_t bytes() const { return flat_.nbytes(); }
+  /// Brings what was written to out() into the tensor.
+  void finish() const {
+    if (!flat_.is_same(tensor_)) tensor_.copy_(flat_);
+  }
+
+ private:
+  at::Tensor tensor_, flat_;
+};
+
+/// The values of all tensors, one after another.
+inline at::Tensor pack(const Tensors& tensors) {
+  int64_t numel = 0;
+  for (const at::Tensor& t : tensors) numel += t.numel();
+  at::Tensor packed = at::empty({numel}, tensors.at(0).options());
+  auto* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  for (const at::Tensor& t : tensors) {
+    const Flat flat(t);
+    if (flat.bytes()) std::memcpy(to, flat.in(), flat.bytes());
+    to += flat.bytes();
+  }
+  return packed;
+}
+
+inline void unpack(const at::Tensor& packed, const Tensors& tensors) {
+  int64_t offset = 0;
+  for (const at::Tensor& t : tensors) {
+    t.copy_(packed.narrow(0, offset, t.numel()).view(t.sizes()));
+    offset += t.numel();
+  }
+}
+
+inline bool same_size(const Tensors& tensors) {
+  for (const at::Tensor& t : tensors)
+    if (t.numel() != tensors[0].numel()) return false;
+  return true;
+}
+
+// -------------------------------------------------------------- operations
+
+/// How an operation was called.
+struct Call {
+  const char* name;
+  OpType type;
+  Milliseconds timeout;  ///< 0: the group's
+  bool async;
+
+  template <typename Opts>
+  Call(const char* name, OpType type, const Opts& opts)
+      : name(name),
+        type(type),
+        timeout(std::max(opts.timeout, Milliseconds(0))),
+        async(opts.asyncOp) {}
+};
+
+struct Reduction {
+  explicit Reduction(const c10d::ReduceOp& op) {
+    switch (op) {
+      case c10d::ReduceOp::SUM:
+        this->op = ReduceOp::sum;
+        break;
+      case c10d::ReduceOp::AVG:
+        this->op = ReduceOp::avg;
+        break;
+      case c10d::ReduceOp::PRODUCT:
+        this->op = ReduceOp::prod;
+        break;
+      case c10d::ReduceOp::MIN:
+        this->op = ReduceOp::min;
+        break;
+      case c10d::ReduceOp::MAX:
+        this->op = ReduceOp::max;
+        break;
+      case c10d::ReduceOp::BAND:
+        this->op = ReduceOp::band;
+        break;
+      case c10d::ReduceOp::BOR:
+        this->op = ReduceOp::bor;
+        break;
+      case c10d::ReduceOp::BXOR:
+        this->op = ReduceOp::bxor;
+        break;
+      case c10d::ReduceOp::PREMUL_SUM: {
+        this->op = ReduceOp::premul_sum;
+        const auto* premul = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+        factor = premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
+                                                 : premul->double_factor;
+        break;
+      }
+      default:
+        throw Error("unknown reduce op " + std::to_string(op.op_));
+    }
+  }
+  ReduceOp op;
+  double factor = 1.0;
+};
+
+// ------------------------------------------------------------------- store
+
+class TorchStore final : public Store {
+ public:
+  explicit TorchStore(intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    try {
+      // c10d reads a wait of 0 as "for ever".
+      store_->wait({key}, std::max(deadline.left(), Milliseconds(1)));
+    } catch (const std::exception& e) {
+      if (!deadline.expired()) throw Error("the store failed at key " + key + ": " + e.what());
+      throw Timeout("nobody set the key " + key + " in the store within " +
+                    std::to_string(deadline.limit().count()) + " ms");
+    }
+    const std::vector<uint8_t> value = store_->get(key);
+    return std::string(value.begin(), value.end());
+  }
+
+ private:
+  intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace pycomm::torch_binding

@@ -1,0 +1,27 @@
+"""Makes `init_process_group("pycomm")` work without an import of pycomm.
+
+torch loads this through two entry points: `torch.backends` (torch 2.13 and older), at the end of every
+`import torch`, which fails if this raises; and `torch.distributed.backends` (newer), when the name
+is asked for. So this file only leaves a name with torch; everything else loads when a group is made.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def register(*_: Any, **__: Any) -> None:
+    """Register the backend "pycomm" with torch.distributed. Never raises; may be called again."""
+    try:
+        backend = import_module("torch.distributed").Backend
+        # A list: torch would read a string letter by letter. One backend for both devices, because
+        # all backends that torch does not know share one place in a group.
+        backend.register_backend("pycomm", _create, extended_api=True, devices=["cpu", "cuda"])
+    except Exception:
+        # A torch without distributed, or one that has changed: `import torch` must not suffer.
+        return
+
+
+def _create(*args: Any) -> Any:
+    return import_module("pycomm.backend").create(*args)

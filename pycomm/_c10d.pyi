@@ -1,0 +1,74 @@
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+class Options(dist.Backend.Options):  # type: ignore[name-defined, misc]
+    """Options of a "pycomm" process group: ``init_process_group("pycomm", pg_options=...)``."""
+
+    transport: str
+    algo: str
+    sockets: int
+    interface: str
+    link_bytes_per_second: float
+    secret: str
+    group_name: str
+    global_ranks_in_group: list[int]
+    _timeout: timedelta
+    def __init__(
+        self,
+        timeout: timedelta = ...,
+        *,
+        transport: str = ...,
+        algo: str = ...,
+        sockets: int = ...,
+        interface: str = ...,
+        link_bytes_per_second: float = ...,
+        secret: str = ...,
+    ) -> None: ...
+
+class Work(dist.Work):
+    @property
+    def finite(self) -> bool: ...
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+class Layout:
+    def __init__(self) -> None: ...
+    def add(
+        self,
+        offset: int,
+        numel: int,
+        codec: str,
+        tensor: int,
+        residual: Pair | None = None,
+        owner_residual: Pair | None = None,
+    ) -> None: ...
+    @property
+    def numel(self) -> int: ...
+
+class Backend:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, options: Options, group: str
+    ) -> None: ...
+    @property
+    def options(self) -> Options: ...
+    @property
+    def wire_bytes(self) -> int: ...
+    @property
+    def sent_bytes(self) -> int: ...
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def describe(self) -> str: ...
+    def get_error(self) -> Any: ...
+    def perform_nocolor_split(self, device: object) -> None: ...
+    def compressed_all_reduce(
+        self,
+        tensor: torch.Tensor,
+        layout: Layout,
+        side: int,
+        seed: int,
+        step: int,
+        average: bool = True,
+    ) -> Work: ...

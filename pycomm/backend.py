@@ -1,0 +1,69 @@
+"""The process group "pycomm" for torch.distributed; csrc/binding/c10d_backend.h does the work."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm import _autoload
+from pycomm._build import load_c10d
+
+if TYPE_CHECKING:
+    from pycomm._c10d import Backend, Options
+
+_autoload.register()
+
+# How often a group of each name has been made here: a store outlives its groups, and what an older
+# group left in it must not be read by a new one. Ranks make groups in the same order.
+_made: Counter[str] = Counter()
+
+
+def create(given: Any, options: Options | None) -> Backend:
+    """Make the backend of one process group. torch calls this.
+
+    Args:
+        given: torch's DistributedBackendOptions: store, rank, size, timeout, name.
+        options: what the user passed as ``pg_options``: ``pycomm.Options`` or None.
+
+    Raises:
+        TypeError: other options than ours.
+        Timeout: some ranks did not come; the text names them.
+    """
+    c10d = load_c10d()
+    if options is None:
+        options = c10d.Options()
+    elif not isinstance(options, c10d.Options):
+        raise TypeError(
+            f"pg_options of the pycomm backend must be pycomm.Options, not {type(options).__name__}"
+        )
+    options = copy.copy(options)
+    options._timeout = given.timeout
+    options.group_name = given.group_id
+    options.global_ranks_in_group = given.global_ranks_in_group
+    _made[given.group_id] += 1
+    group = f"{given.group_id}/{_made[given.group_id]}"
+    return c10d.Backend(given.store, given.group_rank, given.group_size, options, group)
+
+
+def find(group: dist.ProcessGroup | None = None) -> Backend | None:
+    """Return the pycomm backend that moves a group's CPU tensors, or None if it is another one.
+
+    Args:
+        group: a process group; None means the default group.
+
+    Example:
+        >>> import pycomm.backend, torch.distributed as dist
+        >>> dist.init_process_group("pycomm")  # doctest: +SKIP
+        >>> pycomm.backend.find().describe()  # doctest: +SKIP
+        '2 ranks: shm to 1'
+    """
+    try:
+        backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    except (AttributeError, RuntimeError):  # no group, or none for CPU tensors
+        return None
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    return backend if type(backend).__module__ == "pycomm._c10d" else None

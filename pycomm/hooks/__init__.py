@@ -1,0 +1,1 @@
+"""Hooks that make trainers send their gradients compressed."""

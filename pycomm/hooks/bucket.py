@@ -1,0 +1,72 @@
+"""What a hook knows of one bucket: which parameter lies where, with which codec and residual."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pycomm.codecs import Codec
+from pycomm.feedback import Feedback, Residual
+from pycomm.policy import Decision
+
+if TYPE_CHECKING:
+    import torch
+
+    from pycomm._c10d import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One parameter's part of a bucket; the struct of the same name in communicator.h."""
+
+    name: str
+    offset: int
+    numel: int
+    codec: Codec
+    tensor: int
+    """Number of the parameter in the model; names its random numbers."""
+    residual: Residual | None
+
+
+class Bucket:
+    """A bucket's pieces, in order.
+
+    Args:
+        decisions: codec of each parameter, in the order of the bucket.
+        numbers: number of each parameter in the model.
+        feedback: holds the residuals; None for no feedback.
+        device: where the residuals live.
+    """
+
+    def __init__(
+        self,
+        decisions: Sequence[Decision],
+        numbers: Sequence[int],
+        feedback: Feedback | None,
+        device: torch.device,
+    ) -> None:
+        self.pieces: list[Piece] = []
+        self.numel = 0
+        for decision, number in zip(decisions, numbers, strict=True):
+            name, numel = decision.parameter.name, decision.parameter.numel
+            fed = feedback is not None and not decision.exact
+            residual = feedback.residual(name, numel, device) if fed and feedback else None
+            self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
+            self.numel += numel
+        text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
+        self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._native: Layout | None = None
+
+    @property
+    def native(self) -> Layout:
+        """The same for `Backend.compressed_all_reduce`."""
+        if self._native is None:
+            from pycomm._build import load_c10d
+
+            self._native = load_c10d().Layout()
+            for p in self.pieces:
+                worker, owner = (p.residual.worker, p.residual.owner) if p.residual else (None, None)
+                self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, worker, owner)
+        return self._native
