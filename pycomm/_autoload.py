@@ -1,8 +1,9 @@
 """Makes `init_process_group("pycomm")` work without an import of pycomm.
 
-torch loads this through two entry points: `torch.backends` (torch 2.13 and older), at the end of every
-`import torch`, which fails if this raises; and `torch.distributed.backends` (newer), when the name
-is asked for. So this file only leaves a name with torch; everything else loads when a group is made.
+torch loads this through two entry points: `torch.backends` (torch 2.13 and older), at the end of
+every `import torch`, which fails if this raises; and `torch.distributed.backends` (newer), when the
+name is asked for. So this file only leaves a name with torch; everything else loads when a group is
+made.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C import _distributed_c10d
 
-class Options(dist.Backend.Options):  # type: ignore[name-defined, misc]
+class Options(_distributed_c10d.Backend.Options):
     """Options of a "pycomm" process group: ``init_process_group("pycomm", pg_options=...)``."""
 
     transport: str
@@ -28,7 +28,7 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined, misc]
         secret: str = ...,
     ) -> None: ...
 
-class Work(dist.Work):
+class Work(_distributed_c10d.Work):
     @property
     def finite(self) -> bool: ...
 
@@ -48,9 +48,9 @@ class Layout:
     @property
     def numel(self) -> int: ...
 
-class Backend:
+class Backend(_distributed_c10d.Backend):
     def __init__(
-        self, store: dist.Store, rank: int, size: int, options: Options, group: str
+        self, store: _distributed_c10d.Store, rank: int, size: int, options: Options, group: str
     ) -> None: ...
     @property
     def options(self) -> Options: ...

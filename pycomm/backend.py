@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
     from pycomm._c10d import Backend, Options
 
 _autoload.register()
-
-# How often a group of each name has been made here: a store outlives its groups, and what an older
-# group left in it must not be read by a new one. Ranks make groups in the same order.
-_made: Counter[str] = Counter()
 
 
 def create(given: Any, options: Options | None) -> Backend:
@@ -44,9 +39,12 @@ def create(given: Any, options: Options | None) -> Backend:
     options._timeout = given.timeout
     options.group_name = given.group_id
     options.global_ranks_in_group = given.global_ranks_in_group
-    _made[given.group_id] += 1
-    group = f"{given.group_id}/{_made[given.group_id]}"
-    return c10d.Backend(given.store, given.group_rank, given.group_size, options, group)
+    # A store outlives its groups, and what an older group of this name left there must not be read
+    # by this one. So they are counted there, by each rank for itself.
+    generation = given.store.add(f"groups of rank {given.group_rank}", 1)
+    group = f"{given.group_id}/{generation}"
+    made: Backend = c10d.Backend(given.store, given.group_rank, given.group_size, options, group)
+    return made
 
 
 def find(group: dist.ProcessGroup | None = None) -> Backend | None:
@@ -61,9 +59,12 @@ def find(group: dist.ProcessGroup | None = None) -> Backend | None:
         >>> pycomm.backend.find().describe()  # doctest: +SKIP
         '2 ranks: shm to 1'
     """
+    group = group or dist.group.WORLD
+    if group is None:
+        return None
     try:
-        backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
-    except (AttributeError, RuntimeError):  # no group, or none for CPU tensors
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group that has no backend for CPU tensors
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return backend if type(backend).__module__ == "pycomm._c10d" else None

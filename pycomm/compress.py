@@ -20,13 +20,13 @@ def compress(
 ) -> HookState:
     """Compress the gradients of a model that is wrapped in DistributedDataParallel, from now on.
 
-    Collective: every rank calls it, after the model is wrapped and before the first backward. It works
-    with every process group; the backend "pycomm" does the work off the caller's thread.
+    Collective: every rank calls it, after the model is wrapped and before the first backward. It
+    works with every process group; the backend "pycomm" does the work off the caller's thread.
 
     Args:
         model: a DistributedDataParallel model, compiled or not.
-        spec: a codec, its text ("int8", "int4", "quant:bits=4,block=64"), or a `pycomm.Policy`. A codec
-            leaves norms, biases and tiny parameters exact.
+        spec: a codec, its text ("int8", "int4", "quant:bits=4,block=64"), or a `pycomm.Policy`. A
+            codec leaves norms, biases and tiny parameters exact.
         feedback: keep the error of each payload and add it to the next.
         seed: of random rounding; equal on all ranks.
 
@@ -53,12 +53,12 @@ def compress(
         )
     if hooks := getattr(model, "_comm_hooks", []):
         raise Error(
-            f"the model has the communication hook {hooks[0][0].__qualname__} already, and DDP takes one: "
-            "wrap the module in a new DistributedDataParallel to change it"
+            f"the model has the communication hook {hooks[0][0].__qualname__} already, and DDP "
+            "takes one: wrap the module in a new DistributedDataParallel to change it"
         )
     if getattr(model, "_delay_all_reduce_all_params", False):
         raise Error(
-            "this model reduces all its gradients after backward (delay_all_reduce_named_params) and "
+            "this model reduces its gradients after backward (delay_all_reduce_named_params) and "
             "uses no communication hook; wrap it without that option"
         )
     state = HookState(spec, model, feedback=feedback, seed=seed)

@@ -1,13 +1,14 @@
 """Error feedback as state beside the model: what each parameter's payloads still owe.
 
-A residual belongs to a parameter's name, not to a bucket: DDP makes new buckets after its first step.
-There are two per parameter. The worker residual is the error of what this rank contributed; the
-owner residual is the error of what this rank sent back for the values that it owns (Karimireddy et al.
-2019, "Error Feedback Fixes SignSGD", section 4; for both sides Tang et al. 2019, "DoubleSqueeze",
-algorithm 1).
+A residual belongs to a parameter's name, not to a bucket: DDP makes new buckets after its first
+step. There are two per parameter. The worker residual is the error of what this rank contributed;
+the owner residual is the error of what this rank sent back for the values that it owns
+(Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", section 4; for both sides Tang et al.
+2019, "DoubleSqueeze", algorithm 1).
 
 Each is a pair of buffers: a step reads side `side` and writes the other. `commit` makes the written
-side the current one; without it the step has left no trace, which is what a step that overflowed needs.
+side the current one; without it the step has left no trace, which is what a step that overflowed
+needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Residual:
 
     worker: Pair
     owner: Pair
-    """Zero but for the values that this rank owns; pages of zeros that nobody writes cost nothing."""
+    """Zero but for the values that this rank owns; zero pages that nobody writes cost nothing."""
     layout: str
     """Names the bucket under which `owner` was written, since the bucket decides who owns what."""
 

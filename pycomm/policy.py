@@ -1,7 +1,7 @@
 """Which codec each parameter's gradient travels with, and why.
 
-A policy is data: a default codec and rules, tried in order. It decides from names, shapes and dtypes
-alone, so every rank comes to the same answer; `agree` checks that once.
+A policy is data: a default codec and rules, tried in order. It decides from names, shapes and
+dtypes alone, so every rank comes to the same answer; `agree` checks that once.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Policy:
-    """A codec for everything, and rules for what needs another one. The first rule that matches wins.
+    """A codec for everything, and rules for what needs another. The first rule that matches wins.
 
     Example:
         >>> from pycomm.policy import PROTECT, Parameter, Policy, Rule

@@ -266,8 +266,8 @@ class Backend final : public c10d::Backend {
 
     auto work = new_work(call, {tensor});
     // What a comm hook's future must hold: a Python object.
-    work->set_value(c10::IValue(c10::ivalue::ConcretePyObjectHolder::create(py::cast(tensor))),
-                    c10::PyObjectType::get());
+    const c10::TypePtr object = c10::PyObjectType::get();
+    work->set_value(torch::jit::toIValue(py::cast(tensor), object), object);
     auto comm = communicator();
     enqueue(work, [=, raw = work.get()] {
       const at::Tensor values = tensor.to(at::kFloat).contiguous();

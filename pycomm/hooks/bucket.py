@@ -67,6 +67,8 @@ class Bucket:
 
             self._native = load_c10d().Layout()
             for p in self.pieces:
-                worker, owner = (p.residual.worker, p.residual.owner) if p.residual else (None, None)
+                worker, owner = (
+                    (p.residual.worker, p.residual.owner) if p.residual else (None, None)
+                )
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, worker, owner)
         return self._native

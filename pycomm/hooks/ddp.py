@@ -2,10 +2,11 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 from collections.abc import Callable
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import backend
@@ -24,8 +25,8 @@ class HookState:
     """What `compress_hook` keeps between steps: policy, feedback, and what it knows of the buckets.
 
     Args:
-        codec: a codec, its text ("int8", "quant:bits=4,block=64"), or a `Policy`. A codec leaves norms,
-            biases and tiny parameters exact; a policy does what it says.
+        codec: a codec, its text ("int8", "quant:bits=4,block=64"), or a `Policy`. A codec leaves
+            norms, biases and tiny parameters exact; a policy does what it says.
         model: the DDP model. Without it parameters are numbered in the order in which they first
             appear, and rules by name have nothing to look at.
         process_group: where to reduce; None: the model's group, or the default group.
@@ -40,10 +41,10 @@ class HookState:
 
     def __init__(
         self,
-        codec: Union[str, Codec, Policy] = "int8",
-        model: Optional[DistributedDataParallel] = None,
+        codec: str | Codec | Policy = "int8",
+        model: DistributedDataParallel | None = None,
         *,
-        process_group: Optional[dist.ProcessGroup] = None,
+        process_group: dist.ProcessGroup | None = None,
         feedback: bool = True,
         seed: int = 0,
     ) -> None:
@@ -84,7 +85,7 @@ class HookState:
         return summary(self.decisions.values())
 
     def residual_norms(self) -> dict[str, tuple[float, float]]:
-        """Return the L2 norms of each parameter's worker and owner residual, as of the last step."""
+        """Return the L2 norms of each parameter's worker and owner residual after the last step."""
         self._settle()
         return self.feedback.norms() if self.feedback else {}
 
@@ -114,8 +115,8 @@ class HookState:
         there = (state["rank"], state["world_size"])
         if here != there:
             raise ValueError(
-                f"the hook's state was saved by rank {there[0]} of {there[1]} and is loaded by rank "
-                f"{here[0]} of {here[1]}: every rank owes something else, so each saves and loads its own"
+                f"the hook's state was saved by rank {there[0]} of {there[1]} and is loaded by "
+                f"rank {here[0]} of {here[1]}: ranks owe different things, so each loads its own"
             )
         self._settle()
         self.seed = state["seed"]
@@ -135,7 +136,7 @@ class HookState:
 
     # ------------------------------------------------------------------ for the hook
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over the group; see `compress_hook`."""
         tensor = bucket.buffer()
         if bucket.index() == 0:
@@ -143,8 +144,8 @@ class HookState:
             self.step = (self.step + 1) % 2**32
         if tensor.is_sparse:
             raise Error(
-                f"rank {self.process_group.rank()}: bucket {bucket.index()} is sparse and cannot be "
-                "compressed; make the embedding with sparse=False"
+                f"rank {self.process_group.rank()}: bucket {bucket.index()} is sparse and cannot "
+                "be compressed; make the embedding with sparse=False"
             )
         if self.process_group.size() == 1:
             return _done(tensor)
@@ -169,7 +170,8 @@ class HookState:
             self._finite.append(
                 lambda: work.is_completed() and work.exception() is None and work.finite
             )
-            return work.get_future()
+            coded: torch.futures.Future[torch.Tensor] = work.get_future()
+            return coded
         values = tensor.float().contiguous()
         finite = two_shot.all_reduce(
             values, bucket, self.process_group, side=side, seed=self.seed, step=self.step
@@ -199,8 +201,8 @@ class HookState:
                 continue
             if self._named:
                 raise Error(
-                    f"rank {self.process_group.rank()}: a gradient of shape {tuple(parameter.shape)} "
-                    "belongs to no parameter of the model that this HookState was made for"
+                    f"rank {self.process_group.rank()}: a gradient of shape "
+                    f"{tuple(parameter.shape)} belongs to no parameter of this state's model"
                 )
             self._enter(f"parameter{len(self._names)}", parameter)
         names = tuple(self._names[id(parameter)] for parameter in parameters)
@@ -233,13 +235,12 @@ class HookState:
         self._complete = False
 
 
-def compress_hook(
-    state: HookState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def compress_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients over all ranks, compressed.
 
-    Decoded values are summed in float32 in rank order and divided once, by the rank that owns them, so
-    all ranks get the same bits; with the codec "fp32" these are DDP's own.
+    Decoded values are summed in float32 in rank order and divided once, by the rank that owns them,
+    so all ranks get the same bits. With the codec "fp32" these are the exact average; DDP itself
+    divides before it sums, which for two ranks gives the same bits.
 
     Args:
         state: codec and feedback; the same on all ranks.

@@ -1,14 +1,16 @@
-"""Compressed all-reduce on any process group: all-to-all of payloads, sum at the owners, all-gather.
+"""Compressed all-reduce on any process group: all-to-all of payloads, sum by owners, all-gather.
 
-The same algorithm, cuts and numbers as csrc/collectives/coded.h, on top of torch.distributed and the
-codecs' tensor interface; results are equal bit for bit. It works with any backend that moves bytes, on
-any device, but nothing overlaps: the "pycomm" backend does this in C++, off the caller's thread.
+The same algorithm, cuts and numbers as csrc/collectives/coded.h, on top of torch.distributed and
+the codecs' tensor interface; results are equal bit for bit. It works with any backend that moves
+bytes, on any device, but nothing overlaps: the "pycomm" backend does this in C++, off the caller's
+thread.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -61,14 +63,20 @@ def chunks(bucket: Bucket, ranks: int) -> list[list[Run]]:
     n = bucket.numel
     starts = [cut(n // ranks * r + n % ranks * r // ranks) for r in range(ranks)] + [n]
     owned = []
-    for begin, end in zip(starts, starts[1:], strict=False):
+    for begin, end in pairwise(starts):
         spans = [(p, max(begin, p.offset), min(end, p.offset + p.numel)) for p in bucket.pieces]
         owned.append([Run(p, lo - p.offset, hi - p.offset) for p, lo, hi in spans if lo < hi])
     return owned
 
 
 def all_reduce(
-    values: torch.Tensor, bucket: Bucket, group: dist.ProcessGroup, *, side: int, seed: int, step: int
+    values: torch.Tensor,
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    *,
+    side: int,
+    seed: int,
+    step: int,
 ) -> torch.Tensor:
     """Average `values` over all ranks of a group, encoded on the way.
 
@@ -115,15 +123,17 @@ def all_reduce(
             at += run.bytes
 
     sent = values.new_empty(sum(sizes), dtype=torch.uint8)
-    for runs, part in zip(owned, sent.split(sizes), strict=True):
-        encode(runs, part, rank, worker=True)
-    received = sent.new_empty(ranks * sizes[rank])
-    dist.all_to_all_single(received, sent, [sizes[rank]] * ranks, sizes, group=group)
+    at = 0
+    for runs, size in zip(owned, sizes, strict=True):
+        encode(runs, sent[at : at + size], rank, worker=True)
+        at += size
+    received = sent.new_empty(ranks, sizes[rank])
+    dist.all_to_all_single(received.view(-1), sent, [sizes[rank]] * ranks, sizes, group=group)
 
-    for r, part in enumerate(received.split([sizes[rank]] * ranks)):
+    for r, part in enumerate(received):
         decode(mine, part, add=r > 0)
     for run in mine:
-        # Tensor by tensor: torch multiplies by the reciprocal of a number, which rounds differently.
+        # By a tensor: torch multiplies by the reciprocal of a number, which rounds differently.
         part = run.of(values)
         part.div_(torch.full_like(part, ranks))
 

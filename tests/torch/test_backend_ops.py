@@ -1,0 +1,464 @@
+"""Every operation of torch.distributed on the "pycomm" backend, against plain torch.
+
+Values are small integers in every dtype, so results must be equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pycomm import backend
+
+FLOATS = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+INTEGERS = [
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX]
+SHAPES = [(1,), (7,), (3, 5), (1000,), (65537,), (0,), ()]
+RANKS = [2, 3]
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Integers from 1 to 3 (bool: 0 and 1) that differ by rank."""
+    numel = torch.Size(shape).numel()
+    x = (torch.arange(numel) * 7 + rank * 5 + torch.arange(numel) // 11) % 3 + 1
+    return (x > 1 if dtype == torch.bool else x.to(torch.float32).to(dtype)).reshape(shape)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """In a dtype in which torch can compare and reduce."""
+    return x if x.is_complex() else x.to(torch.float64)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape
+    assert torch.equal(wide(got), wide(want)), f"{got} is not {want}"
+
+
+def reduced(op: dist.ReduceOp, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """What plain torch makes of all ranks' inputs."""
+    dtype, x = inputs[0].dtype, torch.stack([wide(i) for i in inputs])
+    if dtype == torch.bool:
+        some, every = x.amax(0), x.amin(0)
+        return (every if op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN) else some).to(dtype)
+    folds = {
+        dist.ReduceOp.BAND: operator.and_,
+        dist.ReduceOp.BOR: operator.or_,
+        dist.ReduceOp.BXOR: operator.xor,
+    }
+    if op in folds:
+        return functools.reduce(folds[op], [i.to(torch.int64) for i in inputs]).to(dtype)
+    if op == dist.ReduceOp.AVG and dtype in INTEGERS:
+        return x.sum(0).div(len(inputs), rounding_mode="trunc").to(dtype)
+    if op == dist.ReduceOp.AVG:
+        total = x.sum(0)
+        if dtype == torch.complex64:
+            return total / len(inputs)
+        narrow = torch.float32 if dtype in FLOATS and dtype != torch.float64 else total.dtype
+        return (total.to(narrow) / torch.full_like(total, len(inputs), dtype=narrow)).to(dtype)
+    plain = {
+        dist.ReduceOp.SUM: lambda: x.sum(0),
+        dist.ReduceOp.PRODUCT: lambda: x.prod(0),
+        dist.ReduceOp.MIN: lambda: x.amin(0),
+        dist.ReduceOp.MAX: lambda: x.amax(0),
+    }
+    return plain[op]().to(dtype)
+
+
+def ops_for(dtype: torch.dtype) -> list[dist.ReduceOp]:
+    op = dist.ReduceOp
+    if dtype in INTEGERS:
+        return [op.SUM, op.AVG, op.PRODUCT, op.MIN, op.MAX, op.BAND, op.BOR, op.BXOR]
+    if dtype == torch.bool:
+        return [op.SUM, op.PRODUCT, op.MIN, op.MAX]
+    if dtype.is_complex:
+        return [op.SUM, op.AVG]
+    return [op.SUM, op.AVG, op.PRODUCT, op.MIN, op.MAX]
+
+
+def check_all_reduce(rank: int, size: int, dtype: torch.dtype) -> None:
+    for op in ops_for(dtype):
+        for shape in SHAPES:
+            inputs = [values(r, shape, dtype) for r in range(size)]
+            x = inputs[rank].clone()
+            dist.all_reduce(x, op=op)
+            same(x, reduced(op, inputs))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce(pool, dtype, ranks):
+    pool.run(check_all_reduce, dtype, ranks=ranks)
+
+
+def check_premul_sum(rank: int, size: int) -> None:
+    for factor in (2.0, torch.tensor([0.5])):
+        x = values(rank, (100,)) * 2
+        dist.all_reduce(x, op=dist._make_nccl_premul_sum(factor))
+        want = sum(values(r, (100,)) * 2 * float(factor) for r in range(size))
+        same(x, want)
+
+
+def test_premul_sum(pool):
+    pool.run(check_premul_sum)
+
+
+def check_moves(rank: int, size: int, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        theirs = [values(r, shape, dtype) for r in range(size)]
+        mine = theirs[rank]
+        for root in range(size):
+            x = mine.clone()
+            dist.broadcast(x, root)
+            same(x, theirs[root])
+
+            gathered = [torch.empty_like(mine) for _ in range(size)] if rank == root else None
+            dist.gather(mine, gathered, dst=root)
+            if gathered:
+                for got, want in zip(gathered, theirs, strict=True):
+                    same(got, want)
+
+            x = torch.empty_like(mine)
+            dist.scatter(x, theirs if rank == root else None, src=root)
+            same(x, mine)
+
+        gathered = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(gathered, mine)
+        for got, want in zip(gathered, theirs, strict=True):
+            same(got, want)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e8m0fnu], ids=str)
+def test_broadcast_gather_scatter_all_gather(pool, dtype, ranks):
+    pool.run(check_moves, dtype, ranks=ranks)
+
+
+def check_single(rank: int, size: int) -> None:
+    for n in (1, 5, 4099, 0):
+        theirs = [values(r, (n, 2)) for r in range(size)]
+        out = torch.empty(size * n, 2)
+        dist.all_gather_into_tensor(out, theirs[rank])
+        same(out, torch.cat(theirs))
+
+        whole = [values(r, (size * n, 2)) for r in range(size)]
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+            out = torch.empty(n, 2)
+            dist.reduce_scatter_tensor(out, whole[rank], op=op)
+            same(out, reduced(op, whole)[rank * n : (rank + 1) * n])
+
+        parts = [list(w.chunk(size)) if n else [w] * size for w in whole]
+        out = torch.empty(n, 2)
+        dist.reduce_scatter(out, parts[rank])
+        same(out, sum(p[rank] for p in parts))
+
+        out = torch.empty(size * n, 2)
+        dist.all_to_all_single(out, whole[rank])
+        same(out, torch.cat([w.reshape(size, n, 2)[rank] for w in whole]))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_all_gather_reduce_scatter_all_to_all_of_one_tensor(pool, ranks):
+    pool.run(check_single, ranks=ranks)
+
+
+def check_uneven(rank: int, size: int) -> None:
+    # rank r sends r + s + 1 rows to rank s
+    def rows(source: int, target: int) -> torch.Tensor:
+        return values(source * size + target, (source + target + 1, 3))
+
+    sent = [rows(rank, s) for s in range(size)]
+    expected = [rows(s, rank) for s in range(size)]
+    out = torch.empty(sum(len(e) for e in expected), 3)
+    dist.all_to_all_single(out, torch.cat(sent), [len(e) for e in expected], [len(s) for s in sent])
+    same(out, torch.cat(expected))
+
+    received = [torch.empty_like(e) for e in expected]
+    dist.all_to_all(received, sent)
+    for got, want in zip(received, expected, strict=True):
+        same(got, want)
+
+    gathered = [torch.empty(r + 1, 3) for r in range(size)]
+    dist.all_gather(gathered, values(rank, (rank + 1, 3)))
+    for r, got in enumerate(gathered):
+        same(got, values(r, (r + 1, 3)))
+
+    inputs = [[values(r + s, (s + 1, 3)) for s in range(size)] for r in range(size)]
+    out = torch.empty(rank + 1, 3)
+    dist.reduce_scatter(out, inputs[rank])
+    same(out, sum(i[rank] for i in inputs))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_uneven_lists(pool, ranks):
+    pool.run(check_uneven, ranks=ranks)
+
+
+def check_reduce(rank: int, size: int) -> None:
+    for root in range(size):
+        inputs = [values(r, (1000,)) for r in range(size)]
+        x = inputs[rank].clone()
+        dist.reduce(x, root)
+        same(x, sum(inputs) if rank == root else inputs[rank])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_reduce_leaves_other_ranks_alone(pool, ranks):
+    pool.run(check_reduce, ranks=ranks)
+
+
+def check_coalesced(rank: int, size: int) -> None:
+    shapes = [(3,), (2, 2), (0,), (100,)]
+    xs = [values(rank, s) for s in shapes]
+    with dist._coalescing_manager():
+        for x in xs:
+            dist.all_reduce(x)
+    for x, s in zip(xs, shapes, strict=True):
+        same(x, sum(values(r, s) for r in range(size)))
+
+    outs = [torch.empty(size * 4), torch.empty(size * 6, 2)]
+    ins = [values(rank, (4,)), values(rank, (6, 2))]
+    with dist._coalescing_manager():
+        for out, x in zip(outs, ins, strict=True):
+            dist.all_gather_into_tensor(out, x)
+    same(outs[1], torch.cat([values(r, (6, 2)) for r in range(size)]))
+
+    out = [torch.empty(4), torch.empty(6, 2)]
+    whole = [values(rank, (size * 4,)), values(rank, (size * 6, 2))]
+    with dist._coalescing_manager():
+        for o, x in zip(out, whole, strict=True):
+            dist.reduce_scatter_tensor(o, x)
+    same(out[0], sum(values(r, (size * 4,)) for r in range(size))[rank * 4 : rank * 4 + 4])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_coalesced(pool, ranks):
+    pool.run(check_coalesced, ranks=ranks)
+
+
+def check_strides(rank: int, size: int) -> None:
+    def strided(r: int) -> torch.Tensor:
+        return values(r, (6, 10)).t()[::2]
+
+    base = values(rank, (6, 10))
+    untouched = base.t()[1::2].clone()
+    dist.all_reduce(base.t()[::2])
+    same(base.t()[::2], sum(strided(r) for r in range(size)))
+    same(base.t()[1::2], untouched)
+
+    base = values(rank, (6, 10))
+    dist.broadcast(base.t()[::2], 1)
+    same(base.t()[::2], strided(1))
+
+    gathered = [torch.empty(10, 6).t().contiguous().t()[::2] for _ in range(size)]
+    dist.all_gather(gathered, strided(rank))
+    for r, got in enumerate(gathered):
+        same(got, strided(r))
+
+    leaf = torch.nn.Parameter(values(rank, (4, 4)).t())
+    dist.broadcast(leaf.data, 0)
+    same(leaf.data, values(0, (4, 4)).t())
+    weight = torch.nn.Parameter(values(rank, (2, 3, 4, 4)).to(memory_format=torch.channels_last))
+    dist.all_reduce(weight.detach())
+    same(weight.detach(), sum(values(r, (2, 3, 4, 4)) for r in range(size)))
+
+
+def test_tensors_that_are_not_contiguous(pool):
+    pool.run(check_strides)
+
+
+def check_async(rank: int, size: int) -> None:
+    order: list[int] = []
+    tensors = [values(rank, (1 + 1000 * (i % 3),)) for i in range(30)]
+    futures = []
+    for i, x in enumerate(tensors):
+        future = dist.all_reduce(x, async_op=True).get_future()
+        futures.append(future.then(lambda f, i=i: order.append(i) or f.value()[0]))
+    for future, x in zip(futures, tensors, strict=True):
+        assert future.wait() is x
+    assert order == list(range(30))
+
+    # One tensor in three operations, none of which is waited for before the next.
+    x = torch.full((10,), float(rank + 1))
+    works = [
+        dist.all_reduce(x, async_op=True),
+        dist.broadcast(x, 0, async_op=True),
+        dist.all_reduce(x, op=dist.ReduceOp.AVG, async_op=True),
+    ]
+    dist.barrier()  # runs here, after everything that was queued
+    assert all(work.is_completed() and work.is_success() for work in works)
+    same(x, torch.full((10,), float(sum(range(1, size + 1)))))
+
+    # A collective in a callback of another: it may not wait for its own thread.
+    def chain(future: torch.futures.Future) -> torch.Tensor:
+        y = future.value()[0]
+        dist.all_reduce(y)
+        return y
+
+    x = torch.ones(5)
+    dist.all_reduce(x, async_op=True).get_future().then(chain).wait()
+    same(x, torch.full((5,), float(size * size)))
+
+    # Nobody keeps the tensor or the work.
+    for _ in range(20):
+        dist.all_reduce(torch.ones(10000), async_op=True)
+    dist.barrier()
+
+
+def test_async_operations_run_and_complete_in_order(pool):
+    pool.run(check_async)
+
+
+def check_point_to_point(rank: int, size: int) -> None:
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for shape in SHAPES:
+        got = torch.empty(shape)
+        requests = [dist.isend(values(rank, shape), right), dist.irecv(got, left)]
+        for request in requests:
+            request.wait()
+        same(got, values(left, shape))
+
+    # By tag, not by order of posting.
+    a, b = torch.empty(10), torch.empty(10)
+    receives = [dist.irecv(a, left, tag=7), dist.irecv(b, left, tag=8)]
+    dist.send(values(rank + 8, (10,)), right, tag=8)
+    dist.send(values(rank + 7, (10,)), right, tag=7)
+    for receive in receives:
+        receive.wait()
+    same(a, values(left + 7, (10,)))
+    same(b, values(left + 8, (10,)))
+
+    if rank == 0:
+        sources = set()
+        for _ in range(size - 1):
+            x = torch.empty(3)
+            source = dist.recv(x)
+            same(x, values(source, (3,)))
+            sources.add(source)
+        assert sources == set(range(1, size))
+    else:
+        dist.send(values(rank, (3,)), 0)
+
+    # A posted receive does not stand in the way of a collective.
+    x = torch.empty(100000)
+    receive = dist.irecv(x, left)
+    dist.barrier()
+    send = dist.isend(values(rank, (100000,)), right)
+    dist.barrier()
+    assert receive.get_future().wait()[0] is x
+    send.wait()
+    same(x, values(left, (100000,)))
+
+    strided = torch.zeros(4, 6)
+    ops = [
+        dist.P2POp(dist.isend, values(rank, (6, 4)).t(), right),
+        dist.P2POp(dist.irecv, strided.t(), left),
+    ]
+    for request in dist.batch_isend_irecv(ops):
+        request.wait()
+    same(strided.t(), values(left, (6, 4)).t().reshape(6, 4))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_point_to_point(pool, ranks):
+    pool.run(check_point_to_point, ranks=ranks)
+
+
+def check_objects_and_groups(rank: int, size: int) -> None:
+    everything: list[object] = [None] * size
+    dist.all_gather_object(everything, {"rank": rank, "text": "x" * rank})
+    assert everything == [{"rank": r, "text": "x" * r} for r in range(size)]
+    box = [f"from {rank}"]
+    dist.broadcast_object_list(box, src=1)
+    assert box == ["from 1"]
+    native = backend.find()
+    assert native is not None
+    native.monitored_barrier(timeout=timedelta(seconds=10))
+
+    pair = dist.new_group([0, 2])
+    if rank in (0, 2):
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=pair)
+        assert x.item() == 2.0
+        assert dist.get_rank(pair) == rank // 2
+    dist.barrier()
+
+
+def test_objects_and_new_group(pool):
+    pool.run(check_objects_and_groups, ranks=3)
+
+
+def check_group(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    assert dist.get_backend() == "pycomm"
+    native = backend.find()
+    assert native is not None
+    assert native.name() == "pycomm"
+    assert (native.rank(), native.size()) == (rank, size)
+    assert f"{size} ranks" in native.describe()
+    assert copy.deepcopy(native.options).transport == native.options.transport
+    before = native._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1000))
+    assert native._get_sequence_number_for_group() == before + 1
+    assert native.sent_bytes > 0
+    assert native.get_error() == torch._C._distributed_c10d.ErrorType.SUCCESS
+    group.shutdown()
+    group.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_group_tells_about_itself_and_shuts_down_twice(pool):
+    pool.run(check_group)
+
+
+def check_again(rank: int, size: int, store: dist.Store) -> None:
+    for round in range(3):
+        dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
+        x = torch.tensor([float(round)])
+        dist.all_reduce(x)
+        assert x.item() == round * size
+        dist.destroy_process_group()
+
+
+def test_groups_one_after_another_in_the_same_store(pool):
+    pool.run(check_again, backend=None)
+
+
+def check_detail(rank: int, size: int, store: dist.Store) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
+        x = torch.ones(10)
+        dist.all_reduce(x)
+        same(x, torch.full((10,), float(size)))
+        assert backend.find() is not None
+        dist.destroy_process_group()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_detailed_debugging_of_torch(pool):
+    pool.run(check_detail, backend=None)

@@ -1,0 +1,136 @@
+"""A pool of torch processes that lives as long as the test session.
+
+Four imports of torch take six seconds on two cores, so ranks are started once, and each test sends
+them a function. The function runs on every rank inside a process group of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+
+
+@dataclass
+class Job:
+    """What one rank has to do."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    ranks: int
+    backend: str | None  # None: the function makes its own group in `store`
+    store: str
+    timeout: float
+
+
+def _work(job: Job) -> Any:
+    import torch.distributed as dist
+
+    store = dist.FileStore(job.store, job.ranks)
+    if job.backend is None:
+        return job.function(job.rank, job.ranks, store, *job.args)
+    dist.init_process_group(
+        job.backend,
+        store=store,
+        rank=job.rank,
+        world_size=job.ranks,
+        timeout=timedelta(seconds=job.timeout),
+    )
+    try:
+        return job.function(job.rank, job.ranks, *job.args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _serve(link: Connection) -> None:
+    import torch
+
+    importlib.import_module("pycomm.backend")  # registers the name where pycomm is not installed
+
+    torch.set_num_threads(1)
+    while True:
+        job = link.recv()
+        try:
+            answer = (True, _work(job))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        link.send(answer)
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the text holds every rank's traceback."""
+
+
+class Pool:
+    """Up to `RANKS` ranks that run functions together."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int = 2,
+        backend: str | None = "pycomm",
+        timeout: float = 20,
+        deadline: float = 60,
+    ) -> list[Any]:
+        """Call ``function(rank, ranks, *args)`` on every rank and return what they return.
+
+        Args:
+            function: a function of a test module.
+            backend: of the default group; None: the function gets the store as its third argument.
+            timeout: of the group, in seconds.
+            deadline: seconds until a rank that has not answered counts as hanging.
+        """
+        self._start(ranks)
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            for rank in range(ranks):
+                job = Job(function, args, rank, ranks, backend, store, timeout)
+                self._ranks[rank][1].send(job)
+            answers = [self._receive(rank, deadline) for rank in range(ranks)]
+        failed = [f"rank {r}:\n{text}" for r, (good, text) in enumerate(answers) if not good]
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return [value for _, value in answers]
+
+    def _start(self, ranks: int) -> None:
+        while len(self._ranks) < ranks:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def _receive(self, rank: int, deadline: float) -> tuple[bool, Any]:
+        process, link = self._ranks[rank]
+        try:
+            if link in wait([link], timeout=deadline):
+                return link.recv()
+            text = f"rank {rank} hangs: no answer within {deadline} s"
+        except EOFError:
+            process.join()
+            text = f"rank {rank} died with exit code {process.exitcode}"
+        self.stop()
+        raise RankFailed(text)
+
+    def stop(self) -> None:
+        """End all processes; the next run starts new ones."""
+        for process, link in self._ranks:
+            process.kill()
+            process.join()
+            link.close()
+        self._ranks.clear()
