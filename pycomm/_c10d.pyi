@@ -13,7 +13,6 @@ class Options(_distributed_c10d.Backend.Options):
     interface: str
     link_bytes_per_second: float
     secret: str
-    group_name: str
     global_ranks_in_group: list[int]
     _timeout: timedelta
     def __init__(

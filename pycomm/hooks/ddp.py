@@ -193,7 +193,8 @@ class HookState:
         tensor.div_(self.process_group.size())
         work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         self._finite.append(lambda: verdict == [True])
-        return work.get_future().then(finish)
+        plain: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
+        return plain
 
     def _bucket(self, parameters: list[torch.Tensor], tensor: torch.Tensor) -> Bucket:
         for parameter in parameters:

@@ -140,7 +140,7 @@ def all_reduce(
     result = sent.new_empty(max(sizes))
     encode(mine, result, -1, worker=False)
     results = sent.new_empty(ranks, max(sizes))
-    dist.all_gather_into_tensor(results, result, group=group)
+    dist.all_gather_into_tensor(results.view(-1), result, group=group)
     for runs, part in zip(owned, results, strict=True):
         decode(runs, part, add=False)
     return values.isfinite().all()

@@ -86,6 +86,7 @@ class Pool:
         backend: str | None = "pycomm",
         timeout: float = 20,
         deadline: float = 60,
+        dies: int | None = None,
     ) -> list[Any]:
         """Call ``function(rank, ranks, *args)`` on every rank and return what they return.
 
@@ -94,6 +95,7 @@ class Pool:
             backend: of the default group; None: the function gets the store as its third argument.
             timeout: of the group, in seconds.
             deadline: seconds until a rank that has not answered counts as hanging.
+            dies: a rank that ends its process; its answer is None.
         """
         self._start(ranks)
         with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +103,12 @@ class Pool:
             for rank in range(ranks):
                 job = Job(function, args, rank, ranks, backend, store, timeout)
                 self._ranks[rank][1].send(job)
-            answers = [self._receive(rank, deadline) for rank in range(ranks)]
+            answers = [
+                self._receive(rank, deadline) if rank != dies else (True, None)
+                for rank in range(ranks)
+            ]
+        if dies is not None:
+            self.stop()
         failed = [f"rank {r}:\n{text}" for r, (good, text) in enumerate(answers) if not good]
         if failed:
             raise RankFailed("\n".join(failed))

@@ -1,0 +1,89 @@
+"""`import torch` alone makes the backend known, and never suffers from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code: str, *path: Path, **environment: str) -> str:
+    """Output of a fresh interpreter, in which pycomm is found but not installed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])),
+            **environment,
+        },
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder that makes torch see our entry point, as an installation does."""
+    info = tmp_path / "entry-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nentry = pycomm._autoload:register\n")
+    return tmp_path
+
+
+def test_backend_is_known_without_importing_pycomm(installed):
+    code = """
+import sys
+import torch.distributed as dist
+print("pycomm.backend" in sys.modules)
+dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+print(dist.get_backend(), "pycomm.backend" in sys.modules)
+dist.destroy_process_group()
+"""
+    assert run(code, installed).split() == ["False", "pycomm", "True"]
+
+
+def test_import_torch_survives_a_failing_registration(installed):
+    (installed / "sitecustomize.py").write_text(
+        "import pycomm._autoload\n"
+        "def fail(name): raise RuntimeError('as if torch had changed')\n"
+        "pycomm._autoload.import_module = fail\n"
+    )
+    assert run("import torch; print(torch.ones(2).sum().item())", installed) == "2.0"
+
+
+def test_pyproject_names_the_entry_points():
+    text = (ROOT / "pyproject.toml").read_text()
+    for group in ("torch.backends", "torch.distributed.backends"):
+        assert f'[project.entry-points."{group}"]\npycomm = "pycomm._autoload:register"' in text
+
+
+def test_import_pycomm_is_light():
+    assert run("import sys, pycomm; print('torch' in sys.modules, len(dir(pycomm)) > 5)") == (
+        "False True"
+    )
+
+
+def test_import_order_does_not_matter():
+    for first in ("import torch, pycomm", "import pycomm.backend"):
+        code = first + "; import torch.distributed as d; print(d.Backend('pycomm'))"
+        assert run(code).endswith("pycomm")
+
+
+def test_compress_is_a_function_whichever_way_it_is_imported():
+    for way in (
+        "import pycomm; f = pycomm.compress",
+        "from pycomm import compress as f",
+        "import pycomm.compress; f = pycomm.compress",
+        "from pycomm.compress import compress; import pycomm; f = pycomm.compress",
+    ):
+        assert run(f"{way}; print(callable(f))") == "True"

@@ -1,0 +1,183 @@
+"""Bad input and bad luck: each is an error that names the rank and the cause, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm import backend
+
+
+def check_bad_arguments(rank: int, size: int) -> None:
+    here = f"rank {rank}: "
+    with pytest.raises(pycomm.Error, match=here + "all_reduce: .*band.*float32"):
+        dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
+    with pytest.raises(pycomm.Error, match=here + "all_reduce: cannot reduce dtype Float8_e8m0fnu"):
+        dist.all_reduce(torch.ones(3).to(torch.float8_e8m0fnu))
+    with pytest.raises(pycomm.Error, match=here + "reduce_scatter: part . of the input"):
+        dist.reduce_scatter(torch.ones(3), [torch.ones(4), torch.ones(4)])
+    with pytest.raises(pycomm.Error, match=here + "all_gather_single: .* 2 times 3 values"):
+        dist.group.WORLD._allgather_base(torch.ones(7), torch.ones(3)).wait()
+    with pytest.raises(pycomm.Error, match=here + "all_to_all_single: .*sum is its dimension 0, 4"):
+        dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 2], [2, 2])
+    with pytest.raises(pycomm.Error, match=here + "all_to_all_single: dimension 0 of the input, 5"):
+        dist.all_to_all_single(torch.ones(4), torch.ones(5))
+    with pytest.raises(RuntimeError, match="pycomm does not support allreduce sparse"):
+        dist.all_reduce(torch.ones(3).to_sparse())
+    # Found before a byte was sent: the group is as good as new.
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert torch.equal(x, torch.full((3,), float(size)))
+
+
+def test_bad_arguments_name_rank_operation_and_cause(pool):
+    pool.run(check_bad_arguments)
+
+
+def check_mismatch(rank: int, size: int, kind: str, asynchronous: bool) -> None:
+    def call() -> Any:
+        if kind == "size":
+            return dist.all_reduce(torch.ones(10 + rank), async_op=asynchronous)
+        if kind == "dtype":
+            dtype = [torch.float32, torch.int32][rank]
+            return dist.all_reduce(torch.ones(10, dtype=dtype), async_op=asynchronous)
+        if kind == "op" and rank == 1:
+            return dist.broadcast(torch.ones(10), 0, async_op=asynchronous)
+        return dist.all_reduce(torch.ones(10), async_op=asynchronous)
+
+    if asynchronous:
+        work = call()
+        waits = [work.wait, work.wait, work.get_future().wait]
+    else:
+        waits = [call]
+    for wait in waits:
+        with pytest.raises(pycomm.WireMismatch) as caught:
+            wait()
+        text = str(caught.value)
+        assert "rank 0" in text
+        assert "rank 1" in text
+        assert {"size": "11", "dtype": "int32", "op": "broadcast"}[kind] in text
+    with pytest.raises(pycomm.Error):  # the group is over, and says why
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", ["size", "dtype", "op"])
+def test_different_calls_are_named_on_both_ranks(pool, kind, asynchronous):
+    pool.run(check_mismatch, kind, asynchronous)
+
+
+def check_layout_mismatch(rank: int, size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    state = pycomm.HookState(["int8", "int4"][rank], model)
+    state.agree = lambda: None  # as if nobody had compared before the first step
+    model.register_comm_hook(state, pycomm.compress_hook)
+    with pytest.raises(pycomm.WireMismatch, match="bits=4"):
+        model(torch.ones(1, 64)).sum().backward()
+
+
+def test_different_codecs_are_an_error_on_the_wire_too(pool):
+    pool.run(check_layout_mismatch)
+
+
+def check_late(rank: int, size: int) -> float:
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(3)
+        return 0
+    with pytest.raises(pycomm.Timeout, match=r"rank.* 1"):
+        dist.all_reduce(torch.ones(10))
+    native = backend.find()
+    assert native is not None
+    assert native.get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
+    return time.monotonic() - start
+
+
+def test_rank_that_does_not_call_is_named(pool):
+    waited, _ = pool.run(check_late, timeout=1)
+    assert 0.9 < waited < 2.5
+
+
+def check_absent(rank: int, size: int, store: dist.Store) -> None:
+    if rank == 0:
+        with pytest.raises(pycomm.Timeout, match=r"rank.* 1"):
+            dist.init_process_group(
+                "pycomm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1)
+            )
+        assert not dist.is_initialized()
+
+
+def test_rank_that_never_comes_is_named(pool):
+    pool.run(check_absent, backend=None)
+    pool.stop()  # torch numbers its groups, and rank 0 has counted the one that failed
+
+
+def check_abort(rank: int, size: int) -> None:
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        time.sleep(0.3)
+        assert not work.is_completed()
+        dist.group.WORLD.abort()
+        with pytest.raises(pycomm.Error, match="abort"):
+            work.wait()
+        assert not work.is_success()
+        return
+    time.sleep(0.6)
+
+    def call() -> None:
+        dist.all_reduce(torch.ones(10))  # rank 0 had taken part in this one
+        dist.all_reduce(torch.ones(10))
+
+    with pytest.raises(pycomm.Error, match=r"rank 0.*abort"):
+        call()
+
+
+def test_abort_ends_waits_on_all_ranks(pool):
+    pool.run(check_abort)
+
+
+def check_death(rank: int, size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(pycomm.PeerLost, match="rank 1") as caught:
+        model(torch.ones(1, 8)).sum().backward()
+    assert caught.value.rank == 1
+
+
+def test_dead_rank_is_named_by_backward(pool):
+    start = time.monotonic()
+    pool.run(check_death, dies=1, timeout=60)
+    assert time.monotonic() - start < 20
+
+
+def check_options(rank: int, size: int, store: dist.Store) -> None:
+    with pytest.raises(TypeError, match=r"pg_options .* must be pycomm\.Options"):
+        dist.init_process_group(
+            "pycomm", store=store, rank=rank, world_size=size, pg_options=timedelta(1)
+        )
+    with pytest.raises(TypeError, match="no option 'codec'"):
+        pycomm.Options(codec="int8")
+    options = pycomm.Options(transport="tcp", sockets=1, interface="lo")
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, pg_options=options)
+    native = backend.find()
+    assert native is not None
+    assert "tcp" in native.describe()
+    x = torch.ones(100000)
+    dist.all_reduce(x)
+    assert float(x[0]) == size
+    assert native.wire_bytes >= 400000
+    dist.destroy_process_group()
+
+
+def test_options_reach_the_communicator(pool):
+    pool.run(check_options, backend=None)

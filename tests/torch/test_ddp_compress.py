@@ -1,0 +1,378 @@
+"""DDP over "pycomm" and with compressed gradients: equal where exact, close where not."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.policy import PROTECT, Policy, Rule
+
+INPUTS, CLASSES = 64, 10
+STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(INPUTS, 128),
+        nn.LayerNorm(128),
+        nn.ReLU(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, CLASSES),
+    )
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points around ten fixed centres."""
+    centres = torch.randn(CLASSES, INPUTS, generator=torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    labels = torch.randint(CLASSES, (32,), generator=generator)
+    noise = torch.randn(32, INPUTS, generator=generator)
+    return centres[labels] + 3 * noise, labels
+
+
+def train(
+    rank: int,
+    size: int,
+    spec: Any,
+    steps: int = 20,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Parameters and losses after some steps."""
+    model = DistributedDataParallel(network().to(dtype), bucket_cap_mb=0.02, **options)
+    if spec is not None:
+        pycomm.compress(model, spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        x, y = batch(rank, step)
+        loss = nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [p.detach().clone() for p in model.parameters()], losses
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module")
+def gloo(pool):
+    """Parameters that DDP reaches on two Gloo ranks."""
+    return pool.run(train, None, backend="gloo")[0][0]
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize(
+    ("spec", "backend"), [(None, "pycomm"), ("fp32", "pycomm"), ("fp32", "gloo")]
+)
+def test_exact_gradients_are_those_of_gloo(pool, gloo, spec, backend, options):
+    for parameters, _ in pool.run(run_train, spec, options, backend=backend):
+        assert equal(parameters, gloo)
+
+
+def run_train(rank: int, size: int, spec: Any, options: dict[str, Any]) -> Any:
+    return train(rank, size, spec, **options)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("spec", ["int8", "int4", STOCHASTIC, "bf16"])
+def test_other_backends_give_the_same_bits(pool, spec, ranks):
+    results = [
+        parameters
+        for backend in ("pycomm", "gloo")
+        for parameters, _ in pool.run(train, spec, ranks=ranks, backend=backend)
+    ]
+    for parameters in results[1:]:
+        assert equal(parameters, results[0])
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4"])
+def test_compressed_training_reaches_the_exact_loss(pool, spec):
+    def final(spec: str | None) -> float:
+        (_, a), (_, b) = pool.run(train, spec, 60)
+        return sum(a[-10:] + b[-10:]) / 20
+
+    exact, compressed = final(None), final(spec)
+    assert exact < 1.0  # it started at ln 10 = 2.3
+    # Two runs differ in the last decimals of every batch's loss; 5 % is what 20 batches can tell.
+    assert compressed == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_gradient_dtypes(pool, dtype):
+    (a, losses), (b, _) = pool.run(train, "int8", 20, dtype)
+    assert equal(a, b)
+    assert a[0].dtype == dtype
+    assert losses[-1] < losses[0]
+    if dtype == torch.float64:  # no codec takes it: it travels as it is
+        assert equal(a, pool.run(train, None, 20, dtype, backend="gloo")[0][0])
+
+
+# ------------------------------------------------------- gradients that the test chooses
+
+SHAPES = {"big": (64, 96), "small": (40, 70), "bias": (50,)}
+
+
+class Chosen(nn.Module):
+    """A model whose gradients are what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        # In the order of the dict, so that buckets are rebuilt in another order than they were.
+        return sum((getattr(self, name) * g).sum() for name, g in gradients.items())
+
+
+def gradients(rank: int, step: int, names: Any = SHAPES) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(SHAPES[name], generator=generator) for name in names}
+
+
+def reduced(
+    model: DistributedDataParallel, given: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What the gradients become on the way."""
+    model.zero_grad()
+    model(given).backward()
+    return {
+        name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None
+    }
+
+
+def chosen(spec: Any = "int4", **options: Any) -> tuple[DistributedDataParallel, pycomm.HookState]:
+    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02, **options)
+    return model, pycomm.compress(model, spec)
+
+
+def check_nothing_is_lost(rank: int, size: int) -> None:
+    model, state = chosen()
+    steps, names = 6, ["small", "bias", "big"]
+    got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(steps):
+        for name, g in reduced(model, gradients(rank, step, names)).items():
+            got[name] += g
+    layouts = {tuple(p.name for p in b.pieces) for b in state._buckets.values()}
+    assert len(layouts) > len(set(map(frozenset, layouts))) or len(layouts) > 2, layouts
+
+    residuals = state.state_dict()["residuals"]
+    assert set(residuals) == {"big", "small"}
+    for name, shape in SHAPES.items():
+        want = sum(gradients(r, s, names)[name] for s in range(steps) for r in range(size)) / size
+        owed = torch.zeros(shape)
+        if name in residuals:
+            # An owner's error counts once, a worker's 1/size.
+            both = residuals[name]["worker"] / size + residuals[name]["owner"]
+            assert both.norm() > 0
+            owed = both.reshape(shape).clone()
+            dist.all_reduce(owed)
+        # Round-off of a few dozen float32 additions of values around 1.
+        torch.testing.assert_close(got[name] + owed, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_feedback_loses_nothing_over_new_buckets(pool, backend, ranks):
+    pool.run(check_nothing_is_lost, backend=backend, ranks=ranks)
+
+
+def same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a["residuals"].keys() == b["residuals"].keys() and all(
+        torch.equal(a["residuals"][name][kind], b["residuals"][name][kind])
+        for name in a["residuals"]
+        for kind in ("worker", "owner")
+    )
+
+
+def check_overflow(rank: int, size: int, bad: float, where: str) -> None:
+    model, state = chosen()
+    other, calm = chosen()
+    for step in range(3):
+        reduced(model, gradients(rank, step))
+        reduced(other, gradients(rank, step))
+    before = state.state_dict()
+    given = gradients(rank, 3)
+    if rank == size - 1:
+        given[where].view(-1)[17] = bad
+    got = reduced(model, given)
+    assert not got[where].isfinite().all()
+    verdict = torch.tensor([0.0 if g.isfinite().all() else 1.0 for g in got.values()])
+    everybody = verdict.clone()
+    dist.all_reduce(everybody)
+    assert torch.equal(everybody, verdict * size)  # a loss scaler skips on all ranks or on none
+    after = state.state_dict()
+    assert same_state(before, after)
+    assert state.overflows == 1
+    # The step has left no trace.
+    for name, g in reduced(model, gradients(rank, 4)).items():
+        assert torch.equal(g, reduced(other, gradients(rank, 4))[name]) or name != "big"
+        break
+    assert calm.overflows == 0
+
+
+@pytest.mark.parametrize("where", ["big", "small", "bias"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_overflow_reaches_all_ranks_and_leaves_no_trace(pool, bad, where):
+    pool.run(check_overflow, bad, where)
+
+
+def check_continue(rank: int, size: int) -> None:
+    # Without new buckets after the first step, so that owners are the same in both models.
+    model, state = chosen(STOCHASTIC, find_unused_parameters=True)
+    for step in range(4):
+        reduced(model, gradients(rank, step))
+    saved = state.state_dict()
+    later = [reduced(model, gradients(rank, step)) for step in range(4, 8)]
+
+    fresh, fresh_state = chosen(STOCHASTIC, find_unused_parameters=True)
+    fresh_state.load_state_dict(saved)
+    for step, want in enumerate(later, start=4):
+        got = reduced(fresh, gradients(rank, step))
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    # And into a state that has moved on.
+    state.load_state_dict(saved)
+    got = reduced(model, gradients(rank, 4))
+    assert all(torch.equal(got[name], later[0][name]) for name in got)
+
+    with pytest.raises(ValueError, match=rf"rank {1 - rank} of 2"):
+        state.load_state_dict({**saved, "rank": 1 - rank})
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_saved_state_continues_to_the_bit(pool, backend):
+    pool.run(check_continue, backend=backend)
+
+
+def check_special_steps(rank: int, size: int) -> None:
+    model, state = chosen(Policy("fp32", ()), find_unused_parameters=True)
+
+    def average(steps: list[int], name: str) -> torch.Tensor:
+        mine = [sum(gradients(r, s)[name] for s in steps) for r in range(size)]
+        return sum(mine) / size
+
+    # Two micro-steps of which one is not reduced.
+    model.zero_grad()
+    for step, context in ((0, model.no_sync()), (1, nullcontext())):
+        with context:
+            model(gradients(rank, step)).backward()
+    torch.testing.assert_close(model.module.big.grad, average([0, 1], "big"))
+
+    # A parameter that no rank uses, and one that only rank 0 uses.
+    got = reduced(model, gradients(rank, 2, ["big"]))
+    assert torch.equal(got["big"], average([2], "big"))
+    assert "small" not in got
+    got = reduced(model, gradients(rank, 3, SHAPES if rank == 0 else ["big", "bias"]))
+    assert torch.equal(got["small"], gradients(0, 3)["small"] / size)
+
+    net = Chosen()
+    net.big.requires_grad_(False)
+    frozen = DistributedDataParallel(net)
+    pycomm.compress(frozen, "fp32")
+    got = reduced(frozen, gradients(rank, 4))
+    assert set(got) == {"small", "bias"}
+    assert torch.equal(got["small"], average([4], "small"))
+    assert state.overflows == 0
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_accumulated_unused_and_frozen_parameters(pool, backend):
+    pool.run(check_special_steps, backend=backend)
+
+
+def check_state_without_model(rank: int, size: int) -> None:
+    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
+    state = pycomm.HookState("int4")
+    model.register_comm_hook(state, pycomm.compress_hook)
+    named, _ = chosen("int4")
+    for step in range(4):
+        got = reduced(model, gradients(rank, step))
+        want = reduced(named, gradients(rank, step))
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert len(state.residual_norms()) == 2
+    assert all(worker > 0 for worker, _ in state.residual_norms().values())
+
+
+def test_hook_without_the_model(pool):
+    pool.run(check_state_without_model)
+
+
+def check_policy(rank: int, size: int) -> None:
+    policy = Policy("int4", (Rule(codec="bf16", name="small", reason="because"), *PROTECT))
+    model, state = chosen(policy)
+    got = reduced(model, gradients(rank, 0))
+    mean = {n: sum(gradients(r, 0)[n] for r in range(size)) / size for n in SHAPES}
+    assert torch.equal(got["bias"], mean["bias"])
+    error = {name: float((got[name] - mean[name]).norm() / mean[name].norm()) for name in SHAPES}
+    assert 0 < error["small"] < 0.01 < error["big"] < 0.3
+    assert "because" in state.summary()
+    assert "norms and biases stay exact" in state.summary()
+
+
+def test_policy_picks_codecs_by_parameter(pool):
+    pool.run(check_policy)
+
+
+# ----------------------------------------------------------------------------- errors
+
+
+def check_refusals(rank: int, size: int) -> None:
+    with pytest.raises(TypeError, match="DistributedDataParallel, not Sequential: wrap it first"):
+        pycomm.compress(network())
+    model = DistributedDataParallel(network())
+    with pytest.raises(ValueError, match=r"unknown codec 'int9': use one of .*int8"):
+        pycomm.compress(model, "int9")
+    pycomm.compress(model, "int8")
+    with pytest.raises(pycomm.Error, match="has the communication hook compress_hook already"):
+        pycomm.compress(model, "int8")
+
+    sparse = DistributedDataParallel(nn.Embedding(100, 50, sparse=True))
+    pycomm.compress(sparse, "int8")
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: bucket 0 is sparse"):
+        sparse(torch.tensor([1, 2])).sum().backward()
+
+
+def test_refusals(pool):
+    pool.run(check_refusals)
+
+
+def check_different_codecs(rank: int, size: int) -> None:
+    model = DistributedDataParallel(Chosen())
+    with pytest.raises(pycomm.WireMismatch, match=r"rank 0 has 'big .*bits=8.*rank 1 has .*bits=4"):
+        pycomm.compress(model, ["int8", "int4"][rank])
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_different_codecs_are_named(pool, backend):
+    pool.run(check_different_codecs, backend=backend)
+
+
+def test_layouts_cover_the_bucket_for_any_number_of_ranks():
+    from pycomm.hooks.bucket import Bucket
+    from pycomm.hooks.two_shot import chunks
+    from pycomm.policy import Parameter
+
+    shapes = [(1000,), (3,), (17, 33), (1,), (4096,)]
+    policy = Policy("int4", (Rule(codec="fp32", max_numel=100),))
+    parameters = [Parameter(f"p{i}", shape, torch.float32) for i, shape in enumerate(shapes)]
+    decisions = [policy.decide(p) for p in parameters]
+    bucket = Bucket(decisions, range(len(decisions)), None, torch.device("cpu"))
+    for ranks in (1, 2, 3, 4, 7, 8):
+        runs = list(itertools.chain(*chunks(bucket, ranks)))
+        places = [i for run in runs for i in run.of(torch.arange(bucket.numel)).tolist()]
+        assert places == list(range(bucket.numel))
+        assert all(run.begin % run.piece.codec.granule == 0 for run in runs)
