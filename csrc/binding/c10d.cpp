@@ -53,8 +53,8 @@ void bind(py::module_& m) {
                       &CommunicatorOptions::link_bytes_per_second);
   communicator_option(options, "secret", &CommunicatorOptions::secret);
 
-  py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_readonly("finite",
-                                                                            &Work::finite);
+  py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_property_readonly("finite",
+                                                                                     &Work::finite);
 
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
       .def(py::init<>())

@@ -25,6 +25,7 @@ struct Arguments {
            "got a tensor on " + t.device().str() +
                "; this version moves CPU tensors only: move it with .cpu(), or use NCCL beside "
                "it, init_process_group('cpu:pycomm,cuda:nccl')");
+    if (t.layout() != at::kStrided) fail(call, "got a sparse tensor; call .to_dense() first");
   }
 
   const at::Tensor& only(const Call& call, const Tensors& tensors) const {

@@ -278,7 +278,7 @@ class Backend final : public c10d::Backend {
       args.average = average;
       args.seed = seed;
       args.step = step;
-      raw->finite = comm->all_reduce_coded(args);
+      raw->set_finite(comm->all_reduce_coded(args));
       if (!values.is_same(tensor)) tensor.copy_(values);
     });
     return work;

@@ -39,8 +39,7 @@ class Work : public c10d::Work {
   void complete(const std::exception_ptr& error = nullptr) {
     completed_at_ = Clock::now();
     if (!future_) return finish(error);
-    // The first callback: a waiting thread wakes after the future is complete, and callbacks that
-    // wait for this work find it done.
+    // The first callback, so that callbacks that wait for this work find it done.
     future_->addCallback([this, error](c10::ivalue::Future&) { finish(error); });
     if (error) {
       future_->setError(error);
@@ -56,19 +55,30 @@ class Work : public c10d::Work {
     }
     return future_;
   }
+  // As the future has it: who waited for that must find the work complete too.
+  bool isCompleted() override { return future_ ? future_->completed() : c10d::Work::isCompleted(); }
+  bool isSuccess() const override {
+    return future_ ? future_->completed() && !future_->hasError() : c10d::Work::isSuccess();
+  }
+  std::exception_ptr exception() const override {
+    if (!future_) return c10d::Work::exception();
+    return future_->hasError() ? future_->exception_ptr() : nullptr;
+  }
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return seq_; }
   float getDuration() const override {
     return std::chrono::duration<float, std::milli>(completed_at_ - issued_at_).count();
   }
 
-  /// For compressed operations, once complete: no value of the result is Inf or NaN.
-  bool finite = true;
+  void set_finite(bool finite) { finite_ = finite; }
+  /// Of a compressed operation: it has come through, and no value of the result is Inf or NaN.
+  bool finite() const { return isSuccess() && finite_; }
 
  private:
   using Clock = std::chrono::steady_clock;
   uint64_t seq_;
   Tensors outputs_;
+  bool finite_ = false;
   c10::IValue value_;
   intrusive_ptr<c10::ivalue::Future> future_;
   Clock::time_point issued_at_ = Clock::now(), completed_at_;
@@ -90,7 +100,7 @@ class PeerWork final : public Work {
 
   bool isCompleted() override {
     if (request_->done()) settle();
-    return c10d::Work::isCompleted();
+    return Work::isCompleted();
   }
   bool wait(Milliseconds timeout) override {
     with_python_errors([&] { request_->wait(timeout); });

@@ -167,9 +167,7 @@ class HookState:
         native = backend.find(self.process_group) if tensor.is_cpu else None
         if native is not None:
             work = native.compressed_all_reduce(tensor, bucket.native, side, self.seed, self.step)
-            self._finite.append(
-                lambda: work.is_completed() and work.exception() is None and work.finite
-            )
+            self._finite.append(lambda: work.finite)
             coded: torch.futures.Future[torch.Tensor] = work.get_future()
             return coded
         values = tensor.float().contiguous()

@@ -19,6 +19,8 @@ from pycomm.codecs import RandomKey
 from pycomm.hooks.bucket import Bucket, Piece
 
 _MASK = (1 << 64) - 1
+# torch 2.13 renamed it, and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def hop_seed(seed: int, rank: int) -> int:
@@ -140,7 +142,7 @@ def all_reduce(
     result = sent.new_empty(max(sizes))
     encode(mine, result, -1, worker=False)
     results = sent.new_empty(ranks, max(sizes))
-    dist.all_gather_into_tensor(results.view(-1), result, group=group)
+    _all_gather(results.view(-1), result, group=group)
     for runs, part in zip(owned, results, strict=True):
         decode(runs, part, add=False)
     return values.isfinite().all()

@@ -31,7 +31,7 @@ def check_bad_arguments(rank: int, size: int) -> None:
         dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 2], [2, 2])
     with pytest.raises(pycomm.Error, match=here + "all_to_all_single: dimension 0 of the input, 5"):
         dist.all_to_all_single(torch.ones(4), torch.ones(5))
-    with pytest.raises(RuntimeError, match="pycomm does not support allreduce sparse"):
+    with pytest.raises(pycomm.Error, match=here + "all_reduce: got a sparse tensor"):
         dist.all_reduce(torch.ones(3).to_sparse())
     # Found before a byte was sent: the group is as good as new.
     x = torch.ones(3)
