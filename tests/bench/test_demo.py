@@ -61,10 +61,13 @@ def test_verdict_tells_equal_exact_runs_from_others():
     assert "should be equal" in demo.verdict(done)[1]
 
 
+def test_rate_is_spelled_for_people():
+    assert [demo.spell(rate) for rate in ("200mbit", "1.5gbit")] == ["200 Mbit/s", "1.5 Gbit/s"]
+
+
 def test_pictures_are_complete_and_need_no_network(tmp_path):
     done = three_runs()
-    curves = [plot.Curve(r.label, r.seconds, r.held_out) for r in done]
-    figure = plot.Figure("title", "subtitle", curves)
+    figure = demo.figure(done, "200mbit", demo.Config())
     plot.save_png(figure, tmp_path / "loss.png")
     plot.save_html(figure, tmp_path / "loss.html", demo.rows(done))
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
