@@ -43,7 +43,7 @@ conformance: build $(VENV)/dev.stamp
 	$(PY) -m pytest --quiet tests/torch
 
 docs: $(VENV)/dev.stamp
-	$(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
 # Takes the interpreter that has torch, Triton and CuPy; installs and downloads nothing.
