@@ -9,11 +9,18 @@
 namespace pycomm::tcp {
 
 /// A token bucket over everything that a rank sends by TCP. Any thread.
+///
+/// A link that has been idle lets a small burst through. A link that somebody waits for keeps its
+/// rate even if the waiting thread is late, as the kernel would go on sending from the socket's
+/// buffer.
 class Pacer {
  public:
   /// Bytes per second; 0 for no limit.
   explicit Pacer(double rate)
-      : rate_(rate), burst_(std::clamp(rate * kBurstSeconds, kSmallestBurst, kLargestBurst)) {}
+      : rate_(rate),
+        burst_(std::clamp(rate * kBurstSeconds, kSmallestBurst, kLargestBurst)),
+        backlog_(std::max(burst_, std::min(rate * kBacklogSeconds, kLargestBacklog))),
+        quantum_(static_cast<size_t>(burst_ / 4)) {}
 
   bool limits() const { return rate_ > 0; }
 
@@ -23,10 +30,11 @@ class Pacer {
     if (!limits()) return bytes;
     std::lock_guard<std::mutex> lock(mutex_);
     refill();
-    const size_t quantum = std::min(bytes, kQuantum);
-    if (tokens_ < static_cast<double>(quantum)) return 0;
-    tokens_ -= static_cast<double>(quantum);
-    return quantum;
+    const size_t part = std::min(bytes, quantum_);
+    denied_ = tokens_ < static_cast<double>(part);
+    if (denied_) return 0;
+    tokens_ -= static_cast<double>(part);
+    return part;
   }
 
   void give_back(size_t bytes) {
@@ -48,18 +56,21 @@ class Pacer {
   static constexpr double kBurstSeconds = 2e-3;
   static constexpr double kSmallestBurst = 64 << 10;
   static constexpr double kLargestBurst = 256 << 10;
-  static constexpr size_t kQuantum = 16 << 10;
+  static constexpr double kBacklogSeconds = 0.1;
+  static constexpr double kLargestBacklog = 4 << 20;  // the kernel's usual limit of a send buffer
 
   void refill() {
     const auto now = Clock::now();
-    tokens_ += std::chrono::duration<double>(now - last_).count() * rate_;
-    tokens_ = std::min(tokens_, burst_);
+    const double grown = tokens_ + std::chrono::duration<double>(now - last_).count() * rate_;
+    tokens_ = std::max(tokens_, std::min(grown, denied_ ? backlog_ : burst_));
     last_ = now;
   }
 
-  const double rate_, burst_;
+  const double rate_, burst_, backlog_;
+  const size_t quantum_;
   std::mutex mutex_;
   double tokens_ = burst_;
+  bool denied_ = false;  // somebody waits for tokens
   Clock::time_point last_ = Clock::now();
 };
 

@@ -315,7 +315,7 @@ def test_pacing_holds_the_rate_over_all_peers(peers):
 
     seconds = max(threads(1 + peers, body, options={"link": rate}))
     # A burst of 64 KiB goes at once. A busy machine adds to the time, it never takes from it.
-    assert (size - (64 << 10)) / rate * 0.98 <= seconds < size / rate * 1.5
+    assert (size - (64 << 10)) / rate * 0.98 <= seconds < size / rate * 1.2
 
 
 def test_pacing_wakes_for_small_messages():
