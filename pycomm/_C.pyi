@@ -167,6 +167,17 @@ class Transport:
     def wait(
         self, lane: int, goals: Sequence[tuple[Channel, int, int]], timeout: float
     ) -> None: ...
+    @property
+    def has_window(self) -> _bool: ...
+    def run_shared(
+        self,
+        tag: OpTag,
+        input: int = 0,
+        out: int = 0,
+        *,
+        factor: float = 1.0,
+        timeout: float = 20.0,
+    ) -> None: ...
     def abort(self, why: str) -> None: ...
     def close(self) -> None: ...
 

@@ -93,6 +93,7 @@ class Communicator::Impl {
   template <typename Body>
   void exchange(OpTag& tag, Milliseconds timeout, const Body& body) {
     run(tag, timeout, [&](const Deadline& deadline) {
+      if (Window* window = mesh_.window()) window->announce(tag);
       Exchange ex(mesh_, scratch_, tag, deadline, options_.segment_bytes);
       body(ex);
     });

@@ -37,24 +37,28 @@ void Window::wait_long(int rank, uint32_t stage) {
 void Window::compare_tags(uint32_t stage) const {
   if (stage != first_stage_) return;
   for (int r = 0; r < size_; r++) {
-    const uint64_t seen = segment_.board(r).flags[stage % 2].value.load(std::memory_order_acquire);
-    if (static_cast<uint32_t>(seen) != stage || seen == (hash_ | stage)) continue;
-    throw WireMismatch(rank_text(rank_) + " calls " + pycomm::describe(board_->tag.load()) +
-                       " while " + rank_text(r) + " calls " +
-                       pycomm::describe(segment_.board(r).tag.load()) +
+    const Board& board = segment_.board(r);
+    const uint64_t seen = board.flags[stage % 2].value.load(std::memory_order_acquire);
+    if (seen == (hash_ | stage)) continue;  // by now it may be in its next call
+    OpTag theirs;
+    // A tag that is written right now is compared at the next look.
+    if (!board.tag.load(theirs) || theirs.hash() == tag_.hash()) continue;
+    if (static_cast<uint32_t>(seen) != stage && theirs.seq != tag_.seq) continue;
+    throw WireMismatch(rank_text(rank_) + " calls " + pycomm::describe(tag_) + " while " +
+                       rank_text(r) + " calls " + pycomm::describe(theirs) +
                        ": all ranks must make the same calls in the same order");
   }
 }
 
 void Window::throw_timeout(uint32_t stage) const {
-  const OpTag ours = board_->tag.load();
-  std::string text = rank_text(rank_) + ": " + pycomm::describe(ours) + " did not end within " +
+  std::string text = rank_text(rank_) + ": " + pycomm::describe(tag_) + " did not end within " +
                      std::to_string(deadline_.limit().count()) + " ms";
   for (int i = 1; i < size_; i++) {
     if (arrived(peer(i), stage)) continue;
-    const OpTag theirs = segment_.board(peer(i)).tag.load();
+    OpTag theirs;
+    segment_.board(peer(i)).tag.load(theirs);
     text += "; " + rank_text(peer(i));
-    if (theirs.hash() == ours.hash()) {
+    if (theirs.hash() == tag_.hash()) {
       text += " is in it and does not go on";
     } else if (theirs.op == Op::none) {
       text += " did not come, nor to any collective before";
@@ -67,7 +71,7 @@ void Window::throw_timeout(uint32_t stage) const {
 
 void Window::throw_broken() const {
   throw Error(rank_text(rank_) + ": an earlier collective of this group failed in its middle (" +
-              pycomm::describe(board_->tag.load()) + "); make a new group");
+              pycomm::describe(tag_) + "); make a new group");
 }
 
 }  // namespace pycomm

@@ -31,9 +31,13 @@ class PYCOMM_API Window {
     deadline_ = deadline;
     hash_ = uint64_t{tag.hash()} << 32;
     first_stage_ = next_stage();
-    board_->tag.store(tag);
+    tag_ = tag;
+    announce(tag);
   }
   void end() { open_ = false; }
+  /// Shows the peers that we are in a collective that does not run over the window, so that a peer
+  /// which waits for us here finds out.
+  void announce(const OpTag& tag) { board_->tag.store(tag); }
 
   /// Number of the stage that the next post() announces.
   uint32_t next_stage() const { return stage_ + 1; }
@@ -88,7 +92,8 @@ class PYCOMM_API Window {
     return seen == (hash_ | stage) || static_cast<int32_t>(static_cast<uint32_t>(seen) - stage) > 0;
   }
   void wait_long(int rank, uint32_t stage);
-  /// Throws WireMismatch if a peer has posted this stage for another call.
+  /// Throws WireMismatch if a peer has posted our first stage for another call, or is in another
+  /// call of the same number.
   void compare_tags(uint32_t stage) const;
   [[noreturn]] void throw_timeout(uint32_t stage) const;
   [[noreturn]] void throw_broken() const;
@@ -101,8 +106,9 @@ class PYCOMM_API Window {
   int spin_;
   uint32_t stage_ = 0;
   uint32_t round_ = 0;
-  uint32_t first_stage_ = 0;  ///< of the open collective
-  uint64_t hash_ = 0;         ///< of the open collective, in the high half
+  OpTag tag_;          ///< of the open collective, as are the next two
+  uint64_t hash_ = 0;  ///< in the high half
+  uint32_t first_stage_ = 0;
   bool open_ = false;
   Deadline deadline_ = Deadline::after(Milliseconds(0));
   std::atomic<uint64_t> sent_bytes_{0};

@@ -28,6 +28,8 @@ CALLS = {
     "dtype": (lambda c: c.all_reduce(ones(1000, "int32")), "1000 int32"),
     "reduction": (lambda c: c.all_reduce(ones(1000), "max"), "max of 1000"),
     "op": (lambda c: c.reduce_scatter(ones(1000 * c.size), ones(1000)), "reduce_scatter"),
+    # Over shared memory this one goes by channels, all_reduce by the window.
+    "way": (lambda c: c.all_to_all(ones(8 * c.size), ones(8 * c.size)), "all_to_all #2"),
     "barrier": (lambda c: c.barrier(), "barrier"),
 }
 
