@@ -28,7 +28,7 @@ import torch
 
 import pycomm
 from pycomm.bench.gpu_timing import bytes_moved, call_of, l2_bytes, measure, sets_needed, time_copy
-from pycomm.codecs.base import Unavailable, implementation
+from pycomm.codecs.implementations import Unavailable, implementation
 
 KINDS = ("native", "nvrtc", "triton", "reference")
 OPS = ("encode", "encode_feedback", "decode", "decode_add")

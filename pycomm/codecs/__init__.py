@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from pycomm.codecs.base import Codec, RandomKey, Unavailable
+from pycomm.codecs.base import Codec, RandomKey
 from pycomm.codecs.cast import Cast
+from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.quant import Quant
 
 __all__ = ["ALIASES", "CODECS", "Cast", "Codec", "Quant", "RandomKey", "Unavailable", "codec"]

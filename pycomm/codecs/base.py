@@ -1,40 +1,26 @@
-"""The codec interface, and the choice of who runs it.
+"""The codec interface. Who runs a codec is chosen in `pycomm.codecs.implementations`.
 
 A codec is defined by its wire page (docs/wire/), its options (a frozen dataclass) and its
-reference in plain torch. Faster implementations must write the same bytes:
-
-* ``native``: csrc/codecs through ``pycomm._C``; on cuda only if pycomm was built with CUDA.
-* ``nvrtc``: the same CUDA sources, compiled at run time: ``pycomm.codecs.nvrtc``.
-* ``triton``: ``pycomm.triton_kernels.<name>``; on cpu only in Triton's interpreter.
-* ``reference``: the two ``reference_*`` methods of the codec itself.
+reference in plain torch, the two ``reference_*`` methods. Every implementation must write the same
+bytes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from pycomm.env import env
+from pycomm.codecs.implementations import native_codec, select
 
 if TYPE_CHECKING:
     from pycomm import _C
 
 Combine = Literal["sum", "recode", "gather"]
-Kind = Literal["native", "nvrtc", "triton", "reference"]
-
-ORDER: dict[str, tuple[Kind, ...]] = {
-    "cpu": ("native", "reference"),
-    "cuda": ("native", "nvrtc", "triton", "reference"),
-}
-
-
-class Unavailable(RuntimeError):
-    """An implementation is not part of this installation, or does not run on this device."""
+# A tensor, or anything else that torch.from_dlpack takes without a copy, such as a CuPy array.
+Array = Any
 
 
 @dataclass(frozen=True)
@@ -62,14 +48,6 @@ class EncodeArgs:
     new_residual: torch.Tensor | None  # may be `residual`; None iff `residual` is None
     key: RandomKey
     index: int  # place of x[0] in its tensor, a multiple of granule
-
-
-class Implementation(Protocol):
-    """Three functions; a module can be one."""
-
-    def encode(self, codec: Any, args: EncodeArgs, /) -> None: ...
-    def decode(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
-    def decode_add(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -113,15 +91,15 @@ class Codec(ABC):
         Raises:
             ImportError: pycomm._C is not built.
         """
-        return _native(self.spec())
+        return native_codec(self.spec())
 
     def encode(
         self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        x: Array,
+        out: Array | None = None,
+        residual: Array | None = None,
         *,
-        new_residual: torch.Tensor | None = None,
+        new_residual: Array | None = None,
         key: RandomKey = RandomKey(),
         index: int = 0,
     ) -> torch.Tensor:
@@ -158,7 +136,7 @@ class Codec(ABC):
         if out is None:
             out = torch.empty(self.encoded_bytes(x.numel()), dtype=torch.uint8, device=x.device)
         else:
-            self._check_payload("out", out, x)
+            out = self._payload("out", out, x)
         if residual is None:
             if new_residual is not None:
                 raise ValueError(f"{self.name}: new_residual without residual; pass zeros at first")
@@ -175,7 +153,7 @@ class Codec(ABC):
         select(self.name, x.device.type).encode(self, args)
         return out
 
-    def decode(self, payload: torch.Tensor, out: int | torch.Tensor) -> torch.Tensor:
+    def decode(self, payload: Array, out: int | Array) -> torch.Tensor:
         """Return the values of a payload.
 
         Args:
@@ -189,14 +167,15 @@ class Codec(ABC):
             TypeError: a wrong dtype.
             ValueError: a wrong size, device or layout.
         """
+        payload = _tensor(payload)
         if isinstance(out, int):
             out = torch.empty(out, dtype=torch.float32, device=payload.device)
         out = _floats("out", out)
-        self._check_payload("payload", payload, out)
+        payload = self._payload("payload", payload, out)
         select(self.name, out.device.type).decode(self, payload, out)
         return out
 
-    def decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def decode_add(self, payload: Array, out: Array) -> torch.Tensor:
         """Add the values of a payload to ``out`` (float32, in place), and return it.
 
         Raises:
@@ -204,11 +183,12 @@ class Codec(ABC):
             ValueError: a wrong size, device or layout.
         """
         out = _floats("out", out)
-        self._check_payload("payload", payload, out)
+        payload = self._payload("payload", payload, out)
         select(self.name, out.device.type).decode_add(self, payload, out)
         return out
 
-    def _check_payload(self, role: str, payload: torch.Tensor, values: torch.Tensor) -> None:
+    def _payload(self, role: str, payload: Array, values: torch.Tensor) -> torch.Tensor:
+        payload = _tensor(payload)
         want = self.encoded_bytes(values.numel())
         if payload.dtype != torch.uint8:
             raise TypeError(f"{self.name}: {role} must be uint8, not {payload.dtype}")
@@ -220,9 +200,15 @@ class Codec(ABC):
         if not payload.is_contiguous() or payload.data_ptr() % 4:
             raise ValueError(f"{self.name}: {role} must be contiguous and start at a multiple of 4")
         _check_device(role, payload, values)
+        return payload
 
 
-def _floats(role: str, x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+def _tensor(x: Array) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
+
+
+def _floats(role: str, x: Array, like: torch.Tensor | None = None) -> torch.Tensor:
+    x = _tensor(x)
     if x.dtype != torch.float32:
         raise TypeError(f"{role} must be float32, not {x.dtype}: convert it with .float()")
     if not x.is_contiguous():
@@ -237,118 +223,3 @@ def _floats(role: str, x: torch.Tensor, like: torch.Tensor | None = None) -> tor
 def _check_device(role: str, x: torch.Tensor, like: torch.Tensor) -> None:
     if x.device != like.device:
         raise ValueError(f"{role} is on {x.device}, the values are on {like.device}")
-
-
-class Reference:
-    """Any codec in plain torch, on any device."""
-
-    def encode(self, codec: Codec, args: EncodeArgs) -> None:
-        x = args.x.reshape(-1)
-        if args.residual is None or args.new_residual is None:
-            args.out.copy_(codec.reference_encode(x, args.key, args.index))
-            return
-        residual = args.residual.reshape(-1)
-        p = x + residual
-        args.out.copy_(codec.reference_encode(p, args.key, args.index))
-        value = codec.reference_decode(args.out, p.numel())
-        owed = torch.where(value.isfinite(), p - value, residual)
-        args.new_residual.view(-1).copy_(owed)
-
-    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-        out.view(-1).copy_(codec.reference_decode(payload, out.numel()))
-
-    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-        out.view(-1).add_(codec.reference_decode(payload, out.numel()))
-
-
-class Native:
-    """pycomm._C on addresses; cuda tensors on torch's current stream."""
-
-    def encode(self, codec: Codec, args: EncodeArgs) -> None:
-        with _device(args.x):
-            codec.native.encode(
-                args.x.data_ptr(),
-                args.x.numel(),
-                args.out.data_ptr(),
-                residual=0 if args.residual is None else args.residual.data_ptr(),
-                new_residual=0 if args.new_residual is None else args.new_residual.data_ptr(),
-                seed=args.key.seed,
-                step=args.key.step,
-                tensor=args.key.tensor,
-                index=args.index,
-                stream=_stream(args.x),
-            )
-
-    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-        with _device(out):
-            codec.native.decode(
-                payload.data_ptr(), out.data_ptr(), out.numel(), stream=_stream(out)
-            )
-
-    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-        with _device(out):
-            codec.native.decode_add(
-                payload.data_ptr(), out.data_ptr(), out.numel(), stream=_stream(out)
-            )
-
-
-def _stream(x: torch.Tensor) -> int | None:
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
-
-
-def _device(x: torch.Tensor) -> torch.cuda.device:
-    return torch.cuda.device(x.device if x.is_cuda else -1)
-
-
-@cache
-def _native(spec: str) -> _C.Codec:
-    from pycomm import _C
-
-    return _C.Codec(spec)
-
-
-def implementation(name: str, kind: str, device: str) -> Implementation:
-    """Return one implementation of the codec ``name`` for a device type ("cpu", "cuda").
-
-    Raises:
-        ImportError: it needs something that is not installed.
-        Unavailable: it is not built, or does not run on this device.
-        ValueError: there is no such kind.
-    """
-    if kind == "reference":
-        return Reference()
-    if kind == "native":
-        from pycomm import _C
-
-        if device == "cuda" and not _C.cuda_built():
-            raise Unavailable("native codecs on cuda: this pycomm was built without CUDA")
-        return Native()
-    if kind == "triton":
-        if device == "cpu" and not env().triton_interpret:
-            raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
-        return cast(Implementation, import_module(f"pycomm.triton_kernels.{name}"))
-    if kind == "nvrtc":
-        if device != "cuda":
-            raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
-        return cast(Implementation, import_module("pycomm.codecs.nvrtc"))
-    raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
-
-
-def select(name: str, device: str) -> Implementation:
-    """Return the first implementation that is there, or the one that PYCOMM_IMPL names.
-
-    Raises:
-        Unavailable: the named one is not there, with the reason.
-    """
-    return _select(name, device, env().impl)
-
-
-@cache
-def _select(name: str, device: str, wanted: str) -> Implementation:
-    reasons = []
-    for kind in (wanted,) if wanted else ORDER.get(device, ("reference",)):
-        try:
-            return implementation(name, kind, device)
-        except (ImportError, Unavailable) as e:
-            reasons.append(f"{kind}: {e}")
-    raise Unavailable(f"no implementation of {name} on {device}. " + "; ".join(reasons))

@@ -23,7 +23,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import pycomm
-from pycomm.codecs.base import EncodeArgs, RandomKey, implementation
+from pycomm.codecs.base import EncodeArgs, RandomKey
+from pycomm.codecs.implementations import implementation
 from tests.codecs import inexact_kernels
 
 SPECS = [

@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm.codecs.base import (
-    Codec,
-    EncodeArgs,
-    RandomKey,
-    Reference,
-    Unavailable,
-    implementation,
-)
+from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
+from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from tests.codecs import emulated_cuda
 from tests.codecs.cases import CASES, SPECS, bits

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import pycomm
 from pycomm import _C
 from pycomm.codecs import ALIASES, CODECS, Cast, Quant, RandomKey, Unavailable
-from pycomm.codecs.base import implementation, select
+from pycomm.codecs.implementations import implementation, select
 from pycomm.env import env
 from pycomm.errors import Error
 
@@ -171,6 +172,15 @@ def test_any_shape_encodes_as_its_values_in_order():
     assert torch.equal(
         codec.decode(payload, torch.empty(6, 100)).view(-1), codec.decode(payload, 600)
     )
+
+
+def test_arrays_are_taken_by_dlpack_without_a_copy():
+    codec, x, residual = pycomm.codec("int8"), np.ones(300, np.float32), np.zeros(300, np.float32)
+    residual += 0.3
+    payload = codec.encode(x, np.zeros(308, np.uint8), residual)
+    assert torch.equal(payload, codec.encode(torch.full((300,), 1.3)))
+    codec.decode_add(payload.numpy(), x)
+    assert x[0] + residual[0] == pytest.approx(2.3)
 
 
 def test_parameters_are_encoded_without_a_graph():

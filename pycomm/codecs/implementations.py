@@ -1,0 +1,157 @@
+"""Who runs a codec: one of up to four implementations of the same bytes.
+
+* ``native``: csrc/codecs through ``pycomm._C``; on cuda only if pycomm was built with CUDA.
+* ``nvrtc``: the same CUDA sources, compiled at run time: ``pycomm.codecs.nvrtc``.
+* ``triton``: ``pycomm.triton_kernels.<name>``; on cpu only in Triton's interpreter.
+* ``reference``: the codec's own ``reference_*`` methods, in plain torch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import torch
+
+from pycomm.env import env
+
+if TYPE_CHECKING:
+    from pycomm import _C
+    from pycomm.codecs.base import Codec, EncodeArgs
+
+Kind = Literal["native", "nvrtc", "triton", "reference"]
+
+ORDER: dict[str, tuple[Kind, ...]] = {
+    "cpu": ("native", "reference"),
+    "cuda": ("native", "nvrtc", "triton", "reference"),
+}
+
+
+class Unavailable(RuntimeError):
+    """An implementation is not part of this installation, or does not run on this device."""
+
+
+class Implementation(Protocol):
+    """Three functions; a module can be one."""
+
+    def encode(self, codec: Any, args: EncodeArgs, /) -> None: ...
+    def decode(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
+    def decode_add(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
+
+
+class Reference:
+    """Any codec in plain torch, on any device."""
+
+    def encode(self, codec: Codec, args: EncodeArgs) -> None:
+        x = args.x.reshape(-1)
+        if args.residual is None or args.new_residual is None:
+            args.out.copy_(codec.reference_encode(x, args.key, args.index))
+            return
+        residual = args.residual.reshape(-1)
+        p = x + residual
+        args.out.copy_(codec.reference_encode(p, args.key, args.index))
+        value = codec.reference_decode(args.out, p.numel())
+        owed = torch.where(value.isfinite(), p - value, residual)
+        args.new_residual.view(-1).copy_(owed)
+
+    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(-1).copy_(codec.reference_decode(payload, out.numel()))
+
+    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(-1).add_(codec.reference_decode(payload, out.numel()))
+
+
+class Native:
+    """pycomm._C on addresses; cuda tensors on torch's current stream."""
+
+    def encode(self, codec: Codec, args: EncodeArgs) -> None:
+        with _device(args.x):
+            codec.native.encode(
+                args.x.data_ptr(),
+                args.x.numel(),
+                args.out.data_ptr(),
+                residual=0 if args.residual is None else args.residual.data_ptr(),
+                new_residual=0 if args.new_residual is None else args.new_residual.data_ptr(),
+                seed=args.key.seed,
+                step=args.key.step,
+                tensor=args.key.tensor,
+                index=args.index,
+                stream=_stream(args.x),
+            )
+
+    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        with _device(out):
+            codec.native.decode(
+                payload.data_ptr(), out.data_ptr(), out.numel(), stream=_stream(out)
+            )
+
+    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        with _device(out):
+            codec.native.decode_add(
+                payload.data_ptr(), out.data_ptr(), out.numel(), stream=_stream(out)
+            )
+
+
+def _stream(x: torch.Tensor) -> int | None:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+
+
+def _device(x: torch.Tensor) -> AbstractContextManager[None]:
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@cache
+def native_codec(spec: str) -> _C.Codec:
+    """Return the codec in C++. Raises ImportError if pycomm._C is not built."""
+    from pycomm import _C
+
+    return _C.Codec(spec)
+
+
+def implementation(name: str, kind: str, device: str) -> Implementation:
+    """Return one implementation of the codec ``name`` for a device type ("cpu", "cuda").
+
+    Raises:
+        ImportError: it needs something that is not installed.
+        Unavailable: it is not built, or does not run on this device.
+        ValueError: there is no such kind.
+    """
+    if kind == "reference":
+        return Reference()
+    if kind == "native":
+        from pycomm import _C
+
+        if device == "cuda" and not _C.cuda_built():
+            raise Unavailable("native codecs on cuda: this pycomm was built without CUDA")
+        return Native()
+    if kind == "triton":
+        if device == "cpu" and not env().triton_interpret:
+            raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
+        return cast(Implementation, import_module(f"pycomm.triton_kernels.{name}"))
+    if kind == "nvrtc":
+        if device != "cuda":
+            raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
+        return cast(Implementation, import_module("pycomm.codecs.nvrtc"))
+    raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
+
+
+def select(name: str, device: str) -> Implementation:
+    """Return the first implementation that is there, or the one that PYCOMM_IMPL names.
+
+    Raises:
+        Unavailable: the named one is not there, with the reason.
+    """
+    return _select(name, device, env().impl)
+
+
+@cache
+def _select(name: str, device: str, wanted: str) -> Implementation:
+    reasons = []
+    for kind in (wanted,) if wanted else ORDER.get(device, ("reference",)):
+        try:
+            return implementation(name, kind, device)
+        except (ImportError, Unavailable) as e:
+            reasons.append(f"{kind}: {e}")
+    raise Unavailable(f"no implementation of {name} on {device}. " + "; ".join(reasons))
