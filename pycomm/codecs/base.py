@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from pycomm.codecs.implementations import native_codec, select
 
@@ -151,7 +152,7 @@ class Codec(ABC):
             )
         args = EncodeArgs(x, out, residual, new_residual, key, index)
         select(self.name, x.device.type).encode(self, args)
-        return out
+        return args.out
 
     def decode(self, payload: Array, out: int | Array) -> torch.Tensor:
         """Return the values of a payload.
@@ -167,13 +168,13 @@ class Codec(ABC):
             TypeError: a wrong dtype.
             ValueError: a wrong size, device or layout.
         """
-        payload = _tensor(payload)
+        code = _tensor(payload)
         if isinstance(out, int):
-            out = torch.empty(out, dtype=torch.float32, device=payload.device)
-        out = _floats("out", out)
-        payload = self._payload("payload", payload, out)
-        select(self.name, out.device.type).decode(self, payload, out)
-        return out
+            out = torch.empty(out, dtype=torch.float32, device=code.device)
+        values = _floats("out", out)
+        code = self._payload("payload", code, values)
+        select(self.name, values.device.type).decode(self, code, values)
+        return values
 
     def decode_add(self, payload: Array, out: Array) -> torch.Tensor:
         """Add the values of a payload to ``out`` (float32, in place), and return it.
@@ -182,42 +183,43 @@ class Codec(ABC):
             TypeError: a wrong dtype.
             ValueError: a wrong size, device or layout.
         """
-        out = _floats("out", out)
-        payload = self._payload("payload", payload, out)
-        select(self.name, out.device.type).decode_add(self, payload, out)
-        return out
+        values = _floats("out", out)
+        code = self._payload("payload", payload, values)
+        select(self.name, values.device.type).decode_add(self, code, values)
+        return values
 
     def _payload(self, role: str, payload: Array, values: torch.Tensor) -> torch.Tensor:
-        payload = _tensor(payload)
+        code = _tensor(payload)
         want = self.encoded_bytes(values.numel())
-        if payload.dtype != torch.uint8:
-            raise TypeError(f"{self.name}: {role} must be uint8, not {payload.dtype}")
-        if payload.numel() != want:
+        if code.dtype != torch.uint8:
+            raise TypeError(f"{self.name}: {role} must be uint8, not {code.dtype}")
+        if code.numel() != want:
             raise ValueError(
-                f"{self.spec()}: {role} has {payload.numel()} bytes, "
+                f"{self.spec()}: {role} has {code.numel()} bytes, "
                 f"but {values.numel()} values take {want}"
             )
-        if not payload.is_contiguous() or payload.data_ptr() % 4:
+        if not code.is_contiguous() or code.data_ptr() % 4:
             raise ValueError(f"{self.name}: {role} must be contiguous and start at a multiple of 4")
-        _check_device(role, payload, values)
-        return payload
+        _check_device(role, code, values)
+        return code
 
 
 def _tensor(x: Array) -> torch.Tensor:
-    return x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
+    tensor: torch.Tensor = x if isinstance(x, torch.Tensor) else from_dlpack(x)
+    return tensor
 
 
 def _floats(role: str, x: Array, like: torch.Tensor | None = None) -> torch.Tensor:
-    x = _tensor(x)
-    if x.dtype != torch.float32:
-        raise TypeError(f"{role} must be float32, not {x.dtype}: convert it with .float()")
-    if not x.is_contiguous():
+    floats = _tensor(x)
+    if floats.dtype != torch.float32:
+        raise TypeError(f"{role} must be float32, not {floats.dtype}: convert it with .float()")
+    if not floats.is_contiguous():
         raise ValueError(f"{role} must be contiguous: call .contiguous() first")
     if like is not None:
-        if x.numel() != like.numel():
-            raise ValueError(f"{role} has {x.numel()} values, x has {like.numel()}")
-        _check_device(role, x, like)
-    return x.detach()
+        if floats.numel() != like.numel():
+            raise ValueError(f"{role} has {floats.numel()} values, x has {like.numel()}")
+        _check_device(role, floats, like)
+    return floats.detach()
 
 
 def _check_device(role: str, x: torch.Tensor, like: torch.Tensor) -> None:
