@@ -1,0 +1,119 @@
+"""Who runs a collective: pycomm's core, or backends of torch.distributed, in the same processes.
+
+`pycomm` is the core without torch, `pycomm-torch` the same as a backend of torch, `gloo` its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pycomm import _C
+from pycomm.bench.operations import Array, Case, Run
+
+NAMES = ("pycomm", "pycomm-torch", "gloo")
+# What torch.distributed calls them.
+TORCH_NAMES = {"pycomm-torch": "pycomm", "gloo": "gloo"}
+
+
+class Backend(ABC):
+    """One way to run every operation of :mod:`pycomm.bench.operations`."""
+
+    name: str
+
+    @abstractmethod
+    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
+        """A call that does the operation once, from `x` to `y`. Only what it needs stays in it."""
+
+    @abstractmethod
+    def sent_bytes(self) -> int | None:
+        """What this rank has sent since the start; None: not counted."""
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Core(Backend):
+    name = "pycomm"
+
+    def __init__(self, store: _C.Store, rank: int, ranks: int) -> None:
+        options = _C.CommunicatorOptions()
+        options.group = "bench"
+        self.communicator: _C.Communicator = _C.Communicator(store, rank, ranks, options)
+
+    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
+        if codec == "none":
+            return case.op.core(self.communicator, case, x, y)
+        pieces = _C.Pieces()
+        pieces.add(case.count, _C.Codec(codec))
+        reduce, address = self.communicator.all_reduce_coded, x.ctypes.data
+
+        def run() -> None:
+            reduce(address, pieces)
+
+        return run
+
+    def sent_bytes(self) -> int:
+        return self.communicator.sent_bytes()
+
+    def describe(self) -> str:
+        return self.communicator.describe()
+
+    def close(self) -> None:
+        del self.communicator
+
+
+class Torch(Backend):
+    def __init__(self, name: str, group: Any) -> None:
+        self.name = name
+        self.group = group
+
+    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
+        import torch
+        import torch.distributed as dist
+
+        tensors = [torch.from_numpy(array) for array in (x, y)]
+        if case.dtype == "bfloat16":
+            tensors = [tensor.view(torch.bfloat16) for tensor in tensors]
+        return case.op.torch(dist, self.group, case, *tensors)
+
+    def sent_bytes(self) -> None:
+        return None
+
+    def describe(self) -> str:
+        import torch
+
+        return f"torch {torch.__version__} {TORCH_NAMES[self.name]}"
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[Backend]:
+    """Meet the other ranks in every backend, in the order of the names."""
+    backends: list[Backend] = []
+    for name in names:
+        if name == "pycomm":
+            backends.append(Core(_C.Store.file(str(folder)), rank, ranks))
+        else:
+            backends.append(Torch(name, _torch_group(TORCH_NAMES[name], folder, rank, ranks)))
+    return backends
+
+
+def _torch_group(backend: str, folder: Path, rank: int, ranks: int) -> Any:
+    """The default group, or a further group beside it."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return dist.new_group(backend=backend)
+    store = dist.FileStore(str(folder / "torch"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    return dist.group.WORLD

@@ -1,0 +1,211 @@
+"""What every benchmark shares: sizes, the one schema of results, and where they come from.
+
+Every row of every benchmark has the columns of :class:`Row`, in a table for people, in a CSV that
+is only ever appended to, and in JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "8", "64K", "1.5M", "2G", with an optional B.
+
+    Raises:
+        ValueError: the text is something else, or no whole number of bytes.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.strip(), re.IGNORECASE)
+    size = float(match[1]) * UNITS[match[2].upper()] if match else math.nan
+    if not size.is_integer():
+        raise ValueError(f"cannot read the size {text!r}: want bytes such as 8, 64K or 1.5M")
+    return int(size)
+
+
+def size_argument(text: str) -> int:
+    """parse_size for argparse, which prints this error."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def format_size(size: int) -> str:
+    """The shortest text that parse_size reads back."""
+    for unit in ("G", "M", "K"):
+        if size and size % UNITS[unit] == 0:
+            return f"{size // UNITS[unit]}{unit}"
+    return str(size)
+
+
+def sizes(first: int, last: int, factor: float) -> Iterator[int]:
+    """first, first * factor, ... up to last; 0 can only be alone."""
+    if factor <= 1:
+        raise ValueError(f"the factor between sizes must be larger than 1, not {factor:g}")
+    size = first
+    while size <= last:
+        yield size
+        if size == 0:
+            return
+        size = max(size + 1, int(size * factor))
+
+
+def quantile(samples: Sequence[float], q: float) -> float:
+    """The smallest sample that at least a share q of all samples does not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where and from what a result comes; the same for all rows of a run."""
+
+    time: str
+    command: str
+    commit: str
+    device: str
+    cores: int
+    kernel: str
+    congestion: str
+    simd: str
+    python: str
+    pycomm: str
+    torch: str
+
+    @classmethod
+    def here(cls, command: str) -> Origin:
+        from pycomm import _C
+
+        return cls(
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            command=command,
+            commit=_commit(),
+            device=_cpu_model(),
+            cores=len(os.sched_getaffinity(0)),
+            kernel=platform.release(),
+            congestion=_read("/proc/sys/net/ipv4/tcp_congestion_control"),
+            simd=_C.simd_level(),
+            python=platform.python_version(),
+            pycomm=_version("pycomm"),
+            torch=_version("torch"),
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result. Times are in microseconds, rates in GB/s (10^9 bytes); None: no meaning here.
+
+    Kinds:
+        time: a collective.
+        ratio: one backend over another, which `vs` names; `time_p50`, `time_p99` and `effbw` hold
+            how many times better the first is.
+        codec: one core; `algbw` counts float32 bytes, `copybw` is memcpy's in the same run and
+            `of_copy` the one over the other.
+    """
+
+    kind: str
+    op: str
+    backend: str
+    ranks: int
+    size: int
+    count: int
+    type: str
+    redop: str = ""
+    codec: str = "none"
+    vs: str = ""
+    iterations: int = 0
+    time_p50: float | None = None
+    time_p99: float | None = None
+    algbw: float | None = None
+    busbw: float | None = None
+    effbw: float | None = None
+    wrong: int | None = None
+    ratio: float | None = None
+    err: float | None = None
+    wire_bytes: float | None = None
+    copybw: float | None = None
+    of_copy: float | None = None
+    connection: str = ""
+
+
+COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
+
+
+def record(row: Row, origin: Origin) -> dict[str, Any]:
+    return asdict(row) | asdict(origin)
+
+
+def append_csv(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Append rows to a CSV, which is made with its header if it is not there.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists() or path.stat().st_size == 0
+    if not new:
+        with path.open(newline="") as file:
+            header = next(csv.reader(file))
+        if header != COLUMNS:
+            raise ValueError(f"{path} has other columns than this version writes: use another file")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerows(records)
+
+
+def write_json(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(records, indent=1) + "\n")
+
+
+@cache
+def _commit() -> str:
+    """Of the checkout that runs, with a + if it has changes; empty where there is none."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+@cache
+def _cpu_model() -> str:
+    found = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
+    return found[1] if found else platform.machine()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

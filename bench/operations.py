@@ -1,0 +1,309 @@
+"""The operations that `pycomm.bench` can run: sizes, bus factors, right results, and the calls.
+
+A new operation is one entry of :data:`OPERATIONS`. The bus factors are derived in docs/bench.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from pycomm import _C
+
+Array = np.ndarray[Any, Any]
+Inputs = Callable[[int], Array]  # a rank's input, in float64
+Run = Callable[[], None]
+
+# Name in pycomm, and the numpy type that has its bits (numpy has no bfloat16).
+STORAGE = {
+    "float32": np.float32,
+    "float64": np.float64,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "int8": np.int8,
+    "uint8": np.uint8,
+    "int32": np.int32,
+    "uint32": np.uint32,
+    "int64": np.int64,
+    "uint64": np.uint64,
+}
+# nccl-tests' words.
+ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}
+REDUCTIONS = ("sum", "avg", "prod", "min", "max")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size, as one rank sees it. `count` is what nccl-tests calls so."""
+
+    op: Operation
+    count: int
+    dtype: str
+    redop: str
+    rank: int
+    ranks: int
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(STORAGE[self.dtype]).itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes of the larger buffer: the size that rates are computed from."""
+        return self.count * self.itemsize * max(self.op.parts(self.ranks))
+
+    @property
+    def core_dtype(self) -> _C.DType:
+        return _C.DType.__members__[self.dtype]
+
+    @property
+    def core_redop(self) -> _C.ReduceOp:
+        return _C.ReduceOp.__members__[self.redop]
+
+    def buffers(self) -> tuple[Array, Array]:
+        """Input and output, of zeros that are really there; one array where the op is in place."""
+        first, second = (
+            np.full(parts * self.count, 0, STORAGE[self.dtype])
+            for parts in self.op.parts(self.ranks)
+        )
+        return (first, first) if self.op.in_place else (first, second)
+
+    def inputs(self, rank: int) -> Array:
+        """Small integers: every type holds them and their sums exactly, in whatever order."""
+        place = np.arange(self.op.parts(self.ranks)[0] * self.count)
+        values = (place * 7 + rank * 5) % 8
+        return (values % 2 + 1 if self.redop == "prod" else values).astype(np.float64)
+
+    def stored(self, values: Array) -> Array:
+        """Values of float64 in this dtype."""
+        if self.dtype != "bfloat16":
+            return values.astype(STORAGE[self.dtype])
+        bits = values.astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+    def expected(self) -> Array:
+        return self.stored(self.op.expected(self, self.inputs))
+
+    def reduced(self, inputs: Inputs) -> Array:
+        """The reduction of all ranks' inputs, in float64."""
+        functions = {"prod": np.multiply, "min": np.minimum, "max": np.maximum}
+        function = functions.get(self.redop, np.add)
+        total = reduce(function, (inputs(rank) for rank in range(self.ranks)))
+        if self.redop != "avg":
+            return total
+        if np.issubdtype(STORAGE[self.dtype], np.integer) and self.dtype != "bfloat16":
+            return np.trunc(total / self.ranks)
+        wide = np.float64 if self.dtype == "float64" else np.float32
+        return (total.astype(wide) / wide(self.ranks)).astype(np.float64)
+
+    def part(self, values: Array, rank: int) -> Array:
+        return values[rank * self.count : (rank + 1) * self.count]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What nccl-tests calls a collective."""
+
+    name: str
+    bus_factor: Callable[[int], float]
+    """bytes that cross each rank's link, over bytes of `Case.size`, by number of ranks"""
+    parts: Callable[[int], tuple[int, int]]
+    """input and output in units of `Case.count`, by number of ranks"""
+    in_place: bool
+    expected: Callable[[Case, Inputs], Array]
+    core: Callable[[_C.Communicator, Case, Array, Array], Run]
+    torch: Callable[[Any, Any, Case, Any, Any], Run]
+    """of torch.distributed, group, case, input and output tensor"""
+    reduces: bool = False
+
+
+def _address(array: Array) -> int:
+    return int(array.ctypes.data)
+
+
+def _core_all_reduce(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    args = (_address(x), case.count, case.core_dtype, case.core_redop)
+    return lambda: c.all_reduce(*args)
+
+
+def _core_reduce_scatter(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    args = (_address(x), _address(y), case.count, case.core_dtype, case.core_redop)
+    return lambda: c.reduce_scatter(*args)
+
+
+def _core_all_gather(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    args = (_address(x), _address(y), case.count, case.core_dtype)
+    return lambda: c.all_gather(*args)
+
+
+def _core_broadcast(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    args = (_address(x), case.count, case.core_dtype, 0)
+    return lambda: c.broadcast(*args)
+
+
+def _core_reduce(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    args = (_address(x), _address(y), case.count, case.core_dtype, case.core_redop, 0)
+    return lambda: c.reduce(*args)
+
+
+def _core_all_to_all(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    offsets = [rank * case.count for rank in range(case.ranks)]
+    parts = _C.Parts([case.count] * case.ranks, offsets)
+    args = (_address(x), parts, _address(y), parts, case.core_dtype)
+    return lambda: c.all_to_all(*args)
+
+
+def _core_sendrecv(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
+    source, target = _address(x), _address(y)
+
+    def run() -> None:
+        receive = c.recv(target, x.nbytes, before)
+        send = c.send(source, x.nbytes, after)
+        send.wait()
+        receive.wait()
+
+    return run
+
+
+def _torch_redop(dist: Any, case: Case) -> Any:
+    return {"prod": dist.ReduceOp.PRODUCT}.get(case.redop) or getattr(
+        dist.ReduceOp, case.redop.upper()
+    )
+
+
+def _newer(dist: Any, name: str, old: str) -> Any:
+    """torch 2.13 renames some; the old names warn."""
+    return getattr(dist, name, None) or getattr(dist, old)
+
+
+def _torch_all_reduce(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
+    op = _torch_redop(dist, case)
+    return lambda: dist.all_reduce(x, op, group)
+
+
+def _torch_reduce_scatter(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
+    op = _torch_redop(dist, case)
+    reduce_scatter = _newer(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+    return lambda: reduce_scatter(y, x, op, group)
+
+
+def _torch_all_gather(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
+    all_gather = _newer(dist, "all_gather_single", "all_gather_into_tensor")
+    return lambda: all_gather(y, x, group)
+
+
+def _torch_reduce(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
+    op = _torch_redop(dist, case)
+
+    def run() -> None:  # torch's is in place: the copy keeps the input for the next time
+        y.copy_(x)
+        dist.reduce(y, 0, op, group)
+
+    return run
+
+
+def _torch_sendrecv(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
+    after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
+
+    def run() -> None:
+        receive = dist.irecv(y, before, group)
+        send = dist.isend(x, after, group)
+        send.wait()
+        receive.wait()
+
+    return run
+
+
+def _shares(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _all_to_all_expected(case: Case, inputs: Inputs) -> Array:
+    return np.concatenate([case.part(inputs(r), case.rank) for r in range(case.ranks)])
+
+
+OPERATIONS = {
+    op.name: op
+    for op in (
+        Operation(
+            name="all_reduce",
+            bus_factor=lambda ranks: 2 * _shares(ranks),
+            parts=lambda ranks: (1, 1),
+            in_place=True,
+            expected=lambda case, inputs: case.reduced(inputs),
+            core=_core_all_reduce,
+            torch=_torch_all_reduce,
+            reduces=True,
+        ),
+        Operation(
+            name="reduce_scatter",
+            bus_factor=_shares,
+            parts=lambda ranks: (ranks, 1),
+            in_place=False,
+            expected=lambda case, inputs: case.part(case.reduced(inputs), case.rank),
+            core=_core_reduce_scatter,
+            torch=_torch_reduce_scatter,
+            reduces=True,
+        ),
+        Operation(
+            name="all_gather",
+            bus_factor=_shares,
+            parts=lambda ranks: (1, ranks),
+            in_place=False,
+            expected=lambda case, inputs: np.concatenate([inputs(r) for r in range(case.ranks)]),
+            core=_core_all_gather,
+            torch=_torch_all_gather,
+        ),
+        Operation(
+            name="broadcast",
+            bus_factor=lambda ranks: 1.0,
+            parts=lambda ranks: (1, 1),
+            in_place=True,
+            expected=lambda case, inputs: inputs(0),
+            core=_core_broadcast,
+            torch=lambda dist, group, case, x, y: lambda: dist.broadcast(x, 0, group),
+        ),
+        Operation(
+            name="reduce",
+            bus_factor=lambda ranks: 1.0,
+            parts=lambda ranks: (1, 1),
+            in_place=False,
+            expected=lambda case, inputs: case.reduced(inputs),
+            core=_core_reduce,
+            torch=_torch_reduce,
+            reduces=True,
+        ),
+        Operation(
+            name="all_to_all",
+            bus_factor=_shares,
+            parts=lambda ranks: (ranks, ranks),
+            in_place=False,
+            expected=_all_to_all_expected,
+            core=_core_all_to_all,
+            torch=lambda dist, group, case, x, y: lambda: dist.all_to_all_single(y, x, group=group),
+        ),
+        Operation(
+            name="sendrecv",
+            bus_factor=lambda ranks: 1.0,
+            parts=lambda ranks: (1, 1),
+            in_place=False,
+            expected=lambda case, inputs: inputs((case.rank - 1) % case.ranks),
+            core=_core_sendrecv,
+            torch=_torch_sendrecv,
+        ),
+    )
+}
+
+
+def make_case(
+    op: Operation, size: int, *, dtype: str, redop: str, rank: int, ranks: int
+) -> Case | None:
+    """The case nearest below `size` bytes; None if that leaves nothing."""
+    unit = np.dtype(STORAGE[dtype]).itemsize * max(op.parts(ranks))
+    count = size // unit
+    return Case(op, count, dtype, redop if op.reduces else "", rank, ranks) if count else None

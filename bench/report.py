@@ -1,0 +1,123 @@
+"""Results for people: a table that grows row by row, and how backends compare."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pycomm.bench.harness import Origin, Row, append_csv, format_size, record, write_json
+
+
+@dataclass
+class Report:
+    """Prints rows as they come, under a progress bar where there is a terminal, and keeps them."""
+
+    columns: Sequence[tuple[str, int, str]]
+    """name of a column of :class:`Row`, its width, its number format"""
+    steps: int
+    quiet: bool = False
+    """keep rows and print nothing: for ranks other than 0"""
+    rows: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        visible = sys.stdout.isatty() and not self.quiet
+        self._bar = _progress_bar(self.steps) if visible else None
+
+    def header(self, *comments: str) -> None:
+        for comment in comments:
+            self._print(f"# {comment}")
+        self._print(
+            " ".join(f"{TITLES.get(name, name):>{width}}" for name, width, _ in self.columns)
+        )
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._print(" ".join(_cell(row, *column) for column in self.columns))
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def advance(self, what: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, description=what)
+
+    @contextmanager
+    def progress(self) -> Iterator[None]:
+        if self._bar is None:
+            yield
+        else:
+            with self._bar:
+                yield
+
+    def _print(self, line: str) -> None:
+        if self.quiet:
+            return
+        if self._bar is None:
+            print(line, flush=True)
+        else:
+            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def save(self, origin: Origin, *, json_path: str | None, csv_path: str | None) -> None:
+        records = [record(row, origin) for row in self.rows]
+        if json_path:
+            write_json(Path(json_path), records)
+        if csv_path:
+            append_csv(Path(csv_path), records)
+
+
+TITLES = {
+    "time_p50": "p50(us)",
+    "time_p99": "p99(us)",
+    "wrong": "#wrong",
+    "wire_bytes": "wire(B)",
+    "of_copy": "of copy",
+}
+
+
+def _cell(row: Row, name: str, width: int, spec: str) -> str:
+    value = getattr(row, name)
+    if value is None:
+        return f"{'-':>{width}}"
+    if name == "size":
+        value = format_size(value)
+    return f"{format(value, spec):>{width}}"
+
+
+def _progress_bar(steps: int) -> Any:
+    """A bar of rich, or None where that is not installed (`pip install pycomm[bench]`)."""
+    try:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        return None
+    bar = Progress(
+        BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), transient=True
+    )
+    bar.add_task("", total=steps)
+    return bar
+
+
+def ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
+    """Each row against the exact row of `baseline` of the same op and size."""
+    base = {(r.op, r.size): r for r in rows if r.backend == baseline and r.codec == "none"}
+    return [
+        replace(
+            row,
+            kind="ratio",
+            vs=baseline,
+            time_p50=_over(base[row.op, row.size].time_p50, row.time_p50),
+            time_p99=_over(base[row.op, row.size].time_p99, row.time_p99),
+            effbw=_over(row.effbw, base[row.op, row.size].effbw),
+            algbw=None,
+            busbw=None,
+        )
+        for row in rows
+        if row.kind == "time" and row.backend != baseline and (row.op, row.size) in base
+    ]
+
+
+def _over(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None

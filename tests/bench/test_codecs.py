@@ -1,0 +1,31 @@
+"""`python -m pycomm.bench codecs`: a row per codec and call, beside memcpy's rate."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from pycomm.bench import codecs
+
+
+def test_rows(tmp_path):
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "pycomm.bench", "codecs", "-b", "4K", "-e", "4K"]
+    subprocess.run(
+        [*command, "--codec", "int8,int4:block=64", "-J", str(out)], check=True, timeout=100
+    )
+    rows = json.loads(out.read_text())
+    specs = ["quant:bits=8,block=256,rounding=nearest", "quant:bits=4,block=64,rounding=nearest"]
+    ops = ["encode", "encode+residual", "decode", "decode_add"]
+    assert [(row["codec"], row["op"]) for row in rows] == [(s, o) for s in specs for o in ops]
+    for row in rows:
+        assert row["algbw"] == 4096 / row["time_p50"] / 1e3
+        assert row["of_copy"] == row["algbw"] / row["copybw"]
+    assert rows[0]["ratio"] == 4096 / (1024 + 4 * 4)
+
+
+def test_every_codec_is_measured_by_default():
+    chosen = codecs.specs([])
+    assert len(set(chosen)) == len(chosen)
+    assert {spec.partition(":")[0] for spec in chosen} == set(codecs.CODECS)

@@ -1,0 +1,106 @@
+"""The shared parts of the benchmarks: sizes, statistics, and the one schema of results."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+
+from pycomm.bench import harness
+from pycomm.bench.harness import COLUMNS, Origin, Row
+from pycomm.bench.report import Report, ratios
+
+ROW = Row("time", "all_reduce", "pycomm", ranks=2, size=8, count=2, type="float32", time_p50=2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8", 8), ("64K", 65536), ("64k", 65536), ("1.5M", 1572864), ("2G", 2**31), ("4MB", 2**22)],
+)
+def test_sizes_are_powers_of_1024(text, size):
+    assert harness.parse_size(text) == size
+    assert harness.parse_size(harness.format_size(size)) == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "-8", "1.3", "8T", "8 K"])
+def test_nonsense_is_no_size(text):
+    with pytest.raises(ValueError, match="cannot read the size"):
+        harness.parse_size(text)
+
+
+def test_sizes_grow_by_the_factor():
+    assert list(harness.sizes(8, 1024, 4)) == [8, 32, 128, 512]
+    assert list(harness.sizes(1, 4, 1.1)) == [1, 2, 3, 4]
+    assert list(harness.sizes(0, 8, 2)) == [0]
+
+
+def test_a_factor_that_never_ends_is_refused():
+    with pytest.raises(ValueError, match="larger than 1"):
+        next(harness.sizes(8, 64, 1))
+
+
+def test_quantiles_are_samples():
+    samples = [5.0, 1.0, 3.0, 2.0, 4.0]
+    assert harness.quantile(samples, 0.5) == 3.0
+    assert harness.quantile(samples, 0.99) == 5.0
+    assert harness.quantile(samples, 0.0) == 1.0
+
+
+def test_csv_is_appended_to_under_one_header(tmp_path):
+    path, origin = tmp_path / "results" / "x.csv", Origin.here("command")
+    harness.append_csv(path, [harness.record(ROW, origin)])
+    harness.append_csv(path, [harness.record(replace(ROW, size=16), origin)])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["size"] for row in rows] == ["8", "16"]
+    assert list(rows[0]) == COLUMNS
+    assert rows[0]["command"] == "command"
+    assert rows[0]["device"] == origin.device != ""
+
+
+def test_csv_of_another_schema_is_left_alone(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="other columns"):
+        harness.append_csv(path, [harness.record(ROW, Origin.here(""))])
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_json_has_the_same_rows(tmp_path):
+    path = tmp_path / "out.json"
+    harness.write_json(path, [harness.record(ROW, Origin.here("command"))])
+    (row,) = json.loads(path.read_text())
+    assert list(row) == COLUMNS
+    assert row["time_p50"] == 2.0
+
+
+def test_ratios_compare_with_the_exact_row_of_the_same_size():
+    gloo = replace(ROW, backend="gloo", time_p50=40.0, time_p99=80.0, effbw=1.0)
+    ours = replace(ROW, time_p50=2.0, time_p99=8.0, effbw=3.0)
+    coded = replace(ours, codec="int8", effbw=9.0)
+    other = replace(ours, size=16)  # gloo has no such row
+    found = ratios([gloo, ours, coded, other], "gloo")
+    assert [(r.kind, r.backend, r.vs, r.codec) for r in found] == [
+        ("ratio", "pycomm", "gloo", "none"),
+        ("ratio", "pycomm", "gloo", "int8"),
+    ]
+    assert [(r.time_p50, r.time_p99, r.effbw) for r in found] == [(20.0, 10.0, 3.0), (20.0, 10, 9)]
+
+
+def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
+    report = Report((("size", 6, ""), ("time_p50", 8, ".2f"), ("err", 8, ".1e")), steps=1)
+    report.header("a comment")
+    report.add(ROW)
+    comment, header, line = capsys.readouterr().out.splitlines()
+    assert comment == "# a comment"
+    assert header == "  size  p50(us)      err"
+    assert line == "     8     2.00        -"
+
+
+def test_quiet_reports_keep_rows(capsys):
+    report = Report((("size", 6, ""),), steps=1, quiet=True)
+    report.add(ROW)
+    assert report.rows == [ROW]
+    assert capsys.readouterr().out == ""
