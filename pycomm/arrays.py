@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from pycomm import _C
 from pycomm.errors import Error
@@ -13,14 +13,6 @@ _OPS = dict(_C.ReduceOp.__members__)
 _DTYPES |= {"float8_e4m3fn": _C.DType.float8_e4m3}
 # Filled as dtypes are met: str() of a dtype costs more than a small all_reduce.
 _known_dtypes: dict[Any, _C.DType] = {}
-
-
-class Span(NamedTuple):
-    """The elements of an array for the core."""
-
-    address: int
-    numel: int
-    dtype: _C.DType
 
 
 def _dtype(dtype: Any) -> _C.DType:
@@ -42,40 +34,46 @@ def reduce_op(op: str | _C.ReduceOp) -> _C.ReduceOp:
     return _OPS[op]
 
 
-def span(array: Any, write: bool) -> Span:
-    """Return where an array's elements lie.
+def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
+    """Return an array's address, number of elements and dtype.
 
     Raises:
         Error: it is not contiguous, not on the CPU, has an unknown dtype, or may not be written.
     """
     data_ptr = getattr(array, "data_ptr", None)
     if data_ptr is not None:
-        if array.device.type != "cpu":
+        if not array.is_cpu:
             raise Error(f"the tensor is on {array.device}; move it to the cpu first")
         if not array.is_contiguous() or array.is_conj() or array.is_neg():
             raise Error("the tensor is not contiguous; call .contiguous() and keep the result")
-        return Span(data_ptr(), array.numel(), _dtype(array.dtype))
+        return data_ptr(), array.numel(), _dtype(array.dtype)
     address, numel, itemsize, code = _C.buffer(array, write)
     dtype = getattr(array, "dtype", None)
     if dtype is not None:
-        return Span(address, numel, _dtype(dtype))
+        return address, numel, _dtype(dtype)
     if code not in ("B", "b", "c"):
         raise Error(f"cannot tell the dtype of {type(array).__name__} with items {code!r}")
-    return Span(address, numel * itemsize, _C.DType.uint8)
+    return address, numel * itemsize, _C.DType.uint8
 
 
-def pair(input: Any, out: Any, what: str, in_parts: int, out_parts: int) -> tuple[Span, Span]:
-    """Return the spans of an input of ``in_parts`` and an output of ``out_parts`` equal parts.
+def pair(
+    input: Any, out: Any, what: str, in_parts: int, out_parts: int
+) -> tuple[int, int, int, _C.DType]:
+    """Return where an input of ``in_parts`` and an output of ``out_parts`` equal parts lie.
+
+    Returns:
+        Both addresses, the elements of a part, and the dtype.
 
     Raises:
         Error: their dtypes or sizes do not fit.
     """
-    source, target = span(input, False), span(out, True)
-    if source.dtype != target.dtype:
-        raise Error(f"{what}: input is {source.dtype.name}, out is {target.dtype.name}")
-    if source.numel * out_parts != target.numel * in_parts:
+    source, in_numel, in_dtype = span(input, False)
+    target, out_numel, out_dtype = span(out, True)
+    if in_dtype != out_dtype:
+        raise Error(f"{what}: input is {in_dtype.name}, out is {out_dtype.name}")
+    if in_numel * out_parts != out_numel * in_parts:
         raise Error(
-            f"{what}: input has {source.numel} elements and out {target.numel}; "
+            f"{what}: input has {in_numel} elements and out {out_numel}; "
             f"they must be as {in_parts} to {out_parts}"
         )
-    return source, target
+    return source, target, in_numel // in_parts, in_dtype

@@ -257,12 +257,12 @@ class Communicator:
             factor: for premul_sum.
             timeout: seconds.
         """
-        source, target = pair(input, out, "reduce_scatter", self.size, 1)
+        source, target, numel, dtype = pair(input, out, "reduce_scatter", self.size, 1)
         self.core.reduce_scatter(
-            source.address,
-            target.address,
-            target.numel,
-            target.dtype,
+            source,
+            target,
+            numel,
+            dtype,
             reduce_op(op),
             factor,
             timeout,
@@ -273,8 +273,8 @@ class Communicator:
 
         ``input`` may be our part of ``out``.
         """
-        source, target = pair(input, out, "all_gather", 1, self.size)
-        self.core.all_gather(source.address, target.address, source.numel, source.dtype, timeout)
+        source, target, numel, dtype = pair(input, out, "all_gather", 1, self.size)
+        self.core.all_gather(source, target, numel, dtype, timeout)
 
     def all_to_all(
         self,
@@ -294,15 +294,16 @@ class Communicator:
             recv_counts: elements of each part of ``out``; None: equal parts.
             timeout: seconds.
         """
-        source, target = span(input, False), span(out, True)
-        if source.dtype != target.dtype:
-            raise Error(f"all_to_all: input is {source.dtype.name}, out is {target.dtype.name}")
+        source, in_numel, dtype = span(input, False)
+        target, out_numel, out_dtype = span(out, True)
+        if dtype != out_dtype:
+            raise Error(f"all_to_all: input is {dtype.name}, out is {out_dtype.name}")
         self.core.all_to_all(
-            source.address,
-            self._parts("input", source.numel, send_counts),
-            target.address,
-            self._parts("out", target.numel, recv_counts),
-            source.dtype,
+            source,
+            self._parts("input", in_numel, send_counts),
+            target,
+            self._parts("out", out_numel, recv_counts),
+            dtype,
             timeout,
         )
 
@@ -331,23 +332,21 @@ class Communicator:
         timeout: float = 0.0,
     ) -> None:
         """Reduce ``input`` over all ranks into the root's ``out``; elsewhere it may be None."""
-        source = span(input, False)
-        target = 0 if out is None else pair(input, out, "reduce", 1, 1)[1].address
-        self.core.reduce(
-            source.address, target, source.numel, source.dtype, reduce_op(op), root, factor, timeout
-        )
+        source, numel, dtype = span(input, False)
+        target = 0 if out is None else pair(input, out, "reduce", 1, 1)[1]
+        self.core.reduce(source, target, numel, dtype, reduce_op(op), root, factor, timeout)
 
     def gather(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Put every rank's ``input`` in ``out`` (size * n elements) at the root."""
-        source = span(input, False)
-        target = 0 if out is None else pair(input, out, "gather", 1, self.size)[1].address
-        self.core.gather(source.address, target, source.numel, source.dtype, root, timeout)
+        source, numel, dtype = span(input, False)
+        target = 0 if out is None else pair(input, out, "gather", 1, self.size)[1]
+        self.core.gather(source, target, numel, dtype, root, timeout)
 
     def scatter(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Put part r of the root's ``input`` (size * n elements) in rank r's ``out``."""
-        target = span(out, True)
-        source = 0 if input is None else pair(input, out, "scatter", self.size, 1)[0].address
-        self.core.scatter(source, target.address, target.numel, target.dtype, root, timeout)
+        target, numel, dtype = span(out, True)
+        source = 0 if input is None else pair(input, out, "scatter", self.size, 1)[0]
+        self.core.scatter(source, target, numel, dtype, root, timeout)
 
     def barrier(self, *, timeout: float = 0.0) -> None:
         """Wait until all ranks have called this."""
