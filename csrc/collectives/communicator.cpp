@@ -172,10 +172,7 @@ void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op
   }
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
     const direct::Fold fold{dtype, op, factor};
-    const Algo algo = ex.size() == 1
-                          ? Algo::one_shot
-                          : select_all_reduce(numel * size_of(dtype), ex.size(), impl_->algo());
-    switch (algo) {
+    switch (select_all_reduce(numel * size_of(dtype), ex.size(), impl_->algo())) {
       case Algo::one_shot:
         return direct::one_shot_all_reduce(ex, data, numel, fold);
       case Algo::two_shot:

@@ -5,11 +5,12 @@
 namespace pycomm {
 namespace {
 
-// One-shot sends n-1 times the bytes, two-shot 2(n-1)/n times but in two latencies: it loses while
-// the bytes cost less than a latency. 16 KiB take 13 us at 10 Gbit/s, about one TCP round trip.
-constexpr size_t kOneShotBytes = 16 << 10;
-// With two ranks both send the same bytes up to twice this size for one latency less.
-constexpr size_t kOneShotBytesTwoRanks = 32 << 10;
+// One-shot takes L + (n-1) b/B, two-shot 2 L + 2 (n-1)/n b/B: with latency L and bandwidth B they
+// meet at b = L B n / ((n-1)(n-2)). L B is 20 KB at 10 Gbit/s and 16 us, a TCP message on loopback.
+constexpr size_t kLatencyBytes = 20000;
+// Two ranks send the same bytes either way. One-shot reduces them all at both ends, at 5 GB/s or
+// more, and only after the last has come: half of 128 KiB more is 13 us, again one latency.
+constexpr size_t kOneShotBytesTwoRanks = 128 << 10;
 // Straight from the root costs its link n-1 times the bytes, scattered twice the bytes.
 constexpr size_t kScatterBytes = 64 << 10;
 // Large enough that a message's header and system calls vanish, small enough that the segments of
@@ -19,8 +20,10 @@ constexpr size_t kSegmentBytes = 256 << 10;
 }  // namespace
 
 Algo select_all_reduce(size_t bytes, int ranks, const std::string& wanted) {
+  if (ranks == 1) return Algo::one_shot;
   if (wanted == "ring") return Algo::ring;
-  const size_t limit = ranks == 2 ? kOneShotBytesTwoRanks : kOneShotBytes;
+  const size_t n = static_cast<size_t>(ranks);
+  const size_t limit = n == 2 ? kOneShotBytesTwoRanks : kLatencyBytes * n / ((n - 1) * (n - 2));
   return bytes <= limit ? Algo::one_shot : Algo::two_shot;
 }
 

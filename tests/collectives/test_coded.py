@@ -236,6 +236,21 @@ def test_codecs_that_differ_are_an_error_on_every_rank(ranks):
         assert f"rank {ranks - 1}" in str(error)
 
 
+@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+def test_a_rank_without_a_codec_is_an_error_on_every_rank(way):
+    def job(c):
+        x = np.ones(1000, np.float32)
+        if c.rank == 1:
+            c.all_reduce(x, "avg")
+        else:
+            c.all_reduce_coded(x, "quant")
+
+    for error in attempt(3, job, **WAYS[way]):
+        assert isinstance(error, pycomm.errors.WireMismatch)
+        assert "quant:bits=8" in str(error)
+        assert "rank 1" in str(error)
+
+
 def test_layouts_seeds_and_steps_that_differ_are_an_error():
     def differ(change):
         def job(c):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -140,6 +141,31 @@ def test_a_posted_receive_is_not_in_the_way_of_collectives(way):
         c.send(np.full(1000, c.rank, np.float32), 1 - c.rank).wait()
         request.wait()
         assert out[0] == 1 - c.rank
+
+    run(2, job, **WAYS[way])
+
+
+@everywhere
+def test_threads_of_a_rank_may_talk_while_another_reduces(way):
+    rounds, lanes = 30, 3
+
+    def job(c):
+        def talk(tag):
+            out = np.empty(100, np.float32)
+            for i in range(rounds):
+                request = c.recv(out, 1 - c.rank, tag)
+                c.send(np.full(100, tag * 1000 + i, np.float32), 1 - c.rank, tag).wait()
+                request.wait()
+                assert out[0] == tag * 1000 + i
+
+        with ThreadPoolExecutor(lanes) as pool:
+            talks = [pool.submit(talk, tag) for tag in range(lanes)]
+            for i in range(rounds):
+                x = np.full(10_000, i, np.float32)
+                c.all_reduce(x)
+                assert x[0] == 2 * i
+            for done in talks:
+                done.result()
 
     run(2, job, **WAYS[way])
 

@@ -40,6 +40,7 @@ def two_barriers(c):
 @pytest.mark.parametrize("by", ["same rank", "other rank"])
 def test_abort_unblocks_everybody(way, wait, by):
     stopped, ended = [], []
+    over = threading.Event()
 
     def stop(c):
         stopped.append(time.monotonic())
@@ -47,18 +48,19 @@ def test_abort_unblocks_everybody(way, wait, by):
 
     def job(c):
         if c.rank == 1:
-            time.sleep(0.1)
             if by == "other rank":
+                time.sleep(0.05)
                 stop(c)
-            time.sleep(0.4)
+            over.wait(10)
             with pytest.raises(Error, match="the user pressed stop"):
                 two_barriers(c)
             return None
         if by == "same rank":
-            threading.Timer(0.1, stop, (c,)).start()
+            threading.Timer(0.05, stop, (c,)).start()
         with pytest.raises(Error, match="the user pressed stop"):
             WAITS[wait](c)
         ended.append(time.monotonic())
+        over.set()
         with pytest.raises(Error, match="the user pressed stop"):
             c.barrier()
 
