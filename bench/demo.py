@@ -152,63 +152,69 @@ def spell(rate: str) -> str:
     return f"{digits} {rate[len(digits) :].capitalize()}/s"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m pycomm.bench.demo", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it")
-    parser.add_argument("--steps", type=int, default=Config.steps)
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for pictures")
-    args = parser.parse_args()
-    config = Config(steps=args.steps)
+def train_all(done: list[Run], lab: netlab.Lab, steps: int, console: Console) -> None:
+    """Trains every row in turn, each with a bar that shows its loss and its speed."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} steps"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[words]}", markup=False),
+    )
+    with Progress(*columns, console=console) as progress:
+        bars = [
+            progress.add_task(f"{run.label:<24}", total=steps, start=False, words="")
+            for run in done
+        ]
+        for run, bar in zip(done, bars, strict=True):
+            progress.start_task(bar)
+            progress.update(bar, words="starting")
+            train(run, lab, ["--steps", str(steps)], progress, bar)
+            progress.stop_task(bar)
 
-    console = Console()
-    lab, reason = netlab.open_lab(2, args.rate)
-    with lab:
-        console.print(f"link: {lab.describe()}")
-        if reason:
-            console.print(
-                f"no network namespaces here ({reason}): Gloo cannot be slowed down without them "
-                "and is left out"
-            )
-        done = runs(with_gloo=not reason)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total} steps"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[words]}", markup=False),
-        )
-        with Progress(*columns, console=console) as progress:
-            bars = [
-                progress.add_task(f"{run.label:<24}", total=config.steps, start=False, words="")
-                for run in done
-            ]
-            for run, bar in zip(done, bars, strict=True):
-                progress.start_task(bar)
-                progress.update(bar, words="starting")
-                try:
-                    train(run, lab, ["--steps", str(config.steps)], progress, bar)
-                except RankFailed as error:
-                    progress.stop()
-                    console.print(f"{run.label}: a rank failed\n{error}", markup=False)
-                    return 1
-                progress.stop_task(bar)
 
-    table = Table(title=f"2 ranks, {spell(args.rate)}, {config.steps} steps", title_justify="left")
-    text = rows(done)
-    for i, name in enumerate(text[0]):
+def show(done: list[Run], title: str, console: Console) -> None:
+    table = Table(title=title, title_justify="left")
+    head, *body = rows(done)
+    for i, name in enumerate(head):
         table.add_column(name, justify="right" if i else "left")
-    for row in text[1:]:
+    for row in body:
         table.add_row(*row)
     console.print(table)
     for line in verdict(done):
         console.print(line, highlight=False)
 
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m pycomm.bench.demo", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it")
+    parser.add_argument("--steps", type=int, default=Config.steps)
+    parser.add_argument("--paced", action="store_true", help="no namespaces: pycomm paces itself")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for pictures")
+    args = parser.parse_args()
+    config = Config(steps=args.steps)
+
+    console = Console()
+    lab, reason = netlab.open_lab(2, args.rate, paced=args.paced)
+    done = runs(with_gloo=not reason)
+    with lab:
+        console.print(f"link: {lab.describe()}", highlight=False)
+        if reason:
+            console.print(f"no namespaces: {reason}", highlight=False, markup=False)
+            console.print("Gloo is left out: it cannot be slowed down without them")
+        try:
+            train_all(done, lab, config.steps, console)
+        except RankFailed as error:
+            console.print(f"a rank failed, and said:\n{error}", markup=False, highlight=False)
+            return 1
+    show(done, f"2 ranks, {spell(args.rate)}, {config.steps} steps", console)
+
     args.out.mkdir(parents=True, exist_ok=True)
     picture = figure(done, args.rate, config)
     png, page = args.out / "loss.png", args.out / "loss.html"
     plot.save_png(picture, png)
-    plot.save_html(picture, page, text)
+    plot.save_html(picture, page, rows(done))
     console.print(f"pictures: {png.resolve()}\n          {page.resolve()}", soft_wrap=True)
     return 0
 

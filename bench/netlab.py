@@ -251,8 +251,10 @@ class Paced(Lab):
         return {"PYCOMM_TRANSPORT": "tcp", "PYCOMM_LINK": self.rate}
 
 
-def open_lab(nodes: int, rate: str) -> tuple[Lab, str]:
-    """Returns real links where they can be made, else paced ones and the reason."""
+def open_lab(nodes: int, rate: str, *, paced: bool = False) -> tuple[Lab, str]:
+    """Returns real links where they can be made, else (or if asked) paced ones and the reason."""
+    if paced:
+        return Paced(nodes, rate), "paced links were asked for"
     try:
         return Netlab(nodes, rate), ""
     except Unavailable as error:
