@@ -17,7 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from types import ModuleType
 from pycomm.errors import Error
 
 PACKAGE = Path(__file__).parent
+BINARY = "_c10d" + importlib.machinery.EXTENSION_SUFFIXES[0]
 
 
 def source_root() -> Path:
@@ -51,7 +51,7 @@ def load_c10d() -> ModuleType:
         return importlib.import_module("pycomm._c10d")
 
     folder = _folder(f"_c10d-torch{torch.__version__}-{_fingerprint()}")
-    binary = folder / ("_c10d" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+    binary = folder / BINARY
     if not binary.exists():
         with _locked(folder):
             if not binary.exists():  # else another rank was faster
@@ -108,11 +108,10 @@ def _compile(folder: Path) -> None:
         ]
         _run(configure)
         _run(["cmake", "--build", build])
-        suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         # Renamed into place, so that no rank ever sees half a file.
         partial = folder / "partial.so"
-        shutil.copy(Path(build) / f"_c10d{suffix}", partial)
-        os.replace(partial, folder / f"_c10d{suffix}")
+        shutil.copy(Path(build) / BINARY, partial)
+        os.replace(partial, folder / BINARY)
 
 
 def _run(command: list[str]) -> None:
