@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ def create(given: Any, options: Options | None) -> Backend:
     generation = given.store.add(f"groups of rank {given.group_rank}", 1)
     group = f"{given.group_id}/{generation}"
     made: Backend = c10d.Backend(given.store, given.group_rank, given.group_size, options, group)
+    # Its threads may need the interpreter, so they must end before that does.
+    atexit.register(made.shutdown)
     return made
 
 
