@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m pycomm.run --codec int4 train.py --its --own --arguments
 
-Two things change before the script starts: `init_process_group` makes a pycomm group where the
-script says nothing, "gloo" or "mpi", and every DistributedDataParallel compresses its gradients from
-its construction on. A script that asks for another backend, such as NCCL, keeps it: compression
-works there too.
+Two things change before the script starts. `init_process_group` makes a pycomm group where the
+script says nothing, "gloo" or "mpi". And every DistributedDataParallel compresses its gradients,
+from its construction on. A script that asks for another backend, such as NCCL, keeps it; there too
+compression works.
 """
 
 from __future__ import annotations
