@@ -112,6 +112,9 @@ def _torch_group(backend: str, folder: Path, rank: int, ranks: int) -> Any:
     """The default group, or a further group beside it."""
     import torch.distributed as dist
 
+    if backend == "pycomm":
+        import pycomm.backend  # noqa: F401  (torch knows the name by itself where it is installed)
+
     if dist.is_initialized():
         return dist.new_group(backend=backend)
     store = dist.FileStore(str(folder / "torch"), ranks)
