@@ -174,8 +174,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"-e {options.last} is smaller than -b {options.first}")
     if options.factor <= 1:
         parser.error(f"-f {options.factor:g} must be larger than 1")
-    if options.codec != ["none"] and options.op != "all_reduce":
-        parser.error("--codec is for all_reduce")
+    coded = options.codec != ["none"]
+    if coded and (options.op, options.dtype) != ("all_reduce", "float32"):
+        parser.error("--codec is for all_reduce of float32")
+    if coded and "pycomm" not in options.backend:
+        parser.error("--codec is for the backend pycomm")
     options.sizes = sorted(
         {*harness.sizes(options.first, options.last, options.factor), options.last}
     )
