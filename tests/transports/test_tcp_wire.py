@@ -234,6 +234,21 @@ def test_replayed_handshake_is_refused(rank_0):
         assert REPLY.unpack(read_exactly(replay, REPLY.size))[0] == WRONG_SECRET
 
 
+def test_mutated_handshakes_never_join(rank_0):
+    chance = random.Random(3)
+    for _ in range(200):
+        first = hello(chance.choice([0, 1, CONTROL]))
+        with socket.create_connection(rank_0.address, SECONDS) as connection:
+            # Rank 0 answers only once it knows where rank 1 is: the proof cannot be right.
+            data = bytearray(first + proof("connect", first, bytes(32)))
+            for _ in range(chance.randrange(1, 4)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            connection.sendall(data[: chance.randrange(len(data) + 1)])
+    for connection in rank_0.come().values():
+        connection.close()
+    assert rank_0.transport.reaches(1)
+
+
 @pytest.mark.parametrize(
     ("replies", "text"),
     [
@@ -345,6 +360,17 @@ def test_false_frame_is_described(rank_0, our_hash, make, text):
 @pytest.mark.parametrize("byte", range(0, 112, 9))
 def test_damaged_header_is_found(rank_0, our_hash, byte):
     rank_0.connections[0].sendall(flipped(frame(b"1234", tag_hash=our_hash), byte))
+    with pytest.raises(pycomm.errors.Error, match=r"no frame starts|checksum"):
+        rank_0.expect(4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_bytes_never_pass_for_a_frame(rank_0, our_hash, seed):
+    chance = random.Random(seed)
+    data = bytearray(frame(b"1234", tag_hash=our_hash))
+    place = chance.randrange(112)
+    data[place : place + 16] = chance.randbytes(min(16, 112 - place))
+    rank_0.connections[0].sendall(data)
     with pytest.raises(pycomm.errors.Error, match=r"no frame starts|checksum"):
         rank_0.expect(4)
 
