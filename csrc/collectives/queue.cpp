@@ -30,9 +30,10 @@ class Queue::Impl {
     changed_.notify_all();
   }
 
+  bool inside() const { return std::this_thread::get_id() == server_.load(); }
+
   void run(const std::function<void()>& op) {
-    // An operation that runs others is part of the queue already.
-    if (std::this_thread::get_id() == server_.load()) return op();
+    if (inside()) return op();
     std::unique_lock<std::mutex> lock(mutex_);
     const uint64_t number = next_++;
     changed_.wait(lock, [&] { return serving_ == number; });
@@ -94,5 +95,6 @@ Queue::Queue() : impl_(std::make_unique<Impl>()) {}
 Queue::~Queue() = default;
 void Queue::submit(std::function<void()> op) { impl_->submit(std::move(op)); }
 void Queue::run(const std::function<void()>& op) { impl_->run(op); }
+bool Queue::inside() const { return impl_->inside(); }
 
 }  // namespace pycomm

@@ -21,6 +21,10 @@ class PYCOMM_API Queue {
   /// done; exceptions pass through.
   void run(const std::function<void()>& op);
 
+  /// True on the queue's thread: an operation issued there is part of the one that runs, and must
+  /// run at once, since who issued it may wait for it.
+  bool inside() const;
+
  private:
   class Impl;
   std::unique_ptr<Impl> impl_;
