@@ -15,8 +15,7 @@ struct Arguments {
   std::string here() const { return "rank " + std::to_string(rank) + ": "; }
 
   [[noreturn]] void fail(const Call& call, const std::string& what) const {
-    with_python_errors([&] { throw Error(here() + call.name + ": " + what); });
-    std::terminate();  // not reached
+    raise(here() + call.name + ": " + what);
   }
 
   void check(const Call& call, const at::Tensor& t) const {
@@ -43,8 +42,8 @@ struct Arguments {
 
   /// The inner list, checked: one tensor per rank, of the dtype of `like`, and of its size if
   /// `equal`.
-  const Tensors& one_per_rank(const Call& call, const std::vector<Tensors>& lists,
-                              const at::Tensor& like, bool equal = true) const {
+  Tensors one_per_rank(const Call& call, const std::vector<Tensors>& lists, const at::Tensor& like,
+                       bool equal = true) const {
     if (lists.size() != 1) fail(call, "takes one list of tensors");
     const Tensors& list = lists[0];
     if (static_cast<int>(list.size()) != size)

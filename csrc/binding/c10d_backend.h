@@ -137,11 +137,8 @@ class Backend final : public c10d::Backend {
     return issue(call, parts, [=](Communicator& comm) {
       const Flat in(input);
       const Elements elements(input);
-      const bool equal = same_size(parts);
-      int64_t numel = 0;
-      for (const at::Tensor& t : parts) numel += t.numel();
-      const at::Tensor out = at::empty({numel}, input.options());
-      if (equal) {
+      const at::Tensor out = empty_for(parts);
+      if (same_size(parts)) {
         comm.all_gather(in.in(), out.mutable_data_ptr(), elements.count(input), elements.dtype,
                         call.timeout);
       } else {
@@ -222,16 +219,14 @@ class Backend final : public c10d::Backend {
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
     const Call call("all_to_all", OpType::ALLTOALL, opts);
-    std::vector<Tensors> lists[] = {{outputs}, {inputs}};
-    const Tensors out_parts =
-        arguments_.one_per_rank(call, lists[0], outputs.at(0), /*equal=*/false);
-    const Tensors in_parts =
-        arguments_.one_per_rank(call, lists[1], outputs.at(0), /*equal=*/false);
+    if (outputs.empty()) arguments_.fail(call, "needs one output per rank, got none");
+    const Tensors out_parts = arguments_.one_per_rank(call, {outputs}, outputs[0], false);
+    const Tensors in_parts = arguments_.one_per_rank(call, {inputs}, outputs[0], false);
     return issue(call, outputs, [=](Communicator& comm) {
       const Elements elements(in_parts[0]);
       const at::Tensor in = pack(in_parts);
       const Communicator::Parts recv = sizes_of(out_parts, elements);
-      const at::Tensor out = at::empty_like(pack(out_parts));
+      const at::Tensor out = empty_for(out_parts);
       comm.all_to_all(in.const_data_ptr(), sizes_of(in_parts, elements), out.mutable_data_ptr(),
                       recv, elements.dtype, call.timeout);
       unpack(out, out_parts);
@@ -368,9 +363,11 @@ class Backend final : public c10d::Backend {
     return work;
   }
 
+  /// Runs `op` on the group's thread. A callback of another operation is there already: what it
+  /// issues runs at once, so that it comes before all later operations on every rank.
   template <typename F>
   void enqueue(intrusive_ptr<Work> work, F op) {
-    queue_->submit([this, work = std::move(work), op = std::move(op)]() mutable {
+    auto run = [this, work = std::move(work), op = std::move(op)] {
       std::exception_ptr error;
       try {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -379,7 +376,9 @@ class Backend final : public c10d::Backend {
         error = as_python(std::current_exception());
       }
       work->complete(error);
-    });
+    };
+    if (queue_->inside()) return run();
+    queue_->submit(std::move(run));
   }
 
   WorkPtr post(const char* name, OpType type, Tensors& tensors, int peer, int tag) {
@@ -395,7 +394,7 @@ class Backend final : public c10d::Backend {
       // Its buffer must outlive the request, whether or not the caller keeps the work.
       const std::lock_guard<std::mutex> lock(posted_mutex_);
       posted_.erase(std::remove_if(posted_.begin(), posted_.end(),
-                                   [](const auto& posted) { return posted->isCompleted(); }),
+                                   [](const auto& posted) { return posted->done(); }),
                     posted_.end());
       posted_.push_back(work);
       return work;
@@ -424,9 +423,7 @@ class Backend final : public c10d::Backend {
   }
   std::shared_ptr<Communicator> communicator() {
     auto comm = open_communicator();
-    if (!comm)
-      with_python_errors(
-          [&] { throw Error(arguments_.here() + "the process group is shut down"); });
+    if (!comm) raise(arguments_.here() + "the process group is shut down");
     return comm;
   }
 

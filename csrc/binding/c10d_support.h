@@ -36,6 +36,10 @@ inline std::exception_ptr as_python(std::exception_ptr error) {
   return std::make_exception_ptr(std::move(python));
 }
 
+[[noreturn]] inline void raise(const std::string& text) {
+  std::rethrow_exception(as_python(std::make_exception_ptr(Error(text))));
+}
+
 template <typename F>
 auto with_python_errors(F&& f) {
   try {
@@ -119,11 +123,16 @@ class Flat {
   at::Tensor tensor_, flat_;
 };
 
-/// The values of all tensors, one after another.
-inline at::Tensor pack(const Tensors& tensors) {
+/// Room for the values of all tensors.
+inline at::Tensor empty_for(const Tensors& tensors) {
   int64_t numel = 0;
   for (const at::Tensor& t : tensors) numel += t.numel();
-  at::Tensor packed = at::empty({numel}, tensors.at(0).options());
+  return at::empty({numel}, tensors.at(0).options());
+}
+
+/// The values of all tensors, one after another.
+inline at::Tensor pack(const Tensors& tensors) {
+  const at::Tensor packed = empty_for(tensors);
   auto* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
   for (const at::Tensor& t : tensors) {
     const Flat flat(t);

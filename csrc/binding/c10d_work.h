@@ -98,8 +98,10 @@ class PeerWork final : public Work {
     make_future();
   }
 
+  /// Its buffer is not needed any more.
+  bool done() const { return request_->done(); }
   bool isCompleted() override {
-    if (request_->done()) settle();
+    if (done()) settle();
     return Work::isCompleted();
   }
   bool wait(Milliseconds timeout) override {
