@@ -8,11 +8,12 @@ the owner residual is the error of what this rank sent back for the values that 
 
 Each is a pair of buffers: a step reads side `side` and writes the other. `commit` makes the written
 side the current one; without it the step has left no trace, which is what a step that overflowed
-needs.
+needs. Memory: 8 bytes per value for the worker's pair, and 8 / world_size for the owner's.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+_SLICE = 1 << 15  # values: a few pages, and too little for torch to wake its threads
 
 
 @dataclass
@@ -71,10 +74,20 @@ class Feedback:
         if residual.layout == layout:
             return
         if residual.layout:
-            residual.worker[self.side].add_(residual.owner[self.side], alpha=self.world_size)
-            for buffer in residual.owner:
-                buffer.zero_()
+            self._fold(residual)
         residual.layout = layout
+
+    def _fold(self, residual: Residual) -> None:
+        """Add the owner residual to the worker's, leaving alone pages that were never written."""
+        worker, owner = residual.worker[self.side], residual.owner[self.side]
+        other = residual.owner[1 - self.side]
+        for start in range(0, worker.numel(), _SLICE):
+            part = slice(start, start + _SLICE)
+            if owner[part].any():
+                worker[part].add_(owner[part], alpha=self.world_size)
+                owner[part].zero_()
+            if other[part].any():
+                other[part].zero_()
 
     def commit(self, names: Iterable[str]) -> None:
         """Keep what the last step has written. `names` are the parameters that took part."""
@@ -119,10 +132,14 @@ class Feedback:
 
 
 def _zeros(numel: int, device: torch.device) -> Residual:
-    def pair() -> Pair:
-        return (
-            torch.zeros(numel, dtype=torch.float32, device=device),
-            torch.zeros(numel, dtype=torch.float32, device=device),
-        )
+    worker = (_untouched_zeros(numel, device), _untouched_zeros(numel, device))
+    owner = (_untouched_zeros(numel, device), _untouched_zeros(numel, device))
+    return Residual(worker=worker, owner=owner, layout="")
 
-    return Residual(worker=pair(), owner=pair(), layout="")
+
+def _untouched_zeros(numel: int, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory before they are written; `torch.zeros` writes them all."""
+    if device.type != "cpu" or numel < _SLICE:
+        return torch.zeros(numel, dtype=torch.float32, device=device)
+    pages = mmap.mmap(-1, 4 * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32)
