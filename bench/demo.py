@@ -26,7 +26,7 @@ from rich.table import Table
 from pycomm.bench import netlab, plot
 from pycomm.bench.training import Config, Transformer
 
-HEAD = ("run", "step time", "wire bytes per step", "held-out loss", "speed-up")
+HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
 
 
 @dataclass

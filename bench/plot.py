@@ -9,6 +9,8 @@ from typing import Any
 
 # Colours of Okabe and Ito, which also people who do not see all colours can tell apart.
 COLOURS = ("#6e6e6e", "#0072b2", "#e69f00", "#009e73", "#cc79a7")
+# Width and opacity: an exact run often lies on the first curve, which then shows around it.
+BASELINE, LINE = (6.0, 0.55), (2.2, 1.0)
 INK, PAPER, GRID = "#222222", "#ffffff", "#e6e6e6"
 
 
@@ -44,8 +46,11 @@ def save_png(figure: Figure, path: Path) -> None:
     plt.rcParams.update({"font.size": 11, "text.color": INK, "axes.labelcolor": INK})
     canvas, axes = plt.subplots(figsize=(10, 5.6), dpi=150, facecolor=PAPER)
     longest = max(curve.seconds[-1] for curve in figure.curves)
-    for curve, colour, (dx, dy) in zip(figure.curves, COLOURS, _label_places(figure), strict=False):
-        axes.plot(curve.seconds, curve.loss, color=colour, linewidth=2.2)
+    for i, (curve, colour, (dx, dy)) in enumerate(
+        zip(figure.curves, COLOURS, _label_places(figure), strict=False)
+    ):
+        width, alpha = LINE if i else BASELINE
+        axes.plot(curve.seconds, curve.loss, color=colour, linewidth=width, alpha=alpha)
         axes.plot(curve.seconds[-1], curve.loss[-1], "o", color=colour, markersize=7)
         axes.annotate(
             f"{curve.label}\n{curve.seconds[-1]:.0f} s",
@@ -86,11 +91,12 @@ def save_html(figure: Figure, path: Path, rows: Sequence[Sequence[str]]) -> None
             y=list(curve.loss),
             name=curve.label,
             mode="lines+markers",
-            line={"color": colour, "width": 3},
+            line={"color": colour, "width": 1.4 * (LINE if i else BASELINE)[0]},
             marker={"size": 5},
+            opacity=(LINE if i else BASELINE)[1],
             hovertemplate="%{x:.1f} s: %{y:.3f}<extra>" + curve.label + "</extra>",
         )
-        for curve, colour in zip(figure.curves, COLOURS, strict=False)
+        for i, (curve, colour) in enumerate(zip(figure.curves, COLOURS, strict=False))
     ]
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": INK}
     layout = go.Layout(
