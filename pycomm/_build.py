@@ -129,6 +129,7 @@ def _import_from(binary: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     sys.modules["pycomm._c10d"] = module
+    vars(sys.modules["pycomm"])["_c10d"] = module  # as an import statement does
     return module
 
 
