@@ -81,6 +81,8 @@ class Origin:
     commit: str
     device: str
     cores: int
+    load: float
+    """processes that wanted to run in the minute before: a busy machine measures badly"""
     kernel: str
     congestion: str
     simd: str
@@ -98,6 +100,7 @@ class Origin:
             commit=_commit(),
             device=_cpu_model(),
             cores=len(os.sched_getaffinity(0)),
+            load=round(os.getloadavg()[0], 1),
             kernel=platform.release(),
             congestion=_read("/proc/sys/net/ipv4/tcp_congestion_control"),
             simd=_C.simd_level(),
