@@ -86,7 +86,13 @@ def test_nothing_is_left_behind(sent):
     mark = f"{os.getpid()}.{sent.value}"  # found in the command lines of the ranks
     code = f"import os, time; os.write(1, b'up\\n'); time.sleep(60)  # {mark}"
     command = [sys.executable, "-m", "pycomm.bench.netlab", "--", sys.executable, "-c", code]
-    lab = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    lab = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # A shell starts its background jobs deaf to SIGINT, and these tests may be one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert lab.stdout is not None
     for _ in range(2):
         assert lab.stdout.readline() == b"up\n"
