@@ -96,8 +96,11 @@ class Transformer(nn.Module):
 def standard_library(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
     """Python's own sources as bytes (uint8), for training and held out: every 16th file."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3")
-    paths = [p for p in sorted(root.rglob("*.py")) if not set(p.parts) & set(skipped)]
+    # Not the library's own, or tables that repeat each other: one half would give away the other.
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    skipped |= {"encodings", "pydoc_data"}
+    paths = [p for p in sorted(root.rglob("*.py")) if not set(p.relative_to(root).parts) & skipped]
+    paths = [p for p in paths if not p.name.startswith("_sysconfigdata")]
     random.Random(0).shuffle(paths)
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     size = 0
