@@ -14,6 +14,7 @@ static_assert(kPiece % kFrameAlign == 0 && sizeof(Frame) % kFrameAlign == 0);
 size_t padding(size_t bytes) { return (kFrameAlign - bytes % kFrameAlign) % kFrameAlign; }
 
 void write_ring(Ring& ring, uint64_t at, const void* from, size_t bytes) {
+  if (bytes == 0) return;  // an empty message may have no address, which memcpy does not take
   const size_t start = at % kRingBytes;
   const size_t first = std::min(bytes, kRingBytes - start);
   std::memcpy(ring.data + start, from, first);
@@ -21,6 +22,7 @@ void write_ring(Ring& ring, uint64_t at, const void* from, size_t bytes) {
 }
 
 void read_ring(const Ring& ring, uint64_t at, void* to, size_t bytes) {
+  if (bytes == 0) return;
   const size_t start = at % kRingBytes;
   const size_t first = std::min(bytes, kRingBytes - start);
   std::memcpy(to, ring.data + start, first);
