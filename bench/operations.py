@@ -151,9 +151,11 @@ def _core_reduce(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
 
 
 def _core_all_to_all(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    offsets = [rank * case.count for rank in range(case.ranks)]
-    parts = _C.Parts([case.count] * case.ranks, offsets)
-    args = (_address(x), parts, _address(y), parts, case.core_dtype)
+    def parts(array: Array) -> _C.Parts:
+        step = array.nbytes // case.ranks
+        return _C.Parts([(_address(array) + r * step, case.count) for r in range(case.ranks)])
+
+    args = (parts(x), parts(y), case.core_dtype)
     return lambda: c.all_to_all(*args)
 
 

@@ -2,7 +2,7 @@
 
 from builtins import bool as _bool
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, overload
 
 # -- core (bind_core.cpp)
 
@@ -219,7 +219,7 @@ class Pieces:
     def __len__(self) -> int: ...
 
 class Parts:
-    def __init__(self, counts: Sequence[int], offsets: Sequence[int]) -> None: ...
+    def __init__(self, parts: Sequence[tuple[int, int]]) -> None: ...
 
 class Request:
     buffer: Any
@@ -258,6 +258,7 @@ class Communicator:
         step: int = 0,
         timeout: float = 0.0,
     ) -> _bool: ...
+    @overload
     def reduce_scatter(
         self,
         input: int,
@@ -268,12 +269,23 @@ class Communicator:
         factor: float = 1.0,
         timeout: float = 0.0,
     ) -> None: ...
+    @overload
+    def reduce_scatter(
+        self,
+        input: Parts,
+        out: int,
+        dtype: DType,
+        op: ReduceOp,
+        factor: float = 1.0,
+        timeout: float = 0.0,
+    ) -> None: ...
+    @overload
     def all_gather(
         self, input: int, out: int, numel: int, dtype: DType, timeout: float = 0.0
     ) -> None: ...
-    def all_to_all(
-        self, input: int, send: Parts, out: int, recv: Parts, dtype: DType, timeout: float = 0.0
-    ) -> None: ...
+    @overload
+    def all_gather(self, input: int, out: Parts, dtype: DType, timeout: float = 0.0) -> None: ...
+    def all_to_all(self, input: Parts, out: Parts, dtype: DType, timeout: float = 0.0) -> None: ...
     def broadcast(
         self, data: int, numel: int, dtype: DType, root: int, timeout: float = 0.0
     ) -> None: ...
@@ -289,10 +301,10 @@ class Communicator:
         timeout: float = 0.0,
     ) -> None: ...
     def gather(
-        self, input: int, out: int, numel: int, dtype: DType, root: int, timeout: float = 0.0
+        self, input: int, numel: int, out: Parts, dtype: DType, root: int, timeout: float = 0.0
     ) -> None: ...
     def scatter(
-        self, input: int, out: int, numel: int, dtype: DType, root: int, timeout: float = 0.0
+        self, input: Parts, out: int, numel: int, dtype: DType, root: int, timeout: float = 0.0
     ) -> None: ...
     def barrier(self, timeout: float = 0.0) -> None: ...
     def send(self, data: int, bytes: int, dst: int, tag: int = 0) -> Request: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _C
@@ -77,3 +78,46 @@ def pair(
             f"they must be as {in_parts} to {out_parts}"
         )
     return source, target, in_numel // in_parts, in_dtype
+
+
+def parts(
+    what: str, arrays: Any, ranks: int, write: bool, counts: Sequence[int] | None = None
+) -> tuple[list[tuple[int, int]], _C.DType]:
+    """Return where the part of each rank lies.
+
+    Args:
+        what: operation and argument, for errors.
+        arrays: one array per rank in a list or tuple, or one array that holds all parts.
+        ranks: how many.
+        write: the parts will be written.
+        counts: elements of each part of one array; None: equal parts.
+
+    Returns:
+        Address and number of elements of each part, and the dtype.
+
+    Raises:
+        Error: there is not one part per rank, or their dtypes differ.
+    """
+    if isinstance(arrays, list | tuple):
+        spans = [span(array, write) for array in arrays]
+        dtypes = {dtype.name for _, _, dtype in spans}
+        if len(spans) != ranks or len(dtypes) != 1 or counts is not None:
+            raise Error(
+                f"{what} has {len(spans)} arrays of {', '.join(sorted(dtypes)) or 'no dtype'}; "
+                f"it needs one per rank, {ranks}, of one dtype, and no counts"
+            )
+        return [(address, numel) for address, numel, _ in spans], spans[0][2]
+    address, numel, dtype = span(arrays, write)
+    if counts is None:
+        if numel % ranks:
+            raise Error(f"{what} has {numel} elements, not {ranks} equal parts")
+        counts = [numel // ranks] * ranks
+    if len(counts) != ranks or min(counts) < 0 or sum(counts) > numel:
+        raise Error(
+            f"{what} has {numel} elements; its counts {list(counts)} must be {ranks} that fit"
+        )
+    found = []
+    for count in counts:
+        found.append((address, count))
+        address += count * _C.size_of(dtype)
+    return found, dtype

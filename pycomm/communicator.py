@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from pycomm import _C
-from pycomm.arrays import pair, reduce_op, span
+from pycomm.arrays import pair, parts, reduce_op, span
 from pycomm.env import env
 from pycomm.errors import Error
 
@@ -251,28 +250,36 @@ class Communicator:
         """Reduce ``input`` over all ranks; ``out`` gets our part of ``size`` equal parts.
 
         Args:
-            input: size * n elements.
+            input: size * n elements, or a list of arrays, one per rank, whose sizes may differ
+                but are equal on all ranks.
             out: n elements of the same dtype.
             op: as in :meth:`all_reduce`.
             factor: for premul_sum.
             timeout: seconds.
         """
+        if isinstance(input, list | tuple):
+            sources, dtype = parts("reduce_scatter: input", input, self.size, False)
+            target, numel, out_dtype = span(out, True)
+            self._agree("reduce_scatter", sources[self.rank][1], numel, dtype, out_dtype)
+            self.core.reduce_scatter(
+                _C.Parts(sources), target, dtype, reduce_op(op), factor, timeout
+            )
+            return
         source, target, numel, dtype = pair(input, out, "reduce_scatter", self.size, 1)
-        self.core.reduce_scatter(
-            source,
-            target,
-            numel,
-            dtype,
-            reduce_op(op),
-            factor,
-            timeout,
-        )
+        self.core.reduce_scatter(source, target, numel, dtype, reduce_op(op), factor, timeout)
 
     def all_gather(self, input: Any, out: Any, *, timeout: float = 0.0) -> None:
         """Put every rank's ``input`` (n elements) in ``out`` (size * n elements), in rank order.
 
-        ``input`` may be our part of ``out``.
+        ``input`` may be our part of ``out``. ``out`` may be a list of arrays, one per rank; then n
+        may differ between ranks, but all ranks must agree on the sizes.
         """
+        if isinstance(out, list | tuple):
+            targets, dtype = parts("all_gather: out", out, self.size, True)
+            source, numel, in_dtype = span(input, False)
+            self._agree("all_gather", numel, targets[self.rank][1], in_dtype, dtype)
+            self.core.all_gather(source, _C.Parts(targets), dtype, timeout)
+            return
         source, target, numel, dtype = pair(input, out, "all_gather", 1, self.size)
         self.core.all_gather(source, target, numel, dtype, timeout)
 
@@ -288,33 +295,28 @@ class Communicator:
         """Send part r of ``input`` to rank r; part r of ``out`` is what rank r sent us.
 
         Args:
-            input: the parts one after another.
+            input: the parts one after another, or a list of arrays, one per rank.
             out: likewise, of the same dtype.
             send_counts: elements of each part of ``input``; None: equal parts.
             recv_counts: elements of each part of ``out``; None: equal parts.
             timeout: seconds.
         """
-        source, in_numel, dtype = span(input, False)
-        target, out_numel, out_dtype = span(out, True)
-        if dtype != out_dtype:
-            raise Error(f"all_to_all: input is {dtype.name}, out is {out_dtype.name}")
-        self.core.all_to_all(
-            source,
-            self._parts("input", in_numel, send_counts),
-            target,
-            self._parts("out", out_numel, recv_counts),
-            dtype,
-            timeout,
-        )
+        sources, dtype = parts("all_to_all: input", input, self.size, False, send_counts)
+        targets, out_dtype = parts("all_to_all: out", out, self.size, True, recv_counts)
+        own = sources[self.rank][1], targets[self.rank][1]
+        self._agree("all_to_all", *own, dtype, out_dtype)
+        self.core.all_to_all(_C.Parts(sources), _C.Parts(targets), dtype, timeout)
 
-    def _parts(self, what: str, numel: int, counts: Sequence[int] | None) -> _C.Parts:
-        if counts is None:
-            if numel % self.size:
-                raise Error(f"all_to_all: {what} has {numel} elements, not {self.size} equal parts")
-            counts = [numel // self.size] * self.size
-        if sum(counts) > numel:
-            raise Error(f"all_to_all: {what} has {numel} elements, its parts {sum(counts)}")
-        return _C.Parts(list(counts), [0, *accumulate(counts)][: len(counts)])
+    def _agree(
+        self, what: str, numel: int, out_numel: int, dtype: _C.DType, out_dtype: _C.DType
+    ) -> None:
+        if dtype != out_dtype:
+            raise Error(f"{what}: input is {dtype.name}, out is {out_dtype.name}")
+        if numel != out_numel:
+            raise Error(
+                f"{what}: part {self.rank}, our own, has {numel} elements as input "
+                f"and {out_numel} as output"
+            )
 
     def broadcast(self, data: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Replace ``data`` on every rank by the root's."""
@@ -337,16 +339,28 @@ class Communicator:
         self.core.reduce(source, target, numel, dtype, reduce_op(op), root, factor, timeout)
 
     def gather(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
-        """Put every rank's ``input`` in ``out`` (size * n elements) at the root."""
+        """Put every rank's ``input`` (n elements) in the root's ``out`` (size * n elements).
+
+        Elsewhere ``out`` may be None. It may be a list of arrays, one per rank, of any sizes.
+        """
         source, numel, dtype = span(input, False)
-        target = 0 if out is None else pair(input, out, "gather", 1, self.size)[1]
-        self.core.gather(source, target, numel, dtype, root, timeout)
+        targets: list[tuple[int, int]] = []
+        if self.rank == root:
+            targets, out_dtype = parts("gather: out", out, self.size, True)
+            self._agree("gather", numel, targets[root][1], dtype, out_dtype)
+        self.core.gather(source, numel, _C.Parts(targets), dtype, root, timeout)
 
     def scatter(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
-        """Put part r of the root's ``input`` (size * n elements) in rank r's ``out``."""
+        """Put part r of the root's ``input`` (size * n elements) in rank r's ``out``.
+
+        Elsewhere ``input`` may be None. It may be a list of arrays, one per rank, of any sizes.
+        """
         target, numel, dtype = span(out, True)
-        source = 0 if input is None else pair(input, out, "scatter", self.size, 1)[0]
-        self.core.scatter(source, target, numel, dtype, root, timeout)
+        sources: list[tuple[int, int]] = []
+        if self.rank == root:
+            sources, in_dtype = parts("scatter: input", input, self.size, False)
+            self._agree("scatter", sources[root][1], numel, in_dtype, dtype)
+        self.core.scatter(_C.Parts(sources), target, numel, dtype, root, timeout)
 
     def barrier(self, *, timeout: float = 0.0) -> None:
         """Wait until all ranks have called this."""

@@ -38,6 +38,23 @@ std::shared_ptr<Communicator> meet(std::shared_ptr<Store> store, int rank, int s
           }};
 }
 
+/// A list of addresses and sizes in elements: one part per rank.
+class PartList {
+ public:
+  explicit PartList(const std::vector<std::pair<uintptr_t, size_t>>& parts) {
+    for (const auto& [address, numel] : parts) {
+      inputs_.push_back({pointer(address), numel});
+      outputs_.push_back({pointer(address), numel});
+    }
+  }
+  ConstParts input() const { return inputs_; }
+  Parts output() const { return outputs_; }
+
+ private:
+  std::vector<ConstPart> inputs_;
+  std::vector<Part> outputs_;
+};
+
 /// The pieces of a bucket, with the codecs kept alive. Built once, used in every step.
 class Pieces {
  public:
@@ -120,6 +137,9 @@ void bind_communicator(py::module_& m) {
           py::arg("timeout") = 0.0, py::call_guard<Release>())
       .def("source", &Request::source, py::call_guard<Release>());
 
+  py::class_<PartList>(m, "Parts")
+      .def(py::init<const std::vector<std::pair<uintptr_t, size_t>>&>(), py::arg("parts"));
+
   using Self = Communicator;
   py::class_<Self, std::shared_ptr<Self>>(m, "Communicator")
       .def(py::init(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
@@ -166,6 +186,15 @@ void bind_communicator(py::module_& m) {
           py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
           py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
       .def(
+          "reduce_scatter",
+          [](Self& c, const PartList& in, uintptr_t out, DType dtype, ReduceOp op, double factor,
+             double timeout) {
+            const Release release;
+            c.reduce_scatter(in.input(), pointer(out), dtype, op, factor, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("op"),
+          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def(
           "all_gather",
           [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, double timeout) {
             const Release release;
@@ -174,14 +203,19 @@ void bind_communicator(py::module_& m) {
           py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"),
           py::arg("timeout") = 0.0)
       .def(
-          "all_to_all",
-          [](Self& c, uintptr_t in, Self::Parts send, uintptr_t out, Self::Parts recv, DType dtype,
-             double timeout) {
+          "all_gather",
+          [](Self& c, uintptr_t in, const PartList& out, DType dtype, double timeout) {
             const Release release;
-            c.all_to_all(pointer(in), send, pointer(out), recv, dtype, milliseconds(timeout));
+            c.all_gather(pointer(in), out.output(), dtype, milliseconds(timeout));
           },
-          py::arg("input"), py::arg("send"), py::arg("out"), py::arg("recv"), py::arg("dtype"),
-          py::arg("timeout") = 0.0)
+          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("timeout") = 0.0)
+      .def(
+          "all_to_all",
+          [](Self& c, const PartList& in, const PartList& out, DType dtype, double timeout) {
+            const Release release;
+            c.all_to_all(in.input(), out.output(), dtype, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("timeout") = 0.0)
       .def(
           "broadcast",
           [](Self& c, uintptr_t data, size_t numel, DType dtype, int root, double timeout) {
@@ -202,19 +236,19 @@ void bind_communicator(py::module_& m) {
           py::arg("root"), py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
       .def(
           "gather",
-          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, int root,
+          [](Self& c, uintptr_t in, size_t numel, const PartList& out, DType dtype, int root,
              double timeout) {
             const Release release;
-            c.gather(pointer(in), pointer(out), numel, dtype, root, milliseconds(timeout));
+            c.gather(pointer(in), numel, out.output(), dtype, root, milliseconds(timeout));
           },
-          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
+          py::arg("input"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("root"),
           py::arg("timeout") = 0.0)
       .def(
           "scatter",
-          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, int root,
+          [](Self& c, const PartList& in, uintptr_t out, size_t numel, DType dtype, int root,
              double timeout) {
             const Release release;
-            c.scatter(pointer(in), pointer(out), numel, dtype, root, milliseconds(timeout));
+            c.scatter(in.input(), pointer(out), numel, dtype, root, milliseconds(timeout));
           },
           py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
           py::arg("timeout") = 0.0)
@@ -241,12 +275,6 @@ void bind_communicator(py::module_& m) {
       .def(
           "abort", [](Self& c, const std::string& reason) { c.abort(reason); }, py::arg("reason"),
           py::call_guard<Release>());
-
-  py::class_<Self::Parts>(m, "Parts")
-      .def(py::init([](std::vector<size_t> counts, std::vector<size_t> offsets) {
-             return Self::Parts{std::move(counts), std::move(offsets)};
-           }),
-           py::arg("counts"), py::arg("offsets"));
 }
 
 }  // namespace pycomm

@@ -109,9 +109,9 @@ void run_shared(const OwnedTransport& owned, const OpTag& tag, uintptr_t in, uin
     case Op::all_reduce:
       return shared::all_reduce(*window, tag, output, factor, deadline);
     case Op::reduce_scatter:
-      return shared::reduce_scatter(*window, tag, input, output, factor, deadline);
+      return shared::reduce_scatter(*window, tag, {input, tag.numel}, output, factor, deadline);
     case Op::all_gather:
-      return shared::all_gather(*window, tag, input, output, deadline);
+      return shared::all_gather(*window, tag, input, {output, tag.numel}, deadline);
     case Op::broadcast:
       return shared::broadcast(*window, tag, output, deadline);
     case Op::barrier:

@@ -71,7 +71,8 @@ struct Arguments {
     }
   }
 
-  Communicator::Parts rows(const Call& call, const at::Tensor& t,
+  /// How many elements each rank's rows have.
+  std::vector<size_t> rows(const Call& call, const at::Tensor& t,
                            const std::vector<int64_t>& splits, const char* role) const {
     const int64_t length = t.dim() == 0 ? 1 : t.size(0);
     const size_t row = length == 0 ? 0 : Elements(t).count(t) / length;
@@ -88,14 +89,9 @@ struct Arguments {
       fail(call, std::string("the split sizes of the ") + role + " must be " +
                      std::to_string(size) + " numbers whose sum is its dimension 0, " +
                      std::to_string(length));
-    Communicator::Parts parts;
-    size_t offset = 0;
-    for (const int64_t count : counts) {
-      parts.offsets.push_back(offset);
-      parts.counts.push_back(count * row);
-      offset += count * row;
-    }
-    return parts;
+    std::vector<size_t> numels;
+    for (const int64_t count : counts) numels.push_back(count * row);
+    return numels;
   }
 
   /// Each of `whole` must have as many values as its `part` has on all ranks together.
@@ -113,17 +109,5 @@ struct Arguments {
     }
   }
 };
-
-/// Where each tensor lies in their packed form.
-inline Communicator::Parts sizes_of(const Tensors& list, const Elements& elements) {
-  Communicator::Parts parts;
-  size_t offset = 0;
-  for (const at::Tensor& t : list) {
-    parts.offsets.push_back(offset);
-    parts.counts.push_back(elements.count(t));
-    offset += elements.count(t);
-  }
-  return parts;
-}
 
 }  // namespace pycomm::torch_binding

@@ -59,11 +59,10 @@ class Backend final : public c10d::Backend {
     const int root = static_cast<int>(opts.rootRank);
     const Tensors parts = root == rank_ ? arguments_.one_per_rank(call, inputs, output) : Tensors();
     return issue(call, {output}, [=](Communicator& comm) {
-      const at::Tensor in = parts.empty() ? at::Tensor() : pack(parts);
+      const FlatList in(parts);
       const Flat out(output);
       const Elements elements(output);
-      comm.scatter(in.defined() ? in.const_data_ptr() : nullptr, out.out(), elements.count(output),
-                   elements.dtype, root, call.timeout);
+      comm.scatter(in.in(), out.out(), elements.count(output), elements.dtype, root, call.timeout);
       out.finish();
     });
   }
@@ -91,12 +90,10 @@ class Backend final : public c10d::Backend {
     const Tensors parts = root == rank_ ? arguments_.one_per_rank(call, outputs, input) : Tensors();
     return issue(call, parts, [=](Communicator& comm) {
       const Flat in(input);
+      const FlatList out(parts);
       const Elements elements(input);
-      at::Tensor out;
-      if (!parts.empty()) out = at::empty({input.numel() * comm.size()}, input.options());
-      comm.gather(in.in(), out.defined() ? out.mutable_data_ptr() : nullptr, elements.count(input),
-                  elements.dtype, root, call.timeout);
-      if (out.defined()) unpack(out, parts);
+      comm.gather(in.in(), elements.count(input), out.out(), elements.dtype, root, call.timeout);
+      out.finish();
     });
   }
 
@@ -134,20 +131,14 @@ class Backend final : public c10d::Backend {
     const Call call("all_gather", OpType::ALLGATHER, opts);
     const at::Tensor input = arguments_.only(call, inputs);
     const Tensors parts = arguments_.one_per_rank(call, outputs, input, /*equal=*/false);
+    if (parts[rank_].numel() != input.numel())
+      arguments_.fail(
+          call, "part " + std::to_string(rank_) + " of the output has another size than the input");
     return issue(call, parts, [=](Communicator& comm) {
       const Flat in(input);
-      const Elements elements(input);
-      const at::Tensor out = empty_for(parts);
-      if (same_size(parts)) {
-        comm.all_gather(in.in(), out.mutable_data_ptr(), elements.count(input), elements.dtype,
-                        call.timeout);
-      } else {
-        const Communicator::Parts send = {std::vector<size_t>(parts.size(), elements.count(input)),
-                                          std::vector<size_t>(parts.size(), 0)};
-        comm.all_to_all(in.in(), send, out.mutable_data_ptr(), sizes_of(parts, elements),
-                        elements.dtype, call.timeout);
-      }
-      unpack(out, parts);
+      const FlatList out(parts);
+      comm.all_gather(in.in(), out.out(), Elements(input).dtype, call.timeout);
+      out.finish();
     });
   }
 
@@ -173,18 +164,9 @@ class Backend final : public c10d::Backend {
           call, "part " + std::to_string(rank_) + " of the input has another size than the output");
     const auto [dtype, reduction] = arguments_.reducible(call, output, opts.reduceOp);
     return issue(call, {output}, [=, dtype = dtype, reduction = reduction](Communicator& comm) {
+      const FlatList in(parts);
       const Flat out(output);
-      if (same_size(parts)) {
-        const at::Tensor in = pack(parts);
-        comm.reduce_scatter(in.const_data_ptr(), out.out(), out.numel(), dtype, reduction.op,
-                            reduction.factor, call.timeout);
-      } else {
-        for (int root = 0; root < comm.size(); root++) {
-          const Flat in(parts[root]);
-          comm.reduce(in.in(), root == comm.rank() ? out.out() : nullptr, in.numel(), dtype,
-                      reduction.op, root, reduction.factor, call.timeout);
-        }
-      }
+      comm.reduce_scatter(in.in(), out.out(), dtype, reduction.op, reduction.factor, call.timeout);
       out.finish();
     });
   }
@@ -208,11 +190,12 @@ class Backend final : public c10d::Backend {
     const Call call("all_to_all_single", OpType::ALLTOALL_BASE, opts);
     arguments_.check(call, output);
     arguments_.same_dtype(call, input, output);
-    const Communicator::Parts send = arguments_.rows(call, input, input_splits, "input");
-    const Communicator::Parts recv = arguments_.rows(call, output, output_splits, "output");
+    const std::vector<size_t> send = arguments_.rows(call, input, input_splits, "input");
+    const std::vector<size_t> recv = arguments_.rows(call, output, output_splits, "output");
     return issue(call, {output}, [=, out_tensor = output, in_tensor = input](Communicator& comm) {
       const Flat in(in_tensor), out(out_tensor);
-      comm.all_to_all(in.in(), send, out.out(), recv, Elements(in_tensor).dtype, call.timeout);
+      const DType dtype = Elements(in_tensor).dtype;
+      comm.all_to_all(cut(in.in(), send, dtype), cut(out.out(), recv, dtype), dtype, call.timeout);
       out.finish();
     });
   }
@@ -223,13 +206,9 @@ class Backend final : public c10d::Backend {
     const Tensors out_parts = arguments_.one_per_rank(call, {outputs}, outputs[0], false);
     const Tensors in_parts = arguments_.one_per_rank(call, {inputs}, outputs[0], false);
     return issue(call, outputs, [=](Communicator& comm) {
-      const Elements elements(in_parts[0]);
-      const at::Tensor in = pack(in_parts);
-      const Communicator::Parts recv = sizes_of(out_parts, elements);
-      const at::Tensor out = empty_for(out_parts);
-      comm.all_to_all(in.const_data_ptr(), sizes_of(in_parts, elements), out.mutable_data_ptr(),
-                      recv, elements.dtype, call.timeout);
-      unpack(out, out_parts);
+      const FlatList in(in_parts), out(out_parts);
+      comm.all_to_all(in.in(), out.out(), Elements(in_parts[0]).dtype, call.timeout);
+      out.finish();
     });
   }
 

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "binding/errors.h"
+#include "collectives/parts.h"
 #include "core/op.h"
 #include "transports/store.h"
 
@@ -123,6 +124,36 @@ class Flat {
   at::Tensor tensor_, flat_;
 };
 
+/// One tensor per rank, each as one run of memory.
+class FlatList {
+ public:
+  explicit FlatList(const Tensors& tensors) {
+    for (const at::Tensor& t : tensors) {
+      flats_.emplace_back(t);
+      numels_.push_back(Elements(t).count(t));
+    }
+  }
+  /// For ops that read the tensors. No list: no parts.
+  std::vector<ConstPart> in() const {
+    std::vector<ConstPart> parts;
+    for (size_t r = 0; r < flats_.size(); r++) parts.push_back({flats_[r].in(), numels_[r]});
+    return parts;
+  }
+  /// For ops that write them; then finish().
+  std::vector<Part> out() const {
+    std::vector<Part> parts;
+    for (size_t r = 0; r < flats_.size(); r++) parts.push_back({flats_[r].out(), numels_[r]});
+    return parts;
+  }
+  void finish() const {
+    for (const Flat& flat : flats_) flat.finish();
+  }
+
+ private:
+  std::vector<Flat> flats_;
+  std::vector<size_t> numels_;
+};
+
 /// Room for the values of all tensors.
 inline at::Tensor empty_for(const Tensors& tensors) {
   int64_t numel = 0;
@@ -148,12 +179,6 @@ inline void unpack(const at::Tensor& packed, const Tensors& tensors) {
     t.copy_(packed.narrow(0, offset, t.numel()).view(t.sizes()));
     offset += t.numel();
   }
-}
-
-inline bool same_size(const Tensors& tensors) {
-  for (const at::Tensor& t : tensors)
-    if (t.numel() != tensors[0].numel()) return false;
-  return true;
 }
 
 // -------------------------------------------------------------- operations

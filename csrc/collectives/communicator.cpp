@@ -10,6 +10,7 @@
 #include "collectives/ring.h"
 #include "collectives/select.h"
 #include "collectives/shared.h"
+#include "core/crc32c.h"
 #include "core/error.h"
 #include "core/reduce.h"
 
@@ -50,6 +51,22 @@ OpTag make_tag(Op op, size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum,
   tag.dtype = dtype;
   tag.redop = redop;
   tag.root = root;
+  return tag;
+}
+
+/// For an op whose parts have the same sizes on all ranks. Uneven sizes are hashed into the tag.
+template <typename T>
+OpTag make_tag(Op op, const BasicParts<T>& parts, int ranks, DType dtype,
+               ReduceOp redop = ReduceOp::sum) {
+  if (parts.even(ranks)) return make_tag(op, parts.numel(0), dtype, redop);
+  OpTag tag = make_tag(op, parts.total(ranks), dtype, redop);
+  std::string label = "parts of ";
+  for (int r = 0; r < ranks; r++) {
+    const uint64_t numel = parts.numel(r);
+    tag.codec = crc32c({reinterpret_cast<const uint8_t*>(&numel), sizeof numel}, tag.codec);
+    label += (r == 0 ? "" : ",") + std::to_string(numel);
+  }
+  label.copy(tag.label, sizeof tag.label - 1);
   return tag;
 }
 
@@ -119,6 +136,21 @@ class Communicator::Impl {
 
   void check_buffer(Op op, const void* data, size_t numel) const {
     if (!data && numel > 0) fail(op, "got no buffer for " + std::to_string(numel) + " elements");
+  }
+  /// One part per rank, with memory.
+  template <typename T>
+  void check_parts(Op op, const BasicParts<T>& parts) const {
+    if (parts.is_list() && parts.listed() != static_cast<size_t>(size())) {
+      fail(op, "needs one part per rank, " + std::to_string(size()) + ", and got " +
+                   std::to_string(parts.listed()));
+    }
+    for (int r = 0; r < size(); r++) check_buffer(op, parts[r].data, parts.numel(r));
+  }
+  /// Our own part is copied on this rank, so its two sizes are compared here.
+  void check_own(Op op, size_t in, size_t out) const {
+    if (in == out) return;
+    fail(op,
+         "has " + std::to_string(in) + " elements for itself but expects " + std::to_string(out));
   }
   void check_dtype(Op op, DType dtype) const {
     if (static_cast<int>(dtype) >= kDTypes) fail(op, "got an unknown dtype");
@@ -195,24 +227,25 @@ bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout)
   return finite;
 }
 
-void Communicator::reduce_scatter(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
+void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,
                                   double factor, Milliseconds timeout) {
   impl_->check_dtype(Op::reduce_scatter, dtype);
   check_reducible(dtype, op);
-  impl_->check_buffer(Op::reduce_scatter, in, numel);
-  impl_->check_buffer(Op::reduce_scatter, out, numel);
-  OpTag tag = make_tag(Op::reduce_scatter, numel, dtype, op);
+  impl_->check_parts(Op::reduce_scatter, in);
+  impl_->check_buffer(Op::reduce_scatter, out, in.numel(rank()));
+  OpTag tag = make_tag(Op::reduce_scatter, in, size(), dtype, op);
+  const ConstParts parts = in.of(size_of(dtype));
   if (Window* window = impl_->window()) {
     return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::reduce_scatter(*window, tag, in, out, factor, deadline);
+      shared::reduce_scatter(*window, tag, parts, out, factor, deadline);
     });
   }
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
     const direct::Fold fold{dtype, op, factor};
-    if (impl_->algo() == "ring" && ex.size() > 1) {
-      ring::reduce_scatter(ex, in, out, numel, fold);
+    if (impl_->algo() == "ring" && ex.size() > 1 && !in.is_list()) {
+      ring::reduce_scatter(ex, in.data(), out, in.numel(0), fold);
     } else {
-      direct::reduce_scatter(ex, in, out, numel, fold);
+      direct::reduce_scatter(ex, parts, out, fold);
     }
   });
 }
@@ -232,51 +265,36 @@ void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, 
 
 // ------------------------------------------------------------------ collectives that move
 
-void Communicator::all_gather(const void* in, void* out, size_t numel, DType dtype,
-                              Milliseconds timeout) {
+void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Milliseconds timeout) {
   impl_->check_dtype(Op::all_gather, dtype);
-  impl_->check_buffer(Op::all_gather, in, numel);
-  impl_->check_buffer(Op::all_gather, out, numel);
-  OpTag tag = make_tag(Op::all_gather, numel, dtype);
+  impl_->check_parts(Op::all_gather, out);
+  impl_->check_buffer(Op::all_gather, in, out.numel(rank()));
+  OpTag tag = make_tag(Op::all_gather, out, size(), dtype);
+  const Parts parts = out.of(size_of(dtype));
   if (Window* window = impl_->window()) {
     return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::all_gather(*window, tag, in, out, deadline);
+      shared::all_gather(*window, tag, in, parts, deadline);
     });
   }
-  const size_t bytes = numel * size_of(dtype);
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    if (impl_->algo() == "ring" && ex.size() > 1) {
-      ring::all_gather(ex, in, out, bytes);
+    if (impl_->algo() == "ring" && ex.size() > 1 && !out.is_list()) {
+      ring::all_gather(ex, in, out.data(), parts.bytes(0));
     } else {
-      direct::all_gather(ex, in, out, bytes);
+      direct::all_gather(ex, in, parts);
     }
   });
 }
 
-void Communicator::all_to_all(const void* in, const Parts& send, void* out, const Parts& recv,
-                              DType dtype, Milliseconds timeout) {
+void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtype,
+                              Milliseconds timeout) {
   impl_->check_dtype(Op::all_to_all, dtype);
-  const auto in_bytes = [&](const Parts& parts, const void* data) {
-    const size_t n = size();
-    if (parts.counts.size() != n || parts.offsets.size() != n) {
-      impl_->fail(Op::all_to_all, "needs one count and one offset per rank");
-    }
-    Parts result = parts;
-    for (size_t r = 0; r < n; r++) {
-      impl_->check_buffer(Op::all_to_all, data, parts.counts[r]);
-      result.counts[r] *= size_of(dtype);
-      result.offsets[r] *= size_of(dtype);
-    }
-    return result;
-  };
-  const Parts to = in_bytes(send, in), from = in_bytes(recv, out);
-  if (to.counts[rank()] != from.counts[rank()]) {
-    impl_->fail(Op::all_to_all, "sends itself " + std::to_string(send.counts[rank()]) +
-                                    " elements but expects " + std::to_string(recv.counts[rank()]));
-  }
-  // Counts differ between ranks; each message's own size is checked on arrival.
-  OpTag tag = make_tag(Op::all_to_all, 0, dtype);
-  impl_->exchange(tag, timeout, [&](Exchange& ex) { direct::all_to_all(ex, in, to, out, from); });
+  impl_->check_parts(Op::all_to_all, in);
+  impl_->check_parts(Op::all_to_all, out);
+  impl_->check_own(Op::all_to_all, in.numel(rank()), out.numel(rank()));
+  OpTag tag = make_tag(Op::all_to_all, in.total(size()), dtype);
+  const size_t element = size_of(dtype);
+  impl_->exchange(tag, timeout,
+                  [&](Exchange& ex) { direct::all_to_all(ex, in.of(element), out.of(element)); });
 }
 
 void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
@@ -300,26 +318,35 @@ void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
   });
 }
 
-void Communicator::gather(const void* in, void* out, size_t numel, DType dtype, int root,
+void Communicator::gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,
                           Milliseconds timeout) {
   impl_->check_dtype(Op::gather, dtype);
   impl_->check_rank(Op::gather, "root", root);
   impl_->check_buffer(Op::gather, in, numel);
-  if (rank() == root) impl_->check_buffer(Op::gather, out, numel);
+  if (rank() == root) {
+    impl_->check_parts(Op::gather, out);
+    impl_->check_own(Op::gather, numel, out.numel(root));
+  }
   OpTag tag = make_tag(Op::gather, numel, dtype, ReduceOp::sum, root);
-  impl_->exchange(tag, timeout,
-                  [&](Exchange& ex) { direct::gather(ex, in, out, numel * size_of(dtype), root); });
+  const size_t element = size_of(dtype);
+  impl_->exchange(tag, timeout, [&](Exchange& ex) {
+    direct::gather(ex, in, numel * element, out.of(element), root);
+  });
 }
 
-void Communicator::scatter(const void* in, void* out, size_t numel, DType dtype, int root,
+void Communicator::scatter(const ConstParts& in, void* out, size_t numel, DType dtype, int root,
                            Milliseconds timeout) {
   impl_->check_dtype(Op::scatter, dtype);
   impl_->check_rank(Op::scatter, "root", root);
   impl_->check_buffer(Op::scatter, out, numel);
-  if (rank() == root) impl_->check_buffer(Op::scatter, in, numel);
+  if (rank() == root) {
+    impl_->check_parts(Op::scatter, in);
+    impl_->check_own(Op::scatter, in.numel(root), numel);
+  }
   OpTag tag = make_tag(Op::scatter, numel, dtype, ReduceOp::sum, root);
+  const size_t element = size_of(dtype);
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    direct::scatter(ex, in, out, numel * size_of(dtype), root);
+    direct::scatter(ex, in.of(element), out, numel * element, root);
   });
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "codecs/codec.h"
+#include "collectives/parts.h"
 #include "core/deadline.h"
 #include "core/env.h"
 #include "core/op.h"
@@ -82,25 +83,42 @@ class PYCOMM_API Communicator {
   /// Float32 all-reduce with codecs. Returns true if every value of the result is finite (the same
   /// answer on all ranks).
   bool all_reduce_coded(const CodedArgs& args, Milliseconds timeout = {});
-  /// `in` has size() parts of `numel` elements; `out` gets the reduced part of this rank.
-  void reduce_scatter(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
+  /// `out` gets the reduced part of this rank. Part r has one size on all ranks, but parts may
+  /// differ.
+  void reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,
                       double factor = 1.0, Milliseconds timeout = {});
-  /// `out` gets size() parts of `numel` elements; `in` may be our part of `out`.
-  void all_gather(const void* in, void* out, size_t numel, DType dtype, Milliseconds timeout = {});
-  /// Part r of `in` goes to rank r; offsets and counts in elements, one per rank.
-  struct Parts {
-    std::vector<size_t> counts, offsets;
-  };
-  void all_to_all(const void* in, const Parts& send, void* out, const Parts& recv, DType dtype,
-                  Milliseconds timeout = {});
+  void reduce_scatter(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
+                      double factor = 1.0, Milliseconds timeout = {}) {
+    reduce_scatter(ConstParts(in, numel), out, dtype, op, factor, timeout);
+  }
+  /// Part r of `out` gets the `in` of rank r, which has its size: equal on all ranks, but parts may
+  /// differ. `in` may be our part of `out`.
+  void all_gather(const void* in, const Parts& out, DType dtype, Milliseconds timeout = {});
+  void all_gather(const void* in, void* out, size_t numel, DType dtype, Milliseconds timeout = {}) {
+    all_gather(in, Parts(out, numel), dtype, timeout);
+  }
+  /// Part r of `in` goes to rank r, which expects as many elements; all sizes may differ.
+  void all_to_all(const ConstParts& in, const Parts& out, DType dtype, Milliseconds timeout = {});
   void broadcast(void* data, size_t numel, DType dtype, int root, Milliseconds timeout = {});
   /// `out` is written at the root only; elsewhere it may be null.
   void reduce(const void* in, void* out, size_t numel, DType dtype, ReduceOp op, int root,
               double factor = 1.0, Milliseconds timeout = {});
-  void gather(const void* in, void* out, size_t numel, DType dtype, int root,
+  /// Part r of the root's `out` gets the `numel` elements of rank r; sizes may differ. Elsewhere
+  /// `out` is not looked at.
+  void gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,
               Milliseconds timeout = {});
-  void scatter(const void* in, void* out, size_t numel, DType dtype, int root,
+  void gather(const void* in, void* out, size_t numel, DType dtype, int root,
+              Milliseconds timeout = {}) {
+    gather(in, numel, Parts(out, numel), dtype, root, timeout);
+  }
+  /// `out` gets this rank's part of the root's `in`: `numel` elements. Elsewhere `in` is not looked
+  /// at.
+  void scatter(const ConstParts& in, void* out, size_t numel, DType dtype, int root,
                Milliseconds timeout = {});
+  void scatter(const void* in, void* out, size_t numel, DType dtype, int root,
+               Milliseconds timeout = {}) {
+    scatter(ConstParts(in, numel), out, numel, dtype, root, timeout);
+  }
   void barrier(Milliseconds timeout = {});
 
   // Point to point: matched by (peer, tag) in order of posting, on a lane of its own.

@@ -12,18 +12,23 @@ namespace {
 
 using schedule::Range;
 
-std::vector<Range> even_chunks(size_t numel, int ranks, size_t element) {
-  std::vector<Range> chunks(ranks);
+/// A buffer cut into one chunk per rank, of about the same size.
+template <typename T>
+std::vector<BasicPart<T>> even_chunks(T* data, size_t numel, int ranks, size_t element) {
+  using Byte = typename BasicParts<T>::Byte;
+  std::vector<BasicPart<T>> chunks(ranks);
   for (int r = 0; r < ranks; r++) {
-    chunks[r] = schedule::chunk(numel, ranks, r, schedule::line(element));
+    const Range range = schedule::chunk(numel, ranks, r, schedule::line(element));
+    chunks[r] = {static_cast<Byte*>(data) + range.begin * element, range.size()};
   }
   return chunks;
 }
 
-template <typename Visit>
-void for_each_segment(const Range& chunk, size_t segment, const Visit& visit) {
-  for (size_t s = 0; s < schedule::num_segments(chunk, segment); s++) {
-    visit(schedule::segment(chunk, segment, s));
+/// visit(its bytes) for each segment of a chunk.
+template <typename Byte, typename Visit>
+void for_each_segment(const Span<Byte>& chunk, size_t segment_bytes, const Visit& visit) {
+  for (size_t begin = 0; begin < chunk.size; begin += segment_bytes) {
+    visit(chunk.sub(begin, std::min(segment_bytes, chunk.size - begin)));
   }
 }
 
@@ -31,21 +36,20 @@ size_t segment_numel(const Exchange& ex, size_t element) {
   return std::max<size_t>(1, plain_segment(ex.segment_bytes()) / element);
 }
 
-// Sends every rank its chunk of `in` and folds ours into `out`. Calls reduced(segment) as soon as a
-// segment is final. A few segments of every peer are received ahead while one is folded.
+// Sends every rank its part of `in` and folds ours into `out`. Calls reduced(segment of `out`) as
+// soon as it is final. A few segments of every peer are received ahead while one is folded.
 template <typename Reduced>
-void scatter_reduce(Exchange& ex, const void* in, const std::vector<Range>& chunks, void* out,
-                    const Fold& fold, const Reduced& reduced) {
+void scatter_reduce(Exchange& ex, const ConstParts& in, void* out, const Fold& fold,
+                    const Reduced& reduced) {
   const int n = ex.size();
   const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
-  const auto* source = static_cast<const uint8_t*>(in);
   for (int i = 1; i < n; i++) {
-    for_each_segment(chunks[ex.after(i)], segment, [&](const Range& s) {
-      ex.send(ex.after(i), source + s.begin * element, s.size() * element);
-    });
+    for_each_segment(in[ex.after(i)], segment * element,
+                     [&](const Span<const uint8_t>& s) { ex.send(ex.after(i), s.data, s.size); });
   }
 
-  const Range own = chunks[ex.rank()];
+  const Span<const uint8_t> source = in[ex.rank()];
+  const Range own{0, in.numel(ex.rank())};
   const size_t count = schedule::num_segments(own, segment),
                slots = std::min(kReceivesAhead, count);
   const size_t slot_bytes = std::min(segment, own.size()) * element;
@@ -66,11 +70,11 @@ void scatter_reduce(Exchange& ex, const void* in, const std::vector<Range>& chun
     const Range range = schedule::segment(own, segment, s);
     for (int i = 1; i < n; i++) ex.wait(ex.after(i), tickets[place(s, ex.after(i))]);
     for (int r = 0; r < n; r++) inputs[r] = scratch + place(s, r) * slot_bytes;
-    inputs[ex.rank()] = source + range.begin * element;
-    void* result = static_cast<uint8_t*>(out) + (range.begin - own.begin) * element;
+    inputs[ex.rank()] = source.data + range.begin * element;
+    uint8_t* result = static_cast<uint8_t*>(out) + range.begin * element;
     pycomm::reduce(
         {fold.dtype, fold.op, inputs.data(), n, result, nullptr, range.size(), fold.factor});
-    reduced(range);
+    reduced(Span<uint8_t>(result, range.size() * element));
     if (s + slots < count) receive(s + slots);
   }
 }
@@ -106,26 +110,22 @@ void one_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fol
 // contribution lay, which their owner must have had before it could send the result.
 void two_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
   const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
-  const std::vector<Range> chunks = even_chunks(numel, ex.size(), element);
-  auto* bytes = static_cast<uint8_t*>(data);
-  scatter_reduce(ex, data, chunks, bytes + chunks[ex.rank()].begin * element, fold,
-                 [&](const Range& s) {
-                   for (int i = 1; i < ex.size(); i++) {
-                     ex.send(ex.after(i), bytes + s.begin * element, s.size() * element);
-                   }
-                 });
+  const auto list = even_chunks(static_cast<const void*>(data), numel, ex.size(), element);
+  const ConstParts chunks = ConstParts(list).of(element);
+  const auto writable = even_chunks(data, numel, ex.size(), element);
+  const Parts results = Parts(writable).of(element);
+  scatter_reduce(ex, chunks, results[ex.rank()].data, fold, [&](const Span<uint8_t>& s) {
+    for (int i = 1; i < ex.size(); i++) ex.send(ex.after(i), s.data, s.size);
+  });
   for (int i = 1; i < ex.size(); i++) {
-    for_each_segment(chunks[ex.after(i)], segment, [&](const Range& s) {
-      ex.recv(ex.after(i), bytes + s.begin * element, s.size() * element);
-    });
+    for_each_segment(results[ex.after(i)], segment * element,
+                     [&](const Span<uint8_t>& s) { ex.recv(ex.after(i), s.data, s.size); });
   }
   ex.wait_all();
 }
 
-void reduce_scatter(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold) {
-  std::vector<Range> chunks(ex.size());
-  for (size_t r = 0; r < chunks.size(); r++) chunks[r] = {r * numel, (r + 1) * numel};
-  scatter_reduce(ex, in, chunks, out, fold, [](const Range&) {});
+void reduce_scatter(Exchange& ex, const ConstParts& in, void* out, const Fold& fold) {
+  scatter_reduce(ex, in, out, fold, [](const Span<uint8_t>&) {});
   ex.wait_all();
 }
 
@@ -134,19 +134,19 @@ void reduce(Exchange& ex, const void* in, void* out, size_t numel, const Fold& f
   if (select_all_reduce(numel * element, ex.size(), "direct") == Algo::one_shot) {
     return one_shot(ex, in, out, numel, fold, root);
   }
-  const std::vector<Range> chunks = even_chunks(numel, ex.size(), element);
-  const Range own = chunks[ex.rank()];
+  const auto list = even_chunks(in, numel, ex.size(), element);
+  const ConstParts chunks = ConstParts(list).of(element);
   const bool here = root == ex.rank();
-  std::unique_ptr<uint8_t[]> temporary(here ? nullptr : new uint8_t[own.size() * element]);
-  auto* bytes = static_cast<uint8_t*>(out);
-  uint8_t* result = here ? bytes + own.begin * element : temporary.get();
-  scatter_reduce(ex, in, chunks, result, fold, [&](const Range& s) {
-    if (!here) ex.send(root, result + (s.begin - own.begin) * element, s.size() * element);
+  const auto writable = even_chunks(out, here ? numel : 0, ex.size(), element);
+  const Parts results = Parts(writable).of(element);
+  std::unique_ptr<uint8_t[]> temporary(here ? nullptr : new uint8_t[chunks.bytes(ex.rank())]);
+  uint8_t* result = here ? results[root].data : temporary.get();
+  scatter_reduce(ex, chunks, result, fold, [&](const Span<uint8_t>& s) {
+    if (!here) ex.send(root, s.data, s.size);
   });
   for (int i = 1; here && i < ex.size(); i++) {
-    for_each_segment(chunks[ex.after(i)], segment, [&](const Range& s) {
-      ex.recv(ex.after(i), bytes + s.begin * element, s.size() * element);
-    });
+    for_each_segment(results[ex.after(i)], segment * element,
+                     [&](const Span<uint8_t>& s) { ex.recv(ex.after(i), s.data, s.size); });
   }
   ex.wait_all();
 }

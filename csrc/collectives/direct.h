@@ -8,6 +8,7 @@
 //   reduce         2 latencies   (n-1)/n b twice at the root
 #pragma once
 #include "collectives/exchange.h"
+#include "collectives/parts.h"
 
 namespace pycomm::direct {
 
@@ -20,17 +21,15 @@ struct Fold {
 
 void one_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold);
 void two_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold);
-void reduce_scatter(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold);
+void reduce_scatter(Exchange& ex, const ConstParts& in, void* out, const Fold& fold);
 void reduce(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold, int root);
 
-void all_gather(Exchange& ex, const void* in, void* out, size_t bytes);
-/// Parts in bytes.
-void all_to_all(Exchange& ex, const void* in, const Communicator::Parts& send, void* out,
-                const Communicator::Parts& recv);
+void all_gather(Exchange& ex, const void* in, const Parts& out);
+void all_to_all(Exchange& ex, const ConstParts& in, const Parts& out);
 void broadcast(Exchange& ex, void* data, size_t bytes, int root);
 void scattered_broadcast(Exchange& ex, void* data, size_t bytes, int root);
-void gather(Exchange& ex, const void* in, void* out, size_t bytes, int root);
-void scatter(Exchange& ex, const void* in, void* out, size_t bytes, int root);
+void gather(Exchange& ex, const void* in, size_t bytes, const Parts& out, int root);
+void scatter(Exchange& ex, const ConstParts& in, void* out, size_t bytes, int root);
 void barrier(Exchange& ex);
 
 }  // namespace pycomm::direct

@@ -16,31 +16,29 @@ void copy(void* to, const void* from, size_t bytes) {
 }
 
 uint8_t* at(void* data, size_t offset) { return static_cast<uint8_t*>(data) + offset; }
-const uint8_t* at(const void* data, size_t offset) {
-  return static_cast<const uint8_t*>(data) + offset;
-}
 
 }  // namespace
 
-void all_gather(Exchange& ex, const void* in, void* out, size_t bytes) {
+void all_gather(Exchange& ex, const void* in, const Parts& out) {
+  const Span<uint8_t> own = out[ex.rank()];
   for (int i = 1; i < ex.size(); i++) {
-    ex.send(ex.after(i), in, bytes);
-    ex.recv(ex.after(i), at(out, ex.after(i) * bytes), bytes);
+    const Span<uint8_t> theirs = out[ex.after(i)];
+    ex.send(ex.after(i), in, own.size);
+    ex.recv(ex.after(i), theirs.data, theirs.size);
   }
-  copy(at(out, ex.rank() * bytes), in, bytes);
+  copy(own.data, in, own.size);
   ex.wait_all();
 }
 
 // Empty parts travel too: a rank that expects more is told at once.
-void all_to_all(Exchange& ex, const void* in, const Communicator::Parts& send, void* out,
-                const Communicator::Parts& recv) {
+void all_to_all(Exchange& ex, const ConstParts& in, const Parts& out) {
   for (int i = 1; i < ex.size(); i++) {
     const int peer = ex.after(i);
-    ex.send(peer, at(in, send.offsets[peer]), send.counts[peer]);
-    ex.recv(peer, at(out, recv.offsets[peer]), recv.counts[peer]);
+    ex.send(peer, in[peer].data, in[peer].size);
+    ex.recv(peer, out[peer].data, out[peer].size);
   }
   const int me = ex.rank();
-  copy(at(out, recv.offsets[me]), at(in, send.offsets[me]), send.counts[me]);
+  copy(out[me].data, in[me].data, in[me].size);
   ex.wait_all();
 }
 
@@ -104,24 +102,28 @@ void scattered_broadcast(Exchange& ex, void* data, size_t bytes, int root) {
   ex.wait_all();
 }
 
-void gather(Exchange& ex, const void* in, void* out, size_t bytes, int root) {
+void gather(Exchange& ex, const void* in, size_t bytes, const Parts& out, int root) {
   if (ex.rank() != root) {
     ex.send(root, in, bytes);
   } else {
     for (int i = 1; i < ex.size(); i++) {
-      ex.recv(ex.after(i), at(out, ex.after(i) * bytes), bytes);
+      const Span<uint8_t> theirs = out[ex.after(i)];
+      ex.recv(ex.after(i), theirs.data, theirs.size);
     }
-    copy(at(out, root * bytes), in, bytes);
+    copy(out[root].data, in, bytes);
   }
   ex.wait_all();
 }
 
-void scatter(Exchange& ex, const void* in, void* out, size_t bytes, int root) {
+void scatter(Exchange& ex, const ConstParts& in, void* out, size_t bytes, int root) {
   if (ex.rank() != root) {
     ex.recv(root, out, bytes);
   } else {
-    for (int i = 1; i < ex.size(); i++) ex.send(ex.after(i), at(in, ex.after(i) * bytes), bytes);
-    copy(out, at(in, root * bytes), bytes);
+    for (int i = 1; i < ex.size(); i++) {
+      const Span<const uint8_t> theirs = in[ex.after(i)];
+      ex.send(ex.after(i), theirs.data, theirs.size);
+    }
+    copy(out, in[root].data, bytes);
   }
   ex.wait_all();
 }

@@ -34,15 +34,41 @@ const uint8_t* at(const void* data, size_t bytes) {
   return static_cast<const uint8_t*>(data) + bytes;
 }
 
-/// A buffer cut into equal pieces; the last one may be shorter.
+/// A buffer cut into equal pieces; the last one may be shorter, and those behind it are empty.
 struct Cut {
   size_t total;
   size_t piece;
 
   size_t count() const { return (total + piece - 1) / piece; }
-  size_t begin(size_t i) const { return i * piece; }
-  size_t size(size_t i) const { return std::min(piece, total - begin(i)); }
+  size_t begin(size_t i) const { return std::min(total, i * piece); }
+  size_t size(size_t i) const { return begin(i + 1) - begin(i); }
+  template <typename Byte>
+  Span<Byte> of(const Span<Byte>& whole, size_t i) const {
+    return whole.sub(begin(i), size(i));
+  }
 };
+
+/// Cuts that are made alike in all parts of a call.
+template <typename T>
+struct PartCuts {
+  BasicParts<T> parts;
+  int ranks;
+  size_t piece;
+
+  size_t count() const {
+    size_t most = 0;
+    for (int r = 0; r < ranks; r++) most = std::max(most, Cut{parts.bytes(r), piece}.count());
+    return most;
+  }
+  Span<typename BasicParts<T>::Byte> of(int rank, size_t i) const {
+    return Cut{parts.bytes(rank), piece}.of(parts[rank], i);
+  }
+};
+
+/// An empty buffer may have no address, which memcpy does not take.
+void copy(void* to, const void* from, size_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+}
 
 /// `put(i, staging)` writes piece i to our staging memory; `take(i, round)` uses the peers' pieces.
 template <typename Put, typename Take>
@@ -208,54 +234,58 @@ void all_reduce(Window& window, const OpTag& tag, void* data, double factor, Dea
   window.end();
 }
 
-void reduce_scatter(Window& window, const OpTag& tag, const void* in, void* out, double factor,
-                    Deadline deadline) {
+void reduce_scatter(Window& window, const OpTag& tag, const ConstParts& in, void* out,
+                    double factor, Deadline deadline) {
   check_reducible(tag.dtype, tag.redop);
   window.begin(tag, deadline);
   Reducer reducer(window, tag, factor);
-  const size_t bytes = tag.numel * reducer.element_bytes();
-  const size_t area = kSlotBytes / window.size() / 64 * 64;
-  const Cut cut{bytes, area};
+  const ConstParts parts = in.of(reducer.element_bytes());
   const int me = window.rank();
-  if (bytes == 0) meet(window);
+  const size_t area = kSlotBytes / window.size() / 64 * 64;
+  const PartCuts<const void> cuts{parts, window.size(), area};
+  if (cuts.count() == 0) meet(window);
   rounds(
-      window, cut.count(),
+      window, cuts.count(),
       [&](size_t i, uint8_t* staging) {
         for (int k = 1; k < window.size(); k++) {
           const int rank = window.peer(k);
-          std::memcpy(staging + area * rank, at(in, bytes * rank + cut.begin(i)), cut.size(i));
+          const Span<const uint8_t> theirs = cuts.of(rank, i);
+          copy(staging + area * rank, theirs.data, theirs.size);
+          window.count_sent(theirs.size);
         }
       },
       [&](size_t i, uint32_t round) {
+        const Span<const uint8_t> own = cuts.of(me, i);
         reducer.run(
-            at(in, bytes * me + cut.begin(i)),
-            [&](int r) { return window.staging(r, round) + area * me; }, cut.size(i),
-            at(out, cut.begin(i)));
+            own.data, [&](int r) { return window.staging(r, round) + area * me; }, own.size,
+            at(out, i * area));
       });
-  window.count_sent(bytes * (window.size() - 1));
   window.end();
 }
 
-void all_gather(Window& window, const OpTag& tag, const void* in, void* out, Deadline deadline) {
+void all_gather(Window& window, const OpTag& tag, const void* in, const Parts& out,
+                Deadline deadline) {
   window.begin(tag, deadline);
-  const size_t bytes = tag.numel * size_of(tag.dtype);
-  const Cut cut{bytes, kSlotBytes};
-  if (bytes == 0) meet(window);
+  const Parts parts = out.of(size_of(tag.dtype));
+  const int me = window.rank();
+  const PartCuts<void> cuts{parts, window.size(), kSlotBytes};
+  if (cuts.count() == 0) meet(window);
   rounds(
-      window, cut.count(),
+      window, cuts.count(),
       [&](size_t i, uint8_t* staging) {
-        std::memcpy(staging, at(in, cut.begin(i)), cut.size(i));
-        uint8_t* own = at(out, bytes * window.rank() + cut.begin(i));
-        if (own != at(in, cut.begin(i))) std::memcpy(own, at(in, cut.begin(i)), cut.size(i));
+        const Span<uint8_t> own = cuts.of(me, i);
+        const uint8_t* from = at(in, i * kSlotBytes);
+        copy(staging, from, own.size);
+        copy(own.data, from, own.size);
       },
       [&](size_t i, uint32_t round) {
         for (int k = 1; k < window.size(); k++) {
           const int rank = window.peer(k);
-          std::memcpy(at(out, bytes * rank + cut.begin(i)), window.staging(rank, round),
-                      cut.size(i));
+          const Span<uint8_t> theirs = cuts.of(rank, i);
+          copy(theirs.data, window.staging(rank, round), theirs.size);
         }
       });
-  window.count_sent(bytes);
+  window.count_sent(parts.bytes(me));
   window.end();
 }
 

@@ -41,8 +41,10 @@ size_t size_of(DType dtype) {
 
 uint32_t OpTag::hash() const {
   // FNV-1a over the words; the padding-free struct is its own serialisation.
+  OpTag shared = *this;
+  if (sizes_differ(op)) shared.numel = 0;
   uint64_t words[sizeof(OpTag) / 8];
-  std::memcpy(words, this, sizeof words);
+  std::memcpy(words, &shared, sizeof words);
   uint64_t h = 0xcbf29ce484222325;
   for (const uint64_t word : words) {
     h = (h ^ word) * 0x100000001b3;

@@ -26,7 +26,7 @@ enum class Op : uint8_t {
 /// One collective call, as all its ranks must agree on it. Plain bytes: it travels as it is.
 struct OpTag {
   uint64_t seq = 0;    ///< number of the call in its group, from 1
-  uint64_t numel = 0;  ///< elements as the caller counts them
+  uint64_t numel = 0;  ///< elements as the caller counts them; see sizes_differ()
   uint32_t codec = 0;  ///< hash of codecs, options and layout; 0 if none
   Op op = Op::none;
   DType dtype = DType::float32;
@@ -39,6 +39,12 @@ struct OpTag {
   PYCOMM_API uint32_t hash() const;
 };
 static_assert(sizeof(OpTag) == 64, "OpTag travels as one cache line");
+
+/// Ops whose ranks have sizes of their own: `numel` of their tags is for people, and each message's
+/// size is checked on arrival.
+inline bool sizes_differ(Op op) {
+  return op == Op::all_to_all || op == Op::gather || op == Op::scatter;
+}
 
 PYCOMM_API const char* name(Op op);
 PYCOMM_API const char* name(DType dtype);

@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
+from pycomm.errors import WireMismatch
 from tests.collectives.ways import RANKS, TINY, WAYS, bits, floats, integers
-from tests.ranks import run, run_processes
+from tests.ranks import attempt, run, run_processes
 
 SIZES = [0, 1, 3, 17, 1000, 30011]
 ways = pytest.mark.parametrize("way", WAYS)
@@ -116,7 +117,7 @@ def test_all_to_all(way, ranks):
     all_equal(run(ranks, each_size(job), **WAYS[way]), want)
 
 
-@pytest.mark.parametrize("way", ["direct", "tcp"])
+@ways
 @everywhere
 def test_uneven_all_to_all(way, ranks):
     def part(source, target):
@@ -135,6 +136,93 @@ def test_uneven_all_to_all(way, ranks):
         return np.array_equal(out, np.concatenate(want))
 
     assert all(run(ranks, job, **WAYS[way]))
+
+
+def part(source, target):
+    """Of a size of its own for each pair of ranks; some are empty."""
+    return integers(10 * source + target, (source * target + source) % 5 * 1000)
+
+
+def empty_like(arrays):
+    return [np.empty_like(x) for x in arrays]
+
+
+def same(arrays, want):
+    return all(np.array_equal(a, b) for a, b in zip(arrays, want, strict=True))
+
+
+@ways
+@everywhere
+def test_lists_of_any_sizes(way, ranks):
+    root = ranks // 2
+
+    def job(c):
+        everyone = range(ranks)
+        mine = part(c.rank, 1)
+        all_parts = [part(r, 1) for r in everyone]
+        out = empty_like(all_parts)
+        c.all_gather(mine, out)
+        assert same(out, all_parts)
+        c.all_gather(out[c.rank], out)
+        assert same(out, all_parts), "in place"
+
+        sends, wanted = [part(c.rank, r) for r in everyone], [part(r, c.rank) for r in everyone]
+        out = empty_like(wanted)
+        c.all_to_all(sends, out)
+        assert same(out, wanted)
+
+        out = empty_like(all_parts) if c.rank == root else None
+        c.gather(mine, out, root)
+        assert out is None or same(out, all_parts)
+        back = np.empty_like(mine)
+        c.scatter(out, back, root)
+        assert np.array_equal(back, mine)
+
+        sums = np.empty_like(mine)
+        c.reduce_scatter([(c.rank + 1) * x for x in all_parts], sums)
+        assert np.array_equal(sums, mine * (ranks * (ranks + 1) // 2))
+
+    run(ranks, job, **WAYS[way])
+    run(ranks, job, **WAYS[way], **TINY)
+
+
+SIZES_THAT_DIFFER = {
+    "all_gather": (
+        lambda c, n: c.all_gather(np.ones(n[c.rank]), [np.ones(k) for k in n]),
+        ["all_gather #1 (6 float64, parts of 1,2,3)", "all_gather #1 (7 float64, parts of 1,2,4)"],
+    ),
+    "reduce_scatter": (
+        lambda c, n: c.reduce_scatter([np.ones(k) for k in n], np.ones(n[c.rank])),
+        ["reduce_scatter #1 (sum of 6 float64, parts of 1,2,3)", "parts of 1,2,4"],
+    ),
+    "all_to_all": (
+        lambda c, n: c.all_to_all([np.ones(k) for k in n], [np.ones(n[c.rank]) for _ in n]),
+        ["rank 2 ", " 32 bytes of all_to_all #1", " 24 bytes of all_to_all #1"],
+    ),
+    "gather": (
+        lambda c, n: c.gather(np.ones(n[c.rank]), [np.ones(k) for k in n]),
+        ["rank 0", "rank 2", " 24 bytes of gather #1", " 32 bytes of gather #1"],
+    ),
+    "scatter": (
+        lambda c, n: c.scatter([np.ones(k) for k in n], np.ones(n[c.rank])),
+        ["rank 0", "rank 2", " 32 bytes of scatter #1", " 24 bytes of scatter #1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+@pytest.mark.parametrize("op", SIZES_THAT_DIFFER)
+def test_sizes_that_differ_are_named_on_every_rank(way, op):
+    call, words = SIZES_THAT_DIFFER[op]
+
+    def job(c):
+        call(c, [1, 2, 4 if c.rank == 2 else 3])
+        c.barrier()  # a rank whose own sizes are right learns of it here
+
+    outcomes = attempt(3, job, **WAYS[way])
+    for outcome in outcomes:
+        assert isinstance(outcome, WireMismatch), outcome
+        assert all(word in str(outcome) for word in words), outcome
 
 
 @ways
