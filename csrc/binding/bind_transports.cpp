@@ -206,7 +206,7 @@ void bind_transports(py::module_& m) {
           py::call_guard<py::gil_scoped_release>());
 
   m.def(
-      "choose_interface",
+      "choose_interfaces",
       [](const std::string& names, bool one_host,
          const std::vector<std::pair<std::string, std::string>>& candidates) {
         std::vector<tcp::Interface> interfaces;
@@ -214,11 +214,15 @@ void bind_transports(py::module_& m) {
           interfaces.push_back({interface, {}});
           if (!tcp::Address::parse(ip, interfaces.back().address)) throw Error("no address: " + ip);
         }
-        const auto chosen = tcp::choose_interface({names, "", one_host}, interfaces);
-        return std::pair(chosen.name, chosen.address.ip());
+        std::vector<std::pair<std::string, std::string>> chosen;
+        for (const auto& i : tcp::choose_interfaces({names, "", one_host}, interfaces)) {
+          chosen.emplace_back(i.name, i.address.ip());
+        }
+        return chosen;
       },
       py::arg("names"), py::arg("one_host"), py::arg("candidates"),
-      "Name and address of the interface that a group would use, of candidates (name, address).");
+      "Names and addresses of the interfaces that a group would use, of candidates (name, "
+      "address).");
 }
 
 }  // namespace pycomm

@@ -250,19 +250,34 @@ class TorchStore final : public Store {
     store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
   }
   std::string get(const std::string& key, Deadline deadline) override {
-    try {
-      // c10d reads a wait of 0 as "for ever".
-      store_->wait({key}, std::max(deadline.left(), Milliseconds(1)));
-    } catch (const std::exception& e) {
-      if (!deadline.expired()) throw Error("the store failed at key " + key + ": " + e.what());
-      throw Timeout("nobody set the key " + key + " in the store within " +
-                    std::to_string(deadline.limit().count()) + " ms");
-    }
-    const std::vector<uint8_t> value = store_->get(key);
-    return std::string(value.begin(), value.end());
+    wait({key}, deadline);
+    return as_text(store_->get(key));
+  }
+  std::vector<std::string> get_many(const std::vector<std::string>& keys,
+                                    Deadline deadline) override {
+    if (!store_->hasExtendedApi()) return Store::get_many(keys, deadline);
+    wait(keys, deadline);
+    std::vector<std::string> values;
+    for (const auto& value : store_->multiGet(keys)) values.push_back(as_text(value));
+    return values;
   }
 
  private:
+  static std::string as_text(const std::vector<uint8_t>& value) {
+    return std::string(value.begin(), value.end());
+  }
+  void wait(const std::vector<std::string>& keys, Deadline deadline) {
+    try {
+      // c10d reads a wait of 0 as "for ever".
+      store_->wait(keys, std::max(deadline.left(), Milliseconds(1)));
+    } catch (const std::exception& e) {
+      const std::string names = "the key " + keys[0] + (keys.size() > 1 ? " and its like" : "");
+      if (!deadline.expired()) throw Error("the store failed at " + names + ": " + e.what());
+      throw Timeout("nobody set " + names + " in the store within " +
+                    std::to_string(deadline.limit().count()) + " ms");
+    }
+  }
+
   intrusive_ptr<c10d::Store> store_;
 };
 

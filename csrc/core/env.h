@@ -18,10 +18,10 @@ struct Env {
   double link_bytes_per_second = 0;
   /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16.
   int sockets = 2;
-  /// PYCOMM_INTERFACE: network interface or address for TCP, such as "eth0", "10.0.0.5", "eth,ib"
-  /// or
-  /// "^docker,lo"; else what GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say. Empty: loopback if all
-  /// ranks are on one host, else the route to the store.
+  /// PYCOMM_INTERFACE: network interfaces or addresses for TCP, such as "eth0", "10.0.0.5",
+  /// "eth0,eth1" (both are used) or "^docker,lo"; else what GLOO_SOCKET_IFNAME or
+  /// NCCL_SOCKET_IFNAME say. Empty: loopback if all ranks are on one host, else the route to the
+  /// store.
   std::string interface;
   /// MASTER_ADDR: where torchrun's store is; only its route matters here.
   std::string master_addr;

@@ -8,13 +8,19 @@ std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& 
                                   const std::vector<int>& ranks, const std::string& word) {
   const std::string prefix = meeting.group + "/" + topic + "/";
   meeting.store->set(prefix + std::to_string(meeting.rank), word);
+  std::vector<std::string> keys;
+  for (const int rank : ranks) keys.push_back(prefix + std::to_string(rank));
+  try {
+    return meeting.store->get_many(keys, meeting.deadline);
+  } catch (const Timeout&) {  // of whom?
+  }
   std::vector<std::string> words;
   std::string missing;
-  for (const int rank : ranks) {
+  for (size_t i = 0; i < ranks.size(); i++) {
     try {
-      words.push_back(meeting.store->get(prefix + std::to_string(rank), meeting.deadline));
+      words.push_back(meeting.store->get(keys[i], meeting.deadline));
     } catch (const Timeout&) {
-      missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+      missing += (missing.empty() ? "" : ", ") + std::to_string(ranks[i]);
     }
   }
   if (missing.empty()) return words;

@@ -3,6 +3,7 @@
 #pragma once
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/deadline.h"
 #include "core/types.h"
@@ -15,6 +16,13 @@ class Store {
   virtual void set(const std::string& key, const std::string& value) = 0;
   /// Waits for the key. Throws Timeout, which names the key.
   virtual std::string get(const std::string& key, Deadline deadline) = 0;
+  /// Waits for all of the keys. A store that is far away does it in one round trip.
+  virtual std::vector<std::string> get_many(const std::vector<std::string>& keys,
+                                            Deadline deadline) {
+    std::vector<std::string> values;
+    for (const std::string& key : keys) values.push_back(get(key, deadline));
+    return values;
+  }
 };
 
 /// For ranks that are threads of one process.

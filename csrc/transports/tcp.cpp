@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "transports/tcp_channel.h"
+#include "transports/tcp_connector.h"
 #include "transports/tcp_control.h"
 #include "transports/tcp_mesh.h"
 #include "transports/tcp_pacer.h"
@@ -18,32 +19,29 @@ constexpr auto kLinger = Milliseconds(2000);
 
 class TcpTransport final : public Transport {
  public:
-  TcpTransport(const Rendezvous& meeting, Mesh mesh, const TcpOptions& options)
-      : interface_(std::move(mesh.interface)),
-        congestion_control_(std::move(mesh.congestion_control)),
-        sockets_(options.sockets),
+  TcpTransport(const Rendezvous& meeting, const std::vector<int>& peers, const TcpOptions& options)
+      : peers_(peers),
         pacer_(options.link_bytes_per_second),
         control_(meeting.rank),
+        connector_(meeting, meet(meeting, peers, options)),
         channels_(static_cast<size_t>(meeting.size)) {
+    connector_.connect_all(control_);
+    control_.on_ask([this](int rank, int lane) { connector_.open(rank, lane); });
     for (uint16_t lane = 0; lane < kLanes; lane++) {
-      pollers_[lane] =
-          std::make_unique<Poller>(lane, meeting.rank, control_, pacer_, !mesh.crowded);
+      pollers_[lane] = std::make_unique<Poller>(lane, meeting.rank, control_, pacer_,
+                                                !connector_.mesh().crowded);
     }
-    for (Link& link : mesh.links) {
-      peers_.push_back(link.rank);
-      control_.add(link.rank, link.address, std::move(link.control));
-      for (size_t lane = 0; lane < kLanes; lane++) {
-        channels_[static_cast<size_t>(link.rank)][lane] =
-            std::make_unique<TcpChannel>(link.rank, std::move(link.lanes[lane]), *pollers_[lane]);
-      }
-    }
+    connector_.start([this](int lane) { pollers_[static_cast<size_t>(lane)]->ring(); });
   }
 
   ~TcpTransport() override {
-    if (control_.aborted()) return;
+    if (connector_.forked() || control_.aborted()) return;
+    connector_.stop();
     control_.say_goodbye();
-    for (const int peer : peers_) {
-      for (auto& channel : channels_[static_cast<size_t>(peer)]) channel->finish();
+    for (auto& lanes : channels_) {
+      for (auto& channel : lanes) {
+        if (channel) channel->finish();
+      }
     }
     // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
     const auto deadline = Deadline::after(kLinger);
@@ -59,7 +57,11 @@ class TcpTransport final : public Transport {
   }
 
   Channel& channel(int rank, Lane lane) override {
-    return *channels_[static_cast<size_t>(rank)][static_cast<size_t>(lane)];
+    auto& slot = channels_[static_cast<size_t>(rank)][static_cast<size_t>(lane)];
+    if (!slot) {
+      slot = std::make_unique<TcpChannel>(rank, connector_, *pollers_[static_cast<size_t>(lane)]);
+    }
+    return *slot;
   }
 
   void idle(Lane lane, std::chrono::microseconds limit) override {
@@ -79,9 +81,14 @@ class TcpTransport final : public Transport {
   std::string describe() const override {
     std::string text = "tcp to ";
     for (const int peer : peers_) text += (peer == peers_[0] ? "" : ",") + std::to_string(peer);
-    return text + " by " + interface_.name + " (" + interface_.address.ip() + "), " +
-           std::to_string(sockets_) + (sockets_ == 1 ? " socket each, " : " sockets each, ") +
-           congestion_control_;
+    text += " by ";
+    const Mesh& mesh = connector_.mesh();
+    for (const Interface& interface : mesh.interfaces) {
+      text += interface.name + " (" + interface.address.ip() + "), ";
+    }
+    return text + std::to_string(mesh.sockets) +
+           (mesh.sockets == 1 ? " socket each, " : " sockets each, ") +
+           connector_.congestion_control();
   }
 
  private:
@@ -92,18 +99,17 @@ class TcpTransport final : public Transport {
       const auto& lanes = channels_[static_cast<size_t>(peer)];
       return !control_.gone(peer) &&
              (control_.unacknowledged(peer) > 0 ||
-              std::any_of(lanes.begin(), lanes.end(),
-                          [](const auto& channel) { return channel->unacknowledged() > 0; }));
+              std::any_of(lanes.begin(), lanes.end(), [](const auto& channel) {
+                return channel && channel->unacknowledged() > 0;
+              }));
     });
   }
 
-  const Interface interface_;
-  const std::string congestion_control_;
-  const int sockets_;
-  std::vector<int> peers_;
+  const std::vector<int> peers_;
   Pacer pacer_;
   Control control_;
   std::array<std::unique_ptr<Poller>, kLanes> pollers_;
+  Connector connector_;  // its thread uses those above
   std::vector<std::array<std::unique_ptr<TcpChannel>, kLanes>> channels_;  // by rank
 };
 
@@ -125,8 +131,7 @@ std::unique_ptr<Transport> make_tcp(const Rendezvous& meeting, const std::vector
     if (rank != meeting.rank) peers.push_back(rank);
   }
   std::sort(peers.begin(), peers.end());
-  return std::make_unique<tcp::TcpTransport>(meeting, tcp::connect_mesh(meeting, peers, options),
-                                             options);
+  return std::make_unique<tcp::TcpTransport>(meeting, peers, options);
 }
 
 }  // namespace pycomm

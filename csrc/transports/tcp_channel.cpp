@@ -51,14 +51,8 @@ struct TcpChannel::Socket {
   size_t staged() const { return end - begin; }
 };
 
-TcpChannel::TcpChannel(int peer, std::vector<Fd> sockets, Poller& poller)
-    : peer_(peer), poller_(poller) {
-  for (Fd& fd : sockets) {
-    sockets_.push_back(std::make_unique<Socket>());
-    sockets_.back()->fd = std::move(fd);
-    poller_.watch(sockets_.back()->fd.get(), sockets_.back()->ready);
-  }
-}
+TcpChannel::TcpChannel(int peer, Connector& connector, Poller& poller)
+    : peer_(peer), connector_(connector), poller_(poller) {}
 
 TcpChannel::~TcpChannel() = default;
 
@@ -69,6 +63,10 @@ uint64_t TcpChannel::send(const OpTag& tag, Span<const uint8_t> data) {
   message.data = data;
   outgoing_.push_back(message);
   const uint64_t ticket = sent_ + outgoing_.size();
+  if (sockets_.empty() && !opening_ && !connected()) {
+    opening_ = true;
+    connector_.open(peer_, poller_.lane());
+  }
   if (cutting_ + 1 == outgoing_.size()) {
     for (auto& socket : sockets_) push(*socket);
   }
@@ -87,6 +85,7 @@ uint64_t TcpChannel::recv(const OpTag& tag, Span<uint8_t> data) {
 bool TcpChannel::progress() {
   if (poller_.control().aborted()) poller_.control().check();
   if (outgoing_.empty() && incoming_.empty()) return false;
+  if (sockets_.empty() && !connected()) return false;
   if (advance()) return true;
   bool moved = false;
   if (poller_.polls() == polls_seen_) {
@@ -95,6 +94,24 @@ bool TcpChannel::progress() {
   }
   polls_seen_ = poller_.polls();
   return moved;
+}
+
+// Takes the sockets as soon as they stand.
+bool TcpChannel::connected() {
+  const int lane = poller_.lane();
+  if (!connector_.ready(peer_, lane)) {
+    const bool gone = poller_.control().gone(peer_);
+    if (!gone && !connector_.troubled()) return false;
+    const std::string obstacle = connector_.obstacle(peer_, lane, gone);
+    if (!obstacle.empty()) throw_lost(obstacle);
+    if (!connector_.ready(peer_, lane)) return false;
+  }
+  for (Fd& fd : connector_.take(peer_, lane)) {
+    sockets_.push_back(std::make_unique<Socket>());
+    sockets_.back()->fd = std::move(fd);
+    poller_.watch(sockets_.back()->fd.get(), sockets_.back()->ready);
+  }
+  return true;
 }
 
 bool TcpChannel::advance() {

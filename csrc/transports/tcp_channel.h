@@ -1,9 +1,11 @@
-// The channel to one peer on one lane: two queues of messages, spread over several sockets.
+// The channel to one peer on one lane: two queues of messages, spread over several sockets, which
+// are connected when one of the two ranks first sends.
 #pragma once
 #include <deque>
 #include <memory>
 #include <vector>
 
+#include "transports/tcp_connector.h"
 #include "transports/tcp_frame.h"
 #include "transports/tcp_poller.h"
 #include "transports/tcp_socket.h"
@@ -13,7 +15,7 @@ namespace pycomm::tcp {
 
 class TcpChannel final : public Channel {
  public:
-  TcpChannel(int peer, std::vector<Fd> sockets, Poller& poller);
+  TcpChannel(int peer, Connector& connector, Poller& poller);
   ~TcpChannel() override;
 
   uint64_t send(const OpTag& tag, Span<const uint8_t> data) override;
@@ -45,6 +47,7 @@ class TcpChannel final : public Channel {
   };
   struct Socket;
 
+  bool connected();
   bool advance();
 
   bool push(Socket& socket);
@@ -64,7 +67,9 @@ class TcpChannel final : public Channel {
   [[noreturn]] void throw_lost(const std::string& how) const;
 
   const int peer_;
+  Connector& connector_;
   Poller& poller_;
+  bool opening_ = false;  // sockets have been asked for
   std::vector<std::unique_ptr<Socket>> sockets_;
   // Queues hold messages sent_ + 1, sent_ + 2, ... and received_ + 1, ... . A message leaves when
   // it and all before it are through.

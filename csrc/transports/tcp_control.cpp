@@ -16,6 +16,7 @@
 #include "core/crc32c.h"
 #include "core/deadline.h"
 #include "core/error.h"
+#include "transports/transport.h"
 
 namespace pycomm::tcp {
 
@@ -29,11 +30,12 @@ constexpr auto kLastWords = std::chrono::milliseconds(50);
 /// As it travels.
 struct Control::Notice {
   static constexpr uint32_t kMagic = 0x4e435950;  // "PYCN"
-  enum class Kind : uint32_t { abort = 1, goodbye = 2 };
+  enum class Kind : uint32_t { abort = 1, goodbye = 2, connect = 3 };
 
   uint32_t magic = kMagic;
   Kind kind = Kind::abort;
-  char text[1012] = {};  // zero-terminated
+  uint32_t lane = 0;     // to be connected
+  char text[1008] = {};  // why, zero-terminated
   uint32_t checksum = 0;
 
   uint32_t compute() const {
@@ -120,10 +122,14 @@ void Control::take_in(Peer& peer) {
 }
 
 void Control::on_notice(Peer& peer, const Notice& notice) {
-  if (notice.kind == Notice::Kind::goodbye) {
-    peer.state.store(State::left, std::memory_order_release);
-  } else {
-    end_group(notice);
+  switch (notice.kind) {
+    case Notice::Kind::goodbye:
+      return peer.state.store(State::left, std::memory_order_release);
+    case Notice::Kind::connect:
+      if (on_ask_ && notice.lane < kLanes) on_ask_(peer.rank, static_cast<int>(notice.lane));
+      return;
+    case Notice::Kind::abort:
+      return end_group(notice);
   }
 }
 
@@ -165,13 +171,24 @@ void Control::throw_died(const Peer& peer, const std::string& how) const {
                                 ") died: " + how);
 }
 
+// A notice fits into the socket's buffer, since little else goes this way.
+void Control::tell(const Peer& peer, const Notice& notice) noexcept {
+  if (!peer.fd) return;
+  const ssize_t n = ::send(peer.fd.get(), &notice, sizeof notice, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (n > 0) sent_bytes_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
+}
+
 void Control::tell_all(const Notice& notice) noexcept {
-  // A notice fits into the socket's buffer, since nothing else goes this way.
-  for (const auto& peer : peers_) {
-    if (!peer->fd) continue;
-    const ssize_t n = ::send(peer->fd.get(), &notice, sizeof notice, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (n > 0) sent_bytes_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
-  }
+  for (const auto& peer : peers_) tell(*peer, notice);
+}
+
+void Control::ask_to_connect(int rank, int lane) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Notice notice;
+  notice.kind = Notice::Kind::connect;
+  notice.lane = static_cast<uint32_t>(lane);
+  notice.checksum = notice.compute();
+  tell(*find(rank), notice);
 }
 
 void Control::abort(const std::string& reason) noexcept {

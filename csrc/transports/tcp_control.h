@@ -1,8 +1,9 @@
-// One connection per peer for what must not wait behind data: aborts, partings, and the silence of
-// a peer that has died.
+// One connection per peer for what must not wait behind data: aborts, partings, requests to
+// connect, and the silence of a peer that has died.
 #pragma once
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,6 +22,10 @@ class Control {
 
   /// At set-up only. `address` is for error texts.
   void add(int rank, const Address& address, Fd fd);
+  /// At set-up only. What to do when a peer asks us to connect a lane; called from any thread.
+  void on_ask(std::function<void(int rank, int lane)> connect) { on_ask_ = std::move(connect); }
+  /// Asks a higher rank to connect a lane with us.
+  void ask_to_connect(int rank, int lane) noexcept;
 
   /// Becomes readable when there is something for poll(), and stays so once somebody has aborted.
   int wait_fd() const { return epoll_.get(); }
@@ -57,6 +62,7 @@ class Control {
   void take_in(Peer& peer);
   void on_notice(Peer& peer, const Notice& notice);
   void end_group(const Notice& notice) noexcept;
+  void tell(const Peer& peer, const Notice& notice) noexcept;
   void tell_all(const Notice& notice) noexcept;
   void wake_all() noexcept;
   [[noreturn]] void throw_aborted() const;
@@ -66,6 +72,7 @@ class Control {
   Fd epoll_, wake_;
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
+  std::function<void(int, int)> on_ask_;
   std::atomic<bool> aborted_{false};
   std::string abort_text_;  // written once, before aborted_
   std::atomic<uint64_t> sent_bytes_{0};

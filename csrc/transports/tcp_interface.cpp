@@ -1,4 +1,4 @@
-// Choice of the network interface: what the user names, else loopback on one host, else the route
+// Choice of the network interfaces: what the user names, else loopback on one host, else the route
 // to the store, else the first that other hosts may reach.
 #include "transports/tcp_interface.h"
 
@@ -69,25 +69,32 @@ struct NameList {
   }
 };
 
-Interface choose_by_names(const std::string& names, const std::vector<Interface>& candidates) {
-  const NameList list(names);
-  // "eth1" means eth1 even where eth10 comes first.
+// Every interface once, by its first address.
+void add(std::vector<Interface>& chosen, const Interface& candidate) {
+  const bool known = std::any_of(chosen.begin(), chosen.end(), [&](const Interface& other) {
+    return other.name == candidate.name;
+  });
+  if (!known) chosen.push_back(candidate);
+}
+
+std::vector<Interface> fitting(const NameList& list, const std::vector<Interface>& candidates) {
+  std::vector<Interface> chosen;
   for (const std::string& pattern : list.wanted) {
+    const size_t before = chosen.size();
+    Address address;
     for (const Interface& candidate : candidates) {
-      if (candidate.name == pattern && !list.excludes(candidate.name)) return candidate;
+      const bool named = Address::parse(pattern, address) ? candidate.address.ip() == address.ip()
+                                                          : candidate.name == pattern;
+      if (named && !list.excludes(candidate.name)) add(chosen, candidate);
+    }
+    if (chosen.size() > before) continue;
+    for (const Interface& candidate : candidates) {
+      if (list.fits(candidate.name, pattern) && !list.excludes(candidate.name)) {
+        add(chosen, candidate);
+      }
     }
   }
-  for (const std::string& pattern : list.wanted) {
-    for (const Interface& candidate : candidates) {
-      if (list.fits(candidate.name, pattern) && !list.excludes(candidate.name)) return candidate;
-    }
-  }
-  if (list.wanted.empty()) {
-    for (const Interface& candidate : candidates) {
-      if (!list.excludes(candidate.name)) return candidate;
-    }
-  }
-  throw_none("no interface fits PYCOMM_INTERFACE \"" + names + "\"", candidates);
+  return chosen;
 }
 
 // The kernel picks our end of a UDP "connection" by the route, without sending a packet.
@@ -148,36 +155,46 @@ std::string cpu_mask() {
   return mask;
 }
 
-Interface choose_interface(const InterfaceWish& wish) {
-  return choose_interface(wish, interfaces());
+std::vector<Interface> choose_interfaces(const InterfaceWish& wish) {
+  return choose_interfaces(wish, interfaces());
 }
 
-Interface choose_interface(const InterfaceWish& wish, const std::vector<Interface>& candidates) {
-  const auto find = [&](auto&& test) {
-    return std::find_if(candidates.begin(), candidates.end(), test);
-  };
-  Address address;
-  if (!wish.names.empty() && Address::parse(wish.names, address)) {
-    const auto found = find([&](const Interface& i) { return i.address.ip() == address.ip(); });
-    if (found != candidates.end()) return *found;
-    throw_none("no interface has the address " + wish.names + " of PYCOMM_INTERFACE", candidates);
+std::vector<Interface> choose_interfaces(const InterfaceWish& wish,
+                                         const std::vector<Interface>& candidates) {
+  const NameList list(wish.names);
+  if (!list.wanted.empty()) {
+    auto chosen = fitting(list, candidates);
+    if (!chosen.empty()) return chosen;
+    throw_none("no interface fits PYCOMM_INTERFACE \"" + wish.names + "\"", candidates);
   }
-  if (!wish.names.empty()) return choose_by_names(wish.names, candidates);
 
+  const auto find = [&](auto&& test) {
+    std::vector<Interface> found;
+    for (const Interface& candidate : candidates) {
+      if (found.empty() && !list.excludes(candidate.name) && test(candidate)) {
+        found.push_back(candidate);
+      }
+    }
+    return found;
+  };
   if (wish.one_host) {
-    const auto found = find([](const Interface& i) { return i.address.is_loopback(); });
-    if (found != candidates.end()) return *found;
+    auto found = find([](const Interface& i) { return i.address.is_loopback(); });
+    if (!found.empty()) return found;
   }
+  Address address;
   if (route_to(wish.store_host, address)) {
-    const auto found = find([&](const Interface& i) { return i.address.ip() == address.ip(); });
-    if (found != candidates.end()) return *found;
+    auto found = find([&](const Interface& i) { return i.address.ip() == address.ip(); });
+    if (!found.empty()) return found;
   }
   for (const bool inner : {false, true}) {
-    const auto found =
+    auto found =
         find([&](const Interface& i) { return !i.address.is_loopback() && is_inner(i) == inner; });
-    if (found != candidates.end()) return *found;
+    if (!found.empty()) return found;
   }
-  throw_none("the ranks are on several hosts and only loopback is up", candidates);
+  throw_none(wish.names.empty()
+                 ? "the ranks are on several hosts and only loopback is up"
+                 : "PYCOMM_INTERFACE \"" + wish.names + "\" leaves no interface to other hosts",
+             candidates);
 }
 
 }  // namespace pycomm::tcp

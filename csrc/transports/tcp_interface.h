@@ -1,4 +1,4 @@
-// What a rank knows of its host, and which network interface its group uses.
+// What a rank knows of its host, and which network interfaces its group uses.
 #pragma once
 #include <string>
 #include <vector>
@@ -23,9 +23,10 @@ std::string host_id();
 std::string cpu_mask();
 
 struct InterfaceWish {
-  /// An address, or names as NCCL_SOCKET_IFNAME has them: prefixes joined by ',' of which one must
-  /// match ("eth,ib"), '=' before the list for whole names, and '^' before those that must not
-  /// match ("^lo,docker", "eth,^eth7"). Empty: choose.
+  /// Addresses, or names as NCCL_SOCKET_IFNAME has them: prefixes joined by ',' ("eth,ib"), with
+  /// '=' before the list for whole names, and '^' before those that must not match ("^lo,docker",
+  /// "eth,^eth7"). All that match are used. A name that fits an interface wholly means that one
+  /// alone ("eth1" is not eth10). Empty, or only '^': choose one (of the others).
   std::string names;
   /// Where the store is, empty if unknown: the interface that routes there is a good choice.
   std::string store_host;
@@ -33,10 +34,10 @@ struct InterfaceWish {
   bool one_host = false;
 };
 
-/// Throws Error with the list of interfaces if the wish fits none.
-Interface choose_interface(const InterfaceWish& wish);
+/// At least one; throws Error with the list of interfaces if the wish fits none.
+std::vector<Interface> choose_interfaces(const InterfaceWish& wish);
 /// The choice among given candidates; for tests.
-PYCOMM_API Interface choose_interface(const InterfaceWish& wish,
-                                      const std::vector<Interface>& candidates);
+PYCOMM_API std::vector<Interface> choose_interfaces(const InterfaceWish& wish,
+                                                    const std::vector<Interface>& candidates);
 
 }  // namespace pycomm::tcp

@@ -1,6 +1,7 @@
-// The set-up of the TCP transport: ranks meet in the store, connect to each other and authenticate.
+// The meeting of the TCP transport: what ranks tell each other through the store before they
+// connect (tcp_connector.h).
 #pragma once
-#include <array>
+#include <string>
 #include <vector>
 
 #include "transports/tcp_interface.h"
@@ -9,28 +10,25 @@
 
 namespace pycomm::tcp {
 
-/// All connections with one peer.
-struct Link {
+/// Another rank, as it has introduced itself.
+struct Peer {
   int rank = 0;
-  Address address;  ///< the peer's end, for error texts
-  std::array<std::vector<Fd>, kLanes> lanes;
-  Fd control;
+  std::vector<Address> addresses;  ///< where it listens: one for each of its interfaces
+  std::string secret;              ///< that we must prove to it
 };
 
 struct Mesh {
-  Interface interface;
-  bool crowded = false;            ///< this rank and the peers of its host outnumber their CPUs
-  std::string congestion_control;  ///< "bbr" and the like
-  std::vector<Link> links;         ///< one per peer, ascending
+  std::vector<Interface> interfaces;
+  std::vector<Fd> listeners;  ///< as interfaces
+  std::string secret;         ///< that peers must prove to us
+  int sockets = 1;            ///< per peer and lane, at least one for each interface
+  bool bound = false;         ///< the user has named the interfaces, so connections leave by them
+  bool crowded = false;       ///< this rank and the peers of its host outnumber their CPUs
+  std::vector<Peer> peers;    ///< ascending
 };
 
-/// Connects with all `peers`; of two ranks the higher connects to the lower. Returns when all
-/// connections of this rank are authenticated. Throws Timeout with the ranks that did not come,
-/// PeerLost if one died meanwhile, and Error if one refuses us.
-///
-/// Until then strangers may knock: each waiting connection has its own small state and deadline, so
-/// none holds up another.
-Mesh connect_mesh(const Rendezvous& meeting, const std::vector<int>& peers,
-                  const TcpOptions& options);
+/// Chooses the interfaces, listens there, and meets `peers` in the store. Throws Timeout with the
+/// ranks that did not come.
+Mesh meet(const Rendezvous& meeting, const std::vector<int>& peers, const TcpOptions& options);
 
 }  // namespace pycomm::tcp

@@ -3,6 +3,8 @@
 
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -24,10 +26,15 @@ Poller::Poller(uint16_t lane, int rank, Control& control, Pacer& pacer, bool spi
       control_(control),
       pacer_(pacer),
       spins_(spins),
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   epoll_event event = {};
   event.events = EPOLLIN;
-  if (!epoll_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, control.wait_fd(), &event) != 0) {
+  epoll_event bell = event;
+  bell.data.ptr = &bell_;
+  if (!epoll_ || !bell_ ||
+      ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, control.wait_fd(), &event) != 0 ||
+      ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &bell) != 0) {
     throw Error("tcp: cannot make an epoll: " + error_text(errno));
   }
 }
@@ -50,6 +57,11 @@ bool Poller::take_events() {
       control_.poll();
       continue;
     }
+    if (events[i].data.ptr == &bell_) {
+      uint64_t rings;
+      [[maybe_unused]] const ssize_t n = ::read(bell_.get(), &rings, sizeof rings);
+      continue;
+    }
     auto& readiness = *static_cast<Readiness*>(events[i].data.ptr);
     const uint32_t what = events[i].events;
     if (what & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) readiness.ends = true;
@@ -61,6 +73,11 @@ bool Poller::take_events() {
 
 void Poller::poll() {
   if (take_events()) fresh_ = true;
+}
+
+void Poller::ring() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(bell_.get(), &one, sizeof one);
 }
 
 void Poller::idle(std::chrono::microseconds limit) {

@@ -37,6 +37,8 @@ class Poller {
   void starve() { starved_ = true; }
 
   void idle(std::chrono::microseconds limit);
+  /// Ends the sleep of the lane's thread, or its next. Any thread.
+  void ring();
 
   void count_sent(size_t bytes) { sent_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
@@ -49,7 +51,7 @@ class Poller {
   Control& control_;
   Pacer& pacer_;
   const bool spins_;
-  Fd epoll_;
+  Fd epoll_, bell_;
   uint64_t polls_ = 0;
   bool fresh_ = false;  // events were taken in that some channel may not have seen
   bool starved_ = false;

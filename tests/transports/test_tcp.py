@@ -94,7 +94,9 @@ def test_equal_secrets_join():
 def test_ranks_on_several_hosts_refuse_loopback():
     store = _C.Store.local()
     store.set("g/tcp-host/1", "another host 1")
-    with pytest.raises(pycomm.errors.Error, match=r'"lo" is loopback.*set it to an'):
+    with pytest.raises(
+        pycomm.errors.Error, match=r'"lo" is loopback.*PYCOMM_INTERFACE.*"lo": set it'
+    ):
         _C.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, interface="lo")
 
 
@@ -136,34 +138,119 @@ CANDIDATES = [
 @pytest.mark.parametrize(
     ("names", "one_host", "chosen"),
     [
-        ("", True, "127.0.0.1"),
-        ("", False, "10.0.10.5"),
-        ("ib", False, "192.168.0.5"),
-        ("eth", False, "10.0.10.5"),
-        ("eth1", False, "10.0.1.5"),
-        ("=eth1,ib0", False, "10.0.1.5"),
-        ("wlan,ib", False, "192.168.0.5"),
-        ("^lo,docker", False, "10.0.10.5"),
-        ("^lo,docker,eth", True, "192.168.0.5"),
-        ("eth,^eth10", False, "10.0.1.5"),
-        ("fd00::5", False, "fd00::5"),
-        ("10.0.1.5", True, "10.0.1.5"),
+        ("", True, ["127.0.0.1"]),
+        ("", False, ["10.0.10.5"]),
+        ("ib", False, ["192.168.0.5"]),
+        ("eth", False, ["10.0.10.5", "10.0.1.5"]),
+        ("eth1", False, ["10.0.1.5"]),
+        ("eth1,eth10", False, ["10.0.1.5", "10.0.10.5"]),
+        ("=eth1,ib0", False, ["10.0.1.5", "192.168.0.5"]),
+        ("wlan,ib", False, ["192.168.0.5"]),
+        ("^lo,docker", False, ["10.0.10.5"]),
+        ("^eth10", False, ["10.0.1.5"]),
+        ("^eth10", True, ["127.0.0.1"]),
+        ("^lo,docker,eth", True, ["192.168.0.5"]),
+        ("eth,^eth10", False, ["10.0.1.5"]),
+        ("fd00::5", False, ["fd00::5"]),
+        ("10.0.1.5", True, ["10.0.1.5"]),
+        ("10.0.1.5,192.168.0.5", False, ["10.0.1.5", "192.168.0.5"]),
     ],
 )
-def test_interface_is_chosen_by_name_or_address(names, one_host, chosen):
-    assert _C.choose_interface(names, one_host, CANDIDATES)[1] == chosen
+def test_interfaces_are_chosen_by_name_or_address(names, one_host, chosen):
+    assert [ip for _, ip in _C.choose_interfaces(names, one_host, CANDIDATES)] == chosen
 
 
 @pytest.mark.parametrize("names", ["wlan", "=eth", "10.0.0.9", "^lo,docker,eth,ib"])
 def test_interface_that_is_not_there_lists_those_that_are(names):
     with pytest.raises(pycomm.errors.Error, match=r"ib0 \(192.168.0.5\).*PYCOMM_INTERFACE"):
-        _C.choose_interface(names, False, CANDIDATES)
+        _C.choose_interfaces(names, False, CANDIDATES)
 
 
 def test_bridges_of_containers_are_the_last_choice():
-    assert _C.choose_interface("", False, CANDIDATES[:2]) == ("docker0", "172.17.0.1")
+    assert _C.choose_interfaces("", False, CANDIDATES[:2]) == [("docker0", "172.17.0.1")]
     with pytest.raises(pycomm.errors.Error, match="only loopback is up"):
-        _C.choose_interface("", False, CANDIDATES[:1])
+        _C.choose_interfaces("", False, CANDIDATES[:1])
+
+
+# ------------------------------------------------------------------------------ lazy connections
+
+
+def sockets_of_this_process() -> int:
+    links = [os.readlink(entry) for entry in open_descriptors()]
+    return sum(link.startswith("socket:") for link in links)
+
+
+def open_descriptors() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if os.path.lexists(path):  # the listing's own descriptor is gone
+            found.append(path)
+    return found
+
+
+@pytest.mark.parametrize("sender", [0, 1], ids=["lower rank sends", "higher rank sends"])
+def test_sockets_of_a_lane_are_made_when_somebody_sends(tmp_path, sender):
+    def body(me):
+        counts = [sockets_of_this_process()]
+        for lane in (0, 1):
+            if me.rank == sender:
+                goals = [me.send(1 - me.rank, b"first words", tag(), lane)]
+            elif me.rank == 1 - sender:
+                goal, result = me.recv(sender, 11, tag(), lane)
+                goals = [goal]
+            else:
+                goals = []
+            me.wait(*goals, lane=lane)
+            if me.rank == 1 - sender:
+                assert result() == b"first words"
+            counts.append(sockets_of_this_process())
+        return counts
+
+    counts = processes(4, body, tmp_path, kind="tcp", options={"sockets": 3})
+    idle = counts[3][0]
+    assert counts[2] == counts[3] == [idle, idle, idle]
+    assert counts[sender] == [idle, idle + 3, idle + 6]
+    assert counts[1 - sender][-1] == idle + 6
+
+
+def test_both_ranks_may_send_first():
+    def body(me):
+        for lane in (0, 1):
+            for seq in range(3):
+                data = {peer: pattern(1000, me.rank) for peer in me.peers}
+                got = me.exchange(data, tag(seq), lane)
+                assert got == {peer: pattern(1000, peer) for peer in me.peers}
+
+    threads(5, body)
+
+
+def test_rank_that_computes_can_be_connected():
+    met = threading.Barrier(2)
+
+    def body(me):
+        if me.rank == 0:
+            # Rank 1 does nothing meanwhile, and it is the one that has to connect.
+            me.wait(me.send(1, b"hello", tag()))
+            met.wait(SECONDS)
+            return None
+        met.wait(SECONDS)
+        goal, result = me.recv(0, 5, tag())
+        me.wait(goal)
+        return result()
+
+    assert threads(2, body)[1] == b"hello"
+
+
+def test_rank_that_leaves_before_it_is_connected_is_lost():
+    def body(me):
+        if me.rank == 1:
+            return
+        goal, _ = me.recv(1, 100, tag(7))
+        with pytest.raises(pycomm.errors.PeerLost, match=r"rank 1 .* left .*waits for all_reduce"):
+            me.wait(goal)
+
+    threads(2, body)
 
 
 # ------------------------------------------------------------------------------ faults

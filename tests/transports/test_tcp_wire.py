@@ -39,7 +39,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
 def hello(lane: int = 0, **change) -> bytes:
     values = dict(
         magic=MAGIC,
-        version=1,
+        version=2,
         size=2,
         rank=1,
         target=0,
@@ -79,7 +79,7 @@ def frame(
     size: int | None = None,
     tag_hash: int = 0,
     lane: int = 0,
-    version: int = 1,
+    version: int = 2,
     magic: int = 0x4D435950,
 ) -> bytes:
     whole = len(payload) if size is None else size
@@ -200,7 +200,7 @@ def test_flood_of_connections_does_not_stall_a_set_up(rank_0):
     ("first", "secret", "verdict"),
     [
         (hello(), b"another", WRONG_SECRET),
-        (hello(version=2), SECRET, WRONG_VERSION),
+        (hello(version=1), SECRET, WRONG_VERSION),
         (hello(size=3), SECRET, WRONG_SHAPE),
         (hello(sockets=2), SECRET, WRONG_SHAPE),
         (hello(rank=0), SECRET, WRONG_SHAPE),
@@ -269,7 +269,7 @@ def test_false_listener_is_refused(replies, text):
         connection = listener.accept()[0]
         for verdict, body in replies:
             connection.recv(64)
-            connection.sendall(REPLY.pack(verdict, 2, body))
+            connection.sendall(REPLY.pack(verdict, 3, body))
         connection.recv(64)
         connection.close()
 

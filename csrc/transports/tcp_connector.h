@@ -1,0 +1,121 @@
+// Makes connections and accepts them: those of control when the group starts, those of a lane when
+// one of its two ranks first sends.
+//
+// Of two ranks the higher connects to the lower; a lower rank that wants to send asks for it over
+// the control connection. After the set-up a thread does this, since a rank must be reachable
+// whatever its callers do. It sleeps while nothing is to be connected.
+#pragma once
+#include <sys/types.h>
+
+#include <array>
+#include <atomic>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "transports/tcp_handshake.h"
+#include "transports/tcp_mesh.h"
+
+namespace pycomm::tcp {
+
+class Control;
+
+class Connector {
+ public:
+  Connector(const Rendezvous& meeting, Mesh mesh);
+  ~Connector();
+
+  /// Makes the control connections with all peers. Throws Timeout with the ranks that did not come,
+  /// PeerLost if one died meanwhile, and Error if one refuses us.
+  ///
+  /// Strangers may knock at any time: each waiting connection has its own small state and deadline,
+  /// so none holds up another.
+  void connect_all(Control& control);
+  /// Starts the thread. `on_ready(lane)` is called from it when sockets of a lane stand.
+  void start(std::function<void(int lane)> on_ready);
+  /// Ends the thread and closes the listeners. Not in a forked child, where there is no thread.
+  void stop();
+  /// True in a child that was forked from the rank.
+  bool forked() const;
+  const Mesh& mesh() const { return mesh_; }
+  /// "bbr" and the like, of the first connection.
+  const std::string& congestion_control() const { return congestion_control_; }
+
+  // Any thread:
+
+  /// Sockets of the lane are needed. Returns at once.
+  void open(int rank, int lane);
+  /// True once the sockets of the lane stand.
+  bool ready(int rank, int lane) const;
+  /// The sockets of the lane, once.
+  std::vector<Fd> take(int rank, int lane);
+  /// There is an obstacle to somebody.
+  bool troubled() const { return troubled_.load(std::memory_order_acquire); }
+  /// Why there will be no sockets to this peer, which is `gone` or not; empty if there may be.
+  /// Throws Error if this rank cannot connect at all.
+  std::string obstacle(int rank, int lane, bool gone);
+
+ private:
+  struct Way {  // the connections of one lane
+    std::vector<Fd> sockets;
+    int missing = 0;
+    bool wanted = false;  // we connect, or have asked the peer to
+    std::atomic<bool> ready{false};
+  };
+  struct Link {
+    Peer peer;
+    Fd control;
+    std::array<Way, kLanes> ways;
+    std::string obstacle;
+  };
+  /// A connection that we make, again and again until it stands.
+  struct Outgoing;
+  /// A connection that somebody made to us.
+  struct Stranger;
+
+  Link& link(int rank) const { return *by_rank_[static_cast<size_t>(rank)]; }
+  void run();
+  void wait();
+  void turn();
+  void grant_wishes();
+  void connect(Link& link, uint16_t lane);
+  void accept_all(const Fd& listener);
+  void serve(Stranger& stranger);
+  void serve(Outgoing& out);
+  void retry(Outgoing& out, int error);
+  void join(Link& link, const Hello& hello, Fd fd);
+  void note_refusal(const Stranger& stranger, bool over);
+  std::string name_of(const Link& link) const;
+  [[noreturn]] void throw_incomplete() const;
+
+  const std::string group_;
+  const int rank_, size_;
+  const Deadline deadline_;  // of the set-up
+  const Mesh mesh_;
+  const pid_t process_;
+  const Fd wake_;
+  Control* control_ = nullptr;
+  std::function<void(int)> on_ready_;
+
+  std::vector<std::unique_ptr<Link>> links_;  // as mesh_.peers
+  std::vector<Link*> by_rank_;
+  std::mutex mutex_;  // what the links hold, and all below
+  std::list<Outgoing> outgoing_;
+  std::list<Stranger> strangers_;
+  std::exception_ptr broken_;
+  std::string congestion_control_;
+  std::string last_error_, last_refused_;
+  int refused_ = 0;
+
+  std::mutex wishes_mutex_;
+  std::vector<std::pair<int, int>> wishes_;  // rank and lane
+  std::atomic<bool> troubled_{false}, stop_{false};
+  std::thread thread_;
+};
+
+}  // namespace pycomm::tcp
