@@ -1,6 +1,7 @@
 """Who runs a collective: pycomm's core, or backends of torch.distributed, in the same processes.
 
-`pycomm` is the core without torch, `pycomm-torch` the same as a backend of torch, `gloo` its own.
+`pycomm` is the core without torch, `pycomm-torch` the same as a backend of torch, `gloo` its own,
+`mpi` whatever library mpirun belongs to.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from pycomm import _C
 from pycomm.bench.operations import Array, Case, Run
 
-NAMES = ("pycomm", "pycomm-torch", "gloo")
+NAMES = ("pycomm", "pycomm-torch", "gloo", "mpi")
 # What torch.distributed calls them.
 TORCH_NAMES = {"pycomm-torch": "pycomm", "gloo": "gloo"}
 
@@ -103,6 +104,10 @@ def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[B
     for name in names:
         if name == "pycomm":
             backends.append(Core(_C.Store.file(str(folder)), rank, ranks))
+        elif name == "mpi":
+            from pycomm.bench.mpi import Mpi  # mpi4py starts MPI when it is imported
+
+            backends.append(Mpi())
         else:
             backends.append(Torch(name, _torch_group(TORCH_NAMES[name], folder, rank, ranks)))
     return backends

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pycomm.bench import backends, harness
+from pycomm.bench import backends, harness, mpi
 from pycomm.bench.harness import Origin
 from pycomm.bench.measure import BLOCKS, Rank
 from pycomm.bench.operations import ALIASES, OPERATIONS, REDUCTIONS, STORAGE
@@ -62,9 +62,10 @@ def print_ratios(report: Report, baseline: str) -> None:
     report.rows += found
 
 
-def rank_main(options: argparse.Namespace, command: str, folder: Path) -> int:
+def rank_main(
+    options: argparse.Namespace, command: str, folder: Path, rank: int, ranks: int
+) -> int:
     origin = Origin.here(command)
-    rank, ranks = env().rank or 0, env().world_size or 1
     member = Rank(options, rank, ranks, folder)
     report = Report(COLUMNS, len(options.sizes) * BLOCKS, quiet=rank != 0)
     with report.progress():
@@ -82,8 +83,14 @@ def rank_main(options: argparse.Namespace, command: str, folder: Path) -> int:
     return 0 if right or rank != 0 else 1
 
 
-def launch(argv: Sequence[str], ranks: int) -> int:
+def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
     """Start this program once per rank; the first that fails ends all."""
+    if mpi_wanted:
+        command = [sys.executable, "-m", "pycomm.bench", *argv]
+        # mpirun gives the ranks a terminal of its own, on which they would draw progress bars.
+        plain = {} if sys.stdout.isatty() else {"TERM": "dumb"}
+        variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ) | plain
+        return subprocess.run([*mpi.mpirun(ranks), *command], env=variables).returncode
     folder = _meeting_place(os.getpid())
     shutil.rmtree(folder, ignore_errors=True)  # of a process with our number that was killed
     processes: list[subprocess.Popen[bytes]] = []
@@ -189,12 +196,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     rank, ranks = env().rank, env().world_size
+    if rank is None and "mpi" in options.backend:
+        rank, ranks = mpi.started_by_mpirun() or (None, None)
     if rank is None or ranks is None:
-        return launch(argv, options.ranks)
+        return launch(argv, options.ranks, "mpi" in options.backend)
     folder = Path(options.store) if options.store else _meeting_place(os.getppid())
     folder.mkdir(exist_ok=True)
     try:
-        return rank_main(options, shlex.join(["python", "-m", "pycomm.bench", *argv]), folder)
+        command = shlex.join(["python", "-m", "pycomm.bench", *argv])
+        return rank_main(options, command, folder, rank, ranks)
     finally:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -148,3 +149,12 @@ def test_bus_factors(op):
     # Bytes over the busiest link of the best algorithm, over `size`: see docs/bench.md.
     factors = {"all_reduce": 1.5, "broadcast": 1.0, "reduce": 1.0, "sendrecv": 1.0}
     assert OPERATIONS[op].bus_factor(4) == factors.get(op, 0.75)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI library here")
+@pytest.mark.parametrize("op", sorted(OPERATIONS))
+def test_mpi_takes_turns_with_the_core(tmp_path, op):
+    pytest.importorskip("mpi4py")
+    rows = rows_of(tmp_path, op, "-b", "3000", "-e", "3000", "-p", "2", "--backend", "pycomm,mpi")
+    timed = [row for row in rows if row["kind"] == "time"]
+    assert [(row["backend"], row["wrong"]) for row in timed] == [("pycomm", 0), ("mpi", 0)]
