@@ -258,6 +258,11 @@ void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, 
   impl_->check_buffer(Op::reduce, in, numel);
   if (rank() == root) impl_->check_buffer(Op::reduce, out, numel);
   OpTag tag = make_tag(Op::reduce, numel, dtype, op, root);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      shared::reduce(*window, tag, in, out, factor, deadline);
+    });
+  }
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
     direct::reduce(ex, in, out, numel, {dtype, op, factor}, root);
   });
@@ -292,6 +297,11 @@ void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtyp
   impl_->check_parts(Op::all_to_all, out);
   impl_->check_own(Op::all_to_all, in.numel(rank()), out.numel(rank()));
   OpTag tag = make_tag(Op::all_to_all, in.total(size()), dtype);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      shared::all_to_all(*window, tag, in, out, deadline);
+    });
+  }
   const size_t element = size_of(dtype);
   impl_->exchange(tag, timeout,
                   [&](Exchange& ex) { direct::all_to_all(ex, in.of(element), out.of(element)); });
@@ -328,6 +338,11 @@ void Communicator::gather(const void* in, size_t numel, const Parts& out, DType 
     impl_->check_own(Op::gather, numel, out.numel(root));
   }
   OpTag tag = make_tag(Op::gather, numel, dtype, ReduceOp::sum, root);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      shared::gather(*window, tag, in, out, deadline);
+    });
+  }
   const size_t element = size_of(dtype);
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
     direct::gather(ex, in, numel * element, out.of(element), root);
@@ -344,6 +359,11 @@ void Communicator::scatter(const ConstParts& in, void* out, size_t numel, DType 
     impl_->check_own(Op::scatter, in.numel(root), numel);
   }
   OpTag tag = make_tag(Op::scatter, numel, dtype, ReduceOp::sum, root);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      shared::scatter(*window, tag, in, out, deadline);
+    });
+  }
   const size_t element = size_of(dtype);
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
     direct::scatter(ex, in.of(element), out, numel * element, root);

@@ -16,10 +16,21 @@ namespace pycomm::shared {
 
 PYCOMM_API void all_reduce(Window& window, const OpTag& tag, void* data, double factor,
                            Deadline deadline);
+/// `out` matters at the root only.
+PYCOMM_API void reduce(Window& window, const OpTag& tag, const void* in, void* out, double factor,
+                       Deadline deadline);
 PYCOMM_API void reduce_scatter(Window& window, const OpTag& tag, const ConstParts& in, void* out,
                                double factor, Deadline deadline);
 PYCOMM_API void all_gather(Window& window, const OpTag& tag, const void* in, const Parts& out,
                            Deadline deadline);
+PYCOMM_API void all_to_all(Window& window, const OpTag& tag, const ConstParts& in, const Parts& out,
+                           Deadline deadline);
+/// tag.numel is this rank's own. `out` matters at the root only.
+PYCOMM_API void gather(Window& window, const OpTag& tag, const void* in, const Parts& out,
+                       Deadline deadline);
+/// tag.numel is this rank's own. `in` matters at the root only.
+PYCOMM_API void scatter(Window& window, const OpTag& tag, const ConstParts& in, void* out,
+                        Deadline deadline);
 PYCOMM_API void broadcast(Window& window, const OpTag& tag, void* data, Deadline deadline);
 PYCOMM_API void barrier(Window& window, const OpTag& tag, Deadline deadline);
 

@@ -19,6 +19,8 @@ Window::Window(const Segment& segment, Watch& watch, int rank, int spin)
       size_(segment.ranks()),
       spin_(spin) {}
 
+std::string Window::name(int rank) const { return rank_text(watch_.member(rank)); }
+
 void Window::wait_long(int rank, uint32_t stage) {
   const auto ready = [&] { return arrived(rank, stage); };
   const auto patrol = [&] {

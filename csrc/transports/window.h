@@ -22,6 +22,8 @@ class PYCOMM_API Window {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  /// "rank 3": a rank of the window by its number in the group.
+  std::string name(int rank) const;
 
   /// Opens a collective. Throws Error if an earlier one was not ended, since then the ranks are out
   /// of step for good.

@@ -1,0 +1,134 @@
+// What collectives over a Window are made of: the pattern that most of them share, the pieces in
+// which buffers travel, and the fold. A part of shared*.cpp.
+//
+//   rounds()   put our piece, post, wait for the others, take theirs. One stage per round; puts run
+//              kAhead rounds ahead, so that waits rarely wait.
+//
+// Every round has a slot of its own, in a ring of four. Why no put overwrites what a peer still
+// reads (c numbers the slots' uses, through all calls):
+//   rounds()     put(c) runs after the wait for round c - 2, which peers post after take(c - 4).
+//   across calls The last wait of a call shows that every peer has ended all its slots but the last
+//                two; so the first two puts of the next call, which wait for nothing, are safe.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/parts.h"
+#include "core/reduce.h"
+#include "transports/window.h"
+
+namespace pycomm::shared {
+
+constexpr size_t kAhead = 2;
+static_assert(2 * kAhead == kSlots);
+/// Areas of a slot begin at cache lines.
+constexpr size_t kGrain = 64;
+
+inline uint8_t* at(void* data, size_t bytes) { return static_cast<uint8_t*>(data) + bytes; }
+inline const uint8_t* at(const void* data, size_t bytes) {
+  return static_cast<const uint8_t*>(data) + bytes;
+}
+
+/// An empty buffer may have no address, which memcpy does not take.
+inline void copy(void* to, const void* from, size_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+/// A buffer cut into equal pieces; the last one may be shorter, and those behind it are empty.
+struct Cut {
+  size_t total;
+  size_t piece;
+
+  size_t count() const { return (total + piece - 1) / piece; }
+  size_t begin(size_t i) const { return std::min(total, i * piece); }
+  size_t size(size_t i) const { return begin(i + 1) - begin(i); }
+  template <typename Byte>
+  Span<Byte> of(const Span<Byte>& whole, size_t i) const {
+    return whole.sub(begin(i), size(i));
+  }
+};
+
+/// Cuts that are made alike in all parts of a call.
+template <typename T>
+struct PartCuts {
+  BasicParts<T> parts;
+  int ranks;
+  size_t piece;
+
+  size_t count() const {
+    size_t most = 0;
+    for (int r = 0; r < ranks; r++) most = std::max(most, Cut{parts.bytes(r), piece}.count());
+    return most;
+  }
+  Span<typename BasicParts<T>::Byte> of(int rank, size_t i) const {
+    return Cut{parts.bytes(rank), piece}.of(parts[rank], i);
+  }
+};
+
+/// One slot cut into an area for each peer, none for ourselves.
+struct Areas {
+  explicit Areas(const Window& window, size_t bytes = kSlotBytes)
+      : ranks(window.size()),
+        each(bytes / static_cast<size_t>(std::max(1, ranks - 1)) / kGrain * kGrain) {}
+  /// Where `from` puts what `to` reads.
+  size_t offset(int from, int to) const {
+    return each * static_cast<size_t>(to > from ? to - from - 1 : to - from - 1 + ranks);
+  }
+  int ranks;
+  size_t each;
+};
+
+/// `put(i, staging)` writes piece i to our staging memory; `take(i, round)` uses the peers' pieces.
+template <typename Put, typename Take>
+void rounds(Window& window, size_t count, Put put, Take take) {
+  const uint32_t stage = window.next_stage();
+  const uint32_t round = window.claim(count);
+  const auto put_and_post = [&](size_t i) {
+    put(i, window.staging(window.rank(), round + static_cast<uint32_t>(i)));
+    window.post();
+  };
+  for (size_t i = 0; i < std::min(kAhead, count); i++) put_and_post(i);
+  for (size_t i = 0; i < count; i++) {
+    window.wait(stage + static_cast<uint32_t>(i));
+    take(i, round + static_cast<uint32_t>(i));
+    if (i + kAhead < count) put_and_post(i + kAhead);
+  }
+}
+
+/// The reduction of one call, cut down to its dtype's elements.
+class Reducer {
+ public:
+  Reducer(const Window& window, const OpTag& tag, double factor)
+      : window_(window), element_(size_of(tag.dtype)) {
+    args_.dtype = tag.dtype;
+    args_.op = tag.redop;
+    args_.inputs = inputs_;
+    args_.count = window.size();
+    args_.factor = factor;
+  }
+
+  size_t element_bytes() const { return element_; }
+
+  /// Our own contribution is `mine`; that of rank r is `theirs(r)`. Folded in the order of ranks.
+  template <typename Theirs>
+  void run(const void* mine, Theirs theirs, size_t bytes, void* out, void* copy = nullptr) {
+    for (int r = 0; r < window_.size(); r++) {
+      inputs_[r] = r == window_.rank() ? mine : theirs(r);
+    }
+    args_.out = out;
+    args_.copy = copy;
+    args_.numel = bytes / element_;
+    reduce(args_);
+  }
+
+ private:
+  const Window& window_;
+  size_t element_;
+  ReduceArgs args_ = {};
+  const void* inputs_[kMaxRanks];
+};
+
+/// A barrier, and with it the comparison of tags; for calls without elements.
+inline void meet(Window& window) { window.wait(window.post()); }
+
+}  // namespace pycomm::shared

@@ -1,0 +1,202 @@
+// Collectives over a Window that only move bytes.
+#include "collectives/rounds.h"
+#include "collectives/shared.h"
+#include "core/error.h"
+
+namespace pycomm::shared {
+namespace {
+
+/// What a rank sends another in one call, as the sender says it at the end of its first slot.
+struct Letter {
+  uint64_t bytes;
+  uint32_t offset;  ///< in the slot
+  uint32_t area;    ///< bytes per round
+};
+
+[[noreturn]] void throw_sizes(const Window& window, const OpTag& tag, int from, uint64_t sent,
+                              uint64_t expected) {
+  OpTag theirs = tag, ours = tag;
+  theirs.numel = sent / size_of(tag.dtype);
+  ours.numel = expected / size_of(tag.dtype);
+  throw WireMismatch(window.name(window.rank()) + " expects " + std::to_string(expected) +
+                     " bytes of " + describe(ours) + " while " + window.name(from) + " sends " +
+                     std::to_string(sent) + " bytes of " + describe(theirs));
+}
+
+/// Every rank sends every other a part of a size that only these two know. A sender's slots are
+/// divided among those to whom it sends anything.
+class PartExchange {
+ public:
+  PartExchange(Window& window, const OpTag& tag, const ConstParts& in, const Parts& out)
+      : window_(window), tag_(tag), in_(in), out_(out), me_(window.rank()) {
+    size_t readers = 0, most = 0;
+    for (int r = 0; r < window.size(); r++) {
+      if (r == me_) continue;
+      readers += in_.bytes(r) > 0;
+      most = std::max(most, in_.bytes(r));
+    }
+    area_ = (kSlotBytes - letters_bytes()) / std::max<size_t>(1, readers) / kGrain * kGrain;
+    rounds_ = std::max<size_t>(1, Cut{most, area_}.count());
+  }
+
+  void run() {
+    const uint32_t round = window_.claim(1);
+    uint8_t* staging = window_.staging(me_, round);
+    write_letters(staging);
+    put(0, staging);
+    std::memcpy(window_.payload(), &rounds_, sizeof rounds_);
+    const uint32_t stage = window_.post();
+    window_.wait(stage);
+    const uint64_t count = read_letters(round, stage);
+    take(0, round);
+    rounds(
+        window_, count - 1, [&](size_t i, uint8_t* place) { put(i + 1, place); },
+        [&](size_t i, uint32_t later) { take(i + 1, later); });
+    // Nobody waits for our own part.
+    copy(out_[me_].data, in_[me_].data, in_.bytes(me_));
+  }
+
+ private:
+  size_t letters_bytes() const {
+    return (window_.size() * sizeof(Letter) + kGrain - 1) / kGrain * kGrain;
+  }
+  Letter* letters(uint8_t* staging) const {
+    return reinterpret_cast<Letter*>(staging + kSlotBytes - letters_bytes());
+  }
+
+  void write_letters(uint8_t* staging) const {
+    uint32_t offset = 0;
+    for (int k = 1; k < window_.size(); k++) {
+      const int rank = window_.peer(k);
+      letters(staging)[rank] = {in_.bytes(rank), offset, static_cast<uint32_t>(area_)};
+      if (in_.bytes(rank) > 0) offset += static_cast<uint32_t>(area_);
+    }
+  }
+  /// Returns in how many rounds all is through.
+  uint64_t read_letters(uint32_t round, uint32_t stage) {
+    uint64_t count = rounds_;
+    for (int r = 0; r < window_.size(); r++) {
+      if (r == me_) continue;
+      uint64_t theirs = 0;
+      std::memcpy(&theirs, window_.payload(r, stage), sizeof theirs);
+      count = std::max(count, theirs);
+      from_[r] = letters(window_.staging(r, round))[me_];
+      if (from_[r].bytes != out_.bytes(r)) {
+        throw_sizes(window_, tag_, r, from_[r].bytes, out_.bytes(r));
+      }
+    }
+    return count;
+  }
+
+  void put(size_t i, uint8_t* staging) {
+    for (int k = 1; k < window_.size(); k++) {
+      const int rank = window_.peer(k);
+      const Span<const uint8_t> piece = Cut{in_.bytes(rank), area_}.of(in_[rank], i);
+      copy(staging, piece.data, piece.size);
+      if (in_.bytes(rank) > 0) staging += area_;
+      window_.count_sent(piece.size);
+    }
+  }
+  void take(size_t i, uint32_t round) {
+    for (int k = 1; k < window_.size(); k++) {
+      const int rank = window_.peer(k);
+      const Span<uint8_t> piece = Cut{out_.bytes(rank), from_[rank].area}.of(out_[rank], i);
+      copy(piece.data, window_.staging(rank, round) + from_[rank].offset, piece.size);
+    }
+  }
+
+  Window& window_;
+  const OpTag& tag_;
+  const ConstParts in_;
+  const Parts out_;
+  int me_;
+  size_t area_;
+  uint64_t rounds_;
+  Letter from_[kMaxRanks];
+};
+
+}  // namespace
+
+void all_gather(Window& window, const OpTag& tag, const void* in, const Parts& out,
+                Deadline deadline) {
+  window.begin(tag, deadline);
+  const Parts parts = out.of(size_of(tag.dtype));
+  const int me = window.rank();
+  const PartCuts<void> cuts{parts, window.size(), kSlotBytes};
+  if (cuts.count() == 0) meet(window);
+  rounds(
+      window, cuts.count(),
+      [&](size_t i, uint8_t* staging) {
+        const Span<uint8_t> own = cuts.of(me, i);
+        const uint8_t* from = at(in, i * kSlotBytes);
+        copy(staging, from, own.size);
+        copy(own.data, from, own.size);
+      },
+      [&](size_t i, uint32_t round) {
+        for (int k = 1; k < window.size(); k++) {
+          const int rank = window.peer(k);
+          const Span<uint8_t> theirs = cuts.of(rank, i);
+          copy(theirs.data, window.staging(rank, round), theirs.size);
+        }
+      });
+  window.count_sent(parts.bytes(me));
+  window.end();
+}
+
+void all_to_all(Window& window, const OpTag& tag, const ConstParts& in, const Parts& out,
+                Deadline deadline) {
+  window.begin(tag, deadline);
+  const size_t element = size_of(tag.dtype);
+  PartExchange(window, tag, in.of(element), out.of(element)).run();
+  window.end();
+}
+
+void gather(Window& window, const OpTag& tag, const void* in, const Parts& out, Deadline deadline) {
+  window.begin(tag, deadline);
+  const size_t element = size_of(tag.dtype);
+  std::vector<ConstPart> to(window.size());
+  to[tag.root] = {in, tag.numel};
+  const std::vector<Part> none(window.size());
+  const Parts from = window.rank() == tag.root ? out : Parts(none);
+  PartExchange(window, tag, ConstParts(to).of(element), from.of(element)).run();
+  window.end();
+}
+
+void scatter(Window& window, const OpTag& tag, const ConstParts& in, void* out, Deadline deadline) {
+  window.begin(tag, deadline);
+  const size_t element = size_of(tag.dtype);
+  std::vector<Part> from(window.size());
+  from[tag.root] = {out, tag.numel};
+  const std::vector<ConstPart> none(window.size());
+  const ConstParts to = window.rank() == tag.root ? in : ConstParts(none);
+  PartExchange(window, tag, to.of(element), Parts(from).of(element)).run();
+  window.end();
+}
+
+void broadcast(Window& window, const OpTag& tag, void* data, Deadline deadline) {
+  window.begin(tag, deadline);
+  const size_t bytes = tag.numel * size_of(tag.dtype);
+  const Cut cut{bytes, kSlotBytes};
+  const bool root = window.rank() == tag.root;
+  if (bytes == 0) meet(window);
+  rounds(
+      window, cut.count(),
+      [&](size_t i, uint8_t* staging) {
+        if (root) std::memcpy(staging, at(data, cut.begin(i)), cut.size(i));
+      },
+      [&](size_t i, uint32_t round) {
+        if (!root) {
+          std::memcpy(at(data, cut.begin(i)), window.staging(tag.root, round), cut.size(i));
+        }
+      });
+  if (root) window.count_sent(bytes);
+  window.end();
+}
+
+void barrier(Window& window, const OpTag& tag, Deadline deadline) {
+  window.begin(tag, deadline);
+  meet(window);
+  window.end();
+}
+
+}  // namespace pycomm::shared
