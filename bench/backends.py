@@ -117,11 +117,14 @@ def _torch_group(backend: str, folder: Path, rank: int, ranks: int) -> Any:
     """The default group, or a further group beside it."""
     import torch.distributed as dist
 
+    from pycomm import takeover
+
     if backend == "pycomm":
         import pycomm.backend  # noqa: F401  (torch knows the name by itself where it is installed)
 
-    if dist.is_initialized():
-        return dist.new_group(backend=backend)
-    store = dist.FileStore(str(folder / "torch"), ranks)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-    return dist.group.WORLD
+    with takeover.released():  # whatever PYCOMM_TAKEOVER says
+        if dist.is_initialized():
+            return dist.new_group(backend=backend)
+        store = dist.FileStore(str(folder / "torch"), ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+        return dist.group.WORLD

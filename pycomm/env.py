@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +21,30 @@ class Env:
     # RANK and WORLD_SIZE, as torchrun sets them; None where they are not set.
     rank: int | None = None
     world_size: int | None = None
+
+
+@dataclass(frozen=True)
+class AtImport:
+    """Read at the end of every `import torch`, where pycomm is installed: by _autoload.py."""
+
+    # PYCOMM_TAKEOVER: names of backends that pycomm answers for, such as "gloo,nccl"; takeover.py.
+    takeover: tuple[str, ...] = ()
+    # PYCOMM_RUN: options of `python -m pycomm.run`, for processes that another launcher starts.
+    run: tuple[str, ...] = ()
+
+
+def at_import() -> AtImport:
+    """Return the settings that change what torch does. Not kept: scripts set variables, too."""
+    names = os.environ.get("PYCOMM_TAKEOVER", "").split(",")
+    return AtImport(
+        takeover=tuple(name.strip() for name in names if name.strip()),
+        run=tuple(shlex.split(os.environ.get("PYCOMM_RUN", ""))),
+    )
+
+
+def hand_on_run(options: Sequence[str]) -> None:
+    """Set PYCOMM_RUN for the processes that this one starts."""
+    os.environ["PYCOMM_RUN"] = shlex.join(options)
 
 
 @cache

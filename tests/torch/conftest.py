@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch_pool import Pool
@@ -12,3 +13,13 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder that makes torch see our entry point, as an installation does."""
+    info = tmp_path / "entry-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nentry = pycomm._autoload:register\n")
+    return tmp_path

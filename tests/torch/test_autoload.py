@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,16 +26,6 @@ def run(code: str, *path: Path, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """A folder that makes torch see our entry point, as an installation does."""
-    info = tmp_path / "entry-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\nentry = pycomm._autoload:register\n")
-    return tmp_path
 
 
 def test_backend_is_known_without_importing_pycomm(installed):
@@ -87,3 +75,41 @@ def test_compress_is_a_function_whichever_way_it_is_imported():
         "from pycomm.compress import compress; import pycomm; f = pycomm.compress",
     ):
         assert run(f"{way}; print(callable(f))") == "True"
+
+
+TAKEOVER = """
+import sys, warnings, torch, torch.distributed as dist
+print("pycomm.takeover" in sys.modules)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(dist.get_backend(), dist.group.WORLD._get_backend(torch.device("cpu")).name())
+dist.destroy_process_group()
+"""
+
+
+def test_takeover_by_environment(installed):
+    assert run(TAKEOVER, installed, PYCOMM_TAKEOVER="gloo, nccl").split() == [
+        *("True", "gloo", "pycomm")
+    ]
+    assert run(TAKEOVER, installed, PYCOMM_TAKEOVER="").split() == ["False", "gloo", "gloo"]
+
+
+def test_run_by_environment(installed):
+    code = TAKEOVER.replace(
+        "dist.destroy",
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "print([hook.__name__ for hook, _ in model._comm_hooks])\ndist.destroy",
+    )
+    said = run(code, installed, PYCOMM_RUN="--codec int4").split()
+    assert said == ["True", "gloo", "pycomm", "['compress_hook']"]
+
+
+def test_import_torch_survives_wrong_variables(installed):
+    code = (
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import torch\n"
+        "print(*(w.message for w in caught if 'pycomm' in str(w.message)))"
+    )
+    assert "cannot answer for the backend 'mpi'" in run(code, installed, PYCOMM_TAKEOVER="mpi")
+    assert "unknown codec 'int9'" in run(code, installed, PYCOMM_RUN="--codec int9")

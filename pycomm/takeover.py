@@ -1,0 +1,158 @@
+"""Answers for backend names that somebody has written into a script or a library.
+
+    PYCOMM_TAKEOVER=gloo,nccl torchrun --nproc-per-node 2 train.py
+
+Every process group that asks for one of these names becomes a pycomm group, whoever makes it:
+`init_process_group`, `new_group`, DeviceMesh. `get_backend` still says the name that was asked for,
+because that is what libraries compare: Accelerate sends other collectives to "gloo",
+`monitored_barrier` refuses every other name. `pycomm.backend.find` tells what a group really is,
+and so does the group's own `name()`: it must, because torch casts what calls itself Gloo there to
+its own class. What constructs `ProcessGroupGloo` itself, as torch's debug wrapper does, gets Gloo;
+so does everything inside `released()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from pycomm.errors import Error
+
+logger = logging.getLogger("pycomm")
+
+Make = Callable[..., tuple[Any, Any]]
+
+# Why a name cannot be answered for.
+REFUSED = {
+    "fake": "it stands for no communication",
+    "mpi": "MPI starts its own ranks, so there is nothing to meet by",
+    "pycomm": "that is our own name",
+    "undefined": "that is torch's word for a backend that was not named; such a group goes to what "
+    "torch would take, so name that",
+}
+
+_answers: dict[str, str] = {}  # the backend that stands in, by the name that is asked for
+_released = ContextVar("pycomm_released", default=False)
+
+
+def install(names: Iterable[str], backend: str = "pycomm") -> None:
+    """Let process groups that ask for one of these names be made by another backend.
+
+    May be called again: later names are added, and a name's last backend counts.
+
+    Args:
+        names: of backends, as `init_process_group` takes them: "gloo", "nccl".
+        backend: which stands in.
+
+    Raises:
+        ValueError: a name that cannot be answered for; the text says why.
+        Error: this torch makes its groups in another way.
+    """
+    wanted = [name.lower() for name in names]
+    for name in wanted:
+        if name in REFUSED:
+            raise ValueError(f"pycomm cannot answer for the backend {name!r}: {REFUSED[name]}")
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is not the name of a backend, such as gloo or nccl")
+    make: Make | None = getattr(c10d, "_new_process_group_helper", None)
+    if make is None:
+        raise Error(
+            f"torch {torch.__version__} makes process groups in a way that pycomm does not know: "
+            'backend names cannot be taken over, so ask for "pycomm" by name'
+        )
+    if not hasattr(make, "_pycomm"):
+        c10d._new_process_group_helper = _answering(make)
+    if "nccl" in wanted and vars(c10d).get("default_pg_nccl_timeout") is None:
+        # A torch without NCCL has no default for it, and warns; where there is one, it is this.
+        vars(c10d)["default_pg_nccl_timeout"] = timedelta(minutes=10)
+    _answers.update(dict.fromkeys(wanted, backend))
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that are answered for at the moment."""
+    return () if _released.get() else tuple(sorted(_answers))
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """Within it, names mean what torch says: a group that asks for "gloo" is Gloo's.
+
+    Example:
+        >>> from pycomm import takeover
+        >>> with takeover.released():
+        ...     group = dist.new_group(backend="gloo")  # doctest: +SKIP
+    """
+    token = _released.set(True)
+    try:
+        yield
+    finally:
+        _released.reset(token)
+
+
+def _answering(make: Make) -> Make:
+    """Wrap the function through which torch makes every process group."""
+
+    @functools.wraps(make)
+    def answer(size: int, rank: int, ranks: Any, backend: str, *args: Any, **kwargs: Any) -> Any:
+        asked = _asked(backend)
+        given = {device: _answers.get(name, name) for device, name in asked.items()}
+        if given == asked:
+            return make(size, rank, ranks, backend, *args, **kwargs)
+        stands_in = next(given[device] for device in asked if given[device] != asked[device])
+        for options in ("backend_options", "pg_options"):  # its name has changed over time
+            if kwargs.get(options) is not None and not _ours(kwargs[options]):
+                logger.info("takeover: %s of %s are left out", options, backend)
+                kwargs[options] = None
+        if set(given.values()) == {stands_in}:
+            text = stands_in
+        else:
+            text = ",".join(f"{device}:{name}" for device, name in given.items())
+        group, store = make(size, rank, ranks, text, *args, **kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            _rename(group, backend, asked, given)
+            logger.info("takeover: %s in place of %s for %s", text, backend, group.group_name)
+        return group, store
+
+    vars(answer)["_pycomm"] = True
+    return answer
+
+
+def _asked(backend: str) -> dict[str, str]:
+    """The backend's name for each device; empty where no name is one that we answer for."""
+    text = str(backend).lower()
+    parts = {part.rpartition(":")[2] for part in text.split(",")}
+    if _released.get() or not _answers or (text != "undefined" and parts.isdisjoint(_answers)):
+        return {}
+    config = c10d.BackendConfig(dist.Backend(text))
+    return {device: str(name) for device, name in config.get_device_backend_map().items()}
+
+
+def _ours(options: Any) -> bool:
+    return type(options).__module__.partition(".")[0] == "pycomm"
+
+
+def _rename(
+    group: dist.ProcessGroup, backend: str, asked: dict[str, str], given: dict[str, str]
+) -> None:
+    """Let a group go by the name that was asked for, in what torch keeps in Python."""
+    devices = [device.type for device in group._device_types]
+    # "nccl" is for CUDA tensors; a backend that also takes CPU tensors does so under this name.
+    alone = next(iter(asked.values())) if len(set(asked.values())) == 1 else None
+    called = {device: asked.get(device, alone) for device in devices}
+    _, store = c10d._world.pg_map[group]
+    c10d._world.pg_map[group] = (str(backend), store)
+    config = ",".join(f"{device}:{name}" for device, name in sorted(called.items()))
+    c10d._world.pg_backend_config[group] = config
+
+    if dist.Backend.NCCL not in given.values():
+        # torch leaves a group of "cpu:pycomm,cuda:..." without a default.
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
