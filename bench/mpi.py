@@ -75,6 +75,8 @@ class Mpi(Backend):
             "broadcast": lambda: world.Bcast(source, 0),
             "reduce": lambda: world.Reduce(source, target if case.rank == 0 else None, op, 0),
             "all_to_all": lambda: world.Alltoall([x, case.count, kind], [y, case.count, kind]),
+            "gather": lambda: world.Gather(mine, [y, case.count, kind], 0),
+            "scatter": lambda: world.Scatter([x, case.count, kind], target, 0),
             "sendrecv": lambda: world.Sendrecv(source, after, 0, target, before, 0),
         }
         return calls[case.op.name]

@@ -119,6 +119,8 @@ class Operation:
     torch: Callable[[Any, Any, Case, Any, Any], Run]
     """of torch.distributed, group, case, input and output tensor"""
     reduces: bool = False
+    to_root: bool = False
+    """only rank 0 has a result"""
 
 
 def _address(array: Array) -> int:
@@ -150,13 +152,24 @@ def _core_reduce(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
     return lambda: c.reduce(*args)
 
 
-def _core_all_to_all(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    def parts(array: Array) -> _C.Parts:
-        step = array.nbytes // case.ranks
-        return _C.Parts([(_address(array) + r * step, case.count) for r in range(case.ranks)])
+def _parts(case: Case, array: Array) -> _C.Parts:
+    step = array.nbytes // case.ranks
+    return _C.Parts([(_address(array) + r * step, case.count) for r in range(case.ranks)])
 
-    args = (parts(x), parts(y), case.core_dtype)
+
+def _core_all_to_all(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    args = (_parts(case, x), _parts(case, y), case.core_dtype)
     return lambda: c.all_to_all(*args)
+
+
+def _core_gather(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    args = (_address(x), case.count, _parts(case, y), case.core_dtype, 0)
+    return lambda: c.gather(*args)
+
+
+def _core_scatter(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
+    args = (_parts(case, x), _address(y), case.count, case.core_dtype, 0)
+    return lambda: c.scatter(*args)
 
 
 def _core_sendrecv(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
@@ -207,6 +220,16 @@ def _torch_reduce(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
         dist.reduce(y, 0, op, group)
 
     return run
+
+
+def _torch_gather(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
+    parts = list(y.chunk(case.ranks)) if case.rank == 0 else None
+    return lambda: dist.gather(x, parts, 0, group)
+
+
+def _torch_scatter(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
+    parts = list(x.chunk(case.ranks)) if case.rank == 0 else None
+    return lambda: dist.scatter(y, parts, 0, group)
 
 
 def _torch_sendrecv(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
@@ -279,6 +302,7 @@ OPERATIONS = {
             core=_core_reduce,
             torch=_torch_reduce,
             reduces=True,
+            to_root=True,
         ),
         Operation(
             name="all_to_all",
@@ -288,6 +312,25 @@ OPERATIONS = {
             expected=_all_to_all_expected,
             core=_core_all_to_all,
             torch=lambda dist, group, case, x, y: lambda: dist.all_to_all_single(y, x, group=group),
+        ),
+        Operation(
+            name="gather",
+            bus_factor=_shares,
+            parts=lambda ranks: (1, ranks),
+            in_place=False,
+            expected=lambda case, inputs: np.concatenate([inputs(r) for r in range(case.ranks)]),
+            core=_core_gather,
+            torch=_torch_gather,
+            to_root=True,
+        ),
+        Operation(
+            name="scatter",
+            bus_factor=_shares,
+            parts=lambda ranks: (ranks, 1),
+            in_place=False,
+            expected=lambda case, inputs: case.part(inputs(0), case.rank),
+            core=_core_scatter,
+            torch=_torch_scatter,
         ),
         Operation(
             name="sendrecv",
