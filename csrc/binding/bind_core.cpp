@@ -83,6 +83,8 @@ py::dict environment() {
   out["timeout"] = values.timeout.count() / 1e3;
   out["secret"] = values.secret;
   out["spin"] = values.spin;
+  out["trace"] = values.trace;
+  out["trace_size"] = values.trace_size;
   return out;
 }
 

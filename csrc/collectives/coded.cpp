@@ -296,6 +296,9 @@ uint64_t hop_seed(uint64_t seed, int rank) {
   return z ^ (z >> 31);
 }
 
-bool all_reduce(Exchange& ex, const CodedArgs& args) { return AllReduce(ex, args).run(); }
+bool all_reduce(Exchange& ex, const CodedArgs& args) {
+  ex.note_algo("two_shot");
+  return AllReduce(ex, args).run();
+}
 
 }  // namespace pycomm::coded

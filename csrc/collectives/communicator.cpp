@@ -3,6 +3,7 @@
 #include "collectives/communicator.h"
 
 #include <cstring>
+#include <numeric>
 
 #include "collectives/coded.h"
 #include "collectives/direct.h"
@@ -44,6 +45,12 @@ Rendezvous meeting(std::shared_ptr<Store> store, int rank, int size,
   return result;
 }
 
+std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions& options) {
+  TraceOwner owner{options.group, options.description, rank, options.global_ranks};
+  for (int r = 0; options.global_ranks.empty() && r < size; r++) owner.global_ranks.push_back(r);
+  return Trace::make(std::move(owner), static_cast<size_t>(options.trace_size));
+}
+
 OpTag make_tag(Op op, size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum, int root = -1) {
   OpTag tag;
   tag.op = op;
@@ -78,7 +85,9 @@ class Communicator::Impl {
       : options_(std::move(options)),
         timeout_(options_.timeout.count()),
         mesh_(meeting(std::move(store), rank, size, options_), options_, failure_),
-        point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, [this] { over(); })) {}
+        trace_(make_trace(rank, size, options_)),
+        point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, *trace_,
+                                                       [this] { over(Lane::point_to_point); })) {}
 
   ~Impl() { point_to_point_->close(); }
 
@@ -86,6 +95,7 @@ class Communicator::Impl {
   int rank() const { return mesh_.rank(); }
   int size() const { return mesh_.size(); }
   PointToPoint& point_to_point() { return *point_to_point_; }
+  const Trace& trace() const { return *trace_; }
   const std::string& algo() const { return options_.algo; }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
@@ -98,32 +108,39 @@ class Communicator::Impl {
     std::lock_guard<std::mutex> one(one_at_a_time_);
     failure_.rethrow();
     tag.seq = ++seq_;
-    const Deadline deadline = Deadline::after(timeout.count() > 0 ? timeout : this->timeout());
+    recording_ = trace_->start(tag);
+    trace_->set_algo(recording_, "window");  // over channels the algorithms say more
     try {
-      body(deadline);
+      body(Deadline::on_demand(timeout.count() > 0 ? timeout : this->timeout()));
     } catch (...) {
-      over();
+      trace_->end(recording_, false);
+      over(Lane::collective);
     }
+    trace_->end(recording_);
   }
 
   /// The same over channels.
   template <typename Body>
   void exchange(OpTag& tag, Milliseconds timeout, const Body& body) {
     run(tag, timeout, [&](const Deadline& deadline) {
-      if (Window* window = mesh_.window()) window->announce(tag);
-      Exchange ex(mesh_, scratch_, tag, deadline, options_.segment_bytes);
+      Exchange ex(mesh_, scratch_, tag, deadline, options_.segment_bytes, {*trace_, recording_});
       body(ex);
+      mesh_.standing().end(tag);
     });
   }
 
   /// Called with an error in flight that no rank can go on after: tells everybody, and throws the
   /// group's first error.
-  [[noreturn]] void over() {
-    std::exception_ptr error = from_reason(std::current_exception());
-    if (const std::exception_ptr cause = mesh_.aborted()) error = cause;
-    const bool first = !failure_.happened();
-    failure_.set(error);
-    if (first) mesh_.abort(to_reason(error));
+  [[noreturn]] void over(Lane lane) {
+    const std::exception_ptr thrown = from_reason(std::current_exception());
+    if (!failure_.happened()) {
+      const std::exception_ptr error = mesh_.aborted() ? thrown : explained(thrown, mesh_, lane);
+      // What another rank has said meanwhile is the cause.
+      const std::exception_ptr cause = mesh_.aborted();
+      failure_.set(cause ? cause : error);
+      mesh_.abort(to_reason(cause ? cause : error));
+      trace_->set_error(failure_.text());
+    }
     failure_.rethrow();
     std::abort();  // not reached: an error is set
   }
@@ -132,6 +149,7 @@ class Communicator::Impl {
     const std::string text = "rank " + std::to_string(rank()) + " was aborted: " + reason;
     failure_.set(std::make_exception_ptr(Error(text)));
     mesh_.abort(text);
+    trace_->set_error(text);
   }
 
   void check_buffer(Op op, const void* data, size_t numel) const {
@@ -172,6 +190,8 @@ class Communicator::Impl {
   Scratch scratch_;
   std::mutex one_at_a_time_;
   uint64_t seq_ = 0;
+  const std::shared_ptr<Trace> trace_;
+  uint64_t recording_ = 0;  ///< number of the running collective in the trace
   std::shared_ptr<PointToPoint> point_to_point_;
 };
 
@@ -187,6 +207,7 @@ void Communicator::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeou
 std::string Communicator::describe() const { return impl_->mesh().describe(); }
 uint64_t Communicator::wire_bytes() const { return impl_->mesh().wire_bytes(); }
 uint64_t Communicator::sent_bytes() const { return impl_->mesh().sent_bytes(); }
+const Trace& Communicator::trace() const { return impl_->trace(); }
 void Communicator::abort(const std::string& reason) noexcept { impl_->abort(reason); }
 
 // ------------------------------------------------------------------ collectives that reduce
@@ -303,8 +324,10 @@ void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtyp
     });
   }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout,
-                  [&](Exchange& ex) { direct::all_to_all(ex, in.of(element), out.of(element)); });
+  impl_->exchange(tag, timeout, [&](Exchange& ex) {
+    ex.note_parts(in.total(size()), out.total(size()));
+    direct::all_to_all(ex, in.of(element), out.of(element));
+  });
 }
 
 void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,

@@ -13,6 +13,7 @@
 #include "core/deadline.h"
 #include "core/env.h"
 #include "core/op.h"
+#include "core/trace.h"
 #include "core/types.h"
 #include "transports/store.h"
 
@@ -28,6 +29,11 @@ struct CommunicatorOptions {
   std::string interface = env().interface;
   double link_bytes_per_second = env().link_bytes_per_second;
   std::string secret = env().secret;
+  /// For the trace: what the group is for, and its members' numbers among all processes; empty: as
+  /// in the group.
+  std::string description;
+  std::vector<int> global_ranks;
+  int trace_size = env().trace_size;  ///< operations that the group remembers
   /// For tests: pieces in which channels pipeline, so that small inputs take many segments.
   size_t segment_bytes = 0;  ///< 0: chosen by size
 };
@@ -136,6 +142,9 @@ class PYCOMM_API Communicator {
   std::shared_ptr<Request> send(const void* data, size_t bytes, int dst, int tag = 0);
   /// `src` -1 receives from any rank.
   std::shared_ptr<Request> recv(void* data, size_t bytes, int src, int tag = 0);
+
+  /// The recent operations of this rank. Any thread.
+  const Trace& trace() const;
 
   /// Ends every running and later operation on all ranks with `reason`. Any thread, any time.
   void abort(const std::string& reason) noexcept;

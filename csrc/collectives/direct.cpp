@@ -102,6 +102,7 @@ void one_shot(Exchange& ex, const void* in, void* out, size_t numel, const Fold&
 }  // namespace
 
 void one_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
+  ex.note_algo("one_shot");
   one_shot(ex, data, data, numel, fold, -1);
 }
 
@@ -109,6 +110,7 @@ void one_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fol
 // every link are busy from the first byte to the last. They arrive in `data` where our own
 // contribution lay, which their owner must have had before it could send the result.
 void two_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
+  ex.note_algo("two_shot");
   const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
   const auto list = even_chunks(static_cast<const void*>(data), numel, ex.size(), element);
   const ConstParts chunks = ConstParts(list).of(element);
@@ -125,11 +127,13 @@ void two_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fol
 }
 
 void reduce_scatter(Exchange& ex, const ConstParts& in, void* out, const Fold& fold) {
+  ex.note_algo("direct");
   scatter_reduce(ex, in, out, fold, [](const Span<uint8_t>&) {});
   ex.wait_all();
 }
 
 void reduce(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold, int root) {
+  ex.note_algo("direct");
   const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
   if (select_all_reduce(numel * element, ex.size(), "direct") == Algo::one_shot) {
     return one_shot(ex, in, out, numel, fold, root);

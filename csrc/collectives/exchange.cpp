@@ -29,10 +29,9 @@ void Exchange::rest(int quiet) {
   if (!mesh_.should_check(quiet)) return;
   mesh_.check(Lane::collective);
   if (!deadline_.expired()) return;
-  throw Timeout("rank " + std::to_string(rank()) + ": " + describe(tag_) +
-                " did not finish within " + std::to_string(deadline_.limit().count()) +
-                " ms: " + mesh_.missing(Lane::collective, source_) +
-                "; check that every rank runs and calls the same operations in the same order");
+  throw Timeout("rank " + std::to_string(rank()) + ": " + describe(tag_) + " did not end within " +
+                    std::to_string(deadline_.limit().count()) + " ms",
+                mesh_.missing(source_));
 }
 
 }  // namespace pycomm

@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "collectives/mesh.h"
+#include "core/trace.h"
 
 namespace pycomm {
 
@@ -21,17 +22,25 @@ class Scratch {
   size_t size_ = 0;
 };
 
+/// The record of a running operation in the group's trace.
+struct Recording {
+  Trace& trace;
+  uint64_t id;
+};
+
 /// One collective's view of the mesh: what it posts carries its tag, and its waits have its
 /// deadline.
 class Exchange {
  public:
-  Exchange(Mesh& mesh, Scratch& scratch, const OpTag& tag, Deadline deadline, size_t segment_bytes)
+  Exchange(Mesh& mesh, Scratch& scratch, const OpTag& tag, Deadline deadline, size_t segment_bytes,
+           Recording recording)
       : mesh_(mesh),
         scratch_(scratch),
         tag_(tag),
         deadline_(deadline),
-        segment_bytes_(segment_bytes) {
-    mesh.begin(Lane::collective);
+        segment_bytes_(segment_bytes),
+        recording_(recording) {
+    mesh.begin(tag);
   }
 
   int rank() const { return mesh_.rank(); }
@@ -41,6 +50,12 @@ class Exchange {
   size_t segment_bytes() const { return segment_bytes_; }
   /// The rank `steps` after ours; each rank begins with another peer, so that none is flooded.
   int after(int steps) const { return (rank() + steps) % size(); }
+
+  /// For the trace: the algorithm in a word, and what this rank sends and gets in an all_to_all.
+  void note_algo(const char* algo) { recording_.trace.set_algo(recording_.id, algo); }
+  void note_parts(size_t sent, size_t received) {
+    recording_.trace.set_parts(recording_.id, sent, received);
+  }
 
   /// Everything comes from this rank, if by way of others. For the text of a Timeout.
   void set_source(int rank) { source_ = rank; }
@@ -85,6 +100,7 @@ class Exchange {
   const OpTag& tag_;
   Deadline deadline_;
   size_t segment_bytes_;
+  Recording recording_;
   int source_ = -1;
 };
 

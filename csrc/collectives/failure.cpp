@@ -3,6 +3,9 @@
 #include <cstdlib>
 #include <typeinfo>
 
+#include "collectives/mesh.h"
+#include "collectives/report.h"
+
 namespace pycomm {
 namespace {
 
@@ -17,6 +20,40 @@ void Failure::set(std::exception_ptr error) {
   if (happened()) return;
   first_ = std::move(error);
   happened_.store(true, std::memory_order_release);
+}
+
+std::string Failure::text() const {
+  try {
+    rethrow();
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "unknown error";
+  }
+  return "";
+}
+
+std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane lane) {
+  Report report;
+  report.rank = mesh.rank();
+  const auto text = [&](const std::string& what) {
+    const Standing own = mesh.standing().load();
+    report.ranks = mesh.survey(lane, report.mismatch && own.inside() ? own.call.seq : 0);
+    return what + table(report);
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const Timeout& e) {
+    report.waited_for = e.waited_for;
+    return std::make_exception_ptr(Timeout(text(e.what()), e.waited_for));
+  } catch (const WireMismatch& e) {
+    report.mismatch = true;
+    return std::make_exception_ptr(WireMismatch(text(e.what())));
+  } catch (const PeerLost& e) {
+    return std::make_exception_ptr(PeerLost(e.rank, text(e.what())));
+  } catch (...) {
+    return error;
+  }
 }
 
 std::string to_reason(const std::exception_ptr& error) {
@@ -41,21 +78,19 @@ std::exception_ptr from_reason(const std::exception_ptr& error) {
   } catch (const Error& e) {
     if (typeid(e) != typeid(Error)) return error;
     const std::string text = e.what();
-    // The words before the kind say who told us.
-    const auto without = [&text](size_t at, size_t length) {
-      return text.substr(0, at) + text.substr(at + length);
-    };
+    // The words before the kind say who told us; those after it name the rank themselves.
+    const auto after = [&text](size_t at, size_t length) { return text.substr(at + length); };
     size_t at = text.find(kTimeout);
     if (at != std::string::npos)
-      return std::make_exception_ptr(Timeout(without(at, sizeof(kTimeout) - 1)));
+      return std::make_exception_ptr(Timeout(after(at, sizeof(kTimeout) - 1)));
     at = text.find(kMismatch);
     if (at != std::string::npos)
-      return std::make_exception_ptr(WireMismatch(without(at, sizeof(kMismatch) - 1)));
+      return std::make_exception_ptr(WireMismatch(after(at, sizeof(kMismatch) - 1)));
     at = text.find(kLost);
     const size_t end = at == std::string::npos ? at : text.find("] ", at);
     if (end != std::string::npos) {
       const int rank = std::atoi(text.c_str() + at + sizeof(kLost) - 1);
-      return std::make_exception_ptr(PeerLost(rank, without(at, end + 2 - at)));
+      return std::make_exception_ptr(PeerLost(rank, after(at, end + 2 - at)));
     }
     return error;
   } catch (...) {

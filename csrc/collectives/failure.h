@@ -13,6 +13,8 @@ namespace pycomm {
 class Failure {
  public:
   bool happened() const { return happened_.load(std::memory_order_acquire); }
+  /// Of the error; empty if there is none.
+  std::string text() const;
   /// Keeps the first error; later ones are its echoes.
   void set(std::exception_ptr error);
   void rethrow() const {
@@ -24,6 +26,13 @@ class Failure {
   std::mutex mutex_;
   std::exception_ptr first_;
 };
+
+class Mesh;
+enum class Lane : uint8_t;
+
+/// `error` with what every rank is doing in its text, if it is one that ends a group because of
+/// other ranks. May take a moment. `lane` is the one that the caller drives.
+std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane lane);
 
 /// What a rank tells its peers when it gives up: the kind of the error, then its text. Transports
 /// carry it as plain words.

@@ -19,6 +19,10 @@ constexpr std::chrono::microseconds kNap{2000};
 constexpr std::chrono::microseconds kShortNap{50};
 // Looks between two searches for failures: one costs as much as several looks.
 constexpr int kLooksPerCheck = 64;
+// How long an error may wait for what other ranks are doing. Those that wait answer within a few
+// milliseconds; those that compute do not.
+constexpr Milliseconds kSurvey{200};
+constexpr Milliseconds kSurveyStep{2};
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -72,6 +76,7 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
       if (r != rank_ && !by_rank_[r] && transport->reaches(r)) by_rank_[r] = transport.get();
     }
     if (!window_) window_ = transport->window();
+    if (SharedStanding* shared = transport->standing()) standing_ = shared;
     transports_.push_back(std::move(transport));
   };
   const auto unreached = [&] {
@@ -90,6 +95,7 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
     tcp.interface = options.interface;
     tcp.link_bytes_per_second = options.link_bytes_per_second;
     tcp.secret = options.secret;
+    tcp.standing = standing_;
     add(make_tcp(meeting, unreached(), tcp));
   }
   const std::vector<int> lost = unreached();
@@ -186,29 +192,59 @@ void Mesh::pause(Lane lane, int quiet, const Deadline& deadline) {
   }
 }
 
-void Mesh::begin(Lane lane) {
-  for (const int peer : opened_[static_cast<int>(lane)]) {
-    Link& l = link(lane, peer);
+void Mesh::begin(const OpTag& tag) {
+  standing_->begin(tag);
+  for (const int peer : opened_[static_cast<int>(Lane::collective)]) {
+    Link& l = link(Lane::collective, peer);
+    if (l.received() > l.began) l.heard = running_;
     l.began = l.received();
   }
+  running_ = tag;
 }
 
-std::string Mesh::missing(Lane lane, int source) {
+std::vector<int> Mesh::missing(int source) {
   std::vector<int> silent, slow, full;
-  for (const int peer : opened_[static_cast<int>(lane)]) {
-    const Link& l = link(lane, peer);
+  for (const int peer : opened_[static_cast<int>(Lane::collective)]) {
+    const Link& l = link(Lane::collective, peer);
     if (l.last_recv > l.received()) {
       (l.received() == l.began ? silent : slow).push_back(peer);
     } else if (l.pending()) {
       full.push_back(peer);
     }
   }
-  for (auto* ranks : {&silent, &slow, &full}) std::sort(ranks->begin(), ranks->end());
-  if (std::count(silent.begin(), silent.end(), source)) silent = {source};
-  if (!silent.empty()) return "nothing came from " + join(silent);
-  if (!slow.empty()) return join(slow) + " stopped sending";
-  if (!full.empty()) return join(full) + " stopped receiving";
-  return "nothing is missing";
+  if (std::count(silent.begin(), silent.end(), source)) return {source};
+  return !silent.empty() ? silent : !slow.empty() ? slow : full;
+}
+
+Sighting Mesh::look(Lane lane, int rank) {
+  if (rank == rank_) return {Sighting::Presence::here, standing_->load()};
+  Sighting sighting = by_rank_[rank]->look(rank);
+  if (sighting.presence == Sighting::Presence::silent && lane == Lane::collective) {
+    const Link& l = link(lane, rank);
+    sighting.standing = Standing();
+    sighting.standing.call = l.received() > l.began ? running_ : l.heard;
+  }
+  return sighting;
+}
+
+std::vector<Sighting> Mesh::survey(Lane lane, uint64_t all_inside) {
+  using Presence = Sighting::Presence;
+  for (const auto& transport : transports_) transport->ask();
+  const Deadline deadline = Deadline::after(kSurvey);
+  std::vector<Sighting> ranks(size_);
+  for (;;) {
+    for (int r = 0; r < size_; r++) ranks[r] = look(lane, r);
+    const bool settled = std::all_of(ranks.begin(), ranks.end(), [&](const Sighting& s) {
+      return s.presence == Presence::here ? s.standing.call.seq >= all_inside
+                                          : s.presence != Presence::silent;
+    });
+    if (settled || deadline.expired() || aborted()) return ranks;
+    std::this_thread::sleep_for(kSurveyStep);
+    // What they were doing when they answered may be over.
+    if (all_inside > 0) {
+      for (const auto& transport : transports_) transport->ask();
+    }
+  }
 }
 
 std::exception_ptr Mesh::aborted() const {

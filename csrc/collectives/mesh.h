@@ -26,7 +26,7 @@ class Mesh {
   uint64_t wire_bytes() const;
   uint64_t sent_bytes() const;
 
-  // One thread at a time drives a lane: everything below but abort().
+  // One thread at a time drives a lane: everything below up to idle().
 
   uint64_t send(Lane lane, int peer, const OpTag& tag, Span<const uint8_t> data);
   uint64_t recv(Lane lane, int peer, const OpTag& tag, Span<uint8_t> data);
@@ -52,13 +52,23 @@ class Mesh {
   /// Sleeps until a channel of the lane may have something to do.
   void idle(Lane lane, std::chrono::microseconds limit);
 
-  /// From here on, rank r is "missing" until something from it has arrived.
-  void begin(Lane lane);
-  /// What a wait that ran out of time was waiting for, in words. If nothing came from `source`, the
-  /// others could not pass it on and are not to blame.
-  std::string missing(Lane lane, int source);
+  // What ranks do, for the texts of errors.
 
-  /// Any thread.
+  /// A collective over channels begins: from here on, rank r is missing until something from it has
+  /// arrived.
+  void begin(const OpTag& tag);
+  /// For which ranks a collective that ran out of time was waiting. If nothing came from `source`,
+  /// the others could not pass it on and are not to blame.
+  std::vector<int> missing(int source);
+  /// What our peers see of us.
+  SharedStanding& standing() { return *standing_; }
+  /// What all ranks are doing, asked by the thread that drives the lane. Takes a moment if some
+  /// rank does not answer, or has not come to collective number `all_inside` yet; ends early if a
+  /// rank aborts.
+  std::vector<Sighting> survey(Lane lane, uint64_t all_inside);
+
+  // Any thread.
+
   void abort(const std::string& reason) noexcept;
   /// What an aborting rank has told us, or null: better than to say that it has left.
   std::exception_ptr aborted() const;
@@ -69,7 +79,8 @@ class Mesh {
     Channel* channel = nullptr;
     uint64_t last_send = 0;
     uint64_t last_recv = 0;
-    uint64_t began = 0;  ///< received() when the running operation began
+    uint64_t began = 0;  ///< received() when the running collective began
+    OpTag heard;         ///< the last collective before it of which something has arrived
     uint64_t sent() const { return channel ? channel->sent() : 0; }
     uint64_t received() const { return channel ? channel->received() : 0; }
     bool pending() const { return channel && (last_send > sent() || last_recv > received()); }
@@ -77,6 +88,7 @@ class Mesh {
 
   Link& link(Lane lane, int peer) { return links_[static_cast<int>(lane)][peer]; }
   Channel& open(Lane lane, int peer);
+  Sighting look(Lane lane, int rank);
 
   int rank_;
   int size_;
@@ -88,6 +100,9 @@ class Mesh {
   std::vector<Link> links_[kLanes];
   std::vector<int> opened_[kLanes];  ///< peers in order of first use
   int spins_;
+  OpTag running_;  ///< the last collective over channels
+  SharedStanding own_standing_{};
+  SharedStanding* standing_ = &own_standing_;
 };
 
 /// "ranks 1, 2 and 3".

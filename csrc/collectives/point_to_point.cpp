@@ -38,7 +38,8 @@ class PointToPoint::Request final : public Communicator::Request {
         data(data),
         header{bytes, tag},
         peer(peer),
-        limit(limit) {}
+        limit(limit),
+        recording(this->owner->trace_.start(describing_tag())) {}
 
   bool done() override {
     std::lock_guard<std::mutex> lock(owner->mutex_);
@@ -53,11 +54,12 @@ class PointToPoint::Request final : public Communicator::Request {
   bool matches(int source, int64_t tag) const {
     return (peer < 0 || peer == source) && header.tag == tag;
   }
+  OpTag describing_tag() const {
+    return peer_tag(is_send ? Op::send : Op::recv, header.bytes, peer, header.tag);
+  }
   std::string describe() const {
-    const std::string who = peer < 0 ? "any rank" : "rank " + std::to_string(peer);
-    return "rank " + std::to_string(owner->mesh_.rank()) + ": " + (is_send ? "send" : "recv") +
-           " of " + std::to_string(header.bytes) + " bytes " + (is_send ? "to " : "from ") + who +
-           " (tag " + std::to_string(header.tag) + ")";
+    return "rank " + std::to_string(owner->mesh_.rank()) + ": " +
+           pycomm::describe(describing_tag());
   }
   void expect(uint64_t bytes, int source) const {
     if (bytes == header.bytes) return;
@@ -72,14 +74,15 @@ class PointToPoint::Request final : public Communicator::Request {
   const Header header;  // of a receive: what it expects
   const int peer;       // -1: any
   const Milliseconds limit;
+  const uint64_t recording;  // number in the trace
   uint64_t ticket = 0;
   bool finished = false;
   int from = -1;
   std::exception_ptr error;
 };
 
-PointToPoint::PointToPoint(Mesh& mesh, Failure& failure, std::function<void()> over)
-    : mesh_(mesh), failure_(failure), over_(std::move(over)), peers_(mesh.size()) {}
+PointToPoint::PointToPoint(Mesh& mesh, Failure& failure, Trace& trace, std::function<void()> over)
+    : mesh_(mesh), failure_(failure), trace_(trace), over_(std::move(over)), peers_(mesh.size()) {}
 
 void PointToPoint::close() {
   {
@@ -288,6 +291,8 @@ void PointToPoint::on_payload(int rank) {
 
 void PointToPoint::finish(const RequestPtr& request, int source, std::exception_ptr error) {
   request->from = source;
+  if (request->peer < 0) trace_.set_root(request->recording, source);
+  trace_.end(request->recording, !error);
   request->error = std::move(error);
   request->finished = true;
   outstanding_--;
@@ -356,11 +361,12 @@ void PointToPoint::wait(Request& request, Milliseconds limit) {
 // Moves bytes, or waits for the thread that does, until the request is done.
 void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit) {
   const Deadline deadline = Deadline::after(limit);
+  bool shown = false;
   for (int quiet = 0; !request.finished; quiet++) {
     failure_.rethrow();
     if (closed_) throw Error(request.describe() + " was not done when its group was closed");
     if (deadline.expired()) {
-      throw Timeout(request.describe() + " did not finish within " + std::to_string(limit.count()) +
+      throw Timeout(request.describe() + " did not end within " + std::to_string(limit.count()) +
                     " ms; check that the other end " + (request.is_send ? "receives" : "sends") +
                     " with the same tag");
     }
@@ -369,11 +375,14 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
     } else if (step()) {
       quiet = 0;
     } else if (!request.finished) {
+      if (!shown) mesh_.standing().wait_for(request.describing_tag());
+      shown = true;
       if (mesh_.should_check(quiet)) look_for_failures();
       rest(lock, [&] { mesh_.pause(kLane, quiet, deadline); });
     }
   }
   if (request.error) std::rethrow_exception(request.error);
+  if (shown) mesh_.standing().wait_over();
 }
 
 void PointToPoint::wake_server() {

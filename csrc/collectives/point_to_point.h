@@ -21,7 +21,7 @@ namespace pycomm {
 class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
  public:
   /// `over` is called with an error that ends the group, and throws the group's first error.
-  PointToPoint(Mesh& mesh, Failure& failure, std::function<void()> over);
+  PointToPoint(Mesh& mesh, Failure& failure, Trace& trace, std::function<void()> over);
 
   /// `limit` is for waits that name none.
   std::shared_ptr<Communicator::Request> send(const void* data, size_t bytes, int dst, int tag,
@@ -80,6 +80,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
 
   Mesh& mesh_;
   Failure& failure_;
+  Trace& trace_;
   const std::function<void()> over_;
 
   std::mutex mutex_;

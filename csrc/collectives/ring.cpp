@@ -109,6 +109,7 @@ Fold premultiply(const void* in, void* out, size_t numel, const Fold& fold) {
 }  // namespace
 
 void all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
+  ex.note_algo("ring");
   const size_t element = size_of(fold.dtype);
   Loop loop{static_cast<uint8_t*>(data), element, segment_numel(ex, element), {}};
   for (int r = 0; r < ex.size(); r++) {
@@ -122,6 +123,7 @@ void all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
 
 // The input is the caller's, so partial sums live in a copy of it.
 void reduce_scatter(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold) {
+  ex.note_algo("ring");
   const size_t element = size_of(fold.dtype), n = ex.size(), total = n * numel;
   std::unique_ptr<uint8_t[]> work(new uint8_t[total * element]);
   Loop loop{work.get(), element, segment_numel(ex, element), {}};
@@ -138,6 +140,7 @@ void reduce_scatter(Exchange& ex, const void* in, void* out, size_t numel, const
 }
 
 void all_gather(Exchange& ex, const void* in, void* out, size_t bytes) {
+  ex.note_algo("ring");
   Loop loop{static_cast<uint8_t*>(out), 1, segment_numel(ex, 1), {}};
   for (size_t r = 0; r < static_cast<size_t>(ex.size()); r++) {
     loop.chunks.push_back({r * bytes, (r + 1) * bytes});

@@ -32,6 +32,11 @@ struct Env {
   std::string secret;
   /// PYCOMM_SPIN: how often a wait on shared memory looks before it yields; -1: chosen by cores.
   int spin = -1;
+  /// PYCOMM_TRACE: folder into which every rank writes its recent operations when the group fails;
+  /// empty: they are not written. docs/trace.md.
+  std::string trace;
+  /// PYCOMM_TRACE_SIZE: operations that each group remembers, 0 to 1000000.
+  int trace_size = 2048;
 };
 
 PYCOMM_API const Env& env();

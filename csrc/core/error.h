@@ -2,6 +2,8 @@
 #pragma once
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "core/types.h"
 
@@ -16,7 +18,9 @@ class PYCOMM_API Error : public std::runtime_error {
 /// A deadline passed. The text names the ranks that did not come.
 class PYCOMM_API Timeout : public Error {
  public:
-  using Error::Error;
+  explicit Timeout(const std::string& what, std::vector<int> waited_for = {})
+      : Error(what), waited_for(std::move(waited_for)) {}
+  std::vector<int> waited_for;  ///< ranks in the group from which nothing came; empty: not known
 };
 
 /// A rank died or left. `rank` is its number in the group.

@@ -53,8 +53,24 @@ uint32_t OpTag::hash() const {
   return static_cast<uint32_t>(h) | 1;
 }
 
+OpTag peer_tag(Op op, uint64_t bytes, int peer, int tag) {
+  OpTag result;
+  result.op = op;
+  result.dtype = DType::uint8;
+  result.numel = bytes;
+  result.root = peer;
+  result.codec = static_cast<uint32_t>(tag);
+  return result;
+}
+
 std::string describe(const OpTag& tag) {
   std::string text = name(tag.op);
+  if (tag.op == Op::send || tag.op == Op::recv) {
+    return text + " of " + std::to_string(tag.numel) + " bytes " +
+           (tag.op == Op::send ? "to " : "from ") +
+           (tag.root < 0 ? "any rank" : "rank " + std::to_string(tag.root)) + " (tag " +
+           std::to_string(static_cast<int32_t>(tag.codec)) + ")";
+  }
   text += " #" + std::to_string(tag.seq);
   if (tag.op == Op::barrier || tag.op == Op::none) return text;
   text += " (";

@@ -27,7 +27,7 @@ enum class Op : uint8_t {
 struct OpTag {
   uint64_t seq = 0;    ///< number of the call in its group, from 1
   uint64_t numel = 0;  ///< elements as the caller counts them; see sizes_differ()
-  uint32_t codec = 0;  ///< hash of codecs, options and layout; 0 if none
+  uint32_t codec = 0;  ///< hash of codecs, options and layout; 0 if none; see peer_tag()
   Op op = Op::none;
   DType dtype = DType::float32;
   ReduceOp redop = ReduceOp::sum;
@@ -51,7 +51,10 @@ PYCOMM_API const char* name(DType dtype);
 PYCOMM_API const char* name(ReduceOp op);
 PYCOMM_API size_t size_of(DType dtype);
 
-/// "all_reduce #12 (sum of 1000 float32, int4,block=128)".
+/// "all_reduce #12 (sum of 1000 float32, int4,block=128)", "recv of 80 bytes from rank 1 (tag 7)".
 PYCOMM_API std::string describe(const OpTag& tag);
+
+/// A send to a rank or a recv from it, -1 for any; for people, it does not travel with data.
+PYCOMM_API OpTag peer_tag(Op op, uint64_t bytes, int peer, int tag);
 
 }  // namespace pycomm

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "transports/mismatch.h"
+
 namespace pycomm {
 namespace {
 
@@ -141,11 +143,8 @@ bool RingChannel::pull() {
 void RingChannel::check_frame(const Frame& frame, const Incoming& wanted) const {
   const bool same_tag = frame.hash == wanted.tag.hash();
   if (same_tag && frame.bytes == wanted.data.size) return;
-  const std::string us = "rank " + std::to_string(watch_.member(self_));
-  const std::string them = "rank " + std::to_string(watch_.member(peer_));
-  throw WireMismatch(us + " expects " + std::to_string(wanted.data.size) + " bytes of " +
-                     pycomm::describe(wanted.tag) + " while " + them + " sends " +
-                     std::to_string(frame.bytes) + " bytes of " + pycomm::describe(frame.tag));
+  throw mismatch({watch_.member(self_), wanted.data.size, wanted.tag},
+                 {watch_.member(peer_), frame.bytes, frame.tag});
 }
 
 }  // namespace pycomm

@@ -11,7 +11,7 @@
 
 #include <cstring>
 
-#include "core/op.h"
+#include "core/standing.h"
 #include "transports/futex.h"
 #include "transports/transport.h"
 
@@ -37,39 +37,12 @@ struct alignas(kLine) Flag {
 static_assert(sizeof(Flag) == kLine, "flag and payload are fetched together");
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "wire formats are little-endian");
 
-/// An OpTag that one rank writes and its peers read now and then, whole or not at all.
-struct SharedTag {
-  std::atomic<uint64_t> version;  ///< odd while the words are written
-  std::atomic<uint64_t> words[sizeof(OpTag) / 8];
-
-  void store(const OpTag& tag) {
-    uint64_t values[sizeof(OpTag) / 8];
-    std::memcpy(values, &tag, sizeof values);
-    const uint64_t before = version.load(std::memory_order_relaxed);
-    version.store(before + 1, std::memory_order_relaxed);
-    for (size_t i = 0; i < sizeof(OpTag) / 8; i++) {
-      words[i].store(values[i], std::memory_order_release);
-    }
-    version.store(before + 2, std::memory_order_release);
-  }
-  /// False if it changed under our eyes.
-  bool load(OpTag& tag) const {
-    const uint64_t before = version.load(std::memory_order_acquire);
-    uint64_t values[sizeof(OpTag) / 8];
-    for (size_t i = 0; i < sizeof(OpTag) / 8; i++) {
-      values[i] = words[i].load(std::memory_order_acquire);
-    }
-    std::memcpy(static_cast<void*>(&tag), values, sizeof values);
-    return before % 2 == 0 && version.load(std::memory_order_relaxed) == before;
-  }
-};
-
 /// What one rank shows to the others. Only this rank writes here, except where noted.
 struct Board {
-  Flag flags[2];                      ///< the last two stages; readers sleep on Bell `posted`
-  alignas(kLine) Bell posted;         ///< whoever sleeps marks it
-  alignas(kLine) Bell moved[kLanes];  ///< rung by peers when one of our channels can go on
-  alignas(kLine) SharedTag tag;       ///< what the rank is doing; read in long waits only
+  Flag flags[2];                           ///< the last two stages; readers sleep on Bell `posted`
+  alignas(kLine) Bell posted;              ///< whoever sleeps marks it
+  alignas(kLine) Bell moved[kLanes];       ///< rung by peers when one of our channels can go on
+  alignas(kLine) SharedStanding standing;  ///< read in long waits and for the texts of errors
   alignas(kLine) std::atomic<uint32_t> left;  ///< 1 after a graceful leave
   uint64_t process[2];                        ///< names the process on this host
   cpu_set_t cpus;                             ///< where the rank may run

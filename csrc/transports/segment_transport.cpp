@@ -77,6 +77,16 @@ void SegmentTransport::idle(Lane lane, std::chrono::microseconds limit) {
   }
 }
 
+Sighting SegmentTransport::look(int rank) {
+  const int place = memory_.place(rank);
+  Sighting sighting;
+  sighting.standing = segment_.board(place).standing.load();
+  sighting.presence = watch_.left(place)   ? Sighting::Presence::left
+                      : watch_.died(place) ? Sighting::Presence::died
+                                           : Sighting::Presence::here;
+  return sighting;
+}
+
 uint64_t SegmentTransport::sent_bytes() const {
   uint64_t bytes = window_ ? window_->sent_bytes() : 0;
   for (const LaneState& lane : lanes_) {

@@ -35,6 +35,8 @@ class SegmentTransport final : public Transport {
   Window* window() override { return window_.get(); }
   void idle(Lane lane, std::chrono::microseconds limit) override;
   void check() override { watch_.check(); }
+  Sighting look(int rank) override;
+  SharedStanding* standing() override { return &segment_.board(self_).standing; }
   void abort(const std::string& reason) noexcept override { watch_.abort(reason); }
   uint64_t sent_bytes() const override;
   std::string describe() const override;

@@ -22,7 +22,7 @@ class TcpTransport final : public Transport {
   TcpTransport(const Rendezvous& meeting, const std::vector<int>& peers, const TcpOptions& options)
       : peers_(peers),
         pacer_(options.link_bytes_per_second),
-        control_(meeting.rank),
+        control_(meeting.rank, options.standing),
         connector_(meeting, meet(meeting, peers, options)),
         channels_(static_cast<size_t>(meeting.size)) {
     connector_.connect_all(control_);
@@ -69,6 +69,9 @@ class TcpTransport final : public Transport {
   }
 
   void check() override { control_.check(); }
+
+  void ask() override { control_.ask(); }
+  Sighting look(int rank) override { return control_.look(rank); }
 
   void abort(const std::string& reason) noexcept override { control_.abort(reason); }
 

@@ -13,6 +13,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "transports/mismatch.h"
+
 namespace pycomm::tcp {
 namespace {
 
@@ -264,10 +266,8 @@ bool TcpChannel::pull_payload(Socket& socket) {
 
 void TcpChannel::check_frame(const FrameHeader& header, const Incoming& message) const {
   if (header.tag_hash != message.tag_hash || header.size != message.data.size) {
-    throw WireMismatch(us_and_peer() + " do different things: it sends " +
-                       std::to_string(header.size) + " bytes of " + describe(header.tag) +
-                       ", we expect " + std::to_string(message.data.size) + " bytes of " +
-                       describe(message.tag));
+    throw mismatch({poller_.rank(), message.data.size, message.tag},
+                   {peer_, header.size, header.tag});
   }
   if (header.length > message.data.size - message.read || message.done) {
     throw Error(us_and_peer() + ": a frame came twice");

@@ -30,12 +30,14 @@ constexpr auto kLastWords = std::chrono::milliseconds(50);
 /// As it travels.
 struct Control::Notice {
   static constexpr uint32_t kMagic = 0x4e435950;  // "PYCN"
-  enum class Kind : uint32_t { abort = 1, goodbye = 2, connect = 3 };
+  enum class Kind : uint32_t { abort = 1, goodbye = 2, connect = 3, ask = 4, standing = 5 };
+
+  explicit Notice(Kind kind = Kind::abort) : kind(kind) {}
 
   uint32_t magic = kMagic;
-  Kind kind = Kind::abort;
+  Kind kind;
   uint32_t lane = 0;     // to be connected
-  char text[1008] = {};  // why, zero-terminated
+  char text[1008] = {};  // why, zero-terminated; or the bytes of a Standing
   uint32_t checksum = 0;
 
   uint32_t compute() const {
@@ -49,12 +51,17 @@ struct Control::Peer {
   Fd fd;
   std::atomic<State> state{State::here};
   Clock::time_point died_at{};
+  Standing standing;      // what it last said
+  bool answered = false;  // since we last asked
   Notice in;
   size_t in_done = 0;
 };
 
-Control::Control(int rank)
-    : rank_(rank), epoll_(::epoll_create1(EPOLL_CLOEXEC)), wake_(::eventfd(0, EFD_CLOEXEC)) {
+Control::Control(int rank, const SharedStanding* standing)
+    : rank_(rank),
+      standing_(standing),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      wake_(::eventfd(0, EFD_CLOEXEC)) {
   if (!epoll_ || !wake_) throw Error("tcp: cannot make an epoll: " + error_text(errno));
   epoll_event event = {};
   event.events = EPOLLIN;
@@ -130,6 +137,19 @@ void Control::on_notice(Peer& peer, const Notice& notice) {
       return;
     case Notice::Kind::abort:
       return end_group(notice);
+    case Notice::Kind::ask:
+      if (standing_) {
+        Notice answer(Notice::Kind::standing);
+        const Standing standing = standing_->load();
+        std::memcpy(answer.text, &standing, sizeof standing);
+        answer.checksum = answer.compute();
+        tell(peer, answer);
+      }
+      return;
+    case Notice::Kind::standing:
+      std::memcpy(static_cast<void*>(&peer.standing), notice.text, sizeof peer.standing);
+      peer.answered = true;
+      return;
   }
 }
 
@@ -184,8 +204,7 @@ void Control::tell_all(const Notice& notice) noexcept {
 
 void Control::ask_to_connect(int rank, int lane) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  Notice notice;
-  notice.kind = Notice::Kind::connect;
+  Notice notice(Notice::Kind::connect);
   notice.lane = static_cast<uint32_t>(lane);
   notice.checksum = notice.compute();
   tell(*find(rank), notice);
@@ -199,10 +218,29 @@ void Control::abort(const std::string& reason) noexcept {
   end_group(notice);
 }
 
+void Control::ask() noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Notice notice(Notice::Kind::ask);
+  notice.checksum = notice.compute();
+  for (const auto& peer : peers_) peer->answered = false;
+  tell_all(notice);
+}
+
+Sighting Control::look(int rank) {
+  poll();
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Peer& peer = *find(rank);
+  Sighting sighting;
+  sighting.standing = peer.standing;
+  if (peer.state == State::left) sighting.presence = Sighting::Presence::left;
+  if (peer.state == State::died) sighting.presence = Sighting::Presence::died;
+  if (peer.state == State::here && peer.answered) sighting.presence = Sighting::Presence::here;
+  return sighting;
+}
+
 void Control::say_goodbye() noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  Notice notice;
-  notice.kind = Notice::Kind::goodbye;
+  Notice notice(Notice::Kind::goodbye);
   notice.checksum = notice.compute();
   tell_all(notice);
 }

@@ -11,13 +11,15 @@
 
 #include "core/types.h"
 #include "transports/tcp_socket.h"
+#include "transports/transport.h"
 
 namespace pycomm::tcp {
 
 /// Any thread may call anything.
 class Control {
  public:
-  explicit Control(int rank);
+  /// `standing` is ours, for peers that ask; null: we do not answer.
+  explicit Control(int rank, const SharedStanding* standing = nullptr);
   ~Control();
 
   /// At set-up only. `address` is for error texts.
@@ -42,6 +44,10 @@ class Control {
   /// Tells all peers and ourselves. Only the first call counts. Who hears of an abort passes it on,
   /// so that it reaches all before the first of them leaves.
   void abort(const std::string& reason) noexcept;
+  /// Asks all peers what they are doing. They answer when they next poll().
+  void ask() noexcept;
+  /// Polls. A peer that has not answered since the last ask() is silent.
+  Sighting look(int rank);
   /// Tells all peers that we leave in good order.
   void say_goodbye() noexcept;
   /// Bytes that the peer has not acknowledged.
@@ -69,6 +75,7 @@ class Control {
   [[noreturn]] void throw_died(const Peer& peer, const std::string& how) const;
 
   const int rank_;
+  const SharedStanding* const standing_;
   Fd epoll_, wake_;
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;

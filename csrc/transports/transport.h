@@ -15,6 +15,7 @@
 #include "core/deadline.h"
 #include "core/error.h"
 #include "core/op.h"
+#include "core/standing.h"
 #include "core/types.h"
 #include "transports/store.h"
 
@@ -54,6 +55,14 @@ struct Rendezvous {
   Deadline deadline = Deadline::after(Milliseconds(300000));
 };
 
+/// What we know of a rank, for the texts of errors.
+struct Sighting {
+  /// Silent: it does not answer; what is known of it is old.
+  enum class Presence : uint8_t { here, silent, left, died };
+  Presence presence = Presence::silent;
+  Standing standing;
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -71,6 +80,12 @@ class Transport {
   /// Throws PeerLost or Error if a peer has died or any rank has aborted. Cheap enough for every
   /// few microseconds of waiting.
   virtual void check() = 0;
+  /// Asks the ranks that it reaches what they are doing; look() knows it a moment later.
+  virtual void ask() {}
+  /// A rank that it reaches, as far as we know now. Any thread.
+  virtual Sighting look(int rank) = 0;
+  /// Where this transport's peers see what we do; null if they must ask.
+  virtual SharedStanding* standing() { return nullptr; }
   /// Tells all peers why this group is over: their waits throw Error with this reason and our rank.
   /// Any thread, any time, never blocks.
   virtual void abort(const std::string& reason) noexcept = 0;
@@ -86,6 +101,7 @@ struct TcpOptions {
   std::string interface;
   double link_bytes_per_second = 0;
   std::string secret;
+  const SharedStanding* standing = nullptr;  ///< ours, for peers that ask
 };
 
 /// Ranks as threads of one process. All ranks of the group are reached.

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
@@ -79,10 +80,15 @@ void Watch::check_now() {
               " aborted the group: " + header.abort_reason);
 }
 
+bool Watch::died(int rank) const {
+  if (std::find(watched_.begin(), watched_.end(), rank) == watched_.end()) return false;
+  struct flock lock = one_byte(rank);
+  return ::fcntl(lock_fd_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK && !left(rank);
+}
+
 void Watch::check_deaths() const {
   for (const int rank : watched_) {
-    struct flock lock = one_byte(rank);
-    if (::fcntl(lock_fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK || left(rank)) continue;
+    if (!died(rank)) continue;
     throw PeerLost(member(rank), "rank " + std::to_string(member(rank)) +
                                      " died: its process is gone (seen by rank " +
                                      std::to_string(member(self_)) + "); look at its own log");

@@ -33,6 +33,8 @@ class Watch {
   bool left(int rank) const {
     return segment_.board(rank).left.load(std::memory_order_acquire) != 0;
   }
+  /// Asks the kernel.
+  bool died(int rank) const;
   /// The rank has left; but if there was a death or an abort before, that is what is thrown.
   [[noreturn]] void throw_left(int rank);
 

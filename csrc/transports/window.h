@@ -34,12 +34,12 @@ class PYCOMM_API Window {
     hash_ = uint64_t{tag.hash()} << 32;
     first_stage_ = next_stage();
     tag_ = tag;
-    announce(tag);
+    board_->standing.begin(tag);
   }
-  void end() { open_ = false; }
-  /// Shows the peers that we are in a collective that does not run over the window, so that a peer
-  /// which waits for us here finds out.
-  void announce(const OpTag& tag) { board_->tag.store(tag); }
+  void end() {
+    open_ = false;
+    board_->standing.end(tag_);
+  }
 
   /// Number of the stage that the next post() announces.
   uint32_t next_stage() const { return stage_ + 1; }

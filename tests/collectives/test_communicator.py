@@ -102,6 +102,7 @@ def test_from_env_joins_the_group_of_torchrun(tmp_path, monkeypatch):
 
 def test_a_group_says_how_it_talks_and_counts_its_bytes():
     def job(c):
+        c.barrier()  # connects
         before = c.wire_bytes(), c.sent_bytes()
         c.all_reduce(np.ones(1000, np.float32))
         return c.describe(), repr(c), c.wire_bytes() - before[0], c.sent_bytes() - before[1]

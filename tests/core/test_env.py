@@ -33,6 +33,8 @@ def test_defaults():
         "timeout": 300.0,
         "secret": "",
         "spin": -1,
+        "trace": "",
+        "trace_size": 2048,
     }
 
 
@@ -47,6 +49,8 @@ def test_every_variable_is_read():
         PYCOMM_TIMEOUT="1.5",
         PYCOMM_SECRET="hush",
         PYCOMM_SPIN="100",
+        PYCOMM_TRACE="/tmp/traces",
+        PYCOMM_TRACE_SIZE="16",
     )
     assert json.loads(values.stdout) == {
         "transport": "tcp",
@@ -58,6 +62,8 @@ def test_every_variable_is_read():
         "timeout": 1.5,
         "secret": "hush",
         "spin": 100,
+        "trace": "/tmp/traces",
+        "trace_size": 16,
     }
 
 
@@ -72,6 +78,7 @@ def test_every_variable_is_read():
         ("PYCOMM_TIMEOUT", "-1", "seconds"),
         ("PYCOMM_TIMEOUT", "nan", "seconds"),
         ("PYCOMM_SPIN", "many", "whole number"),
+        ("PYCOMM_TRACE_SIZE", "-1", "from 0 to 1000000"),
     ],
 )
 def test_nonsense_names_the_variable(variable, value, hint):

@@ -347,13 +347,13 @@ def flipped(data: bytes, byte: int) -> bytes:
             ),
             "came twice",
         ),
-        (lambda h: frame(b"12345", tag_hash=h), "5 bytes of none #0.*4 bytes of all_reduce #1"),
-        (lambda h: frame(b"1234", tag_hash=h ^ 1), "4 bytes of none #0.*4 bytes of all_reduce #1"),
+        (lambda h: frame(b"12345", tag_hash=h), "4 bytes of all_reduce #1 .* 5 bytes of none"),
+        (lambda h: frame(b"1234", tag_hash=h ^ 1), "4 bytes of all_reduce #1 .* 4 bytes of none"),
     ],
 )
 def test_false_frame_is_described(rank_0, our_hash, make, text):
     rank_0.connections[0].sendall(make(our_hash))
-    with pytest.raises(pycomm.errors.Error, match=f"rank 0 and rank 1.*{text}"):
+    with pytest.raises(pycomm.errors.Error, match=f"rank 0 .*{text}"):
         rank_0.expect(4)
 
 
