@@ -66,9 +66,9 @@ def _fingerprint() -> str:
     """Names everything but torch that decides what is built: the sources and the interpreter."""
     root = source_root()
     digest = hashlib.sha256(str(sys.implementation.cache_tag).encode())
-    for path in [root / "CMakeLists.txt", *sorted((root / "csrc").rglob("*.h"))]:
+    headers = sorted((root / "csrc").rglob("*.h"))
+    for path in [root / "CMakeLists.txt", *headers, *sorted(root.glob("csrc/binding/c10d*.cpp"))]:
         digest.update(path.read_bytes())
-    digest.update((root / "csrc/binding/c10d.cpp").read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -49,7 +49,7 @@ class Layout:
 
 class Backend(_distributed_c10d.Backend):
     def __init__(
-        self, store: _distributed_c10d.Store, rank: int, size: int, options: Options, group: str
+        self, store: _distributed_c10d.Store, rank: int, size: int, options: Options, name: str
     ) -> None: ...
     @property
     def options(self) -> Options: ...

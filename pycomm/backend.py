@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from pycomm import _autoload
 from pycomm._build import load_c10d
+from pycomm.env import env
 
 if TYPE_CHECKING:
     from pycomm._c10d import Backend, Options
@@ -37,17 +39,27 @@ def create(given: Any, options: Options | None) -> Backend:
             f"pg_options of the pycomm backend must be pycomm.Options, not {type(options).__name__}"
         )
     options = copy.copy(options)
-    options._timeout = given.timeout
+    options._timeout = _timeout(given.timeout, options._timeout)
     options.group_name = given.group_id
     options.global_ranks_in_group = given.global_ranks_in_group
-    # A store outlives its groups, and what an older group of this name left there must not be read
-    # by this one. So they are counted there, by each rank for itself.
-    generation = given.store.add(f"groups of rank {given.group_rank}", 1)
-    group = f"{given.group_id}/{generation}"
-    made: Backend = c10d.Backend(given.store, given.group_rank, given.group_size, options, group)
-    # Its threads may need the interpreter, so they must end before that does.
-    atexit.register(made.shutdown)
+    made: Backend = c10d.Backend(
+        given.store, given.group_rank, given.group_size, options, given.group_id
+    )
     return made
+
+
+def _timeout(given: timedelta, of_options: timedelta) -> timedelta:
+    """The timeout of a new group: the first that somebody named.
+
+    By `init_process_group` or `new_group`; by ``pycomm.Options``; by PYCOMM_TIMEOUT; else torch's
+    30 minutes. torch fills in its default before we see it, so that one counts as not named.
+    """
+    if given != default_pg_timeout:
+        return given
+    unnamed = load_c10d().Options()._timeout  # PYCOMM_TIMEOUT, or the core's default
+    if of_options != unnamed or env().timeout_is_set:
+        return of_options
+    return given
 
 
 def find(group: dist.ProcessGroup | None = None) -> Backend | None:

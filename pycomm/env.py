@@ -21,6 +21,8 @@ class Env:
     # RANK and WORLD_SIZE, as torchrun sets them; None where they are not set.
     rank: int | None = None
     world_size: int | None = None
+    # PYCOMM_TIMEOUT, the core's: whether somebody has set it.
+    timeout_is_set: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ def env() -> Env:
         triton_interpret=os.environ.get("TRITON_INTERPRET") == "1",
         rank=_number("RANK"),
         world_size=_number("WORLD_SIZE"),
+        timeout_is_set=bool(os.environ.get("PYCOMM_TIMEOUT")),
     )
 
 

@@ -59,10 +59,10 @@ def includes_that_point_up(root: Path) -> list[str]:
 
 
 def torch_users(root: Path) -> list[str]:
-    """Files that include torch, other than c10d.cpp and the headers that are its parts."""
+    """Files that include torch, other than the parts of _c10d."""
     uses = re.compile(r'#\s*include\s+[<"](torch|ATen|c10)/|#\s*include\s+"binding/c10d')
     found = [f for f in cxx(root) if uses.search(f.read_text())]
-    parts = re.compile(r"csrc/binding/c10d(_\w+\.h|\.cpp)$")
+    parts = re.compile(r"csrc/binding/c10d(_\w+)?\.(h|cpp)$")
     return [f.name for f in found if not parts.search(str(f))]
 
 

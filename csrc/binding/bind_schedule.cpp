@@ -84,7 +84,9 @@ void bind_schedule(py::module_& m) {
         });
       }))
       .def("submit", &Queue::submit, py::arg("op"), py::call_guard<py::gil_scoped_release>())
-      .def("run", &Queue::run, py::arg("op"), py::call_guard<py::gil_scoped_release>());
+      .def(
+          "run", [](Queue& queue, const std::function<void()>& op) { queue.run(op); },
+          py::arg("op"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace pycomm

@@ -1,5 +1,5 @@
-// pycomm._c10d: the module. torch is included here and in the headers binding/c10d_*.h only; they
-// are one compilation unit, because one torch include costs 20 s.
+// pycomm._c10d: the module. torch is included here and in binding/c10d_* only; CMake makes one
+// compilation unit of them, because one torch include costs 20 s.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
@@ -64,10 +64,8 @@ void bind(py::module_& m) {
       .def_property_readonly("numel", &Layout::numel);
 
   py::class_<Backend, c10d::Backend, intrusive_ptr<Backend>>(m, "Backend")
-      .def(py::init<const intrusive_ptr<c10d::Store>&, int, int, intrusive_ptr<BackendOptions>,
-                    const std::string&>(),
-           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("group"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(py::init(&Backend::make), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("options"), py::arg("name"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &Backend::getBackendOptions)
       .def("describe", &Backend::describe)
       .def_property_readonly("wire_bytes", &Backend::wire_bytes)

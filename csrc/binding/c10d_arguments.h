@@ -1,5 +1,5 @@
 // Checks of what callers hand in, before a byte is sent: errors name the rank, the operation and
-// what is wrong. A part of c10d.cpp.
+// what is wrong. A part of _c10d.
 #pragma once
 #include <numeric>
 
@@ -40,21 +40,20 @@ struct Arguments {
                      c10::toString(t.scalar_type()) + " and " + c10::toString(like.scalar_type()));
   }
 
-  /// The inner list, checked: one tensor per rank, of the dtype of `like`, and of its size if
-  /// `equal`.
+  /// The inner list, checked: one tensor per rank, of the dtype of `like`. Sizes may differ, but
+  /// where the list has a `role`, this rank's tensor in it must have the size of `like`.
   Tensors one_per_rank(const Call& call, const std::vector<Tensors>& lists, const at::Tensor& like,
-                       bool equal = true) const {
+                       const char* role = nullptr) const {
     if (lists.size() != 1) fail(call, "takes one list of tensors");
     const Tensors& list = lists[0];
     if (static_cast<int>(list.size()) != size)
       fail(call, "needs a list of " + std::to_string(size) + " tensors, one per rank, got " +
                      std::to_string(list.size()));
-    for (const at::Tensor& t : list) {
-      same_dtype(call, t, like);
-      if (equal && t.numel() != like.numel())
-        fail(call, "all tensors must have one size, got " + std::to_string(t.numel()) + " and " +
-                       std::to_string(like.numel()) + " values");
-    }
+    for (const at::Tensor& t : list) same_dtype(call, t, like);
+    if (role && list[rank].numel() != like.numel())
+      fail(call, "part " + std::to_string(rank) + " of the " + role + " list has " +
+                     std::to_string(list[rank].numel()) + " values, the other tensor " +
+                     std::to_string(like.numel()));
     return list;
   }
 

@@ -1,5 +1,5 @@
 // What the "pycomm" backend needs around torch: errors as Python exceptions, tensors as flat
-// memory, c10d's store. Only binding/c10d* includes torch; the headers are parts of c10d.cpp.
+// memory, c10d's store. Only binding/c10d* includes torch; the files are one compilation unit.
 #pragma once
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -37,9 +37,21 @@ inline std::exception_ptr as_python(std::exception_ptr error) {
   return std::make_exception_ptr(std::move(python));
 }
 
-[[noreturn]] inline void raise(const std::string& text) {
-  std::rethrow_exception(as_python(std::make_exception_ptr(Error(text))));
+template <typename E = Error>
+[[noreturn]] void raise(const std::string& text) {
+  std::rethrow_exception(as_python(std::make_exception_ptr(E(text))));
 }
+
+/// Lets other threads have the interpreter, if this one has it.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (Py_IsInitialized() && PyGILState_Check()) release_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> release_;
+};
 
 template <typename F>
 auto with_python_errors(F&& f) {
@@ -185,14 +197,16 @@ inline void unpack(const at::Tensor& packed, const Tensors& tensors) {
 
 /// How an operation was called.
 struct Call {
-  const char* name;
+  const char* title;  ///< in profiles: "pycomm:" and torch's name
+  const char* name;   ///< in errors: torch's name
   OpType type;
   Milliseconds timeout;  ///< 0: the group's
   bool async;
 
   template <typename Opts>
-  Call(const char* name, OpType type, const Opts& opts)
-      : name(name),
+  Call(const char* title, OpType type, const Opts& opts)
+      : title(title),
+        name(std::strchr(title, ':') + 1),
         type(type),
         timeout(std::max(opts.timeout, Milliseconds(0))),
         async(opts.asyncOp) {}

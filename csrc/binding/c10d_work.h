@@ -1,60 +1,100 @@
-// Work of the "pycomm" process group: operations in order, point-to-point requests, and the layout
-// of a compressed bucket. A part of c10d.cpp.
+// Work of the "pycomm" process group: what torch gets back from an operation. A part of _c10d.
 #pragma once
-#include <array>
+#include <ATen/record_function.h>
+
 #include <atomic>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "binding/c10d_support.h"
 #include "collectives/communicator.h"
-#include "collectives/queue.h"
 
 namespace pycomm::torch_binding {
 
-/// What users pass as `pg_options`.
-struct BackendOptions final : c10d::Backend::Options {
-  explicit BackendOptions(Milliseconds timeout) : c10d::Backend::Options("pycomm", timeout) {}
+using WorkPtr = intrusive_ptr<c10d::Work>;
+using Future = c10::ivalue::Future;
+using Clock = std::chrono::steady_clock;
 
-  CommunicatorOptions communicator;  ///< its group and timeout are the base class's
-};
+class Engine;  // c10d_engine.h
+
+/// How an operation ended, in torch's terms.
+inline c10d::ErrorType error_type(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Timeout&) {
+    return c10d::ErrorType::TIMEOUT;
+  } catch (const PeerLost&) {
+    return c10d::ErrorType::REMOTE_ERROR;
+  } catch (...) {
+    return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+inline intrusive_ptr<Future> future_of_tensors() {
+  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+}
 
 /// One issued operation. Its future completes, and the future's callbacks run, in the order of
 /// issue.
 class Work : public c10d::Work {
  public:
-  Work(int rank, c10d::OpType type, const char* title, uint64_t seq, Tensors outputs)
-      : c10d::Work(rank, type, title), seq_(seq), outputs_(std::move(outputs)) {}
+  /// `name` is torch's name for the operation in profiles, and ours in errors.
+  Work(int rank, const Call& call, uint64_t seq, Tensors outputs)
+      // The title makes torch look for profilers again, which costs as much as a small operation.
+      : c10d::Work(rank, call.type, at::hasCallbacks() ? call.title : nullptr),
+        name_(call.name),
+        seq_(seq),
+        outputs_(std::move(outputs)) {}
 
   /// What the future will hold, where that is not the list of output tensors. Before complete().
   void set_value(c10::IValue value, const c10::TypePtr& type) {
     value_ = std::move(value);
-    future_ = c10::make_intrusive<c10::ivalue::Future>(type);
+    future_ = c10::make_intrusive<Future>(type);
+    finish_with_future();
   }
   /// The future of an operation that is still to run. Before complete().
   void make_future() {
-    if (!future_) set_value(outputs_, c10::ListType::create(c10::TensorType::get()));
+    if (future_) return;
+    value_ = outputs_;
+    future_ = future_of_tensors();
+    finish_with_future();
+  }
+  /// Who runs it, if that is not its caller. Before complete().
+  void set_engine(std::weak_ptr<Engine> engine) { engine_ = std::move(engine); }
+
+  void start() { started_at_ = Clock::now(); }
+  void stop() { completed_at_ = Clock::now(); }
+
+  void complete() {
+    if (!future_) return finish();
+    future_->markCompleted(value_);
+  }
+  void fail(const std::exception_ptr& error) {
+    late_ = error_type(error) == c10d::ErrorType::TIMEOUT;
+    if (!future_) return finish(as_python(error));
+    future_->setError(as_python(error));
   }
 
-  void complete(const std::exception_ptr& error = nullptr) {
-    completed_at_ = Clock::now();
-    if (!future_) return finish(error);
-    // The first callback, so that callbacks that wait for this work find it done.
-    future_->addCallback([this, error](c10::ivalue::Future&) { finish(error); });
-    if (error) {
-      future_->setError(error);
-    } else {
-      future_->markCompleted(value_);
-    }
-  }
-
-  intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    if (!future_) {
-      make_future();
-      future_->markCompleted(value_);
+  intrusive_ptr<Future> getFuture() override {
+    if (!future_) {  // made by a synchronous operation, which is done
+      future_ = future_of_tensors();
+      future_->markCompleted(outputs_);
     }
     return future_;
   }
+  /// Holds a c10d::WorkResult as an integer, and never an error.
+  intrusive_ptr<Future> getFutureResult() override {
+    auto result = c10::make_intrusive<Future>(c10::IntType::get());
+    auto self = intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this);
+    getFuture()->addCallback([result, self](Future& done) {
+      const auto how = !done.hasError() ? c10d::WorkResult::SUCCESS
+                       : self->late_    ? c10d::WorkResult::TIMEOUT
+                                        : c10d::WorkResult::COMM_ERROR;
+      result->markCompleted(static_cast<int64_t>(how));
+    });
+    return result;
+  }
+
   // As the future has it: who waited for that must find the work complete too.
   bool isCompleted() override { return future_ ? future_->completed() : c10d::Work::isCompleted(); }
   bool isSuccess() const override {
@@ -65,36 +105,73 @@ class Work : public c10d::Work {
     return future_->hasError() ? future_->exception_ptr() : nullptr;
   }
   std::vector<at::Tensor> result() override { return outputs_; }
+
+  /// A timeout ends this wait, not the operation.
+  bool wait(Milliseconds timeout = kNoTimeout) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto done = [this] { return completed_; };
+    if (timeout.count() <= 0) {
+      cv_.wait(lock, done);
+    } else if (!cv_.wait_for(lock, timeout, done)) {
+      lock.unlock();
+      raise<Timeout>(describe() + " timed out: it was not done after a wait of " +
+                     std::to_string(timeout.count()) + " ms, and goes on");
+    }
+    if (exception_) std::rethrow_exception(exception_);
+    return true;
+  }
+  // For CPU tensors the caller is the stream.
+  void synchronize() override { wait(); }
+  void blockCurrentStream() override { wait(); }
+  /// Ends its whole group, as NCCL does: ranks cannot agree on leaving out one operation.
+  void abort() override;
+
   uint64_t getSequencenumber() const override { return seq_; }
+  /// Milliseconds from the start of the operation itself to its end, without the time in the queue.
   float getDuration() const override {
-    return std::chrono::duration<float, std::milli>(completed_at_ - issued_at_).count();
+    if (completed_at_ == Clock::time_point())
+      raise(describe() + " was not timed; call _enable_collectives_timing() on its group first");
+    return std::chrono::duration<float, std::milli>(completed_at_ - started_at_).count();
+  }
+  std::shared_ptr<c10d::WorkInfo> info() const {
+    return std::make_shared<c10d::WorkInfo>(opType_, seq_, started_at_, completed_at_,
+                                            completed_at_ - started_at_);
   }
 
   void set_finite(bool finite) { finite_ = finite; }
   /// Of a compressed operation: it has come through, and no value of the result is Inf or NaN.
   bool finite() const { return isSuccess() && finite_; }
 
+ protected:
+  std::string describe() const {
+    return "rank " + std::to_string(rank_) + ": " + name_ + " #" + std::to_string(seq_);
+  }
+
+  std::weak_ptr<Engine> engine_;  ///< of operations that may outlast their call
+
  private:
-  using Clock = std::chrono::steady_clock;
+  // The first callback, so that callbacks that wait for this work find it done.
+  void finish_with_future() {
+    future_->addCallback([this](Future& done) {
+      finish(done.hasError() ? done.exception_ptr() : std::exception_ptr());
+    });
+  }
+
+  const char* name_;
   uint64_t seq_;
   Tensors outputs_;
-  bool finite_ = false;
+  bool finite_ = false, late_ = false;
   c10::IValue value_;
-  intrusive_ptr<c10::ivalue::Future> future_;
-  Clock::time_point issued_at_ = Clock::now(), completed_at_;
+  intrusive_ptr<Future> future_;
+  Clock::time_point started_at_, completed_at_;
 };
 
 /// A posted send or receive. Whoever waits for it completes it.
 class PeerWork final : public Work {
  public:
-  PeerWork(int rank, OpType type, const char* title, const at::Tensor& tensor, Flat flat,
-           std::shared_ptr<Communicator::Request> request, const std::shared_ptr<Queue>& waiter,
-           std::shared_ptr<std::atomic<int>> waits)
-      : Work(rank, type, title, 0, {tensor}),
-        flat_(std::move(flat)),
-        request_(std::move(request)),
-        waiter_(waiter),
-        waits_(std::move(waits)) {
+  PeerWork(int rank, const Call& call, uint64_t seq, const at::Tensor& tensor, Flat flat,
+           std::shared_ptr<Communicator::Request> request)
+      : Work(rank, call, seq, {tensor}), flat_(std::move(flat)), request_(std::move(request)) {
     make_future();
   }
 
@@ -104,98 +181,74 @@ class PeerWork final : public Work {
     if (done()) settle();
     return Work::isCompleted();
   }
-  bool wait(Milliseconds timeout) override {
-    with_python_errors([&] { request_->wait(timeout); });
-    settle();
-    return c10d::Work::wait();
-  }
-  intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    const auto waiter = waiter_.lock();
-    if (waiter && !isCompleted()) {
-      ++*waits_;
-      auto self = intrusive_ptr<PeerWork>::unsafe_reclaim_from_nonowning(this);
-      waiter->submit([self] {
-        self->settle();
-        --*self->waits_;
-      });
-    }
-    return Work::getFuture();
-  }
+  bool wait(Milliseconds timeout = kNoTimeout) override;
+  intrusive_ptr<Future> getFuture() override;
   int sourceRank() const override { return request_->source(); }
 
- private:
-  void settle() {
-    std::call_once(settled_, [this] {
-      std::exception_ptr error;
-      try {
-        const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        request_->wait();
-        if (opType_ != OpType::SEND) flat_.finish();
-      } catch (...) {
-        error = as_python(std::current_exception());
-      }
-      complete(error);
-    });
-  }
+  /// Waits for the request and completes the work.
+  void settle();
 
+ private:
   Flat flat_;
   std::shared_ptr<Communicator::Request> request_;
-  std::weak_ptr<Queue> waiter_;              ///< for those who want a future
-  std::shared_ptr<std::atomic<int>> waits_;  ///< that the waiter has
   std::once_flag settled_;
 };
 
-/// The parameters of one bucket, as compressed_all_reduce needs them. Made once per bucket; keeps
-/// codecs and residuals alive. Each residual is a pair: side s is read and side 1 - s is written,
-/// so that a step can be taken back.
-class Layout {
+/// Several operations that are waited for as one.
+class CoalescedWork final : public c10d::Work {
  public:
-  using Pair = std::optional<std::array<at::Tensor, 2>>;
+  CoalescedWork(int rank, std::vector<WorkPtr> works)
+      : c10d::Work(rank, OpType::COALESCED), works_(std::move(works)) {}
 
-  void add(size_t offset, size_t numel, const std::string& codec, uint32_t tensor, Pair residual,
-           Pair owner_residual) {
-    for (const Pair* pair : {&residual, &owner_residual}) {
-      if (!*pair) continue;
-      for (const at::Tensor& t : **pair)
-        if (t.scalar_type() != at::kFloat || !t.is_contiguous() || !t.is_cpu() ||
-            static_cast<size_t>(t.numel()) != numel)
-          throw Error("a residual must be a contiguous float32 CPU tensor of " +
-                      std::to_string(numel) + " values");
-    }
-    parts_.push_back({offset, numel, make_codec(codec), tensor, residual, owner_residual});
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(),
+                       [](auto& work) { return work->isCompleted(); });
   }
-  size_t numel() const { return parts_.empty() ? 0 : parts_.back().offset + parts_.back().numel; }
-
-  std::vector<Piece> pieces(int side) const {
-    std::vector<Piece> pieces;
-    pieces.reserve(parts_.size());
-    for (const Part& part : parts_) {
-      Piece piece;
-      piece.offset = part.offset;
-      piece.numel = part.numel;
-      piece.codec = part.codec.get();
-      piece.tensor = part.tensor;
-      if (part.residual) {
-        piece.residual = (*part.residual)[side].const_data_ptr<float>();
-        piece.new_residual = (*part.residual)[1 - side].mutable_data_ptr<float>();
-      }
-      if (part.owner_residual) {
-        piece.owner_residual = (*part.owner_residual)[side].const_data_ptr<float>();
-        piece.new_owner_residual = (*part.owner_residual)[1 - side].mutable_data_ptr<float>();
-      }
-      pieces.push_back(piece);
+  bool isSuccess() const override {
+    return std::all_of(works_.begin(), works_.end(), [](auto& work) { return work->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const WorkPtr& work : works_)
+      if (auto error = work->exception()) return error;
+    return nullptr;
+  }
+  std::vector<at::Tensor> result() override {
+    Tensors all;
+    for (const WorkPtr& work : works_)
+      for (at::Tensor& t : work->result()) all.push_back(std::move(t));
+    return all;
+  }
+  bool wait(Milliseconds timeout = kNoTimeout) override {
+    const Deadline deadline = Deadline::after(timeout);
+    for (const WorkPtr& work : works_)
+      work->wait(timeout.count() > 0 ? std::max(deadline.left(), Milliseconds(1)) : kNoTimeout);
+    return true;
+  }
+  void synchronize() override { wait(); }
+  void blockCurrentStream() override { wait(); }
+  void abort() override {
+    for (const WorkPtr& work : works_) work->abort();
+  }
+  uint64_t getSequencenumber() const override { return works_.back()->getSequencenumber(); }
+  intrusive_ptr<Future> getFuture() override {
+    auto all = future_of_tensors();
+    auto left = std::make_shared<std::atomic<size_t>>(works_.size());
+    auto self = intrusive_ptr<CoalescedWork>::unsafe_reclaim_from_nonowning(this);
+    for (const WorkPtr& work : works_) {
+      work->getFuture()->addCallback([self, all, left](Future&) {
+        if (--*left > 0) return;
+        if (const auto error = self->exception()) {
+          all->setError(error);
+        } else {
+          all->markCompleted(self->result());
+        }
+      });
     }
-    return pieces;
+    return all;
   }
 
  private:
-  struct Part {
-    size_t offset, numel;
-    std::unique_ptr<Codec> codec;
-    uint32_t tensor;
-    Pair residual, owner_residual;
-  };
-  std::vector<Part> parts_;
+  std::vector<WorkPtr> works_;  ///< at least one, in the order of issue
 };
 
 }  // namespace pycomm::torch_binding

@@ -353,6 +353,7 @@ void PointToPoint::wait(Request& request, Milliseconds limit) {
     waiting_--;
   } catch (...) {
     waiting_--;
+    if (closed_) throw;  // there is no group any more
     over_();
   }
   wake_server();
@@ -363,8 +364,8 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
   const Deadline deadline = Deadline::after(limit);
   bool shown = false;
   for (int quiet = 0; !request.finished; quiet++) {
-    failure_.rethrow();
     if (closed_) throw Error(request.describe() + " was not done when its group was closed");
+    failure_.rethrow();
     if (deadline.expired()) {
       throw Timeout(request.describe() + " did not end within " + std::to_string(limit.count()) +
                     " ms; check that the other end " + (request.is_send ? "receives" : "sends") +

@@ -10,53 +10,51 @@
 
 namespace pycomm {
 
-class Queue::Impl {
+class Queue::Impl : public std::enable_shared_from_this<Impl> {
  public:
-  ~Impl() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      closing_ = true;
-    }
-    changed_.notify_all();
-    if (thread_.joinable()) thread_.join();
-  }
-
   void submit(std::function<void()> op) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       waiting_.push_back({next_++, std::move(op)});
-      if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+      if (!thread_.joinable()) {
+        thread_ = std::thread([self = shared_from_this()] { self->serve(); });
+      }
     }
     changed_.notify_all();
   }
 
   bool inside() const { return std::this_thread::get_id() == server_.load(); }
 
-  void run(const std::function<void()>& op) {
-    if (inside()) return op();
+  void close() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      closing_ = true;
+    }
+    changed_.notify_all();
+    if (!thread_.joinable()) return;
+    if (inside()) {
+      thread_.detach();
+    } else {
+      thread_.join();
+    }
+  }
+
+  void begin_turn() {
     std::unique_lock<std::mutex> lock(mutex_);
     const uint64_t number = next_++;
     changed_.wait(lock, [&] { return serving_ == number; });
-    lock.unlock();
-    const Turn turn(*this);
-    op();
+  }
+
+  void end_turn() {
+    bool others;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      others = ++serving_ != next_;
+    }
+    if (others) changed_.notify_all();
   }
 
  private:
-  // Ends the turn that is being served, also when the operation throws.
-  struct Turn {
-    explicit Turn(Impl& impl) : impl(impl) {}
-    ~Turn() {
-      bool others;
-      {
-        std::lock_guard<std::mutex> lock(impl.mutex_);
-        others = ++impl.serving_ != impl.next_;
-      }
-      if (others) impl.changed_.notify_all();
-    }
-    Impl& impl;
-  };
-
   struct Entry {
     uint64_t number;
     std::function<void()> op;
@@ -70,13 +68,12 @@ class Queue::Impl {
         return waiting_.empty() ? closing_ : waiting_.front().number == serving_;
       });
       if (waiting_.empty()) return;
-      const std::function<void()> op = std::move(waiting_.front().op);
+      std::function<void()> op = std::move(waiting_.front().op);
       waiting_.pop_front();
       lock.unlock();
-      {
-        const Turn turn(*this);
-        op();
-      }
+      op();
+      op = nullptr;  // what it holds may end the group, which is part of its turn
+      end_turn();
       lock.lock();
     }
   }
@@ -91,10 +88,16 @@ class Queue::Impl {
   bool closing_ = false;
 };
 
-Queue::Queue() : impl_(std::make_unique<Impl>()) {}
-Queue::~Queue() = default;
+Queue::Queue() : impl_(std::make_shared<Impl>()) {}
+Queue::~Queue() { impl_->close(); }
 void Queue::submit(std::function<void()> op) { impl_->submit(std::move(op)); }
-void Queue::run(const std::function<void()>& op) { impl_->run(op); }
 bool Queue::inside() const { return impl_->inside(); }
+
+Queue::Turn::Turn(Queue& queue) : impl_(queue.inside() ? nullptr : queue.impl_.get()) {
+  if (impl_) impl_->begin_turn();
+}
+Queue::Turn::~Turn() {
+  if (impl_) impl_->end_turn();
+}
 
 }  // namespace pycomm

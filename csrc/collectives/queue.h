@@ -12,14 +12,20 @@ namespace pycomm {
 class PYCOMM_API Queue {
  public:
   Queue();
-  /// Finishes what is queued. (Abort the communicator first to make that quick.)
+  /// Finishes what is queued. (Abort the communicator first to make that quick.) On the queue's own
+  /// thread, where an operation may hold the last reference to its group, what is queued is
+  /// finished later.
   ~Queue();
 
   /// Runs `op` on the thread after everything before it. `op` must not throw.
   void submit(std::function<void()> op);
   /// Runs `op` on the calling thread after everything queued before it, and returns when it is
   /// done; exceptions pass through.
-  void run(const std::function<void()>& op);
+  template <typename F>
+  void run(F&& op) {
+    const Turn turn(*this);
+    op();
+  }
 
   /// True on the queue's thread: an operation issued there is part of the one that runs, and must
   /// run at once, since who issued it may wait for it.
@@ -27,7 +33,19 @@ class PYCOMM_API Queue {
 
  private:
   class Impl;
-  std::unique_ptr<Impl> impl_;
+
+  /// Begins when everything queued before is done; later operations wait for its end.
+  class PYCOMM_API Turn {
+   public:
+    explicit Turn(Queue& queue);
+    ~Turn();
+    Turn(const Turn&) = delete;
+
+   private:
+    Impl* impl_;  ///< null on the queue's thread, whose turn it is anyway
+  };
+
+  std::shared_ptr<Impl> impl_;  ///< shared with the thread
 };
 
 }  // namespace pycomm

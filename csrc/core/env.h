@@ -25,7 +25,8 @@ struct Env {
   std::string interface;
   /// MASTER_ADDR: where torchrun's store is; only its route matters here.
   std::string master_addr;
-  /// PYCOMM_TIMEOUT: seconds that one operation may take, when the caller names no timeout.
+  /// PYCOMM_TIMEOUT: seconds that one operation may take, when the caller names no timeout. A
+  /// process group of torch has torch's 30 minutes if this is not set.
   Milliseconds timeout{300000};
   /// PYCOMM_SECRET: secret of the handshake; empty: each rank makes one for those who connect to it
   /// and shares it by the store.

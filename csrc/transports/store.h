@@ -1,5 +1,5 @@
 // Where ranks meet before they can talk: a small key-value store. torch's c10d::Store is adapted to
-// this in binding/c10d.cpp.
+// this in binding/c10d_support.h.
 #pragma once
 #include <memory>
 #include <string>

@@ -31,8 +31,10 @@ def check_bad_arguments(rank: int, size: int) -> None:
         dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 2], [2, 2])
     with pytest.raises(pycomm.Error, match=here + "all_to_all_single: dimension 0 of the input, 5"):
         dist.all_to_all_single(torch.ones(4), torch.ones(5))
-    with pytest.raises(pycomm.Error, match=here + "all_reduce: got a sparse tensor"):
-        dist.all_reduce(torch.ones(3).to_sparse())
+    with pytest.raises(pycomm.Error, match=here + "broadcast: got a sparse tensor"):
+        backend.find().broadcast([torch.ones(3).to_sparse()], dist.BroadcastOptions())
+    with pytest.raises(pycomm.Error, match=here + "sparse_all_reduce: can only sum"):
+        dist.all_reduce(torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX)
     # Found before a byte was sent: the group is as good as new.
     x = torch.ones(3)
     dist.all_reduce(x)

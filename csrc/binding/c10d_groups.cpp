@@ -1,0 +1,179 @@
+// What concerns groups as such: making them from others, waiting for everybody, ending. A part of
+// _c10d.
+#include "binding/c10d_backend.h"
+
+namespace pycomm::torch_binding {
+
+Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                 intrusive_ptr<BackendOptions> options, const std::string& group)
+    : c10d::Backend(rank, size),
+      arguments_{rank, size},
+      store_(store),
+      group_(group),
+      options_(std::move(options)) {
+  with_python_errors([&] {
+    CommunicatorOptions communicator = options_->communicator;
+    communicator.group = group;
+    communicator.timeout = options_->timeout;
+    engine_ = std::make_shared<Engine>(store, rank, size, communicator);
+  });
+}
+
+intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                     intrusive_ptr<BackendOptions> options,
+                                     const std::string& name) {
+  // A store outlives its groups, and what an older group of this name left there must not be read
+  // by this one. So they are counted there, by each rank for itself.
+  const int64_t generation = store->add(name + ": groups of rank " + std::to_string(rank), 1);
+  auto backend = c10::make_intrusive<Backend>(store, rank, size, std::move(options),
+                                              name + "/" + std::to_string(generation));
+  const py::gil_scoped_acquire gil;
+  const auto close = [weak = c10::weak_intrusive_ptr<Backend>(backend)] {
+    if (const auto open = weak.lock()) open->shutdown();
+  };
+  py::module_::import("atexit").attr("register")(py::cpp_function(close));
+  return backend;
+}
+
+// ------------------------------------------------------------------ groups from groups
+
+/// A copy of what the caller gives, or of our own. Torch's default timeout means that nobody named
+/// one, so ours goes on.
+intrusive_ptr<BackendOptions> Backend::options_for(const intrusive_ptr<Options>& given) const {
+  const auto* ours = dynamic_cast<const BackendOptions*>(given.get());
+  auto options = c10::make_intrusive<BackendOptions>(ours ? *ours : *options_);
+  if (options->timeout == kBackendDefaultTimeout) options->timeout = options_->timeout;
+  return options;
+}
+
+intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& store,
+                                            const std::vector<int>& ranks,
+                                            const intrusive_ptr<Options>& opts) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+  if (mine == ranks.end()) return nullptr;
+  const auto options = options_for(opts);
+  return make(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()),
+              options, options->group_name);
+}
+
+intrusive_ptr<c10d::Backend> Backend::merge(const intrusive_ptr<c10d::Store>& store,
+                                            const intrusive_ptr<Options>& opts, const int& rank,
+                                            const int& size) {
+  const auto options = options_for(opts);
+  return make(store, rank, size, options, options->group_name);
+}
+
+intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                             int shrink_flags, const intrusive_ptr<Options>& opts) {
+  constexpr int kAbort = 1;  // dist.SHRINK_ABORT
+  if (shrink_flags & kAbort) abort();
+  const auto options = options_for(opts);
+  const auto old_ranks = options_->global_ranks_in_group;
+  options->global_ranks_in_group.clear();
+  options->group_name = group_ + "/shrunk " + std::to_string(++shrinks_) + " without";
+  int rank = -1, size = 0;
+  for (int r = 0; r < size_; r++) {
+    if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), r) != ranks_to_exclude.end()) {
+      options->group_name += " " + std::to_string(r);
+      continue;
+    }
+    if (r == rank_) rank = size;
+    if (r < static_cast<int>(old_ranks.size()))
+      options->global_ranks_in_group.push_back(old_ranks[r]);
+    size++;
+  }
+  if (rank < 0) raise(arguments_.here() + "shrink: this rank is one of those to exclude");
+  return make(store_, rank, size, options, options->group_name);
+}
+
+// ------------------------------------------------------------------ waiting for everybody
+
+void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  // By the store, not by our own channels: this is for finding out why a group is stuck.
+  const auto limit = opts.timeout < Milliseconds(0) ? options_->timeout : opts.timeout;
+  const std::string in_time = " in " + std::to_string(limit.count()) + " ms";
+  const std::string key = group_ + "/monitored barrier " + std::to_string(++monitored_barriers_);
+  const auto came = [&](int rank) { return key + "/" + std::to_string(rank); };
+  const auto verdict = key + "/verdict";
+  const std::string good = "all ranks came";
+  const WithoutGil without_gil;
+  TorchStore store(store_);
+
+  if (rank_ > 0) {
+    store.set(came(rank_), "here");
+    std::string text;
+    try {
+      // A little longer than rank 0 waits, to hear whom it misses.
+      text = store.get(verdict, Deadline::after(limit + std::min(limit, Milliseconds(1000))));
+    } catch (const Timeout&) {
+      text = "rank 0 did not come" + in_time;
+    }
+    if (text == good) return;
+    raise<Timeout>(arguments_.here() + "Rank " + std::to_string(rank_) +
+                   " successfully reached monitoredBarrier, but received errors while waiting for "
+                   "send/recv from rank 0: " +
+                   text);
+  }
+
+  const Deadline deadline = Deadline::after(limit);
+  std::string missing;
+  int count = 0;
+  for (int r = 1; r < size_ && (wait_all_ranks || count == 0); r++) {
+    try {
+      store.get(came(r), deadline);
+    } catch (const Timeout&) {
+      missing += (count++ ? ", " : "") + std::to_string(r);
+    }
+  }
+  std::string text = good;
+  if (limit.count() == 0 && size_ > 1) {
+    text = "Rank 0 timed out in monitoredBarrier after 0 ms";
+  } else if (count > 0) {
+    text =
+        (count > 1 ? "Ranks " : "Rank ") + missing + " failed to pass monitoredBarrier" + in_time;
+  }
+  store.set(verdict, text);
+  if (text != good) raise<Timeout>(arguments_.here() + text);
+}
+
+// ------------------------------------------------------------------ state
+
+void Backend::setTimeout(Milliseconds timeout) {
+  options_->timeout = timeout;
+  engine()->comm().set_timeout(timeout);
+}
+
+c10d::ErrorType Backend::getError() {
+  const auto engine = open_engine();
+  return engine ? engine->error() : last_error_.load();
+}
+
+void Backend::registerOnCompletionHook(Engine::Hook&& hook) {
+  if (onCompletionHook_)
+    raise(arguments_.here() + "the process group has a completion hook already");
+  onCompletionHook_ = std::move(hook);
+  engine()->set_hook(onCompletionHook_);
+}
+
+// ------------------------------------------------------------------ ending
+
+void Backend::abort() {
+  if (const auto engine = open_engine()) engine->abort("called abort()");
+}
+
+void Work::abort() {
+  const auto engine = engine_.lock();
+  if (engine && !isCompleted()) engine->abort("aborted its " + std::string(name_));
+}
+
+void Backend::shutdown() {
+  const WithoutGil without_gil;  // callbacks may need it
+  const auto engine = open_engine();
+  if (!engine) return;
+  engine->finish();  // still open: callbacks may issue what they always did
+  last_error_ = engine->error();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_.reset();
+}
+
+}  // namespace pycomm::torch_binding
