@@ -16,7 +16,7 @@ _DTYPES |= {"float8_e4m3fn": _C.DType.float8_e4m3}
 _known_dtypes: dict[Any, _C.DType] = {}
 
 
-def _dtype(dtype: Any) -> _C.DType:
+def core_dtype(dtype: Any) -> _C.DType:
     """The core's name of a torch or numpy dtype."""
     found = _known_dtypes.get(dtype)
     if found is None:
@@ -47,11 +47,11 @@ def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
             raise Error(f"the tensor is on {array.device}; move it to the cpu first")
         if not array.is_contiguous() or array.is_conj() or array.is_neg():
             raise Error("the tensor is not contiguous; call .contiguous() and keep the result")
-        return data_ptr(), array.numel(), _dtype(array.dtype)
+        return data_ptr(), array.numel(), core_dtype(array.dtype)
     address, numel, itemsize, code = _C.buffer(array, write)
     dtype = getattr(array, "dtype", None)
     if dtype is not None:
-        return address, numel, _dtype(dtype)
+        return address, numel, core_dtype(dtype)
     if code not in ("B", "b", "c"):
         raise Error(f"cannot tell the dtype of {type(array).__name__} with items {code!r}")
     return address, numel * itemsize, _C.DType.uint8

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pycomm import _C
-from pycomm.arrays import pair, parts, reduce_op, span
+from pycomm.arrays import core_dtype, pair, parts, reduce_op, span
 from pycomm.env import env
 from pycomm.errors import Error
 
@@ -177,6 +177,23 @@ class Communicator:
     def sent_bytes(self) -> int:
         """Return how many bytes this rank has handed to any transport since the start."""
         return self.core.sent_bytes()
+
+    def allocate(self, numel: int, dtype: Any = "float32") -> _C.SharedArray:
+        """Return an array that peers on this host read and write in place.
+
+        Collectives between such arrays, on every rank, copy nothing through buffers. The array has
+        a buffer: ``numpy.asarray(array)`` and ``torch.frombuffer(array, dtype=...)`` share its
+        memory and keep it. It may outlive the communicator. Where ranks share no memory it is
+        ordinary memory.
+
+        Args:
+            numel: elements; what they hold is unspecified.
+            dtype: as torch or numpy call it. bfloat16 and 8-bit floats show as unsigned integers.
+
+        Raises:
+            Error: the heap has no room for it.
+        """
+        return self.core.allocate(numel, core_dtype(dtype))
 
     # Every operation takes a timeout in seconds; 0 is the group's. It raises Error for arguments
     # that cannot work, before a byte is sent, then Timeout, PeerLost or WireMismatch.

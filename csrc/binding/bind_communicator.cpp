@@ -38,6 +38,25 @@ std::shared_ptr<Communicator> meet(std::shared_ptr<Store> store, int rank, int s
           }};
 }
 
+/// Memory of Communicator::allocate() as an array of one dimension. Numpy has no 8-bit floats and
+/// no bfloat16: their buffers are of unsigned integers.
+struct SharedArray {
+  std::shared_ptr<void> memory;
+  size_t numel;
+  DType dtype;
+
+  const char* format() const {
+    constexpr const char* kFormats[] = {"f", "d", "e", "H", "B", "B", "b",  "h", "i",
+                                        "q", "B", "H", "I", "Q", "?", "Zf", "Zd"};
+    static_assert(sizeof kFormats / sizeof *kFormats == kDTypes);
+    return kFormats[static_cast<size_t>(dtype)];
+  }
+  py::buffer_info buffer() const {
+    const auto bytes = static_cast<py::ssize_t>(size_of(dtype));
+    return {memory.get(), bytes, format(), 1, {static_cast<py::ssize_t>(numel)}, {bytes}};
+  }
+};
+
 /// A list of addresses and sizes in elements: one part per rank.
 class PartList {
  public:
@@ -140,6 +159,11 @@ void bind_communicator(py::module_& m) {
   py::class_<PartList>(m, "Parts")
       .def(py::init<const std::vector<std::pair<uintptr_t, size_t>>&>(), py::arg("parts"));
 
+  py::class_<SharedArray>(m, "SharedArray", py::buffer_protocol())
+      .def_buffer([](const SharedArray& array) { return array.buffer(); })
+      .def("__len__", [](const SharedArray& array) { return array.numel; })
+      .def_property_readonly("dtype", [](const SharedArray& array) { return name(array.dtype); });
+
   using Self = Communicator;
   py::class_<Self, std::shared_ptr<Self>>(m, "Communicator")
       .def(py::init(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
@@ -149,6 +173,18 @@ void bind_communicator(py::module_& m) {
           "timeout", [](const Self& c) { return c.timeout().count() / 1e3; },
           [](Self& c, double seconds) { c.set_timeout(milliseconds(seconds)); })
       .def("describe", &Self::describe)
+      .def(
+          "allocate",
+          [](Self& c, size_t numel, DType dtype) {
+            if (numel > SIZE_MAX / size_of(dtype)) throw Error("no memory has so many elements");
+            return SharedArray{c.allocate(numel * size_of(dtype)), numel, dtype};
+          },
+          py::arg("numel"), py::arg("dtype"))
+      .def("heap_bytes",
+           [](const Self& c) {
+             const auto heap = c.heap();
+             return heap ? std::pair(heap->used(), heap->kept()) : std::pair<size_t, size_t>();
+           })
       .def("wire_bytes", &Self::wire_bytes)
       .def("sent_bytes", &Self::sent_bytes)
       .def(

@@ -209,6 +209,16 @@ uint64_t Communicator::wire_bytes() const { return impl_->mesh().wire_bytes(); }
 uint64_t Communicator::sent_bytes() const { return impl_->mesh().sent_bytes(); }
 const Trace& Communicator::trace() const { return impl_->trace(); }
 void Communicator::abort(const std::string& reason) noexcept { impl_->abort(reason); }
+std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
+
+std::shared_ptr<void> Communicator::allocate(size_t bytes) {
+  if (auto heap = impl_->mesh().heap()) return allocate_shared(heap, bytes);
+  constexpr size_t kAlign = 64;
+  void* data =
+      std::aligned_alloc(kAlign, (std::max<size_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign);
+  if (!data) throw Error("no memory for " + std::to_string(bytes) + " bytes");
+  return {data, &std::free};
+}
 
 // ------------------------------------------------------------------ collectives that reduce
 

@@ -15,6 +15,7 @@
 #include "core/op.h"
 #include "core/trace.h"
 #include "core/types.h"
+#include "transports/shared_heap.h"
 #include "transports/store.h"
 
 namespace pycomm {
@@ -80,6 +81,13 @@ class PYCOMM_API Communicator {
   /// Bytes that this rank has handed to TCP, and to anything, since the start.
   uint64_t wire_bytes() const;
   uint64_t sent_bytes() const;
+
+  /// Memory that peers on this host read and write in place, so that collectives on it copy nothing
+  /// if all ranks' buffers are of this kind; ordinary memory where ranks share none. Aligned to 64
+  /// bytes or more. It may be used and let go of after the communicator is gone.
+  std::shared_ptr<void> allocate(size_t bytes);
+  /// The heap behind allocate(), or null: for allocators that free by address.
+  std::shared_ptr<SharedHeap> heap() const;
 
   // Collectives. A timeout of 0 means the group's. After an error in the middle of one, every rank
   // gets an error and the group is over: all later calls throw that error again.

@@ -113,6 +113,13 @@ std::string Mesh::describe() const {
   return text;
 }
 
+std::shared_ptr<SharedHeap> Mesh::heap() const {
+  for (const auto& transport : transports_) {
+    if (auto heap = transport->heap()) return heap;
+  }
+  return nullptr;
+}
+
 uint64_t Mesh::sent_bytes() const {
   uint64_t sum = 0;
   for (const auto& transport : transports_) sum += transport->sent_bytes();

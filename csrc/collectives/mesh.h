@@ -22,6 +22,8 @@ class Mesh {
   int size() const { return size_; }
   /// Memory that all ranks address, or null.
   Window* window() const { return window_; }
+  /// Memory of ours that all ranks of the window address in place, or null.
+  std::shared_ptr<SharedHeap> heap() const;
   std::string describe() const;
   uint64_t wire_bytes() const;
   uint64_t sent_bytes() const;

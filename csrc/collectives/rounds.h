@@ -1,8 +1,10 @@
 // What collectives over a Window are made of: the pattern that most of them share, the pieces in
-// which buffers travel, and the fold. A part of shared*.cpp.
+// which buffers travel, and the fold. A part of shared*.cpp and in_place.cpp.
 //
 //   rounds()   put our piece, post, wait for the others, take theirs. One stage per round; puts run
 //              kAhead rounds ahead, so that waits rarely wait.
+//   meet_at()  is the first of these stages, and says beside its flag where our data lie, if peers
+//              can address them. If all can be addressed the call goes on in place.
 //
 // Every round has a slot of its own, in a ring of four. Why no put overwrites what a peer still
 // reads (c numbers the slots' uses, through all calls):
@@ -78,21 +80,71 @@ struct Areas {
   size_t each;
 };
 
-/// `put(i, staging)` writes piece i to our staging memory; `take(i, round)` uses the peers' pieces.
+/// Where the data of all ranks lie in this call, by Window::place().
+struct Places {
+  explicit Places(const Window& window) : window(window) {}
+  uint8_t* operator[](int rank) const { return window.at(rank, place[rank]); }
+
+  const Window& window;
+  uint64_t place[kMaxRanks];
+};
+
+/// Less than this is as fast through staging, which needs one stage less.
+constexpr size_t kInPlaceBytes = 2048;
+
+/// The first stage of a call. True if the data of all ranks lie in heaps. Otherwise the first piece
+/// of every rank is in staging; `put()` writes ours.
+///
+/// A rank whose data lie in its heap does not write a piece that would most likely be in vain. If
+/// it has to after all, since others' do not, everybody waits for one more stage.
+template <typename Put>
+bool meet_at(Window& window, const void* data, Put put, Places& places) {
+  const int me = window.rank();
+  places.place[me] = window.place(data);
+  if (!places.place[me]) put();
+  std::memcpy(window.payload(), &places.place[me], sizeof places.place[me]);
+  const uint32_t stage = window.post();
+  window.wait(stage);
+  int found = 0;
+  for (int r = 0; r < window.size(); r++) {
+    if (r != me) std::memcpy(&places.place[r], window.payload(r, stage), sizeof places.place[r]);
+    found += places.place[r] != 0;
+  }
+  if (found == window.size()) return true;
+  if (found > 0) {
+    if (places.place[me]) put();
+    window.wait(window.post());
+  }
+  return false;
+}
+
+/// The rounds of a call whose piece 0 is in staging on all ranks. `put(i, staging)` writes piece i
+/// to our staging memory; `take(i, round)` uses the peers' pieces.
 template <typename Put, typename Take>
-void rounds(Window& window, size_t count, Put put, Take take) {
-  const uint32_t stage = window.next_stage();
-  const uint32_t round = window.claim(count);
+void more_rounds(Window& window, uint32_t round, size_t count, Put put, Take take) {
   const auto put_and_post = [&](size_t i) {
     put(i, window.staging(window.rank(), round + static_cast<uint32_t>(i)));
     window.post();
   };
-  for (size_t i = 0; i < std::min(kAhead, count); i++) put_and_post(i);
+  const uint32_t stage = window.next_stage();  // of piece 1
+  for (size_t i = 1; i < std::min(kAhead, count); i++) put_and_post(i);
   for (size_t i = 0; i < count; i++) {
-    window.wait(stage + static_cast<uint32_t>(i));
+    if (i > 0) window.wait(stage + static_cast<uint32_t>(i) - 1);
     take(i, round + static_cast<uint32_t>(i));
     if (i + kAhead < count) put_and_post(i + kAhead);
   }
+}
+
+/// All rounds of a call, or `in_place(places)` if `data`, null for never, is in the heap on all
+/// ranks.
+template <typename Put, typename Take, typename InPlace>
+void rounds(Window& window, const void* data, size_t count, Put put, Take take, InPlace in_place) {
+  if (count == 0) return window.wait(window.post());
+  const uint32_t round = window.claim(count);
+  Places places(window);
+  const auto first = [&] { put(0, window.staging(window.rank(), round)); };
+  if (meet_at(window, data, first, places)) return in_place(places);
+  more_rounds(window, round, count, put, take);
 }
 
 /// The reduction of one call, cut down to its dtype's elements.

@@ -1,7 +1,7 @@
 // Collectives over a Window that reduce. Those that only move bytes: shared_move.cpp.
 #include "collectives/shared.h"
 
-#include "collectives/rounds.h"
+#include "collectives/in_place.h"
 
 namespace pycomm::shared {
 namespace {
@@ -15,23 +15,30 @@ constexpr size_t one_shot_limit(int ranks) {
 /// The whole input travels in the cache line of the flag.
 void tiny(Window& window, Reducer& reducer, const void* in, void* out, size_t bytes) {
   std::memcpy(window.payload(), in, bytes);
+  window.count_sent(bytes);
   const uint32_t stage = window.post();
   window.wait(stage);
   if (out) reducer.run(in, [&](int r) { return window.payload(r, stage); }, bytes, out);
 }
 
-/// `out` is null where the result is not wanted.
-void one_shot(Window& window, Reducer& reducer, const void* in, void* out, size_t bytes) {
+/// `out` is null where the result is not wanted. `shown` is the data if the call may go on in
+/// place.
+void one_shot(Window& window, Reducer& reducer, const void* in, void* out, size_t bytes,
+              const void* shown) {
   const Cut cut{bytes, kSlotBytes};
   rounds(
-      window, cut.count(),
-      [&](size_t i, uint8_t* staging) { std::memcpy(staging, at(in, cut.begin(i)), cut.size(i)); },
+      window, shown, cut.count(),
+      [&](size_t i, uint8_t* staging) {
+        std::memcpy(staging, at(in, cut.begin(i)), cut.size(i));
+        window.count_sent(cut.size(i));
+      },
       [&](size_t i, uint32_t round) {
         if (!out) return;
         reducer.run(
             at(in, cut.begin(i)), [&](int r) { return window.staging(r, round); }, cut.size(i),
             at(out, cut.begin(i)));
-      });
+      },
+      [&](const Places& places) { in_place::all_reduce(window, reducer, places, bytes); });
 }
 
 /// Per chunk: put the others' areas, post; reduce our area, post; gather the others' results. The
@@ -50,13 +57,17 @@ class TwoShot {
         area_(kSlotBytes / window.size() / kGrain * kGrain),
         cut_{bytes, area_ * window.size()} {}
 
-  void run() {
+  /// `shown` is the data if the call may go on in place.
+  void run(const void* shown) {
     const uint32_t first = window_.claim(cut_.count());
     const auto round = [&](size_t i) { return first + static_cast<uint32_t>(i); };
-    put(0, round(0));
-    uint32_t stage = window_.post();
+    Places places(window_);
+    if (meet_at(window_, shown, [&] { put(0, round(0)); }, places)) {
+      return in_place::all_reduce(window_, reducer_, places, cut_.total);
+    }
+    uint32_t stage = 0;
     for (size_t i = 0; i < cut_.count(); i++) {
-      window_.wait(stage);
+      if (i > 0) window_.wait(stage);
       reduce_own(i, round(i));
       const uint32_t reduced = window_.post();
       if (i + 1 < cut_.count()) {
@@ -89,12 +100,14 @@ class TwoShot {
       const int rank = window_.peer(i);
       const Span<const uint8_t> from = part(in_, chunk, rank);
       std::memcpy(area(window_.rank(), rank, round), from.data, from.size);
+      window_.count_sent(from.size);
     }
   }
   void reduce_own(size_t chunk, uint32_t round) {
     const int me = window_.rank();
     const Span<const uint8_t> own = part(in_, chunk, me);
     uint8_t* shown = root_ == me ? nullptr : area(me, me, round);
+    if (shown) window_.count_sent(own.size);
     uint8_t* kept = here() ? part(out_, chunk, me).data : nullptr;
     reducer_.run(
         own.data, [&](int r) { return area(r, me, round); }, own.size, kept ? kept : shown,
@@ -129,11 +142,10 @@ void all_reduce(Window& window, const OpTag& tag, void* data, double factor, Dea
   } else if (bytes <= kTinyBytes) {
     tiny(window, reducer, data, data, bytes);
   } else if (bytes <= one_shot_limit(window.size())) {
-    one_shot(window, reducer, data, data, bytes);
+    one_shot(window, reducer, data, data, bytes, bytes < kInPlaceBytes ? nullptr : data);
   } else {
-    TwoShot(window, reducer, data, data, bytes, -1).run();
+    TwoShot(window, reducer, data, data, bytes, -1).run(data);
   }
-  window.count_sent(bytes);
   window.end();
 }
 
@@ -146,9 +158,9 @@ void reduce_scatter(Window& window, const OpTag& tag, const ConstParts& in, void
   const int me = window.rank();
   const Areas areas(window);
   const PartCuts<const void> cuts{parts, window.size(), areas.each};
-  if (cuts.count() == 0) meet(window);
+  const bool show = !parts.is_list() && parts.bytes(0) >= kInPlaceBytes;
   rounds(
-      window, cuts.count(),
+      window, show ? parts.data() : nullptr, cuts.count(),
       [&](size_t i, uint8_t* staging) {
         for (int k = 1; k < window.size(); k++) {
           const int rank = window.peer(k);
@@ -162,6 +174,9 @@ void reduce_scatter(Window& window, const OpTag& tag, const ConstParts& in, void
         reducer.run(
             own.data, [&](int r) { return window.staging(r, round) + areas.offset(r, me); },
             own.size, at(out, i * areas.each));
+      },
+      [&](const Places& places) {
+        in_place::reduce_scatter(window, reducer, places, parts.bytes(0), out);
       });
   window.end();
 }
@@ -178,11 +193,10 @@ void reduce(Window& window, const OpTag& tag, const void* in, void* out, double 
   } else if (bytes <= kTinyBytes) {
     tiny(window, reducer, in, here, bytes);
   } else if (bytes <= one_shot_limit(window.size()) || window.size() == 2) {
-    one_shot(window, reducer, in, here, bytes);
+    one_shot(window, reducer, in, here, bytes, nullptr);
   } else {
-    TwoShot(window, reducer, in, here, bytes, tag.root).run();
+    TwoShot(window, reducer, in, here, bytes, tag.root).run(nullptr);
   }
-  window.count_sent(bytes);
   window.end();
 }
 

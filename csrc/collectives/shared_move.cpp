@@ -1,5 +1,5 @@
 // Collectives over a Window that only move bytes.
-#include "collectives/rounds.h"
+#include "collectives/in_place.h"
 #include "collectives/shared.h"
 #include "core/error.h"
 
@@ -9,8 +9,15 @@ namespace {
 /// What a rank sends another in one call, as the sender says it at the end of its first slot.
 struct Letter {
   uint64_t bytes;
-  uint32_t offset;  ///< in the slot
+  uint64_t place;   ///< in the sender's heap, where it is read at once; or 0
+  uint32_t offset;  ///< else in the slot
   uint32_t area;    ///< bytes per round
+};
+
+/// What a rank says to all, beside the flag of that slot.
+struct Notice {
+  uint64_t rounds;
+  uint64_t in_place;  ///< 1 if peers read from its heap
 };
 
 [[noreturn]] void throw_sizes(const Window& window, const OpTag& tag, int from, uint64_t sent,
@@ -32,11 +39,13 @@ class PartExchange {
     size_t readers = 0, most = 0;
     for (int r = 0; r < window.size(); r++) {
       if (r == me_) continue;
-      readers += in_.bytes(r) > 0;
+      notice_.in_place |= place(r) != 0;
+      if (!staged(r)) continue;
+      readers += 1;
       most = std::max(most, in_.bytes(r));
     }
     area_ = (kSlotBytes - letters_bytes()) / std::max<size_t>(1, readers) / kGrain * kGrain;
-    rounds_ = std::max<size_t>(1, Cut{most, area_}.count());
+    notice_.rounds = std::max<size_t>(1, Cut{most, area_}.count());
   }
 
   void run() {
@@ -44,19 +53,28 @@ class PartExchange {
     uint8_t* staging = window_.staging(me_, round);
     write_letters(staging);
     put(0, staging);
-    std::memcpy(window_.payload(), &rounds_, sizeof rounds_);
+    std::memcpy(window_.payload(), &notice_, sizeof notice_);
     const uint32_t stage = window_.post();
     window_.wait(stage);
-    const uint64_t count = read_letters(round, stage);
-    take(0, round);
-    rounds(
-        window_, count - 1, [&](size_t i, uint8_t* place) { put(i + 1, place); },
-        [&](size_t i, uint32_t later) { take(i + 1, later); });
-    // Nobody waits for our own part.
+    const Notice all = read_letters(round, stage);
+    window_.claim(all.rounds - 1);
+    more_rounds(
+        window_, round, all.rounds, [&](size_t i, uint8_t* place) { put(i, place); },
+        [&](size_t i, uint32_t later) { take(i, later); });
+    for (int k = 1; k < window_.size(); k++) {
+      const int rank = window_.peer(k);
+      if (from_[rank].place) {
+        copy(out_[rank].data, window_.at(rank, from_[rank].place), out_.bytes(rank));
+      }
+    }
     copy(out_[me_].data, in_[me_].data, in_.bytes(me_));
+    if (all.in_place) meet(window_);
   }
 
  private:
+  uint64_t place(int rank) const { return in_.bytes(rank) > 0 ? window_.place(in_[rank].data) : 0; }
+  /// Our part for this rank goes through staging.
+  bool staged(int rank) const { return in_.bytes(rank) > 0 && place(rank) == 0; }
   size_t letters_bytes() const {
     return (window_.size() * sizeof(Letter) + kGrain - 1) / kGrain * kGrain;
   }
@@ -68,38 +86,41 @@ class PartExchange {
     uint32_t offset = 0;
     for (int k = 1; k < window_.size(); k++) {
       const int rank = window_.peer(k);
-      letters(staging)[rank] = {in_.bytes(rank), offset, static_cast<uint32_t>(area_)};
-      if (in_.bytes(rank) > 0) offset += static_cast<uint32_t>(area_);
+      letters(staging)[rank] = {in_.bytes(rank), place(rank), offset, static_cast<uint32_t>(area_)};
+      if (staged(rank)) offset += static_cast<uint32_t>(area_);
     }
   }
-  /// Returns in how many rounds all is through.
-  uint64_t read_letters(uint32_t round, uint32_t stage) {
-    uint64_t count = rounds_;
+  /// Returns what all ranks together say.
+  Notice read_letters(uint32_t round, uint32_t stage) {
+    Notice all = notice_;
     for (int r = 0; r < window_.size(); r++) {
       if (r == me_) continue;
-      uint64_t theirs = 0;
+      Notice theirs;
       std::memcpy(&theirs, window_.payload(r, stage), sizeof theirs);
-      count = std::max(count, theirs);
+      all.rounds = std::max(all.rounds, theirs.rounds);
+      all.in_place |= theirs.in_place;
       from_[r] = letters(window_.staging(r, round))[me_];
       if (from_[r].bytes != out_.bytes(r)) {
         throw_sizes(window_, tag_, r, from_[r].bytes, out_.bytes(r));
       }
     }
-    return count;
+    return all;
   }
 
   void put(size_t i, uint8_t* staging) {
     for (int k = 1; k < window_.size(); k++) {
       const int rank = window_.peer(k);
+      if (!staged(rank)) continue;
       const Span<const uint8_t> piece = Cut{in_.bytes(rank), area_}.of(in_[rank], i);
       copy(staging, piece.data, piece.size);
-      if (in_.bytes(rank) > 0) staging += area_;
+      staging += area_;
       window_.count_sent(piece.size);
     }
   }
   void take(size_t i, uint32_t round) {
     for (int k = 1; k < window_.size(); k++) {
       const int rank = window_.peer(k);
+      if (from_[rank].place) continue;
       const Span<uint8_t> piece = Cut{out_.bytes(rank), from_[rank].area}.of(out_[rank], i);
       copy(piece.data, window_.staging(rank, round) + from_[rank].offset, piece.size);
     }
@@ -111,9 +132,33 @@ class PartExchange {
   const Parts out_;
   int me_;
   size_t area_;
-  uint64_t rounds_;
+  Notice notice_ = {};
   Letter from_[kMaxRanks];
 };
+
+/// Only the root's data matter: if they lie in its heap, all copy from there.
+void broadcast_bytes(Window& window, int root, void* data, size_t bytes) {
+  const Cut cut{bytes, kSlotBytes};
+  const bool is_root = window.rank() == root;
+  const uint32_t round = window.claim(cut.count());
+  const auto put = [&](size_t i, uint8_t* staging) {
+    if (!is_root) return;
+    std::memcpy(staging, at(data, cut.begin(i)), cut.size(i));
+    window.count_sent(cut.size(i));
+  };
+  uint64_t place = is_root && bytes >= kInPlaceBytes ? window.place(data) : 0;
+  if (!place) put(0, window.staging(window.rank(), round));
+  std::memcpy(window.payload(), &place, sizeof place);
+  const uint32_t stage = window.post();
+  window.wait(stage);
+  if (!is_root) std::memcpy(&place, window.payload(root, stage), sizeof place);
+  if (place) return in_place::broadcast(window, root, window.at(root, place), data, bytes);
+  more_rounds(window, round, cut.count(), put, [&](size_t i, uint32_t from) {
+    if (!is_root) {
+      std::memcpy(at(data, cut.begin(i)), window.staging(root, from), cut.size(i));
+    }
+  });
+}
 
 }  // namespace
 
@@ -123,13 +168,14 @@ void all_gather(Window& window, const OpTag& tag, const void* in, const Parts& o
   const Parts parts = out.of(size_of(tag.dtype));
   const int me = window.rank();
   const PartCuts<void> cuts{parts, window.size(), kSlotBytes};
-  if (cuts.count() == 0) meet(window);
+  const bool show = parts.bytes(me) >= kInPlaceBytes;
   rounds(
-      window, cuts.count(),
+      window, show ? in : nullptr, cuts.count(),
       [&](size_t i, uint8_t* staging) {
         const Span<uint8_t> own = cuts.of(me, i);
         const uint8_t* from = at(in, i * kSlotBytes);
         copy(staging, from, own.size);
+        window.count_sent(own.size);
         copy(own.data, from, own.size);
       },
       [&](size_t i, uint32_t round) {
@@ -138,8 +184,8 @@ void all_gather(Window& window, const OpTag& tag, const void* in, const Parts& o
           const Span<uint8_t> theirs = cuts.of(rank, i);
           copy(theirs.data, window.staging(rank, round), theirs.size);
         }
-      });
-  window.count_sent(parts.bytes(me));
+      },
+      [&](const Places& places) { in_place::all_gather(window, places, parts); });
   window.end();
 }
 
@@ -176,20 +222,11 @@ void scatter(Window& window, const OpTag& tag, const ConstParts& in, void* out, 
 void broadcast(Window& window, const OpTag& tag, void* data, Deadline deadline) {
   window.begin(tag, deadline);
   const size_t bytes = tag.numel * size_of(tag.dtype);
-  const Cut cut{bytes, kSlotBytes};
-  const bool root = window.rank() == tag.root;
-  if (bytes == 0) meet(window);
-  rounds(
-      window, cut.count(),
-      [&](size_t i, uint8_t* staging) {
-        if (root) std::memcpy(staging, at(data, cut.begin(i)), cut.size(i));
-      },
-      [&](size_t i, uint32_t round) {
-        if (!root) {
-          std::memcpy(at(data, cut.begin(i)), window.staging(tag.root, round), cut.size(i));
-        }
-      });
-  if (root) window.count_sent(bytes);
+  if (bytes == 0) {
+    meet(window);
+  } else {
+    broadcast_bytes(window, tag.root, data, bytes);
+  }
   window.end();
 }
 

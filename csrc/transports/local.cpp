@@ -1,5 +1,6 @@
 // Ranks as threads of one process: the segment is plain memory, found by its address in the store.
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdlib>
 
@@ -11,18 +12,29 @@ namespace {
 
 /// The segment of `ranks` holders; the last one to let go unmaps it.
 void* map_segment(int ranks) {
-  void* base = ::mmap(nullptr, Segment::bytes(ranks), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const auto map = [](size_t bytes) {
+    // Shared, since only then can a heap give pages back.
+    return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                  MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  };
+  size_t bytes = Segment::bytes_with_heaps(ranks);
+  void* base = map(bytes);
+  const bool heaps = base != MAP_FAILED;
+  if (!heaps) base = map(bytes = Segment::bytes(ranks));
   if (base == MAP_FAILED) throw Error("local: no memory for a segment");
+  const Segment segment(base, ranks);
+  segment.header().mapped_bytes = bytes;
+  for (int r = 0; r < ranks; r++) segment.board(r).heaps = heaps;
   // Promised to all from the start, so that it stays for ranks that come late.
-  Segment(base, ranks).header().holders.store(ranks);
+  segment.header().holders.store(ranks);
   return base;
 }
 
 std::shared_ptr<void> hold(void* base, int ranks) {
-  return {base, [ranks](void* memory) {
-            auto& holders = Segment(memory, ranks).header().holders;
-            if (holders.fetch_sub(1) == 1) ::munmap(memory, Segment::bytes(ranks));
+  return {base, [ranks, process = ::getpid()](void* memory) {
+            if (::getpid() != process) return;  // a forked child holds nothing
+            Header& header = Segment(memory, ranks).header();
+            if (header.holders.fetch_sub(1) == 1) ::munmap(memory, header.mapped_bytes);
           }};
 }
 

@@ -1,6 +1,7 @@
 // Memory that the ranks of one host share: who writes which line.
 //
 //   Header | Board of each rank | staging of each rank | Ring of each ordered pair and lane
+//   and behind it, where address space permits: the heap of each rank (shared_heap.h)
 //
 // A segment starts as zero pages and is valid as such; pages that nobody touches cost nothing. It
 // knows neither how the memory was got (local.cpp: one process; shm.cpp: memfd) nor what ranks do
@@ -28,6 +29,8 @@ constexpr size_t kStagingBytes = kSlots * kSlotBytes;
 /// More ranks than this on one host go by TCP.
 constexpr int kMaxRanks = 256;
 constexpr size_t kRingBytes = size_t{256} << 10;
+/// Addresses, not memory: pages of a heap cost when they are touched.
+constexpr size_t kHeapBytes = size_t{64} << 30;
 
 /// Low half: number of the stage that is done. High half: hash of the tag it belongs to.
 struct alignas(kLine) Flag {
@@ -44,6 +47,7 @@ struct Board {
   alignas(kLine) Bell moved[kLanes];       ///< rung by peers when one of our channels can go on
   alignas(kLine) SharedStanding standing;  ///< read in long waits and for the texts of errors
   alignas(kLine) std::atomic<uint32_t> left;  ///< 1 after a graceful leave
+  uint32_t heaps;                             ///< 1 if the rank has mapped the heaps too
   uint64_t process[2];                        ///< names the process on this host
   cpu_set_t cpus;                             ///< where the rank may run
 };
@@ -59,13 +63,18 @@ struct alignas(4096) Header {
   std::atomic<uint32_t> abort;
   int32_t abort_rank;  ///< in the group
   char abort_reason[1024];
-  /// Threads of one process: how many still hold the segment.
+  /// Threads of one process: how many still hold the segment, and what is to be unmapped then.
   std::atomic<int32_t> holders;
+  size_t mapped_bytes;
 };
 
 class Segment {
  public:
   static size_t bytes(int ranks);
+  /// With the heaps.
+  static size_t bytes_with_heaps(int ranks) {
+    return bytes(ranks) + static_cast<size_t>(ranks) * kHeapBytes;
+  }
 
   Segment(void* base, int ranks) : base_(static_cast<uint8_t*>(base)), ranks_(ranks) {}
 
@@ -75,6 +84,13 @@ class Segment {
   /// True once the rank has signed its board.
   bool present(int rank) const { return board(rank).process[0] != 0; }
   uint8_t* staging(int rank) const;
+  uint8_t* heap(int rank) const { return base_ + bytes(ranks_) + rank * kHeapBytes; }
+  /// True if all ranks have mapped the heaps.
+  bool has_heaps() const {
+    bool all = true;
+    for (int r = 0; r < ranks_; r++) all = all && board(r).heaps != 0;
+    return all;
+  }
   Ring& ring(int from, int to, Lane lane) const;
   /// CPUs that the ranks have together.
   int cpus() const;

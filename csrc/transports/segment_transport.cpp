@@ -23,6 +23,9 @@ SegmentTransport::SegmentTransport(std::string name, const SharedMemory& memory)
   for (int r = 0; r < segment_.ranks(); r++) all = all && segment_.present(r);
   if (all) {
     window_ = std::make_unique<Window>(segment_, watch_, self_, spin_);
+    if (segment_.has_heaps()) {
+      heap_ = std::make_shared<SharedHeap>(memory_.base, segment_.heap(self_), kHeapBytes);
+    }
   }
   for (LaneState& lane : lanes_) lane.channels.resize(memory.members.size());
 }

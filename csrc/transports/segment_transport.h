@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "transports/ring_channel.h"
+#include "transports/shared_heap.h"
 #include "transports/watch.h"
 #include "transports/window.h"
 
@@ -33,6 +34,7 @@ class SegmentTransport final : public Transport {
   bool reaches(int rank) const override;
   Channel& channel(int rank, Lane lane) override;
   Window* window() override { return window_.get(); }
+  std::shared_ptr<SharedHeap> heap() override { return heap_; }
   void idle(Lane lane, std::chrono::microseconds limit) override;
   void check() override { watch_.check(); }
   Sighting look(int rank) override;
@@ -56,6 +58,7 @@ class SegmentTransport final : public Transport {
   Watch watch_;
   int spin_;
   std::unique_ptr<Window> window_;
+  std::shared_ptr<SharedHeap> heap_;
   std::array<LaneState, kLanes> lanes_;
 };
 

@@ -46,21 +46,34 @@ std::string host_id() {
          std::to_string(::geteuid());
 }
 
-FileDescriptor make_segment(size_t bytes) {
+FileDescriptor make_segment(int ranks) {
   FileDescriptor fd(::memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (fd.get() < 0) throw_errno("make a memfd");
-  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("size a memfd");
+  if (::ftruncate(fd.get(), static_cast<off_t>(Segment::bytes_with_heaps(ranks))) != 0) {
+    throw_errno("size a memfd");
+  }
   // No peer can shrink it under us.
   ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   return fd;
 }
 
-std::shared_ptr<void> map_segment(FileDescriptor file, size_t bytes) {
+/// With the heaps, if there are addresses for them.
+std::shared_ptr<void> map_segment(FileDescriptor file, int ranks, bool& heaps) {
+  size_t bytes = Segment::bytes_with_heaps(ranks);
   struct stat info = {};
   if (::fstat(file.get(), &info) != 0 || static_cast<size_t>(info.st_size) != bytes) {
     throw Error("shm: the segment has another size; do all ranks run the same version of pycomm?");
   }
-  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  const auto map = [&] {
+    return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(),
+                  0);
+  };
+  void* base = map();
+  heaps = base != MAP_FAILED;
+  if (!heaps) {
+    bytes = Segment::bytes(ranks);
+    base = map();
+  }
   if (base == MAP_FAILED) throw_errno("map the segment");
   const int fd = file.release();  // closed last: that drops our lock
   return {base, [bytes, fd](void* memory) {
@@ -82,9 +95,12 @@ SharedMemory join(const Rendezvous& meeting, const std::vector<int>& candidates,
   memory.group_size = meeting.size;
   memory.lock_fd = file.get();
   const int ranks = static_cast<int>(candidates.size());
-  memory.base = map_segment(std::move(file), Segment::bytes(ranks));
+  bool heaps = false;
+  memory.base = map_segment(std::move(file), ranks, heaps);
   Watch::lock(memory.lock_fd, memory.place(meeting.rank));
-  Watch::sign(Segment(memory.base.get(), ranks).board(memory.place(meeting.rank)));
+  Board& board = Segment(memory.base.get(), ranks).board(memory.place(meeting.rank));
+  board.heaps = heaps;
+  Watch::sign(board);
   return memory;
 }
 
@@ -122,7 +138,7 @@ SharedMemory share(const Rendezvous& meeting, const std::vector<int>& candidates
   }
   try {
     FdServer server;
-    FileDescriptor file = make_segment(Segment::bytes(static_cast<int>(candidates.size())));
+    FileDescriptor file = make_segment(static_cast<int>(candidates.size()));
     const int fd = file.get();
     SharedMemory memory = join(meeting, candidates, std::move(file));
     meeting.store->set(key(meeting, "name"), server.name());

@@ -21,6 +21,7 @@
 
 namespace pycomm {
 
+class SharedHeap;
 class Window;
 
 /// Independent streams between the same two ranks, so that a posted receive never stands in the
@@ -74,6 +75,8 @@ class Transport {
   virtual Channel& channel(int rank, Lane lane) = 0;
   /// Memory of all ranks of the group, or null if it does not reach every rank.
   virtual Window* window() { return nullptr; }
+  /// Memory of ours that all ranks of the window address in place, or null.
+  virtual std::shared_ptr<SharedHeap> heap() { return nullptr; }
 
   /// Sleeps until a channel of the lane may have something to do, or for `limit`.
   virtual void idle(Lane lane, std::chrono::microseconds limit) = 0;

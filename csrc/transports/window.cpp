@@ -17,7 +17,8 @@ Window::Window(const Segment& segment, Watch& watch, int rank, int spin)
       board_(&segment.board(rank)),
       rank_(rank),
       size_(segment.ranks()),
-      spin_(spin) {}
+      spin_(spin),
+      heaps_(segment.has_heaps()) {}
 
 std::string Window::name(int rank) const { return rank_text(watch_.member(rank)); }
 

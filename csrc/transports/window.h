@@ -79,6 +79,16 @@ class PYCOMM_API Window {
     return segment_.staging(rank) + round % kSlots * kSlotBytes;
   }
 
+  /// Where `data` lies in our heap, for peers; 0 if it does not, or if there are no heaps.
+  uint64_t place(const void* data) const {
+    if (!heaps_) return 0;
+    const auto offset =
+        static_cast<uint64_t>(static_cast<const uint8_t*>(data) - segment_.heap(rank_));
+    return offset < kHeapBytes ? offset + 1 : 0;
+  }
+  /// The memory that a rank has called so.
+  uint8_t* at(int rank, uint64_t place) const { return segment_.heap(rank) + place - 1; }
+
   /// Counts what we have written for others to read.
   void count_sent(uint64_t bytes) {
     sent_bytes_.store(sent_bytes_.load(std::memory_order_relaxed) + bytes,
@@ -106,6 +116,7 @@ class PYCOMM_API Window {
   int rank_;
   int size_;
   int spin_;
+  bool heaps_;
   uint32_t stage_ = 0;
   uint32_t round_ = 0;
   OpTag tag_;          ///< of the open collective, as are the next two

@@ -1,0 +1,47 @@
+#include "collectives/in_place.h"
+
+namespace pycomm::shared::in_place {
+namespace {
+
+/// What is folded before it is copied to all others: it is still in the first-level cache then.
+constexpr size_t kStep = size_t{16} << 10;
+
+}  // namespace
+
+void all_reduce(Window& window, Reducer& reducer, const Places& data, size_t bytes) {
+  const int me = window.rank(), ranks = window.size();
+  const size_t unit = kGrain * ranks;
+  const Cut chunks{bytes, (bytes + unit - 1) / unit * kGrain};
+  const size_t begin = chunks.begin(me), end = chunks.begin(me + 1);
+  for (size_t i = begin; i < end; i += kStep) {
+    const size_t size = std::min(kStep, end - i);
+    uint8_t* own = data[me] + i;
+    uint8_t* next = ranks > 1 ? data[window.peer(1)] + i : nullptr;
+    reducer.run(own, [&](int r) { return data[r] + i; }, size, own, next);
+    for (int k = 2; k < ranks; k++) std::memcpy(data[window.peer(k)] + i, own, size);
+  }
+  meet(window);
+}
+
+void reduce_scatter(Window& window, Reducer& reducer, const Places& in, size_t part_bytes,
+                    void* out) {
+  const size_t offset = part_bytes * window.rank();
+  reducer.run(in[window.rank()] + offset, [&](int r) { return in[r] + offset; }, part_bytes, out);
+  meet(window);
+}
+
+void all_gather(Window& window, const Places& in, const Parts& out) {
+  for (int k = 1; k < window.size(); k++) {
+    const int rank = window.peer(k);
+    copy(out[rank].data, in[rank], out.bytes(rank));
+  }
+  copy(out[window.rank()].data, in[window.rank()], out.bytes(window.rank()));
+  meet(window);
+}
+
+void broadcast(Window& window, int root, const uint8_t* from, void* data, size_t bytes) {
+  if (window.rank() != root) copy(data, from, bytes);
+  meet(window);
+}
+
+}  // namespace pycomm::shared::in_place

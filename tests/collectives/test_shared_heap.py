@@ -1,0 +1,284 @@
+"""Zero copy: collectives on memory that all ranks address, beside memory that they do not."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+
+from pycomm.errors import Error
+from tests.collectives.ways import RANKS, bits, floats, integers
+from tests.ranks import run, run_processes
+
+# In place begins at 2 KiB; one slot is 128 KiB.
+SIZES = [0, 1, 511, 512, 1000, 4099, 40001, 300007]
+# Whose data lie in its heap.
+WHO = {
+    "all": lambda rank: True,
+    "some": lambda rank: rank % 2 == 0,
+    "one": lambda rank: rank == 1,
+    "none": lambda rank: False,
+}
+PAGE = 4096
+
+
+def shared(c, values):
+    array = np.asarray(c.allocate(len(values), values.dtype))
+    array[:] = values
+    return array
+
+
+def check_everything(c, who, sizes=SIZES):
+    """Every collective, with buffers in the heap as `who` says, against plain arithmetic."""
+    ranks, me = c.size, c.rank
+    root = ranks // 2
+
+    def place(values):
+        return shared(c, values) if who(me) else values.copy()
+
+    for n in sizes:
+        mine, all_mine = integers(me, n), [integers(r, n) for r in range(ranks)]
+        wide, all_wide = integers(me, ranks * n), [integers(r, ranks * n) for r in range(ranks)]
+        own = slice(me * n, (me + 1) * n)
+
+        x = place(mine)
+        c.all_reduce(x)
+        assert np.array_equal(x, sum(all_mine))
+
+        x, out = place(wide), place(np.zeros(n, np.float32))
+        c.reduce_scatter(x, out)
+        assert np.array_equal(out, sum(all_wide)[own])
+        assert np.array_equal(x, wide)
+        c.reduce_scatter(x, x[own])
+        assert np.array_equal(x[own], sum(all_wide)[own])
+
+        x, out = place(mine), place(np.zeros(ranks * n, np.float32))
+        c.all_gather(x, out)
+        assert np.array_equal(out, np.concatenate(all_mine))
+        out[:] = 0
+        out[own] = mine
+        c.all_gather(out[own], out)
+        assert np.array_equal(out, np.concatenate(all_mine))
+
+        x, out = place(wide), place(np.zeros(ranks * n, np.float32))
+        c.all_to_all(x, out)
+        assert np.array_equal(out, np.concatenate([w[own] for w in all_wide]))
+
+        x = place(mine)
+        c.broadcast(x, root)
+        assert np.array_equal(x, all_mine[root])
+
+        x, out = place(mine), place(np.zeros(ranks * n, np.float32))
+        c.gather(x, out, root)
+        assert me != root or np.array_equal(out, np.concatenate(all_mine))
+        back = place(np.zeros(n, np.float32))
+        c.scatter(out, back, root)
+        assert np.array_equal(back, mine)
+
+        x, out = place(mine), place(np.zeros(n, np.float32))
+        c.reduce(x, out, root)
+        assert me != root or np.array_equal(out, sum(all_mine))
+    return True
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_collective(who, ranks):
+    assert all(run(ranks, lambda c: check_everything(c, WHO[who])))
+
+
+def everything_between_processes(c):
+    return all(check_everything(c, who, [1000, 40001]) for who in WHO.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_collective_between_processes(ranks):
+    assert all(run_processes(ranks, everything_between_processes))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_in_place_has_the_bits_of_other_ways(ranks, op):
+    def job(c):
+        results = []
+        for n in SIZES:
+            x = shared(c, floats(c.rank, n))
+            c.all_reduce(x, op)
+            results.append(bits(x))
+        return results
+
+    def plain(c):
+        results = []
+        for n in SIZES:
+            x = floats(c.rank, n)
+            c.all_reduce(x, op)
+            results.append(bits(x))
+        return results
+
+    in_place = run(ranks, job)
+    assert in_place == run(ranks, plain)
+    assert in_place == run(ranks, plain, algo="direct")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3", "int64", "bool", "complex128"])
+def test_every_kind_of_dtype(dtype):
+    def job(c):
+        array = c.allocate(3000, dtype)
+        view = memoryview(array).cast("B")
+        view[:] = bytes(len(view))
+        view[c.rank] = 1
+        c.all_reduce(array)
+        return array.dtype, len(array), bytes(view)
+
+    first, second = run(2, job)
+    assert first == second
+    assert first[:2] == (dtype, 3000)
+    assert any(first[2])
+
+
+def test_in_place_nothing_goes_through_staging():
+    def job(c):
+        counts = []
+        for x in (shared(c, integers(c.rank, 100000)), integers(c.rank, 100000)):
+            before = c.sent_bytes()
+            c.all_reduce(x)
+            c.all_gather(x, np.empty(200000, np.float32))
+            c.broadcast(x)
+            counts.append(c.sent_bytes() - before)
+        return counts
+
+    assert run(2, job) == [[0, 1200000], [0, 800000]]
+
+
+def address(array):
+    return np.asarray(array).ctypes.data
+
+
+def test_a_freed_block_is_used_again():
+    def job(c):
+        first = c.allocate(100000)
+        place = address(first)
+        assert place % PAGE == 0
+        assert c.core.heap_bytes() == (98 * PAGE, 0)
+        assert address(c.allocate(3)) % 64 == 0
+        del first
+        gc.collect()
+        assert c.core.heap_bytes()[0] == 0
+        second = shared(c, np.full(100000, c.rank + 1, np.float32))
+        assert second.ctypes.data == place
+        c.all_reduce(second)
+        return set(second.tolist())
+
+    assert run(2, job) == [{3.0}] * 2
+
+
+def test_blocks_never_overlap():
+    def job(c):
+        random = np.random.default_rng(c.rank)
+        blocks = {}
+        for i in range(600):
+            if blocks and random.random() < 0.45:
+                key = list(blocks)[random.integers(len(blocks))]
+                assert (blocks.pop(key) == key).all()
+            else:
+                blocks[i] = shared(c, np.full(int(2 ** random.uniform(0, 16)), i))
+        assert all((block == key).all() for key, block in blocks.items())
+        assert c.core.heap_bytes()[0] >= sum(block.nbytes for block in blocks.values())
+        blocks.clear()
+        assert c.core.heap_bytes()[0] == 0
+
+    run(2, job)
+
+
+def test_many_freed_bytes_go_back_to_the_system():
+    def job(c):
+        if c.rank == 1:
+            return
+        big = 400 << 20
+        block = c.allocate(big // 4)
+        np.asarray(block)[:: PAGE // 4] = 1
+        del block
+        gc.collect()
+        assert c.core.heap_bytes() == (0, 0)
+        assert not np.asarray(c.allocate(big // 4))[:: PAGE // 4].any()
+
+    run(2, job)
+
+
+def test_a_block_outlives_its_group():
+    blocks = run(2, lambda c: shared(c, integers(c.rank, 5000)))
+    gc.collect()
+    for rank, block in enumerate(blocks):
+        assert np.array_equal(block, integers(rank, 5000))
+        block[:] = 1
+
+
+def test_a_heap_that_is_full_says_so():
+    def job(c):
+        with pytest.raises(Error, match=r"the shared heap of this rank is full: .* bytes wanted"):
+            c.allocate(1 << 40, "uint8")
+        with pytest.raises(Error, match="no memory has so many elements"):
+            c.allocate(1 << 62)
+
+    run(2, job)
+
+
+def test_without_shared_memory_it_is_ordinary_memory():
+    def job(c):
+        x = shared(c, np.full(5000, c.rank + 1, np.float32))
+        c.all_reduce(x)
+        return set(x.tolist())
+
+    assert run(2, job, transport="tcp") == [{3.0}] * 2
+    assert run(1, job) == [{1.0}]
+
+
+def test_threads_allocate_at_once():
+    def job(c):
+        def churn(seed):
+            for i in range(200):
+                block = shared(c, np.full(100 * (i % 7 + 1), seed))
+                assert (block == seed).all()
+
+        threads = [threading.Thread(target=churn, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        gc.collect()
+        return c.core.heap_bytes()[0]
+
+    assert run(2, job) == [0, 0]
+
+
+def forked_child(c, block, pipe):
+    try:
+        c.allocate(10)
+    except Error as error:
+        pipe.send(str(error))
+    del block
+    pipe.close()
+
+
+def fork_from_a_rank(c):
+    block = shared(c, integers(c.rank, 5000))
+    used = c.core.heap_bytes()
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(
+        target=forked_child, args=(c, block, theirs)
+    )
+    child.start()
+    text = ours.recv()
+    child.join()
+    assert c.core.heap_bytes() == used
+    c.all_reduce(block)
+    assert np.array_equal(block, sum(integers(r, 5000) for r in range(c.size)))
+    return text
+
+
+def test_a_forked_child_leaves_the_heap_alone():
+    for text in run_processes(2, fork_from_a_rank):
+        assert "forked child" in text
