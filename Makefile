@@ -5,6 +5,7 @@
 #   make lint         ruff, mypy, clang-format
 #   make bench        all-reduce beside Gloo
 #   make conformance  every c10d operation against Gloo, and PyTorch's own DDP tests
+#   make trainers     Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
 #   make gpu          on a machine with a GPU and no network: build, check and time the kernels
 #   make docs         the documentation, in site/
 #   make asan, tsan   the tests of the core under a sanitizer
@@ -12,6 +13,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV := .venv
+TRAINERS := .venv-trainers
 PY := $(VENV)/bin/python
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PIP := $(PY) -m pip install -qq --no-compile
@@ -19,7 +21,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # CUDA kernels take minutes to compile and are of no use without a GPU: PYCOMM_CUDA=ON asks for them.
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-.PHONY: build demo test lint bench conformance gpu docs asan tsan clean
+.PHONY: build demo test lint bench conformance trainers gpu docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -41,6 +43,9 @@ bench: build
 
 conformance: build $(VENV)/dev.stamp
 	$(PY) -m pytest --quiet tests/torch
+
+trainers: build $(TRAINERS)/stamp
+	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers
 
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
@@ -84,4 +89,16 @@ $(VENV)/run.stamp: $(VENV)/torch.stamp pyproject.toml
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing the tools of tests, lint and docs"
 	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench,dev]"
+	@touch $@
+
+# Their many packages stay out of the first environment, which this one stands upon: one torch.
+$(TRAINERS)/stamp: $(VENV)/dev.stamp pyproject.toml
+	@echo "installing the trainers in $(TRAINERS)"
+	@.ci/venv $(PYTHON) $(TRAINERS)
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  >$$($(TRAINERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	@$(PY) -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' >$(TRAINERS)/torch.txt
+	@$(TRAINERS)/bin/python -m pip install -qq --no-compile setuptools==84.2.1 wheel==0.48.0
+	@DS_BUILD_OPS=0 $(TRAINERS)/bin/python -m pip install -qq --no-compile --no-build-isolation \
+	  --constraint $(TRAINERS)/torch.txt "pycomm[trainers]"
 	@touch $@

@@ -118,6 +118,8 @@ class Row:
         time: a collective.
         ratio: one backend over another, which `vs` names; `time_p50`, `time_p99` and `effbw` hold
             how many times better the first is.
+        train: a phase of a training step; `wire_bytes` leave a rank's interface, `ratio` is those
+            of `vs` over them, `wrong` counts steps whose losses differ from those of `vs`.
         codec: one core; `algbw` counts float32 bytes, `copybw` is memcpy's in the same run and
             `of_copy` the one over the other.
     """

@@ -22,6 +22,7 @@ FOLDERS = {
     "torch": "torch",
     "hooks": "torch",
     "convergence": "torch",
+    "trainers": "torch",
 }
 COUNTS: Counter[tuple[str, str]] = Counter()
 SECONDS: Counter[str] = Counter()
