@@ -199,6 +199,7 @@ class CommunicatorOptions:
     link_bytes_per_second: float
     secret: str
     segment_bytes: int
+    nodes: list[int]
     def __init__(self) -> None: ...
 
 class Pieces:

@@ -54,11 +54,13 @@ class Communicator:
         timeout: seconds that the meeting, and by default every operation, may take.
         transport: "auto" (shared memory where it reaches, else TCP), "shm", "tcp" or "local"
             (ranks are threads of this process).
-        algo: "auto", or "direct" or "ring" over channels even where memory is shared.
+        algo: "auto", or the algorithm of the operations that have it (``docs/algorithms.md``).
         sockets: TCP sockets per peer.
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
         segment_bytes: for tests: pieces in which channels pipeline.
+        nodes: for tests: number of the node of each rank. Ranks of different nodes share no memory
+            and talk by TCP. Empty: as it is.
 
     What is not given comes from the environment: see ``csrc/core/env.h``.
 
@@ -89,10 +91,12 @@ class Communicator:
         interface: str | None = None,
         link_bytes_per_second: float | None = None,
         segment_bytes: int = 0,
+        nodes: Sequence[int] = (),
     ) -> None:
         options = _C.CommunicatorOptions()
         options.group = group
         options.segment_bytes = segment_bytes
+        options.nodes = list(nodes)
         given = {
             "timeout": timeout,
             "transport": transport,

@@ -132,7 +132,8 @@ void bind_options(py::module_& m) {
       .def_readwrite("interface", &Options::interface)
       .def_readwrite("link_bytes_per_second", &Options::link_bytes_per_second)
       .def_readwrite("secret", &Options::secret)
-      .def_readwrite("segment_bytes", &Options::segment_bytes);
+      .def_readwrite("segment_bytes", &Options::segment_bytes)
+      .def_readwrite("nodes", &Options::nodes);
 }
 
 }  // namespace

@@ -56,16 +56,14 @@ std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
   const Rendezvous meeting{std::move(store), group, rank, size, after_seconds(timeout)};
   auto owned = std::make_unique<OwnedTransport>();
   if (kind == "local") {
-    owned->transport = make_local(meeting);
+    owned->transport = make_local(meeting, all_ranks(meeting));
   } else if (kind == "shm") {
-    owned->transport = make_shm(meeting);
+    owned->transport = make_shm(meeting, all_ranks(meeting));
     if (!owned->transport) {
       throw Error("shm: rank " + std::to_string(rank) + " shares memory with no other rank");
     }
   } else if (kind == "tcp") {
-    std::vector<int> ranks;
-    for (int r = 0; r < size; r++) ranks.push_back(r);
-    owned->transport = make_tcp(meeting, ranks, {sockets, interface, link, secret});
+    owned->transport = make_tcp(meeting, all_ranks(meeting), {sockets, interface, link, secret});
   } else {
     throw Error("no transport is called \"" + kind + "\": want local, shm or tcp");
   }

@@ -1,15 +1,15 @@
-// The public face: checks arguments, gives each call its number, picks the algorithm, and makes
+// The public face: checks arguments, gives each call its number, has an algorithm run it, and makes
 // sure that an error on one rank is an error on all.
 #include "collectives/communicator.h"
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 
 #include "collectives/coded.h"
 #include "collectives/direct.h"
+#include "collectives/dispatch.h"
 #include "collectives/point_to_point.h"
-#include "collectives/ring.h"
-#include "collectives/select.h"
 #include "collectives/shared.h"
 #include "core/crc32c.h"
 #include "core/error.h"
@@ -20,22 +20,17 @@ namespace {
 
 Rendezvous meeting(std::shared_ptr<Store> store, int rank, int size,
                    const CommunicatorOptions& options) {
-  const auto choose = [](const std::string& option, const std::string& value,
-                         std::initializer_list<const char*> known) {
-    std::string list;
-    for (const char* name : known) {
-      if (value == name) return;
-      list += std::string(list.empty() ? "" : ", ") + name;
-    }
-    throw Error("unknown " + option + " \"" + value + "\"; use one of " + list);
-  };
   if (size < 1 || rank < 0 || rank >= size) {
     throw Error("rank " + std::to_string(rank) + " of " + std::to_string(size) +
                 " ranks: the rank must be at least 0 and less than the number of ranks");
   }
   if (!store && size > 1) throw Error("a group of more than one rank needs a store");
-  choose("transport", options.transport, {"auto", "shm", "tcp", "local"});
-  choose("algo", options.algo, {"auto", "direct", "ring"});
+  constexpr const char* kTransports[] = {"auto", "shm", "tcp", "local"};
+  if (std::find(std::begin(kTransports), std::end(kTransports), options.transport) ==
+      std::end(kTransports)) {
+    throw Error("unknown transport \"" + options.transport +
+                "\"; use one of auto, shm, tcp, local");
+  }
   Rendezvous result;
   result.store = std::move(store);
   result.group = options.group;
@@ -83,6 +78,7 @@ class Communicator::Impl {
  public:
   Impl(std::shared_ptr<Store> store, int rank, int size, CommunicatorOptions options)
       : options_(std::move(options)),
+        algo_(parse_algo(options_.algo)),
         timeout_(options_.timeout.count()),
         mesh_(meeting(std::move(store), rank, size, options_), options_, failure_),
         trace_(make_trace(rank, size, options_)),
@@ -96,11 +92,14 @@ class Communicator::Impl {
   int size() const { return mesh_.size(); }
   PointToPoint& point_to_point() { return *point_to_point_; }
   const Trace& trace() const { return *trace_; }
-  const std::string& algo() const { return options_.algo; }
+  Algo algo() const { return algo_; }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
   /// Memory that all ranks share, unless an algorithm over channels was asked for.
-  Window* window() const { return options_.algo == "auto" ? mesh_.window() : nullptr; }
+  Window* window() const {
+    const bool over_channels = algo_ != Algo::automatic && algo_ != Algo::hierarchical;
+    return over_channels ? nullptr : mesh_.window();
+  }
 
   /// One collective: body(tag, deadline) with the call's number in the tag.
   template <typename Body>
@@ -184,6 +183,7 @@ class Communicator::Impl {
 
  private:
   const CommunicatorOptions options_;
+  const Algo algo_;
   std::atomic<Milliseconds::rep> timeout_;
   Failure failure_;
   Mesh mesh_;
@@ -234,15 +234,7 @@ void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op
     });
   }
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    const direct::Fold fold{dtype, op, factor};
-    switch (select_all_reduce(numel * size_of(dtype), ex.size(), impl_->algo())) {
-      case Algo::one_shot:
-        return direct::one_shot_all_reduce(ex, data, numel, fold);
-      case Algo::two_shot:
-        return direct::two_shot_all_reduce(ex, data, numel, fold);
-      case Algo::ring:
-        return ring::all_reduce(ex, data, numel, fold);
-    }
+    dispatch::all_reduce(ex, impl_->algo(), data, numel, {dtype, op, factor});
   });
 }
 
@@ -272,12 +264,7 @@ void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, 
     });
   }
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    const direct::Fold fold{dtype, op, factor};
-    if (impl_->algo() == "ring" && ex.size() > 1 && !in.is_list()) {
-      ring::reduce_scatter(ex, in.data(), out, in.numel(0), fold);
-    } else {
-      direct::reduce_scatter(ex, parts, out, fold);
-    }
+    dispatch::reduce_scatter(ex, impl_->algo(), parts, out, {dtype, op, factor});
   });
 }
 
@@ -295,7 +282,7 @@ void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, 
     });
   }
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    direct::reduce(ex, in, out, numel, {dtype, op, factor}, root);
+    dispatch::reduce(ex, impl_->algo(), in, out, numel, {dtype, op, factor}, root);
   });
 }
 
@@ -312,13 +299,8 @@ void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Mil
       shared::all_gather(*window, tag, in, parts, deadline);
     });
   }
-  impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    if (impl_->algo() == "ring" && ex.size() > 1 && !out.is_list()) {
-      ring::all_gather(ex, in, out.data(), parts.bytes(0));
-    } else {
-      direct::all_gather(ex, in, parts);
-    }
-  });
+  impl_->exchange(tag, timeout,
+                  [&](Exchange& ex) { dispatch::all_gather(ex, impl_->algo(), in, parts); });
 }
 
 void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtype,
@@ -352,13 +334,8 @@ void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
     });
   }
   const size_t bytes = numel * size_of(dtype);
-  impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    if (select_scattered_broadcast(bytes, ex.size())) {
-      direct::scattered_broadcast(ex, data, bytes, root);
-    } else {
-      direct::broadcast(ex, data, bytes, root);
-    }
-  });
+  impl_->exchange(tag, timeout,
+                  [&](Exchange& ex) { dispatch::broadcast(ex, impl_->algo(), data, bytes, root); });
 }
 
 void Communicator::gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,
@@ -409,7 +386,7 @@ void Communicator::barrier(Milliseconds timeout) {
     return impl_->run(tag, timeout,
                       [&](const Deadline& deadline) { shared::barrier(*window, tag, deadline); });
   }
-  impl_->exchange(tag, timeout, [](Exchange& ex) { direct::barrier(ex); });
+  impl_->exchange(tag, timeout, [&](Exchange& ex) { dispatch::barrier(ex, impl_->algo()); });
 }
 
 // ------------------------------------------------------------------ point to point

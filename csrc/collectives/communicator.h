@@ -25,7 +25,7 @@ struct CommunicatorOptions {
   std::string group = "default";  ///< unique in the store
   Milliseconds timeout = env().timeout;
   std::string transport = env().transport;  ///< "auto", "shm", "tcp" or "local" (threads)
-  std::string algo = env().algo;            ///< "auto", "direct" or "ring"
+  std::string algo = env().algo;            ///< one of kAlgoNames
   int sockets = env().sockets;
   std::string interface = env().interface;
   double link_bytes_per_second = env().link_bytes_per_second;
@@ -37,6 +37,9 @@ struct CommunicatorOptions {
   int trace_size = env().trace_size;  ///< operations that the group remembers
   /// For tests: pieces in which channels pipeline, so that small inputs take many segments.
   size_t segment_bytes = 0;  ///< 0: chosen by size
+  /// For tests: number of the node of each rank. Ranks of different nodes share no memory and talk
+  /// by TCP. Empty: as it is.
+  std::vector<int> nodes;
 };
 
 /// A part of a bucket that has a codec and feedback of its own: one parameter's gradient. Blocks

@@ -3,9 +3,7 @@
 
 #include <memory>
 
-#include "collectives/schedule.h"
-#include "collectives/select.h"
-#include "core/reduce.h"
+#include "collectives/stream.h"
 
 namespace pycomm::direct {
 namespace {
@@ -32,17 +30,13 @@ void for_each_segment(const Span<Byte>& chunk, size_t segment_bytes, const Visit
   }
 }
 
-size_t segment_numel(const Exchange& ex, size_t element) {
-  return std::max<size_t>(1, plain_segment(ex.segment_bytes()) / element);
-}
-
 // Sends every rank its part of `in` and folds ours into `out`. Calls reduced(segment of `out`) as
 // soon as it is final. A few segments of every peer are received ahead while one is folded.
 template <typename Reduced>
 void scatter_reduce(Exchange& ex, const ConstParts& in, void* out, const Fold& fold,
                     const Reduced& reduced) {
   const int n = ex.size();
-  const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
+  const size_t element = size_of(fold.dtype), segment = stream::segment_numel(ex, element);
   for (int i = 1; i < n; i++) {
     for_each_segment(in[ex.after(i)], segment * element,
                      [&](const Span<const uint8_t>& s) { ex.send(ex.after(i), s.data, s.size); });
@@ -72,8 +66,7 @@ void scatter_reduce(Exchange& ex, const ConstParts& in, void* out, const Fold& f
     for (int r = 0; r < n; r++) inputs[r] = scratch + place(s, r) * slot_bytes;
     inputs[ex.rank()] = source.data + range.begin * element;
     uint8_t* result = static_cast<uint8_t*>(out) + range.begin * element;
-    pycomm::reduce(
-        {fold.dtype, fold.op, inputs.data(), n, result, nullptr, range.size(), fold.factor});
+    fold(inputs.data(), n, result, range.size());
     reduced(Span<uint8_t>(result, range.size() * element));
     if (s + slots < count) receive(s + slots);
   }
@@ -94,15 +87,12 @@ void one_shot(Exchange& ex, const void* in, void* out, size_t numel, const Fold&
     ex.recv(peer, scratch + peer * bytes, bytes);
   }
   ex.wait_all();  // `out` may be `in`, which is sent until here
-  if (here) {
-    pycomm::reduce({fold.dtype, fold.op, inputs.data(), n, out, nullptr, numel, fold.factor});
-  }
+  if (here) fold(inputs.data(), n, out, numel);
 }
 
 }  // namespace
 
 void one_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
-  ex.note_algo("one_shot");
   one_shot(ex, data, data, numel, fold, -1);
 }
 
@@ -110,8 +100,7 @@ void one_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fol
 // every link are busy from the first byte to the last. They arrive in `data` where our own
 // contribution lay, which their owner must have had before it could send the result.
 void two_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
-  ex.note_algo("two_shot");
-  const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
+  const size_t element = size_of(fold.dtype), segment = stream::segment_numel(ex, element);
   const auto list = even_chunks(static_cast<const void*>(data), numel, ex.size(), element);
   const ConstParts chunks = ConstParts(list).of(element);
   const auto writable = even_chunks(data, numel, ex.size(), element);
@@ -127,17 +116,18 @@ void two_shot_all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fol
 }
 
 void reduce_scatter(Exchange& ex, const ConstParts& in, void* out, const Fold& fold) {
-  ex.note_algo("direct");
   scatter_reduce(ex, in, out, fold, [](const Span<uint8_t>&) {});
   ex.wait_all();
 }
 
-void reduce(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold, int root) {
-  ex.note_algo("direct");
-  const size_t element = size_of(fold.dtype), segment = segment_numel(ex, element);
-  if (select_all_reduce(numel * element, ex.size(), "direct") == Algo::one_shot) {
-    return one_shot(ex, in, out, numel, fold, root);
-  }
+void one_shot_reduce(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold,
+                     int root) {
+  one_shot(ex, in, out, numel, fold, root);
+}
+
+void two_shot_reduce(Exchange& ex, const void* in, void* out, size_t numel, const Fold& fold,
+                     int root) {
+  const size_t element = size_of(fold.dtype), segment = stream::segment_numel(ex, element);
   const auto list = even_chunks(in, numel, ex.size(), element);
   const ConstParts chunks = ConstParts(list).of(element);
   const bool here = root == ex.rank();

@@ -20,7 +20,6 @@ uint8_t* at(void* data, size_t offset) { return static_cast<uint8_t*>(data) + of
 }  // namespace
 
 void all_gather(Exchange& ex, const void* in, const Parts& out) {
-  ex.note_algo("direct");
   const Span<uint8_t> own = out[ex.rank()];
   for (int i = 1; i < ex.size(); i++) {
     const Span<uint8_t> theirs = out[ex.after(i)];
@@ -33,7 +32,7 @@ void all_gather(Exchange& ex, const void* in, const Parts& out) {
 
 // Empty parts travel too: a rank that expects more is told at once.
 void all_to_all(Exchange& ex, const ConstParts& in, const Parts& out) {
-  ex.note_algo("direct");
+  ex.note_algo("one_shot");
   for (int i = 1; i < ex.size(); i++) {
     const int peer = ex.after(i);
     ex.send(peer, in[peer].data, in[peer].size);
@@ -44,8 +43,7 @@ void all_to_all(Exchange& ex, const ConstParts& in, const Parts& out) {
   ex.wait_all();
 }
 
-void broadcast(Exchange& ex, void* data, size_t bytes, int root) {
-  ex.note_algo("direct");
+void one_shot_broadcast(Exchange& ex, void* data, size_t bytes, int root) {
   if (ex.rank() != root) {
     ex.recv(root, data, bytes);
   } else {
@@ -56,8 +54,7 @@ void broadcast(Exchange& ex, void* data, size_t bytes, int root) {
 
 // The root sends each rank one chunk, which that rank passes on to the others segment by segment.
 // The root's own chunk goes to everybody.
-void scattered_broadcast(Exchange& ex, void* data, size_t bytes, int root) {
-  ex.note_algo("scattered");
+void two_shot_broadcast(Exchange& ex, void* data, size_t bytes, int root) {
   const int n = ex.size();
   const size_t segment = plain_segment(ex.segment_bytes());
   const auto chunk = [&](int rank) { return schedule::chunk(bytes, n, rank, schedule::line(1)); };
@@ -107,7 +104,7 @@ void scattered_broadcast(Exchange& ex, void* data, size_t bytes, int root) {
 }
 
 void gather(Exchange& ex, const void* in, size_t bytes, const Parts& out, int root) {
-  ex.note_algo("direct");
+  ex.note_algo("one_shot");
   if (ex.rank() != root) {
     ex.send(root, in, bytes);
   } else {
@@ -121,7 +118,7 @@ void gather(Exchange& ex, const void* in, size_t bytes, const Parts& out, int ro
 }
 
 void scatter(Exchange& ex, const ConstParts& in, void* out, size_t bytes, int root) {
-  ex.note_algo("direct");
+  ex.note_algo("one_shot");
   if (ex.rank() != root) {
     ex.recv(root, out, bytes);
   } else {
@@ -137,7 +134,6 @@ void scatter(Exchange& ex, const ConstParts& in, void* out, size_t bytes, int ro
 // An empty message from everybody: no rank leaves before the last one came, and whoever is absent
 // is named.
 void barrier(Exchange& ex) {
-  ex.note_algo("direct");
   for (int i = 1; i < ex.size(); i++) {
     ex.send(ex.after(i), nullptr, 0);
     ex.recv(ex.after(i), nullptr, 0);

@@ -18,7 +18,7 @@ uint8_t* Scratch::get(size_t bytes) {
 void Exchange::wait_all() {
   wait_until([this] {
     for (int i = 1; i < size(); i++) {
-      if (mesh_.pending(Lane::collective, after(i))) return false;
+      if (mesh_.pending(Lane::collective, member(after(i)))) return false;
     }
     return true;
   });
@@ -29,7 +29,7 @@ void Exchange::rest(int quiet) {
   if (!mesh_.should_check(quiet)) return;
   mesh_.check(Lane::collective);
   if (!deadline_.expired()) return;
-  throw Timeout("rank " + std::to_string(rank()) + ": " + describe(tag_) + " did not end within " +
+  throw Timeout("rank " + std::to_string(mesh_.rank()) + ": " + describe(tag_) + " did not end within " +
                     std::to_string(deadline_.limit().count()) + " ms",
                 mesh_.missing(source_));
 }

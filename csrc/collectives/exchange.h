@@ -1,5 +1,6 @@
 // One collective call over the channels of a mesh.
 #pragma once
+#include <algorithm>
 #include <cstdlib>
 
 #include "collectives/mesh.h"
@@ -29,7 +30,8 @@ struct Recording {
 };
 
 /// One collective's view of the mesh: what it posts carries its tag, and its waits have its
-/// deadline.
+/// deadline. It joins all ranks of the group, or some of them: then ranks are numbered by their
+/// place among those.
 class Exchange {
  public:
   Exchange(Mesh& mesh, Scratch& scratch, const OpTag& tag, Deadline deadline, size_t segment_bytes,
@@ -39,12 +41,31 @@ class Exchange {
         tag_(tag),
         deadline_(deadline),
         segment_bytes_(segment_bytes),
+        rank_(mesh.rank()),
+        size_(mesh.size()),
         recording_(recording) {
     mesh.begin(tag);
   }
+  /// The same call among `members`, of which we are one. They belong to the caller.
+  Exchange among(const std::vector<int>& members) const {
+    Exchange result = *this;
+    result.members_ = &members;
+    result.size_ = static_cast<int>(members.size());
+    const auto ours = std::find(members.begin(), members.end(), mesh_.rank());
+    result.rank_ = static_cast<int>(ours - members.begin());
+    return result;
+  }
 
-  int rank() const { return mesh_.rank(); }
-  int size() const { return mesh_.size(); }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  /// True if it joins all ranks of the group.
+  bool is_group() const { return !members_; }
+  /// The group's number of a rank.
+  int member(int rank) const { return members_ ? (*members_)[rank] : rank; }
+  const Topology& topology() const { return mesh_.topology(); }
+  Window* node_window() const { return mesh_.node_window(); }
+  Medium medium() const { return mesh_.slowest(); }
+  const Deadline& deadline() const { return deadline_; }
   const OpTag& tag() const { return tag_; }
   /// Bytes per segment that a test asked for, or 0.
   size_t segment_bytes() const { return segment_bytes_; }
@@ -58,19 +79,20 @@ class Exchange {
   }
 
   /// Everything comes from this rank, if by way of others. For the text of a Timeout.
-  void set_source(int rank) { source_ = rank; }
+  void set_source(int rank) { source_ = member(rank); }
 
   /// Memory until the end of the collective; one call only.
   uint8_t* scratch(size_t bytes) { return scratch_.get(bytes); }
 
   uint64_t send(int peer, const void* data, size_t bytes) {
-    return mesh_.send(Lane::collective, peer, tag_, {static_cast<const uint8_t*>(data), bytes});
+    return mesh_.send(Lane::collective, member(peer), tag_,
+                      {static_cast<const uint8_t*>(data), bytes});
   }
   uint64_t recv(int peer, void* data, size_t bytes) {
-    return mesh_.recv(Lane::collective, peer, tag_, {static_cast<uint8_t*>(data), bytes});
+    return mesh_.recv(Lane::collective, member(peer), tag_, {static_cast<uint8_t*>(data), bytes});
   }
   bool received(int peer, uint64_t ticket) {
-    return mesh_.received(Lane::collective, peer, ticket);
+    return mesh_.received(Lane::collective, member(peer), ticket);
   }
   void progress() { mesh_.progress(Lane::collective); }
 
@@ -89,6 +111,10 @@ class Exchange {
   void wait(int peer, uint64_t ticket) {
     wait_until([&] { return received(peer, ticket); });
   }
+  /// Until the buffer of the send with this ticket may be reused.
+  void wait_sent(int peer, uint64_t ticket) {
+    wait_until([&] { return mesh_.sent(Lane::collective, member(peer), ticket); });
+  }
   /// Until everything posted is sent and received.
   void wait_all();
 
@@ -100,6 +126,9 @@ class Exchange {
   const OpTag& tag_;
   Deadline deadline_;
   size_t segment_bytes_;
+  int rank_;
+  int size_;
+  const std::vector<int>* members_ = nullptr;  ///< null: all
   Recording recording_;
   int source_ = -1;
 };

@@ -7,6 +7,7 @@
 
 #include "core/env.h"
 #include "transports/meeting.h"
+#include "transports/window.h"
 
 namespace pycomm {
 namespace {
@@ -32,8 +33,28 @@ void pause_cpu() {
 
 // Everything that must be equal on all ranks before a byte can travel.
 std::string hello(const Rendezvous& meeting, const CommunicatorOptions& options) {
-  return "size=" + std::to_string(meeting.size) + " transport=" + options.transport +
-         " algo=" + options.algo + " segment_bytes=" + std::to_string(options.segment_bytes);
+  std::string text = "size=" + std::to_string(meeting.size) + " transport=" + options.transport +
+                     " algo=" + options.algo +
+                     " segment_bytes=" + std::to_string(options.segment_bytes);
+  if (options.nodes.empty()) return text;
+  text += " nodes=";
+  for (const int node : options.nodes) text += std::to_string(node) + ",";
+  text.pop_back();
+  return text;
+}
+
+// The ranks that may share memory with ours: all, or those that a test declares.
+std::vector<int> near(const Rendezvous& meeting, const std::vector<int>& nodes) {
+  if (nodes.empty()) return all_ranks(meeting);
+  if (static_cast<int>(nodes.size()) != meeting.size) {
+    throw Error(std::to_string(nodes.size()) + " nodes are declared for " +
+                std::to_string(meeting.size) + " ranks; declare one for each rank");
+  }
+  std::vector<int> ranks;
+  for (int r = 0; r < meeting.size; r++) {
+    if (nodes[r] == nodes[meeting.rank]) ranks.push_back(r);
+  }
+  return ranks;
 }
 
 // Every rank says that it is here and what it expects. Done before any transport starts, so that an
@@ -63,6 +84,7 @@ std::string join(const std::vector<int>& ranks) {
 Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failure& failure)
     : rank_(meeting.rank), size_(meeting.size), failure_(failure), by_rank_(size_, nullptr) {
   for (auto& links : links_) links.resize(size_);
+  topology_ = Topology(std::vector<int>(size_, 0));
   // Spinning pays only while every rank has a core of its own.
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   spins_ = env().spin >= 0 ? env().spin : size_ <= cores ? 256 : 0;
@@ -87,9 +109,13 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
     return ranks;
   };
 
-  if (wanted == "local") add(make_local(meeting));
-  if (wanted == "shm" || wanted == "auto") add(make_shm(meeting));
-  if (wanted == "tcp" || (wanted == "auto" && !unreached().empty())) {
+  const std::vector<int> candidates = near(meeting, options.nodes);
+  if (candidates.size() > 1) {
+    if (wanted == "local") add(make_local(meeting, candidates));
+    if (wanted == "shm" || wanted == "auto") add(make_shm(meeting, candidates));
+  }
+  const bool mixed = wanted == "auto" || candidates.size() < static_cast<size_t>(size_);
+  if (wanted == "tcp" || (mixed && !unreached().empty())) {
     TcpOptions tcp;
     tcp.sockets = options.sockets;
     tcp.interface = options.interface;
@@ -102,6 +128,14 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
   if (!lost.empty()) {
     throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +
                 join(lost) + "; use transport \"auto\"");
+  }
+  if (wanted == "tcp") {
+    topology_ = Topology(all_ranks(meeting));
+  } else if (!window_ || window_->size() < size_) {
+    topology_ = agree_on_topology(meeting, window_ ? window_->member(0) : rank_);
+  }
+  for (const auto& transport : transports_) {
+    if (transport->name() == "tcp") slowest_ = Medium::tcp;
   }
 }
 

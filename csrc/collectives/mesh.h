@@ -9,6 +9,8 @@
 
 #include "collectives/communicator.h"
 #include "collectives/failure.h"
+#include "collectives/select.h"
+#include "collectives/topology.h"
 #include "transports/transport.h"
 
 namespace pycomm {
@@ -21,7 +23,12 @@ class Mesh {
   int rank() const { return rank_; }
   int size() const { return size_; }
   /// Memory that all ranks address, or null.
-  Window* window() const { return window_; }
+  Window* window() const { return topology_.nodes() == 1 ? window_ : nullptr; }
+  /// Memory that the ranks of our node address, or null if we are alone there.
+  Window* node_window() const { return window_; }
+  const Topology& topology() const { return topology_; }
+  /// TCP, if there is a pair of ranks that it connects.
+  Medium slowest() const { return slowest_; }
   /// Memory of ours that all ranks of the window address in place, or null.
   std::shared_ptr<SharedHeap> heap() const;
   std::string describe() const;
@@ -98,6 +105,8 @@ class Mesh {
   std::vector<std::unique_ptr<Transport>> transports_;
   std::vector<Transport*> by_rank_;  ///< null for ourselves
   Window* window_ = nullptr;
+  Topology topology_;
+  Medium slowest_ = Medium::shared_memory;
   std::mutex opening_;  ///< the lanes' threads may open channels at the same time
   std::vector<Link> links_[kLanes];
   std::vector<int> opened_[kLanes];  ///< peers in order of first use

@@ -1,22 +1,58 @@
 // Which algorithm a collective over channels uses, and in which pieces it travels. Every choice is
-// a function of arguments that are equal on all ranks.
+// a function of arguments that are equal on all ranks. docs/algorithms.md has the same as a table.
 #pragma once
 #include <cstddef>
 #include <string>
 
+#include "core/op.h"
+
 namespace pycomm {
 
+/// In the order of kAlgoNames (core/env.h).
 enum class Algo {
-  one_shot,  ///< everybody sends everything to everybody: one latency, (n-1) times the bytes
-  two_shot,  ///< reduce-scatter, then all-gather: two latencies, 2(n-1)/n times the bytes
-  ring,      ///< the same bytes as two-shot over two neighbours only: 2(n-1) latencies
+  automatic,         ///< the cheapest that keeps the order of sums; over shared memory if it can be
+  flat,              ///< the same over channels, as if every rank were a node of its own
+  direct,            ///< one_shot or two_shot
+  one_shot,          ///< everybody sends to everybody who needs it: one round
+  two_shot,          ///< the owner of a chunk reduces or passes it on: two rounds, fewer bytes
+  bruck,             ///< all-gather in log2 n rounds
+  halving_doubling,  ///< two_shot's bytes in log2 n rounds
+  ring,              ///< two_shot's bytes between neighbours
+  tree,              ///< rooted ops in log2 n rounds
+  hierarchical,      ///< shared memory inside a node, channels between nodes
 };
 
-/// `wanted` is CommunicatorOptions::algo.
-Algo select_all_reduce(size_t bytes, int ranks, const std::string& wanted);
+/// From a word of kAlgoNames. Throws Error with the list of them.
+Algo parse_algo(const std::string& word);
 
-/// True if a broadcast goes by scatter and all-gather instead of straight from the root.
-bool select_scattered_broadcast(size_t bytes, int ranks);
+/// What travels between two ranks.
+enum class Medium { shared_memory, tcp };
+
+/// One collective call, as far as its cost depends on it.
+struct Call {
+  Op op;
+  int ranks;
+  size_t bytes;             ///< in the longest buffer of a rank: all parts together
+  bool order_free = false;  ///< every order of a reduction gives the same bits
+  Medium medium = Medium::tcp;
+};
+
+/// What the busiest rank has to do.
+struct Cost {
+  double rounds = 0;    ///< messages that wait for each other
+  double messages = 0;  ///< sent by it
+  double sent = 0;      ///< bytes, or received if that is more
+  double folded = 0;    ///< bytes that it reads to reduce or to copy
+};
+
+/// Throws Error if `algo` is no algorithm of the op.
+Cost cost(const Call& call, Algo algo);
+double seconds(const Cost& cost, Medium medium);
+
+/// The algorithm between equal ranks: never automatic, flat, direct or hierarchical. `wanted` is
+/// followed if the op has it, whatever the order of its sums; else the cheapest one is chosen that
+/// keeps rank order (or any, if call.order_free).
+Algo select(const Call& call, Algo wanted);
 
 /// Bytes of a segment of plain elements, and values of a segment of a coded bucket. `asked` is
 /// CommunicatorOptions::segment_bytes.

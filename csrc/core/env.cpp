@@ -19,9 +19,11 @@ std::string read(const char* variable) {
   throw Error(std::string(variable) + "=" + value + " makes no sense: want " + want);
 }
 
-std::string read_word(const char* variable, std::initializer_list<const char*> words) {
+/// The first word if the variable is not set.
+template <typename Words>
+std::string read_word(const char* variable, const Words& words) {
   const std::string value = read(variable);
-  if (value.empty()) return *words.begin();
+  if (value.empty()) return *std::begin(words);
   std::string known;
   for (const char* word : words) {
     if (value == word) return value;
@@ -63,8 +65,9 @@ double read_link() {
 
 Env read_env() {
   Env env;
-  env.transport = read_word("PYCOMM_TRANSPORT", {"auto", "shm", "tcp"});
-  env.algo = read_word("PYCOMM_ALGO", {"auto", "direct", "ring"});
+  env.transport =
+      read_word("PYCOMM_TRANSPORT", std::initializer_list<const char*>{"auto", "shm", "tcp"});
+  env.algo = read_word("PYCOMM_ALGO", kAlgoNames);
   env.link_bytes_per_second = read_link();
   env.sockets = read_int("PYCOMM_SOCKETS", env.sockets, 1, 16);
   for (const char* variable : {"PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}) {

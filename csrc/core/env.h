@@ -7,11 +7,17 @@
 
 namespace pycomm {
 
+/// What PYCOMM_ALGO may be; docs/algorithms.md says what they are.
+constexpr const char* kAlgoNames[] = {"auto",     "flat",        "direct",           "one_shot",
+                                      "two_shot", "bruck",       "halving_doubling", "ring",
+                                      "tree",     "hierarchical"};
+
 /// Read once, at first use. A value that cannot be understood raises Error and names the variable.
 struct Env {
   /// PYCOMM_TRANSPORT: "auto" (shared memory where the probe finds it, else TCP), "shm" or "tcp".
   std::string transport = "auto";
-  /// PYCOMM_ALGO: "auto", "direct" or "ring": the algorithm of collectives over channels.
+  /// PYCOMM_ALGO: "auto", or the algorithm of the collectives that have it: one of kAlgoNames. All
+  /// but "auto" and "hierarchical" go over channels even where memory is shared.
   std::string algo = "auto";
   /// PYCOMM_LINK: rate to which each rank paces what it sends by TCP, such as "1gbit" or
   /// "200mbit"; in bytes per second here, 0 for no limit. For trying out slow links without root.

@@ -121,6 +121,10 @@ void check_reducible(DType dtype, ReduceOp op) {
   }
 }
 
+bool is_order_free(DType dtype, ReduceOp op) {
+  return is_integer(dtype) || dtype == DType::boolean || is_bitwise(op);
+}
+
 void reduce(const ReduceArgs& args) {
   check_reducible(args.dtype, args.op);
   if (args.count < 1 || args.count > kernels::kMaxInputs) {
@@ -128,7 +132,9 @@ void reduce(const ReduceArgs& args) {
                 std::to_string(args.count));
   }
   const Plan plan = pycomm::plan(args);
-  if (args.count == 1 && args.op != ReduceOp::premul_sum) {
+  const int divisor = args.divisor > 0 ? args.divisor : args.count;
+  const bool scales = args.op == ReduceOp::premul_sum || (args.op == ReduceOp::avg && divisor != 1);
+  if (args.count == 1 && !scales) {
     const size_t bytes = plan.numel * plan.element_bytes;
     std::memmove(args.out, args.inputs[0], bytes);
     if (args.copy) std::memcpy(args.copy, args.out, bytes);
@@ -143,6 +149,7 @@ void reduce(const ReduceArgs& args) {
     block.numel = std::min(kernels::kBlock, plan.numel - begin);
     block.op = plan.op;
     block.factor = args.factor;
+    block.divisor = divisor;
     plan.kernel(block);
     if (args.copy) {
       // From the first-level cache: as good as a second store in the loop.

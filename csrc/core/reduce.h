@@ -17,10 +17,15 @@ struct ReduceArgs {
   void* copy = nullptr;       ///< second destination of the same result, or null
   size_t numel = 0;
   double factor = 1.0;  ///< premul_sum: every input is multiplied by it first
+  int divisor = 0;      ///< avg divides by it; 0: by `count`. For sums that are made in steps
 };
 
 /// Throws Error if the op has no meaning for the dtype (band on floats, min on complex, ...).
 PYCOMM_API void check_reducible(DType dtype, ReduceOp op);
+
+/// True if every order of the inputs gives the same bits: integers, bools and bit ops. Not the
+/// minimum and maximum of floats, which may choose between 0 and -0 and between two NaNs.
+PYCOMM_API bool is_order_free(DType dtype, ReduceOp op);
 
 PYCOMM_API void reduce(const ReduceArgs& args);
 

@@ -27,9 +27,10 @@ struct Block {
   size_t numel;
   ReduceOp op;
   double factor;
+  int divisor;
 };
 
-// Element types: how one is stored, in what it accumulates (with what `count` and `factor` become
+// Element types: how one is stored, in what it accumulates (with what `divisor` and `factor` become
 // beside it), and how it goes there and back.
 
 template <typename T>
@@ -107,8 +108,8 @@ struct Sum : Op {
 
 struct Avg : Sum {
   template <typename Acc, typename Scalar>
-  static PYCOMM_INLINE Acc finish(Acc x, Scalar count) {
-    return static_cast<Acc>(x / count);
+  static PYCOMM_INLINE Acc finish(Acc x, Scalar divisor) {
+    return static_cast<Acc>(x / divisor);
   }
 };
 
@@ -173,10 +174,10 @@ struct Fold {
   using Acc = typename Type::Acc;
   using Scalar = typename Type::Scalar;
 
-  Scalar factor, count;
+  Scalar factor, divisor;
 
   PYCOMM_INLINE Acc load(Stored x) const { return Op::scale(Type::load(x), factor); }
-  PYCOMM_INLINE Stored store(Acc x) const { return Type::store(Op::finish(x, count)); }
+  PYCOMM_INLINE Stored store(Acc x) const { return Type::store(Op::finish(x, divisor)); }
 
   static PYCOMM_INLINE const Stored* input(const Block& block, int j) {
     return reinterpret_cast<const Stored*>(static_cast<const char*>(block.inputs[j]) +
@@ -215,7 +216,7 @@ struct Fold {
 template <typename Type, typename Op>
 PYCOMM_INLINE void fold(const Block& block) {
   using Scalar = typename Type::Scalar;
-  Fold<Type, Op>{static_cast<Scalar>(block.factor), static_cast<Scalar>(block.count)}.run(block);
+  Fold<Type, Op>{static_cast<Scalar>(block.factor), static_cast<Scalar>(block.divisor)}.run(block);
 }
 
 /// The ops that every float type has.

@@ -40,20 +40,20 @@ std::shared_ptr<void> hold(void* base, int ranks) {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_local(const Rendezvous& meeting) {
-  if (meeting.size > kMaxRanks) {
-    throw Error("local: " + std::to_string(meeting.size) + " ranks; it joins at most " +
+std::unique_ptr<Transport> make_local(const Rendezvous& meeting, const std::vector<int>& ranks) {
+  const int size = static_cast<int>(ranks.size());
+  if (size > kMaxRanks) {
+    throw Error("local: " + std::to_string(size) + " ranks; it joins at most " +
                 std::to_string(kMaxRanks));
   }
-  const std::vector<int> ranks = all_ranks(meeting);
-  void* base = meeting.rank == 0 ? map_segment(meeting.size) : nullptr;
+  void* base = meeting.rank == ranks.front() ? map_segment(size) : nullptr;
   // Addresses mean nothing in another process, so each rank names its own.
   const std::string process = std::to_string(::getpid());
   const std::string word = process + " " + std::to_string(reinterpret_cast<uintptr_t>(base));
   const std::vector<std::string> words = exchange(meeting, "local/segment", ranks, word);
   for (size_t r = 0; r < words.size(); r++) {
     if (words[r].compare(0, process.size() + 1, process + " ") != 0) {
-      throw Error("local: rank " + std::to_string(r) + " is in another process than rank " +
+      throw Error("local: rank " + std::to_string(ranks[r]) + " is in another process than rank " +
                   std::to_string(meeting.rank) + "; the local transport joins threads, use shm");
     }
   }
@@ -61,11 +61,10 @@ std::unique_ptr<Transport> make_local(const Rendezvous& meeting) {
   base = reinterpret_cast<void*>(std::strtoull(address.c_str(), nullptr, 10));
 
   SharedMemory memory;
-  memory.base = hold(base, meeting.size);
+  memory.base = hold(base, size);
   memory.members = ranks;
   memory.rank = meeting.rank;
-  memory.group_size = meeting.size;
-  Watch::sign(Segment(base, meeting.size).board(meeting.rank));
+  Watch::sign(Segment(base, size).board(memory.place(meeting.rank)));
   exchange(meeting, "local/ready", ranks, "yes");
   return std::make_unique<SegmentTransport>("local", memory);
 }

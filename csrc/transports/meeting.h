@@ -12,7 +12,4 @@ namespace pycomm {
 std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& topic,
                                   const std::vector<int>& ranks, const std::string& word);
 
-/// 0 .. size - 1.
-std::vector<int> all_ranks(const Rendezvous& meeting);
-
 }  // namespace pycomm

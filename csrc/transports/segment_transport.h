@@ -18,8 +18,7 @@ struct SharedMemory {
   std::shared_ptr<void> base;  ///< gives the memory back when the last holder lets go
   std::vector<int> members;    ///< ranks of the group that it was made for, ascending
   int rank = 0;                ///< ours, in the group
-  int group_size = 1;
-  int lock_fd = -1;  ///< for the Watch; `base` keeps it open
+  int lock_fd = -1;            ///< for the Watch; `base` keeps it open
 
   /// Number in the segment of a rank of the group; -1 if it has none.
   int place(int rank) const;

@@ -82,8 +82,9 @@ std::shared_ptr<void> map_segment(FileDescriptor file, int ranks, bool& heaps) {
           }};
 }
 
-std::string key(const Rendezvous& meeting, const std::string& what) {
-  return meeting.group + "/shm/" + what;
+/// Where the maker of a segment, of whom each host has one, says how to get it.
+std::string key(const Rendezvous& meeting, const std::vector<int>& candidates) {
+  return meeting.group + "/shm/name/" + std::to_string(candidates.front());
 }
 
 /// Maps the segment and takes our place in it.
@@ -92,7 +93,6 @@ SharedMemory join(const Rendezvous& meeting, const std::vector<int>& candidates,
   SharedMemory memory;
   memory.members = candidates;
   memory.rank = meeting.rank;
-  memory.group_size = meeting.size;
   memory.lock_fd = file.get();
   const int ranks = static_cast<int>(candidates.size());
   bool heaps = false;
@@ -133,7 +133,7 @@ void hand_out(const Rendezvous& meeting, const std::vector<int>& candidates, FdS
 /// The lowest rank makes the segment, the others fetch it. Throws Error if we cannot have it.
 SharedMemory share(const Rendezvous& meeting, const std::vector<int>& candidates) {
   if (meeting.rank != candidates.front()) {
-    const std::string name = meeting.store->get(key(meeting, "name"), meeting.deadline);
+    const std::string name = meeting.store->get(key(meeting, candidates), meeting.deadline);
     return join(meeting, candidates, receive_fd(name, meeting.deadline));
   }
   try {
@@ -141,23 +141,23 @@ SharedMemory share(const Rendezvous& meeting, const std::vector<int>& candidates
     FileDescriptor file = make_segment(static_cast<int>(candidates.size()));
     const int fd = file.get();
     SharedMemory memory = join(meeting, candidates, std::move(file));
-    meeting.store->set(key(meeting, "name"), server.name());
+    meeting.store->set(key(meeting, candidates), server.name());
     hand_out(meeting, candidates, server, fd);
     return memory;
   } catch (const Error&) {
-    meeting.store->set(key(meeting, "name"), kNobody);
+    meeting.store->set(key(meeting, candidates), kNobody);
     throw;
   }
 }
 
 }  // namespace
 
-std::unique_ptr<Transport> make_shm(const Rendezvous& meeting) {
+std::unique_ptr<Transport> make_shm(const Rendezvous& meeting, const std::vector<int>& ranks) {
   const std::string host = host_id();
-  const std::vector<std::string> hosts = exchange(meeting, "shm/host", all_ranks(meeting), host);
+  const std::vector<std::string> hosts = exchange(meeting, "shm/host", ranks, host);
   std::vector<int> candidates;
-  for (int r = 0; r < meeting.size; r++) {
-    if (hosts[r] == host) candidates.push_back(r);
+  for (size_t i = 0; i < ranks.size(); i++) {
+    if (hosts[i] == host) candidates.push_back(ranks[i]);
   }
   if (candidates.size() < 2 || candidates.size() > kMaxRanks) return nullptr;
 

@@ -56,6 +56,9 @@ struct Rendezvous {
   Deadline deadline = Deadline::after(Milliseconds(300000));
 };
 
+/// 0 .. size - 1.
+PYCOMM_API std::vector<int> all_ranks(const Rendezvous& meeting);
+
 /// What we know of a rank, for the texts of errors.
 struct Sighting {
   /// Silent: it does not answer; what is known of it is old.
@@ -73,7 +76,7 @@ class Transport {
   virtual bool reaches(int rank) const = 0;
   /// The channel to a rank that it reaches; made at first use, owned by the transport.
   virtual Channel& channel(int rank, Lane lane) = 0;
-  /// Memory of all ranks of the group, or null if it does not reach every rank.
+  /// Memory of all ranks that it was made for, or null if it does not reach every one of them.
   virtual Window* window() { return nullptr; }
   /// Memory of ours that all ranks of the window address in place, or null.
   virtual std::shared_ptr<SharedHeap> heap() { return nullptr; }
@@ -107,10 +110,13 @@ struct TcpOptions {
   const SharedStanding* standing = nullptr;  ///< ours, for peers that ask
 };
 
-/// Ranks as threads of one process. All ranks of the group are reached.
-PYCOMM_API std::unique_ptr<Transport> make_local(const Rendezvous& meeting);
-/// Ranks of this host, found by trying, never by LOCAL_WORLD_SIZE. Null if there is no other.
-PYCOMM_API std::unique_ptr<Transport> make_shm(const Rendezvous& meeting);
+/// Ranks as threads of one process. All of `ranks` are reached.
+PYCOMM_API std::unique_ptr<Transport> make_local(const Rendezvous& meeting,
+                                                 const std::vector<int>& ranks);
+/// Those of `ranks` that are on this host, found by trying, never by LOCAL_WORLD_SIZE. Null if
+/// there is no other.
+PYCOMM_API std::unique_ptr<Transport> make_shm(const Rendezvous& meeting,
+                                               const std::vector<int>& ranks);
 /// The given ranks by TCP; all of them must be given us as well.
 PYCOMM_API std::unique_ptr<Transport> make_tcp(const Rendezvous& meeting,
                                                const std::vector<int>& ranks,

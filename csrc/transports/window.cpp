@@ -5,11 +5,6 @@
 #include "transports/watch.h"
 
 namespace pycomm {
-namespace {
-
-std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
-
-}  // namespace
 
 Window::Window(const Segment& segment, Watch& watch, int rank, int spin)
     : segment_(segment),
@@ -20,7 +15,9 @@ Window::Window(const Segment& segment, Watch& watch, int rank, int spin)
       spin_(spin),
       heaps_(segment.has_heaps()) {}
 
-std::string Window::name(int rank) const { return rank_text(watch_.member(rank)); }
+int Window::member(int rank) const { return watch_.member(rank); }
+
+std::string Window::name(int rank) const { return rank_text(member(rank)); }
 
 void Window::wait_long(int rank, uint32_t stage) {
   const auto ready = [&] { return arrived(rank, stage); };

@@ -1,4 +1,5 @@
-// Memory that all ranks of a group address directly, and the flags that say when it may be read.
+// Memory that several ranks address directly, and the flags that say when it may be read. Ranks are
+// numbered here by their place among those who share it; errors name them as the group does.
 //
 // A collective is a run of *stages*. A rank writes into its own staging memory, posts a stage,
 // waits until the peers have posted theirs, and reads where the bytes lie. Stages number on through
@@ -22,6 +23,8 @@ class PYCOMM_API Window {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  /// The group's number of a rank of ours.
+  int member(int rank) const;
   /// "rank 3": a rank of the window by its number in the group.
   std::string name(int rank) const;
 

@@ -1,0 +1,58 @@
+#include "collectives/node.h"
+
+#include "collectives/shared.h"
+
+namespace pycomm {
+
+Node::Node(const Exchange& ex)
+    : window_(ex.node_window()),
+      call_(ex.tag()),
+      deadline_(ex.deadline()),
+      place_(window_ ? window_->rank() : 0),
+      size_(window_ ? window_->size() : 1) {}
+
+OpTag Node::step(size_t numel, DType dtype, ReduceOp redop) const {
+  OpTag tag = call_;
+  tag.codec = call_.hash();
+  tag.numel = numel;
+  tag.dtype = dtype;
+  tag.redop = redop;
+  const std::string label = "a step of " + std::to_string(call_.numel);
+  std::memset(tag.label, 0, sizeof tag.label);
+  label.copy(tag.label, sizeof tag.label - 1);
+  return tag;
+}
+
+void Node::all_reduce(void* data, size_t numel, const Fold& fold) {
+  if (!window_) return fold.prepare(data, data, numel);
+  shared::all_reduce(*window_, step(numel, fold.dtype, fold.op), data, fold.factor, deadline_);
+}
+
+void Node::reduce_scatter(const ConstParts& in, void* out, const Fold& fold) {
+  if (!window_) return fold.prepare(in[0].data, out, in.numel(0));
+  const OpTag tag = step(in.total(size_), fold.dtype, fold.op);
+  shared::reduce_scatter(*window_, tag, in, out, fold.factor, deadline_);
+}
+
+void Node::all_gather(const void* in, const Parts& out) {
+  if (window_) {
+    std::vector<Part> bytes;
+    for (int p = 0; p < size_; p++) bytes.push_back({out[p].data, out[p].size});
+    const OpTag tag = step(Parts(bytes).total(size_), DType::uint8);
+    return shared::all_gather(*window_, tag, in, bytes, deadline_);
+  }
+  if (out.bytes(0) > 0 && out[0].data != in) std::memmove(out[0].data, in, out.bytes(0));
+}
+
+void Node::broadcast(void* data, size_t bytes, int place) {
+  if (!window_) return;
+  OpTag tag = step(bytes, DType::uint8);
+  tag.root = place;
+  shared::broadcast(*window_, tag, data, deadline_);
+}
+
+void Node::barrier() {
+  if (window_) shared::barrier(*window_, step(0, DType::uint8), deadline_);
+}
+
+}  // namespace pycomm

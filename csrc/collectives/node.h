@@ -1,0 +1,37 @@
+// The ranks that share memory with us, and one collective's steps among them. Ranks are numbered by
+// their place in the node. A rank that is alone there has nothing to do but copy.
+#pragma once
+#include "collectives/exchange.h"
+#include "collectives/fold.h"
+#include "collectives/parts.h"
+
+namespace pycomm {
+
+class Node {
+ public:
+  explicit Node(const Exchange& ex);
+
+  int size() const { return size_; }
+  int place() const { return place_; }
+
+  // All ranks of the node call the same with equal sizes. Parts know the bytes of their elements.
+
+  void all_reduce(void* data, size_t numel, const Fold& fold);
+  void reduce_scatter(const ConstParts& in, void* out, const Fold& fold);
+  void all_gather(const void* in, const Parts& out);
+  void broadcast(void* data, size_t bytes, int place);
+  void barrier();
+
+ private:
+  /// The whole call's tag is hashed into those of its steps: calls that differ are found at the
+  /// first one.
+  OpTag step(size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum) const;
+
+  Window* window_;
+  OpTag call_;
+  Deadline deadline_;
+  int place_;
+  int size_;
+};
+
+}  // namespace pycomm
