@@ -75,6 +75,7 @@ void all_gather(Exchange& ex, const void* in, const Parts& out) {
     }
   }
   ex.wait_all();
+  node.end();
 }
 
 // Small: between the first ranks of the nodes, the root for its own. Large: the root's node shows
@@ -91,7 +92,8 @@ void broadcast(Exchange& ex, void* data, size_t bytes, int root) {
       Exchange between = ex.among(members);
       dispatch::broadcast(between, Algo::automatic, data, bytes, home);
     }
-    return node.broadcast(data, bytes, at_home ? topology.place_of(root) : 0);
+    node.broadcast(data, bytes, at_home ? topology.place_of(root) : 0);
+    return node.end();
   }
 
   const int shards = topology.narrowest(), place = node.place();
@@ -123,6 +125,7 @@ void broadcast(Exchange& ex, void* data, size_t bytes, int root) {
     node.all_gather(at + own(t).begin, Parts(list).of(1));
   }
   ex.wait_all();
+  node.end();
 }
 
 void barrier(Exchange& ex) {
@@ -134,6 +137,7 @@ void barrier(Exchange& ex) {
     dispatch::barrier(between, Algo::automatic);
   }
   node.barrier();
+  node.end();
 }
 
 }  // namespace pycomm::hierarchical

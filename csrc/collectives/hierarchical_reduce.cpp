@@ -49,6 +49,7 @@ class AllReduce {
       if (t >= 2) gather_in_node(t - 2);
     }
     ex_.wait_all();
+    node_.end();
   }
 
  private:
@@ -158,6 +159,7 @@ class ReduceScatter {
       if (t >= 1) meet(t - 1);
     }
     ex_.wait_all();
+    node_.end();
   }
 
  private:
@@ -265,6 +267,7 @@ void all_reduce(Exchange& ex, void* data, size_t numel, const Fold& fold) {
     dispatch::all_reduce(between, Algo::automatic, data, numel, fold.last(ex.size()));
   }
   node.broadcast(data, bytes, 0);
+  node.end();
 }
 
 void reduce_scatter(Exchange& ex, const ConstParts& in, void* out, const Fold& fold) {
@@ -309,6 +312,7 @@ void reduce(Exchange& ex, const void* in, void* out, size_t numel, const Fold& f
     }
     ex.wait_all();
   }
+  node.end();
 }
 
 }  // namespace pycomm::hierarchical

@@ -6,20 +6,21 @@ namespace pycomm {
 
 Node::Node(const Exchange& ex)
     : window_(ex.node_window()),
-      call_(ex.tag()),
       deadline_(ex.deadline()),
       place_(window_ ? window_->rank() : 0),
-      size_(window_ ? window_->size() : 1) {}
+      size_(window_ ? window_->size() : 1) {
+  if (window_) window_->hold(ex.tag(), deadline_);
+}
 
-OpTag Node::step(size_t numel, DType dtype, ReduceOp redop) const {
-  OpTag tag = call_;
-  tag.codec = call_.hash();
+void Node::end() {
+  if (window_) window_->release();
+}
+
+OpTag Node::step(size_t numel, DType dtype, ReduceOp redop) {
+  OpTag tag;
   tag.numel = numel;
   tag.dtype = dtype;
   tag.redop = redop;
-  const std::string label = "a step of " + std::to_string(call_.numel);
-  std::memset(tag.label, 0, sizeof tag.label);
-  label.copy(tag.label, sizeof tag.label - 1);
   return tag;
 }
 

@@ -10,6 +10,8 @@ namespace pycomm {
 class Node {
  public:
   explicit Node(const Exchange& ex);
+  /// The call is done. Without it, after an error, the ranks of the node are out of step.
+  void end();
 
   int size() const { return size_; }
   int place() const { return place_; }
@@ -23,12 +25,10 @@ class Node {
   void barrier();
 
  private:
-  /// The whole call's tag is hashed into those of its steps: calls that differ are found at the
-  /// first one.
-  OpTag step(size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum) const;
+  /// What a step works on, in the words of a call.
+  static OpTag step(size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum);
 
   Window* window_;
-  OpTag call_;
   Deadline deadline_;
   int place_;
   int size_;

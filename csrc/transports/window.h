@@ -31,6 +31,7 @@ class PYCOMM_API Window {
   /// Opens a collective. Throws Error if an earlier one was not ended, since then the ranks are out
   /// of step for good.
   void begin(const OpTag& tag, Deadline deadline) {
+    if (held_) return;
     if (open_) throw_broken();
     open_ = true;
     deadline_ = deadline;
@@ -40,8 +41,18 @@ class PYCOMM_API Window {
     board_->standing.begin(tag);
   }
   void end() {
-    open_ = false;
-    board_->standing.end(tag_);
+    open_ = held_;
+    if (!held_) board_->standing.end(tag_);
+  }
+  /// The same around several collectives of ours that are steps of one call: their own tags then
+  /// count for nothing but what they reduce.
+  void hold(const OpTag& tag, Deadline deadline) {
+    begin(tag, deadline);
+    held_ = true;
+  }
+  void release() {
+    held_ = false;
+    end();
   }
 
   /// Number of the stage that the next post() announces.
@@ -126,6 +137,7 @@ class PYCOMM_API Window {
   uint64_t hash_ = 0;  ///< in the high half
   uint32_t first_stage_ = 0;
   bool open_ = false;
+  bool held_ = false;
   Deadline deadline_ = Deadline::after(Milliseconds(0));
   std::atomic<uint64_t> sent_bytes_{0};
 };

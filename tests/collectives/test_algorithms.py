@@ -1,0 +1,280 @@
+"""Every algorithm of every collective: the right bits at every size, on any number of ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+
+import numpy as np
+import pytest
+
+from pycomm import _C
+from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
+from tests.collectives.ways import TINY, bits, floats, integers
+from tests.ranks import attempt, run
+
+RANKS = [1, 2, 3, 4, 5, 7, 8]
+SIZES = [0, 1, 3, 17, 1000, 30011]
+# Those that the choice could hide: every other word means some of these.
+ALGOS = ["one_shot", "two_shot", "bruck", "halving_doubling", "ring", "tree"]
+# Algorithms whose float sums are in rank order, by operation.
+RANK_ORDER = {
+    "all_reduce": ["auto", "flat", "direct", "one_shot", "two_shot", "bruck", "tree"],
+    "reduce_scatter": ["auto", "flat", "direct", "one_shot", "two_shot", "bruck", "tree"],
+    "reduce": ["auto", "flat", "direct", "one_shot", "two_shot", "tree", "ring", "bruck"],
+}
+TRANSPORTS = {"channels": {"transport": "local"}, "tcp": {"transport": "tcp", "sockets": 1}}
+
+everywhere = pytest.mark.parametrize("ranks", RANKS)
+algos = pytest.mark.parametrize("algo", ALGOS)
+transports = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+def rank_order(values, divisor=1):
+    total = values[0].copy()
+    for value in values[1:]:
+        total = total + value
+    return total / np.float32(divisor)
+
+
+def all_collectives(c):
+    """Every collective that has algorithms, for all sizes; returns bytes that can be compared."""
+    results = []
+    n, root = c.size, c.size // 2
+    for numel in SIZES:
+        x = integers(c.rank, numel, "int32")
+        c.all_reduce(x)
+        part = np.empty(numel, np.int32)
+        c.reduce_scatter(integers(c.rank, n * numel, "int32"), part)
+        whole = np.empty(n * numel, np.int32)
+        c.all_gather(integers(c.rank, numel, "int32"), whole)
+        b = integers(c.rank, numel, "int32")
+        c.broadcast(b, root)
+        out = np.empty(numel, np.int32)
+        c.reduce(integers(c.rank, numel, "int32"), out if c.rank == root else None, root=root)
+        c.barrier()
+        results.append((x, part, whole, b, out if c.rank == root else None))
+    return results
+
+
+def check_all_collectives(outcomes):
+    n = len(outcomes)
+    root = n // 2
+    for rank, results in enumerate(outcomes):
+        for numel, (x, part, whole, b, out) in zip(SIZES, results, strict=True):
+            inputs = [integers(r, numel, "int32") for r in range(n)]
+            parts = sum(integers(r, n * numel, "int32") for r in range(n))
+            assert np.array_equal(x, sum(inputs)), numel
+            assert np.array_equal(part, parts[rank * numel : (rank + 1) * numel]), numel
+            assert np.array_equal(whole, np.concatenate(inputs)), numel
+            assert np.array_equal(b, inputs[root]), numel
+            if rank == root:
+                assert np.array_equal(out, sum(inputs)), numel
+
+
+@algos
+@everywhere
+@transports
+def test_every_collective_is_exact(algo, ranks, transport):
+    options = TRANSPORTS[transport] | {"algo": algo}
+    check_all_collectives(run(ranks, all_collectives, **options))
+
+
+@algos
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_every_collective_is_exact_in_tiny_segments(algo, ranks):
+    check_all_collectives(run(ranks, all_collectives, transport="local", algo=algo, **TINY))
+
+
+def float_sums(c):
+    results = []
+    n, root = c.size, c.size - 1
+    for numel in SIZES:
+        x = floats(c.rank, numel)
+        c.all_reduce(x, "avg")
+        part = np.empty(numel, np.float32)
+        c.reduce_scatter(floats(c.rank, n * numel), part, "avg")
+        out = np.empty(numel, np.float32)
+        c.reduce(floats(c.rank, numel), out if c.rank == root else None, root, "avg")
+        results.append((bits(x), bits(part), bits(out) if c.rank == root else b""))
+    return results
+
+
+@everywhere
+@pytest.mark.parametrize("algo", ["auto", "flat", *ALGOS])
+def test_float_sums_are_in_rank_order(ranks, algo):
+    want = []
+    for numel in SIZES:
+        mean = rank_order([floats(r, numel) for r in range(ranks)], ranks)
+        parts = rank_order([floats(r, ranks * numel) for r in range(ranks)], ranks)
+        want.append((bits(mean), parts))
+    for segments in ({}, TINY):
+        outcomes = run(ranks, float_sums, transport="local", algo=algo, **segments)
+        for rank, results in enumerate(outcomes):
+            for numel, (x, part, out), (mean, parts) in zip(SIZES, results, want, strict=True):
+                if algo in RANK_ORDER["all_reduce"]:
+                    assert x == mean, numel
+                if algo in RANK_ORDER["reduce_scatter"]:
+                    assert part == bits(parts[rank * numel : (rank + 1) * numel]), numel
+                if algo in RANK_ORDER["reduce"] and rank == ranks - 1:
+                    assert out == mean, numel
+
+
+@everywhere
+def test_halving_doubling_has_one_order_at_every_size(ranks):
+    """A sum is the same balanced tree wherever its element lies, however long the buffer is."""
+    sizes = [1, 17, 1000, 30011]
+
+    def job(c):
+        results = []
+        for numel in sizes:
+            x = floats(c.rank, sizes[-1])[:numel].copy()
+            c.all_reduce(x)
+            results.append(x)
+        whole = np.empty(sizes[-1], np.float32)
+        pieces = np.array_split(floats(c.rank, sizes[-1]), c.size)
+        for r, piece in enumerate(pieces):
+            begin = sum(len(p) for p in pieces[:r])
+            repeated = np.tile(piece, c.size)
+            out = np.empty(len(piece), np.float32)
+            c.reduce_scatter(repeated, out)
+            whole[begin : begin + len(piece)] = out
+        return [bits(x) for x in results], bits(whole), results[-1]
+
+    outcomes = run(ranks, job, transport="local", algo="halving_doubling")
+    outcomes += run(ranks, job, transport="local", algo="halving_doubling", **TINY)
+    for prefixes, scattered, longest in outcomes:
+        assert bits(longest) == bits(outcomes[0][2])
+        assert scattered == bits(longest)
+        assert prefixes == [bits(longest[:numel]) for numel in sizes]
+
+
+def is_reducible(dtype, op):
+    try:
+        _C.check_reducible(dtype, op)
+    except RuntimeError:
+        return False
+    return True
+
+
+COMBINATIONS = [
+    (dtype, op)
+    for dtype in _C.DType.__members__.values()
+    for op in _C.ReduceOp.__members__.values()
+    if is_reducible(dtype, op)
+]
+
+
+def small_values(rank, dtype, numel):
+    """Bytes of values whose sums and products of a few are exact in every dtype."""
+    names = {
+        "float32": "f4", "float64": "f8", "float16": "f2", "complex64": "c8", "complex128": "c16",
+        "bool": "?",
+    }  # fmt: skip
+    values = np.random.default_rng([rank, numel]).integers(0, 2, numel)
+    if dtype.name == "bfloat16":
+        return (values.astype("f4").view("u4") >> 16).astype("u2").tobytes()
+    if dtype.name.startswith("float8"):
+        one = {"float8_e4m3": 0x38, "float8_e5m2": 0x3C}[dtype.name]
+        return (values * one).astype("u1").tobytes()
+    return values.astype(names.get(dtype.name, dtype.name)).tobytes()
+
+
+@pytest.mark.parametrize("way", [*ALGOS, "hierarchical"])
+def test_every_dtype_and_op(way):
+    """Inputs for which every order gives the same bits; ranks are no power of two."""
+    ranks, numel = 3, 777
+    options = {"transport": "local", "algo": way, "segment_bytes": 256}
+    if way == "hierarchical":
+        options |= {"nodes": [0, 1, 0], "sockets": 1}
+
+    def job(c):
+        results = []
+        for dtype, op in COMBINATIONS:
+            data = small_values(c.rank, dtype, numel)
+            x = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+            c.core.all_reduce(ctypes.addressof(x), numel, dtype, op, 2.0)
+            results.append(bytes(x))
+        return results
+
+    want = []
+    for dtype, op in COMBINATIONS:
+        inputs = []
+        for r in range(ranks):
+            data = small_values(r, dtype, numel)
+            inputs.append((ctypes.c_uint8 * len(data)).from_buffer_copy(data))
+        addresses = [ctypes.addressof(x) for x in inputs]
+        _C.reduce(dtype, op, addresses, addresses[0], numel, factor=2.0)
+        want.append(bytes(inputs[0]))
+    for results in run(ranks, job, **options):
+        for combination, result, expected in zip(COMBINATIONS, results, want, strict=True):
+            assert result == expected, combination
+
+
+@algos
+def test_ranks_that_call_different_things_hear_of_both(algo):
+    def job(c):
+        c.all_reduce(np.ones(1000 if c.rank == 2 else 500, np.float32))
+
+    for outcome in attempt(4, job, transport="local", algo=algo, timeout=5):
+        assert isinstance(outcome, WireMismatch)
+        assert "500" in str(outcome)
+        assert "1000" in str(outcome)
+
+
+CALLS = {
+    "all_reduce": lambda c: c.all_reduce(np.ones(1000, np.float32)),
+    "reduce_scatter": lambda c: c.reduce_scatter(
+        np.ones(1000 * c.size, np.float32), np.empty(1000, np.float32)
+    ),
+    "all_gather": lambda c: c.all_gather(
+        np.ones(1000, np.float32), np.empty(1000 * c.size, np.float32)
+    ),
+    "broadcast": lambda c: c.broadcast(np.ones(1000, np.float32), 0),
+    "reduce": lambda c: c.reduce(np.ones(1000, np.float32), np.empty(1000, np.float32), root=3),
+    "barrier": lambda c: c.barrier(),
+}
+
+
+@algos
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_leaves_ends_the_call_everywhere(algo, call):
+    if (algo, call) in (("tree", "reduce"), ("one_shot", "reduce"), ("two_shot", "reduce")):
+        lost = 0  # not the root, and in the way of it
+    else:
+        lost = 0 if call == "broadcast" else 2
+
+    def job(c):
+        c.barrier()
+        if c.rank != lost:
+            for _ in range(3):  # whoever needs nothing from it may have ended the first
+                CALLS[call](c)
+            c.barrier()
+
+    outcomes = attempt(5, job, transport="tcp", sockets=1, algo=algo, timeout=10)
+    for rank, outcome in enumerate(outcomes):
+        if rank != lost:
+            assert isinstance(outcome, PeerLost), outcome
+            assert re.search(r"rank \d", str(outcome))
+
+
+@pytest.mark.parametrize("algo", ["auto", *ALGOS])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_does_not_come_ends_the_call_everywhere(algo, call):
+    def job(c):
+        c.barrier()
+        if c.rank == 2:
+            time.sleep(1.2)
+        for _ in range(3):
+            CALLS[call](c)
+        c.barrier()
+
+    for outcome in attempt(5, job, transport="local", algo=algo, timeout=0.6):
+        assert isinstance(outcome, (Timeout, WireMismatch)), outcome
+        assert "rank" in str(outcome)
+
+
+def test_a_misspelled_algorithm_lists_the_known_ones():
+    with pytest.raises(Error, match='unknown algo "rings"; use one of auto, flat, .*hierarchical'):
+        run(2, lambda c: None, algo="rings")

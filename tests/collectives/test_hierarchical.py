@@ -1,0 +1,216 @@
+"""Ranks on several nodes: right bits in one order at every size, and bytes over a link once."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
+from tests.collectives.test_algorithms import (
+    CALLS,
+    all_collectives,
+    check_all_collectives,
+    float_sums,
+)
+from tests.collectives.ways import TINY, bits, floats
+from tests.ranks import attempt, run, run_processes
+
+# The node of each rank: even and uneven ones, in order and mixed, one that is alone.
+NODES = {
+    "2+2": [0, 0, 1, 1],
+    "mixed": [0, 1, 0, 1],
+    "1+3": [0, 1, 1, 1],
+    "3+1": [0, 0, 0, 1],
+    "2+1+2": [5, 5, 3, 7, 7],
+    "4+4": [0, 0, 0, 0, 1, 1, 1, 1],
+    "3+2+2": [0, 1, 2, 0, 1, 2, 0],
+    "flat": [0, 1, 2],
+    "one": [4, 4, 4],
+}
+nodes = pytest.mark.parametrize("nodes", NODES)
+SIZES = [0, 1, 3, 17, 1000, 30011]
+
+
+def options(name, **more):
+    return {"transport": "local", "sockets": 1, "nodes": NODES[name], **more}
+
+
+def node_order(nodes, values, divisor):
+    """The order of hierarchical sums: ranks of a node, then nodes by their first rank."""
+    sums = {}
+    for node, value in zip(nodes, values, strict=True):
+        sums[node] = sums[node] + value if node in sums else value.copy()
+    total, *others = sums.values()
+    for other in others:
+        total = total + other
+    return total / np.float32(divisor)
+
+
+@nodes
+@pytest.mark.parametrize("segments", [{}, TINY], ids=["whole", "tiny"])
+def test_every_collective_is_exact(nodes, segments):
+    check_all_collectives(run(len(NODES[nodes]), all_collectives, **options(nodes, **segments)))
+
+
+@pytest.mark.parametrize("algo", ["flat", "ring", "halving_doubling"])
+def test_flat_algorithms_run_over_both_transports(algo):
+    check_all_collectives(run(5, all_collectives, **options("2+1+2", algo=algo)))
+
+
+@pytest.mark.parametrize("name", ["2+2", "1+3"])
+def test_every_collective_is_exact_between_processes(name):
+    more = options(name) | {"transport": "shm"}
+    check_all_collectives(run_processes(4, all_collectives, **more))
+
+
+@nodes
+def test_float_sums_have_one_order_at_every_size(nodes):
+    order, n = NODES[nodes], len(NODES[nodes])
+    outcomes = [run(n, float_sums, **options(nodes, **more)) for more in ({}, TINY)]
+    for i, numel in enumerate(SIZES):
+        mean = bits(node_order(order, [floats(r, numel) for r in range(n)], n))
+        parts = node_order(order, [floats(r, n * numel) for r in range(n)], n)
+        for results in outcomes:
+            for rank in range(n):
+                x, part, out = results[rank][i]
+                assert x == mean, numel
+                assert part == bits(parts[rank * numel : (rank + 1) * numel]), numel
+                assert out == (mean if rank == n - 1 else b""), numel
+
+
+def test_an_element_has_the_same_bits_in_buffers_of_any_length():
+    longest = 200_003
+    sizes = [1, 1000, 9000, 100_000, longest]
+
+    def job(c):
+        results = []
+        for numel in sizes:
+            x = floats(c.rank, longest)[:numel].copy()
+            c.all_reduce(x)
+            results.append(x)
+        return [bits(x) for x in results], [bits(results[-1][:numel]) for numel in sizes]
+
+    for results, prefixes in run(5, job, **options("2+1+2")):
+        assert results == prefixes
+
+
+def test_lists_of_uneven_parts():
+    sizes = [7, 0, 1000, 33, 5]
+
+    def job(c):
+        whole = np.concatenate([np.full(size, c.rank + 10 * r) for r, size in enumerate(sizes)])
+        cuts = np.cumsum([0, *sizes])
+        mine = whole[cuts[c.rank] : cuts[c.rank + 1]].copy()
+        parts = [np.empty(size, whole.dtype) for size in sizes]
+        c.all_gather(mine, parts)
+        out = np.empty(sizes[c.rank], whole.dtype)
+        c.reduce_scatter([whole[cuts[r] : cuts[r + 1]] for r in range(c.size)], out)
+        return [part.tolist() for part in parts], out.tolist()
+
+    for more in ({}, {"algo": "bruck"}, {"algo": "ring"}, {"algo": "halving_doubling"}):
+        for rank, (parts, out) in enumerate(run(5, job, **options("2+1+2", **more))):
+            assert parts == [[r + 10 * r] * size for r, size in enumerate(sizes)]
+            assert out == [10 + 50 * rank] * sizes[rank]
+
+
+def wire_bytes(name, call, numel):
+    """Bytes that each node sends, without what a call of no elements sends."""
+
+    def job(c):
+        c.barrier()
+        before = c.wire_bytes()
+        call(c, numel)
+        return c.wire_bytes() - before
+
+    sent: dict[int, int] = {}
+    for node, wire in zip(NODES[name], run(len(NODES[name]), job, **options(name)), strict=True):
+        sent[node] = sent.get(node, 0) + wire
+    return list(sent.values())
+
+
+def all_reduce(c, numel):
+    c.all_reduce(np.ones(numel, np.float32))
+
+
+def reduce_scatter(c, numel):
+    c.reduce_scatter(np.ones(numel * c.size, np.float32), np.empty(numel, np.float32))
+
+
+def all_gather(c, numel):
+    c.all_gather(np.ones(numel, np.float32), np.empty(numel * c.size, np.float32))
+
+
+@pytest.mark.parametrize("name", ["2+2", "1+3", "4+4", "2+1+2"])
+def test_each_byte_crosses_a_link_once(name):
+    order = NODES[name]
+    n, m = len(order), len(set(order))
+    numel = 240_000
+    size = 4 * numel
+    headers = 0.02  # of frames, for segments of this size
+    for sent in wire_bytes(name, all_reduce, numel):
+        assert sent == pytest.approx(2 * (m - 1) / m * size, rel=headers)
+    local = [order.count(node) for node in dict.fromkeys(order)]
+    for ranks, sent in zip(local, wire_bytes(name, reduce_scatter, numel), strict=True):
+        assert sent == pytest.approx((n - ranks) * size, rel=headers)
+    for ranks, sent in zip(local, wire_bytes(name, all_gather, numel), strict=True):
+        assert sent == pytest.approx((m - 1) * ranks * size, rel=headers)
+    root = n - 1
+    broadcast = wire_bytes(name, lambda c, k: c.broadcast(np.ones(k, np.float32), root), numel)
+    assert sum(broadcast) == pytest.approx((m - 1) * size, rel=headers)
+    assert max(broadcast) <= (1 + headers) * size
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_rank_that_leaves_ends_the_call_everywhere(call, lost):
+    def job(c):
+        c.barrier()
+        if c.rank != lost:
+            for _ in range(3):
+                CALLS[call](c)
+            c.barrier()
+
+    outcomes = attempt(4, job, **options("2+2", timeout=10))
+    for rank, outcome in enumerate(outcomes):
+        if rank != lost:
+            assert isinstance(outcome, PeerLost), outcome
+            assert f"rank {lost}" in str(outcome)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_does_not_come_ends_the_call_everywhere(call):
+    def job(c):
+        c.barrier()
+        if c.rank == 3:
+            time.sleep(1.2)
+        for _ in range(3):
+            CALLS[call](c)
+        c.barrier()
+
+    for outcome in attempt(4, job, **options("2+2", timeout=0.6)):
+        assert isinstance(outcome, (Timeout, WireMismatch)), outcome
+        assert "rank" in str(outcome)
+
+
+@pytest.mark.parametrize("differs", range(4))
+@pytest.mark.parametrize("sizes", [(500, 1000), (500_000, 1_000_000)], ids=["small", "large"])
+def test_ranks_that_call_different_things_hear_of_both(differs, sizes):
+    def job(c):
+        c.all_reduce(np.ones(sizes[c.rank == differs], np.float32))
+
+    for outcome in attempt(4, job, **options("2+2", timeout=10)):
+        assert isinstance(outcome, WireMismatch), outcome
+        assert str(sizes[0]) in str(outcome)
+        assert str(sizes[1]) in str(outcome)
+
+
+def test_ranks_must_agree_on_the_nodes():
+    def job(c):
+        raise AssertionError("they met")
+
+    outcomes = attempt(2, job, transport="local", nodes=[0, 1, 2])
+    for outcome in outcomes:
+        assert isinstance(outcome, Error)
+        assert "3 nodes are declared for 2 ranks" in str(outcome)
