@@ -1,7 +1,7 @@
 """Who runs a collective: pycomm's core, or backends of torch.distributed, in the same processes.
 
-`pycomm` is the core without torch, `pycomm-torch` the same as a backend of torch, `gloo` its own,
-`mpi` whatever library mpirun belongs to.
+`pycomm` is the core without torch, `pycomm:ring` and the like the same with this algorithm,
+`pycomm-torch` a backend of torch, `gloo` its own, `mpi` whatever library mpirun belongs to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from pycomm import _C
 from pycomm.bench.operations import Array, Case, Run
 
-NAMES = ("pycomm", "pycomm-torch", "gloo", "mpi")
+NAMES = ("pycomm", "pycomm-torch", "gloo", "mpi", *(f"pycomm:{algo}" for algo in _C.ALGOS))
 # What torch.distributed calls them.
 TORCH_NAMES = {"pycomm-torch": "pycomm", "gloo": "gloo"}
 
@@ -40,11 +40,12 @@ class Backend(ABC):
 
 
 class Core(Backend):
-    name = "pycomm"
-
-    def __init__(self, store: _C.Store, rank: int, ranks: int) -> None:
+    def __init__(self, name: str, store: _C.Store, rank: int, ranks: int) -> None:
+        self.name = name
         options = _C.CommunicatorOptions()
-        options.group = "bench"
+        options.group = f"bench-{name}"
+        if ":" in name:
+            options.algo = name.partition(":")[2]
         self.communicator: _C.Communicator = _C.Communicator(store, rank, ranks, options)
 
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
@@ -102,8 +103,8 @@ def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[B
     """Meet the other ranks in every backend, in the order of the names."""
     backends: list[Backend] = []
     for name in names:
-        if name == "pycomm":
-            backends.append(Core(_C.Store.file(str(folder)), rank, ranks))
+        if name.partition(":")[0] == "pycomm":
+            backends.append(Core(name, _C.Store.file(str(folder)), rank, ranks))
         elif name == "mpi":
             from pycomm.bench.mpi import Mpi  # mpi4py starts MPI when it is imported
 

@@ -189,6 +189,9 @@ def choose_interfaces(
 
 def buffer(array: object, write: _bool) -> tuple[int, int, int, str]: ...
 
+ALGOS: tuple[str, ...]
+"""what PYCOMM_ALGO may be: csrc/core/env.h"""
+
 class CommunicatorOptions:
     group: str
     timeout: float

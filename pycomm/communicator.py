@@ -43,7 +43,8 @@ class Communicator:
     """A group of ranks and what they can do together.
 
     Calls block until this rank's part is done, one collective at a time. Results have the same bits
-    on all ranks: every element is reduced by one rank, in rank order.
+    on all ranks: every element is reduced by one rank, in rank order; on several nodes, node
+    by node (``docs/algorithms.md``).
 
     Args:
         store: where the ranks meet; ``Store.file(folder)`` for processes that share a folder,

@@ -139,6 +139,8 @@ void bind_options(py::module_& m) {
 }  // namespace
 
 void bind_communicator(py::module_& m) {
+  m.attr("ALGOS") =
+      py::tuple(py::cast(std::vector<std::string>(std::begin(kAlgoNames), std::end(kAlgoNames))));
   m.def("buffer", &buffer, py::arg("array"), py::arg("write"));
   bind_options(m);
 

@@ -1,8 +1,8 @@
 // A group of ranks and what they can do together. Calls block until this rank's part is done; they
 // run on the caller's thread, one at a time (queue.h has the in-order thread for async callers).
 //
-// Every element is reduced by one owner, in rank order, so all ranks end with the same bits
-// whatever the message size, bucket layout, segmenting or arrival.
+// Every element is reduced by one owner, in rank order (on several nodes: node by node), so all
+// ranks end with the same bits whatever the message size, bucket layout, segmenting or arrival.
 #pragma once
 #include <memory>
 #include <string>

