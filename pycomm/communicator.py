@@ -175,6 +175,10 @@ class Communicator:
         """Return one line on how the group is connected."""
         return self.core.describe()
 
+    def trace(self) -> dict[str, Any]:
+        """Return this rank's recent operations; :mod:`pycomm.trace` makes something of them."""
+        return self.core.trace()
+
     def wire_bytes(self) -> int:
         """Return how many bytes this rank has handed to TCP since the start."""
         return self.core.wire_bytes()

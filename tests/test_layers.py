@@ -30,7 +30,7 @@ PYTHON_LAYERS = (
     {"bench"},
     {"run", "compress", "plan", "doctor", "__main__"},
     {"hooks"},
-    {"policy", "feedback", "monitor"},
+    {"policy", "feedback", "monitor", "trace"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
     {"_autoload", "arrays", "takeover"},

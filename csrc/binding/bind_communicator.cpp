@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "binding/module.h"
+#include "binding/trace_records.h"
 #include "collectives/communicator.h"
 #include "core/error.h"
 #include "transports/store.h"
@@ -132,6 +133,9 @@ void bind_options(py::module_& m) {
       .def_readwrite("interface", &Options::interface)
       .def_readwrite("link_bytes_per_second", &Options::link_bytes_per_second)
       .def_readwrite("secret", &Options::secret)
+      .def_readwrite("description", &Options::description)
+      .def_readwrite("global_ranks", &Options::global_ranks)
+      .def_readwrite("trace_size", &Options::trace_size)
       .def_readwrite("segment_bytes", &Options::segment_bytes)
       .def_readwrite("nodes", &Options::nodes);
 }
@@ -141,6 +145,11 @@ void bind_options(py::module_& m) {
 void bind_communicator(py::module_& m) {
   m.attr("ALGOS") =
       py::tuple(py::cast(std::vector<std::string>(std::begin(kAlgoNames), std::end(kAlgoNames))));
+  m.def("traces", [] {
+    py::list traces;
+    for (const auto& trace : Trace::all()) traces.append(trace_records(*trace));
+    return traces;
+  });
   m.def("buffer", &buffer, py::arg("array"), py::arg("write"));
   bind_options(m);
 
@@ -188,6 +197,9 @@ void bind_communicator(py::module_& m) {
              const auto heap = c.heap();
              return heap ? std::pair(heap->used(), heap->kept()) : std::pair<size_t, size_t>();
            })
+      .def("trace", [](const Self& c) { return trace_records(c.trace()); })
+      .def("note_issued", &Self::note_issued, py::arg("tag"))
+      .def("resume", &Self::resume, py::arg("issued"))
       .def("wire_bytes", &Self::wire_bytes)
       .def("sent_bytes", &Self::sent_bytes)
       .def(

@@ -4,15 +4,29 @@
 #include <pybind11/pybind11.h>
 
 #include <exception>
+#include <string>
 
+#include "core/env.h"
 #include "core/error.h"
 
 namespace pycomm {
 
 /// Sets a Python exception of the given class of pycomm.errors.
-inline void set_error(const char* name, const Error& error) {
+inline void set_error(const char* name, const std::string& text) {
   const auto type = pybind11::module_::import("pycomm.errors").attr(name);
-  pybind11::set_error(type, error.what());
+  pybind11::set_error(type, text.c_str());
+}
+
+/// The text of an error that ends a group; if PYCOMM_TRACE asks for it, the group's recent
+/// operations are written and the text says where.
+inline std::string with_trace(const Error& error) {
+  if (env().trace.empty()) return error.what();
+  try {
+    const auto trace = pybind11::module_::import("pycomm.trace");
+    return trace.attr("note_failure")(error.what()).cast<std::string>();
+  } catch (const pybind11::error_already_set&) {
+    return error.what();
+  }
 }
 
 /// For pybind11::register_exception_translator and its local form.
@@ -21,13 +35,13 @@ inline void translate_errors(std::exception_ptr thrown) {
     if (thrown) std::rethrow_exception(thrown);
   } catch (const PeerLost& error) {
     const auto type = pybind11::module_::import("pycomm.errors").attr("PeerLost");
-    pybind11::set_error(type, type(error.what(), error.rank));
+    pybind11::set_error(type, type(with_trace(error), error.rank));
   } catch (const Timeout& error) {
-    set_error("Timeout", error);
+    set_error("Timeout", with_trace(error));
   } catch (const WireMismatch& error) {
-    set_error("WireMismatch", error);
+    set_error("WireMismatch", with_trace(error));
   } catch (const Error& error) {
-    set_error("Error", error);
+    set_error("Error", error.what());
   }
 }
 

@@ -107,7 +107,8 @@ class Communicator::Impl {
     std::lock_guard<std::mutex> one(one_at_a_time_);
     failure_.rethrow();
     tag.seq = ++seq_;
-    recording_ = trace_->start(tag);
+    recording_ = trace_->start(tag, issued_);
+    issued_ = 0;
     trace_->set_algo(recording_, "window");  // over channels the algorithms say more
     try {
       body(Deadline::on_demand(timeout.count() > 0 ? timeout : this->timeout()));
@@ -117,6 +118,12 @@ class Communicator::Impl {
     }
     trace_->end(recording_);
   }
+
+  /// In a body: what this rank sends and gets in an all_to_all, for the trace.
+  void note_parts(size_t sent, size_t received) { trace_->set_parts(recording_, sent, received); }
+  /// The operation that runs next is one that was noted when it was issued.
+  void resume(uint64_t issued) { issued_ = issued; }
+  uint64_t note_issued(const OpTag& tag) { return trace_->schedule(tag); }
 
   /// The same over channels.
   template <typename Body>
@@ -191,7 +198,8 @@ class Communicator::Impl {
   std::mutex one_at_a_time_;
   uint64_t seq_ = 0;
   const std::shared_ptr<Trace> trace_;
-  uint64_t recording_ = 0;  ///< number of the running collective in the trace
+  // Numbers in the trace: of the running collective, and of the one that runs next if it is known.
+  uint64_t recording_ = 0, issued_ = 0;
   std::shared_ptr<PointToPoint> point_to_point_;
 };
 
@@ -207,6 +215,8 @@ void Communicator::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeou
 std::string Communicator::describe() const { return impl_->mesh().describe(); }
 uint64_t Communicator::wire_bytes() const { return impl_->mesh().wire_bytes(); }
 uint64_t Communicator::sent_bytes() const { return impl_->mesh().sent_bytes(); }
+uint64_t Communicator::note_issued(const OpTag& tag) { return impl_->note_issued(tag); }
+void Communicator::resume(uint64_t issued) { impl_->resume(issued); }
 const Trace& Communicator::trace() const { return impl_->trace(); }
 void Communicator::abort(const std::string& reason) noexcept { impl_->abort(reason); }
 std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
@@ -312,12 +322,13 @@ void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtyp
   OpTag tag = make_tag(Op::all_to_all, in.total(size()), dtype);
   if (Window* window = impl_->window()) {
     return impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      impl_->note_parts(in.total(size()), out.total(size()));
       shared::all_to_all(*window, tag, in, out, deadline);
     });
   }
   const size_t element = size_of(dtype);
   impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    ex.note_parts(in.total(size()), out.total(size()));
+    impl_->note_parts(in.total(size()), out.total(size()));
     direct::all_to_all(ex, in.of(element), out.of(element));
   });
 }

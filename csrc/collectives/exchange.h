@@ -72,11 +72,8 @@ class Exchange {
   /// The rank `steps` after ours; each rank begins with another peer, so that none is flooded.
   int after(int steps) const { return (rank() + steps) % size(); }
 
-  /// For the trace: the algorithm in a word, and what this rank sends and gets in an all_to_all.
+  /// For the trace: the algorithm in a word.
   void note_algo(const char* algo) { recording_.trace.set_algo(recording_.id, algo); }
-  void note_parts(size_t sent, size_t received) {
-    recording_.trace.set_parts(recording_.id, sent, received);
-  }
 
   /// Everything comes from this rank, if by way of others. For the text of a Timeout.
   void set_source(int rank) { source_ = member(rank); }

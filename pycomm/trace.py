@@ -1,0 +1,262 @@
+"""The recent operations of this process, in the schema of torch's flight recorder.
+
+Every group remembers its last operations (``PYCOMM_TRACE_SIZE``) at a few nanoseconds each.
+:func:`dump` writes them; with ``PYCOMM_TRACE=folder`` set, every rank does so when a group fails.
+``torchfrtrace folder`` then tells which rank did not come or called something else. See
+``docs/trace.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from pycomm import _C
+from pycomm.errors import Error
+
+__all__ = ["collect", "dump"]
+
+VERSION = "2.10"
+"""of the flight recorder's schema"""
+
+# The names of c10::ScalarType, which the recorder writes.
+_DTYPES = {
+    "float32": "Float",
+    "float64": "Double",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "float8_e4m3": "Float8_e4m3fn",
+    "float8_e5m2": "Float8_e5m2",
+    "int8": "Char",
+    "int16": "Short",
+    "int32": "Int",
+    "int64": "Long",
+    "uint8": "Byte",
+    "uint16": "UInt16",
+    "uint32": "UInt32",
+    "uint64": "UInt64",
+    "bool": "Bool",
+    "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble",
+}
+# torch's analyzer knows the names of a few backends, and "pycomm" is not among them.
+_BACKEND = "gloo"
+_STATES = {"failed": "started"}  # what has failed has started and is not completed
+
+_written: set[str] = set()
+_writing = threading.Lock()
+
+Trace = dict[str, Any]
+
+
+class Traced(Protocol):
+    """A :class:`pycomm.Communicator`, or the backend of a process group."""
+
+    def trace(self) -> Trace:
+        """Return the trace as ``_C.traces()`` has it."""
+
+
+def collect(group: Traced | None = None) -> dict[int, dict[str, Any]]:
+    """Return the recent operations, as the flight recorder would have them, by global rank.
+
+    Args:
+        group: one group; None: all groups of this process. Ranks that are threads of one process
+            are all in the result, otherwise it has one entry.
+
+    Any thread may call this at any time, also while an operation hangs.
+    """
+    traces = _C.traces() if group is None else [group.trace()]
+    by_rank: dict[int, list[Trace]] = {}
+    for trace in traces:
+        by_rank.setdefault(trace["global_ranks"][trace["rank"]], []).append(trace)
+    return {rank: _recording(traces) for rank, traces in sorted(by_rank.items())}
+
+
+def dump(path: str | os.PathLike[str] | None = None, *, group: Traced | None = None) -> list[Path]:
+    """Write the recent operations of this process.
+
+    Args:
+        path: a folder, made if needed, for ``rank_<r>.json`` and ``trace_rank_<r>``, which is the
+            same in the pickled form that ``torchfrtrace`` reads; or a file that ends in ``.json``.
+            None: the folder that PYCOMM_TRACE names.
+        group: as for :func:`collect`.
+
+    Returns:
+        The JSON files, one for each rank that lives in this process.
+
+    Raises:
+        Error: no path is given or set, or one file is to hold several ranks.
+        OSError: the files cannot be written.
+
+    Example:
+        >>> import pycomm.trace
+        >>> pycomm.trace.dump("/tmp/traces")  # doctest: +SKIP
+        [PosixPath('/tmp/traces/rank_0.json')]
+    """
+    target = Path(path or _C.env()["trace"])
+    if not target.name:
+        raise Error("trace.dump needs a path, or PYCOMM_TRACE=folder in the environment")
+    ranks = collect(group)
+    if target.suffix == ".json":
+        if len(ranks) != 1:
+            raise Error(f"{target} cannot hold the traces of {len(ranks)} ranks; name a folder")
+        _write(target, json.dumps(next(iter(ranks.values())), indent=1).encode())
+        return [target]
+    target.mkdir(parents=True, exist_ok=True)
+    files = []
+    for rank, recording in ranks.items():
+        # The analyzer needs to know both ends.
+        known = [e for e in recording["entries"] if not e["profiling_name"].endswith(":recv")]
+        _write(target / f"trace_rank_{rank}", pickle.dumps({**recording, "entries": known}))
+        files.append(target / f"rank_{rank}.json")
+        _write(files[-1], json.dumps(recording, indent=1).encode())
+    return files
+
+
+def note_failure(text: str) -> str:
+    """Write the traces once for this error; the bindings call this when PYCOMM_TRACE is set.
+
+    Args:
+        text: of the error.
+
+    Returns:
+        The text with the place of the trace.
+    """
+    folder = _C.env()["trace"]
+    with _writing:
+        try:
+            if text not in _written:
+                dump(folder)
+                _written.add(text)
+        except OSError as error:
+            return f"{text}\n  no trace: {error}"
+    return f"{text}\n  trace: {folder}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file whole: who reads it never sees a part."""
+    scratch = path.parent / f".{path.name}.{os.getpid()}.{threading.get_ident()}.part"
+    scratch.write_bytes(content)
+    scratch.replace(path)
+
+
+def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
+    groups: dict[str, dict[str, str]] = {}
+    status: dict[str, dict[str, int]] = {}
+    entries: list[dict[str, Any]] = []
+    errors = {}
+    namesakes: Counter[str] = Counter()
+    for number, trace in enumerate(traces):
+        name, ranks = trace["group"], trace["global_ranks"]
+        namesakes[name] += 1
+        if namesakes[name] > 1:  # made again while the older one still lives
+            name = f"{name}/{namesakes[name]}"
+        groups[name] = {"name": name, "desc": trace["description"], "ranks": str(ranks)}
+        if trace["error"]:
+            errors[name] = trace["error"]
+        done = _Numbers(trace["records"])
+        status[str(number)] = done.status
+        streams: Counter[str] = Counter()
+        for record in trace["records"]:
+            entry = _entry(record, len(ranks))
+            entry["pg_id"] = number
+            entry["process_group"] = (name, trace["description"])
+            entry["collective_seq_id"] = record["seq"] or done.expected(record)
+            if record["op"] in ("send", "recv") and record["root"] >= 0:
+                # A stream in one direction is a group of its own: the analyzer wants all of an
+                # entry's group in it.
+                ends = trace["rank"], record["root"]
+                source, target = ends if record["op"] == "send" else ends[::-1]
+                stream = f"{name} {source}->{target}"
+                pair = sorted((ranks[source], ranks[target]))
+                groups[stream] = {"name": stream, "desc": "point to point", "ranks": str(pair)}
+                entry["process_group"] = (stream, "point to point")
+                streams[stream] += 1
+                entry["collective_seq_id"] = entry["p2p_seq_id"] = streams[stream]
+                first, second = pair.index(ranks[source]), pair.index(ranks[target])
+                arrow = f"{first}->{second}" if record["op"] == "send" else f"{second}<-{first}"
+                entry["profiling_name"] += " " + arrow
+            entries.append(entry)
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    for number, entry in enumerate(entries):
+        entry["record_id"] = number
+    result = {
+        "version": VERSION,
+        "comm_lib_version": "pycomm",
+        "pg_config": groups,
+        "pg_status": status,
+        "entries": entries,
+    }
+    return {**result, "errors": errors} if errors else result
+
+
+class _Numbers:
+    """The numbers of a group's collectives: how far each state has come."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        collectives = [r for r in records if r["op"] not in ("send", "recv")]
+        started = max((r["seq"] for r in collectives), default=0)
+        waiting = [r["id"] for r in collectives if r["state"] == "scheduled"]
+        completed = max((r["seq"] for r in collectives if r["state"] == "completed"), default=0)
+        self._waiting = {number: started + 1 + i for i, number in enumerate(waiting)}
+        self.status = {
+            "last_enqueued_collective": started + len(waiting),
+            "last_started_collective": started,
+            "last_completed_collective": completed,
+        }
+
+    def expected(self, record: dict[str, Any]) -> int:
+        """The number that a call gets if nothing comes before it."""
+        return self._waiting.get(record["id"], 0)
+
+
+def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
+    op, numel, dtype = record["op"], record["numel"], _DTYPES.get(record["dtype"], "Byte")
+    state = record["state"]
+    uneven = record["label"].startswith("parts of ")
+    peers = op in ("send", "recv")
+    given = taken = numel
+    if op == "all_gather" and not uneven:
+        taken = size * numel
+    elif op == "reduce_scatter" and not uneven:
+        given = size * numel
+    elif op == "all_to_all" and record["started_ns"]:
+        given, taken = record["sent"], record["received"]
+    started, ended = record["started_ns"], record["ended_ns"]
+    return {
+        "frames": [],
+        "record_id": 0,
+        "pg_id": 0,
+        "process_group": ("", ""),
+        "collective_seq_id": 0,
+        "p2p_seq_id": 0,
+        "op_id": record["id"],
+        "profiling_name": f"{_BACKEND}:{op}{'_v' if uneven and op != 'all_to_all' else ''}",
+        "time_created_ns": record["issued_ns"],
+        "input_sizes": [[given]] if op != "recv" else [],
+        "input_dtypes": [dtype] if op != "recv" else [],
+        "output_sizes": [[taken]] if op != "send" else [],
+        "output_dtypes": [dtype] if op != "send" else [],
+        "state": _STATES.get(state, state),
+        "time_discovered_started_ns": started,
+        "time_discovered_completed_ns": ended if state == "completed" else None,
+        **({"duration_ms": (ended - started) / 1e6} if state == "completed" else {}),
+        "retired": state in ("completed", "failed"),
+        "timeout_ms": 0,
+        "is_p2p": peers,
+        # What torch's reader does not know.
+        "pycomm": {
+            "state": state,
+            "algo": record["algo"],
+            "codec": "" if uneven else record["label"],
+            "redop": record["redop"] if op in ("all_reduce", "reduce_scatter", "reduce") else "",
+            "root": -1 if peers else record["root"],
+            **({"peer": record["root"], "tag": record["tag"]} if peers else {}),
+        },
+    }
