@@ -157,7 +157,8 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
         namesakes[name] += 1
         if namesakes[name] > 1:  # made again while the older one still lives
             name = f"{name}/{namesakes[name]}"
-        groups[name] = {"name": name, "desc": trace["description"], "ranks": str(ranks)}
+        description = trace["description"] or "undefined"
+        groups[name] = {"name": name, "desc": description, "ranks": str(ranks)}
         if trace["error"]:
             errors[name] = trace["error"]
         done = _Numbers(trace["records"])
@@ -166,7 +167,7 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
         for record in trace["records"]:
             entry = _entry(record, len(ranks))
             entry["pg_id"] = number
-            entry["process_group"] = (name, trace["description"])
+            entry["process_group"] = (name, description)
             entry["collective_seq_id"] = record["seq"] or done.expected(record)
             if record["op"] in ("send", "recv") and record["root"] >= 0:
                 # A stream in one direction is a group of its own: the analyzer wants all of an

@@ -68,6 +68,7 @@ void bind(py::module_& m) {
            py::arg("options"), py::arg("name"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &Backend::getBackendOptions)
       .def("describe", &Backend::describe)
+      .def("trace", &Backend::trace)
       .def_property_readonly("wire_bytes", &Backend::wire_bytes)
       .def_property_readonly("sent_bytes", &Backend::sent_bytes)
       .def("get_error", &Backend::getError)

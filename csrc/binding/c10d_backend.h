@@ -5,6 +5,7 @@
 #include "binding/c10d_arguments.h"
 #include "binding/c10d_engine.h"
 #include "binding/c10d_layout.h"
+#include "binding/trace_records.h"
 
 namespace pycomm::torch_binding {
 
@@ -33,6 +34,7 @@ class Backend final : public c10d::Backend {
     return c10::make_intrusive<BackendOptions>(*options_);
   }
   std::string describe() { return engine()->comm().describe(); }
+  py::dict trace() { return trace_records(engine()->comm().trace()); }
   uint64_t wire_bytes() { return engine()->comm().wire_bytes(); }
   uint64_t sent_bytes() { return engine()->comm().sent_bytes(); }
 

@@ -24,7 +24,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   c10d::ErrorType error() const { return error_; }
 
   intrusive_ptr<Work> make_work(const Call& call, Tensors outputs) {
-    return c10::make_intrusive<Work>(comm_.rank(), call, ++seq_, std::move(outputs));
+    const uint64_t noted = comm_.note_issued(issued_tag(call, outputs, comm_.size()));
+    auto work = c10::make_intrusive<Work>(comm_.rank(), call, ++seq_, std::move(outputs));
+    work->set_noted(noted);
+    return work;
   }
 
   /// Runs op(communicator) on the caller's thread.
@@ -94,9 +97,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool timed = timed_;
     if (timed) work.start();
+    comm_.resume(work.noted());
     try {
       op(comm_);
+      comm_.resume(0);
     } catch (...) {
+      comm_.resume(0);
       note(std::current_exception());
       if (timed) work.stop();
       throw;

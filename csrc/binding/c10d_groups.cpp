@@ -15,6 +15,10 @@ Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
     CommunicatorOptions communicator = options_->communicator;
     communicator.group = group;
     communicator.timeout = options_->timeout;
+    communicator.description = options_->group_desc;
+    for (const uint64_t r : options_->global_ranks_in_group) {
+      communicator.global_ranks.push_back(static_cast<int>(r));
+    }
     engine_ = std::make_shared<Engine>(store, rank, size, communicator);
   });
 }

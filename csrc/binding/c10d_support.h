@@ -212,6 +212,53 @@ struct Call {
         async(opts.asyncOp) {}
 };
 
+/// What the trace can say of an operation before it runs.
+inline OpTag issued_tag(const Call& call, const Tensors& outputs, int ranks) {
+  OpTag tag;
+  tag.seq = 0;
+  switch (call.type) {
+    case OpType::ALLREDUCE:
+    case OpType::ALLREDUCE_COALESCED:
+      tag.op = Op::all_reduce;
+      break;
+    case OpType::REDUCE_SCATTER:
+    case OpType::_REDUCE_SCATTER_BASE:
+    case OpType::REDUCE_SCATTER_TENSOR_COALESCED:
+      tag.op = Op::reduce_scatter;
+      break;
+    case OpType::ALLGATHER:
+    case OpType::_ALLGATHER_BASE:
+    case OpType::ALLGATHER_COALESCED:
+      tag.op = Op::all_gather;
+      break;
+    case OpType::ALLTOALL:
+    case OpType::ALLTOALL_BASE:
+      tag.op = Op::all_to_all;
+      break;
+    case OpType::BROADCAST:
+      tag.op = Op::broadcast;
+      break;
+    case OpType::REDUCE:
+      tag.op = Op::reduce;
+      break;
+    case OpType::GATHER:
+      tag.op = Op::gather;
+      break;
+    case OpType::SCATTER:
+      tag.op = Op::scatter;
+      break;
+    default:
+      tag.op = Op::barrier;
+      break;
+  }
+  if (!outputs.empty()) {
+    tag.numel = static_cast<uint64_t>(outputs[0].numel());
+    if (call.type == OpType::_ALLGATHER_BASE) tag.numel /= static_cast<uint64_t>(ranks);
+    tag.dtype = find_dtype(outputs[0].scalar_type()).value_or(DType::uint8);
+  }
+  return tag;
+}
+
 struct Reduction {
   explicit Reduction(const c10d::ReduceOp& op) {
     switch (op) {

@@ -138,6 +138,10 @@ class Work : public c10d::Work {
                                             completed_at_ - started_at_);
   }
 
+  /// Its number in the trace.
+  void set_noted(uint64_t noted) { noted_ = noted; }
+  uint64_t noted() const { return noted_; }
+
   void set_finite(bool finite) { finite_ = finite; }
   /// Of a compressed operation: it has come through, and no value of the result is Inf or NaN.
   bool finite() const { return isSuccess() && finite_; }
@@ -160,6 +164,7 @@ class Work : public c10d::Work {
   const char* name_;
   uint64_t seq_;
   Tensors outputs_;
+  uint64_t noted_ = 0;
   bool finite_ = false, late_ = false;
   c10::IValue value_;
   intrusive_ptr<Future> future_;

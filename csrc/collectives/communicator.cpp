@@ -42,7 +42,10 @@ Rendezvous meeting(std::shared_ptr<Store> store, int rank, int size,
 
 std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions& options) {
   TraceOwner owner{options.group, options.description, rank, options.global_ranks};
-  for (int r = 0; options.global_ranks.empty() && r < size; r++) owner.global_ranks.push_back(r);
+  if (owner.global_ranks.size() != static_cast<size_t>(size)) {
+    owner.global_ranks.resize(static_cast<size_t>(size));
+    std::iota(owner.global_ranks.begin(), owner.global_ranks.end(), 0);
+  }
   return Trace::make(std::move(owner), static_cast<size_t>(options.trace_size));
 }
 
@@ -122,7 +125,10 @@ class Communicator::Impl {
   /// In a body: what this rank sends and gets in an all_to_all, for the trace.
   void note_parts(size_t sent, size_t received) { trace_->set_parts(recording_, sent, received); }
   /// The operation that runs next is one that was noted when it was issued.
-  void resume(uint64_t issued) { issued_ = issued; }
+  void resume(uint64_t issued) {
+    if (issued == 0) trace_->end(issued_);  // it had nothing to run
+    issued_ = issued;
+  }
   uint64_t note_issued(const OpTag& tag) { return trace_->schedule(tag); }
 
   /// The same over channels.

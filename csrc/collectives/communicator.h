@@ -158,7 +158,7 @@ class PYCOMM_API Communicator {
   const Trace& trace() const;
   /// For callers that queue operations: notes one in the trace when it is issued, from any thread.
   uint64_t note_issued(const OpTag& tag);
-  /// The next collective is the one so noted. By the thread that then calls it.
+  /// The next collective is the one so noted; 0: is not. By the thread that then calls it.
   void resume(uint64_t issued);
 
   /// Ends every running and later operation on all ranks with `reason`. Any thread, any time.
