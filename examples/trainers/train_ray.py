@@ -4,15 +4,17 @@ python examples/trainers/train_ray.py
 """
 
 import argparse
+import tempfile
+from pathlib import Path
 
 import ray
 import torch
-from ray.train import ScalingConfig
+from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from torch import nn
 
 
-def train() -> None:
+def train(config: dict[str, str]) -> None:
     import torch.distributed as dist
 
     from pycomm.backend import find
@@ -21,17 +23,19 @@ def train() -> None:
     model = prepare_model(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + dist.get_rank())
+    losses = []
     for _ in range(6):
         points = torch.randn(8, 16)
         loss = nn.functional.cross_entropy(model(points), points[:, :4].argmax(1))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if dist.get_rank() == 0:
-            print(f"loss {loss.item()!r}", flush=True)
+        losses.append(loss.item())
     if dist.get_rank() == 0:
         group = find()
-        print("group", group.describe() if group else "not pycomm's", flush=True)
+        said = group.describe() if group else "not pycomm's"
+        lines = [*(f"loss {loss!r}" for loss in losses), f"group {said}"]
+        Path(config["report"]).write_text("\n".join(lines))
 
 
 def main() -> None:
@@ -39,12 +43,16 @@ def main() -> None:
     parser.add_argument("--backend", default="pycomm")
     backend = parser.parse_args().backend
     ray.init(num_cpus=2, include_dashboard=False)
-    trainer = TorchTrainer(
-        train,
-        torch_config=TorchConfig(backend=backend),
-        scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
-    )
-    trainer.fit()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = TorchTrainer(
+            train,
+            train_loop_config={"report": f"{folder}/report"},
+            torch_config=TorchConfig(backend=backend),
+            scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
+            run_config=RunConfig(storage_path=folder),
+        )
+        trainer.fit()
+        print(Path(folder, "report").read_text())  # of rank 0, which ran on this machine
     ray.shutdown()
 
 

@@ -71,8 +71,8 @@ def train(trainer: Trainer, backend: str, folder: Path) -> tuple[list[float], st
         timeout=280,
     )
     assert done.returncode == 0, done.stdout
-    losses = re.findall(r"\bloss[a-z ]* ([0-9.e-]+)$", done.stdout, re.MULTILINE)
-    groups = re.findall(r"\bgroup (.*)$", done.stdout, re.MULTILINE)
+    losses = re.findall(r"^loss[a-z ]* ([0-9.e-]+)$", done.stdout, re.MULTILINE)
+    groups = re.findall(r"^group (.*)$", done.stdout, re.MULTILINE)
     assert len(groups) == 1, done.stdout
     return [float(loss) for loss in losses], groups[0]
 
