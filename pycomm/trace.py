@@ -1,6 +1,6 @@
 """The recent operations of this process, in the schema of torch's flight recorder.
 
-Every group remembers its last operations (``PYCOMM_TRACE_SIZE``) at a few nanoseconds each.
+Every group remembers its last operations (``PYCOMM_TRACE_SIZE``), without a lock or an allocation.
 :func:`dump` writes them; with ``PYCOMM_TRACE=folder`` set, every rank does so when a group fails.
 ``torchfrtrace folder`` then tells which rank did not come or called something else. See
 ``docs/trace.md``.

@@ -1,0 +1,103 @@
+"""Errors that end a group say the same on every rank: who is to blame, and what all were doing."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from pycomm.errors import Timeout, WireMismatch
+from tests.collectives.ways import WAYS
+from tests.ranks import attempt
+
+WAYS = {**WAYS, "shm": {"transport": "shm"}}
+ways = pytest.mark.parametrize("way", ["window", "shm", "direct", "tcp"])
+all_ranks = pytest.mark.parametrize("ranks", [2, 3, 4])
+
+
+def ones(numel):
+    return np.ones(numel, np.float32)
+
+
+def ranks_text(ranks, one, many):
+    """ "rank 0 waits", "ranks 0-2 wait"."""
+    if ranks == 1:
+        return f"rank 0 {one}"
+    return f"ranks 0-{ranks - 1} {many}"
+
+
+def same_text(errors, kind):
+    errors = [error for error in errors if error is not None]
+    assert all(type(error) is kind for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    return str(errors[0])
+
+
+@ways
+@all_ranks
+def test_a_missing_rank(way, ranks):
+    over = threading.Barrier(ranks)
+
+    def job(c):
+        c.barrier()
+        try:
+            if c.rank < ranks - 1:
+                c.all_reduce(ones(10), timeout=0.3)
+        finally:
+            over.wait(10)
+
+    text = same_text(attempt(ranks, job, **WAYS[way]), Timeout)
+    call = re.escape("all_reduce #2 (sum of 10 float32)")
+    assert re.fullmatch(
+        rf"rank [0-{ranks - 2}]: {call} did not end within 300 ms\n"
+        rf"  rank {ranks - 1} is missing: in no operation, last completed barrier #1\n"
+        rf"  {ranks_text(ranks - 1, 'waits', 'wait')}: in {call}, last completed barrier #1",
+        text,
+    )
+
+
+@ways
+@all_ranks
+def test_a_rank_that_calls_something_else(way, ranks):
+    def job(c):
+        c.barrier()
+        c.all_reduce(ones(1000 if c.rank < ranks - 1 else 999))
+        c.barrier()
+
+    text = same_text(attempt(ranks, job, **WAYS[way]), WireMismatch)
+    first, *table = text.splitlines()
+    ours, theirs = (f"all_reduce #2 (sum of {n} float32)" for n in (1000, 999))
+    end = (
+        r"rank \d (calls|(expects|sends) \d+ bytes of) all_reduce #2 \(sum of (999|1000) float32\)"
+    )
+    assert re.fullmatch(f"{end}, {end}", first)
+    last = "last completed barrier #1"
+    lines = [
+        f"  {ranks_text(ranks - 1, '', '').strip()}: in {ours}, {last}",
+        f"  rank {ranks - 1}: in {theirs}, {last}",
+    ]
+    if ranks > 2:  # of two, none is right
+        lines = [f"  rank {ranks - 1} differs: in {theirs}, {last}", lines[0]]
+    assert table == lines
+
+
+@ways
+def test_both_ends_of_a_receive_that_nobody_sends_to(way):
+    def job(c):
+        c.barrier()
+        if c.rank == 0:
+            c.recv(ones(20), 1, tag=3).wait(0.3)
+        elif c.rank == 1:
+            c.recv(ones(10), 0, tag=4).wait(10)
+        else:
+            c.all_reduce(ones(10))
+
+    assert same_text(attempt(3, job, **WAYS[way]), Timeout) == (
+        "rank 0: recv of 80 bytes from rank 1 (tag 3) did not end within 300 ms; "
+        "check that the other end sends with the same tag\n"
+        "  rank 0: in recv of 80 bytes from rank 1 (tag 3), last completed barrier #1\n"
+        "  rank 1: in recv of 40 bytes from rank 0 (tag 4), last completed barrier #1\n"
+        "  rank 2: in all_reduce #2 (sum of 10 float32), last completed barrier #1"
+    )
