@@ -9,6 +9,9 @@
 #include "collectives/coded.h"
 #include "collectives/queue.h"
 #include "collectives/schedule.h"
+#include "collectives/select.h"
+#include "core/env.h"
+#include "core/reduce.h"
 
 namespace py = pybind11;
 
@@ -50,6 +53,11 @@ std::vector<std::vector<std::vector<Triple>>> bucket_runs(const std::vector<Pair
   return result;
 }
 
+/// Of a call with this tag, whose longest buffer has so many bytes, over TCP.
+Call call(const OpTag& tag, int ranks, size_t bytes) {
+  return {tag.op, ranks, bytes, is_order_free(tag.dtype, tag.redop), Medium::tcp};
+}
+
 }  // namespace
 
 void bind_schedule(py::module_& m) {
@@ -74,6 +82,22 @@ void bind_schedule(py::module_& m) {
       },
       py::arg("chunk"), py::arg("segment_numel"));
   s.def("bucket_runs", &bucket_runs, py::arg("parts"), py::arg("ranks"), py::arg("segment_numel"));
+
+  s.def(
+      "select",
+      [](const OpTag& tag, int ranks, size_t bytes, const std::string& wanted) {
+        const Algo algo = select(call(tag, ranks, bytes), parse_algo(wanted));
+        return kAlgoNames[static_cast<size_t>(algo)];
+      },
+      py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("wanted") = "auto");
+  s.def(
+      "cost",
+      [](const OpTag& tag, int ranks, size_t bytes, const std::string& algo) {
+        const Cost found = cost(call(tag, ranks, bytes), parse_algo(algo));
+        return py::make_tuple(found.rounds, found.messages, found.sent, found.folded,
+                              seconds(found, Medium::tcp));
+      },
+      py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("algo"));
 
   // The GIL is held by whoever runs an operation, never by who waits for one.
   py::class_<Queue, std::shared_ptr<Queue>>(m, "Queue")

@@ -21,7 +21,7 @@ struct Price {
   double fold;     ///< per byte that is read to reduce
 };
 constexpr Price kSharedMemory{1e-6, 0.5e-6, 0.25e-9, 0.1e-9};
-constexpr Price kTcp{16e-6, 6e-6, 0.8e-9, 0.1e-9};
+constexpr Price kTcp{15e-6, 8e-6, 0.8e-9, 0.1e-9};
 
 // The terms of the table below: n ranks, b bytes, l = ceil(log2 n) rounds that double.
 struct Terms {

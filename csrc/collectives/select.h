@@ -23,7 +23,7 @@ enum class Algo {
 };
 
 /// From a word of kAlgoNames. Throws Error with the list of them.
-Algo parse_algo(const std::string& word);
+PYCOMM_API Algo parse_algo(const std::string& word);
 
 /// What travels between two ranks.
 enum class Medium { shared_memory, tcp };
@@ -46,13 +46,13 @@ struct Cost {
 };
 
 /// Throws Error if `algo` is no algorithm of the op.
-Cost cost(const Call& call, Algo algo);
-double seconds(const Cost& cost, Medium medium);
+PYCOMM_API Cost cost(const Call& call, Algo algo);
+PYCOMM_API double seconds(const Cost& cost, Medium medium);
 
 /// The algorithm between equal ranks: never automatic, flat, direct or hierarchical. `wanted` is
 /// followed if the op has it, whatever the order of its sums; else the cheapest one is chosen that
 /// keeps rank order (or any, if call.order_free).
-Algo select(const Call& call, Algo wanted);
+PYCOMM_API Algo select(const Call& call, Algo wanted);
 
 /// Bytes of a segment of plain elements, and values of a segment of a coded bucket. `asked` is
 /// CommunicatorOptions::segment_bytes.
