@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -282,3 +283,47 @@ def fork_from_a_rank(c):
 def test_a_forked_child_leaves_the_heap_alone():
     for text in run_processes(2, fork_from_a_rank):
         assert "forked child" in text
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_calls_of_all_kinds_may_follow_each_other(ranks):
+    """Slots and flags are used again while slow ranks still read, in place and through staging."""
+    plan = np.random.default_rng(ranks)
+    steps = [
+        (plan.integers(6), int(2 ** plan.uniform(0, 16)), plan.random(ranks) < 0.6, slow)
+        for slow in plan.integers(0, 5 * ranks, 150)
+    ]
+
+    def job(c):
+        for i, (kind, n, in_heap, slow) in enumerate(steps):
+            if slow == c.rank:
+                time.sleep(0.001)
+            root = i % ranks
+            wide = [integers(r, ranks * n) + i for r in range(ranks)]
+            x = shared(c, wide[c.rank]) if in_heap[c.rank] else wide[c.rank].copy()
+            own = slice(c.rank * n, (c.rank + 1) * n)
+            if kind == 0:
+                c.all_reduce(x)
+                assert np.array_equal(x, sum(wide)), i
+            elif kind == 1:
+                out = np.empty(n, np.float32)
+                c.reduce_scatter(x, out)
+                assert np.array_equal(out, sum(wide)[own]), i
+            elif kind == 2:
+                out = np.empty(ranks * n, np.float32)
+                c.all_gather(x[:n], out)
+                assert np.array_equal(out, np.concatenate([w[:n] for w in wide])), i
+            elif kind == 3:
+                out = np.empty(ranks * n, np.float32)
+                c.all_to_all(x, out)
+                assert np.array_equal(out, np.concatenate([w[own] for w in wide])), i
+            elif kind == 4:
+                c.broadcast(x, root)
+                assert np.array_equal(x, wide[root]), i
+            else:
+                out = np.empty(n, np.float32)
+                c.scatter(x, out, root)
+                assert np.array_equal(out, wide[root][own]), i
+            x[:] = -1  # nobody reads it any more
+
+    run(ranks, job)
