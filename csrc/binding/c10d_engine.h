@@ -111,7 +111,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 
   std::mutex posted_mutex_;
-  std::vector<intrusive_ptr<PeerWork>> posted_;  ///< may not be done; goes after the communicator
+  // Requests write to the buffers of posted works, so the communicator must go before these.
+  std::vector<intrusive_ptr<PeerWork>> posted_;  ///< may not be done
+  std::vector<intrusive_ptr<PeerWork>> wanted_;  ///< those that peer_waiter_ waits for
 
   Communicator comm_;
   std::atomic<uint64_t> seq_{0}, peer_seq_{0};
@@ -119,9 +121,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<bool> timed_{false};
   Hook hook_;
 
-  std::atomic<int> peer_waits_{0};  ///< that peer_waiter_ has
-  Queue peer_waiter_;               ///< for those who want a future
-  Queue queue_;                     ///< the last member: it finishes before anything else goes
+  Queue peer_waiter_;  ///< waits for posted requests whose futures are wanted
+  Queue queue_;        ///< the last member: it finishes before anything else goes
 };
 
 }  // namespace pycomm::torch_binding

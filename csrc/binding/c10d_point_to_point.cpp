@@ -40,10 +40,14 @@ WorkPtr Engine::post(const Call& call, const at::Tensor& tensor, int peer, int t
 }
 
 void Engine::settle_later(intrusive_ptr<PeerWork> work) {
-  ++peer_waits_;
+  {
+    const std::lock_guard<std::mutex> lock(posted_mutex_);
+    wanted_.push_back(work);
+  }
   peer_waiter_.submit([self = shared_from_this(), work = std::move(work)] {
     work->settle();
-    --self->peer_waits_;
+    const std::lock_guard<std::mutex> lock(self->posted_mutex_);
+    self->wanted_.erase(std::find(self->wanted_.begin(), self->wanted_.end(), work));
   });
 }
 
@@ -59,8 +63,14 @@ void Engine::settle_all() {
 
 void Engine::finish() {
   drain();
-  // Those who wait for their futures would wait for the whole deadline.
-  if (peer_waits_ > 0) abort("left while sends or receives were under way");
+  bool unanswered;
+  {
+    const std::lock_guard<std::mutex> lock(posted_mutex_);
+    unanswered =
+        std::any_of(wanted_.begin(), wanted_.end(), [](auto& work) { return !work->done(); });
+  }
+  // Else those who wait for their futures would wait for the whole deadline.
+  if (unanswered) abort("left while sends or receives were under way");
 }
 
 bool PeerWork::wait(Milliseconds timeout) {

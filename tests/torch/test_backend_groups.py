@@ -1,0 +1,316 @@
+"""Groups as such: barriers that name ranks, timeouts, hooks, groups from groups, and their ends."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm import backend
+
+CPU = torch.device("cpu")
+ErrorType = torch._C._distributed_c10d.ErrorType
+
+
+def seconds(n: float) -> timedelta:
+    return timedelta(seconds=n)
+
+
+def check_sum(group: dist.ProcessGroup | None, size: int) -> None:
+    x = torch.ones(5)
+    dist.all_reduce(x, group=group)
+    assert torch.equal(x, torch.full((5,), float(size)))
+
+
+# ------------------------------------------------------------------ monitored barrier
+
+
+def check_monitored_barrier(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    for wait_all_ranks in (False, True):
+        group.monitored_barrier(seconds(20), wait_all_ranks)
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(pycomm.Timeout, match="Rank 1 failed to pass monitoredBarrier in 300"):
+            group.monitored_barrier(seconds(0.3))
+    elif rank == 3:  # hears from rank 0 whom it misses
+        with pytest.raises(RuntimeError, match=r"Rank 3 successfully reached.* Rank 1 failed"):
+            group.monitored_barrier(seconds(0.3))
+    else:
+        group.rank()  # ranks 1 and 2 do not come
+    assert time.monotonic() - start < 2
+    dist.barrier()  # the group goes on
+
+
+def test_monitored_barrier_names_the_first_rank_that_is_missing(pool):
+    pool.run(check_monitored_barrier, ranks=4)
+
+
+def check_all_missing(rank: int, size: int) -> None:
+    if rank == 0:
+        with pytest.raises(pycomm.Timeout, match="Ranks 1, 2 failed to pass monitoredBarrier"):
+            dist.group.WORLD.monitored_barrier(seconds(0.2), wait_all_ranks=True)
+        with pytest.raises(pycomm.Timeout, match="Rank 0 timed out in monitoredBarrier"):
+            dist.group.WORLD.monitored_barrier(seconds(0))
+    dist.barrier()
+
+
+def test_monitored_barrier_names_all_ranks_that_are_missing(pool):
+    pool.run(check_all_missing, ranks=3)
+
+
+# ------------------------------------------------------------------ timeouts
+
+
+def check_set_timeout(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    group.set_timeout(seconds(0.5))
+    assert backend.find().options._timeout == seconds(0.5)
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(pycomm.Timeout, match="rank"):
+            dist.all_reduce(torch.ones(3))
+        assert 0.4 < time.monotonic() - start < 3
+        assert backend.find().get_error() == ErrorType.TIMEOUT
+    else:
+        time.sleep(1)
+
+
+def test_set_timeout_holds_for_later_operations(pool):
+    pool.run(check_set_timeout)
+
+
+def check_short_wait(rank: int, size: int) -> None:
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    if rank == 0:
+        with pytest.raises(pycomm.Timeout, match=r"rank 0: all_reduce #1 timed out.* 100 ms"):
+            work.wait(seconds(0.1))
+        assert not work.is_completed()
+        dist.send(torch.ones(1), 1)
+    work.wait()  # a short wait has not hurt it
+    check_sum(None, size)
+
+
+def test_wait_that_times_out_names_rank_and_operation_and_hurts_nothing(pool):
+    pool.run(check_short_wait)
+
+
+TIMEOUTS = """
+import torch.distributed as dist, pycomm, pycomm.backend
+from datetime import timedelta
+def timeout(**given):
+    dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1, **given)
+    seconds = pycomm.backend.find().options._timeout.total_seconds()
+    dist.destroy_process_group()
+    return int(seconds)
+options = pycomm.Options(timeout=timedelta(seconds=7))
+print(timeout(), timeout(timeout=timedelta(seconds=9)), timeout(pg_options=options))
+"""
+
+
+@pytest.mark.parametrize(("variable", "want"), [("", "1800 9 7"), ("11", "11 9 7")])
+def test_the_first_timeout_that_is_named_wins(monkeypatch, variable, want):
+    """An argument, then pycomm.Options, then PYCOMM_TIMEOUT, then torch's default."""
+    monkeypatch.delenv("PYCOMM_TIMEOUT", raising=False)
+    if variable:
+        monkeypatch.setenv("PYCOMM_TIMEOUT", variable)
+    done = subprocess.run(
+        [sys.executable, "-c", TIMEOUTS], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == want, done.stderr
+
+
+# ------------------------------------------------------------------ hooks, timing, state
+
+
+def check_hook(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    with pytest.raises(RuntimeError, match="not timed"):
+        dist.group.WORLD.allreduce([torch.ones(1)])._get_duration()
+    seen: list[Any] = []
+    group._register_on_completion_hook(seen.append)
+    assert group._has_hooks()
+    with pytest.raises(RuntimeError, match="has a completion hook already"):
+        group._register_on_completion_hook(seen.append)
+    dist.all_reduce(torch.ones(10))
+    dist.broadcast(torch.ones(10), 0, async_op=True)
+    request = dist.isend(torch.ones(2), 1) if rank == 0 else dist.irecv(torch.empty(2), 0)
+    group._wait_for_pending_works()
+    assert request.is_completed()
+    names = [str(info.op_type).split(".")[-1] for info in seen]
+    assert names == ["ALLREDUCE", "BROADCAST", "SEND" if rank == 0 else "RECV"]
+    assert [info.seq for info in seen] == [2, 3, 1]  # point to point counts by itself
+    for info in seen:
+        assert datetime.timedelta(0) < info.active_duration < seconds(20)
+        assert info.time_finished - info.time_started >= datetime.timedelta(0)
+
+
+def test_completion_hook_sees_every_operation(pool):
+    pool.run(check_hook)
+
+
+def check_work(rank: int, size: int) -> None:
+    dist.group.WORLD._enable_collectives_timing()
+    x = torch.ones(3)
+    for asynchronous in (False, True):
+        options = dist.AllreduceOptions()
+        options.asyncOp = asynchronous
+        work = dist.group.WORLD.allreduce([x], options)
+        assert work.get_future_result().wait() == 0
+        assert work.get_future().wait()[0] is x
+        work.synchronize()
+        work.block_current_stream()
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert 0 < work._get_duration() < 20000
+        assert work.result()[0] is x
+    assert backend.find()._get_sequence_number_for_group() == 2
+
+
+def test_work_tells_all_about_itself(pool):
+    pool.run(check_work)
+
+
+def check_failed_work(rank: int, size: int) -> None:
+    x = torch.ones(3 + rank)
+    work = dist.all_reduce(x, async_op=True)
+    result = work.get_future_result()
+    assert result.wait() == 2  # WorkResult.COMM_ERROR
+    assert not work.is_success()
+    with pytest.raises(pycomm.WireMismatch):
+        work.wait()
+    assert backend.find().get_error() == ErrorType.COMM_ERROR
+    dist.group.WORLD.shutdown()
+    assert backend.find().get_error() == ErrorType.COMM_ERROR
+
+
+def test_failed_work_says_how(pool):
+    pool.run(check_failed_work)
+
+
+# ------------------------------------------------------------------ groups from groups
+
+
+def check_split(rank: int, size: int) -> None:
+    native = backend.find()
+    assert native.supports_splitting
+    options = copy.deepcopy(native.options)
+    options.group_name = f"half {rank % 2}"
+    ranks = [r for r in range(size) if r % 2 == rank % 2]
+    half = dist.group.WORLD.split_group(ranks, opts=options, group_name=f"half {rank % 2}")
+    assert half.size() == len(ranks)
+    x = torch.tensor([float(rank)])
+    half.allreduce([x]).wait()
+    assert x.item() == sum(ranks)
+    assert native.perform_nocolor_split(CPU) is None
+    native.eager_connect_single_device(torch.device("cpu:0"))
+
+
+def test_split_group(pool):
+    pool.run(check_split, ranks=4)
+
+
+def check_merge(rank: int, size: int) -> None:
+    """Two groups of one rank each become one of two."""
+    parts = [dist.new_group([r]) for r in range(size)]
+    store = dist.PrefixStore("merged", dist.group.WORLD.get_group_store())
+    merged = parts[rank].merge_remote_group(store, size, seconds(20), group_name="both")
+    assert merged.size() == size
+    x = torch.ones(3)
+    merged.allreduce([x]).wait()
+    assert torch.equal(x, torch.full((3,), float(size)))
+
+
+def test_merge_remote_group(pool):
+    pool.run(check_merge)
+
+
+def check_shrink(rank: int, size: int, how: str) -> None:
+    if rank == 1:
+        if how == "after an error":
+            dist.group.WORLD.abort()
+        else:
+            time.sleep(0.5)
+        return
+    if how == "after an error":
+        with pytest.raises(pycomm.Error, match="rank 1"):
+            dist.all_reduce(torch.ones(1))
+        assert backend.find().get_error() != ErrorType.SUCCESS
+    flags = dist.distributed_c10d.SHRINK_ABORT if how == "abort" else 0
+    group = dist.shrink_group([1], shrink_flags=flags)
+    assert (dist.get_world_size(), dist.get_rank()) == (2, rank // 2)
+    assert dist.get_process_group_ranks(group) == [0, 2]
+    assert backend.find().options.global_ranks_in_group == [0, 2]
+    check_sum(group, 2)
+    check_sum(None, 2)  # it is the default group now
+
+
+@pytest.mark.parametrize("how", ["healthy", "abort", "after an error"])
+def test_shrink_group(pool, how):
+    pool.run(check_shrink, how, ranks=3)
+
+
+# ------------------------------------------------------------------ ends
+
+
+def check_ends(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    work = dist.all_reduce(torch.ones(10), async_op=True) if rank == 0 else None
+    start = time.monotonic()
+    threads = [threading.Thread(target=end) for end in (group.abort, group.abort, group.shutdown)]
+    if rank == 0:
+        time.sleep(0.2)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with pytest.raises(pycomm.Error, match="abort"):
+            work.wait()
+        group.abort()  # after the end: nothing
+        group.shutdown()
+        assert time.monotonic() - start < 5
+        with pytest.raises(RuntimeError, match="shut down"):
+            dist.barrier()
+
+
+def test_abort_and_shutdown_from_several_threads(pool):
+    pool.run(check_ends)
+
+
+def check_end_inside(rank: int, size: int) -> None:
+    """The last operation's callback ends the group on the group's own thread."""
+    group = dist.new_group()
+    done = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
+    done.then(lambda _: group.shutdown()).wait()
+    with pytest.raises(RuntimeError, match="shut down"):
+        dist.barrier(group=group)
+    dist.barrier()
+
+
+def test_shutdown_inside_a_callback(pool):
+    pool.run(check_end_inside)
+
+
+def check_late_wait(rank: int, size: int) -> None:
+    group = dist.new_group()
+    request = dist.irecv(torch.empty(3), (rank + 1) % size, group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(pycomm.Error, match=rf"rank {rank}: recv .* closed"):
+        request.wait()
+
+
+def test_receive_that_outlives_its_group_is_an_error(pool):
+    pool.run(check_late_wait)
