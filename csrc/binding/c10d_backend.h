@@ -1,6 +1,7 @@
 // The "pycomm" process group: one c10d::Backend for CPU tensors over a Communicator. A part of
 // _c10d; collectives are in c10d_collectives.cpp and c10d_sparse.cpp, sends and receives in
-// c10d_point_to_point.cpp, and what concerns groups as such in c10d_groups.cpp.
+// c10d_point_to_point.cpp, what concerns groups as such in c10d_groups.cpp, memory in
+// c10d_memory.cpp.
 #pragma once
 #include "binding/c10d_arguments.h"
 #include "binding/c10d_engine.h"
@@ -113,6 +114,12 @@ class Backend final : public c10d::Backend {
   void registerOnCompletionHook(Engine::Hook&& hook) override;
   void waitForPendingWorks() override { engine()->settle_all(); }
   void enableCollectivesTiming() override { engine()->time_operations(); }
+
+  /// Memory that peers on this host reach in place: collectives on it copy nothing.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  /// Torch hands over the index of a device only; the CPU has none.
+  bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
   /// Ends all operations on all ranks. Any thread, any time, more than once.
   void abort() override;

@@ -82,8 +82,8 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_t
       continue;
     }
     if (r == rank_) rank = size;
-    if (r < static_cast<int>(old_ranks.size()))
-      options->global_ranks_in_group.push_back(old_ranks[r]);
+    // Torch names the ranks of all groups but the default one.
+    options->global_ranks_in_group.push_back(old_ranks.empty() ? r : old_ranks[r]);
     size++;
   }
   if (rank < 0) raise(arguments_.here() + "shrink: this rank is one of those to exclude");
