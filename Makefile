@@ -4,7 +4,7 @@
 #   make test         all tests, with the counts of each tier
 #   make lint         ruff, mypy, clang-format
 #   make bench        all-reduce beside Gloo
-#   make conformance  every c10d operation against Gloo, and PyTorch's own DDP tests
+#   make conformance  PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
 #   make trainers     Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
 #   make gpu          on a machine with a GPU and no network: build, check and time the kernels
 #   make docs         the documentation, in site/
@@ -42,7 +42,7 @@ bench: build
 	$(PY) -m pycomm.bench all_reduce -b 8 -e 64M -f 4 -p 2 --backend pycomm,gloo
 
 conformance: build $(VENV)/dev.stamp
-	$(PY) -m pytest --quiet tests/torch
+	$(PY) -m tests.conformance
 
 trainers: build $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers

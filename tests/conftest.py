@@ -21,6 +21,7 @@ FOLDERS = {
     "faults": "process",
     "torch": "torch",
     "hooks": "torch",
+    "conformance": "torch",
     "convergence": "torch",
     "trainers": "torch",
 }

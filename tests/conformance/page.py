@@ -1,0 +1,85 @@
+"""Writes docs/conformance.md from results.csv."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from tests.conformance.judged import BOUND_TO_A_NAME, NOT_ON_CPU, Row, worse
+
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+STATUSES = ("pass", "fail", "timeout", "skip", "n/a")
+
+INTRODUCTION = """\
+# Conformance
+
+PyTorch tests its own backends with a suite of 285 tests that ships in the wheel
+(`torch/testing/_internal/distributed/distributed_test.py`). `make conformance` runs it against
+pycomm, with Gloo beside it in the same run, and writes this page and
+`tests/conformance/results.csv`,
+which has every test. The part that runs in a few minutes is in `make test`.
+
+The suite decides by the *name* of the backend which tests run. Here pycomm takes Gloo's place and
+then NCCL's (the tests that torch reserves for NCCL; on CPU tensors), with the tests that torch
+keeps for MPI (list all_to_all) and for eight ranks switched on as well. Gloo under another name
+gets the same chances.
+"""
+
+
+def write_page(rows: list[Row]) -> None:
+    """Write the page. `rows` are a full run of both backends."""
+    parts = [INTRODUCTION, _table(rows), _bugs(rows), _better(rows), _open(rows), _not_judged()]
+    PAGE.write_text("\n".join(parts))
+
+
+def _table(rows: list[Row]) -> str:
+    lines = [
+        "| in the place of | ranks | backend | " + " | ".join(STATUSES) + " | seconds |",
+        "| --- " * (len(STATUSES) + 4) + "|",
+    ]
+    for place in sorted({(r.like, r.world_size, r.backend) for r in rows}):
+        mine = [r for r in rows if (r.like, r.world_size, r.backend) == place]
+        counts = Counter(r.status for r in mine)
+        cells = [*map(str, place), *(str(counts[s]) for s in STATUSES)]
+        lines.append(f"| {' | '.join(cells)} | {sum(r.seconds for r in mine):.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _bugs(rows: list[Row]) -> str:
+    bugs = worse(rows)
+    if not bugs:
+        return "Every test that Gloo passes, pycomm passes.\n"
+    return _list("Gloo passes, pycomm does not", bugs)
+
+
+def _better(rows: list[Row]) -> str:
+    passed = {r.key for r in rows if r.backend == "pycomm" and r.status == "pass"}
+    found = [r for r in rows if r.backend == "gloo" and r.status != "pass" and r.key in passed]
+    return _list("pycomm passes, Gloo does not", found)
+
+
+def _open(rows: list[Row]) -> str:
+    failed = [r for r in rows if r.backend == "pycomm" and r.status in ("fail", "timeout")]
+    gloo = {r.key for r in rows if r.backend == "gloo" and r.status == "pass"}
+    return _list("Neither passes", [r for r in failed if r.key not in gloo])
+
+
+def _list(title: str, rows: list[Row]) -> str:
+    """One line per test and reason, with the numbers of ranks."""
+    if not rows:
+        return f"## {title}\n\nNone.\n"
+    ranks: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        ranks.setdefault((row.test, row.reason[:90]), []).append(row)
+    lines = [f"## {title}", "", "| test | ranks | says |", "| --- | --- | --- |"]
+    for (test, reason), same in sorted(ranks.items()):
+        sizes = ", ".join(str(s) for s in sorted({r.world_size for r in same}))
+        lines.append(f"| `{test}` | {sizes} | {reason.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _not_judged() -> str:
+    lines = ["## Not judged", ""]
+    lines += [f"* {why}: {', '.join(f'`{t}`' for t in ts)}" for why, ts in NOT_ON_CPU.items()]
+    lines += [f"* `{test}`: {why}" for test, why in BOUND_TO_A_NAME.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,178 @@
+"""PyTorch's own DistributedTest suite (it ships in the torch wheel), for a backend of any name.
+
+The suite was written for gloo, nccl, ucc and mpi: its tests decide by the backend's *name* whether
+they run. `load` makes it believe: `BACKEND` becomes a string that keeps its own value but also
+equals `like`, and the suite's lists of names learn the new one. With that, the tests that torch
+runs for MPI only (list all_to_all on the CPU), with eight ranks only, or with GPUs only run as
+well; the last ones on CPU tensors (cpu_tensors.py).
+
+Every test runs in processes of its own, forked from one that has imported torch and nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+import unittest
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.conformance import cpu_tensors
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to judge, and how."""
+
+    backend: str
+    world_size: int
+    like: str = "gloo"  # the known backend whose place it takes: "gloo" or "nccl"
+    seconds: int = 60  # that one test may take
+
+
+class Alias(str):
+    """A string that is itself and also equals other names; it hashes like the first of them."""
+
+    names: tuple[str, ...]
+
+    def __new__(cls, value: str, *names: str) -> Alias:
+        self = super().__new__(cls, value)
+        self.names = names
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) or (isinstance(other, str) and str(other) in self.names)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.names[0])
+
+
+def load(config: Config) -> type[unittest.TestCase]:
+    """Import the suite as `config` says. Once per process: its decorators run at import."""
+    os.environ |= {
+        "BACKEND": config.backend,
+        "WORLD_SIZE": str(config.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "TEMP_DIR": tempfile.gettempdir(),
+        "INIT_METHOD": "file:///unused",
+    }
+    import torch
+    from torch.testing._internal import common_distributed
+
+    torch.set_num_threads(1)
+    names = common_distributed.DistTestCases
+    for feature in [*names.backend_feature.values(), *names.skip_collective.values()]:
+        if config.like in feature:
+            feature.add(config.backend)
+    names.backend_feature["plugin"].add(config.backend)
+    common_distributed.TIMEOUT_OVERRIDE.clear()
+    common_distributed.TIMEOUT_DEFAULT = config.seconds
+    common_distributed.skip_if_small_worldsize = lambda test: test
+    cpu_tensors.open_gates(common_distributed)
+
+    with _environment_reads("BACKEND", Alias(config.backend, config.like, "mpi")):
+        from torch.testing._internal.distributed import distributed_test
+    # Which tests there are was decided at import; inside them we behave like a CPU backend.
+    distributed_test.BACKEND = Alias(config.backend, "gloo")
+    if config.backend != "gloo":
+        _open_monitored_barrier()
+    return _suite_class(distributed_test, config)
+
+
+@contextlib.contextmanager
+def _environment_reads(name: str, value: str) -> Any:
+    """os.environ[name] gives `value`, whatever its class (the real environment holds plain str)."""
+    real = type(os.environ)
+
+    class Bent(real):  # type: ignore[misc, valid-type]
+        def __getitem__(self, key: str) -> str:
+            return value if key == name else super().__getitem__(key)
+
+    os.environ.__class__ = Bent
+    try:
+        yield
+    finally:
+        os.environ.__class__ = real
+
+
+def _open_monitored_barrier() -> None:
+    """dist.monitored_barrier refuses every name but gloo; ask the group itself instead."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
+        if c10d._rank_not_in_group(group):
+            return
+        if timeout is None:
+            timeout = c10d._get_default_timeout(c10d.get_backend(group))
+        elif isinstance(timeout, float):
+            timeout = c10d.timedelta(seconds=timeout)
+        (group or c10d._get_default_group()).monitored_barrier(
+            timeout, wait_all_ranks=wait_all_ranks
+        )
+
+    c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier
+
+
+def _suite_class(distributed_test: Any, config: Config) -> type[unittest.TestCase]:
+    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+        def setUp(self) -> None:
+            super().setUp()
+            self.worker_skip_reason: str | None = None
+            self._spawn_processes()
+
+        def tearDown(self) -> None:
+            for process in self.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+            super().tearDown()
+            with contextlib.suppress(OSError):
+                os.unlink(self.file_name)
+
+        def _spawn_processes(self) -> None:
+            import torch.multiprocessing as mp
+
+            self._start_processes(mp.get_context("fork").Process)
+
+        @classmethod
+        def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
+            distributed_test.INIT_METHOD = os.environ["INIT_METHOD"]
+            super()._run(rank, test_name, file_name, pipe, **kwargs)
+
+        def run_test(self, test_name: str, parent_pipe: Any) -> None:
+            test: Callable[..., Any] = getattr(self, test_name)
+
+            @functools.wraps(test)
+            def on_cpu(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    with cpu_tensors.for_rank(self.rank, config.backend):
+                        return test(*args, **kwargs)
+                except unittest.SkipTest as skip:
+                    with open(_reason_file(), "w") as file:
+                        file.write(str(skip))
+                    raise
+
+            setattr(self, test_name, on_cpu)
+            super().run_test(test_name, parent_pipe)
+
+        def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
+            with contextlib.suppress(OSError), open(_reason_file()) as file:
+                self.worker_skip_reason = file.read()
+            super()._check_return_codes(fn, elapsed_time)
+
+    return Suite
+
+
+def _reason_file() -> str:
+    """Where a worker leaves why it skipped a test; torch tells the parent only that it did."""
+    return os.path.join(os.environ["TEMP_DIR"], "skip_reason")
