@@ -134,7 +134,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
     text = "Rank 0 timed out in monitoredBarrier after 0 ms";
   } else if (count > 0) {
     text =
-        (count > 1 ? "Ranks " : "Rank ") + missing + " failed to pass monitoredBarrier" + in_time;
+        (wait_all_ranks ? "Ranks " : "Rank ") + missing + " failed to pass monitoredBarrier" + in_time;
   }
   store.set(verdict, text);
   if (text != good) raise<Timeout>(arguments_.here() + text);

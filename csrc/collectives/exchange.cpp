@@ -30,7 +30,8 @@ void Exchange::rest(int quiet) {
   mesh_.check(Lane::collective);
   if (!deadline_.expired()) return;
   throw Timeout("rank " + std::to_string(mesh_.rank()) + ": " + describe(tag_) +
-                    " did not end within " + std::to_string(deadline_.limit().count()) + " ms",
+                    " did not end within the timeout of " +
+                    std::to_string(deadline_.limit().count()) + " ms",
                 mesh_.missing(source_));
 }
 

@@ -54,7 +54,8 @@ void Window::throw_timeout(uint32_t stage) const {
   for (int r = 0; r < size_; r++) {
     if (r != rank_ && !arrived(r, stage)) silent.push_back(member(r));
   }
-  throw Timeout(name(rank_) + ": " + pycomm::describe(tag_) + " did not end within " +
+  throw Timeout(name(rank_) + ": " + pycomm::describe(tag_) +
+                    " did not end within the timeout of " +
                     std::to_string(deadline_.limit().count()) + " ms",
                 silent);
 }
