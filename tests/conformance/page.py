@@ -16,8 +16,7 @@ INTRODUCTION = """\
 PyTorch tests its own backends with a suite of 285 tests that ships in the wheel
 (`torch/testing/_internal/distributed/distributed_test.py`). `make conformance` runs it against
 pycomm, with Gloo beside it in the same run, and writes this page and
-`tests/conformance/results.csv`,
-which has every test. The part that runs in a few minutes is in `make test`.
+`tests/conformance/results.csv`, which has every test. The part that runs in a few minutes is in `make test`.
 
 The suite decides by the *name* of the backend which tests run. Here pycomm takes Gloo's place and
 then NCCL's (the tests that torch reserves for NCCL; on CPU tensors), with the tests that torch
@@ -65,16 +64,16 @@ def _open(rows: list[Row]) -> str:
 
 
 def _list(title: str, rows: list[Row]) -> str:
-    """One line per test and reason, with the numbers of ranks."""
+    """One line per test: with how many ranks, and what it says there first."""
     if not rows:
         return f"## {title}\n\nNone.\n"
-    ranks: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        ranks.setdefault((row.test, row.reason[:90]), []).append(row)
+    tests: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda r: (r.test, r.world_size)):
+        tests.setdefault(row.test, []).append(row)
     lines = [f"## {title}", "", "| test | ranks | says |", "| --- | --- | --- |"]
-    for (test, reason), same in sorted(ranks.items()):
+    for test, same in tests.items():
         sizes = ", ".join(str(s) for s in sorted({r.world_size for r in same}))
-        lines.append(f"| `{test}` | {sizes} | {reason.replace('|', '/')} |")
+        lines.append(f"| `{test}` | {sizes} | {same[0].reason[:90].replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
 
