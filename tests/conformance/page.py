@@ -16,7 +16,8 @@ INTRODUCTION = """\
 PyTorch tests its own backends with a suite of 285 tests that ships in the wheel
 (`torch/testing/_internal/distributed/distributed_test.py`). `make conformance` runs it against
 pycomm, with Gloo beside it in the same run, and writes this page and
-`tests/conformance/results.csv`, which has every test. The part that runs in a few minutes is in `make test`.
+`tests/conformance/results.csv`, which has every test. The part that runs in a few minutes is in
+`make test`.
 
 The suite decides by the *name* of the backend which tests run. Here pycomm takes Gloo's place and
 then NCCL's (the tests that torch reserves for NCCL; on CPU tensors), with the tests that torch

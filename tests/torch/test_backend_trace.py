@@ -60,7 +60,7 @@ def check_texts(rank: int, size: int) -> None:
     works = [dist.all_reduce(torch.ones(5), async_op=True) for _ in range(2)]
     future = works[1].get_future()
     want = (
-        "rank 0: all_reduce #2 (sum of 5 float32) did not end within 1000 ms\n"
+        "rank 0: all_reduce #2 (sum of 5 float32) did not end within the timeout of 1000 ms\n"
         "  rank 1 is missing: in no operation, last completed barrier #1\n"
         "  rank 0 waits: in all_reduce #2 (sum of 5 float32), last completed barrier #1"
     )
