@@ -201,7 +201,8 @@ def test_a_rank_that_does_not_come_is_named(kind):
     for rank in (0, 2):
         assert isinstance(outcomes[rank], Timeout)
         assert outcomes[rank].args[0] == (
-            f"rank {rank}: all_reduce #2 (sum of 1000 float32) did not end within the timeout of 300 ms"
+            f"rank {rank}: all_reduce #2 (sum of 1000 float32) "
+            "did not end within the timeout of 300 ms"
         )
 
 

@@ -266,7 +266,9 @@ def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     text = failing_run(PYCOMM_TRACE=str(file))
-    assert text.startswith("rank 0: all_reduce #2 (sum of 3 float64) did not end within the timeout of 200 ms\n")
+    assert text.startswith(
+        "rank 0: all_reduce #2 (sum of 3 float64) did not end within the timeout of 200 ms\n"
+    )
     assert "\n  no trace: " in text
 
 
