@@ -1,20 +1,17 @@
-#include "collectives/point_to_point.h"
-
+// Matching: what is posted, what arrives, and how the two meet.
 #include <algorithm>
 #include <cstring>
+
+#include "collectives/point_to_point_request.h"
 
 namespace pycomm {
 namespace {
 
-constexpr Lane kLane = Lane::point_to_point;
-// The time a caller has to wait itself before our thread takes over: a wake-up would only slow down
-// a pair of blocking calls.
-constexpr Milliseconds kGrace{1};
-// How long our thread sleeps on the mesh: a new request cannot be posted meanwhile. Longer once
-// nothing has moved for a while, to leave the processor alone.
-constexpr std::chrono::microseconds kNap{200};
-constexpr std::chrono::microseconds kLongNap{2000};
-constexpr int kNapsBeforeLong = 100;
+// Longer messages are offered first: a round trip more is little beside their bytes.
+constexpr uint64_t kEagerBytes = 64 << 10;
+// What a rank keeps of one peer at most, and what a message costs beside its bytes.
+constexpr uint64_t kKeptBytes = 1 << 20;
+constexpr uint64_t kMessageCost = 128;
 
 // Headers and bytes of all messages carry the same tag; the header says what they are.
 OpTag lane_tag() {
@@ -28,58 +25,6 @@ const OpTag kTag = lane_tag();
 Span<uint8_t> bytes_of(void* data, size_t bytes) { return {static_cast<uint8_t*>(data), bytes}; }
 
 }  // namespace
-
-class PointToPoint::Request final : public Communicator::Request {
- public:
-  Request(std::shared_ptr<PointToPoint> owner, bool is_send, void* data, size_t bytes, int peer,
-          int tag, Milliseconds limit)
-      : owner(std::move(owner)),
-        is_send(is_send),
-        data(data),
-        header{bytes, tag},
-        peer(peer),
-        limit(limit),
-        recording(this->owner->trace_.start(describing_tag())) {}
-
-  bool done() override {
-    std::lock_guard<std::mutex> lock(owner->mutex_);
-    return finished;
-  }
-  void wait(Milliseconds asked) override { owner->wait(*this, asked.count() > 0 ? asked : limit); }
-  int source() const override {
-    std::lock_guard<std::mutex> lock(owner->mutex_);
-    return from;
-  }
-
-  bool matches(int source, int64_t tag) const {
-    return (peer < 0 || peer == source) && header.tag == tag;
-  }
-  OpTag describing_tag() const {
-    return peer_tag(is_send ? Op::send : Op::recv, header.bytes, peer, header.tag);
-  }
-  std::string describe() const {
-    return "rank " + std::to_string(owner->mesh_.rank()) + ": " +
-           pycomm::describe(describing_tag());
-  }
-  void expect(uint64_t bytes, int source) const {
-    if (bytes == header.bytes) return;
-    throw WireMismatch(describe() + " met a send of " + std::to_string(bytes) +
-                       " bytes from rank " + std::to_string(source) +
-                       "; both ends must name the same size");
-  }
-
-  const std::shared_ptr<PointToPoint> owner;
-  const bool is_send;
-  void* const data;
-  const Header header;  // of a receive: what it expects
-  const int peer;       // -1: any
-  const Milliseconds limit;
-  const uint64_t recording;  // number in the trace
-  uint64_t ticket = 0;
-  bool finished = false;
-  int from = -1;
-  std::exception_ptr error;
-};
 
 PointToPoint::PointToPoint(Mesh& mesh, Failure& failure, Trace& trace, std::function<void()> over)
     : mesh_(mesh), failure_(failure), trace_(trace), over_(std::move(over)), peers_(mesh.size()) {}
@@ -142,46 +87,99 @@ void PointToPoint::post_send(const RequestPtr& request) {
   const int dst = request->peer;
   if (dst == mesh_.rank()) {  // kept like a message that came early
     const auto match = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& posted) {
-      return posted->matches(dst, request->header.tag);
+      return posted->matches(dst, request->tag);
     });
     const auto* from = static_cast<const uint8_t*>(request->data);
     if (match != posted_.end()) {
       const RequestPtr receiver = *match;
-      receiver->expect(request->header.bytes, dst);
+      receiver->expect(request->bytes, dst);
       posted_.erase(match);
-      if (request->header.bytes > 0) std::memcpy(receiver->data, from, request->header.bytes);
+      if (request->bytes > 0) std::memcpy(receiver->data, from, request->bytes);
       finish(receiver, dst);
     } else {
-      unexpected_.push_back({dst, request->header.tag, {from, from + request->header.bytes}, true});
+      Header header;
+      header.tag = request->tag;
+      unexpected_.push_back({dst, header, {from, from + request->bytes}, true});
     }
     return finish(request, dst);
   }
   Peer& peer = peers_[dst];
   if (peer.lost) return finish(request, dst, peer.lost);
   if (std::find(active_.begin(), active_.end(), dst) == active_.end()) active_.push_back(dst);
-  auto* header = const_cast<Header*>(&request->header);
-  request->ticket = mesh_.send(kLane, dst, kTag, bytes_of(header, sizeof(Header)));
-  if (request->header.bytes > 0) {
-    request->ticket = mesh_.send(kLane, dst, kTag, bytes_of(request->data, request->header.bytes));
+  const uint64_t cost = request->bytes + kMessageCost;
+  if (request->bytes <= kEagerBytes && peer.eager_bytes + cost <= kKeptBytes) {
+    peer.eager_bytes += cost;
+    return send_bytes(request, Kind::eager, 0);
   }
-  peer.sends.push_back(request);
+  const auto place = std::find_if(peer.ready.begin(), peer.ready.end(),
+                                  [&](const Header& ready) { return ready.tag == request->tag; });
+  if (place != peer.ready.end()) {
+    const Header ready = *place;
+    peer.ready.erase(place);
+    request->expect(ready.bytes, dst);
+    return send_bytes(request, Kind::payload, ready.place);
+  }
+  request->header = {request->bytes, request->tag, 0, Kind::offer};
+  mesh_.send(kLane, dst, kTag, bytes_of(&request->header, sizeof(Header)));
+  peer.offered.push_back(request);
+  listen(dst);
+}
+
+void PointToPoint::send_bytes(const RequestPtr& request, Kind kind, uint64_t place) {
+  request->header = {request->bytes, request->tag, place, kind};
+  const int dst = request->peer;
+  request->ticket = mesh_.send(kLane, dst, kTag, bytes_of(&request->header, sizeof(Header)));
+  if (request->bytes > 0) {
+    request->ticket = mesh_.send(kLane, dst, kTag, bytes_of(request->data, request->bytes));
+  }
+  peers_[dst].sends.push_back(request);
+}
+
+void PointToPoint::send_note(int peer, const Header& header) {
+  auto& notes = peers_[peer].notes;  // a deque: what it holds stays in place
+  notes.push_back({header});
+  Note& note = notes.back();
+  note.ticket = mesh_.send(kLane, peer, kTag, bytes_of(&note.header, sizeof(Header)));
+}
+
+void PointToPoint::make_ready(int rank, const RequestPtr& request) {
+  Peer& peer = peers_[rank];
+  request->ready = true;
+  peer.places[++peer.last_place] = request;
+  send_note(rank, {request->bytes, request->tag, peer.last_place, Kind::ready});
+}
+
+// Seldom, since a note costs as much as a short message.
+void PointToPoint::give_credit(int rank, uint64_t bytes) {
+  if (rank == mesh_.rank()) return;
+  Peer& peer = peers_[rank];
+  peer.credit += bytes + kMessageCost;
+  if (peer.credit < kKeptBytes / 2 || peer.lost) return;
+  send_note(rank, {peer.credit, 0, 0, Kind::credit});
+  peer.credit = 0;
 }
 
 void PointToPoint::post_recv(const RequestPtr& request) {
   outstanding_++;
   const auto match =
       std::find_if(unexpected_.begin(), unexpected_.end(), [&](const Unexpected& message) {
-        return !message.claimed && request->matches(message.peer, message.tag);
+        return !message.claimed && request->matches(message.peer, message.header.tag);
       });
   if (match != unexpected_.end()) {
-    request->expect(match->data.size(), match->peer);
+    const int source = match->peer;
+    if (match->header.kind == Kind::offer) {
+      request->expect(match->header.bytes, source);
+      unexpected_.erase(match);
+      return make_ready(source, request);
+    }
+    request->expect(match->data.size(), source);
     if (!match->complete) {
       match->claimed = request;
       return;
     }
     std::copy(match->data.begin(), match->data.end(), static_cast<uint8_t*>(request->data));
-    const int source = match->peer;
     unexpected_.erase(match);
+    give_credit(source, request->bytes);
     return finish(request, source);
   }
   posted_.push_back(request);
@@ -198,7 +196,14 @@ void PointToPoint::post_recv(const RequestPtr& request) {
   }
   if (!somebody) {
     posted_.pop_back();
-    finish(request, -1, lost);
+    return finish(request, -1, lost);
+  }
+  // Those before it that take messages of any rank come first.
+  const bool first = std::none_of(posted_.begin(), posted_.end(), [&](const RequestPtr& posted) {
+    return posted->peer < 0 && posted->tag == request->tag;
+  });
+  if (request->bytes > kEagerBytes && request->peer != mesh_.rank() && first) {
+    make_ready(request->peer, request);
   }
 }
 
@@ -237,6 +242,9 @@ bool PointToPoint::settle(int rank) {
     peer.sends.pop_front();
     moved = true;
   }
+  while (!peer.notes.empty() && mesh_.sent(kLane, rank, peer.notes.front().ticket)) {
+    peer.notes.pop_front();
+  }
   while (peer.listening && mesh_.received(kLane, rank, peer.ticket)) {
     if (peer.in_payload) {
       on_payload(rank);
@@ -251,28 +259,80 @@ bool PointToPoint::settle(int rank) {
 void PointToPoint::on_header(int rank) {
   Peer& peer = peers_[rank];
   const Header header = peer.header;
-  peer.in_payload = true;
-  uint8_t* place = nullptr;
-  const auto match = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& request) {
-    return request->matches(rank, header.tag);
+  if (header.kind == Kind::eager || header.kind == Kind::offer) return on_message(rank);
+  if (header.kind == Kind::payload) {
+    const auto place = peer.places.find(header.place);
+    if (place == peer.places.end() || place->second->bytes != header.bytes) {
+      throw Error("rank " + std::to_string(mesh_.rank()) + ": rank " + std::to_string(rank) +
+                  " sends bytes for which there is no place; install the same pycomm");
+    }
+    peer.target = place->second;
+    peer.places.erase(place);
+    posted_.remove(peer.target);
+    peer.in_payload = true;
+    peer.ticket = mesh_.recv(kLane, rank, kTag, bytes_of(peer.target->data, header.bytes));
+    return;
+  }
+  if (header.kind == Kind::ready) {
+    on_ready(rank);
+  } else {
+    peer.eager_bytes -= std::min(header.bytes, peer.eager_bytes);
+  }
+  peer.listening = false;
+  listen(rank);
+}
+
+void PointToPoint::on_ready(int rank) {
+  Peer& peer = peers_[rank];
+  const Header header = peer.header;
+  const auto match =
+      std::find_if(peer.offered.begin(), peer.offered.end(),
+                   [&](const RequestPtr& request) { return request->tag == header.tag; });
+  if (match == peer.offered.end()) return peer.ready.push_back(header);
+  const RequestPtr request = *match;
+  peer.offered.erase(match);
+  request->expect(header.bytes, rank);
+  send_bytes(request, Kind::payload, header.place);
+}
+
+// An offer, or a message whose bytes follow.
+void PointToPoint::on_message(int rank) {
+  Peer& peer = peers_[rank];
+  const Header header = peer.header;
+  RequestPtr request;
+  const auto match = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& posted) {
+    return posted->matches(rank, header.tag);
   });
   if (match != posted_.end()) {
-    (*match)->expect(header.bytes, rank);
-    peer.target = *match;
+    request = *match;
+    request->expect(header.bytes, rank);
     posted_.erase(match);
-    place = static_cast<uint8_t*>(peer.target->data);
-  } else {
-    peer.unexpected = unexpected_.insert(unexpected_.end(),
-                                         {rank, header.tag, std::vector<uint8_t>(header.bytes)});
-    place = peer.unexpected->data.data();
+  }
+  if (header.kind == Kind::offer) {
+    if (request) {
+      if (!request->ready) make_ready(rank, request);
+    } else {
+      unexpected_.push_back({rank, header, {}, true});
+    }
+    peer.listening = false;
+    return listen(rank);
+  }
+  peer.target = request;
+  peer.in_payload = true;
+  if (!request) {
+    peer.unexpected =
+        unexpected_.insert(unexpected_.end(), {rank, header, std::vector<uint8_t>(header.bytes)});
   }
   if (header.bytes == 0) return on_payload(rank);
-  peer.ticket = mesh_.recv(kLane, rank, kTag, {place, header.bytes});
+  void* place = request ? request->data : peer.unexpected->data.data();
+  peer.ticket = mesh_.recv(kLane, rank, kTag, bytes_of(place, header.bytes));
 }
 
 void PointToPoint::on_payload(int rank) {
   Peer& peer = peers_[rank];
+  const bool eager = peer.header.kind == Kind::eager;
   if (peer.target) {
+    if (eager) give_credit(rank, peer.header.bytes);
     finish(peer.target, rank);
     peer.target = nullptr;
   } else {
@@ -281,6 +341,7 @@ void PointToPoint::on_payload(int rank) {
     if (message.claimed) {
       std::copy(message.data.begin(), message.data.end(),
                 static_cast<uint8_t*>(message.claimed->data));
+      give_credit(rank, message.data.size());
       finish(message.claimed, rank);
       unexpected_.erase(peer.unexpected);
     }
@@ -307,10 +368,18 @@ void PointToPoint::lose(int rank, const std::exception_ptr& error) {
   peer.listening = false;
   for (const RequestPtr& request : peer.sends) finish(request, rank, error);
   peer.sends.clear();
+  for (const RequestPtr& request : peer.offered) finish(request, rank, error);
+  peer.offered.clear();
+  for (const auto& [place, request] : peer.places) {
+    posted_.remove(request);
+    finish(request, rank, error);
+  }
+  peer.places.clear();
   if (peer.target) finish(peer.target, rank, error);
   peer.target = nullptr;
   for (auto message = unexpected_.begin(); message != unexpected_.end();) {
-    const bool broken = message->peer == rank && !message->complete;
+    const bool broken =
+        message->peer == rank && (!message->complete || message->header.kind == Kind::offer);
     if (broken && message->claimed) finish(message->claimed, rank, error);
     message = broken ? unexpected_.erase(message) : std::next(message);
   }
@@ -329,94 +398,6 @@ void PointToPoint::look_for_failures() {
   } catch (const PeerLost& e) {
     if (e.rank < 0 || e.rank >= mesh_.size()) throw;
     lose(e.rank, std::current_exception());
-  }
-}
-
-// ------------------------------------------------------------------ waiting
-
-// Sleeps without the lock, then lets those in who want to post.
-void PointToPoint::rest(Lock& lock, const std::function<void()>& how) {
-  resting_ = true;
-  lock.unlock();
-  how();
-  lock.lock();
-  resting_ = false;
-  changed_.notify_all();
-  changed_.wait(lock, [this] { return entering_ == 0; });
-}
-
-void PointToPoint::wait(Request& request, Milliseconds limit) {
-  Lock lock(mutex_);
-  waiting_++;
-  try {
-    drive(lock, request, limit);
-    waiting_--;
-  } catch (...) {
-    waiting_--;
-    if (closed_) throw;  // there is no group any more
-    over_();
-  }
-  wake_server();
-}
-
-// Moves bytes, or waits for the thread that does, until the request is done.
-void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit) {
-  const Deadline deadline = Deadline::after(limit);
-  bool shown = false;
-  for (int quiet = 0; !request.finished; quiet++) {
-    if (closed_) throw Error(request.describe() + " was not done when its group was closed");
-    failure_.rethrow();
-    if (deadline.expired()) {
-      throw Timeout(request.describe() + " did not end within the timeout of " +
-                    std::to_string(limit.count()) + " ms; check that the other end " +
-                    (request.is_send ? "receives" : "sends") + " with the same tag");
-    }
-    if (resting_) {
-      changed_.wait_for(lock, std::min(deadline.left(), Milliseconds(10)));
-    } else if (step()) {
-      quiet = 0;
-    } else if (!request.finished) {
-      if (!shown) mesh_.standing().wait_for(request.describing_tag());
-      shown = true;
-      if (mesh_.should_check(quiet)) look_for_failures();
-      rest(lock, [&] { mesh_.pause(kLane, quiet, deadline); });
-    }
-  }
-  if (request.error) std::rethrow_exception(request.error);
-  if (shown) mesh_.standing().wait_over();
-}
-
-void PointToPoint::wake_server() {
-  if (outstanding_ == 0 || waiting_ > 0 || serving_ || closed_) return;
-  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-  server_.notify_one();
-}
-
-void PointToPoint::serve() {
-  Lock lock(mutex_);
-  const auto needed = [this] { return outstanding_ > 0 && waiting_ == 0 && !failure_.happened(); };
-  while (!closed_) {
-    serving_ = false;
-    server_.wait(lock, [&] { return closed_ || needed(); });
-    serving_ = true;
-    server_.wait_for(lock, kGrace, [this] { return closed_; });
-    try {
-      for (int quiet = 0; !closed_ && needed(); quiet++) {
-        if (step()) {
-          quiet = 0;
-          continue;
-        }
-        look_for_failures();
-        const auto nap = quiet < kNapsBeforeLong ? kNap : kLongNap;
-        rest(lock, [&] { mesh_.idle(kLane, nap); });
-      }
-    } catch (...) {
-      try {
-        over_();
-      } catch (...) {  // the callers will see it
-        changed_.notify_all();
-      }
-    }
   }
 }
 

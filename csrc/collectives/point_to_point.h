@@ -1,14 +1,19 @@
 // Sends and receives between two ranks, matched by (peer, tag) in the order of posting, on a lane
 // of its own.
 //
-// A send travels as a header and then its bytes. What arrives before its receive is posted is kept
-// until then. Bytes are moved by the thread that waits; while requests are under way and nobody
-// waits, by a thread of the group.
+// A short send travels at once, as a header and its bytes; what arrives before its receive is
+// posted is kept until then. A long one, or one to a peer that keeps too much already, travels as
+// an offer, and its bytes follow when the peer has a place for them and says so. So no rank keeps
+// more than a fixed number of bytes of each peer.
+//
+// Bytes are moved by the thread that waits; while requests are under way and nobody waits, by a
+// thread of the group.
 #pragma once
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -32,25 +37,48 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void close();
 
  private:
+  static constexpr Lane kLane = Lane::point_to_point;
   using Lock = std::unique_lock<std::mutex>;
   class Request;
   using RequestPtr = std::shared_ptr<Request>;
 
+  enum class Kind : uint32_t {
+    eager,    ///< a message; its bytes follow
+    offer,    ///< a message; its bytes wait until a place with this tag is ready
+    ready,    ///< a place for the first message with this tag that is or will be offered
+    payload,  ///< the bytes for this place follow
+    credit,   ///< so many bytes of eager messages have found their places
+  };
   struct Header {
     uint64_t bytes = 0;
     int64_t tag = 0;
+    uint64_t place = 0;  ///< number of a place that is ready, from 1
+    Kind kind = Kind::eager;
+    uint32_t reserved = 0;
   };
   /// A message that came before its receive.
   struct Unexpected {
     int peer;
-    int64_t tag;
-    std::vector<uint8_t> data;
+    Header header;
+    std::vector<uint8_t> data;  ///< none for an offer
     bool complete = false;
     RequestPtr claimed = nullptr;  ///< a receive that was posted while it was coming in
   };
+  /// A header that is no request's.
+  struct Note {
+    Header header;
+    uint64_t ticket = 0;
+  };
   struct Peer {
-    std::deque<RequestPtr> sends;  ///< under way, in order
-    bool listening = false;        ///< a receive for a header or for bytes is posted
+    std::deque<RequestPtr> sends;           ///< under way, in order
+    std::list<RequestPtr> offered;          ///< sends that wait for a place, in order
+    std::list<Header> ready;                ///< places that wait for a send, in order
+    std::map<uint64_t, RequestPtr> places;  ///< receives that are ready, by place
+    std::deque<Note> notes;                 ///< under way, in order
+    uint64_t last_place = 0;
+    uint64_t eager_bytes = 0;  ///< that we have sent and that have no credit yet
+    uint64_t credit = 0;       ///< that we owe
+    bool listening = false;    ///< a receive for a header or for bytes is posted
     Header header;
     uint64_t ticket = 0;                         ///< of that receive
     RequestPtr target = nullptr;                 ///< whose bytes are coming in,
@@ -64,9 +92,15 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void post_send(const RequestPtr& request);
   void post_recv(const RequestPtr& request);
   void listen(int peer);
+  void send_bytes(const RequestPtr& request, Kind kind, uint64_t place);
+  void send_note(int peer, const Header& header);
+  void make_ready(int peer, const RequestPtr& request);
+  void give_credit(int peer, uint64_t bytes);
   bool step();
   bool settle(int peer);
   void on_header(int peer);
+  void on_ready(int peer);
+  void on_message(int peer);
   void on_payload(int peer);
   void finish(const RequestPtr& request, int source, std::exception_ptr error = nullptr);
   void lose(int peer, const std::exception_ptr& error);

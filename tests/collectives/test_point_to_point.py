@@ -77,6 +77,52 @@ def test_receives_posted_first_are_filled_first(way):
 
 
 @everywhere
+@pytest.mark.parametrize(("count", "numel"), [(60, 50_000), (4000, 500)], ids=["long", "short"])
+def test_receiver_keeps_little_of_what_nobody_receives(way, count, numel):
+    def job(c):
+        if c.rank == 0:
+            before = c.sent_bytes()
+            requests = [c.send(floats(i % 7, numel), 1, tag=i) for i in range(count)]
+            requests.append(c.send(floats(0, 1), 1, tag=count))
+            c.barrier()
+            sent = c.sent_bytes() - before
+            c.barrier()
+            for request in requests:
+                request.wait()
+            return sent
+        # What has come before this one is there as well.
+        c.recv(np.empty(1, np.float32), 0, tag=count).wait()
+        c.barrier()
+        c.barrier()
+        for i in reversed(range(count)):
+            out = np.empty(numel, np.float32)
+            c.recv(out, 0, tag=i).wait()
+            assert np.array_equal(out, floats(i % 7, numel))
+
+    # 1 MiB of bytes, and headers: the messages have 12 and 8 MB.
+    assert run(2, job, **WAYS[way])[0] < 2.5e6
+
+
+@everywhere
+def test_long_messages_meet_in_any_order(way):
+    # As pipelines and batch_isend_irecv post them: all at once, and waited for in turn.
+    numel = 200_003
+
+    def job(c):
+        peer = 1 - c.rank
+        sends = [c.send(floats(c.rank + 2 * i, numel), peer, tag=i) for i in range(3)]
+        outs = [np.empty(numel, np.float32) for _ in range(3)]
+        for i in (2, 0, 1):
+            c.recv(outs[i], -1 if i == 0 else peer, tag=i).wait()
+        for send in sends:
+            send.wait()
+        for i, out in enumerate(outs):
+            assert np.array_equal(out, floats(peer + 2 * i, numel))
+
+    run(2, job, **WAYS[way])
+
+
+@everywhere
 def test_any_source_tells_who_it_was(way):
     ranks = 4
 

@@ -1,0 +1,63 @@
+// A posted send or receive.
+#pragma once
+#include "collectives/point_to_point.h"
+
+namespace pycomm {
+
+class PointToPoint::Request final : public Communicator::Request {
+ public:
+  Request(std::shared_ptr<PointToPoint> owner, bool is_send, void* data, size_t bytes, int peer,
+          int tag, Milliseconds limit)
+      : owner(std::move(owner)),
+        is_send(is_send),
+        data(data),
+        bytes(bytes),
+        tag(tag),
+        peer(peer),
+        limit(limit),
+        recording(this->owner->trace_.start(describing_tag())) {}
+
+  bool done() override {
+    std::lock_guard<std::mutex> lock(owner->mutex_);
+    return finished;
+  }
+  void wait(Milliseconds asked) override { owner->wait(*this, asked.count() > 0 ? asked : limit); }
+  int source() const override {
+    std::lock_guard<std::mutex> lock(owner->mutex_);
+    return from;
+  }
+
+  bool matches(int source, int64_t tag) const {
+    return (peer < 0 || peer == source) && this->tag == tag;
+  }
+  OpTag describing_tag() const {
+    return peer_tag(is_send ? Op::send : Op::recv, bytes, peer, tag);
+  }
+  std::string describe() const {
+    return "rank " + std::to_string(owner->mesh_.rank()) + ": " +
+           pycomm::describe(describing_tag());
+  }
+  void expect(uint64_t theirs, int source) const {
+    if (theirs == bytes) return;
+    throw WireMismatch(describe() + " met a " + (is_send ? "recv" : "send") + " of " +
+                       std::to_string(theirs) + " bytes " + (is_send ? "on" : "from") + " rank " +
+                       std::to_string(source) + "; both ends must name the same size");
+  }
+
+  const std::shared_ptr<PointToPoint> owner;
+  const bool is_send;
+  void* const data;
+  const uint64_t bytes;
+  const int64_t tag;
+  const int peer;  // -1: any
+  const Milliseconds limit;
+  const uint64_t recording;  // number in the trace
+  Header header;       // of a send, while it is under way
+  bool ready = false;  // of a receive: its peer knows the place
+  uint64_t ticket = 0;
+  bool finished = false;
+  int from = -1;
+  std::exception_ptr error;
+};
+
+}  // namespace pycomm
