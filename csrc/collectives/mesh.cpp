@@ -88,6 +88,7 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
   // Spinning pays only while every rank has a core of its own.
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   spins_ = env().spin >= 0 ? env().spin : size_ <= cores ? 256 : 0;
+  yields_ = kYields;
   if (size_ == 1) return;
 
   roll_call(meeting, options);
@@ -124,6 +125,8 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
     tcp.standing = standing_;
     add(make_tcp(meeting, unreached(), tcp));
   }
+  // TCP looks for itself before it sleeps: each look is a system call.
+  if (transports_.size() == 1 && transports_[0]->name() == "tcp") spins_ = yields_ = 0;
   const std::vector<int> lost = unreached();
   if (!lost.empty()) {
     throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +
@@ -220,13 +223,13 @@ void Mesh::idle(Lane lane, std::chrono::microseconds limit) {
 }
 
 bool Mesh::should_check(int quiet) const {
-  return quiet >= spins_ + kYields || quiet % kLooksPerCheck == kLooksPerCheck - 1;
+  return quiet >= spins_ + yields_ || quiet % kLooksPerCheck == kLooksPerCheck - 1;
 }
 
 void Mesh::pause(Lane lane, int quiet, const Deadline& deadline) {
   if (quiet < spins_) {
     pause_cpu();
-  } else if (quiet < spins_ + kYields) {
+  } else if (quiet < spins_ + yields_) {
     sched_yield();
   } else {
     idle(lane, std::min<std::chrono::microseconds>(kNap, deadline.left()));

@@ -110,7 +110,7 @@ class Mesh {
   std::mutex opening_;  ///< the lanes' threads may open channels at the same time
   std::vector<Link> links_[kLanes];
   std::vector<int> opened_[kLanes];  ///< peers in order of first use
-  int spins_;
+  int spins_, yields_;
   OpTag running_;  ///< the last collective over channels
   SharedStanding own_standing_{};
   SharedStanding* standing_ = &own_standing_;

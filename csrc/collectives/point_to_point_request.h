@@ -30,9 +30,7 @@ class PointToPoint::Request final : public Communicator::Request {
   bool matches(int source, int64_t tag) const {
     return (peer < 0 || peer == source) && this->tag == tag;
   }
-  OpTag describing_tag() const {
-    return peer_tag(is_send ? Op::send : Op::recv, bytes, peer, tag);
-  }
+  OpTag describing_tag() const { return peer_tag(is_send ? Op::send : Op::recv, bytes, peer, tag); }
   std::string describe() const {
     return "rank " + std::to_string(owner->mesh_.rank()) + ": " +
            pycomm::describe(describing_tag());
@@ -52,8 +50,8 @@ class PointToPoint::Request final : public Communicator::Request {
   const int peer;  // -1: any
   const Milliseconds limit;
   const uint64_t recording;  // number in the trace
-  Header header;       // of a send, while it is under way
-  bool ready = false;  // of a receive: its peer knows the place
+  Header header;             // of a send, while it is under way
+  bool ready = false;        // of a receive: its peer knows the place
   uint64_t ticket = 0;
   bool finished = false;
   int from = -1;

@@ -28,6 +28,8 @@ constexpr size_t kFrameLimit = 1 << 30;
 constexpr size_t kCallLimit = 1 << 20;
 // Headers are read together with what follows: a small message takes one system call.
 constexpr size_t kStage = 2048;
+// While a long frame comes in we are woken for so much at once, not for every packet.
+constexpr size_t kWakeBytes = 256 << 10;
 
 }  // namespace
 
@@ -45,12 +47,20 @@ struct TcpChannel::Socket {
   bool reading = false;
   FrameHeader in;
   size_t in_done = 0;  // of its payload
+  size_t wake_bytes = 1;
 
   // Bytes that were read ahead: stage[begin, end).
   std::array<uint8_t, kStage> stage;
   size_t begin = 0, end = 0;
 
   size_t staged() const { return end - begin; }
+
+  // Readable means from now on: so many bytes are there, or the end.
+  void wake_at(size_t bytes) {
+    if (bytes == wake_bytes) return;
+    wake_bytes = bytes;
+    set_wake_bytes(fd.get(), bytes);
+  }
 };
 
 TcpChannel::TcpChannel(int peer, Connector& connector, Poller& poller)
@@ -95,6 +105,10 @@ bool TcpChannel::progress() {
     moved = advance();
   }
   polls_seen_ = poller_.polls();
+  if (!moved) {
+    if (!incoming_.empty()) poller_.expect(incoming_.front().data.size - incoming_.front().read);
+    if (!outgoing_.empty()) poller_.expect(outgoing_.front().data.size - outgoing_.front().written);
+  }
   return moved;
 }
 
@@ -259,7 +273,13 @@ bool TcpChannel::pull_payload(Socket& socket) {
     bytes = read(socket, {to + socket.in_done, left});
     socket.in_done += bytes;
   }
-  if (socket.in_done < header.length) return ahead + bytes > 0;
+  if (socket.in_done < header.length) {
+    const size_t rest = header.length - socket.in_done;
+    socket.wake_at(rest < kWakeBytes / 2 && socket.wake_bytes == 1 ? 1
+                                                                   : std::min(rest, kWakeBytes));
+    return ahead + bytes > 0;
+  }
+  socket.wake_at(1);
   frame_read(socket);
   return true;
 }

@@ -87,9 +87,11 @@ void Poller::idle(std::chrono::microseconds limit) {
   }
   if (starved_) limit = std::min(limit, pacer_.wait());
   starved_ = false;
+  const bool spins = spins_ && !bulk_;
+  bulk_ = false;
   if (take_events()) return;
   const auto start = Clock::now();
-  if (spins_) {
+  if (spins) {
     while (Clock::now() - start < std::min(limit, kSpin)) {
       if (take_events()) return;
     }

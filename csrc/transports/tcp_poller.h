@@ -35,6 +35,8 @@ class Poller {
   uint64_t polls() const { return polls_; }
   /// A channel waits for tokens of the pacer.
   void starve() { starved_ = true; }
+  /// A channel waits for so many bytes to come or to go.
+  void expect(size_t bytes) { bulk_ = bulk_ || bytes > kBulk; }
 
   void idle(std::chrono::microseconds limit);
   /// Ends the sleep of the lane's thread, or its next. Any thread.
@@ -44,6 +46,9 @@ class Poller {
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
 
  private:
+  // While so many bytes travel there is time to sleep, and the kernel needs the core to move them.
+  static constexpr size_t kBulk = 64 << 10;
+
   bool take_events();
 
   const uint16_t lane_;
@@ -55,6 +60,7 @@ class Poller {
   uint64_t polls_ = 0;
   bool fresh_ = false;  // events were taken in that some channel may not have seen
   bool starved_ = false;
+  bool bulk_ = false;
   std::atomic<uint64_t> sent_bytes_{0};
 };
 

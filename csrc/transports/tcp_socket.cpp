@@ -173,6 +173,11 @@ std::string congestion_control(int fd) {
   return name;
 }
 
+void set_wake_bytes(int fd, size_t bytes) {
+  const int value = static_cast<int>(bytes);
+  ::setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value);
+}
+
 int pending_error(int fd) {
   int error = 0;
   socklen_t size = sizeof error;

@@ -59,6 +59,8 @@ Fd connect_to(const Address& to, const Address* from, int& error);
 void choose_congestion_control(int fd);
 /// "bbr" and the like.
 std::string congestion_control(int fd);
+/// From how many bytes on a socket counts as readable.
+void set_wake_bytes(int fd, size_t bytes);
 /// The error that a socket has come to, 0 if none.
 int pending_error(int fd);
 /// Sent bytes that the other end has not acknowledged; 0 once the connection is broken.
