@@ -170,6 +170,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("-d", dest="dtype", default="float32", choices=[*STORAGE, *ALIASES], help="element type")
     add("-o", dest="redop", default="sum", choices=REDUCTIONS, help="reduction (sum)")
     add("-p", dest="ranks", type=int, default=2, help="ranks to start, without torchrun (2)")
+    add("--pin", type=int, default=1, choices=(0, 1), help="a core for each rank, if enough (1)")
     add("-J", "--json", help="write all rows to this file")
     add("--csv", help="append all rows to this file")
     add("--backend", type=_list_of(*backends.NAMES), default="pycomm", help="comma-separated")

@@ -51,7 +51,8 @@ class Rank:
         self.control = _C.Communicator(_C.Store.file(str(folder)), rank, ranks, control)
         self.backends = backends.connect(options.backend, folder, rank, ranks)
         self.specs = {codec: _spec(codec) for codec in options.codec}
-        _pin(rank, ranks)
+        if options.pin:
+            _pin(rank, ranks)
 
     def close(self) -> None:
         for backend in self.backends:

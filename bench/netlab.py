@@ -3,8 +3,9 @@
     python -m pycomm.bench.netlab --nodes 2 --rate 200mbit -- python train.py
 
 starts one rank per node with torchrun's environment. The nodes hang on one switch; what a node
-sends and what it receives is limited to the rate, so its link is full duplex. Root is not needed
-where the kernel allows user namespaces.
+sends and what it receives is limited to the rate, so its link is full duplex. With the rate
+"1gbit,200mbit" each node has two links, eth0 and eth1, each with a switch of its own. Root is not
+needed where the kernel allows user namespaces.
 
 Nothing can be left behind: a namespace lives as long as the process that holds it open, that
 process ends when its standard input does, and ranks are killed with their parent. So an exception,
@@ -27,6 +28,7 @@ from types import TracebackType
 from typing import IO
 
 INTERFACE = "eth0"  # of every node; each has its own
+UNLIMITED = "unlimited"  # a rate
 BURST = 128 * 1024  # bytes that may pass at once: two of the kernel's largest packets
 QUEUE_MS = 50  # a packet that would wait longer in the bucket is dropped
 
@@ -122,21 +124,26 @@ class Lab(ABC):
 
 
 class Netlab(Lab):
-    """Nodes as network namespaces, joined by a bridge; tbf limits both ends of each link."""
+    """Nodes as network namespaces, joined by bridges; tbf limits both ends of each link."""
 
     interface = INTERFACE
     master = "10.77.0.1"
 
-    def __init__(self, nodes: int, rate: str) -> None:
+    def __init__(self, nodes: int, rate: str, *, congestion: str = "reno") -> None:
         """
         Args:
             nodes: number of namespaces, 2 to 250.
-            rate: of each node's link in each direction, as `tc` writes it: "200mbit", "1gbit".
+            rate: of each node's link in each direction, as `tc` writes it: "200mbit", "1gbit"; or
+                "unlimited". Several, joined by a comma, make as many links.
+            congestion: TCP's congestion control in the nodes. The default is not that of the
+                kernel, since bbr paces itself by a model of the path that a token bucket upsets: it
+                reaches half of a low rate.
 
         Raises:
             Unavailable: the kernel, the user's rights or missing tools do not allow it.
         """
         super().__init__(nodes, rate)
+        self.congestion = congestion
         missing = [
             tool for tool in ("ip", "tc", "unshare", "nsenter", "setpriv") if not shutil.which(tool)
         ]
@@ -158,25 +165,31 @@ class Netlab(Lab):
         in_user = ["nsenter", *self._user] if become_root else []
         pids = [self._hold([*in_user, "unshare", "--net"]) for _ in range(self.nodes)]
 
-        limit = f"root tbf rate {self.rate} burst {BURST} latency {QUEUE_MS}ms"
-        lines = ["ip link add name switch type bridge", "ip link set dev switch up"]
+        for link, rate in enumerate(self.rate.split(",")):
+            self._build_link(link, rate, pids)
+
+    def _build_link(self, link: int, rate: str, pids: Sequence[int]) -> None:
+        limit = f"root tbf rate {rate} burst {BURST} latency {QUEUE_MS}ms"
+        limited = rate != UNLIMITED
+        switch, interface = f"switch{link}", f"eth{link}"
+        lines = [f"ip link add name {switch} type bridge", f"ip link set dev {switch} up"]
         for i, pid in enumerate(pids):
+            port = f"port{link}.{i}"
             lines += [
-                f"ip link add name port{i} type veth peer name {INTERFACE} netns {pid}",
-                f"ip link set dev port{i} master switch up",
-                f"tc qdisc add dev port{i} {limit}",
+                f"ip link add name {port} type veth peer name {interface} netns {pid}",
+                f"ip link set dev {port} master {switch} up",
             ]
+            lines += [f"tc qdisc add dev {port} {limit}"] if limited else []
         self._shell(0, lines)
         for i in range(self.nodes):
             lines = [
                 "ip link set dev lo up",
-                f"ip addr add 10.77.0.{i + 1}/24 dev {INTERFACE}",
-                f"ip link set dev {INTERFACE} up",
-                f"tc qdisc add dev {INTERFACE} {limit}",
-                # bbr paces itself by a model of the path that a token bucket upsets: half the rate.
-                "echo reno >/proc/sys/net/ipv4/tcp_congestion_control || true",
+                f"ip addr add 10.77.{link}.{i + 1}/24 dev {interface}",
+                f"ip link set dev {interface} up",
+                f"echo {self.congestion} >/proc/sys/net/ipv4/tcp_congestion_control || true",
                 "cat /proc/sys/net/ipv4/tcp_congestion_control",
             ]
+            lines += [f"tc qdisc add dev {interface} {limit}"] if limited else []
             self.congestion = self._shell(i + 1, lines).strip()
 
     def _hold(self, enter: list[str]) -> int:
@@ -295,10 +308,11 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--rate", default="200mbit", help="of each link, as tc writes it")
+    parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
     parser.add_argument("command", nargs="+", help="after --")
     args = parser.parse_args()
     try:
-        lab = Netlab(args.nodes, args.rate)
+        lab = Netlab(args.nodes, args.rate, congestion=args.congestion)
     except Unavailable as error:
         print(f"netlab: namespaces cannot be made here: {error}", file=sys.stderr)
         return 2
