@@ -16,8 +16,10 @@ namespace {
 // early when bytes come; its limit bounds how late an abort from another thread is seen.
 constexpr int kYields = 32;
 constexpr std::chrono::microseconds kNap{2000};
-// With two kinds of transport only one can be slept on; the other is looked at this often.
+// Where two kinds of transport are waited for, only one can be slept on. The other is looked at
+// after 50 us, then ever more seldom.
 constexpr std::chrono::microseconds kShortNap{50};
+constexpr int kNapDoublings = 4;
 // Looks between two searches for failures: one costs as much as several looks.
 constexpr int kLooksPerCheck = 64;
 // How long an error may wait for what other ranks are doing. Those that wait answer within a few
@@ -85,10 +87,6 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
     : rank_(meeting.rank), size_(meeting.size), failure_(failure), by_rank_(size_, nullptr) {
   for (auto& links : links_) links.resize(size_);
   topology_ = Topology(std::vector<int>(size_, 0));
-  // Spinning pays only while every rank has a core of its own.
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  spins_ = env().spin >= 0 ? env().spin : size_ <= cores ? 256 : 0;
-  yields_ = kYields;
   if (size_ == 1) return;
 
   roll_call(meeting, options);
@@ -125,8 +123,10 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
     tcp.standing = standing_;
     add(make_tcp(meeting, unreached(), tcp));
   }
-  // TCP looks for itself before it sleeps: each look is a system call.
-  if (transports_.size() == 1 && transports_[0]->name() == "tcp") spins_ = yields_ = 0;
+  // A single transport knows how many ranks share the cores, and looks for itself before it sleeps.
+  const bool alone = transports_.size() == 1;
+  spins_ = std::max(env().spin, 0);
+  yields_ = alone && env().spin < 0 ? 0 : kYields;
   const std::vector<int> lost = unreached();
   if (!lost.empty()) {
     throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +
@@ -193,7 +193,9 @@ uint64_t Mesh::recv(Lane lane, int peer, const OpTag& tag, Span<uint8_t> data) {
 
 bool Mesh::progress(Lane lane, int peer) {
   const Link& l = link(lane, peer);
-  return l.pending() && l.channel->progress();
+  if (!l.pending() || !l.channel->progress()) return false;
+  naps_[static_cast<int>(lane)] = 0;
+  return true;
 }
 
 bool Mesh::progress(Lane lane) {
@@ -214,12 +216,22 @@ void Mesh::check(Lane lane) {
 }
 
 void Mesh::idle(Lane lane, std::chrono::microseconds limit) {
-  if (transports_.size() == 1) {
-    transports_[0]->idle(lane, limit);
-  } else if (!transports_.empty()) {
-    // The last one is TCP, where looking costs a system call.
-    transports_.back()->idle(lane, std::min(limit, kShortNap));
+  if (transports_.empty()) return;
+  Transport* wanted = nullptr;
+  bool both = false;
+  for (const int peer : opened_[static_cast<int>(lane)]) {
+    if (!pending(lane, peer)) continue;
+    both = both || (wanted && wanted != by_rank_[peer]);
+    wanted = by_rank_[peer];
   }
+  int& naps = naps_[static_cast<int>(lane)];
+  if (!both) {
+    naps = 0;
+    return (wanted ? wanted : transports_.back().get())->idle(lane, limit);
+  }
+  // The last one is TCP, where looking costs a system call.
+  transports_.back()->idle(lane, std::min(limit, kShortNap * (1 << std::min(naps, kNapDoublings))));
+  naps++;
 }
 
 bool Mesh::should_check(int quiet) const {

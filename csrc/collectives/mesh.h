@@ -110,8 +110,9 @@ class Mesh {
   std::mutex opening_;  ///< the lanes' threads may open channels at the same time
   std::vector<Link> links_[kLanes];
   std::vector<int> opened_[kLanes];  ///< peers in order of first use
-  int spins_, yields_;
-  OpTag running_;  ///< the last collective over channels
+  int spins_ = 0, yields_ = 0;
+  int naps_[kLanes] = {};  ///< in a row on one transport while another was waited for as well
+  OpTag running_;          ///< the last collective over channels
   SharedStanding own_standing_{};
   SharedStanding* standing_ = &own_standing_;
 };

@@ -50,7 +50,9 @@ class Meeting {
       cpus.resize(std::max(cpus.size(), mask.size()), '0');
       for (size_t i = 0; i < mask.size(); i++) cpus[i] = std::max(cpus[i], mask[i]);
     }
-    mesh_.crowded = same + 1 > static_cast<size_t>(std::count(cpus.begin(), cpus.end(), '1'));
+    // Whom we do not reach by TCP shares our memory, and so our host.
+    const size_t here = static_cast<size_t>(meeting_.size) - mesh_.peers.size() + same;
+    mesh_.crowded = here > static_cast<size_t>(std::count(cpus.begin(), cpus.end(), '1'));
     InterfaceWish wish;
     wish.names = options_.interface;
     wish.store_host = env().master_addr;
