@@ -119,8 +119,8 @@ void PointToPoint::post_send(const RequestPtr& request) {
     request->expect(ready.bytes, dst);
     return send_bytes(request, Kind::payload, ready.place);
   }
-  request->header = {request->bytes, request->tag, 0, Kind::offer};
-  mesh_.send(kLane, dst, kTag, bytes_of(&request->header, sizeof(Header)));
+  // Its place may be ready before the offer has left, so the header is not the request's own.
+  send_note(dst, {request->bytes, request->tag, 0, Kind::offer});
   peer.offered.push_back(request);
   listen(dst);
 }

@@ -12,6 +12,7 @@ constexpr Milliseconds kGrace{1};
 constexpr std::chrono::microseconds kNap{200};
 constexpr std::chrono::microseconds kLongNap{2000};
 constexpr int kNapsBeforeLong = 100;
+constexpr Milliseconds kLookAgain{50};
 
 }  // namespace
 
@@ -78,7 +79,8 @@ void PointToPoint::serve() {
   const auto needed = [this] { return outstanding_ > 0 && waiting_ == 0 && !failure_.happened(); };
   while (!closed_) {
     serving_ = false;
-    server_.wait(lock, [&] { return closed_ || needed(); });
+    // Not for ever: a wake-up has been seen to get lost here, in a process that was forked.
+    while (!closed_ && !needed()) server_.wait_for(lock, kLookAgain);
     serving_ = true;
     server_.wait_for(lock, kGrace, [this] { return closed_; });
     try {
