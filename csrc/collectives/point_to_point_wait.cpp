@@ -49,9 +49,9 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
     if (closed_) throw Error(request.describe() + " was not done when its group was closed");
     failure_.rethrow();
     if (deadline.expired()) {
-      throw Timeout(request.describe() + " did not end within " + std::to_string(limit.count()) +
-                    " ms; check that the other end " + (request.is_send ? "receives" : "sends") +
-                    " with the same tag");
+      throw Timeout(request.describe() + " did not end within the timeout of " +
+                    std::to_string(limit.count()) + " ms; check that the other end " +
+                    (request.is_send ? "receives" : "sends") + " with the same tag");
     }
     if (resting_) {
       changed_.wait_for(lock, std::min(deadline.left(), Milliseconds(10)));
