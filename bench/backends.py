@@ -1,7 +1,8 @@
 """Who runs a collective: pycomm's core, or backends of torch.distributed, in the same processes.
 
 `pycomm` is the core without torch, `pycomm:ring` and the like the same with this algorithm,
-`pycomm-torch` a backend of torch, `gloo` its own, `mpi` whatever library mpirun belongs to.
+`pycomm-torch` a backend of torch, `gloo` its own, `mpi` whatever library mpirun belongs to. Those
+with `-shared` work on memory that the group has allocated, so that peers address it in place.
 """
 
 from __future__ import annotations
@@ -11,18 +12,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm import _C
-from pycomm.bench.operations import Array, Case, Run
+import numpy as np
 
-NAMES = ("pycomm", "pycomm-torch", "gloo", "mpi", *(f"pycomm:{algo}" for algo in _C.ALGOS))
+from pycomm import _C
+from pycomm.bench.operations import STORAGE, Array, Case, Run
+
+NAMES = (
+    *("pycomm", "pycomm-shared", "pycomm-torch", "pycomm-torch-shared", "gloo", "mpi"),
+    *(f"pycomm:{algo}" for algo in _C.ALGOS),
+)
 # What torch.distributed calls them.
-TORCH_NAMES = {"pycomm-torch": "pycomm", "gloo": "gloo"}
+TORCH_NAMES = {"pycomm-torch": "pycomm", "pycomm-torch-shared": "pycomm", "gloo": "gloo"}
 
 
 class Backend(ABC):
     """One way to run every operation of :mod:`pycomm.bench.operations`."""
 
     name: str
+
+    def buffers(self, case: Case) -> tuple[Array, Array]:
+        """Zeros for the input and the output of `case`, which are one where it is in place."""
+        return case.buffers()
 
     @abstractmethod
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
@@ -70,6 +80,15 @@ class Core(Backend):
         del self.communicator
 
 
+class SharedCore(Core):
+    """The core on memory of its own allocate(), which peers read and write in place."""
+
+    def buffers(self, case: Case) -> tuple[Array, Array]:
+        return case.buffers(
+            lambda numel: np.asarray(self.communicator.allocate(numel, case.core_dtype))
+        )
+
+
 class Torch(Backend):
     def __init__(self, name: str, group: Any) -> None:
         self.name = name
@@ -84,7 +103,7 @@ class Torch(Backend):
             tensors = [tensor.view(torch.bfloat16) for tensor in tensors]
         return case.op.torch(dist, self.group, case, *tensors)
 
-    def sent_bytes(self) -> None:
+    def sent_bytes(self) -> int | None:
         return None
 
     def describe(self) -> str:
@@ -99,18 +118,38 @@ class Torch(Backend):
             dist.destroy_process_group()
 
 
+class SharedTorch(Torch):
+    """The same on memory of the group's allocate_tensor(): where DDP keeps its buckets."""
+
+    def buffers(self, case: Case) -> tuple[Array, Array]:
+        import torch
+
+        cpu = torch.device("cpu")
+        backend = self.group._get_backend(cpu)
+        dtype = getattr(torch, case.dtype)
+
+        def allocate(numel: int) -> Array:
+            tensor = backend.allocate_tensor(numel, dtype=dtype, device=cpu)
+            array: Array = tensor.view(torch.uint8).numpy().view(STORAGE[case.dtype])
+            return array
+
+        return case.buffers(allocate)
+
+
 def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[Backend]:
     """Meet the other ranks in every backend, in the order of the names."""
     backends: list[Backend] = []
     for name in names:
-        if name.partition(":")[0] == "pycomm":
-            backends.append(Core(name, _C.Store.file(str(folder)), rank, ranks))
+        if name.partition(":")[0] in ("pycomm", "pycomm-shared"):
+            core = SharedCore if name == "pycomm-shared" else Core
+            backends.append(core(name, _C.Store.file(str(folder)), rank, ranks))
         elif name == "mpi":
             from pycomm.bench.mpi import Mpi  # mpi4py starts MPI when it is imported
 
             backends.append(Mpi())
         else:
-            backends.append(Torch(name, _torch_group(TORCH_NAMES[name], folder, rank, ranks)))
+            kind = SharedTorch if name == "pycomm-torch-shared" else Torch
+            backends.append(kind(name, _torch_group(TORCH_NAMES[name], folder, rank, ranks)))
     return backends
 
 

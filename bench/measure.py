@@ -118,7 +118,7 @@ class Rank:
 
     def verify(self, case: Case, variant: Variant) -> None:
         """One run on values whose result is known. Sets `wrong` and, with a codec, `err`."""
-        x, y = case.buffers()
+        x, y = variant.backend.buffers(case)
         run = variant.backend.prepare(case, x, y, variant.spec)
         if variant.codec == "none":
             x[:] = case.stored(case.inputs(self.rank))
@@ -139,12 +139,10 @@ class Rank:
 
     def make_time_buffers(self, case: Case, variants: Sequence[Variant]) -> None:
         """Zeros for exact sums, which would overflow in time; an average of gradients does not."""
-        plain = case.buffers()
-        coded = case.buffers() if any(v.codec != "none" for v in variants) else plain
-        if coded is not plain:
-            coded[0][:] = _gradient(case.count, self.rank)
         for variant in variants:
-            x, y = plain if variant.codec == "none" else coded
+            x, y = variant.backend.buffers(case)
+            if variant.codec != "none":
+                x[:] = _gradient(case.count, self.rank)
             variant.run = variant.backend.prepare(case, x, y, variant.spec)
             variant.buffers = (x, y)
 

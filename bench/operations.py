@@ -64,13 +64,18 @@ class Case:
     def core_redop(self) -> _C.ReduceOp:
         return _C.ReduceOp.__members__[self.redop]
 
-    def buffers(self) -> tuple[Array, Array]:
+    def buffers(self, allocate: Callable[[int], Array] | None = None) -> tuple[Array, Array]:
         """Input and output, of zeros that are really there; one array where the op is in place."""
-        first, second = (
-            np.full(parts * self.count, 0, STORAGE[self.dtype])
-            for parts in self.op.parts(self.ranks)
-        )
-        return (first, first) if self.op.in_place else (first, second)
+
+        def zeros(parts: int) -> Array:
+            numel = parts * self.count
+            array = allocate(numel) if allocate else np.empty(numel, STORAGE[self.dtype])
+            array[:] = 0
+            return array
+
+        first, second = self.op.parts(self.ranks)
+        x = zeros(first)
+        return (x, x) if self.op.in_place else (x, zeros(second))
 
     def inputs(self, rank: int) -> Array:
         """Small integers: every type holds them and their sums exactly, in whatever order."""
