@@ -44,8 +44,11 @@ def test_all_reduce_rows(tmp_path, ranks, factor):
 
 @pytest.mark.parametrize("op", sorted(set(OPERATIONS) - {"all_reduce"}))
 def test_every_operation_is_right(tmp_path, op):
-    (row,) = rows_of(tmp_path, op, "-b", "3000", "-e", "3000", "-p", "3", "-d", "int")
-    assert (row["op"], row["wrong"], row["size"]) == (op, 0, 3000)
+    backends = ["pycomm", "pycomm-shared"]
+    size = ("-b", "3000", "-e", "3000", "-p", "3", "-d", "int", "--backend", ",".join(backends))
+    rows = [row for row in rows_of(tmp_path, op, *size) if row["kind"] == "time"]
+    assert [row["backend"] for row in rows] == backends
+    assert {(row["op"], row["wrong"], row["size"]) for row in rows} == {(op, 0, 3000)}
 
 
 @pytest.mark.parametrize("dtype", sorted(STORAGE))
@@ -132,7 +135,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "-b", "x"], "cannot read the size"),
         (["all_reduce", "-b", "8K", "-e", "8"], "smaller than"),
         (["all_reduce", "-f", "1"], "larger than 1"),
-        (["all_reduce", "--backend", "nccl"], "one or more of pycomm, pycomm-torch, gloo"),
+        (["all_reduce", "--backend", "nccl"], "one or more of pycomm, pycomm-shared, pycomm-torch,"),
         (["broadcast", "--codec", "int8"], "--codec is for all_reduce of float32"),
         (["all_reduce", "--codec", "int8", "-d", "half"], "--codec is for all_reduce of float32"),
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "--codec is for the backend"),
