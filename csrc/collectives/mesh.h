@@ -19,6 +19,10 @@ class Mesh {
  public:
   /// Meets the other ranks and checks that their options agree with ours.
   Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failure& failure);
+  /// TCP goes before shared memory: to its last moment it shows what lies there.
+  ~Mesh() {
+    while (!transports_.empty()) transports_.pop_back();
+  }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
