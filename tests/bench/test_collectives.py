@@ -135,7 +135,10 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "-b", "x"], "cannot read the size"),
         (["all_reduce", "-b", "8K", "-e", "8"], "smaller than"),
         (["all_reduce", "-f", "1"], "larger than 1"),
-        (["all_reduce", "--backend", "nccl"], "one or more of pycomm, pycomm-shared, pycomm-torch,"),
+        (
+            ["all_reduce", "--backend", "nccl"],
+            "one or more of pycomm, pycomm-shared, pycomm-torch,",
+        ),
         (["broadcast", "--codec", "int8"], "--codec is for all_reduce of float32"),
         (["all_reduce", "--codec", "int8", "-d", "half"], "--codec is for all_reduce of float32"),
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "--codec is for the backend"),

@@ -51,7 +51,7 @@ def test_a_missing_rank(way, ranks):
     text = same_text(attempt(ranks, job, **WAYS[way]), Timeout)
     call = re.escape("all_reduce #2 (sum of 10 float32)")
     assert re.fullmatch(
-        rf"rank [0-{ranks - 2}]: {call} did not end within 300 ms\n"
+        rf"rank [0-{ranks - 2}]: {call} did not end within the timeout of 300 ms\n"
         rf"  rank {ranks - 1} is missing: in no operation, last completed barrier #1\n"
         rf"  {ranks_text(ranks - 1, 'waits', 'wait')}: in {call}, last completed barrier #1",
         text,
@@ -95,7 +95,7 @@ def test_both_ends_of_a_receive_that_nobody_sends_to(way):
             c.all_reduce(ones(10))
 
     assert same_text(attempt(3, job, **WAYS[way]), Timeout) == (
-        "rank 0: recv of 80 bytes from rank 1 (tag 3) did not end within 300 ms; "
+        "rank 0: recv of 80 bytes from rank 1 (tag 3) did not end within the timeout of 300 ms; "
         "check that the other end sends with the same tag\n"
         "  rank 0: in recv of 80 bytes from rank 1 (tag 3), last completed barrier #1\n"
         "  rank 1: in recv of 40 bytes from rank 0 (tag 4), last completed barrier #1\n"
