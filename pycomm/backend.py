@@ -12,7 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from pycomm import _autoload
 from pycomm._build import load_c10d
-from pycomm.env import env
+from pycomm.env import env, let_groups_allocate_buckets
 
 if TYPE_CHECKING:
     from pycomm._c10d import Backend, Options
@@ -42,6 +42,7 @@ def create(given: Any, options: Options | None) -> Backend:
     options._timeout = _timeout(given.timeout, options._timeout)
     options.group_name = given.group_id
     options.global_ranks_in_group = given.global_ranks_in_group
+    let_groups_allocate_buckets()
     made: Backend = c10d.Backend(
         given.store, given.group_rank, given.group_size, options, given.group_id
     )

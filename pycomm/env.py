@@ -49,6 +49,15 @@ def hand_on_run(options: Sequence[str]) -> None:
     os.environ["PYCOMM_RUN"] = shlex.join(options)
 
 
+def let_groups_allocate_buckets() -> None:
+    """Unless the user has said otherwise, let DDP take its buckets from its process group.
+
+    torch's own variable, off by default, makes DDP ask the group's allocate_tensor(). Ours hands
+    out memory that the ranks of a host share, in which an all-reduce copies nothing.
+    """
+    os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
+
+
 @cache
 def env() -> Env:
     """Return the environment's settings."""

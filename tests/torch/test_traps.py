@@ -250,6 +250,20 @@ def test_t13_tensors_in_shared_memory(pool):
     pool.run(check_allocated)
 
 
+def check_ddp_buckets(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(512, 512), gradient_as_bucket_view=True)
+    for _ in range(3):  # DDP rebuilds its buckets after the first step
+        model.zero_grad()
+        model(integers(rank, 4, 512)).sum().backward()
+        assert all(shared(p.grad) for p in model.parameters())
+
+
+def test_t13_ddp_takes_its_buckets_from_us(pool):
+    """So the all-reduce of a bucket copies nothing."""
+    pool.run(check_ddp_buckets)
+
+
 def check_odd_tensors(rank: int, size: int) -> None:
     other = 1 - rank
     x = torch.empty(3)
