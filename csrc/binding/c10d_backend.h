@@ -7,6 +7,7 @@
 #include "binding/c10d_engine.h"
 #include "binding/c10d_layout.h"
 #include "binding/trace_records.h"
+#include "core/fork_guard.h"
 
 namespace pycomm::torch_binding {
 
@@ -162,6 +163,7 @@ class Backend final : public c10d::Backend {
   const std::string group_;  ///< its name in the store
   const intrusive_ptr<BackendOptions> options_;
   mutable std::mutex engine_mutex_;
+  const ForkGuard fork_;
   std::shared_ptr<Engine> engine_;                                     ///< null after shutdown
   std::atomic<c10d::ErrorType> last_error_{c10d::ErrorType::SUCCESS};  ///< when it was shut down
   int monitored_barriers_ = 0, shrinks_ = 0;

@@ -133,8 +133,8 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   if (limit.count() == 0 && size_ > 1) {
     text = "Rank 0 timed out in monitoredBarrier after 0 ms";
   } else if (count > 0) {
-    text =
-        (wait_all_ranks ? "Ranks " : "Rank ") + missing + " failed to pass monitoredBarrier" + in_time;
+    text = (wait_all_ranks ? "Ranks " : "Rank ") + missing + " failed to pass monitoredBarrier" +
+           in_time;
   }
   store.set(verdict, text);
   if (text != good) raise<Timeout>(arguments_.here() + text);
@@ -171,6 +171,7 @@ void Work::abort() {
 }
 
 void Backend::shutdown() {
+  if (fork_.in_child()) return;
   const WithoutGil without_gil;  // callbacks may need it
   const auto engine = open_engine();
   if (!engine) return;

@@ -13,6 +13,7 @@
 #include "collectives/shared.h"
 #include "core/crc32c.h"
 #include "core/error.h"
+#include "core/fork_guard.h"
 #include "core/reduce.h"
 
 namespace pycomm {
@@ -90,6 +91,7 @@ class Communicator::Impl {
 
   ~Impl() { point_to_point_->close(); }
 
+  bool in_child() const { return fork_.in_child(); }
   Mesh& mesh() { return mesh_; }
   int rank() const { return mesh_.rank(); }
   int size() const { return mesh_.size(); }
@@ -158,6 +160,7 @@ class Communicator::Impl {
   }
 
   void abort(const std::string& reason) noexcept {
+    if (in_child()) return;  // the parent's group goes on
     const std::string text = "rank " + std::to_string(rank()) + " was aborted: " + reason;
     failure_.set(std::make_exception_ptr(Error(text)));
     mesh_.abort(text);
@@ -195,6 +198,7 @@ class Communicator::Impl {
   }
 
  private:
+  const ForkGuard fork_;
   const CommunicatorOptions options_;
   const Algo algo_;
   std::atomic<Milliseconds::rep> timeout_;
@@ -212,7 +216,10 @@ class Communicator::Impl {
 Communicator::Communicator(std::shared_ptr<Store> store, int rank, int size,
                            CommunicatorOptions options)
     : impl_(std::make_unique<Impl>(std::move(store), rank, size, std::move(options))) {}
-Communicator::~Communicator() = default;
+Communicator::~Communicator() {
+  // In a forked child nothing can be ended, so it is left as it is.
+  if (impl_->in_child()) static_cast<void>(impl_.release());
+}
 
 int Communicator::rank() const { return impl_->rank(); }
 int Communicator::size() const { return impl_->size(); }

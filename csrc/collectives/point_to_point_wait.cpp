@@ -12,7 +12,6 @@ constexpr Milliseconds kGrace{1};
 constexpr std::chrono::microseconds kNap{200};
 constexpr std::chrono::microseconds kLongNap{2000};
 constexpr int kNapsBeforeLong = 100;
-constexpr Milliseconds kLookAgain{50};
 
 }  // namespace
 
@@ -79,8 +78,7 @@ void PointToPoint::serve() {
   const auto needed = [this] { return outstanding_ > 0 && waiting_ == 0 && !failure_.happened(); };
   while (!closed_) {
     serving_ = false;
-    // Not for ever: a wake-up has been seen to get lost here, in a process that was forked.
-    while (!closed_ && !needed()) server_.wait_for(lock, kLookAgain);
+    server_.wait(lock, [&] { return closed_ || needed(); });
     serving_ = true;
     server_.wait_for(lock, kGrace, [this] { return closed_; });
     try {

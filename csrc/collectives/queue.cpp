@@ -8,6 +8,8 @@
 #include <mutex>
 #include <thread>
 
+#include "core/fork_guard.h"
+
 namespace pycomm {
 
 class Queue::Impl : public std::enable_shared_from_this<Impl> {
@@ -26,6 +28,7 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
   bool inside() const { return std::this_thread::get_id() == server_.load(); }
 
   void close() {
+    if (fork_.in_child()) return;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       closing_ = true;
@@ -78,6 +81,7 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     }
   }
 
+  const ForkGuard fork_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Entry> waiting_;
