@@ -4,8 +4,8 @@
 
 joins two network namespaces by a link of each rate (netlab.py) and measures, over the same link,
 one stream of iperf3 before and after, and between them all_reduce and sendrecv of pycomm's core
-over TCP and of Gloo, taking turns. Both operations move their bytes both ways at once; iperf3 one
-way.
+over TCP and of Gloo, taking turns. Both operations move their bytes both ways at once, so iperf3
+runs with a stream each way, too: where the processors are the limit it is slower than one way.
 """
 
 from __future__ import annotations
@@ -24,22 +24,29 @@ from pathlib import Path
 from pycomm.bench import harness, netlab
 from pycomm.bench.harness import Origin, Row
 
+STREAMS = ("stream", "stream both ways")
 STREAM = (
     'if [ "$RANK" = 0 ]; then exec iperf3 -s -1 >/dev/null; fi; '
     "for i in 1 2 3 4 5 6 7 8 9; do sleep 0.2; "
-    'iperf3 -c "$MASTER_ADDR" -t {seconds} -J && exit; done'
+    'iperf3 -c "$MASTER_ADDR" -t {seconds} {option} -J && exit; done'
 )
 
 
-def stream_rate(lab: netlab.Lab, seconds: float) -> float:
-    """GB/s of one iperf3 stream from node 1 to node 0, as the receiver counts them."""
-    command = ["sh", "-c", STREAM.format(seconds=seconds)]
+def stream_rate(lab: netlab.Lab, seconds: float, ways: int = 1) -> float:
+    """GB/s of one iperf3 stream to node 0, as the receiver counts them.
+
+    Args:
+        ways: 2 for a stream each way at the same time; their mean is returned.
+    """
+    option = "--bidir" if ways == 2 else ""
+    command = ["sh", "-c", STREAM.format(seconds=seconds, option=option)]
     ranks = lab.start(command, stdout=subprocess.PIPE)
     output = ranks[1].communicate(timeout=60)[0]
     ranks[0].wait(10)
     text = output.decode()
     result = json.loads(text[text.rindex('{\n\t"start"') :])
-    return float(result["end"]["sum_received"]["bits_per_second"]) / 8e9
+    names = ["sum_received", "sum_received_bidir_reverse"][:ways]
+    return sum(float(result["end"][name]["bits_per_second"]) for name in names) / ways / 8e9
 
 
 def collectives(lab: netlab.Lab, op: str, options: argparse.Namespace) -> list[dict[str, str]]:
@@ -50,7 +57,7 @@ def collectives(lab: netlab.Lab, op: str, options: argparse.Namespace) -> list[d
         # Every node takes itself for the only one: pinned, all would share the first core.
         bench += ["-f", "8", "-n", options.iterations, "-w", "1", "--pin", "0"]
         bench += ["--backend", "pycomm,gloo", "--csv", str(table)]
-        env = dict(os.environ) | {"PYCOMM_TRANSPORT": "tcp"}
+        env = dict(os.environ) | {"PYCOMM_TRANSPORT": "tcp", "PYCOMM_SOCKETS": options.sockets}
         if "," in lab.rate:
             links = range(len(lab.rate.split(",")))
             env["PYCOMM_INTERFACE"] = ",".join(f"eth{link}" for link in links)
@@ -71,45 +78,46 @@ def main(argv: Sequence[str]) -> int:
     add("--rate", action="append", help="of a link, as netlab takes it; several times for several")
     add("--congestion", default="reno,bbr", help="TCP's congestion controls, comma-separated")
     add("--op", default="all_reduce,sendrecv", help="comma-separated")
+    add("--sockets", default="2", help="of pycomm per peer (2)")
     add("-b", dest="first", default="1M", help="smallest size (1M)")
     add("-e", dest="last", default="64M", help="largest size (64M)")
     add("-n", dest="iterations", default="10", help="iterations (10)")
-    add("--seconds", type=float, default=2, help="that iperf3 sends, twice (2)")
-    add("--csv", help="append all rows to this file")
+    add("--seconds", type=float, default=2, help="that iperf3 sends, three times (2)")
+    add("--csv", default="", help="append all rows to this file")
     options = parser.parse_args(argv)
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.links", *argv]))
     print("rate        control  op          size  backend     GB/s  of iperf3")
     for rate in options.rate or ["1gbit", "10gbit"]:
         for control in options.congestion.split(","):
             with netlab.Netlab(2, rate, congestion=control) as lab:
-                streams = [stream_rate(lab, options.seconds)]
+                before = stream_rate(lab, options.seconds)
                 found = [
                     row for op in options.op.split(",") for row in collectives(lab, op, options)
                 ]
-                streams.append(stream_rate(lab, options.seconds))
-                report(lab, sum(streams) / 2, found, origin, options.csv)
+                both_ways = stream_rate(lab, options.seconds, ways=2)
+                after = stream_rate(lab, options.seconds)
+                report(lab, [(before + after) / 2, both_ways], found, origin, options.csv)
     return 0
 
 
 def report(
-    lab: netlab.Lab, stream: float, found: list[dict[str, str]], origin: Origin, path: str | None
+    lab: netlab.Lab, streams: list[float], found: list[dict[str, str]], origin: Origin, path: str
 ) -> None:
-    """Print a table; append its rows to a CSV."""
+    """Print a table; append its rows to a CSV if `path` is not empty."""
     where = f"{lab.rate:<11} {lab.congestion:<8}"
-    print(f"{where} stream         -  iperf3   {stream:>7.4f}       1.00")
     name = {"connection": lab.describe()}
-    records = [
-        harness.record(
-            Row("time", "stream", "iperf3", 2, 0, 0, "uint8", effbw=stream, **name), origin
-        )
-    ]
+    records = []
+    for op, rate in zip(STREAMS, streams, strict=True):
+        print(f"{where} {op:<18}iperf3   {rate:>7.4f} {rate / streams[0]:>10.2f}")
+        row = Row("time", op, "iperf3", 2, 0, 0, "uint8", effbw=rate, **name)
+        records.append(harness.record(row, origin))
     for row in found:
         if row["kind"] != "time":
             continue
         rate = float(row["effbw"])
         size = harness.format_size(int(row["size"]))
         cells = f"{row['op']:<10} {size:>5}  {row['backend']:<8} {rate:>7.4f}"
-        print(f"{where} {cells} {rate / stream:>10.2f}", flush=True)
+        print(f"{where} {cells} {rate / streams[0]:>10.2f}", flush=True)
         connection = f"{lab.describe()}; {row['connection']}"
         records.append(row | {"connection": connection, "command": origin.command})
     if path:

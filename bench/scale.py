@@ -112,7 +112,7 @@ def rank_main(backend: str, rank: int, ranks: int, folder: str, port: int, gate:
     if torch_name:
         barrier, calls = torch_calls(torch_name, rank, ranks, port)
     else:
-        barrier, calls = core_calls(rank, ranks, folder, port)
+        barrier, calls = core_calls(rank, ranks, folder)
     calls[0]()
     result: Result = {"start_s": time.perf_counter() - begin}
     few = max(3, 64 // ranks)

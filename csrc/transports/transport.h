@@ -76,7 +76,8 @@ class Transport {
   virtual bool reaches(int rank) const = 0;
   /// The channel to a rank that it reaches; made at first use, owned by the transport.
   virtual Channel& channel(int rank, Lane lane) = 0;
-  /// Memory of all ranks that it was made for, or null if it does not reach every one of them.
+  /// Memory of the ranks of this host that it was made for, or null if one of them has no part in
+  /// it. Window::size() and member() say who they are.
   virtual Window* window() { return nullptr; }
   /// Memory of ours that all ranks of the window address in place, or null.
   virtual std::shared_ptr<SharedHeap> heap() { return nullptr; }
