@@ -158,16 +158,20 @@ void Connector::start(std::function<void(int lane)> on_ready) {
       if (link->ways[static_cast<size_t>(lane)].ready) on_ready_(lane);
     }
   }
-  thread_ = std::thread([this] { run(); });
+  thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 
 void Connector::stop() {
-  if (!thread_.joinable()) return;
-  if (forked()) return thread_.detach();
+  if (!thread_) return;
+  if (forked()) {  // the handle may be that of a thread that the child has started
+    static_cast<void>(thread_.release());
+    return;
+  }
   stop_ = true;
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
-  thread_.join();
+  thread_->join();
+  thread_.reset();
 }
 
 void Connector::run() {

@@ -115,7 +115,7 @@ class Connector {
   std::mutex wishes_mutex_;
   std::vector<std::pair<int, int>> wishes_;  // rank and lane
   std::atomic<bool> troubled_{false}, stop_{false};
-  std::thread thread_;
+  std::unique_ptr<std::thread> thread_;
 };
 
 }  // namespace pycomm::tcp

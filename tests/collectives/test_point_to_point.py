@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -276,3 +279,37 @@ def test_between_processes():
 
     assert all(run_processes(3, job))
     assert all(run_processes(2, job, transport="tcp"))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_forked_child_drops_the_group_and_its_threads(transport):
+    """As a data loader's worker does when it collects the trainer's garbage."""
+
+    def job(c):
+        out = np.empty(10, np.float32)
+        request = c.recv(out, 1 - c.rank)
+        time.sleep(0.02)  # nobody waits: the group's thread takes over
+        child = os.fork()
+        if child == 0:
+            dropped = threading.Event()
+            for _ in range(4):  # one of them gets the handle of the group's thread
+                threading.Thread(target=dropped.wait).start()
+            del request
+            c.close()
+            dropped.set()
+            os._exit(0)
+        end = time.monotonic() + 10.0
+        status = None
+        while status is None and time.monotonic() < end:
+            done, code = os.waitpid(child, os.WNOHANG)
+            status = code if done else None
+            time.sleep(0.005)
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        c.send(floats(c.rank, 10), 1 - c.rank).wait()
+        request.wait()
+        assert np.array_equal(out, floats(1 - c.rank, 10))
+        return status
+
+    assert run_processes(2, job, transport=transport) == [0, 0]
