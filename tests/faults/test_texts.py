@@ -28,11 +28,15 @@ def ranks_text(ranks, one, many):
     return f"ranks 0-{ranks - 1} {many}"
 
 
-def same_text(errors, kind):
+def texts_of(errors, kind):
+    """What ranks say that failed: all the same, but for ranks that find it in the same moment.
+
+    Each of those tells it from its own place, and what the others then hear is one of their texts.
+    """
     errors = [error for error in errors if error is not None]
+    assert errors
     assert all(type(error) is kind for error in errors)
-    assert len({str(error) for error in errors}) == 1
-    return str(errors[0])
+    return {str(error) for error in errors}
 
 
 @ways
@@ -48,14 +52,14 @@ def test_a_missing_rank(way, ranks):
         finally:
             over.wait(10)
 
-    text = same_text(attempt(ranks, job, **WAYS[way]), Timeout)
     call = re.escape("all_reduce #2 (sum of 10 float32)")
-    assert re.fullmatch(
-        rf"rank [0-{ranks - 2}]: {call} did not end within the timeout of 300 ms\n"
-        rf"  rank {ranks - 1} is missing: in no operation, last completed barrier #1\n"
-        rf"  {ranks_text(ranks - 1, 'waits', 'wait')}: in {call}, last completed barrier #1",
-        text,
-    )
+    for text in texts_of(attempt(ranks, job, **WAYS[way]), Timeout):
+        assert re.fullmatch(
+            rf"rank [0-{ranks - 2}]: {call} did not end within the timeout of 300 ms\n"
+            rf"  rank {ranks - 1} is missing: in no operation, last completed barrier #1\n"
+            rf"  {ranks_text(ranks - 1, 'waits', 'wait')}: in {call}, last completed barrier #1",
+            text,
+        )
 
 
 @ways
@@ -66,13 +70,10 @@ def test_a_rank_that_calls_something_else(way, ranks):
         c.all_reduce(ones(1000 if c.rank < ranks - 1 else 999))
         c.barrier()
 
-    text = same_text(attempt(ranks, job, **WAYS[way]), WireMismatch)
-    first, *table = text.splitlines()
     ours, theirs = (f"all_reduce #2 (sum of {n} float32)" for n in (1000, 999))
     end = (
         r"rank \d (calls|(expects|sends) \d+ bytes of) all_reduce #2 \(sum of (999|1000) float32\)"
     )
-    assert re.fullmatch(f"{end}, {end}", first)
     last = "last completed barrier #1"
     lines = [
         f"  {ranks_text(ranks - 1, '', '').strip()}: in {ours}, {last}",
@@ -80,7 +81,10 @@ def test_a_rank_that_calls_something_else(way, ranks):
     ]
     if ranks > 2:  # of two, none is right
         lines = [f"  rank {ranks - 1} differs: in {theirs}, {last}", lines[0]]
-    assert table == lines
+    for text in texts_of(attempt(ranks, job, **WAYS[way]), WireMismatch):
+        first, *table = text.splitlines()
+        assert re.fullmatch(f"{end}, {end}", first)
+        assert table == lines
 
 
 @ways
@@ -94,10 +98,10 @@ def test_both_ends_of_a_receive_that_nobody_sends_to(way):
         else:
             c.all_reduce(ones(10))
 
-    assert same_text(attempt(3, job, **WAYS[way]), Timeout) == (
+    assert texts_of(attempt(3, job, **WAYS[way]), Timeout) == {
         "rank 0: recv of 80 bytes from rank 1 (tag 3) did not end within the timeout of 300 ms; "
         "check that the other end sends with the same tag\n"
         "  rank 0: in recv of 80 bytes from rank 1 (tag 3), last completed barrier #1\n"
         "  rank 1: in recv of 40 bytes from rank 0 (tag 4), last completed barrier #1\n"
         "  rank 2: in all_reduce #2 (sum of 10 float32), last completed barrier #1"
-    )
+    }
