@@ -63,18 +63,33 @@ def attempt(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list
 
 
 def _process_main(
-    rank: int, size: int, folder: str, job: Job, options: dict[str, Any], results: Any
+    rank: int,
+    size: int,
+    folder: str,
+    job: Job,
+    prepare: Job,
+    options: dict[str, Any],
+    results: Any,
 ) -> None:
     try:
+        prepare(rank)
         with Communicator(Store.file(folder), rank, size, **options) as communicator:
             results.put((rank, True, job(communicator)))
     except BaseException as error:
         results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
-def run_processes(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any]:
+def run_processes(
+    size: int,
+    job: Job,
+    *,
+    limit: float = 60.0,
+    prepare: Job = lambda rank: None,
+    **options: Any,
+) -> list[Any]:
     """Run ``job(communicator)``, a function of a module, on ranks that are forked processes.
 
+    ``prepare(rank)`` runs in the process before the ranks meet.
     A job that returns None may end by any means (a test kills it); others must return.
     """
     context = multiprocessing.get_context("fork")
@@ -82,7 +97,9 @@ def run_processes(size: int, job: Job, *, limit: float = 60.0, **options: Any) -
     with tempfile.TemporaryDirectory() as folder:
         options = {**OPTIONS, "transport": "shm", **options}
         processes = [
-            context.Process(target=_process_main, args=(r, size, folder, job, options, results))
+            context.Process(
+                target=_process_main, args=(r, size, folder, job, prepare, options, results)
+            )
             for r in range(size)
         ]
         for process in processes:

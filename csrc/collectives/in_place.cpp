@@ -30,17 +30,17 @@ void reduce_scatter(Window& window, Reducer& reducer, const Places& in, size_t p
   meet(window);
 }
 
-void all_gather(Window& window, const Places& in, const Parts& out) {
+void all_gather(Window& window, const Places& in, const void* own, const Parts& out) {
   for (int k = 1; k < window.size(); k++) {
     const int rank = window.peer(k);
-    copy(out[rank].data, in[rank], out.bytes(rank));
+    in.read(rank, 0, out[rank].data, out.bytes(rank));
   }
-  copy(out[window.rank()].data, in[window.rank()], out.bytes(window.rank()));
+  copy(out[window.rank()].data, own, out.bytes(window.rank()));
   meet(window);
 }
 
-void broadcast(Window& window, int root, const uint8_t* from, void* data, size_t bytes) {
-  if (window.rank() != root) copy(data, from, bytes);
+void broadcast(Window& window, int root, uint64_t place, void* data, size_t bytes) {
+  if (window.rank() != root) window.read(root, place, 0, data, bytes);
   meet(window);
 }
 

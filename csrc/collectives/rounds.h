@@ -1,10 +1,11 @@
 // What collectives over a Window are made of: the pattern that most of them share, the pieces in
-// which buffers travel, and the fold. A part of shared*.cpp and in_place.cpp.
+// which buffers travel, and the fold. A part of shared*.cpp, in_place.cpp
+// and peer_read.cpp.
 //
 //   rounds()   put our piece, post, wait for the others, take theirs. One stage per round; puts run
 //              kAhead rounds ahead, so that waits rarely wait.
 //   meet_at()  is the first of these stages, and says beside its flag where our data lie, if peers
-//              can address them. If all can be addressed the call goes on in place.
+//              can address or read them. If that holds for all, the call goes on without staging.
 //
 // Every round has a slot of its own, in a ring of four. Why no put overwrites what a peer still
 // reads (c numbers the slots' uses, through all calls):
@@ -80,27 +81,48 @@ struct Areas {
   size_t each;
 };
 
-/// Where the data of all ranks lie in this call, by Window::place().
+/// Where the data of all ranks lie in this call, by Window::place() or private_place().
 struct Places {
-  explicit Places(const Window& window) : window(window) {}
+  explicit Places(Window& window) : window(window) {}
+  /// True if all are addressed by [], else they are read.
+  bool in_heaps() const {
+    bool all = true;
+    for (int r = 0; r < window.size(); r++) all = all && !Window::is_private(place[r]);
+    return all;
+  }
   uint8_t* operator[](int rank) const { return window.at(rank, place[rank]); }
+  void read(int rank, size_t offset, void* to, size_t bytes) const {
+    window.read(rank, place[rank], offset, to, bytes);
+  }
 
-  const Window& window;
+  Window& window;
   uint64_t place[kMaxRanks];
 };
 
 /// Less than this is as fast through staging, which needs one stage less.
 constexpr size_t kInPlaceBytes = 2048;
 
-/// The first stage of a call. True if the data of all ranks lie in heaps. Otherwise the first piece
-/// of every rank is in staging; `put()` writes ours.
+/// Data that peers may use where they lie. Empty: none.
+struct Shown {
+  uint64_t place(const Window& window) const {
+    if (bytes < kInPlaceBytes) return 0;
+    const uint64_t place = window.place(data);
+    return place || bytes < private_from ? place : window.private_place(data, bytes);
+  }
+  const void* data = nullptr;
+  size_t bytes = 0;
+  size_t private_from = 0;  ///< so many bytes are read by the kernel if they are not in a heap
+};
+
+/// The first stage of a call. True if peers can use the data of all ranks where they lie. Otherwise
+/// the first piece of every rank is in staging; `put()` writes ours.
 ///
-/// A rank whose data lie in its heap does not write a piece that would most likely be in vain. If
+/// A rank that shows its data does not write a piece that would most likely be in vain. If
 /// it has to after all, since others' do not, everybody waits for one more stage.
 template <typename Put>
-bool meet_at(Window& window, const void* data, Put put, Places& places) {
+bool meet_at(Window& window, const Shown& shown, Put put, Places& places) {
   const int me = window.rank();
-  places.place[me] = window.place(data);
+  places.place[me] = shown.place(window);
   if (!places.place[me]) put();
   std::memcpy(window.payload(), &places.place[me], sizeof places.place[me]);
   const uint32_t stage = window.post();
@@ -110,7 +132,7 @@ bool meet_at(Window& window, const void* data, Put put, Places& places) {
     if (r != me) std::memcpy(&places.place[r], window.payload(r, stage), sizeof places.place[r]);
     found += places.place[r] != 0;
   }
-  if (found == window.size()) return true;
+  if (found == window.size() && (places.in_heaps() || window.all_read())) return true;
   if (found > 0) {
     if (places.place[me]) put();
     window.wait(window.post());
@@ -135,15 +157,15 @@ void more_rounds(Window& window, uint32_t round, size_t count, Put put, Take tak
   }
 }
 
-/// All rounds of a call, or `in_place(places)` if `data`, null for never, is in the heap on all
-/// ranks.
+/// All rounds of a call, or `in_place(places)` if all ranks' data can be used where they lie.
 template <typename Put, typename Take, typename InPlace>
-void rounds(Window& window, const void* data, size_t count, Put put, Take take, InPlace in_place) {
+void rounds(Window& window, const Shown& shown, size_t count, Put put, Take take,
+            InPlace in_place) {
   if (count == 0) return window.wait(window.post());
   const uint32_t round = window.claim(count);
   Places places(window);
   const auto first = [&] { put(0, window.staging(window.rank(), round)); };
-  if (meet_at(window, data, first, places)) return in_place(places);
+  if (meet_at(window, shown, first, places)) return in_place(places);
   more_rounds(window, round, count, put, take);
 }
 

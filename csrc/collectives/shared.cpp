@@ -2,6 +2,7 @@
 #include "collectives/shared.h"
 
 #include "collectives/in_place.h"
+#include "collectives/peer_read.h"
 
 namespace pycomm::shared {
 namespace {
@@ -21,10 +22,17 @@ void tiny(Window& window, Reducer& reducer, const void* in, void* out, size_t by
   if (out) reducer.run(in, [&](int r) { return window.payload(r, stage); }, bytes, out);
 }
 
+/// Without staging.
+void all_reduce_there(Window& window, Reducer& reducer, const Places& places, void* data,
+                      size_t bytes) {
+  if (places.in_heaps()) return in_place::all_reduce(window, reducer, places, bytes);
+  peer_read::all_reduce(window, reducer, places, data, bytes);
+}
+
 /// `out` is null where the result is not wanted. `shown` is the data if the call may go on in
 /// place.
 void one_shot(Window& window, Reducer& reducer, const void* in, void* out, size_t bytes,
-              const void* shown) {
+              const Shown& shown) {
   const Cut cut{bytes, kSlotBytes};
   rounds(
       window, shown, cut.count(),
@@ -38,7 +46,7 @@ void one_shot(Window& window, Reducer& reducer, const void* in, void* out, size_
             at(in, cut.begin(i)), [&](int r) { return window.staging(r, round); }, cut.size(i),
             at(out, cut.begin(i)));
       },
-      [&](const Places& places) { in_place::all_reduce(window, reducer, places, bytes); });
+      [&](const Places& places) { all_reduce_there(window, reducer, places, out, bytes); });
 }
 
 /// Per chunk: put the others' areas, post; reduce our area, post; gather the others' results. The
@@ -58,12 +66,12 @@ class TwoShot {
         cut_{bytes, area_ * window.size()} {}
 
   /// `shown` is the data if the call may go on in place.
-  void run(const void* shown) {
+  void run(const Shown& shown) {
     const uint32_t first = window_.claim(cut_.count());
     const auto round = [&](size_t i) { return first + static_cast<uint32_t>(i); };
     Places places(window_);
     if (meet_at(window_, shown, [&] { put(0, round(0)); }, places)) {
-      return in_place::all_reduce(window_, reducer_, places, cut_.total);
+      return all_reduce_there(window_, reducer_, places, out_, cut_.total);
     }
     uint32_t stage = 0;
     for (size_t i = 0; i < cut_.count(); i++) {
@@ -137,14 +145,15 @@ void all_reduce(Window& window, const OpTag& tag, void* data, double factor, Dea
   window.begin(tag, deadline);
   Reducer reducer(window, tag, factor);
   const size_t bytes = tag.numel * reducer.element_bytes();
+  const Shown shown{data, bytes, peer_read::all_reduce_from(window.size())};
   if (bytes == 0) {
     meet(window);
   } else if (bytes <= kTinyBytes) {
     tiny(window, reducer, data, data, bytes);
   } else if (bytes <= one_shot_limit(window.size())) {
-    one_shot(window, reducer, data, data, bytes, bytes < kInPlaceBytes ? nullptr : data);
+    one_shot(window, reducer, data, data, bytes, shown);
   } else {
-    TwoShot(window, reducer, data, data, bytes, -1).run(data);
+    TwoShot(window, reducer, data, data, bytes, -1).run(shown);
   }
   window.end();
 }
@@ -158,9 +167,13 @@ void reduce_scatter(Window& window, const OpTag& tag, const ConstParts& in, void
   const int me = window.rank();
   const Areas areas(window);
   const PartCuts<const void> cuts{parts, window.size(), areas.each};
-  const bool show = !parts.is_list() && parts.bytes(0) >= kInPlaceBytes;
+  Shown shown;
+  if (!parts.is_list() && parts.bytes(0) >= kInPlaceBytes) {
+    shown = {parts.data(), parts.bytes(0) * window.size(),
+             peer_read::reduce_scatter_from(window.size())};
+  }
   rounds(
-      window, show ? parts.data() : nullptr, cuts.count(),
+      window, shown, cuts.count(),
       [&](size_t i, uint8_t* staging) {
         for (int k = 1; k < window.size(); k++) {
           const int rank = window.peer(k);
@@ -176,7 +189,11 @@ void reduce_scatter(Window& window, const OpTag& tag, const ConstParts& in, void
             own.size, at(out, i * areas.each));
       },
       [&](const Places& places) {
-        in_place::reduce_scatter(window, reducer, places, parts.bytes(0), out);
+        const size_t bytes = parts.bytes(0);
+        if (places.in_heaps()) {
+          return in_place::reduce_scatter(window, reducer, places, bytes, out);
+        }
+        peer_read::reduce_scatter(window, reducer, places, parts[me].data, bytes, out);
       });
   window.end();
 }
@@ -193,9 +210,9 @@ void reduce(Window& window, const OpTag& tag, const void* in, void* out, double 
   } else if (bytes <= kTinyBytes) {
     tiny(window, reducer, in, here, bytes);
   } else if (bytes <= one_shot_limit(window.size()) || window.size() == 2) {
-    one_shot(window, reducer, in, here, bytes, nullptr);
+    one_shot(window, reducer, in, here, bytes, {});
   } else {
-    TwoShot(window, reducer, in, here, bytes, tag.root).run(nullptr);
+    TwoShot(window, reducer, in, here, bytes, tag.root).run({});
   }
   window.end();
 }

@@ -1,5 +1,6 @@
 // Collectives over a Window that only move bytes.
 #include "collectives/in_place.h"
+#include "collectives/peer_read.h"
 #include "collectives/shared.h"
 #include "core/error.h"
 
@@ -9,7 +10,7 @@ namespace {
 /// What a rank sends another in one call, as the sender says it at the end of its first slot.
 struct Letter {
   uint64_t bytes;
-  uint64_t place;   ///< in the sender's heap, where it is read at once; or 0
+  uint64_t place;   ///< of the part, where it is read at once; or 0
   uint32_t offset;  ///< else in the slot
   uint32_t area;    ///< bytes per round
 };
@@ -17,7 +18,7 @@ struct Letter {
 /// What a rank says to all, beside the flag of that slot.
 struct Notice {
   uint64_t rounds;
-  uint64_t in_place;  ///< 1 if peers read from its heap
+  uint64_t in_place;  ///< 1 if peers read its data where they lie
 };
 
 [[noreturn]] void throw_sizes(const Window& window, const OpTag& tag, int from, uint64_t sent,
@@ -39,7 +40,10 @@ class PartExchange {
     size_t readers = 0, most = 0;
     for (int r = 0; r < window.size(); r++) {
       if (r == me_) continue;
-      notice_.in_place |= place(r) != 0;
+      // Staging alone lets a part be received where another is sent from.
+      const bool same = in_[r].data == out_[r].data;
+      place_[r] = same ? 0 : Shown{in_[r].data, in_.bytes(r), peer_read::kPartFrom}.place(window);
+      notice_.in_place |= place_[r] != 0;
       if (!staged(r)) continue;
       readers += 1;
       most = std::max(most, in_.bytes(r));
@@ -64,7 +68,7 @@ class PartExchange {
     for (int k = 1; k < window_.size(); k++) {
       const int rank = window_.peer(k);
       if (from_[rank].place) {
-        copy(out_[rank].data, window_.at(rank, from_[rank].place), out_.bytes(rank));
+        window_.read(rank, from_[rank].place, 0, out_[rank].data, out_.bytes(rank));
       }
     }
     copy(out_[me_].data, in_[me_].data, in_.bytes(me_));
@@ -72,9 +76,8 @@ class PartExchange {
   }
 
  private:
-  uint64_t place(int rank) const { return in_.bytes(rank) > 0 ? window_.place(in_[rank].data) : 0; }
   /// Our part for this rank goes through staging.
-  bool staged(int rank) const { return in_.bytes(rank) > 0 && place(rank) == 0; }
+  bool staged(int rank) const { return in_.bytes(rank) > 0 && place_[rank] == 0; }
   size_t letters_bytes() const {
     return (window_.size() * sizeof(Letter) + kGrain - 1) / kGrain * kGrain;
   }
@@ -86,7 +89,8 @@ class PartExchange {
     uint32_t offset = 0;
     for (int k = 1; k < window_.size(); k++) {
       const int rank = window_.peer(k);
-      letters(staging)[rank] = {in_.bytes(rank), place(rank), offset, static_cast<uint32_t>(area_)};
+      letters(staging)[rank] = {in_.bytes(rank), place_[rank], offset,
+                                static_cast<uint32_t>(area_)};
       if (staged(rank)) offset += static_cast<uint32_t>(area_);
     }
   }
@@ -133,6 +137,7 @@ class PartExchange {
   int me_;
   size_t area_;
   Notice notice_ = {};
+  uint64_t place_[kMaxRanks];  ///< of our part for each
   Letter from_[kMaxRanks];
 };
 
@@ -146,13 +151,14 @@ void broadcast_bytes(Window& window, int root, void* data, size_t bytes) {
     std::memcpy(staging, at(data, cut.begin(i)), cut.size(i));
     window.count_sent(cut.size(i));
   };
-  uint64_t place = is_root && bytes >= kInPlaceBytes ? window.place(data) : 0;
+  const Shown shown{data, bytes, peer_read::broadcast_from(window.size())};
+  uint64_t place = is_root ? shown.place(window) : 0;
   if (!place) put(0, window.staging(window.rank(), round));
   std::memcpy(window.payload(), &place, sizeof place);
   const uint32_t stage = window.post();
   window.wait(stage);
   if (!is_root) std::memcpy(&place, window.payload(root, stage), sizeof place);
-  if (place) return in_place::broadcast(window, root, window.at(root, place), data, bytes);
+  if (place) return in_place::broadcast(window, root, place, data, bytes);
   more_rounds(window, round, cut.count(), put, [&](size_t i, uint32_t from) {
     if (!is_root) {
       std::memcpy(at(data, cut.begin(i)), window.staging(root, from), cut.size(i));
@@ -168,9 +174,8 @@ void all_gather(Window& window, const OpTag& tag, const void* in, const Parts& o
   const Parts parts = out.of(size_of(tag.dtype));
   const int me = window.rank();
   const PartCuts<void> cuts{parts, window.size(), kSlotBytes};
-  const bool show = parts.bytes(me) >= kInPlaceBytes;
   rounds(
-      window, show ? in : nullptr, cuts.count(),
+      window, {in, parts.bytes(me), peer_read::all_gather_from(window.size())}, cuts.count(),
       [&](size_t i, uint8_t* staging) {
         const Span<uint8_t> own = cuts.of(me, i);
         const uint8_t* from = at(in, i * kSlotBytes);
@@ -185,7 +190,7 @@ void all_gather(Window& window, const OpTag& tag, const void* in, const Parts& o
           copy(theirs.data, window.staging(rank, round), theirs.size);
         }
       },
-      [&](const Places& places) { in_place::all_gather(window, places, parts); });
+      [&](const Places& places) { in_place::all_gather(window, places, in, parts); });
   window.end();
 }
 

@@ -49,7 +49,9 @@ struct Board {
   alignas(kLine) std::atomic<uint32_t> left;  ///< 1 after a graceful leave
   uint32_t heaps;                             ///< 1 if the rank has mapped the heaps too
   uint64_t process[2];                        ///< names the process on this host
-  cpu_set_t cpus;                             ///< where the rank may run
+  uint64_t address;                           ///< of this board in that process
+  std::atomic<uint32_t> reads;  ///< 1 if the rank can read all others' memory (peer_memory.h)
+  cpu_set_t cpus;               ///< where the rank may run
 };
 
 struct alignas(kLine) Ring {

@@ -4,6 +4,7 @@
 
 #include "core/env.h"
 #include "transports/pace.h"
+#include "transports/peer_memory.h"
 
 namespace pycomm {
 
@@ -22,6 +23,8 @@ SegmentTransport::SegmentTransport(std::string name, const SharedMemory& memory)
   bool all = true;
   for (int r = 0; r < segment_.ranks(); r++) all = all && segment_.present(r);
   if (all) {
+    segment_.board(self_).reads.store(peer_memory::readable(segment_, self_),
+                                      std::memory_order_release);
     window_ = std::make_unique<Window>(segment_, watch_, self_, spin_);
     if (segment_.has_heaps()) {
       heap_ = std::make_shared<SharedHeap>(memory_.base, segment_.heap(self_), kHeapBytes);

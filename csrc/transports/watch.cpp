@@ -60,6 +60,7 @@ void Watch::sign(Board& board) {
   ::stat("/proc/self/ns/pid", &space);
   board.process[0] = static_cast<uint64_t>(::getpid());
   board.process[1] = space.st_ino;
+  board.address = reinterpret_cast<uint64_t>(&board);
   ::sched_getaffinity(0, sizeof board.cpus, &board.cpus);
 }
 

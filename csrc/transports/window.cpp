@@ -1,10 +1,25 @@
 // The slow side of the Window: long waits, and what goes wrong in them.
 #include "transports/window.h"
 
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+#include <thread>
+
 #include "transports/pace.h"
+#include "transports/peer_memory.h"
 #include "transports/watch.h"
 
 namespace pycomm {
+namespace {
+
+/// Read at once, before we look whether the group still lives.
+constexpr size_t kReadAtMost = size_t{4} << 20;
+/// A process that dies gives up its memory before its lock, by which the Watch knows that it lives.
+constexpr Milliseconds kDying(500);
+
+}  // namespace
 
 Window::Window(const Segment& segment, Watch& watch, int rank, int spin)
     : segment_(segment),
@@ -47,6 +62,43 @@ void Window::compare_tags(uint32_t stage) const {
     throw WireMismatch(name(rank_) + " calls " + pycomm::describe(tag_) + ", " + name(r) +
                        " calls " + pycomm::describe(theirs));
   }
+}
+
+uint64_t Window::private_place(const void* data, size_t bytes) const {
+  // A forked child is not the process that peers would read.
+  if (!all_read() || board_->process[0] != static_cast<uint64_t>(::getpid())) return 0;
+  return peer_memory::showable(data, bytes) ? kPrivate | reinterpret_cast<uint64_t>(data) : 0;
+}
+
+bool Window::all_read() const {
+  for (int r = 0; r < size_; r++) {
+    if (segment_.board(r).reads.load(std::memory_order_acquire) == 0) return false;
+  }
+  return true;
+}
+
+void Window::read_private(int rank, uint64_t address, void* to, size_t bytes) {
+  const auto process = static_cast<pid_t>(segment_.board(rank).process[0]);
+  for (size_t done = 0; done < bytes;) {
+    watch_.check();
+    const size_t size = std::min(kReadAtMost, bytes - done);
+    const auto* from = reinterpret_cast<const uint8_t*>(address) + done;
+    const int error = peer_memory::read(process, from, static_cast<uint8_t*>(to) + done, size);
+    if (error != 0) throw_unreadable(rank, error);
+    done += size;
+  }
+}
+
+void Window::throw_unreadable(int rank, int error) {
+  const Deadline patience = Deadline::after(kDying);
+  do {
+    watch_.check_now();
+    if (watch_.left(rank)) watch_.throw_left(rank);
+    std::this_thread::sleep_for(Milliseconds(1));
+  } while (!patience.expired());
+  throw Error(name(rank_) + " cannot read the memory of " + name(rank) + " for " +
+              pycomm::describe(tag_) + ": " + std::generic_category().message(error) +
+              "; a collective's buffers must stay mapped and readable until it ends");
 }
 
 void Window::throw_timeout(uint32_t stage) const {

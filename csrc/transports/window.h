@@ -100,8 +100,18 @@ class PYCOMM_API Window {
         static_cast<uint64_t>(static_cast<const uint8_t*>(data) - segment_.heap(rank_));
     return offset < kHeapBytes ? offset + 1 : 0;
   }
-  /// The memory that a rank has called so.
+  /// The same for memory outside of our heap, which peers get by read(); 0 if they cannot.
+  uint64_t private_place(const void* data, size_t bytes) const;
+  static bool is_private(uint64_t place) { return (place & kPrivate) != 0; }
+  /// True if every rank can read the others' private memory. All ranks agree once they have met.
+  bool all_read() const;
+  /// The memory in its heap that a rank has called so.
   uint8_t* at(int rank, uint64_t place) const { return segment_.heap(rank) + place - 1; }
+  /// Copies from `offset` of what a rank has called so, wherever it is. Throws PeerLost or Error.
+  void read(int rank, uint64_t place, size_t offset, void* to, size_t bytes) {
+    if (is_private(place)) return read_private(rank, (place & ~kPrivate) + offset, to, bytes);
+    if (bytes > 0) std::memcpy(to, at(rank, place) + offset, bytes);
+  }
 
   /// Counts what we have written for others to read.
   void count_sent(uint64_t bytes) {
@@ -111,6 +121,9 @@ class PYCOMM_API Window {
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
 
  private:
+  /// Tells addresses in a process from places in a heap.
+  static constexpr uint64_t kPrivate = uint64_t{1} << 63;
+
   bool arrived(int rank, uint32_t stage) const {
     const uint64_t seen =
         segment_.board(rank).flags[stage % 2].value.load(std::memory_order_acquire);
@@ -121,6 +134,8 @@ class PYCOMM_API Window {
   /// Throws WireMismatch if a peer has posted our first stage for another call, or is in another
   /// call of the same number.
   void compare_tags(uint32_t stage) const;
+  void read_private(int rank, uint64_t address, void* to, size_t bytes);
+  [[noreturn]] void throw_unreadable(int rank, int error);
   [[noreturn]] void throw_timeout(uint32_t stage) const;
   [[noreturn]] void throw_broken() const;
 

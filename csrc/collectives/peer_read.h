@@ -1,0 +1,34 @@
+// Collectives on ordinary memory of other processes, which the kernel reads for us
+// (transports/peer_memory.h): each byte is copied once. Used where that beats the two copies
+// through staging. A part of shared*.cpp; what only copies is in in_place.h, for memory of both
+// kinds.
+//
+// Callers have met, so that all inputs are there; each function ends when all ranks are done with
+// everybody's memory. Results have the same bits as those through staging: an element has one
+// owner, who folds in rank order.
+#pragma once
+#include "collectives/rounds.h"
+
+namespace pycomm::shared::peer_read {
+
+// From how many bytes on reading beats staging, measured on two cores with both ways in turn
+// (float32, 0.25 to 64 MiB, ratio of the medians): with two ranks it was slower below (0.6 to 0.9)
+// and faster from here on, by 1.1 to 2.5. More ranks than cores were faster only where said; the
+// rest was between 0.7 and 1.5 from run to run, and stays in staging.
+constexpr size_t kNever = SIZE_MAX;
+constexpr size_t all_reduce_from(int ranks) { return ranks == 2 ? size_t{512} << 10 : kNever; }
+/// Bytes of all parts.
+constexpr size_t reduce_scatter_from(int ranks) { return size_t{ranks == 2 ? 512u : 16384u} << 10; }
+/// Bytes of a part.
+constexpr size_t all_gather_from(int ranks) { return ranks == 2 ? size_t{256} << 10 : kNever; }
+constexpr size_t broadcast_from(int ranks) { return ranks == 2 ? size_t{512} << 10 : kNever; }
+/// Of all_to_all, gather and scatter, with any number of ranks.
+constexpr size_t kPartFrom = size_t{256} << 10;
+
+/// Everybody's `bytes` become the result; ours are at `own`.
+void all_reduce(Window& window, Reducer& reducer, const Places& data, void* own, size_t bytes);
+/// Of everybody's parts, which lie one after another; our part of ours is at `own`.
+void reduce_scatter(Window& window, Reducer& reducer, const Places& in, const void* own,
+                    size_t part_bytes, void* out);
+
+}  // namespace pycomm::shared::peer_read

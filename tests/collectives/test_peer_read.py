@@ -1,0 +1,230 @@
+"""Large buffers between processes: the kernel copies them once, and nobody sees a difference."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from pycomm.errors import Error, PeerLost
+from tests.collectives.ways import floats, integers
+from tests.ranks import run, run_processes
+
+RANKS = [2, 3, 4]
+# Elements of a rank, in float32: below the sizes at which reading begins, above all of them, and of
+# several blocks. None is a whole number of cache lines per rank.
+SIZES = [1001, 40_003, 700_001, 1_900_003]
+LARGEST = 4_300_007
+
+
+def digest(*arrays):
+    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
+
+
+def everything(c, place=lambda values: values):
+    """Digests of what every collective gives on this rank; `place` says where buffers lie."""
+    ranks, me, root = c.size, c.rank, c.size - 1
+    out = {}
+    for n in SIZES:
+        part = -(-n // ranks)
+        mine, wide = floats(me, n), floats(me + 100, part * ranks)
+        for op in ("sum", "avg", "max"):
+            x = place(mine.copy())
+            c.all_reduce(x, op)
+            out["all_reduce", op, n] = digest(x)
+        for dtype in ("uint8", "float64", "int64"):
+            x = place(integers(me, n, dtype))
+            c.all_reduce(x)
+            out["all_reduce", dtype, n] = digest(x)
+        x, y = place(wide.copy()), place(np.zeros(part, np.float32))
+        c.reduce_scatter(x, y)
+        assert np.array_equal(x, wide)
+        out["reduce_scatter", n] = digest(y)
+        c.reduce_scatter(x, x[me * part : (me + 1) * part])
+        out["reduce_scatter into its input", n] = digest(x)
+        x, y = place(mine.copy()), place(np.zeros(ranks * n, np.float32))
+        c.all_gather(x, y)
+        out["all_gather", n] = digest(x, y)
+        y[:] = 0
+        y[me * n : (me + 1) * n] = mine
+        c.all_gather(y[me * n : (me + 1) * n], y)
+        out["all_gather into its input", n] = digest(y)
+        x, y = place(wide.copy()), place(np.zeros(ranks * part, np.float32))
+        c.all_to_all(x, y)
+        out["all_to_all", n] = digest(x, y)
+        c.all_to_all(y, y)
+        out["all_to_all into its input", n] = digest(y)
+        x = place(mine.copy())
+        c.broadcast(x, root)
+        out["broadcast", n] = digest(x)
+        x, y = place(mine.copy()), place(np.zeros(ranks * n, np.float32))
+        c.gather(x, y, root)
+        out["gather", n] = digest(x, y)
+        z = place(np.zeros(n, np.float32))
+        c.scatter(y, z, root)
+        out["scatter", n] = digest(y, z)
+    part = -(-LARGEST // ranks)
+    x, y = place(floats(me, part * ranks)), place(np.zeros(part, np.float32))
+    c.reduce_scatter(x, y)
+    out["reduce_scatter", LARGEST] = digest(y)
+    return out
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_same_bits_as_through_staging(ranks):
+    """Threads go through staging."""
+    assert run_processes(ranks, everything) == run(ranks, everything)
+
+
+@pytest.mark.parametrize("who", ["one", "all but one"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_same_bits_where_some_lie_in_heaps(ranks, who):
+    def mixed(c):
+        def place(values):
+            if (c.rank == 1) != (who == "one"):
+                return values
+            array = np.asarray(c.allocate(len(values), str(values.dtype)))
+            array[:] = values
+            return array
+
+        return everything(c, place)
+
+    assert run_processes(ranks, mixed) == run(ranks, everything)
+
+
+def staged_bytes(c, numel=1_000_000):
+    """What each collective of a large buffer shows to others in staging."""
+    x, wide, out = np.ones(numel), np.ones(c.size * numel), np.ones(c.size * numel)
+    calls = {
+        "all_reduce": lambda: c.all_reduce(x),
+        "reduce_scatter": lambda: c.reduce_scatter(wide, x),
+        "all_gather": lambda: c.all_gather(x, out),
+        "all_to_all": lambda: c.all_to_all(wide, out),
+        "broadcast": lambda: c.broadcast(x, 0),
+        "gather": lambda: c.gather(x, out, 0),
+        "scatter": lambda: c.scatter(wide, x, 0),
+    }
+    c.barrier()  # from here on all ranks know who can read whom
+    counts = {}
+    for name, call in calls.items():
+        before = c.sent_bytes()
+        call()
+        counts[name] = c.sent_bytes() - before
+    return counts
+
+
+def may_read_itself_in_a_child():
+    """True where processes of one user may read each other, so that ranks do."""
+    word = ctypes.c_uint64(0x1234)
+    child = os.fork()
+    if child == 0:
+        seen = ctypes.c_uint64()
+
+        class Range(ctypes.Structure):
+            _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+        local = Range(ctypes.addressof(seen), 8)
+        remote = Range(ctypes.addressof(word), 8)
+        libc = ctypes.CDLL(None)
+        libc.process_vm_readv(os.getppid(), *(ctypes.byref(local), 1, ctypes.byref(remote), 1), 0)
+        os._exit(0 if seen.value == word.value else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+needs_reading = pytest.mark.skipif(
+    not may_read_itself_in_a_child(), reason="here no process may read another's memory"
+)
+
+
+@needs_reading
+@pytest.mark.parametrize("ranks", RANKS)
+def test_nothing_large_goes_through_staging(ranks):
+    """With more than two ranks only where that is faster."""
+    staged = set() if ranks == 2 else {"all_reduce", "all_gather", "broadcast"}
+    for rank, counts in enumerate(run_processes(ranks, staged_bytes)):
+        expected = staged if rank == 0 else staged - {"broadcast"}
+        assert {name for name, count in counts.items() if count} == expected
+
+
+PR_SET_DUMPABLE = 4
+SYS_CAPSET = {"x86_64": 126, "aarch64": 91}[os.uname().machine]
+CAPABILITIES_3 = 0x20080522
+
+
+def hide():
+    """No other process of this user may read our memory from here on."""
+    assert ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+
+
+def drop_rights():
+    """Root without capabilities may not read processes that have some."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_3, 0)
+    assert ctypes.CDLL(None).syscall(SYS_CAPSET, header, (ctypes.c_uint32 * 6)()) == 0
+
+
+def test_where_reading_is_forbidden_staging_is_used():
+    """One pair of ranks is enough: then no rank reads."""
+
+    def job(c):
+        return everything(c), staged_bytes(c)
+
+    def forbidden(rank):
+        if rank == 1:
+            hide()
+        elif rank == 2:
+            drop_rights()
+
+    outcomes = run_processes(3, job, prepare=forbidden)
+    assert [bits for bits, _ in outcomes] == run(3, everything)
+    for _, counts in outcomes:
+        assert counts["all_reduce"] > 0
+        assert counts["all_to_all"] > 0
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "all_to_all"])
+def test_a_rank_that_dies_while_it_is_read_is_named(op):
+    def job(c):
+        x, out = np.ones(c.size * 300_000), np.ones(c.size * c.size * 300_000)
+        if c.rank == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        try:
+            while True:
+                if op == "all_reduce":
+                    c.all_reduce(x)
+                else:
+                    getattr(c, op)(x, out if op == "all_gather" else out[: len(x)])
+        except PeerLost as lost:
+            return lost.rank, str(lost)
+
+    first, second = run_processes(2, job)
+    assert second is None
+    assert first[0] == 1
+    assert "rank 1" in first[1]
+
+
+@needs_reading
+def test_memory_that_cannot_be_read_is_named():
+    def job(c):
+        c.barrier()
+        memory = mmap.mmap(-1, 16 << 20)
+        x = np.frombuffer(memory, np.float32)
+        if c.rank == 1:
+            middle = x.ctypes.data + (8 << 20)
+            assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(middle), 4096, 0) == 0
+        with pytest.raises(Error) as caught:
+            c.broadcast(x, 1)
+        return str(caught.value)
+
+    for text in run_processes(2, job):
+        assert "cannot read the memory of rank 1" in text
+
+
+def test_threads_do_not_read_their_own_process():
+    for counts in run(2, staged_bytes):
+        assert counts["all_reduce"] > 0
