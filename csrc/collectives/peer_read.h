@@ -12,9 +12,10 @@
 namespace pycomm::shared::peer_read {
 
 // From how many bytes on reading beats staging, measured on two cores with both ways in turn
-// (float32, 0.25 to 64 MiB, ratio of the medians): with two ranks it was slower below (0.6 to 0.9)
-// and faster from here on, by 1.1 to 2.5. More ranks than cores were faster only where said; the
-// rest was between 0.7 and 1.5 from run to run, and stays in staging.
+// (float32, 64 KiB to 64 MiB, time of staging by that of reading). Two ranks: 0.4 to 1.04
+// below, 1.01 to 2.5 from here on. Three and four ranks, more than cores: from run to run 0.67
+// to 1.8, so they stay in staging but for two: reduce_scatter (1.16 to 1.9 from here on) and parts
+// (all_to_all 1.0 to 1.4; scatter and gather mostly above 1, gather of three ranks 0.8 to 1.1).
 constexpr size_t kNever = SIZE_MAX;
 constexpr size_t all_reduce_from(int ranks) { return ranks == 2 ? size_t{512} << 10 : kNever; }
 /// Bytes of all parts.
