@@ -82,8 +82,6 @@ def torch_calls(name: str, rank: int, ranks: int, port: int) -> tuple[Call, list
     import torch
     import torch.distributed as dist
 
-    if name == "pycomm":
-        import pycomm.backend  # noqa: F401  (torch knows the name where pycomm is installed)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
     dist.init_process_group(name, store=store, rank=rank, world_size=ranks)
     tensors = [torch.ones(max(2, size // 4)) for size in SIZES]
@@ -177,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         parser.error(f"no backend is called {unknown[0]!r}: want some of {', '.join(BACKENDS)}")
     if any(BACKENDS[name][0] for name in backends):
-        import torch.distributed  # noqa: F401  (once, before the ranks are forked)
+        import pycomm.backend  # noqa: F401  (with torch; once, before the ranks are forked)
     origin = vars(Origin.here(shlex.join(["python", "-m", "pycomm.bench.scale", *argv])))
     sizes = "".join(f" {harness.format_size(size):>10}" for size in SIZES)
     print(f"ranks     backend round start_s memory_KiB sockets barrier_us{sizes}")
