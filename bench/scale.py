@@ -78,11 +78,17 @@ def core_calls(rank: int, ranks: int, folder: str) -> tuple[Call, list[Call]]:
     return group.barrier, [all_reduce(x) for x in arrays]
 
 
-def torch_calls(name: str, rank: int, ranks: int, port: int) -> tuple[Call, list[Call]]:
+def torch_store(rank: int, ranks: int, port: int) -> Any:
+    """Where the ranks meet. torch waits up to seconds before it tries again to connect to it."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
+
+
+def torch_calls(name: str, rank: int, ranks: int, store: Any) -> tuple[Call, list[Call]]:
     import torch
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
     dist.init_process_group(name, store=store, rank=rank, world_size=ranks)
     tensors = [torch.ones(max(2, size // 4)) for size in SIZES]
 
@@ -105,10 +111,11 @@ def rank_main(backend: str, rank: int, ranks: int, folder: str, port: int, gate:
     torch_name, transport = BACKENDS[backend]
     os.environ |= {"PYCOMM_TRANSPORT": transport, "GLOO_SOCKET_IFNAME": "lo"}
     memory, sockets = proportional_kib(), socket_count()
+    store = torch_store(rank, ranks, port) if torch_name else None
     gate.wait()
     begin = time.perf_counter()
     if torch_name:
-        barrier, calls = torch_calls(torch_name, rank, ranks, port)
+        barrier, calls = torch_calls(torch_name, rank, ranks, store)
     else:
         barrier, calls = core_calls(rank, ranks, folder)
     calls[0]()

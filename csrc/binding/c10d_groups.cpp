@@ -107,8 +107,8 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
     store.set(came(rank_), "here");
     std::string text;
     try {
-      // A little longer than rank 0 waits, to hear whom it misses.
-      text = store.get(verdict, Deadline::after(limit + std::min(limit, Milliseconds(1000))));
+      // Longer than rank 0 waits, which may have come after us, to hear whom it misses.
+      text = store.get(verdict, Deadline::after(limit + Milliseconds(2000)));
     } catch (const Timeout&) {
       text = "rank 0 did not come" + in_time;
     }
