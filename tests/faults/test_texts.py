@@ -36,7 +36,9 @@ def texts_of(errors, kind):
     errors = [error for error in errors if error is not None]
     assert errors
     assert all(type(error) is kind for error in errors)
-    return {str(error) for error in errors}
+    texts = {str(error) for error in errors}
+    assert len({text.partition("\n")[2] for text in texts}) == 1  # the table has one view
+    return texts
 
 
 @ways

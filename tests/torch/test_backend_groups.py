@@ -48,7 +48,7 @@ def check_monitored_barrier(rank: int, size: int) -> None:
             group.monitored_barrier(seconds(0.3))
     else:
         group.rank()  # ranks 1 and 2 do not come
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 2
     dist.barrier()  # the group goes on
 
 
