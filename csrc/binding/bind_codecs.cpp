@@ -19,18 +19,28 @@ Stream to_stream(std::optional<uintptr_t> handle) {
 }
 
 void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
-            uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint64_t index,
-            std::optional<uintptr_t> stream) {
+            uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint32_t rank,
+            uint32_t ranks, uint64_t index, uintptr_t agreed, std::optional<uintptr_t> stream) {
   EncodeArgs args;
   args.in = {reinterpret_cast<const float*>(x), numel};
   args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
   args.residual = reinterpret_cast<const float*>(residual);
   args.new_residual = reinterpret_cast<float*>(new_residual);
-  args.key = {seed, step, tensor};
+  args.key = {seed, step, tensor, rank, ranks};
   args.index = index;
+  args.agreed = reinterpret_cast<const float*>(agreed);
   args.stream = to_stream(stream);
   py::gil_scoped_release release;
   codec.encode(args);
+}
+
+void measure(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
+             std::optional<uintptr_t> stream) {
+  const size_t granules = codec.agrees() ? (numel + codec.granule() - 1) / codec.granule() : 0;
+  py::gil_scoped_release release;
+  codec.measure({reinterpret_cast<const float*>(x), numel},
+                reinterpret_cast<const float*>(residual), {reinterpret_cast<float*>(out), granules},
+                to_stream(stream));
 }
 
 void decode(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
@@ -72,11 +82,16 @@ void bind_codecs(py::module_& m) {
       .def_property_readonly("combine", &combine)
       .def_property_readonly("wire_version", &Codec::wire_version)
       .def_property_readonly("granule", &Codec::granule)
+      .def_property_readonly("variable", &Codec::variable)
+      .def_property_readonly("shared_seed", &Codec::shared_seed)
+      .def_property_readonly("agrees", &Codec::agrees)
       .def("encoded_bytes", &Codec::encoded_bytes, py::arg("numel"))
       .def("encode", &encode, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("new_residual") = 0, py::arg("seed") = 0,
-           py::arg("step") = 0, py::arg("tensor") = 0, py::arg("index") = 0,
-           py::arg("stream") = py::none())
+           py::arg("step") = 0, py::arg("tensor") = 0, py::arg("rank") = 0, py::arg("ranks") = 1,
+           py::arg("index") = 0, py::arg("agreed") = 0, py::arg("stream") = py::none())
+      .def("measure", &measure, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
+           py::arg("residual") = 0, py::arg("stream") = py::none())
       .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),
            py::arg("stream") = py::none())
       .def("decode_add", &decode_add, py::arg("payload"), py::arg("out"), py::arg("numel"),

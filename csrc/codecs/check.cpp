@@ -2,6 +2,14 @@
 #include "codecs/loops.h"
 #include "core/error.h"
 
+namespace pycomm {
+
+void Codec::measure(Span<const float>, const float*, Span<float>, Stream) const {
+  throw Error(spec() + ": its ranks have nothing to agree on before they encode");
+}
+
+}  // namespace pycomm
+
 namespace pycomm::codecs {
 namespace {
 
@@ -19,7 +27,14 @@ void check_encode(const Codec& codec, const EncodeArgs& args) {
   if ((args.residual == nullptr) != (args.new_residual == nullptr) && args.in.size > 0) {
     throw Error(codec.spec() + ": residual and new_residual go together, one of them is null");
   }
-  if (args.index % codec.granule() != 0) {
+  if (codec.agrees() && args.agreed == nullptr && args.in.size > 0) {
+    throw Error(codec.spec() + ": its ranks must agree on what they measured before they encode");
+  }
+  if (codec.granule() == 0 && args.index != 0) {
+    throw Error(codec.spec() + ": index " + std::to_string(args.index) +
+                ", but it takes whole tensors only");
+  }
+  if (codec.granule() != 0 && args.index % codec.granule() != 0) {
     throw Error(codec.spec() + ": index " + std::to_string(args.index) + " is not a multiple of " +
                 std::to_string(codec.granule()) + ", where tensors may be cut");
   }

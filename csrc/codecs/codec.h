@@ -11,9 +11,12 @@ namespace pycomm {
 
 /// How payloads of a codec meet across ranks.
 enum class Combine : uint8_t {
-  sum,     ///< payloads add up: all-reduce them as they are
-  recode,  ///< decode_add at the owner, then encode again (cast, quant, mx, sign)
-  gather,  ///< payloads differ in place: all-gather, then decode_add each (top-k)
+  /// Contributions of one step add up to something that the codec encodes without loss: the owner
+  /// encodes the sum of the decoded values with the same key, and who decodes it divides (random-k,
+  /// ternary).
+  sum,
+  recode,  ///< decode_add at the owner, divide, then encode again (cast, quant, mx, sign)
+  gather,  ///< payloads differ in place: all-gather, then decode_add each in rank order (top-k)
 };
 
 /// Names every random number of one encode: a value's rounding depends on these and on its index
@@ -22,6 +25,10 @@ struct RandomKey {
   uint64_t seed = 0;
   uint32_t step = 0;
   uint32_t tensor = 0;
+  /// Who encodes, among how many that encode the same tensor: for rounding that is correlated
+  /// across ranks, where `seed` is the same on all of them.
+  uint32_t rank = 0;
+  uint32_t ranks = 1;
 };
 
 struct EncodeArgs {
@@ -31,11 +38,13 @@ struct EncodeArgs {
   float* new_residual = nullptr;    ///< may be `residual`; null iff `residual` is null
   RandomKey key;
   uint64_t index = 0;  ///< place of in[0] in its tensor; a multiple of granule()
+  /// Of a codec that agrees(): for each granule of `in` the largest of what the ranks measured.
+  const float* agreed = nullptr;
   Stream stream;
 };
 
 /// Stateless and thread-safe. Error feedback and step counters live in the caller.
-class Codec {
+class PYCOMM_API Codec {
  public:
   virtual ~Codec() = default;
 
@@ -46,10 +55,25 @@ class Codec {
   /// Bumped whenever a byte on the wire changes; checked when ranks meet.
   virtual int wire_version() const = 0;
 
-  /// A tensor may be cut for encoding only at multiples of this many values (the block size).
+  /// A tensor may be cut for encoding only at multiples of this many values (the block size);
+  /// 0: not at all.
   virtual size_t granule() const = 0;
-  /// Exact payload size, a multiple of 4: both ends know it without a header.
+  /// Exact payload size, a multiple of 4: both ends know it without a header. If variable(), the
+  /// most that it can be.
   virtual size_t encoded_bytes(size_t numel) const = 0;
+
+  /// Payloads begin with a uint32: how many of their bytes are used, a multiple of 4. Only those
+  /// need to travel.
+  virtual bool variable() const { return false; }
+  /// All ranks encode with the same seed: what their payloads mean together depends on it.
+  virtual bool shared_seed() const { return combine() == Combine::sum; }
+
+  /// Before they encode, ranks agree on the largest of what each has measured, one number for each
+  /// granule of a tensor.
+  virtual bool agrees() const { return false; }
+  /// out[g] = measure of granule g of in + residual (null: none). Only if agrees().
+  virtual void measure(Span<const float> in, const float* residual, Span<float> out,
+                       Stream stream) const;
 
   /// One pass. With a residual: p = in + residual, out = code(p), new_residual = p - decode(out).
   /// A block that holds Inf or NaN travels as NaN and leaves its residual as it was.

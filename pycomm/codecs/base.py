@@ -31,12 +31,16 @@ class RandomKey:
     seed: int = 0  # 64 bits
     step: int = 0  # 32 bits
     tensor: int = 0  # 32 bits: number of the parameter
+    rank: int = 0  # who encodes, for rounding that is correlated across ranks
+    ranks: int = 1  # among how many that encode the same tensor
 
     def __post_init__(self) -> None:
         for name, bits in (("seed", 64), ("step", 32), ("tensor", 32)):
             value = getattr(self, name)
             if not 0 <= value < 1 << bits:
                 raise ValueError(f"RandomKey: {name}={value} does not fit in {bits} unsigned bits")
+        if not 0 <= self.rank < self.ranks < 1 << 32:
+            raise ValueError(f"RandomKey: there is no rank {self.rank} of {self.ranks}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +53,7 @@ class EncodeArgs:
     new_residual: torch.Tensor | None  # may be `residual`; None iff `residual` is None
     key: RandomKey
     index: int  # place of x[0] in its tensor, a multiple of granule
+    agreed: torch.Tensor | None = None  # float32, one value for each granule of x
 
 
 @dataclass(frozen=True)
@@ -71,15 +76,36 @@ class Codec(ABC):
     @property
     @abstractmethod
     def granule(self) -> int:
-        """A tensor may be cut for encoding only at multiples of this many values."""
+        """A tensor may be cut for encoding only at multiples of this many values; 0: not at all."""
 
     @abstractmethod
     def encoded_bytes(self, numel: int) -> int:
-        """Exact payload size, a multiple of 4."""
+        """Exact payload size, a multiple of 4. If ``variable``, the most that it can be."""
+
+    @property
+    def variable(self) -> bool:
+        """Payloads begin with a uint32: how many of their bytes are used, a multiple of 4."""
+        return False
+
+    @property
+    def shared_seed(self) -> bool:
+        """All ranks encode with the same seed: what their payloads mean together depends on it."""
+        return self.combine == "sum"
+
+    @property
+    def agrees(self) -> bool:
+        """Before they encode, ranks agree on the largest of what each has measured, per granule."""
+        return False
 
     @abstractmethod
-    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
+    def reference_encode(
+        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the payload (uint8) of ``p`` (float32 [numel])."""
+
+    def reference_measure(self, p: torch.Tensor) -> torch.Tensor:
+        """Return what ranks agree on, float32 [granules of ``p``]. Only if ``agrees``."""
+        raise TypeError(f"{self.name}: its ranks have nothing to agree on before they encode")
 
     @abstractmethod
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
@@ -103,6 +129,7 @@ class Codec(ABC):
         new_residual: Array | None = None,
         key: RandomKey = RandomKey(),
         index: int = 0,
+        agreed: Array | None = None,
     ) -> torch.Tensor:
         """Encode ``x``, with error feedback if there is a residual, in one pass.
 
@@ -116,6 +143,8 @@ class Codec(ABC):
             new_residual: where the new residual goes; None: into ``residual``.
             key: names the random numbers, for stochastic rounding.
             index: place of ``x[0]`` in its tensor, a multiple of ``granule``.
+            agreed: float32, the largest of what the ranks measured (`measure`); None: what this
+                one measures. Only codecs that ``agrees`` take it.
 
         Returns:
             The payload: ``out``.
@@ -145,14 +174,46 @@ class Codec(ABC):
             residual = _floats("residual", residual, like=x)
             new_residual = residual if new_residual is None else new_residual
             new_residual = _floats("new_residual", new_residual, like=x)
-        if index < 0 or index % self.granule:
-            raise ValueError(
-                f"{self.name}: index {index} is not a multiple of {self.granule}, the block size: "
-                "cut tensors only there"
-            )
-        args = EncodeArgs(x, out, residual, new_residual, key, index)
+        if index < 0 or (index % self.granule if self.granule else index):
+            where = f"a multiple of {self.granule}" if self.granule else "0"
+            raise ValueError(f"{self.name}: index {index} is not {where}: cut tensors only there")
+        if agreed is not None and not self.agrees:
+            raise ValueError(f"{self.name}: its ranks have nothing to agree on: leave out agreed")
+        if agreed is None and self.agrees:
+            agreed = self.measure(x, residual)
+        if agreed is not None:
+            agreed = _floats("agreed", agreed)
+            _check_device("agreed", agreed, x)
+            if agreed.numel() != -(-x.numel() // self.granule):
+                raise ValueError(
+                    f"{self.name}: agreed has {agreed.numel()} values, one per granule"
+                )
+        args = EncodeArgs(x, out, residual, new_residual, key, index, agreed)
         select(self.name, x.device.type).encode(self, args)
         return args.out
+
+    def measure(self, x: Array, residual: Array | None = None) -> torch.Tensor:
+        """Return what ranks must agree on before they encode: their maximum goes to ``encode``.
+
+        Args:
+            x: float32, any shape, contiguous.
+            residual: float32, as many values as ``x``.
+
+        Returns:
+            float32, one value for each granule of ``x``.
+
+        Raises:
+            TypeError: a wrong dtype, or a codec without ``agrees``.
+            ValueError: a wrong size, device or layout.
+        """
+        if not self.agrees:
+            raise TypeError(f"{self.name}: its ranks have nothing to agree on before they encode")
+        x = _floats("x", x)
+        out = torch.empty(-(-x.numel() // self.granule), dtype=torch.float32, device=x.device)
+        if residual is not None:
+            residual = _floats("residual", residual, like=x)
+        select(self.name, x.device.type).measure(self, x, residual, out)
+        return out
 
     def decode(self, payload: Array, out: int | Array) -> torch.Tensor:
         """Return the values of a payload.

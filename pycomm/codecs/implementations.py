@@ -34,8 +34,11 @@ class Unavailable(RuntimeError):
 
 
 class Implementation(Protocol):
-    """Three functions; a module can be one."""
+    """A module can be one. `measure` is there only for codecs that agree on something."""
 
+    def measure(
+        self, codec: Any, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, /
+    ) -> None: ...
     def encode(self, codec: Any, args: EncodeArgs, /) -> None: ...
     def decode(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
     def decode_add(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
@@ -44,14 +47,20 @@ class Implementation(Protocol):
 class Reference:
     """Any codec in plain torch, on any device."""
 
+    def measure(
+        self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        p = x.reshape(-1) if residual is None else x.reshape(-1) + residual.reshape(-1)
+        out.copy_(codec.reference_measure(p))
+
     def encode(self, codec: Codec, args: EncodeArgs) -> None:
         x = args.x.reshape(-1)
         if args.residual is None or args.new_residual is None:
-            args.out.copy_(codec.reference_encode(x, args.key, args.index))
+            args.out.copy_(codec.reference_encode(x, args.key, args.index, args.agreed))
             return
         residual = args.residual.reshape(-1)
         p = x + residual
-        args.out.copy_(codec.reference_encode(p, args.key, args.index))
+        args.out.copy_(codec.reference_encode(p, args.key, args.index, args.agreed))
         value = codec.reference_decode(args.out, p.numel())
         owed = torch.where(value.isfinite(), p - value, residual)
         args.new_residual.view(-1).copy_(owed)
@@ -66,6 +75,18 @@ class Reference:
 class Native:
     """pycomm._C on addresses; cuda tensors on torch's current stream."""
 
+    def measure(
+        self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        with _device(x):
+            codec.native.measure(
+                x.data_ptr(),
+                x.numel(),
+                out.data_ptr(),
+                residual=0 if residual is None else residual.data_ptr(),
+                stream=_stream(x),
+            )
+
     def encode(self, codec: Codec, args: EncodeArgs) -> None:
         with _device(args.x):
             codec.native.encode(
@@ -77,7 +98,10 @@ class Native:
                 seed=args.key.seed,
                 step=args.key.step,
                 tensor=args.key.tensor,
+                rank=args.key.rank,
+                ranks=args.key.ranks,
                 index=args.index,
+                agreed=0 if args.agreed is None else args.agreed.data_ptr(),
                 stream=_stream(args.x),
             )
 

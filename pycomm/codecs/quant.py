@@ -50,7 +50,9 @@ class Quant(Codec):
     def encoded_bytes(self, numel: int) -> int:
         return 4 * num_blocks(numel, self.block) + padded(-(-numel * self.bits // 8))
 
-    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
+    def reference_encode(
+        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows = split(p, self.block)
         scale, inv, used = scales(rows, self.top)
         v = rows * inv[:, None]
