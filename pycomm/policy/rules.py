@@ -1,25 +1,17 @@
-"""Which codec each parameter's gradient travels with, and why.
+"""What a user says about codecs: a default and rules, as data.
 
-A policy is data: a default codec and rules, tried in order. It decides from names, shapes and
-dtypes alone, so every rank comes to the same answer; `agree` checks that once.
+It decides from names, shapes and dtypes alone, so every rank comes to the same answer.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-import torch.distributed as dist
 
 from pycomm.codecs import Cast, Codec
 from pycomm.codecs import codec as parse_codec
-from pycomm.errors import WireMismatch
-
-logger = logging.getLogger("pycomm")
 
 EXACT = "fp32"
 
@@ -122,57 +114,3 @@ class Policy:
                 reason = rule.reason or f"rule for {rule.name}"
                 return Decision(parameter, parse_codec(rule.codec), reason)
         return Decision(parameter, parse_codec(self.codec), "default")
-
-
-def summary(decisions: Iterable[Decision]) -> str:
-    """One line per codec and reason: how many parameters, values and bytes; for people."""
-    groups: dict[tuple[str, str], list[Decision]] = {}
-    for decision in decisions:
-        groups.setdefault((decision.codec.spec(), decision.reason), []).append(decision)
-    lines = []
-    for (spec, reason), members in groups.items():
-        numel = sum(d.parameter.numel for d in members)
-        size = sum(d.codec.encoded_bytes(d.parameter.numel) for d in members)
-        few = ", ".join(d.parameter.name for d in members[:3]) + (", ..." * (len(members) > 3))
-        lines.append(
-            f"{spec} ({reason}): {len(members)} parameters, {numel} values in {size} bytes: {few}"
-        )
-    return "\n".join(lines)
-
-
-def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that all ranks of a group have decided alike, and log the decisions on rank 0.
-
-    Every rank must call it: two small all-gathers, the second only after a difference.
-
-    Raises:
-        WireMismatch: on all ranks alike; names the ranks and the first difference.
-    """
-    mine = [str(decision) for decision in decisions]
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    all_digests = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(all_digests, own, group=group)
-    if any(not torch.equal(other, all_digests[0]) for other in all_digests):
-        everybody: list[list[str]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(everybody, mine, group=group)
-        raise WireMismatch(_difference(everybody))
-    if group.rank() == 0:
-        for line in summary(decisions).splitlines():
-            logger.info("policy: %s", line)
-
-
-def _difference(everybody: list[list[str]]) -> str:
-    first = everybody[0]
-    for rank, theirs in enumerate(everybody):
-        if theirs == first:
-            continue
-        here, there = next(
-            ((a, b) for a, b in zip(first, theirs, strict=False) if a != b),
-            (f"{len(first)} parameters", f"{len(theirs)} parameters"),
-        )
-        return (
-            f"ranks do not compress alike: rank 0 has {here!r}, rank {rank} has {there!r}; "
-            "give every rank the same model and the same codec or policy"
-        )
-    return "ranks do not compress alike"
