@@ -22,8 +22,13 @@ uint32_t signature(const CodedArgs& args);
 /// The codec of most of the bucket, in words.
 std::string label(const CodedArgs& args);
 
-/// Seed of the random numbers in what `rank` sends; -1: in what owners send back, which must not
-/// depend on who owns an element. One step of splitmix64 (Steele, Lea, Flood 2014).
+/// Numbers of hops beside those of the ranks: what owners send back, which must not depend on who
+/// owns an element, and what all ranks send with one seed (Codec::shared_seed).
+constexpr int kOwnerHop = -1;
+constexpr int kSharedHop = -2;
+
+/// Seed of the random numbers in what `rank` sends, or of another hop. One step of splitmix64
+/// (Steele, Lea, Flood 2014).
 PYCOMM_API uint64_t hop_seed(uint64_t seed, int rank);
 
 /// Returns true if the result is finite everywhere.

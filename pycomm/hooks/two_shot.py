@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
+from math import lcm
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from pycomm.codecs import RandomKey
 from pycomm.hooks.bucket import Bucket, Piece
 
+GRAIN = 32  # kGrain of coded_layout.h
 _MASK = (1 << 64) - 1
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,6 +50,12 @@ class Run:
         return values[self.piece.offset + self.begin : self.piece.offset + self.end]
 
 
+def granule(piece: Piece) -> int:
+    """Return where a piece may be cut; as in coded_layout.cpp."""
+    own = piece.codec.granule
+    return lcm(own, GRAIN) if own else max(1, piece.numel)
+
+
 def chunks(bucket: Bucket, ranks: int) -> list[list[Run]]:
     """Return what each rank owns: schedule.h's `chunk` and `append_runs`."""
     offsets = [p.offset for p in bucket.pieces]
@@ -59,7 +67,7 @@ def chunks(bucket: Bucket, ranks: int) -> list[list[Run]]:
         piece = bucket.pieces[found]
         inside = min(place - piece.offset, piece.numel)
         if inside < piece.numel:
-            inside -= inside % piece.codec.granule
+            inside -= inside % granule(piece)
         return piece.offset + inside
 
     n = bucket.numel
