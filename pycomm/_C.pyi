@@ -289,6 +289,27 @@ class Communicator:
         step: int = 0,
         timeout: float = 0.0,
     ) -> _bool: ...
+    def reduce_scatter_coded(
+        self,
+        input: int,
+        out: int,
+        pieces: Pieces,
+        *,
+        average: _bool = True,
+        seed: int = 0,
+        step: int = 0,
+        timeout: float = 0.0,
+    ) -> _bool: ...
+    def all_gather_coded(
+        self,
+        input: int,
+        out: int,
+        pieces: Pieces,
+        *,
+        seed: int = 0,
+        step: int = 0,
+        timeout: float = 0.0,
+    ) -> _bool: ...
     @overload
     def reduce_scatter(
         self,

@@ -9,34 +9,18 @@ the group is over, and all later calls raise that first error again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pycomm import _C
 from pycomm.arrays import core_dtype, pair, parts, reduce_op, span
 from pycomm.env import env
 from pycomm.errors import Error
+from pycomm.pieces import Piece, built, floats
 
 __all__ = ["Communicator", "Piece", "Request", "Store"]
 
 Request = _C.Request
 Store = _C.Store
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a bucket with a codec and feedback of its own, such as one parameter's gradient."""
-
-    numel: int
-    """elements; the pieces of a bucket follow each other without gaps"""
-    codec: Any
-    """a :class:`pycomm.codecs.Codec`, or a core codec's spec such as ``"quant:bits=4"``"""
-    tensor: int = 0
-    """number of the parameter, equal on all ranks: it names the random numbers of rounding"""
-    residual: Any = None
-    """float32 [numel], read and written: error of what this rank sends"""
-    owner_residual: Any = None
-    """float32 [numel]: error of what this rank sends back for the elements that it owns"""
 
 
 class Communicator:
@@ -240,7 +224,8 @@ class Communicator:
         """Replace ``data`` by its sum or average over all ranks, sent through codecs.
 
         Each value is encoded twice, whatever the number of ranks: by each rank for the owner, and
-        by the owner for all. The owner adds in float32 and divides once.
+        by the owner for all. The owner adds in float32 and divides once. Codecs whose payloads can
+        only be gathered (``combine`` "gather") are encoded once, sent to all and added by all.
 
         Args:
             data: float32, any shape, in place.
@@ -253,15 +238,93 @@ class Communicator:
         Returns:
             True if every value of the result is finite; the same on all ranks.
         """
-        address, numel, dtype = span(data, True)
-        if dtype != _C.DType.float32:
-            raise Error(f"all_reduce_coded takes float32, not {dtype.name}")
-        pieces = codec if isinstance(codec, Sequence) and not isinstance(codec, str) else None
-        built = _build([Piece(numel, codec)] if pieces is None else pieces)
-        if built.numel != numel:
-            raise Error(f"the pieces cover {built.numel} of {numel} elements")
+        address, numel = floats("all_reduce_coded", data, True)
+        pieces = built(codec, numel)
+        if pieces.numel != numel:
+            raise Error(f"the pieces cover {pieces.numel} of {numel} elements")
         return self.core.all_reduce_coded(
-            address, built, average=average, seed=seed, step=step, timeout=timeout
+            address, pieces, average=average, seed=seed, step=step, timeout=timeout
+        )
+
+    def reduce_scatter_coded(
+        self,
+        input: Any,
+        out: Any,
+        codec: Any,
+        *,
+        average: bool = True,
+        seed: int = 0,
+        step: int = 0,
+        timeout: float = 0.0,
+    ) -> bool:
+        """Sum or average rows over all ranks, sent through codecs; ``out`` gets our row.
+
+        The first half of :meth:`all_reduce_coded`: each value is encoded once, by each rank for
+        the owner of its row.
+
+        Args:
+            input: float32 [size, n]: row r is for rank r. This is what FSDP2 hands to its
+                reduce-scatter, where a row has one shard of each parameter, padded to equal sizes.
+            out: float32 [n]; may be our row of ``input``.
+            codec: one codec for all, or :class:`Piece` s that cover one row. Residuals are float32
+                [size, numel of the piece]. Each row of a piece is a tensor of its own: codecs that
+                take whole tensors take it whole.
+            average: divide the sum by the number of ranks.
+            seed: of stochastic rounding, equal on all ranks.
+            step: of training, equal on all ranks.
+            timeout: seconds.
+
+        Returns:
+            True if every value of all rows' results is finite; the same on all ranks.
+        """
+        source, numel = floats("reduce_scatter_coded", input, False)
+        target, row = floats("reduce_scatter_coded", out, True)
+        pieces = built(codec, row, rows=self.size)
+        if numel != row * self.size or pieces.numel != row:
+            raise Error(
+                f"reduce_scatter_coded: input has {numel} elements, out has {row} and the pieces "
+                f"cover {pieces.numel}; {self.size} ranks need {self.size} rows of that size"
+            )
+        return self.core.reduce_scatter_coded(
+            source, target, pieces, average=average, seed=seed, step=step, timeout=timeout
+        )
+
+    def all_gather_coded(
+        self,
+        input: Any,
+        out: Any,
+        codec: Any,
+        *,
+        seed: int = 0,
+        step: int = 0,
+        timeout: float = 0.0,
+    ) -> bool:
+        """Put what every rank has encoded of its ``input`` in ``out``, in rank order.
+
+        Our own row goes through the codec too, so all ranks have the same bits.
+
+        Args:
+            input: float32 [n]; may be our row of ``out``.
+            out: float32 [size, n].
+            codec: one codec for all, or :class:`Piece` s that cover ``input``; a piece's
+                ``residual`` is float32 [numel], if it has one.
+            seed: of stochastic rounding, equal on all ranks.
+            step: of training, equal on all ranks.
+            timeout: seconds.
+
+        Returns:
+            True if every value of ``out`` is finite; the same on all ranks.
+        """
+        source, row = floats("all_gather_coded", input, False)
+        target, numel = floats("all_gather_coded", out, True)
+        pieces = built(codec, row)
+        if numel != row * self.size or pieces.numel != row:
+            raise Error(
+                f"all_gather_coded: input has {row} elements, out has {numel} and the pieces "
+                f"cover {pieces.numel}; {self.size} ranks need {self.size} rows of that size"
+            )
+        return self.core.all_gather_coded(
+            source, target, pieces, seed=seed, step=step, timeout=timeout
         )
 
     def reduce_scatter(
@@ -420,35 +483,3 @@ class Communicator:
     def abort(self, reason: str) -> None:
         """End every running and later operation on all ranks. From any thread, at any time."""
         self.core.abort(reason)
-
-
-def _build(pieces: Sequence[Piece]) -> _C.Pieces:
-    built = _C.Pieces()
-    codecs: dict[str, _C.Codec] = {}
-    for piece in pieces:
-        codec = piece.codec
-        if isinstance(codec, str):
-            codec = codecs.setdefault(codec, _C.Codec(codec))
-        elif not isinstance(codec, _C.Codec):
-            codec = codec.native
-        residual = _residual(piece.residual, piece.numel)
-        owner = _residual(piece.owner_residual, piece.numel)
-        built.add(
-            piece.numel,
-            codec,
-            tensor=piece.tensor,
-            residual=residual,
-            new_residual=residual,
-            owner_residual=owner,
-            new_owner_residual=owner,
-        )
-    return built
-
-
-def _residual(array: Any, numel: int) -> int:
-    if array is None:
-        return 0
-    address, size, dtype = span(array, True)
-    if size != numel or dtype != _C.DType.float32:
-        raise Error(f"a residual has {size} {dtype.name}, its piece needs {numel} float32")
-    return address

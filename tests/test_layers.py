@@ -33,7 +33,7 @@ PYTHON_LAYERS = (
     {"policy", "feedback", "monitor", "trace"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
-    {"_autoload", "arrays", "takeover"},
+    {"_autoload", "arrays", "pieces", "takeover"},
     {"_build", "errors", "env", "_C", "_c10d"},
 )
 MAX_LINES = 500

@@ -95,7 +95,13 @@ class Pieces {
   }
   size_t numel() const { return numel_; }
   size_t size() const { return pieces_.size(); }
-  Span<const Piece> span() const { return {pieces_.data(), pieces_.size()}; }
+  /// Of values at an address: `rows` times the pieces, one behind the other.
+  CodedArgs args(uintptr_t data, int rows) const {
+    CodedArgs args;
+    args.data = {floats(data), numel_ * static_cast<size_t>(rows)};
+    args.pieces = {pieces_.data(), pieces_.size()};
+    return args;
+  }
 
  private:
   std::vector<Piece> pieces_;
@@ -215,9 +221,7 @@ void bind_communicator(py::module_& m) {
           "all_reduce_coded",
           [](Self& c, uintptr_t data, const Pieces& pieces, bool average, uint64_t seed,
              uint32_t step, double timeout) {
-            CodedArgs args;
-            args.data = {floats(data), pieces.numel()};
-            args.pieces = pieces.span();
+            CodedArgs args = pieces.args(data, 1);
             args.average = average;
             args.seed = seed;
             args.step = step;
@@ -226,6 +230,32 @@ void bind_communicator(py::module_& m) {
           },
           py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
           py::arg("seed") = 0, py::arg("step") = 0, py::arg("timeout") = 0.0)
+      .def(
+          "reduce_scatter_coded",
+          [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, bool average,
+             uint64_t seed, uint32_t step, double timeout) {
+            CodedArgs args = pieces.args(in, c.size());
+            args.average = average;
+            args.seed = seed;
+            args.step = step;
+            const Release release;
+            return c.reduce_scatter_coded(args, floats(out), milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
+          py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
+          py::arg("timeout") = 0.0)
+      .def(
+          "all_gather_coded",
+          [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, uint64_t seed,
+             uint32_t step, double timeout) {
+            CodedArgs args = pieces.args(in, 1);
+            args.seed = seed;
+            args.step = step;
+            const Release release;
+            return c.all_gather_coded(args, floats(out), milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(), py::arg("seed") = 0,
+          py::arg("step") = 0, py::arg("timeout") = 0.0)
       .def(
           "reduce_scatter",
           [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, ReduceOp op,

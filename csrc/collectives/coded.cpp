@@ -21,10 +21,10 @@ class Hash {
 
 }  // namespace
 
-void check(const CodedArgs& args) {
+void check(const char* op, const CodedArgs& args, size_t rows) {
   size_t end = 0;
-  const auto fail = [](size_t piece, const std::string& what) {
-    throw Error("all_reduce_coded: piece " + std::to_string(piece) + " " + what);
+  const auto fail = [op](size_t piece, const std::string& what) {
+    throw Error(std::string(op) + ": piece " + std::to_string(piece) + " " + what);
   };
   for (size_t i = 0; i < args.pieces.size; i++) {
     const Piece& p = args.pieces[i];
@@ -33,17 +33,14 @@ void check(const CodedArgs& args) {
                   std::to_string(end) + "; pieces must follow each other without gaps");
     }
     if (!p.codec) fail(i, "has no codec");
-    if (p.codec->combine() == Combine::gather) {
-      fail(i, "has codec " + p.codec->spec() + ", whose payloads can only be gathered");
-    }
     if (!p.residual != !p.new_residual || !p.owner_residual != !p.new_owner_residual) {
       fail(i, "has a residual to read but none to write, or the other way round");
     }
     end += p.numel;
   }
-  if (end != args.data.size) {
-    throw Error("all_reduce_coded: the pieces cover " + std::to_string(end) + " elements of " +
-                std::to_string(args.data.size));
+  if (rows * end != args.data.size) {
+    throw Error(std::string(op) + ": the pieces cover " + std::to_string(rows * end) +
+                " elements of " + std::to_string(args.data.size));
   }
 }
 

@@ -1,21 +1,25 @@
-// All-reduce of float32 values that travel encoded, in two shots:
+// Collectives on float32 values that travel encoded. An all-reduce takes two shots:
 //
 //   1. every rank encodes its contribution, with its worker residual, and sends each owner its
-//   chunk;
+//      chunk;
 //   2. the owner decodes all contributions in rank order into a float32 sum, divides it once,
-//   encodes
-//      the result with its owner residual, and sends that to all; everybody decodes the same bytes.
+//      encodes the result with its owner residual, and sends that to all; everybody decodes the
+//      same bytes.
 //
 // The owner's own contribution is coded like the others', so a result does not depend on who owns
 // it. Two codings whatever the number of ranks: with v the relative squared error of one, the
 // result has about 2v (a ring that recodes at each hop has v(n+1)/2).
+//
+// If a codec's combine is `sum`, the owner encodes the sum itself, without loss, and whoever
+// decodes it divides. If it is `gather`, there is no owner: every rank sends what it has encoded to
+// all, who decode it in rank order and divide. docs/algorithms.md has what that costs.
 #pragma once
 #include "collectives/exchange.h"
 
 namespace pycomm::coded {
 
-/// Throws Error unless the pieces ascend, cover the bucket and have codecs that can be added up.
-void check(const CodedArgs& args);
+/// Throws Error unless the pieces ascend and cover the values: `rows` times, one behind the other.
+void check(const char* op, const CodedArgs& args, size_t rows);
 
 /// What all ranks must agree on: codecs, wire versions, layout, averaging, seed and step.
 uint32_t signature(const CodedArgs& args);
@@ -31,7 +35,10 @@ constexpr int kSharedHop = -2;
 /// (Steele, Lea, Flood 2014).
 PYCOMM_API uint64_t hop_seed(uint64_t seed, int rank);
 
-/// Returns true if the result is finite everywhere.
+// Each returns true if the result is finite everywhere: the same answer on all ranks.
+
 bool all_reduce(Exchange& ex, const CodedArgs& args);
+bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out);
+bool all_gather(Exchange& ex, const CodedArgs& args, float* out);
 
 }  // namespace pycomm::coded

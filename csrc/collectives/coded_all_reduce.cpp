@@ -1,62 +1,88 @@
-// The coded all-reduce in two shots.
+// The coded all-reduce: two shots for what is recoded or summed, an all-gather for the rest. Both
+// are on their way at once.
 #include "collectives/coded.h"
+#include "collectives/coded_agree.h"
 #include "collectives/coded_coder.h"
+#include "collectives/coded_stream.h"
 #include "collectives/select.h"
-#include "core/reduce.h"
 
 namespace pycomm::coded {
 namespace {
 
-PYCOMM_SIMD void divide(float* x, size_t n, float by) {
-  for (size_t i = 0; i < n; i++) x[i] = x[i] / by;
+constexpr auto kRecoded = [](Combine combine) { return combine == Combine::recode; };
+constexpr auto kUndivided = [](Combine combine) { return combine != Combine::recode; };
+
+/// Those runs whose codec's combine is `gather`, or the others.
+std::vector<Run> pick(const CodedArgs& args, const std::vector<Run>& values, bool gathered) {
+  std::vector<Run> result;
+  for (const Run& run : values) {
+    const bool is = args.pieces[run.piece].codec->combine() == Combine::gather;
+    if (is == gathered) result.push_back(run);
+  }
+  return result;
 }
 
+// From one rank to another go, in this order: its contributions to what that one owns, what it
+// shows to all, the results that it owns.
 class AllReduce {
  public:
-  AllReduce(Exchange& ex, const CodedArgs& args)
+  AllReduce(Exchange& ex, const CodedArgs& args, const std::vector<Run>& values, int divisor)
       : ex_(ex),
         args_(args),
+        data_(args.data.data),
         n_(ex.size()),
         me_(ex.rank()),
-        layout_(args.pieces, values_of(args.pieces, [](const Codec&) { return true; }), n_,
-                coded_segment(ex.segment_bytes())),
-        coder_(args, me_, n_),
-        decoded_(n_, 0),
-        results_(n_),
-        contributions_(n_) {
-    // One place for every payload of the bucket: first our contributions, then the results, which
-    // cannot come before the owner has had the contribution. And one for what others send us to
-    // own.
-    const size_t own = layout_.bytes(me_);
-    payloads_ = ex.scratch(layout_.bytes() + n_ * own);
-    incoming_ = payloads_ + layout_.bytes();
+        divisor_(divisor),
+        owned_(args.pieces, pick(args, values, false), n_, coded_segment(ex.segment_bytes())),
+        shown_(args.pieces, pick(args, values, true), 1, coded_segment(ex.segment_bytes())),
+        agreed_(args, values, args.data.size),
+        coder_(args, &agreed_, me_, n_),
+        outbox_(ex),
+        decoded_(n_, 0) {
+    for (int r = 0; r < n_; r++) inboxes_.emplace_back(ex, r);
   }
 
   bool run() {
-    post_receives();
+    agreed_.agree(ex_);
+    // One place for every owned payload of the bucket: first our contributions, then the results,
+    // which cannot come before the owner has had the contribution. And one for what others send us
+    // to own, and for what each rank shows.
+    const size_t own = owned_.bytes(me_), shown = shown_.bytes();
+    payloads_ = ex_.scratch(owned_.bytes() + n_ * (own + shown));
+    incoming_ = payloads_ + owned_.bytes();
+    gathered_ = incoming_ + n_ * own;
+    expect();
     contribute();
-    for (size_t s = 0; s < layout_.count(me_); s++) own(s);
-    ex_.wait_until([this] { return decode_results(); });
+    show();
+    for (size_t s = 0; s < owned_.count(me_); s++) own_segment(s);
+    ex_.wait_until([this] { return decode_arrived(); });
     ex_.wait_all();
     return finite_;
   }
 
  private:
-  const Segment& mine(size_t s) const { return layout_.at(me_, s); }
+  const Segment& mine(size_t s) const { return owned_.at(me_, s); }
   uint8_t* payload(const Segment& segment) const { return payloads_ + segment.payload; }
   uint8_t* incoming(int rank, size_t s) const {
-    return incoming_ + rank * layout_.bytes(me_) + (mine(s).payload - mine(0).payload);
+    return incoming_ + rank * owned_.bytes(me_) + (mine(s).payload - mine(0).payload);
   }
+  uint8_t* gathered(int rank, size_t s) const {
+    return gathered_ + rank * shown_.bytes() + shown_.at(0, s).payload;
+  }
+  // Numbers of the payloads in an inbox; that of our contribution s is s.
+  size_t shown_number(size_t s) const { return owned_.count(me_) + s; }
+  size_t result_number(size_t s) const { return owned_.count(me_) + shown_.count(0) + s; }
 
-  void post_receives() {
+  void expect() {
     for (int i = 1; i < n_; i++) {
       const int peer = ex_.after(i);
-      for (size_t s = 0; s < layout_.count(me_); s++) {
-        contributions_[peer].push_back(ex_.recv(peer, incoming(peer, s), mine(s).bytes));
-      }
-      for (size_t s = 0; s < layout_.count(peer); s++) {
-        const Segment& segment = layout_.at(peer, s);
-        results_[peer].push_back(ex_.recv(peer, payload(segment), segment.bytes));
+      const auto next = [&](const Segment& segment, uint8_t* to) {
+        inboxes_[peer].expect(to, segment.bytes, segment.variable);
+      };
+      for (size_t s = 0; s < owned_.count(me_); s++) next(mine(s), incoming(peer, s));
+      for (size_t s = 0; s < shown_.count(0); s++) next(shown_.at(0, s), gathered(peer, s));
+      for (size_t s = 0; s < owned_.count(peer); s++) {
+        next(owned_.at(peer, s), payload(owned_.at(peer, s)));
       }
     }
   }
@@ -64,101 +90,129 @@ class AllReduce {
   // Segment by segment to all owners in turn: one is encoded while those before it are sent.
   void contribute() {
     size_t most = 0;
-    for (int r = 0; r < n_; r++) most = std::max(most, layout_.count(r));
+    for (int r = 0; r < n_; r++) most = std::max(most, owned_.count(r));
     for (size_t s = 0; s < most; s++) {
       for (int i = 1; i <= n_; i++) {
         const int owner = ex_.after(i);
-        if (s >= layout_.count(owner)) continue;
-        const Segment& segment = layout_.at(owner, s);
-        encode(Hop::worker, segment);
-        if (owner == me_) continue;
-        ex_.send(owner, payload(segment), segment.bytes);
-        ex_.progress();
+        if (s >= owned_.count(owner)) continue;
+        const Segment& segment = owned_.at(owner, s);
+        const size_t bytes =
+            coder_.encode(Hop::worker, owned_.runs(segment), data_, payload(segment));
+        if (owner == me_) {
+          own_bytes_.push_back(bytes);
+        } else {
+          outbox_.send(owner, payload(segment), bytes, segment.variable);
+          ex_.progress();
+        }
       }
+    }
+  }
+
+  void show() {
+    for (size_t s = 0; s < shown_.count(0); s++) {
+      const Segment& segment = shown_.at(0, s);
+      uint8_t* out = gathered(me_, s);
+      shown_bytes_.push_back(coder_.encode(Hop::worker, shown_.runs(segment), data_, out));
+      send_to_all(segment, out, shown_bytes_[s]);
     }
   }
 
   // The sum grows in `data` itself: our contribution there is encoded by now.
-  void own(size_t s) {
+  void own_segment(size_t s) {
     const Segment& segment = mine(s);
     for (int i = 1; i < n_; i++) {
-      const int peer = ex_.after(i);
       ex_.wait_until([&] {
-        decode_results();
-        return ex_.received(peer, contributions_[peer][s]);
+        decode_arrived();
+        return inboxes_[ex_.after(i)].arrived(s);
       });
     }
     for (int r = 0; r < n_; r++) {
-      decode(segment, r == me_ ? payload(segment) : incoming(r, s), r > 0, r);
+      const Span<const uint8_t> in =
+          r == me_ ? Span<const uint8_t>(payload(segment), own_bytes_[s]) : inboxes_[r].payload(s);
+      coder_.decode(owned_.runs(segment), in, data_, r > 0, ex_.member(r));
     }
-    divide(segment, false);
-    encode(Hop::owner, segment);
-    for (int i = 1; i < n_; i++) ex_.send(ex_.after(i), payload(segment), segment.bytes);
-    ex_.progress();
-    decode_result(segment, me_);
+    divide(args_, owned_.runs(segment), data_, divisor_, kRecoded);
+    const size_t bytes = coder_.encode(Hop::owner, owned_.runs(segment), data_, payload(segment));
+    send_to_all(segment, payload(segment), bytes);
+    decode_result(segment, {payload(segment), bytes}, me_);
   }
 
-  // Decodes the results that are there; true once all are.
-  bool decode_results() {
-    bool all = true;
+  void send_to_all(const Segment& segment, const uint8_t* payload, size_t bytes) {
+    for (int i = 1; i < n_; i++) outbox_.send(ex_.after(i), payload, bytes, segment.variable);
+    ex_.progress();
+  }
+
+  // Decodes what is there; true once all is.
+  bool decode_arrived() {
+    bool all = decode_shown();
     for (int i = 1; i < n_; i++) {
       const int owner = ex_.after(i);
+      Inbox& inbox = inboxes_[owner];
       size_t& s = decoded_[owner];
-      for (; s < layout_.count(owner) && ex_.received(owner, results_[owner][s]); s++) {
-        decode_result(layout_.at(owner, s), owner);
+      for (; s < owned_.count(owner) && inbox.arrived(result_number(s)); s++) {
+        decode_result(owned_.at(owner, s), inbox.payload(result_number(s)), owner);
       }
-      all &= s == layout_.count(owner);
+      all &= s == owned_.count(owner);
     }
     return all;
   }
 
-  void decode_result(const Segment& segment, int owner) {
-    decode(segment, payload(segment), false, owner);
-    divide(segment, true);
-    finite_ &= finite(segment);
+  void decode_result(const Segment& segment, Span<const uint8_t> in, int owner) {
+    coder_.decode(owned_.runs(segment), in, data_, false, ex_.member(owner));
+    finish(owned_.runs(segment));
   }
 
-  size_t encode(Hop hop, const Segment& segment) const {
-    return coder_.encode(hop, layout_.runs(segment), args_.data.data, payload(segment));
-  }
-  void decode(const Segment& segment, const uint8_t* in, bool add, int sender) const {
-    coder_.decode(layout_.runs(segment), {in, segment.bytes}, args_.data.data, add, sender);
-  }
-  /// Of the pieces whose codec's combine is `sum`, or of the others.
-  void divide(const Segment& segment, bool sums) const {
-    if (!args_.average) return;
-    for (const Run& run : layout_.runs(segment)) {
-      const Piece& piece = args_.pieces[run.piece];
-      if ((piece.codec->combine() == Combine::sum) != sums) continue;
-      coded::divide(args_.data.data + piece.offset + run.offset, run.numel, static_cast<float>(n_));
+  // In rank order. Our own values there are encoded.
+  bool decode_shown() {
+    for (; next_shown_ < shown_bytes_.size(); next_shown_++) {
+      const size_t s = next_shown_, number = shown_number(s);
+      for (int i = 1; i < n_; i++) {
+        if (!inboxes_[ex_.after(i)].arrived(number)) return false;
+      }
+      const Span<const Run> runs = shown_.runs(shown_.at(0, s));
+      for (int r = 0; r < n_; r++) {
+        const Span<const uint8_t> in = r == me_
+                                           ? Span<const uint8_t>(gathered(r, s), shown_bytes_[s])
+                                           : inboxes_[r].payload(number);
+        coder_.decode(runs, in, data_, r > 0, ex_.member(r));
+      }
+      finish(runs);
     }
+    return next_shown_ == shown_.count(0);
   }
-  bool finite(const Segment& segment) const {
-    for (const Run& run : layout_.runs(segment)) {
-      const Piece& piece = args_.pieces[run.piece];
-      if (!all_finite(args_.data.sub(piece.offset + run.offset, run.numel))) return false;
-    }
-    return true;
+
+  void finish(Span<const Run> runs) {
+    divide(args_, runs, data_, divisor_, kUndivided);
+    finite_ &= finite(args_, runs, data_);
   }
 
   Exchange& ex_;
   const CodedArgs& args_;
-  const int n_, me_;
-  const Layout layout_;
+  float* const data_;
+  const int n_, me_, divisor_;
+  const Layout owned_;  // a chunk for each rank
+  const Layout shown_;  // the same for all
+  Agreed agreed_;
   const Coder coder_;
-  uint8_t* payloads_;
-  uint8_t* incoming_;
-  std::vector<size_t> decoded_;                       // per owner: segments of the result
-  std::vector<std::vector<uint64_t>> results_;        // per owner: tickets
-  std::vector<std::vector<uint64_t>> contributions_;  // per rank: tickets of our chunk's segments
+  std::vector<Inbox> inboxes_;  // per rank
+  Outbox outbox_;
+  uint8_t* payloads_ = nullptr;
+  uint8_t* incoming_ = nullptr;
+  uint8_t* gathered_ = nullptr;
+  std::vector<size_t> own_bytes_;    // of our contributions to ourselves
+  std::vector<size_t> shown_bytes_;  // of what we show
+  std::vector<size_t> decoded_;      // per owner: segments of the result
+  size_t next_shown_ = 0;
   bool finite_ = true;
 };
 
 }  // namespace
 
 bool all_reduce(Exchange& ex, const CodedArgs& args) {
+  const std::vector<Run> values = values_of(args.pieces);
+  AllReduce operation(ex, args, values, ex.size());
   ex.note_algo("two_shot");
-  return AllReduce(ex, args).run();
+  return operation.run();
 }
 
 }  // namespace pycomm::coded

@@ -3,10 +3,29 @@
 #include <cstring>
 
 #include "collectives/coded.h"
+#include "collectives/coded_agree.h"
 #include "core/error.h"
+#include "core/reduce.h"
 
 namespace pycomm::coded {
 namespace {
+
+struct Residual {
+  const float* old = nullptr;
+  float* fresh = nullptr;
+};
+
+/// What an owner adds to a sum of the codec's own kind must not be lost, so it has no error.
+Residual residual_of(const Piece& piece, Hop hop, size_t offset) {
+  if (hop == Hop::worker && piece.residual) {
+    return {piece.residual + offset, piece.new_residual + offset};
+  }
+  const bool coded_anew = piece.codec->combine() != Combine::sum;
+  if (hop == Hop::owner && coded_anew && piece.owner_residual) {
+    return {piece.owner_residual + offset, piece.new_owner_residual + offset};
+  }
+  return {};
+}
 
 /// What a payload of a variable codec says of its size.
 size_t used_bytes(const uint8_t* payload) {
@@ -15,21 +34,32 @@ size_t used_bytes(const uint8_t* payload) {
   return bytes;
 }
 
+PYCOMM_SIMD void divide_by(float* x, size_t n, float by) {
+  for (size_t i = 0; i < n; i++) x[i] = x[i] / by;
+}
+
 }  // namespace
 
+size_t granules(const Codec& codec, size_t numel) {
+  const size_t granule = codec.granule();
+  if (granule == 0) return numel > 0 ? 1 : 0;
+  return numel / granule + (numel % granule != 0);
+}
+
 size_t encode_piece(const Piece& piece, Hop hop, size_t offset, EncodeArgs args) {
-  if (hop == Hop::worker && piece.residual) {
-    args.residual = piece.residual + offset;
-    args.new_residual = piece.new_residual + offset;
-  } else if (hop == Hop::owner && piece.owner_residual && piece.codec->combine() != Combine::sum) {
-    args.residual = piece.owner_residual + offset;
-    args.new_residual = piece.new_owner_residual + offset;
-  }
+  const Residual residual = residual_of(piece, hop, offset);
+  args.residual = residual.old;
+  args.new_residual = residual.fresh;
   piece.codec->encode(args);
   return piece.codec->variable() ? used_bytes(args.out.data) : args.out.size;
 }
 
-RandomKey Coder::key(Hop hop, const Piece& piece) const {
+void measure_piece(const Piece& piece, Hop hop, size_t offset, Span<const float> in, float* out) {
+  piece.codec->measure(in, residual_of(piece, hop, offset).old,
+                       {out, granules(*piece.codec, in.size)}, {});
+}
+
+RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
   const Codec& codec = *piece.codec;
   RandomKey key;
   key.step = args_.step;
@@ -45,19 +75,33 @@ RandomKey Coder::key(Hop hop, const Piece& piece) const {
   } else {
     key.seed = hop_seed(args_.seed, kOwnerHop);
   }
+  if (row > 0) key.seed = hop_seed(key.seed, static_cast<int>(row));
   return key;
 }
 
-size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t* out) const {
+size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t* out,
+                     size_t row) const {
   uint8_t* const begin = out;
+  std::vector<float> measured;
   for (const Run& run : runs) {
     const Piece& piece = args_.pieces[run.piece];
+    const Codec& codec = *piece.codec;
+    const size_t offset = row * piece.numel + run.offset;
     EncodeArgs args;
     args.in = {values + piece.offset + run.offset, run.numel};
-    args.out = {out, piece.codec->encoded_bytes(run.numel)};
-    args.key = key(hop, piece);
+    args.out = {out, codec.encoded_bytes(run.numel)};
+    args.key = key(hop, piece, row);
     args.index = run.offset;
-    out += encode_piece(piece, hop, run.offset, args);
+    if (codec.agrees()) {
+      if (agreed_ && (hop == Hop::worker || codec.combine() == Combine::sum)) {
+        args.agreed = agreed_->of(run, row);
+      } else {  // there is nobody to agree with
+        measured.resize(granules(codec, run.numel));
+        measure_piece(piece, hop, offset, args.in, measured.data());
+        args.agreed = measured.data();
+      }
+    }
+    out += encode_piece(piece, hop, offset, args);
   }
   return static_cast<size_t>(out - begin);
 }
@@ -65,19 +109,19 @@ size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t
 void Coder::decode(Span<const Run> runs, Span<const uint8_t> payload, float* values, bool add,
                    int sender) const {
   const uint8_t* in = payload.data;
-  const auto left = [&] { return payload.size - static_cast<size_t>(in - payload.data); };
   for (const Run& run : runs) {
     const Piece& piece = args_.pieces[run.piece];
     const Codec& codec = *piece.codec;
-    const size_t most = codec.encoded_bytes(run.numel);
+    const size_t most = codec.encoded_bytes(run.numel), left = payload.data + payload.size - in;
     size_t bytes = most;
-    if (codec.variable()) bytes = left() < sizeof(uint32_t) ? 0 : used_bytes(in);
-    if (bytes > left() || bytes > most || bytes % 4 != 0 || (bytes == 0 && most > 0)) {
+    if (codec.variable()) bytes = left < sizeof(uint32_t) ? 0 : used_bytes(in);
+    if (bytes > left || bytes > most || bytes % 4 != 0 || (bytes == 0 && most > 0)) {
       throw WireMismatch("rank " + std::to_string(sender) + " sent a payload of " + codec.spec() +
                          " for " + std::to_string(run.numel) + " values that says it has " +
                          std::to_string(bytes) + " bytes; it may have " +
-                         std::to_string(std::min(most, left())));
+                         std::to_string(std::min(most, left)));
     }
+    // Behind the used bytes there is memory for the rest: payloads only move together.
     const Span<float> out(values + piece.offset + run.offset, run.numel);
     if (add) {
       codec.decode_add({in, most}, out, {});
@@ -86,6 +130,15 @@ void Coder::decode(Span<const Run> runs, Span<const uint8_t> payload, float* val
     }
     in += bytes;
   }
+}
+
+void divide(Span<float> x, float by) { divide_by(x.data, x.size, by); }
+
+bool finite(const CodedArgs& args, Span<const Run> runs, const float* values) {
+  for (const Run& run : runs) {
+    if (!all_finite({values + args.pieces[run.piece].offset + run.offset, run.numel})) return false;
+  }
+  return true;
 }
 
 }  // namespace pycomm::coded

@@ -1,9 +1,11 @@
 // Encodes and decodes the runs of a coded operation: with which random numbers, which residual and
-// which agreed scales.
+// which agreed numbers.
 #pragma once
 #include "collectives/coded_layout.h"
 
 namespace pycomm::coded {
+
+class Agreed;  // coded_agree.h
 
 /// The two places where values are encoded.
 enum class Hop : uint8_t {
@@ -11,29 +13,58 @@ enum class Hop : uint8_t {
   owner,   ///< what an owner sends back
 };
 
-/// Encodes values of a piece that begin `offset` values into its residual. Everything that feeds
-/// back goes through here; what it reads and writes of a residual are these values. `args` lacks
-/// only the residuals. Returns how many bytes of args.out are used.
-size_t encode_piece(const Piece& piece, Hop hop, size_t offset, EncodeArgs args);
+/// Granules of a tensor of `numel` values; one if it cannot be cut.
+size_t granules(const Codec& codec, size_t numel);
 
-/// What a rank of one operation does to values. A run of piece p lies at values + p.offset +
-/// run.offset.
+// Everything that feeds back goes through these two: what they read and write of a residual are the
+// values from `offset` on.
+
+/// Encodes values of a piece. `args` lacks only the residuals. Returns how many bytes of args.out
+/// are used.
+size_t encode_piece(const Piece& piece, Hop hop, size_t offset, EncodeArgs args);
+/// Codec::measure of values of a piece.
+void measure_piece(const Piece& piece, Hop hop, size_t offset, Span<const float> in, float* out);
+
+/// What one rank of an operation does to values. A run of piece p lies at values + p.offset +
+/// run.offset. Where pieces have several rows (reduce_scatter: one for each owner), residuals have
+/// as many, and each row has random numbers of its own.
 class Coder {
  public:
-  /// `rank` of `ranks` encode the same values.
-  Coder(const CodedArgs& args, int rank, int ranks) : args_(args), rank_(rank), ranks_(ranks) {}
+  /// `rank` of `ranks` encode the same values. `agreed` null: each is alone with its values.
+  Coder(const CodedArgs& args, const Agreed* agreed, int rank, int ranks)
+      : args_(args), agreed_(agreed), rank_(rank), ranks_(ranks) {}
 
   /// Writes payloads one behind the other; returns their bytes.
-  size_t encode(Hop hop, Span<const Run> runs, const float* values, uint8_t* out) const;
+  size_t encode(Hop hop, Span<const Run> runs, const float* values, uint8_t* out,
+                size_t row = 0) const;
   /// Overwrites or adds. Throws WireMismatch if the payloads are not what `sender` may send.
   void decode(Span<const Run> runs, Span<const uint8_t> payload, float* values, bool add,
               int sender) const;
 
  private:
-  RandomKey key(Hop hop, const Piece& piece) const;
+  RandomKey key(Hop hop, const Piece& piece, size_t row) const;
 
   const CodedArgs& args_;
+  const Agreed* agreed_;
   int rank_, ranks_;
 };
+
+void divide(Span<float> x, float by);
+
+/// If asked to average: divides the values whose codec's combine choose() picks.
+template <typename Choose>
+void divide(const CodedArgs& args, Span<const Run> runs, float* values, int by,
+            const Choose& choose) {
+  if (!args.average) return;
+  for (const Run& run : runs) {
+    const Piece& piece = args.pieces[run.piece];
+    if (choose(piece.codec->combine())) {
+      divide({values + piece.offset + run.offset, run.numel}, static_cast<float>(by));
+    }
+  }
+}
+
+/// True if no value of the runs is Inf or NaN.
+bool finite(const CodedArgs& args, Span<const Run> runs, const float* values);
 
 }  // namespace pycomm::coded

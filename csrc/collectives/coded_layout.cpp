@@ -15,6 +15,12 @@ size_t granule(const Piece& piece) {
 
 }  // namespace
 
+std::vector<Run> values_of(Span<const Piece> pieces) {
+  std::vector<Run> values;
+  for (size_t i = 0; i < pieces.size; i++) values.push_back({i, 0, pieces[i].numel});
+  return values;
+}
+
 Layout::Layout(Span<const Piece> pieces, const std::vector<Run>& values, int owners,
                size_t segment_numel) {
   // One after another, whatever lies between them in the bucket.

@@ -48,14 +48,7 @@ class Layout {
   size_t bytes_ = 0;
 };
 
-/// All values of the pieces that choose(codec) picks.
-template <typename Choose>
-std::vector<Run> values_of(Span<const Piece> pieces, const Choose& choose) {
-  std::vector<Run> values;
-  for (size_t i = 0; i < pieces.size; i++) {
-    if (choose(*pieces[i].codec)) values.push_back({i, 0, pieces[i].numel});
-  }
-  return values;
-}
+/// The pieces, whole.
+std::vector<Run> values_of(Span<const Piece> pieces);
 
 }  // namespace pycomm::coded

@@ -143,6 +143,18 @@ class Communicator::Impl {
     });
   }
 
+  /// body(exchange) of an operation with codecs, about which it returns something.
+  template <typename Body>
+  bool exchange_coded(Op op, const CodedArgs& args, Milliseconds timeout, const Body& body) {
+    const ReduceOp redop = args.average ? ReduceOp::avg : ReduceOp::sum;
+    OpTag tag = make_tag(op, args.data.size, DType::float32, redop);
+    tag.codec = coded::signature(args);
+    coded::label(args).copy(tag.label, sizeof tag.label - 1);
+    bool result = false;
+    exchange(tag, timeout, [&](Exchange& ex) { result = body(ex); });
+    return result;
+  }
+
   /// Called with an error in flight that no rank can go on after: tells everybody, and throws the
   /// group's first error.
   [[noreturn]] void over(Lane lane) {
@@ -263,14 +275,26 @@ void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op
 
 bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout) {
   impl_->check_buffer(Op::all_reduce, args.data.data, args.data.size);
-  coded::check(args);
-  OpTag tag = make_tag(Op::all_reduce, args.data.size, DType::float32,
-                       args.average ? ReduceOp::avg : ReduceOp::sum);
-  tag.codec = coded::signature(args);
-  coded::label(args).copy(tag.label, sizeof tag.label - 1);
-  bool finite = true;
-  impl_->exchange(tag, timeout, [&](Exchange& ex) { finite = coded::all_reduce(ex, args); });
-  return finite;
+  coded::check("all_reduce_coded", args, 1);
+  return impl_->exchange_coded(Op::all_reduce, args, timeout,
+                               [&](Exchange& ex) { return coded::all_reduce(ex, args); });
+}
+
+bool Communicator::reduce_scatter_coded(const CodedArgs& args, float* out, Milliseconds timeout) {
+  const auto ranks = static_cast<size_t>(size());
+  impl_->check_buffer(Op::reduce_scatter, args.data.data, args.data.size);
+  impl_->check_buffer(Op::reduce_scatter, out, args.data.size / ranks);
+  coded::check("reduce_scatter_coded", args, ranks);
+  return impl_->exchange_coded(Op::reduce_scatter, args, timeout,
+                               [&](Exchange& ex) { return coded::reduce_scatter(ex, args, out); });
+}
+
+bool Communicator::all_gather_coded(const CodedArgs& args, float* out, Milliseconds timeout) {
+  impl_->check_buffer(Op::all_gather, args.data.data, args.data.size);
+  impl_->check_buffer(Op::all_gather, out, args.data.size);
+  coded::check("all_gather_coded", args, 1);
+  return impl_->exchange_coded(Op::all_gather, args, timeout,
+                               [&](Exchange& ex) { return coded::all_gather(ex, args, out); });
 }
 
 void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,

@@ -49,7 +49,8 @@ struct Piece {
   size_t numel = 0;
   const Codec* codec = nullptr;
   uint32_t tensor = 0;  ///< number of the parameter, equal on all ranks; names random numbers
-  /// Worker feedback: error of what this rank sends. `numel` values each, or both null.
+  /// Worker feedback: error of what this rank sends. `numel` values each, or both null. In
+  /// reduce_scatter_coded `numel` values for each rank.
   const float* residual = nullptr;
   float* new_residual = nullptr;
   /// Owner feedback: error of what this rank sends back for the elements that it owns. Only the
@@ -61,7 +62,7 @@ struct Piece {
 struct CodedArgs {
   Span<float> data;
   Span<const Piece> pieces;
-  bool average = true;  ///< the owner divides the float32 sum once by the number of ranks
+  bool average = true;  ///< the float32 sum is divided once by the number of ranks
   uint64_t seed = 0;    ///< equal on all ranks; the rank is mixed in
   uint32_t step = 0;
 };
@@ -100,6 +101,12 @@ class PYCOMM_API Communicator {
   /// Float32 all-reduce with codecs. Returns true if every value of the result is finite (the same
   /// answer on all ranks).
   bool all_reduce_coded(const CodedArgs& args, Milliseconds timeout = {});
+  /// The first half of it: `args.data` has a row for each rank, laid out as the pieces say, and
+  /// `out` gets the sum or average of our rows. `out` may be our row of the data.
+  bool reduce_scatter_coded(const CodedArgs& args, float* out, Milliseconds timeout = {});
+  /// Row r of `out` gets what rank r has encoded of its row, `args.data`, also on rank r itself.
+  /// `args.data` may be our row of `out`.
+  bool all_gather_coded(const CodedArgs& args, float* out, Milliseconds timeout = {});
   /// `out` gets the reduced part of this rank. Part r has one size on all ranks, but parts may
   /// differ.
   void reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,

@@ -1,0 +1,133 @@
+// Half of an all-reduce each: reduce_scatter is its first shot, all_gather its second. Each rank
+// has one row of the same pieces.
+#include "collectives/coded.h"
+#include "collectives/coded_agree.h"
+#include "collectives/coded_coder.h"
+#include "collectives/coded_stream.h"
+#include "collectives/dispatch.h"
+
+namespace pycomm::coded {
+namespace {
+
+size_t row_numel(const CodedArgs& args) {
+  return args.pieces.size == 0 ? 0 : args.pieces.end()[-1].offset + args.pieces.end()[-1].numel;
+}
+
+Layout row_layout(const Exchange& ex, const CodedArgs& args) {
+  return {args.pieces, values_of(args.pieces), 1, coded_segment(ex.segment_bytes())};
+}
+
+/// What one owner knows, all must know.
+bool all_agree(Exchange& ex, bool finite) {
+  uint8_t flag = finite;
+  dispatch::all_reduce(ex, Algo::direct, &flag, 1, {DType::uint8, ReduceOp::min});
+  return flag != 0;
+}
+
+}  // namespace
+
+bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out) {
+  ex.note_algo("one_shot");
+  const int n = ex.size(), me = ex.rank();
+  const size_t row = row_numel(args);
+  const std::vector<Run> values = values_of(args.pieces);
+  Agreed agreed(args, values, row, static_cast<size_t>(n));
+  agreed.agree(ex);
+  const Layout layout = row_layout(ex, args);
+  const Coder coder(args, &agreed, me, n);
+  const size_t each = layout.bytes(), count = layout.count(0);
+
+  // What we send to each owner, then what each rank sends to us.
+  uint8_t* const sent = ex.scratch(2 * n * each);
+  const auto place = [&](int r, size_t s) { return sent + r * each + layout.at(0, s).payload; };
+  const auto arrival = [&](int r, size_t s) { return place(r == me ? r : n + r, s); };
+  std::vector<Inbox> inboxes;
+  for (int r = 0; r < n; r++) {
+    inboxes.emplace_back(ex, r);
+    for (size_t s = 0; r != me && s < count; s++) {
+      inboxes[r].expect(arrival(r, s), layout.at(0, s).bytes, layout.at(0, s).variable);
+    }
+  }
+  Outbox outbox(ex);
+  std::vector<size_t> own(count);
+  for (size_t s = 0; s < count; s++) {
+    const Segment& segment = layout.at(0, s);
+    for (int i = 1; i <= n; i++) {
+      const int owner = ex.after(i);
+      const size_t bytes = coder.encode(Hop::worker, layout.runs(segment),
+                                        args.data.data + owner * row, place(owner, s), owner);
+      if (owner == me) {
+        own[s] = bytes;
+      } else {
+        outbox.send(owner, place(owner, s), bytes, segment.variable);
+        ex.progress();
+      }
+    }
+  }
+  bool fine = true;
+  for (size_t s = 0; s < count; s++) {
+    const Span<const Run> runs = layout.runs(layout.at(0, s));
+    for (int r = 0; r < n; r++) {
+      if (r != me) ex.wait_until([&] { return inboxes[r].arrived(s); });
+      coder.decode(runs,
+                   r == me ? Span<const uint8_t>(place(me, s), own[s]) : inboxes[r].payload(s), out,
+                   r > 0, ex.member(r));
+    }
+    divide(args, runs, out, n, [](Combine) { return true; });
+    fine &= finite(args, runs, out);
+  }
+  ex.wait_all();
+  return all_agree(ex, fine);
+}
+
+bool all_gather(Exchange& ex, const CodedArgs& args, float* out) {
+  ex.note_algo("one_shot");
+  const int n = ex.size(), me = ex.rank();
+  const size_t row = row_numel(args);
+  const Layout layout = row_layout(ex, args);
+  const Coder coder(args, nullptr, me, n);
+  const size_t each = layout.bytes(), count = layout.count(0);
+  uint8_t* const payloads = ex.scratch(n * each);
+  const auto place = [&](int r, size_t s) { return payloads + r * each + layout.at(0, s).payload; };
+  std::vector<Inbox> inboxes;
+  for (int r = 0; r < n; r++) {
+    inboxes.emplace_back(ex, r);
+    for (size_t s = 0; r != me && s < count; s++) {
+      inboxes[r].expect(place(r, s), layout.at(0, s).bytes, layout.at(0, s).variable);
+    }
+  }
+
+  bool fine = true;
+  const auto decode = [&](int r, size_t s, Span<const uint8_t> payload) {
+    const Span<const Run> runs = layout.runs(layout.at(0, s));
+    coder.decode(runs, payload, out + r * row, false, ex.member(r));
+    fine &= finite(args, runs, out + r * row);
+  };
+  Outbox outbox(ex);
+  for (size_t s = 0; s < count; s++) {
+    const Segment& segment = layout.at(0, s);
+    const size_t bytes =
+        coder.encode(Hop::worker, layout.runs(segment), args.data.data, place(me, s));
+    for (int i = 1; i < n; i++) {
+      outbox.send(ex.after(i), place(me, s), bytes, segment.variable);
+    }
+    ex.progress();
+    decode(me, s, {place(me, s), bytes});
+  }
+  std::vector<size_t> decoded(n, 0);
+  decoded[me] = count;
+  ex.wait_until([&] {
+    bool all = true;
+    for (int r = 0; r < n; r++) {
+      for (size_t& s = decoded[r]; s < count && inboxes[r].arrived(s); s++) {
+        decode(r, s, inboxes[r].payload(s));
+      }
+      all &= decoded[r] == count;
+    }
+    return all;
+  });
+  ex.wait_all();
+  return fine;
+}
+
+}  // namespace pycomm::coded

@@ -1,0 +1,70 @@
+"""The parts of a bucket that the communicator's coded collectives take, as C++ wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pycomm import _C
+from pycomm.arrays import span
+from pycomm.errors import Error
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a bucket with a codec and feedback of its own, such as one parameter's gradient."""
+
+    numel: int
+    """elements; the pieces of a bucket follow each other without gaps"""
+    codec: Any
+    """a :class:`pycomm.codecs.Codec`, or a core codec's spec such as ``"quant:bits=4"``"""
+    tensor: int = 0
+    """number of the parameter, equal on all ranks: it names the random numbers of rounding"""
+    residual: Any = None
+    """float32 [numel], read and written: error of what this rank sends; for
+    :meth:`Communicator.reduce_scatter_coded` [size, numel]"""
+    owner_residual: Any = None
+    """float32 [numel]: error of what this rank sends back for the elements that it owns"""
+
+
+def floats(what: str, array: Any, write: bool) -> tuple[int, int]:
+    """Address and elements of a float32 array."""
+    address, numel, dtype = span(array, write)
+    if dtype != _C.DType.float32:
+        raise Error(f"{what} takes float32, not {dtype.name}")
+    return address, numel
+
+
+def built(codec: Any, numel: int, rows: int = 1) -> _C.Pieces:
+    """What a coded call got as its codec. Worker residuals have that many rows."""
+    pieces = codec if isinstance(codec, Sequence) and not isinstance(codec, str) else None
+    result = _C.Pieces()
+    codecs: dict[str, _C.Codec] = {}
+    for piece in [Piece(numel, codec)] if pieces is None else pieces:
+        codec = piece.codec
+        if isinstance(codec, str):
+            codec = codecs.setdefault(codec, _C.Codec(codec))
+        elif not isinstance(codec, _C.Codec):
+            codec = codec.native
+        residual = _residual(piece.residual, rows * piece.numel)
+        owner = _residual(piece.owner_residual, piece.numel)
+        result.add(
+            piece.numel,
+            codec,
+            tensor=piece.tensor,
+            residual=residual,
+            new_residual=residual,
+            owner_residual=owner,
+            new_owner_residual=owner,
+        )
+    return result
+
+
+def _residual(array: Any, numel: int) -> int:
+    if array is None:
+        return 0
+    address, size, dtype = span(array, True)
+    if size != numel or dtype != _C.DType.float32:
+        raise Error(f"a residual has {size} {dtype.name}, its piece needs {numel} float32")
+    return address
