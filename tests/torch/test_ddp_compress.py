@@ -390,7 +390,7 @@ def check_refusals(rank: int, size: int) -> None:
 
     sparse = DistributedDataParallel(nn.Embedding(100, 50, sparse=True))
     pycomm.compress(sparse, "int8")
-    with pytest.raises(RuntimeError, match=rf"rank {rank}: bucket 0 is sparse"):
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: the gradient of .*weight is sparse"):
         sparse(torch.tensor([1, 2])).sum().backward()
 
 

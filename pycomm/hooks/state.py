@@ -1,0 +1,248 @@
+"""What all hooks keep between steps: the plan of codecs, the residuals, and the buckets they know.
+
+A step is `begin_step`, one `reduce` for each bucket, `end_step`. Its residuals become current when
+the next step begins, if all of it came through and is finite; until then it can be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm import backend
+from pycomm.codecs import Codec
+from pycomm.errors import Error
+from pycomm.feedback import Feedback
+from pycomm.hooks import two_shot
+from pycomm.hooks.bucket import Bucket
+from pycomm.policy import Decision, Parameter, Plan, Policy
+
+STATE_VERSION = 1
+CODED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class CompressionState:
+    """Codecs and feedback of the parameters that one group of ranks reduces.
+
+    Hooks of DDP, FSDP2 and the outer steps of LocalSGD are thin layers above it.
+
+    Args:
+        codec: a codec, its text ("int8", "quant:bits=4,block=64"), or a `Policy`. A codec leaves
+            norms, biases and tiny parameters exact; a policy does what it says.
+        process_group: where to reduce; None: the default group.
+        feedback: keep the error of each payload and add it to the next.
+        seed: of random rounding; equal on all ranks.
+
+    Raises:
+        Error: there is no process group.
+    """
+
+    def __init__(
+        self,
+        codec: str | Codec | Policy = "int8",
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        feedback: bool = True,
+        seed: int = 0,
+    ) -> None:
+        process_group = process_group or dist.group.WORLD
+        if process_group is None:
+            raise Error("there is no process group: call init_process_group first")
+        self.process_group: dist.ProcessGroup = process_group
+        policy = codec if isinstance(codec, Policy) else Policy(codec)
+        self.plan = Plan(policy, process_group)
+        self.feedback = Feedback(process_group.size()) if feedback else None
+        self.seed = seed
+        self.step = 0
+        """Number of the current step, from 1."""
+        self.overflows = 0
+        """Steps whose result was not finite; they have left the residuals as they were."""
+
+        self._numbers: dict[str, int] = {}
+        self._device = torch.device("cpu")
+        self._buckets: dict[tuple[str, ...], Bucket] = {}
+        self._finite: list[Callable[[], bool]] = []  # of the current step, one for each bucket
+        self._touched: set[str] = set()
+        self._complete = False
+        self._was_finite = True
+
+    # ------------------------------------------------------------------ for users
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.plan.policy}, step={self.step}, "
+            f"overflows={self.overflows})"
+        )
+
+    @property
+    def decisions(self) -> dict[str, Decision]:
+        """The codec of each parameter, by name."""
+        return self.plan.decisions
+
+    def summary(self) -> str:
+        """Return the decisions that hold now, a line for each codec and reason."""
+        return self.plan.summary()
+
+    def residual_norms(self) -> dict[str, tuple[float, float]]:
+        """Return the L2 norms of each parameter's worker and owner residual after the last step."""
+        self.settle()
+        return self.feedback.norms() if self.feedback else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs. Each rank saves its own, between two steps."""
+        self.settle()
+        return {
+            "version": STATE_VERSION,
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "seed": self.seed,
+            "step": self.step,
+            "residuals": self.feedback.state_dict() if self.feedback else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, on the same rank of as many ranks.
+
+        Raises:
+            ValueError: the state is of another version, rank or number of ranks.
+        """
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"the hook's state has version {state['version']}, not {STATE_VERSION}"
+            )
+        here = (self.process_group.rank(), self.process_group.size())
+        there = (state["rank"], state["world_size"])
+        if here != there:
+            raise ValueError(
+                f"the hook's state was saved by rank {there[0]} of {there[1]} and is loaded by "
+                f"rank {here[0]} of {here[1]}: ranks owe different things, so each loads its own"
+            )
+        self.settle()
+        self.seed = state["seed"]
+        self.step = state["step"]
+        if self.feedback:
+            self.feedback.load_state_dict(state["residuals"])
+
+    # ------------------------------------------------------------------ for hooks
+
+    def add(self, name: str, parameter: torch.Tensor) -> None:
+        """Enter a parameter, or the part of it that is reduced here. All ranks in one order."""
+        if not self._numbers:
+            self._device = parameter.device
+        self._numbers[name] = len(self._numbers)
+        self.plan.add(Parameter(name, tuple(parameter.shape), parameter.dtype))
+
+    def agree(self) -> None:
+        """Check that all ranks have decided alike; collective. See `Plan.agree`.
+
+        `reduce` does it too, for parameters that it has not seen before.
+        """
+        self.plan.agree(self._device)
+
+    def begin_step(self) -> None:
+        """Settle the step before and begin another; before its first `reduce`, on all ranks."""
+        self.settle()
+        self.step = (self.step + 1) % 2**32
+        changed = self.plan.advance(self.step, self._device, finite=self._was_finite)
+        for names in [names for names in self._buckets if changed.intersection(names)]:
+            del self._buckets[names]
+
+    def reduce(
+        self, tensor: torch.Tensor, names: Sequence[str]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket over the group, in place.
+
+        Args:
+            tensor: the gradients of the named parameters, one behind the other. float32, or 16-bit
+                floats, which are converted to float32 and back. Other dtypes are averaged as they
+                are.
+            names: as they were added; equal on all ranks.
+
+        Returns:
+            A future of `tensor`.
+        """
+        if tensor.is_sparse:
+            raise Error(
+                f"rank {self.process_group.rank()}: the gradient of {names[0]} is sparse and "
+                "cannot be compressed; make the embedding with sparse=False"
+            )
+        if self.process_group.size() == 1:
+            return _done(tensor)
+        if tensor.dtype not in CODED:
+            return self._reduce_plain(tensor)
+        return self._reduce_coded(tensor, self._bucket(tuple(names), tensor.device))
+
+    def end_step(self) -> None:
+        """Tell that every bucket of this step has been given to `reduce`."""
+        self._complete = True
+
+    def settle(self) -> None:
+        """Wait for the last step; keep its residuals if all of it has come through, finite."""
+        if not self._finite:
+            return
+        finite = all([check() for check in self._finite])
+        if self.feedback and finite and self._complete:
+            self.feedback.commit(self._touched)
+        self.overflows += not finite
+        self._was_finite = finite
+        self._finite.clear()
+        self._touched.clear()
+        self._complete = False
+
+    # ------------------------------------------------------------------ the exchange
+
+    def _reduce_coded(
+        self, tensor: torch.Tensor, bucket: Bucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        side = self.feedback.side if self.feedback else 0
+        for piece in bucket.pieces:
+            if self.feedback and piece.residual is not None:
+                self.feedback.use(piece.residual, bucket.layout)
+                self._touched.add(piece.name)
+        native = backend.find(self.process_group) if tensor.is_cpu else None
+        if native is not None:
+            work = native.compressed_all_reduce(tensor, bucket.native, side, self.seed, self.step)
+            self._finite.append(lambda: work.finite)
+            coded: torch.futures.Future[torch.Tensor] = work.get_future()
+            return coded
+        values = tensor.float().contiguous()
+        finite = two_shot.all_reduce(
+            values, bucket, self.process_group, side=side, seed=self.seed, step=self.step
+        )
+        self._finite.append(lambda: bool(finite))
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
+        return _done(tensor)
+
+    def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """For dtypes that no codec takes, such as float64: the group's own all_reduce."""
+        verdict: list[bool] = []
+
+        def finish(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            result = future.value()[0]
+            verdict.append(bool(result.isfinite().all()))
+            return result
+
+        tensor.div_(self.process_group.size())
+        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+        self._finite.append(lambda: verdict == [True])
+        plain: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
+        return plain
+
+    def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
+        bucket = self._buckets.get(names)
+        if bucket is None:
+            self.agree()
+            decisions = [self.decisions[name] for name in names]
+            numbers = [self._numbers[name] for name in names]
+            bucket = self._buckets[names] = Bucket(decisions, numbers, self.feedback, device)
+        return bucket
+
+
+def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
