@@ -8,14 +8,32 @@ from typing import Any, get_type_hints
 from pycomm.codecs.base import Codec, RandomKey
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
+from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
 
-__all__ = ["ALIASES", "CODECS", "Cast", "Codec", "Quant", "RandomKey", "Unavailable", "codec"]
+__all__ = [
+    "ALIASES",
+    "CODECS",
+    "SCHEMES",
+    "Cast",
+    "Codec",
+    "PowerSGD",
+    "Quant",
+    "RandomKey",
+    "Unavailable",
+    "codec",
+]
 
 # The only list of codecs in Python: one line each.
 CODECS: dict[str, type[Codec]] = {
     "cast": Cast,
     "quant": Quant,
+}
+
+# Codecs whose ranks meet by collectives of their own (combine "factors"): a hook runs them, in
+# torch, and no other implementation has them.
+SCHEMES: dict[str, type[Codec]] = {
+    "powersgd": PowerSGD,
 }
 
 # Short names. More options may follow one: "int4:block=64".
@@ -54,10 +72,11 @@ def codec(text: str | Codec) -> Codec:
     if name in ALIASES:
         name, _, first = ALIASES[name].partition(":")
         given.insert(0, first)
-    if name not in CODECS:
-        known = ", ".join(sorted([*CODECS, *ALIASES]))
+    cls = CODECS.get(name) or SCHEMES.get(name)
+    if cls is None:
+        known = ", ".join(sorted([*CODECS, *SCHEMES, *ALIASES]))
         raise ValueError(f"unknown codec {name!r}: use one of {known}")
-    return CODECS[name](**_options(name, CODECS[name], given))
+    return cls(**_options(name, cls, given))
 
 
 def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:

@@ -8,18 +8,20 @@ bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from pycomm.codecs.implementations import native_codec, select
+from pycomm.codecs.implementations import Implementation, native_codec, select
 
 if TYPE_CHECKING:
     from pycomm import _C
 
-Combine = Literal["sum", "recode", "gather"]
+# How payloads of several ranks meet: docs/architecture.md, "How payloads meet".
+Combine = Literal["sum", "recode", "gather", "factors"]
 # A tensor, or anything else that torch.from_dlpack takes without a copy, such as a CuPy array.
 Array = Any
 
@@ -96,6 +98,14 @@ class Codec(ABC):
     def agrees(self) -> bool:
         """Before they encode, ranks agree on the largest of what each has measured, per granule."""
         return False
+
+    def fit(self, shape: Sequence[int]) -> Codec:
+        """Return the codec for a parameter of this shape: itself, unless the shape matters."""
+        return self
+
+    def implementation(self, device: str) -> Implementation:
+        """Return who runs this codec on a device type."""
+        return select(self.name, device)
 
     @abstractmethod
     def reference_encode(
@@ -189,7 +199,7 @@ class Codec(ABC):
                     f"{self.name}: agreed has {agreed.numel()} values, one per granule"
                 )
         args = EncodeArgs(x, out, residual, new_residual, key, index, agreed)
-        select(self.name, x.device.type).encode(self, args)
+        self.implementation(x.device.type).encode(self, args)
         return args.out
 
     def measure(self, x: Array, residual: Array | None = None) -> torch.Tensor:
@@ -212,7 +222,7 @@ class Codec(ABC):
         out = torch.empty(-(-x.numel() // self.granule), dtype=torch.float32, device=x.device)
         if residual is not None:
             residual = _floats("residual", residual, like=x)
-        select(self.name, x.device.type).measure(self, x, residual, out)
+        self.implementation(x.device.type).measure(self, x, residual, out)
         return out
 
     def decode(self, payload: Array, out: int | Array) -> torch.Tensor:
@@ -234,7 +244,7 @@ class Codec(ABC):
             out = torch.empty(out, dtype=torch.float32, device=code.device)
         values = _floats("out", out)
         code = self._payload("payload", code, values)
-        select(self.name, values.device.type).decode(self, code, values)
+        self.implementation(values.device.type).decode(self, code, values)
         return values
 
     def decode_add(self, payload: Array, out: Array) -> torch.Tensor:
@@ -246,7 +256,7 @@ class Codec(ABC):
         """
         values = _floats("out", out)
         code = self._payload("payload", payload, values)
-        select(self.name, values.device.type).decode_add(self, code, values)
+        self.implementation(values.device.type).decode_add(self, code, values)
         return values
 
     def _payload(self, role: str, payload: Array, values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,123 @@
+"""powersgd: a matrix as the product of two thin factors (Vogels et al. 2019, "PowerSGD").
+
+As a codec of one tensor it is one step of power iteration from a random start, which shows the
+error of a first step. Ranks that train together do better: they average the factors themselves and
+start from those of the step before, see `pycomm.hooks.powersgd`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.cast import Cast
+from pycomm.codecs.implementations import Implementation, implementation
+from pycomm.codecs.philox import random_words
+
+
+@dataclass(frozen=True)
+class PowerSGD(Codec):
+    """A matrix M [rows, columns] as P Q^T: P [rows, rank], orthonormal, and Q [columns, rank].
+
+    The matrix is a parameter's first dimension by all others. Payload: P, then Q, in float32.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    combine: ClassVar[Combine] = "factors"
+    wire_version: ClassVar[int] = 1
+
+    rank: int = 4
+    """More is closer and larger: 1, 2 and 4 are usual."""
+    alternate: int = 0
+    """1: steps send P and Q in turns, so that each has one all-reduce (Zhang et al. 2023, ACP-SGD)."""
+    restart: int = 0
+    """1: every step starts from a new random Q and not from the last one."""
+    min_compression: float = 2.0
+    """Parameters whose factors are not smaller by more than this travel exactly."""
+    rows: int = 0
+    """Set by `fit`; 0: as many as make the matrix as near to a square as whole numbers allow."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"powersgd: rank={self.rank} must be at least 1")
+        if self.alternate not in (0, 1) or self.restart not in (0, 1):
+            raise ValueError("powersgd: alternate and restart are 0 or 1")
+        if self.alternate and self.restart:
+            raise ValueError("powersgd: alternate=1 needs the factor of the step before: restart=0")
+        if self.min_compression < 1:
+            raise ValueError(f"powersgd: min_compression={self.min_compression} must be at least 1")
+
+    def fit(self, shape: Sequence[int]) -> Codec:
+        """Return this codec for matrices of a parameter's shape, or fp32 if it does not pay."""
+        numel = math.prod(shape)
+        if len(shape) < 2 or numel == 0:
+            return Cast("float32")
+        fitted = replace(self, rows=shape[0])
+        if 4 * numel <= self.min_compression * fitted.encoded_bytes(numel):
+            return Cast("float32")
+        return fitted
+
+    def shape(self, numel: int) -> tuple[int, int]:
+        """Return rows and columns of a tensor of so many values.
+
+        Raises:
+            ValueError: the rows do not divide the values.
+        """
+        rows = self.rows or next((d for d in range(math.isqrt(numel), 0, -1) if numel % d == 0), 1)
+        if numel % rows:
+            raise ValueError(f"powersgd: {numel} values are not a matrix of {rows} rows")
+        return rows, numel // rows
+
+    def width(self, numel: int) -> int:
+        """Return how many columns the factors of so many values have: the rank, if it can be."""
+        return min(self.rank, *self.shape(numel))
+
+    @property
+    def granule(self) -> int:
+        return 0
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 4 * self.width(numel) * sum(self.shape(numel)) if numel else 0
+
+    def implementation(self, device: str) -> Implementation:
+        return implementation(self.name, "reference", device)
+
+    def start(self, numel: int, key: RandomKey, device: torch.device) -> torch.Tensor:
+        """Return the first Q, float32 [columns, width]: uniform in [-1, 1), equal everywhere."""
+        columns, width = self.shape(numel)[1], self.width(numel)
+        words = random_words(key, 0, columns * width, device)
+        return ((words >> 8).float() * 2.0**-23 - 1).view(columns, width)
+
+    def reference_encode(
+        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not p.numel():
+            return p.new_empty(0, dtype=torch.uint8)
+        matrix = p.view(self.shape(p.numel()))
+        left = orthonormal(matrix @ self.start(p.numel(), key, p.device))
+        right = matrix.t() @ left
+        return torch.cat((left.reshape(-1), right.reshape(-1))).view(torch.uint8)
+
+    def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        if not numel:
+            return payload.new_empty(0, dtype=torch.float32)
+        (rows, columns), width = self.shape(numel), self.width(numel)
+        left, right = payload.view(torch.float32).split((rows * width, columns * width))
+        return (left.view(rows, -1) @ right.view(columns, -1).t()).view(-1)
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Return orthonormal columns that span those of a matrix [n, rank], by Householder's QR.
+
+    It needs no threshold: columns that depend on others, or are zero, give some vector that is
+    orthogonal to the rest. What is not finite gives NaN.
+    """
+    if not matrix.isfinite().all():
+        return torch.full_like(matrix, math.nan)
+    q: torch.Tensor = torch.linalg.qr(matrix).Q
+    return q
