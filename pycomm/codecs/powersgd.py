@@ -34,7 +34,7 @@ class PowerSGD(Codec):
     rank: int = 4
     """More is closer and larger: 1, 2 and 4 are usual."""
     alternate: int = 0
-    """1: steps send P and Q in turns, so that each has one all-reduce (Zhang et al. 2023, ACP-SGD)."""
+    """1: steps send P and Q in turns, one all-reduce each (Zhang et al. 2023, "ACP-SGD")."""
     restart: int = 0
     """1: every step starts from a new random Q and not from the last one."""
     min_compression: float = 2.0
@@ -107,8 +107,8 @@ class PowerSGD(Codec):
         if not numel:
             return payload.new_empty(0, dtype=torch.float32)
         (rows, columns), width = self.shape(numel), self.width(numel)
-        left, right = payload.view(torch.float32).split((rows * width, columns * width))
-        return (left.view(rows, -1) @ right.view(columns, -1).t()).view(-1)
+        left, right = torch.split(payload.view(torch.float32), [rows * width, columns * width])
+        return torch.mm(left.view(rows, width), right.view(columns, width).t()).view(-1)
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:

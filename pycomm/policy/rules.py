@@ -111,6 +111,13 @@ class Policy:
         """Return the codec of one parameter and the reason."""
         for rule in self.rules:
             if rule.matches(parameter):
-                reason = rule.reason or f"rule for {rule.name}"
-                return Decision(parameter, parse_codec(rule.codec), reason)
-        return Decision(parameter, parse_codec(self.codec), "default")
+                return _fitted(parameter, rule.codec, rule.reason or f"rule for {rule.name}")
+        return _fitted(parameter, self.codec, "default")
+
+
+def _fitted(parameter: Parameter, spec: str | Codec, reason: str) -> Decision:
+    codec = parse_codec(spec)
+    fitted = codec.fit(parameter.shape)
+    if fitted.name != codec.name:
+        reason = f"{codec.name} does not fit its shape"
+    return Decision(parameter, fitted, reason)

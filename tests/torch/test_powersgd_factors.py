@@ -1,0 +1,214 @@
+"""PowerSGD over real groups: exact where it can be, equal on all ranks, nothing is lost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pycomm.feedback import Feedback
+from pycomm.hooks.bucket import Bucket
+from pycomm.hooks.powersgd import Exchange, Memory
+from pycomm.policy import Parameter, Policy
+
+SHAPES = [{"a": (64, 96), "bias": (50,), "b": (30, 8, 10)}, {"c": (128, 40), "small": (4, 4)}]
+
+
+class Model:
+    """Two buckets, and what a hook keeps for them."""
+
+    def __init__(self, spec: str, group: dist.ProcessGroup) -> None:
+        policy = Policy(spec)
+        self.group, self.feedback = group, Feedback(group.size())
+        self.memory, self.step = Memory(), 0
+        self.buckets = []
+        for shapes in SHAPES:
+            parameters = [Parameter(n, s, torch.float32) for n, s in shapes.items()]
+            decisions = [policy.decide(p) for p in parameters]
+            numbers = range(len(decisions))
+            self.buckets.append(Bucket(decisions, numbers, self.feedback, torch.device("cpu")))
+
+    def average(self, gradients: list[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+        self.step += 1
+        values = [g.clone() for g in gradients]
+        under_way = [
+            Exchange(
+                v,
+                bucket.pieces,
+                self.memory,
+                self.group,
+                side=self.feedback.side,
+                seed=3,
+                step=self.step,
+            )
+            for v, bucket in zip(values, self.buckets, strict=True)
+        ]
+        for exchange in under_way:
+            exchange.turn()
+        for exchange in under_way:
+            exchange.finish()
+        finite = all(exchange.finite for exchange in under_way)
+        self.memory.commit(finite)
+        if finite:
+            self.feedback.commit(p.name for bucket in self.buckets for p in bucket.pieces)
+        return values, finite
+
+    def owed(self) -> list[torch.Tensor]:
+        """The mean over the ranks of what each owes."""
+        owed = [torch.zeros(bucket.numel) for bucket in self.buckets]
+        for bucket, sums in zip(self.buckets, owed, strict=True):
+            for p in bucket.pieces:
+                if p.residual is not None:
+                    worker = p.residual.worker[self.feedback.side]
+                    sums[p.offset : p.offset + p.numel] = worker
+            dist.all_reduce(sums, group=self.group)
+        return [sums / self.group.size() for sums in owed]
+
+
+def gradients(rank: int, step: int, rank_of_mean: int | None = None) -> list[torch.Tensor]:
+    """Of one rank; with `rank_of_mean` the mean over two ranks has that rank, but theirs do not."""
+    made = []
+    for i, shapes in enumerate(SHAPES):
+        parts = []
+        for j, shape in enumerate(shapes.values()):
+            seed = torch.Generator().manual_seed(1000 * step + 10 * i + j)
+            rows, columns = shape[0], math.prod(shape[1:])
+            apart = torch.randn(rows, columns, generator=seed)
+            if rank_of_mean is None or len(shape) < 2:
+                for _ in range(rank):
+                    apart = torch.randn(rows, columns, generator=seed)
+                parts.append(apart.view(-1))
+                continue
+            left = torch.randn(rows, rank_of_mean, generator=seed)
+            right = torch.randn(rank_of_mean, columns, generator=seed)
+            parts.append((left @ right + (1 - 2 * rank) * apart).view(-1))
+        made.append(torch.cat(parts))
+    return made
+
+
+def mean(step: int, size: int, **options: Any) -> list[torch.Tensor]:
+    everybody = [gradients(rank, step, **options) for rank in range(size)]
+    return [sum(parts) / size for parts in zip(*everybody, strict=True)]
+
+
+def check_exact(rank: int, size: int) -> None:
+    model = Model("powersgd:rank=3", dist.group.WORLD)
+    got, finite = model.average(gradients(rank, 0, rank_of_mean=3))
+    assert finite
+    for g, want in zip(got, mean(0, size, rank_of_mean=3), strict=True):
+        # The mean is found through factors that are sums of up to 96 products in float32.
+        torch.testing.assert_close(g, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_mean_of_that_rank_is_exact(pool, backend):
+    pool.run(check_exact, backend=backend)
+
+
+def check_turns(rank: int, size: int) -> None:
+    """A mean that stays the same is known after both factors have met it."""
+    model = Model("powersgd:rank=3,alternate=1", dist.group.WORLD)
+    got = [torch.zeros_like(g) for g in gradients(rank, 0)]
+    for step in range(1, 5):
+        for total, g in zip(got, model.average(gradients(rank, 0, rank_of_mean=3))[0], strict=True):
+            total += g
+        owed = model.owed()
+        for total, o, want in zip(got, owed, mean(0, size, rank_of_mean=3), strict=True):
+            torch.testing.assert_close(total + o, step * want, rtol=1e-4, atol=1e-4)
+    for o, want in zip(owed, mean(0, size, rank_of_mean=3), strict=True):
+        assert o.norm() < 1e-4 * want.norm()  # rounding of four steps
+
+
+def test_alternate_turns_reach_the_mean(pool):
+    pool.run(check_turns)
+
+
+def check_nothing_is_lost(rank: int, size: int, spec: str) -> list[torch.Tensor]:
+    model = Model(spec, dist.group.WORLD)
+    steps = 6
+    got = [torch.zeros_like(g) for g in gradients(rank, 0)]
+    for step in range(steps):
+        for total, g in zip(got, model.average(gradients(rank, step))[0], strict=True):
+            total += g
+    for i, (total, owed) in enumerate(zip(got, model.owed(), strict=True)):
+        want = sum(mean(step, size)[i] for step in range(steps))
+        assert owed.norm() > 0.1 * want.norm()
+        # Round-off of a few dozen float32 operations on values around 3.
+        torch.testing.assert_close(total + owed, want, rtol=0, atol=1e-4)
+    exact = slice(64 * 96, 64 * 96 + 50)
+    torch.testing.assert_close(got[0][exact], sum(mean(s, size)[0][exact] for s in range(steps)))
+    return got
+
+
+@pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1", "powersgd:2,restart=1"])
+@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 2), ("gloo", 2), ("gloo", 3)])
+def test_feedback_loses_nothing_and_ranks_agree(pool, spec, backend, ranks):
+    first, *others = pool.run(check_nothing_is_lost, spec, backend=backend, ranks=ranks)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def check_overflow(rank: int, size: int, spec: str, bad: float) -> None:
+    model, calm = (Model(spec, dist.group.WORLD) for _ in range(2))
+    for step in range(3):
+        model.average(gradients(rank, step))
+        calm.average(gradients(rank, step))
+    before, kept = model.feedback.state_dict(), model.memory.state_dict()
+    given = gradients(rank, 3)
+    if rank == size - 1:
+        given[0][17] = bad
+    got, finite = model.average(given)
+    assert not finite
+    assert not got[0][17].isfinite()
+    after = model.feedback.state_dict()
+    assert all(torch.equal(after[n]["worker"], before[n]["worker"]) for n in before)
+    assert all(
+        torch.equal(f["values"], kept[n]["values"]) for n, f in model.memory.state_dict().items()
+    )
+    got, want = model.average(gradients(rank, 4)), calm.average(gradients(rank, 4))
+    assert all(torch.equal(a, b) for a, b in zip(got[0], want[0], strict=True))
+
+
+@pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_overflow_reaches_all_ranks_and_leaves_no_trace(pool, spec, bad):
+    pool.run(check_overflow, spec, bad)
+
+
+def check_warm_start(rank: int, size: int) -> tuple[float, float]:
+    """Error of one step on a mean that stays the same, of the first step and of the fourth."""
+    errors = []
+    for warm in (False, True):
+        model = Model("powersgd:4", dist.group.WORLD)
+        fresh = Model("powersgd:4", dist.group.WORLD)
+        fresh.memory = model.memory
+        if warm:
+            for _ in range(3):
+                model.feedback = Feedback(size)
+                model.average(gradients(rank, 0))
+        want = mean(0, size)
+        got, _ = fresh.average(gradients(rank, 0))
+        errors.append(sum(float((g - w).norm()) for g, w in zip(got, want, strict=True)))
+    return errors[0], errors[1]
+
+
+def test_power_iteration_goes_on_from_step_to_step(pool):
+    for cold, warm in pool.run(check_warm_start):
+        assert warm < 0.98 * cold
+
+
+def test_saved_factors_continue():
+    memory = Memory()
+    from pycomm.hooks.powersgd import Factor
+
+    memory.put("a", Factor(torch.ones(2, 5), False))
+    memory.commit(True)
+    other = Memory()
+    other.load_state_dict(memory.state_dict())
+    found = other.factor("a", (7, 2), (2, 5))
+    assert found is not None
+    assert torch.equal(found.values, torch.ones(2, 5))
+    assert other.factor("a", (7, 3), (3, 5)) is None  # the rank has changed: start anew
