@@ -34,7 +34,7 @@ class Work(_distributed_c10d.Work):
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 class Layout:
-    def __init__(self) -> None: ...
+    def __init__(self, rows: int = 1) -> None: ...
     def add(
         self,
         offset: int,
@@ -72,4 +72,23 @@ class Backend(_distributed_c10d.Backend):
         seed: int,
         step: int,
         average: bool = True,
+    ) -> Work: ...
+    def compressed_reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        layout: Layout,
+        side: int,
+        seed: int,
+        step: int,
+        average: bool = True,
+    ) -> Work: ...
+    def compressed_all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        layout: Layout,
+        side: int,
+        seed: int,
+        step: int,
     ) -> Work: ...

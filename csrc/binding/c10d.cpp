@@ -57,7 +57,7 @@ void bind(py::module_& m) {
                                                                                      &Work::finite);
 
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
-      .def(py::init<>())
+      .def(py::init<size_t>(), py::arg("rows") = 1)
       .def("add", &Layout::add, py::arg("offset"), py::arg("numel"), py::arg("codec"),
            py::arg("tensor"), py::arg("residual") = std::nullopt,
            py::arg("owner_residual") = std::nullopt)
@@ -74,9 +74,32 @@ void bind(py::module_& m) {
       .def("get_error", &Backend::getError)
       .def(
           "perform_nocolor_split", [](const Backend&, const py::object&) {}, py::arg("device"))
-      .def("compressed_all_reduce", &Backend::compressed_all_reduce, py::arg("tensor"),
-           py::arg("layout"), py::arg("side"), py::arg("seed"), py::arg("step"),
-           py::arg("average") = true);
+      .def(
+          "compressed_all_reduce",
+          [](Backend& b, const at::Tensor& tensor, std::shared_ptr<const Layout> layout, int side,
+             uint64_t seed, uint32_t step, bool average) {
+            return b.compressed_all_reduce(tensor, std::move(layout), {side, seed, step, average});
+          },
+          py::arg("tensor"), py::arg("layout"), py::arg("side"), py::arg("seed"), py::arg("step"),
+          py::arg("average") = true)
+      .def(
+          "compressed_reduce_scatter",
+          [](Backend& b, const at::Tensor& output, const at::Tensor& input,
+             std::shared_ptr<const Layout> layout, int side, uint64_t seed, uint32_t step,
+             bool average) {
+            return b.compressed_reduce_scatter(output, input, std::move(layout),
+                                               {side, seed, step, average});
+          },
+          py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("side"), py::arg("seed"),
+          py::arg("step"), py::arg("average") = true)
+      .def(
+          "compressed_all_gather",
+          [](Backend& b, const at::Tensor& output, const at::Tensor& input,
+             std::shared_ptr<const Layout> layout, int side, uint64_t seed, uint32_t step) {
+            return b.compressed_all_gather(output, input, std::move(layout), {side, seed, step});
+          },
+          py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("side"), py::arg("seed"),
+          py::arg("step"));
 }
 
 }  // namespace

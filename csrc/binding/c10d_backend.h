@@ -77,12 +77,21 @@ class Backend final : public c10d::Backend {
   /// Rank 0 names the ranks that do not come, all of them or the first. The group goes on.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
-  /// Float32 all-reduce with codecs and feedback; 16-bit floats are converted on the way. The
-  /// future holds the tensor; Work::finite tells, once complete, whether no value is Inf or NaN.
-  /// Needs the GIL to be called.
+  // With codecs and feedback, on float32; 16-bit floats are converted on the way. The future holds
+  // the output; Work::finite tells, once complete, whether no value of it is Inf or NaN on any
+  // rank. They need the GIL to be called.
+
   intrusive_ptr<Work> compressed_all_reduce(const at::Tensor& tensor,
-                                            std::shared_ptr<const Layout> layout, int side,
-                                            uint64_t seed, uint32_t step, bool average);
+                                            std::shared_ptr<const Layout> layout,
+                                            const CodedStep& step);
+  /// The layout is that of a row of `input`, which has one for each rank; so do its residuals.
+  intrusive_ptr<Work> compressed_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                                std::shared_ptr<const Layout> layout,
+                                                const CodedStep& step);
+  /// The layout is that of `input`, a row of `output`.
+  intrusive_ptr<Work> compressed_all_gather(const at::Tensor& output, const at::Tensor& input,
+                                            std::shared_ptr<const Layout> layout,
+                                            const CodedStep& step);
 
   // Point to point. Between start and end, all operations are issued and none is waited for.
 
@@ -138,6 +147,11 @@ class Backend final : public c10d::Backend {
     engine->submit(work, std::move(op));
     return noted(work);
   }
+  /// Queues op(communicator, args), which sets the values of args and returns Work::finite.
+  template <typename Op>
+  intrusive_ptr<Work> compressed(const Call& call, const at::Tensor& output,
+                                 const std::shared_ptr<const Layout>& layout, const CodedStep& step,
+                                 Op op);
   WorkPtr all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs);
   WorkPtr reduce_scatter_each(const Call& call, const Tensors& outputs, const Tensors& inputs,
                               const c10d::ReduceOp& op);

@@ -38,6 +38,8 @@ class Bucket:
         numbers: number of each parameter in the model.
         feedback: holds the residuals; None for no feedback.
         device: where the residuals live.
+        rows: of the values, each laid out like this: for a reduce-scatter one for each rank. The
+            workers' residuals have as many.
     """
 
     def __init__(
@@ -46,13 +48,16 @@ class Bucket:
         numbers: Sequence[int],
         feedback: Feedback | None,
         device: torch.device,
+        *,
+        rows: int = 1,
     ) -> None:
         self.pieces: list[Piece] = []
+        self.rows = rows
         self.numel = 0
         for decision, number in zip(decisions, numbers, strict=True):
             name, numel = decision.parameter.name, decision.parameter.numel
             fed = feedback is not None and not decision.exact
-            residual = feedback.residual(name, numel, device) if fed and feedback else None
+            residual = feedback.residual(name, rows * numel, device) if fed and feedback else None
             self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
             self.numel += numel
         text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
@@ -61,14 +66,13 @@ class Bucket:
 
     @property
     def native(self) -> Layout:
-        """The same for `Backend.compressed_all_reduce`."""
+        """The same for `Backend.compressed_all_reduce` and the other compressed collectives."""
         if self._native is None:
             from pycomm._build import load_c10d
 
-            self._native = load_c10d().Layout()
+            self._native = load_c10d().Layout(self.rows)
             for p in self.pieces:
-                worker, owner = (
-                    (p.residual.worker, p.residual.owner) if p.residual else (None, None)
-                )
+                worker = p.residual.worker if p.residual else None
+                owner = p.residual.owner if p.residual and self.rows == 1 else None
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, worker, owner)
         return self._native

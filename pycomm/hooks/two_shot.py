@@ -1,4 +1,4 @@
-"""Compressed all-reduce on any process group: all-to-all of payloads, sum by owners, all-gather.
+"""Compressed collectives on any process group: payloads go by all-to-all and all-gather.
 
 The same algorithm, cuts and numbers as csrc/collectives/coded.h, on top of torch.distributed and
 the codecs' tensor interface; results are equal bit for bit. It works with any backend that moves
@@ -8,75 +8,25 @@ thread.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import dataclass
-from itertools import pairwise
-from math import lcm
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
-from pycomm.codecs import RandomKey
-from pycomm.hooks.bucket import Bucket, Piece
-
-GRAIN = 32  # kGrain of coded_layout.h
-_MASK = (1 << 64) - 1
-# torch 2.13 renamed it, and warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def hop_seed(seed: int, rank: int) -> int:
-    """Seed of what `rank` sends, or with -1 of what owners send back; as in coded.h."""
-    z = (seed + 0x9E3779B97F4A7C15 * (rank + 2)) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Values begin <= i < end of one piece."""
-
-    piece: Piece
-    begin: int
-    end: int
-
-    @property
-    def bytes(self) -> int:
-        return self.piece.codec.encoded_bytes(self.end - self.begin)
-
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """This run's part of a bucket."""
-        return values[self.piece.offset + self.begin : self.piece.offset + self.end]
-
-
-def granule(piece: Piece) -> int:
-    """Return where a piece may be cut; as in coded_layout.cpp."""
-    own = piece.codec.granule
-    return lcm(own, GRAIN) if own else max(1, piece.numel)
-
-
-def chunks(bucket: Bucket, ranks: int) -> list[list[Run]]:
-    """Return what each rank owns: schedule.h's `chunk` and `append_runs`."""
-    offsets = [p.offset for p in bucket.pieces]
-
-    def cut(place: int) -> int:
-        found = bisect_right(offsets, place) - 1
-        if found < 0:
-            return 0
-        piece = bucket.pieces[found]
-        inside = min(place - piece.offset, piece.numel)
-        if inside < piece.numel:
-            inside -= inside % granule(piece)
-        return piece.offset + inside
-
-    n = bucket.numel
-    starts = [cut(n // ranks * r + n % ranks * r // ranks) for r in range(ranks)] + [n]
-    owned = []
-    for begin, end in pairwise(starts):
-        spans = [(p, max(begin, p.offset), min(end, p.offset + p.numel)) for p in bucket.pieces]
-        owned.append([Run(p, lo - p.offset, hi - p.offset) for p, lo, hi in spans if lo < hi])
-    return owned
+from pycomm.errors import WireMismatch
+from pycomm.hooks.bucket import Bucket
+from pycomm.hooks.coding import (
+    Coder,
+    Run,
+    agree,
+    chunks,
+    divide,
+    gather_equal,
+    is_variable,
+    total_bytes,
+    whole,
+)
 
 
 def all_reduce(
@@ -90,7 +40,9 @@ def all_reduce(
 ) -> torch.Tensor:
     """Average `values` over all ranks of a group, encoded on the way.
 
-    Decoded values are summed in float32 in rank order and divided once, by the owner.
+    Decoded values are summed in float32 in rank order and divided once: by their owner, who encodes
+    the average; by everybody, where the owner encodes the sum itself (``combine`` "sum") or where
+    there is no owner ("gather").
 
     Args:
         values: float32 [bucket.numel], contiguous; holds the result afterwards.
@@ -102,55 +54,178 @@ def all_reduce(
 
     Returns:
         A bool tensor without dimensions: whether the result is finite everywhere.
+
+    Raises:
+        WireMismatch: a rank sends payloads of impossible sizes.
     """
     rank, ranks = group.rank(), group.size()
-    owned = chunks(bucket, ranks)
-    sizes = [sum(run.bytes for run in runs) for runs in owned]
-    mine = owned[rank]
+    agreed = agree(bucket.pieces, [values], group, side)
+    coder = Coder(rank, ranks, side=side, seed=seed, step=step, agreed=agreed)
 
-    def encode(runs: list[Run], out: torch.Tensor, hop: int, worker: bool) -> None:
-        key_seed, at = hop_seed(seed, hop), 0
-        for run in runs:
-            old = new = None
-            if run.piece.residual is not None:
-                pair = run.piece.residual.worker if worker else run.piece.residual.owner
-                old, new = pair[side][run.begin : run.end], pair[1 - side][run.begin : run.end]
-            run.piece.codec.encode(
-                run.of(values),
-                out[at : at + run.bytes],
-                old,
-                new_residual=new,
-                key=RandomKey(key_seed, step, run.piece.tensor),
-                index=run.begin,
-            )
-            at += run.bytes
-
-    def decode(runs: list[Run], payload: torch.Tensor, add: bool) -> None:
-        at = 0
-        for run in runs:
-            codec, part = run.piece.codec, payload[at : at + run.bytes]
-            (codec.decode_add if add else codec.decode)(part, run.of(values))
-            at += run.bytes
-
-    sent = values.new_empty(sum(sizes), dtype=torch.uint8)
-    at = 0
-    for runs, size in zip(owned, sizes, strict=True):
-        encode(runs, sent[at : at + size], rank, worker=True)
-        at += size
-    received = sent.new_empty(ranks, sizes[rank])
-    dist.all_to_all_single(received.view(-1), sent, [sizes[rank]] * ranks, sizes, group=group)
-
-    for r, part in enumerate(received):
-        decode(mine, part, add=r > 0)
-    for run in mine:
-        # By a tensor: torch multiplies by the reciprocal of a number, which rounds differently.
-        part = run.of(values)
-        part.div_(torch.full_like(part, ranks))
-
-    result = sent.new_empty(max(sizes))
-    encode(mine, result, -1, worker=False)
-    results = sent.new_empty(ranks, max(sizes))
-    _all_gather(results.view(-1), result, group=group)
-    for runs, part in zip(owned, results, strict=True):
-        decode(runs, part, add=False)
+    dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
+    if dense:
+        _reduce_dense(values, chunks(dense, ranks), coder, group)
+    shown = whole([p for p in bucket.pieces if p.codec.combine == "gather"])
+    if shown:
+        ours, most = coder.encode(shown, values, worker=True), [total_bytes(shown)] * ranks
+        for r, payload in enumerate(_all_gather(ours, most, is_variable(shown), group)):
+            coder.decode(shown, payload, values, add=r > 0)
+        for run in shown:
+            divide(run.of(values), ranks)
     return values.isfinite().all()
+
+
+def _reduce_dense(
+    values: torch.Tensor, owned: list[list[Run]], coder: Coder, group: dist.ProcessGroup
+) -> None:
+    """Two shots: to the owners, who add, and back to all."""
+    rank, ranks = group.rank(), group.size()
+    variable = any(is_variable(runs) for runs in owned)
+    mine = owned[rank]
+    sent = [coder.encode(runs, values, worker=True) for runs in owned]
+    for r, payload in enumerate(_all_to_all(sent, total_bytes(mine), variable, group)):
+        coder.decode(mine, payload, values, add=r > 0)
+    for run in mine:
+        if run.piece.codec.combine == "recode":
+            divide(run.of(values), ranks)
+    result = coder.encode(mine, values, worker=False)
+    results = _all_gather(result, [total_bytes(runs) for runs in owned], variable, group)
+    for runs, payload in zip(owned, results, strict=True):
+        coder.decode(runs, payload, values, add=False)
+        for run in runs:
+            if run.piece.codec.combine == "sum":
+                divide(run.of(values), ranks)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    *,
+    side: int,
+    seed: int,
+    step: int,
+    average: bool = True,
+) -> torch.Tensor:
+    """Average rows over all ranks of a group, encoded on the way; `output` gets our row.
+
+    The first shot of `all_reduce`: each value is encoded once. Row r of the input is for rank r, as
+    FSDP2 lays out what it reduces: a row has one shard of each parameter behind the other, padded
+    to equal sizes (``chunk_cat`` in torch's _fsdp_collectives.py). Shard r of a parameter is
+    encoded as a tensor of its own, with index 0 at its start and random numbers that depend on r.
+
+    Args:
+        output: float32 [bucket.numel], contiguous.
+        input: float32 [ranks, bucket.numel], contiguous.
+        bucket: what lies where in a row; made with ``rows=ranks``.
+        group: any process group whose backend has all_to_all_single and all_reduce.
+        side: 0 or 1.
+        seed: equal on all ranks.
+        step: number of the step, below 2^32.
+        average: divide the sum by the number of ranks.
+
+    Returns:
+        A bool tensor without dimensions, equal on all ranks: whether all rows' results are finite.
+
+    Raises:
+        WireMismatch: a rank sends payloads of impossible sizes.
+    """
+    rank, ranks = group.rank(), group.size()
+    rows = list(input.view(ranks, -1))
+    agreed = agree(bucket.pieces, rows, group, side)
+    coder = Coder(rank, ranks, side=side, seed=seed, step=step, agreed=agreed)
+    runs = whole(bucket.pieces)
+    sent = [coder.encode(runs, values, worker=True, row=r) for r, values in enumerate(rows)]
+    for r, payload in enumerate(_all_to_all(sent, total_bytes(runs), is_variable(runs), group)):
+        coder.decode(runs, payload, output, add=r > 0)
+    if average:
+        divide(output, ranks)
+    finite = output.isfinite().all().to(torch.uint8)
+    dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
+    return finite.bool()
+
+
+def all_gather(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    *,
+    side: int,
+    seed: int,
+    step: int,
+) -> torch.Tensor:
+    """Put what every rank has encoded of its row in `output`, in rank order.
+
+    Our own row goes through the codec too, so all ranks have the same bits.
+
+    Args:
+        output: float32 [ranks, bucket.numel], contiguous.
+        input: float32 [bucket.numel], contiguous; may be our row of the output.
+        bucket: what lies where in a row.
+        group: any process group whose backend has all_gather.
+        side: 0 or 1.
+        seed: equal on all ranks.
+        step: number of the step, below 2^32.
+
+    Returns:
+        A bool tensor without dimensions: whether the output is finite everywhere.
+
+    Raises:
+        WireMismatch: a rank sends payloads of impossible sizes.
+    """
+    rank, ranks = group.rank(), group.size()
+    coder = Coder(rank, ranks, side=side, seed=seed, step=step)
+    runs = whole(bucket.pieces)
+    ours = coder.encode(runs, input, worker=True)
+    payloads = _all_gather(ours, [total_bytes(runs)] * ranks, is_variable(runs), group)
+    for values, payload in zip(output.view(ranks, -1), payloads, strict=True):
+        coder.decode(runs, payload, values, add=False)
+    return output.isfinite().all()
+
+
+def _all_to_all(
+    payloads: Sequence[torch.Tensor], most: int, variable: bool, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Send payload r to rank r; return what each rank sends us, `most` bytes or up to that."""
+    ranks = group.size()
+    sizes = [payload.numel() for payload in payloads]
+    incoming = [most] * ranks
+    if variable:
+        ours = torch.tensor(sizes, device=payloads[0].device)
+        theirs = torch.empty_like(ours)
+        dist.all_to_all_single(theirs, ours, group=group)
+        incoming = _checked(theirs, incoming)
+    received = payloads[0].new_empty(sum(incoming))
+    dist.all_to_all_single(received, torch.cat(list(payloads)), incoming, sizes, group=group)
+    ends = list(accumulate(incoming))
+    return [received[end - size : end] for end, size in zip(ends, incoming, strict=True)]
+
+
+def _all_gather(
+    payload: torch.Tensor, most: Sequence[int], variable: bool, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Return every rank's payload; that of rank r has `most[r]` bytes, or up to that."""
+    sizes = list(most)
+    if variable:
+        ours = torch.tensor([payload.numel()], device=payload.device)
+        sizes = _checked(gather_equal(ours, group), sizes)
+    padded = payload
+    if payload.numel() < max(sizes):
+        padded = payload.new_empty(max(sizes))
+        padded[: payload.numel()] = payload
+    gathered = gather_equal(padded, group)
+    return [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+
+
+def _checked(said: torch.Tensor, most: Sequence[int]) -> list[int]:
+    """The sizes that the ranks say they send, which none of our memory depends on before this."""
+    sizes = [int(size) for size in said.view(-1).tolist()]
+    for r, (size, bound) in enumerate(zip(sizes, most, strict=True)):
+        if not 0 <= size <= bound or size % 4:
+            raise WireMismatch(
+                f"rank {r} is to send {size} bytes of payloads, where at most {bound} can be, "
+                "a multiple of 4"
+            )
+    return sizes

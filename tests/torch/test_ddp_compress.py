@@ -411,7 +411,7 @@ def test_different_codecs_are_named(pool, backend):
 
 def test_layouts_cover_the_bucket_for_any_number_of_ranks():
     from pycomm.hooks.bucket import Bucket
-    from pycomm.hooks.two_shot import chunks
+    from pycomm.hooks.coding import chunks
     from pycomm.policy import Parameter
 
     shapes = [(1000,), (3,), (17, 33), (1,), (4096,)]
@@ -420,7 +420,7 @@ def test_layouts_cover_the_bucket_for_any_number_of_ranks():
     decisions = [policy.decide(p) for p in parameters]
     bucket = Bucket(decisions, range(len(decisions)), None, torch.device("cpu"))
     for ranks in (1, 2, 3, 4, 7, 8):
-        runs = list(itertools.chain(*chunks(bucket, ranks)))
+        runs = list(itertools.chain(*chunks(bucket.pieces, ranks)))
         places = [i for run in runs for i in run.of(torch.arange(bucket.numel)).tolist()]
         assert places == list(range(bucket.numel))
-        assert all(run.begin % run.piece.codec.granule == 0 for run in runs)
+        assert all(run.begin % max(32, run.piece.codec.granule) == 0 for run in runs)

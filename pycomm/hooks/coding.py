@@ -1,0 +1,267 @@
+"""What a rank does to the values of a bucket where no C++ does it: cut, encode, decode.
+
+The same cuts, random numbers and order of sums as in csrc/collectives/coded_layout.h and
+coded_coder.h, on the codecs' tensor interface.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import lcm
+
+import torch
+import torch.distributed as dist
+
+from pycomm.codecs import RandomKey
+from pycomm.errors import WireMismatch
+from pycomm.hooks.bucket import Piece
+
+GRAIN = 32  # kGrain of coded_layout.h
+OWNER_HOP, SHARED_HOP = -1, -2
+_MASK = (1 << 64) - 1
+
+
+def hop_seed(seed: int, rank: int) -> int:
+    """Seed of what `rank` sends, or of one of the hops above; as in coded.h."""
+    z = (seed + 0x9E3779B97F4A7C15 * (rank + 2)) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Values begin <= i < end of one piece."""
+
+    piece: Piece
+    begin: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        """Of its payload; the most, if the codec is variable."""
+        return self.piece.codec.encoded_bytes(self.end - self.begin)
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """This run's part of a bucket."""
+        return values[self.piece.offset + self.begin : self.piece.offset + self.end]
+
+
+def total_bytes(runs: Sequence[Run]) -> int:
+    """Of the payloads of some runs; the most, if one of them is variable."""
+    return sum(run.bytes for run in runs)
+
+
+def is_variable(runs: Sequence[Run]) -> bool:
+    """Return whether the payloads of some runs vary in size."""
+    return any(run.piece.codec.variable for run in runs)
+
+
+def granule(piece: Piece) -> int:
+    """Return where a piece may be cut; a codec without a granule takes it whole."""
+    own = piece.codec.granule
+    return lcm(own, GRAIN) if own else max(1, piece.numel)
+
+
+def chunks(pieces: Sequence[Piece], ranks: int) -> list[list[Run]]:
+    """Deal pieces out to their owners: `Layout` of coded_layout.h."""
+    starts = [0]
+    for piece in pieces:
+        starts.append(starts[-1] + piece.numel)
+    numel = starts.pop()
+
+    def cut(place: int) -> int:
+        found = bisect_right(starts, place) - 1
+        if found < 0:
+            return 0
+        piece = pieces[found]
+        inside = min(place - starts[found], piece.numel)
+        if inside < piece.numel:
+            inside -= inside % granule(piece)
+        return starts[found] + inside
+
+    cuts = [cut(numel // ranks * r + numel % ranks * r // ranks) for r in range(ranks)] + [numel]
+    owned = []
+    for begin, end in pairwise(cuts):
+        spans = [
+            (p, max(begin, start) - start, min(end, start + p.numel) - start)
+            for p, start in zip(pieces, starts, strict=True)
+        ]
+        owned.append([Run(p, lo, hi) for p, lo, hi in spans if lo < hi])
+    return owned
+
+
+def whole(pieces: Sequence[Piece]) -> list[Run]:
+    """All values of some pieces."""
+    return [run for runs in chunks(pieces, 1) for run in runs]
+
+
+class Coder:
+    """What one rank of an operation does to values.
+
+    Args:
+        rank: our number among those that encode the same values.
+        ranks: how many they are.
+        side: of the residuals, which is read; the other one is written.
+        seed: equal on all ranks.
+        step: number of the step.
+        agreed: what `agree` returned; None: each rank is alone with its values.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        *,
+        side: int,
+        seed: int,
+        step: int,
+        agreed: dict[tuple[int, int], torch.Tensor] | None = None,
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.side, self.seed, self.step = side, seed, step
+        self.agreed = agreed
+
+    def encode(
+        self, runs: Sequence[Run], values: torch.Tensor, *, worker: bool, row: int = 0
+    ) -> torch.Tensor:
+        """Return the payloads of some runs, one behind the other (uint8 [bytes that are used]).
+
+        Args:
+            runs: what to encode.
+            values: float32 [numel of the bucket].
+            worker: as a contribution, with the worker's residual; else as an owner's result.
+            row: of the residuals, where they have one for each owner; each has random numbers of
+                its own.
+        """
+        out = torch.empty(total_bytes(runs), dtype=torch.uint8, device=values.device)
+        at = 0
+        for run in runs:
+            codec, payload = run.piece.codec, out[at : at + run.bytes]
+            old, new = self._residual(run, worker, row)
+            agreed = None
+            if codec.agrees and self.agreed is not None and (worker or codec.combine == "sum"):
+                numbers = self.agreed[run.piece.offset, row]
+                first = run.begin // codec.granule if codec.granule else 0
+                agreed = numbers[first : first + _granules(run)]
+            codec.encode(
+                run.of(values),
+                payload,
+                old,
+                new_residual=new,
+                key=self._key(run.piece, worker, row),
+                index=run.begin,
+                agreed=agreed,
+            )
+            at += _used(payload) if codec.variable else run.bytes
+        return out[:at]
+
+    def decode(
+        self, runs: Sequence[Run], payload: torch.Tensor, values: torch.Tensor, *, add: bool
+    ) -> None:
+        """Write the values of some runs, or add to them.
+
+        Raises:
+            WireMismatch: a payload's own words about its size cannot be true.
+        """
+        at = 0
+        for run in runs:
+            codec, part = run.piece.codec, payload[at : at + run.bytes]
+            used = run.bytes
+            if codec.variable:
+                used = _used(part) if part.numel() >= 4 else 0
+                if not 0 < used <= part.numel() or used % 4:
+                    raise WireMismatch(
+                        f"a payload of {codec.spec()} for {run.end - run.begin} values says that "
+                        f"it has {used} bytes; it may have {part.numel()}"
+                    )
+                padded = payload.new_zeros(run.bytes)
+                padded[:used] = part[:used]
+                part = padded
+            (codec.decode_add if add else codec.decode)(part, run.of(values))
+            at += used
+
+    def _key(self, piece: Piece, worker: bool, row: int) -> RandomKey:
+        codec, rank, ranks = piece.codec, self.rank, self.ranks
+        if worker:
+            hop = SHARED_HOP if codec.shared_seed else self.rank
+        elif codec.combine == "sum":
+            hop, rank = SHARED_HOP, 0
+        else:
+            hop, rank, ranks = OWNER_HOP, 0, 1
+        seed = hop_seed(self.seed, hop)
+        if row > 0:
+            seed = hop_seed(seed, row)
+        return RandomKey(seed, self.step, piece.tensor, rank, ranks)
+
+    def _residual(
+        self, run: Run, worker: bool, row: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        residual = run.piece.residual
+        if residual is None or not (worker or run.piece.codec.combine != "sum"):
+            return None, None
+        pair = residual.worker if worker else residual.owner
+        begin, end = (row * run.piece.numel + place for place in (run.begin, run.end))
+        return pair[self.side][begin:end], pair[1 - self.side][begin:end]
+
+
+def agree(
+    pieces: Sequence[Piece], rows: Sequence[torch.Tensor], group: dist.ProcessGroup, side: int
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Measure values and take the largest over all ranks, where codecs ask for it.
+
+    Args:
+        pieces: of a bucket.
+        rows: float32 [numel of the bucket] each.
+        group: where to agree.
+        side: of the workers' residuals.
+
+    Returns:
+        By a piece's offset and the number of a row: float32, a number for each granule.
+    """
+    wanted = [p for p in pieces if p.codec.agrees and p.numel > 0]
+    if not wanted:
+        return {}
+    measured = {}
+    for row, values in enumerate(rows):
+        for piece in wanted:
+            owed = None
+            if piece.residual is not None:
+                begin = row * piece.numel
+                owed = piece.residual.worker[side][begin : begin + piece.numel]
+            part = values[piece.offset : piece.offset + piece.numel]
+            measured[piece.offset, row] = piece.codec.measure(part, owed)
+    ours = torch.cat(list(measured.values()))
+    # Not an all-reduce: backends differ in what the maximum of a NaN is.
+    largest = gather_equal(ours, group).amax(0)
+    ends = accumulate(m.numel() for m in measured.values())
+    return {
+        which: largest[end - m.numel() : end]
+        for (which, m), end in zip(measured.items(), ends, strict=True)
+    }
+
+
+def gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return what each rank has, [ranks, numel]; sizes are equal."""
+    # torch 2.13 renamed it, and warns about the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    result = tensor.new_empty(group.size(), tensor.numel())
+    gather(result.view(-1), tensor, group=group)
+    return result
+
+
+def divide(values: torch.Tensor, ranks: int) -> None:
+    """Divide in place, exactly: torch multiplies by the reciprocal of a number."""
+    values.div_(values.new_tensor(float(ranks)).expand_as(values))
+
+
+def _granules(run: Run) -> int:
+    codec, numel = run.piece.codec, run.end - run.begin
+    return -(-numel // codec.granule) if codec.granule else 1
+
+
+def _used(payload: torch.Tensor) -> int:
+    return int(payload[:4].view(torch.int32)) & 0xFFFFFFFF
