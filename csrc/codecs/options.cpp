@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 
 #include "codecs/block.h"
 #include "core/error.h"
@@ -54,6 +55,18 @@ int Options::integer(std::string_view option, int otherwise) {
   return number;
 }
 
+double Options::number(std::string_view option, double otherwise) {
+  const std::string* value = find(option);
+  if (value == nullptr) return otherwise;
+  double number = 0;
+  const char* end = value->data() + value->size();
+  const auto parsed = std::from_chars(value->data(), end, number);
+  if (parsed.ec != std::errc() || parsed.ptr != end) {
+    fail(std::string(option) + "=" + *value + " is not a number");
+  }
+  return number;
+}
+
 int Options::choice(std::string_view option, std::initializer_list<std::string_view> choices,
                     int otherwise) {
   const std::string* value = find(option);
@@ -74,6 +87,16 @@ void Options::finish() const {
 }
 
 void Options::fail(const std::string& what) const { throw Error(codec_ + ": " + what); }
+
+std::string number_text(double number) {
+  char text[400];
+  const double size = std::abs(number);
+  const bool fixed = size == 0 || (size >= 1e-4 && size < 1e16);
+  const auto format = fixed ? std::chars_format::fixed : std::chars_format::scientific;
+  std::string out(text, std::to_chars(text, text + sizeof text, number, format).ptr);
+  if (fixed && out.find('.') == std::string::npos) out += ".0";
+  return out;
+}
 
 uint32_t block_option(Options& options, uint32_t otherwise) {
   const int block = options.integer("block", static_cast<int>(otherwise));

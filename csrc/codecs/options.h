@@ -16,6 +16,7 @@ class Options {
   Options(std::string_view codec, std::string_view text);
 
   int integer(std::string_view option, int otherwise);
+  double number(std::string_view option, double otherwise);
   /// Place of the value in `choices`; `otherwise` likewise.
   int choice(std::string_view option, std::initializer_list<std::string_view> choices,
              int otherwise);
@@ -32,6 +33,9 @@ class Options {
   std::vector<std::pair<std::string, std::string>> given_;
   std::vector<std::string> asked_;
 };
+
+/// The shortest text that means this number, as Python writes it: "0.01", "1e-05", "1.0".
+std::string number_text(double number);
 
 /// The option "block" of the block codecs: a power of two from 32 to 2048.
 uint32_t block_option(Options& options, uint32_t otherwise);

@@ -13,5 +13,8 @@ std::unique_ptr<Codec> make(Options& options);
 namespace quant {
 std::unique_ptr<Codec> make(Options& options);
 }
+namespace topk {
+std::unique_ptr<Codec> make(Options& options);
+}
 
 }  // namespace pycomm::codecs

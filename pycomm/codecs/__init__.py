@@ -10,6 +10,7 @@ from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
+from pycomm.codecs.topk import TopK
 
 __all__ = [
     "ALIASES",
@@ -20,6 +21,7 @@ __all__ = [
     "PowerSGD",
     "Quant",
     "RandomKey",
+    "TopK",
     "Unavailable",
     "codec",
 ]
@@ -28,6 +30,7 @@ __all__ = [
 CODECS: dict[str, type[Codec]] = {
     "cast": Cast,
     "quant": Quant,
+    "topk": TopK,
 }
 
 # Codecs whose ranks meet by collectives of their own (combine "factors"): a hook runs them, in

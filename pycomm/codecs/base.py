@@ -121,6 +121,10 @@ class Codec(ABC):
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         """Return the values (float32 [numel]) of a payload (uint8)."""
 
+    def reference_decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the values of a payload to ``out`` (float32 [numel])."""
+        out += self.reference_decode(payload, out.numel())
+
     @property
     def native(self) -> _C.Codec:
         """The same codec in C++, for callers that have addresses.

@@ -69,7 +69,7 @@ class Reference:
         out.view(-1).copy_(codec.reference_decode(payload, out.numel()))
 
     def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-        out.view(-1).add_(codec.reference_decode(payload, out.numel()))
+        codec.reference_decode_add(payload, out.view(-1))
 
 
 class Native:

@@ -25,7 +25,14 @@ SPECS = [
     "int4",
     "int4:block=32",
     "int4:block=64,rounding=stochastic",
+    "topk:0.01",
+    "topk:0.1,values=float16,indices=int16",
+    "topk:0.05,values=int8,chunk=4096",
+    "topk:0.3,values=int2,chunk=4096",
 ]
+
+# Codecs without kernels for GPUs: the reference and C++ only.
+CPU_ONLY = {"topk"}
 
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.
 SIZES = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2047, 5001]

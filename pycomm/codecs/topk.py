@@ -1,0 +1,227 @@
+"""topk: the values of largest magnitude, with their places.
+
+Wire format: docs/wire/topk.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar, Literal
+
+import torch
+
+from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.block import HUGE, NAN, padded, payload, scales, split
+
+GROUP = 256  # chosen values that share a scale (int8) or a pair of levels (int2)
+CHUNKS = {"int12": 4096, "int16": 65536, "bitmap": 65536}
+VALUE_BITS = {"float32": 32, "float16": 16, "int8": 8, "int2": 2}
+INDEX_BITS = {"int32": 32, "int16": 16, "int12": 12}
+SCALE_BYTES = {"float32": 0, "float16": 0, "int8": 4, "int2": 8}
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The ceil(density * n) largest magnitudes of a tensor, or of each chunk of it."""
+
+    name: ClassVar[str] = "topk"
+    combine: ClassVar[Combine] = "gather"
+    wire_version: ClassVar[int] = 1
+
+    density: float = 0.01
+    values: Literal["float32", "float16", "int8", "int2"] = "float32"
+    indices: Literal["auto", "int32", "int16", "int12", "bitmap"] = "auto"
+    chunk: int = 0  # 0: by indices, 4096 for int12, 65536 for int16 and bitmap, else whole tensors
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise ValueError(f"topk: density={self.density}: use more than 0 and at most 1")
+        if self.values not in VALUE_BITS:
+            raise ValueError(f"topk: values={self.values}: use one of {', '.join(VALUE_BITS)}")
+        known = ("auto", *INDEX_BITS, "bitmap")
+        if self.indices not in known:
+            raise ValueError(f"topk: indices={self.indices}: use one of {', '.join(known)}")
+        if self.chunk not in (0, 4096, 65536):
+            raise ValueError(f"topk: chunk={self.chunk}: use 0 (whole tensors), 4096 or 65536")
+        given = self.chunk
+        if self.indices == "auto":
+            object.__setattr__(self, "indices", self._smallest())
+        elif given == 0:
+            object.__setattr__(self, "chunk", CHUNKS.get(self.indices, 0))
+        if (self.indices == "int32" and given) or (self.indices == "int12" and self.chunk != 4096):
+            raise ValueError(
+                f"topk: indices={self.indices} with chunk={given}: int32 goes with chunk=0, int12 "
+                "with 4096, int16 and bitmap with either chunk"
+            )
+
+    def _smallest(self) -> str:
+        if self.chunk == 0:
+            return "int32"
+        form = "int12" if self.chunk == 4096 else "int16"
+        return "bitmap" if self.density * INDEX_BITS[form] > 1 else form
+
+    @property
+    def granule(self) -> int:
+        return self.chunk
+
+    def count(self, numel: int) -> int:
+        """Number of values that travel of a record of ``numel``."""
+        return max(1, min(numel, ceil(self.density * numel)))
+
+    def record_sizes(self, numel: int) -> list[int]:
+        """Values of each record of a tensor."""
+        length = self.chunk or max(numel, 1)
+        sizes = [length] * (numel // length)
+        return [*sizes, numel % length] if numel % length else sizes
+
+    def encoded_bytes(self, numel: int) -> int:
+        length = self.chunk or max(numel, 1)
+        rest = numel % length
+        whole = numel // length * sum(self._sections(length)) if numel >= length else 0
+        return whole + (sum(self._sections(rest)) if rest else 0)
+
+    def _sections(self, numel: int) -> tuple[int, int, int]:
+        """Bytes of scales, values and indices of a record."""
+        k = self.count(numel)
+        bits = numel if self.indices == "bitmap" else k * INDEX_BITS[self.indices]
+        values = padded(-(-k * VALUE_BITS[self.values] // 8))
+        return SCALE_BYTES[self.values] * -(-k // GROUP), values, padded(-(-bits // 8))
+
+    # ------------------------------------------------------------------ encode
+
+    def reference_encode(
+        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        records = [self._encode_record(r) for r in torch.split(p, self.record_sizes(p.numel()))]
+        return torch.cat(records) if records else p.new_empty(0, dtype=torch.uint8)
+
+    def _encode_record(self, p: torch.Tensor) -> torch.Tensor:
+        k = self.count(p.numel())
+        magnitude = p.view(torch.int32) & 0x7FFFFFFF  # integers in the order of |p|
+        limit = torch.tensor(HUGE if self.values == "int8" else float("inf")).view(torch.int32)
+        if bool((magnitude >= limit.to(p.device)).any()):
+            return self._void(p, k)
+        places = magnitude.sort(descending=True, stable=True).indices[:k].sort().values
+        chosen = p[places]
+        if self.values == "float32":
+            return payload(chosen, self._pack_indices(places, p.numel()))
+        if self.values == "float16":
+            return payload(chosen.to(torch.float16), self._pack_indices(places, p.numel()))
+        if self.values == "int8":
+            rows = split(chosen, GROUP)
+            scale, inv, _ = scales(rows, 127)
+            code = (rows * inv[:, None]).round().to(torch.int8).view(-1)[:k]
+            return payload(scale, code, self._pack_indices(places, p.numel()))
+        a = chosen.abs()
+        low = split_with(a, float("inf")).amin(1)
+        high = split_with(a, 0.0).amax(1)
+        group = torch.arange(k, device=p.device) // GROUP
+        upper = a - low[group] > high[group] - a
+        code = upper.to(torch.uint8) | chosen.signbit().to(torch.uint8) << 1
+        levels = torch.stack((low, high), dim=1).view(-1)
+        return payload(levels, pack_bits(code, 2), self._pack_indices(places, p.numel()))
+
+    def _void(self, p: torch.Tensor, k: int) -> torch.Tensor:
+        """A record that holds Inf or NaN: it begins with NaN."""
+        start, values, indices = self._sections(p.numel())
+        out = p.new_zeros(start + values + indices, dtype=torch.uint8)
+        if self.values == "float16":
+            out[: 2 * k].view(torch.int16).fill_(0x7E00)
+        else:
+            out[: 4 * k if self.values == "float32" else start].view(torch.int32).fill_(NAN)
+        return out
+
+    def _pack_indices(self, places: torch.Tensor, numel: int) -> torch.Tensor:
+        if self.indices == "bitmap":
+            marks = places.new_zeros(numel, dtype=torch.uint8)
+            marks[places] = 1
+            return pack_bits(marks, 1)
+        if self.indices == "int12":
+            halves = torch.stack((places & 63, places >> 6), dim=1).view(-1)
+            return pack_bits(halves.to(torch.uint8), 6)
+        size = INDEX_BITS[self.indices] // 8
+        return places.view(torch.uint8).view(-1, 8)[:, :size].reshape(-1)  # little-endian
+
+    # ------------------------------------------------------------------ decode
+
+    def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        out = torch.zeros(numel, dtype=torch.float32, device=payload.device)
+        for (value, places), record in zip(
+            self._records(payload, numel), torch.split(out, self.record_sizes(numel)), strict=True
+        ):
+            record[places] = value
+        return out
+
+    def reference_decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        for (value, places), record in zip(
+            self._records(payload, out.numel()), torch.split(out, self.record_sizes(out.numel())),
+            strict=True,
+        ):  # fmt: skip
+            record[places] += value
+
+    def _records(
+        self, payload: torch.Tensor, numel: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the values and the places of each record; a void one is NaN at every place."""
+        sizes = self.record_sizes(numel)
+        parts = torch.split(payload, [sum(self._sections(size)) for size in sizes])
+        for part, size in zip(parts, sizes, strict=True):
+            scale, code, index = torch.split(part, list(self._sections(size)))
+            places = self._unpack_indices(index, size)
+            value = self._values(scale, code, self.count(size))
+            first = value if not len(scale) else scale.view(torch.float32)
+            ascend = places.numel() == self.count(size) and bool((places.diff() > 0).all())
+            if not ascend or int(places[-1]) >= size or bool(first[0].isnan()):
+                places = torch.arange(size, device=payload.device)
+                value = torch.full_like(places, float("nan"), dtype=torch.float32)
+            yield value, places
+
+    def _values(self, scale: torch.Tensor, code: torch.Tensor, k: int) -> torch.Tensor:
+        if self.values == "float32":
+            return code.view(torch.float32)
+        if self.values == "float16":
+            return code.view(torch.float16)[:k].to(torch.float32)
+        group = torch.arange(k, device=code.device) // GROUP
+        if self.values == "int8":
+            return code.view(torch.int8)[:k].to(torch.float32) * scale.view(torch.float32)[group]
+        bits = unpack_bits(code, 2)[:k]
+        level = scale.view(torch.float32).view(-1, 2)[group, bits & 1]
+        return torch.where(bits >> 1 > 0, -level, level)
+
+    def _unpack_indices(self, index: torch.Tensor, numel: int) -> torch.Tensor:
+        k = self.count(numel)
+        if self.indices == "bitmap":
+            return unpack_bits(index, 1).nonzero().view(-1)
+        if self.indices == "int12":
+            halves = unpack_bits(index, 6)[: 2 * k].view(-1, 2)
+            return halves[:, 0] | halves[:, 1] << 6
+        size = INDEX_BITS[self.indices] // 8
+        wide = index.new_zeros(k, 8)
+        wide[:, :size] = index[: k * size].view(k, size)
+        return wide.view(torch.int64).view(-1)
+
+
+def split_with(values: torch.Tensor, fill: float) -> torch.Tensor:
+    """Return ``values`` as rows of GROUP; ``fill`` fills the last row."""
+    rows = values.new_full((-(-values.numel() // GROUP) * GROUP,), fill)
+    rows[: values.numel()] = values
+    return rows.view(-1, GROUP)
+
+
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the little-endian bit string of codes (uint8) of ``bits`` bits."""
+    ones = (codes[:, None] >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
+    ones = ones.view(-1)
+    string = ones.new_zeros(-(-ones.numel() // 8) * 8)
+    string[: ones.numel()] = ones
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return (string.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(string: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return as int64 the codes of ``bits`` bits that a bit string has room for."""
+    ones = (string[:, None] >> torch.arange(8, dtype=torch.uint8, device=string.device)) & 1
+    ones = ones.view(-1)[: string.numel() * 8 // bits * bits].view(-1, bits).to(torch.int64)
+    return (ones << torch.arange(bits, device=string.device)).sum(1)
