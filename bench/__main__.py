@@ -2,6 +2,7 @@
 
 python -m pycomm.bench all_reduce -b 8 -e 64M -f 4 -p 2 --backend pycomm,gloo
 python -m pycomm.bench codecs
+python -m pycomm.bench time_to_loss
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ def main() -> int:
         from pycomm.bench import codecs  # needs torch, which collectives of the core do not
 
         return codecs.main(argv[1:])
+    if argv[:1] == ["time_to_loss"]:
+        from pycomm.bench import time_to_loss
+
+        return time_to_loss.main(argv[1:])
     return collectives.main(argv)
 
 

@@ -258,9 +258,13 @@ class Paced(Lab):
         return None
 
     def describe(self) -> str:
+        if self.rate == UNLIMITED:
+            return f"{self.nodes} processes on one machine"
         return f"{self.nodes} processes on one machine, pycomm paces itself to {self.rate}"
 
     def extra_environment(self) -> dict[str, str]:
+        if self.rate == UNLIMITED:
+            return {}
         return {"PYCOMM_TRANSPORT": "tcp", "PYCOMM_LINK": self.rate}
 
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from pycomm.bench.methods import HOOKS, Method
 from pycomm.bench.netlab import interface_bytes
 
 
@@ -41,6 +41,7 @@ class Config:
     context: int = 32  # bytes per sequence
     batch: int = 16  # sequences per rank and step
     steps: int = 200
+    extra: int = 0  # steps after the schedule's end, at its last learning rate
     warmup: int = 20
     learning_rate: float = 2e-3
     evaluate_every: int = 10
@@ -161,21 +162,17 @@ def wire_bytes() -> int:
 
 
 def schedule(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine to a tenth."""
+    """Linear warm-up, then a cosine to a tenth, which stays."""
     if step < config.warmup:
         return (step + 1) / config.warmup
-    done = (step - config.warmup) / (config.steps - config.warmup)
+    done = min(1.0, (step - config.warmup) / (config.steps - config.warmup))
     return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
-def train(config: Config, codec: str | None) -> Iterator[dict[str, float]]:
+def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
     """Trains; yields what happened in each step, and at the end the result."""
     torch.manual_seed(config.seed)
-    model = DistributedDataParallel(Transformer(config), gradient_as_bucket_view=True)
-    if codec:
-        import pycomm
-
-        pycomm.compress(model, codec)
+    model = method.wrap(Transformer(config))
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     text, held_out = standard_library()
@@ -183,7 +180,7 @@ def train(config: Config, codec: str | None) -> Iterator[dict[str, float]]:
 
     seconds: list[float] = []
     sent: list[int] = []
-    for step in range(1, config.steps + 1):
+    for step in range(1, config.steps + config.extra + 1):
         start, sent_before = time.perf_counter(), wire_bytes()
         loss = loss_of(model, next(data))
         loss.backward()
@@ -208,18 +205,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pycomm.bench.training", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--backend", default="pycomm")
-    parser.add_argument("--codec", help="compress gradients: int8, int4, ...")
+    parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
+    parser.add_argument("--hook", default="", help=f"torch's own: {', '.join(HOOKS)}")
+    parser.add_argument("--bucket-mb", type=float, default=Method.bucket_mb, help="of DDP")
     parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
     for name, default in asdict(Config()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=default)
     args = vars(parser.parse_args())
-    backend, codec, log = (args.pop(name) for name in ("backend", "codec", "log"))
+    log = args.pop("log")
+    chosen = {name: args.pop(name) for name in ("backend", "codec", "hook", "bucket_mb")}
+    method = Method("", **chosen)
 
     torch.set_num_threads(1)
-    dist.init_process_group(backend)
+    dist.init_process_group(method.backend)
     with open(log if dist.get_rank() == 0 else os.devnull, "a") as file:
-        for row in train(Config(**args), codec):
+        for row in train(Config(**args), method):
             print(json.dumps(row), file=file, flush=True)
     dist.destroy_process_group()
     return 0

@@ -1,0 +1,94 @@
+"""Ways to average gradients that are compared with each other: ours, and torch's own hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK")
+
+
+@dataclass(frozen=True)
+class Method:
+    """What differs between the runs of a comparison."""
+
+    label: str
+    backend: str = "pycomm"
+    codec: str = ""
+    """Of `pycomm.compress`; empty: gradients travel as they are."""
+    hook: str = ""
+    """One of torch's own communication hooks, as in `HOOKS`."""
+    bucket_mb: float = 25.0
+    """DDP's bucket_cap_mb; its default is 25."""
+
+    def wrap(
+        self, model: nn.Module, group: dist.ProcessGroup | None = None, *, sync: bool = True
+    ) -> DistributedDataParallel:
+        """Return the model in DDP with this method's hook. Collective.
+
+        Args:
+            model: the bare model.
+            group: of this method's backend; None: the default group.
+            sync: let DDP send rank 0's parameters to all at first.
+
+        Raises:
+            ValueError: an unknown hook.
+        """
+        wrapped = DistributedDataParallel(
+            model,
+            process_group=group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.bucket_mb,
+            init_sync=sync,
+        )
+        if self.codec:
+            import pycomm
+
+            pycomm.compress(wrapped, self.codec)
+        if self.hook:
+            _torch_hook(wrapped, self.hook, group)
+        return wrapped
+
+
+def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:
+    name, _, rank = text.partition(":")
+    if name == "fp16":
+        model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        return
+    if name not in ("powersgd", "fp16-powersgd"):
+        raise ValueError(f"unknown hook {text!r}: use one of {', '.join(HOOKS)}")
+    state = powerSGD_hook.PowerSGDState(
+        process_group=group,
+        matrix_approximation_rank=int(rank),
+        start_powerSGD_iter=2,  # the least that its error feedback allows
+    )
+    hook = powerSGD_hook.powerSGD_hook
+    if name == "fp16-powersgd":
+        hook = default_hooks.fp16_compress_wrapper(hook)
+    model.register_comm_hook(state, hook)
+
+
+# Theirs first. PowerSGD on Gloo aborts with more than one bucket: its chained collectives start in
+# another order on every rank.
+ONE_BUCKET = 1000.0
+METHODS = (
+    Method("Gloo, fp32", "gloo"),
+    Method("Gloo, fp16 hook", "gloo", hook="fp16"),
+    Method("Gloo, PowerSGD rank 1", "gloo", hook="powersgd:1", bucket_mb=ONE_BUCKET),
+    Method("Gloo, PowerSGD rank 4", "gloo", hook="powersgd:4", bucket_mb=ONE_BUCKET),
+    Method("Gloo, fp16 PowerSGD rank 2", "gloo", hook="fp16-powersgd:2", bucket_mb=ONE_BUCKET),
+    Method("pycomm, exact"),
+    Method("pycomm, bf16", codec="bf16"),
+    Method("pycomm, int8", codec="int8"),
+    Method("pycomm, int4", codec="int4"),
+    Method("pycomm, MXFP4", codec="mxfp4"),
+    Method("pycomm, EDEN 2 bits", codec="eden:bits=2"),
+    Method("pycomm, 1 bit", codec="sign"),
+    Method("pycomm, top-k 1 %", codec="topk:0.01"),
+    Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
+    Method("pycomm, auto", codec="auto"),
+)

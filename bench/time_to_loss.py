@@ -1,0 +1,251 @@
+"""Time to the loss of the float32 run, for every method, model and link rate.
+
+    python -m pycomm.bench time_to_loss --models demo,25m --csv training-cpu.csv
+
+Bits do not depend on the link, so losses and times are measured apart:
+
+    losses  every method trains on two ranks on an unlimited loopback, once per seed, for a quarter
+            more steps than the learning rate's schedule has; the loss on held-out text is taken on
+            the way
+    steps   two ranks on a real link (netlab.py) take steps with one method after the other, in one
+            set of processes, over and over; the median counts
+
+The time to the loss is the number of steps after which a method's loss, averaged over seeds, has
+come down to where the float32 run ends its schedule, times its median step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pycomm.bench import netlab
+from pycomm.bench.harness import Origin
+from pycomm.bench.methods import METHODS, Method
+from pycomm.bench.time_to_loss_results import EXACT, Result, load, save, show, totals
+from pycomm.bench.training import (
+    Config,
+    Transformer,
+    batches,
+    loss_of,
+    standard_library,
+    wire_bytes,
+)
+
+MODELS = {
+    "demo": Config(),
+    "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
+}
+RANKS = 2
+SETTLE = 3  # steps after a change of the method that are not timed: DDP makes new buckets
+
+
+# -------------------------------------------------------------------- losses
+
+
+def train(config: Config, method: Method) -> list[dict[str, float]]:
+    """Train on an unlimited loopback; return rank 0's rows.
+
+    Raises:
+        RuntimeError: a rank failed; the text is what it said.
+    """
+    arguments = {**asdict(config), "backend": method.backend, "bucket_mb": method.bucket_mb}
+    arguments |= {"codec": method.codec, "hook": method.hook}
+    command = [sys.executable, "-m", "pycomm.bench.training"]
+    for name, value in arguments.items():
+        command += [f"--{name.replace('_', '-')}={value}"]
+    with tempfile.TemporaryDirectory() as folder, netlab.Paced(RANKS, netlab.UNLIMITED) as lab:
+        log = Path(folder, "log")
+        run(lab, [*command, f"--log={log}"], Path(folder, "output"))
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def run(lab: netlab.Lab, command: Sequence[str], output: Path) -> None:
+    """Run the command on every rank of a lab, and wait."""
+    with output.open("wb") as out:
+        ranks = lab.start(command, stdout=out, stderr=subprocess.STDOUT)
+        if netlab.wait(ranks):
+            raise RuntimeError(output.read_text(errors="replace"))
+
+
+def losses(model: str, methods: Sequence[Method], seeds: int) -> Iterable[Result]:
+    """Train every method with every seed."""
+    for seed in range(seeds):
+        exact = None
+        for method in methods:
+            base = replace(MODELS[model], seed=seed)
+            config = replace(base, extra=base.steps // 4)
+            rows = train(config, method)
+            curve = {int(r["step"]): r["held_out"] for r in rows if "step" in r and "held_out" in r}
+            final = curve[base.steps]
+            if method == EXACT:
+                exact = final
+            yield replace(
+                describe("loss", model, method),
+                seed=seed,
+                steps=base.steps,
+                loss=final,
+                change=final / exact - 1 if exact else None,
+                curve=" ".join(f"{step}:{loss:.6f}" for step, loss in curve.items()),
+            )
+
+
+# --------------------------------------------------------------------- steps
+
+
+def step_times(
+    model: str, methods: Sequence[Method], rate: str, rounds: int, turn_seconds: float
+) -> Iterable[Result]:
+    """Time the steps of all methods on a link, in turns."""
+    lab, reason = netlab.open_lab(RANKS, rate)
+    if reason:
+        raise RuntimeError(f"this needs network namespaces: {reason}")
+    with lab, tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        labels = [method.label for method in methods]
+        chosen = json.dumps({"model": model, "rounds": rounds, "methods": labels, "log": str(log)})
+        command = [sys.executable, "-m", "pycomm.bench.time_to_loss", "--rank", chosen]
+        run(lab, [*command, f"--turn-seconds={turn_seconds}"], Path(folder, "output"))
+        samples = [json.loads(line) for line in log.read_text().splitlines()]
+        connection = f"tcp ({lab.congestion})"
+    for method in methods:
+        mine = [s for s in samples if s["method"] == method.label]
+        seconds = [s for sample in mine for s in sample["seconds"]]
+        yield replace(
+            describe("step", model, method),
+            rate=rate,
+            connection=connection,
+            steps=len(seconds),
+            seconds=statistics.median(seconds),
+            wire_bytes=statistics.median(sample["wire_bytes"] for sample in mine),
+        )
+
+
+def time_on_this_rank(
+    model: str, methods: Sequence[Method], rounds: int, turn_seconds: float, log: Path
+) -> None:
+    """Take turns with all methods on one model and one optimizer; rank 0 writes the samples."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    groups = {"gloo": None, "pycomm": dist.new_group(backend="pycomm")}
+    config = MODELS[model]
+    torch.manual_seed(0)
+    net = Transformer(config)
+    optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate)
+    data = batches(standard_library()[0], config, dist.get_rank(), RANKS)
+    for _ in range(rounds):
+        for method in methods:
+            wrapped = method.wrap(net, groups[method.backend], sync=False)
+            seconds: list[float] = []
+            settle, timed = settle_steps(method), 2
+            before = 0
+            while len(seconds) < settle + timed:
+                if len(seconds) == settle:
+                    before = wire_bytes()
+                start = time.perf_counter()
+                loss_of(wrapped, next(data)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seconds.append(time.perf_counter() - start)
+                if len(seconds) == settle:
+                    timed = agreed_count(turn_seconds / seconds[-1])
+            dist.barrier()
+            sent = (wire_bytes() - before) / timed
+            if dist.get_rank() == 0:
+                sample = {"method": method.label, "seconds": seconds[settle:], "wire_bytes": sent}
+                with log.open("a") as file:
+                    print(json.dumps(sample), file=file)
+            del wrapped
+            gc.collect()
+    dist.destroy_process_group()
+
+
+def settle_steps(method: Method) -> int:
+    """Steps that a method takes before it runs as it will: `auto` has to try first."""
+    return 80 if method.codec.startswith("auto") else SETTLE
+
+
+def agreed_count(steps: float) -> int:
+    """How many steps to time, the same on all ranks."""
+    count = torch.tensor([max(2, min(40, round(steps)))])
+    dist.broadcast(count, 0)
+    return int(count)
+
+
+def describe(kind: str, model: str, method: Method) -> Result:
+    """A row with nothing measured yet."""
+    size = sum(p.numel() for p in Transformer(MODELS[model]).parameters())
+    return Result(kind, model, size, method.label, method.backend, method.codec, method.hook)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench time_to_loss",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--models", default="demo", help=f"of {', '.join(MODELS)}")
+    add("--rates", default="100mbit,1gbit", help="of the links, as tc writes them")
+    add("--methods", default="", help="only those whose label holds one of these words")
+    add("--only", choices=("losses", "steps", "totals"), help="totals: from what --csv holds")
+    add("--seeds", type=int, default=3)
+    add("--rounds", type=int, default=3, help="turns of every method on a link")
+    add("--csv", type=Path, help="append all rows to this file")
+    add("--turn-seconds", type=float, default=6.0, help="of timed steps a turn, but at least two")
+    add("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.rank:
+        chosen = json.loads(args.rank)
+        methods = [m for m in METHODS if m.label in chosen["methods"]]
+        time_on_this_rank(
+            chosen["model"], methods, chosen["rounds"], args.turn_seconds, Path(chosen["log"])
+        )
+        return 0
+
+    words = [word for word in args.methods.split(",") if word]
+    methods = [m for m in METHODS if not words or any(word in m.label for word in words)]
+    # Exact first: every other loss is held against it.
+    ordered = sorted(methods, key=lambda method: method != EXACT)
+    origin = Origin.here(" ".join(["python -m pycomm.bench time_to_loss", *argv]))
+    rows = load(args.csv) if args.csv and args.csv.exists() else []
+
+    def measure(results: Iterable[Result]) -> None:
+        for row in results:
+            rows.append(row)
+            value = f"loss {row.loss:.4f}" if row.loss else f"{(row.seconds or 0) * 1e3:.1f} ms"
+            print(f"{row.kind} {row.model} {row.rate} {row.method}: {value}", flush=True)
+            if args.csv:
+                save(args.csv, row, origin)
+
+    for model in args.models.split(","):
+        if args.only in (None, "losses"):
+            measure(losses(model, ordered, args.seeds))
+        if args.only in (None, "steps"):
+            for rate in args.rates.split(","):
+                measure(step_times(model, methods, rate, args.rounds, args.turn_seconds))
+    final = list(totals(rows))
+    show(final)
+    if args.csv and args.only == "totals":
+        for row in final:
+            save(args.csv, row, origin)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Rows of `time_to_loss`: their file, and what follows from losses and steps together."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pycomm.bench.harness import Origin
+from pycomm.bench.methods import METHODS
+
+EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the CSV. Times are in seconds; None: not measured in this kind of row.
+
+    Kinds:
+        loss: one training; `curve` holds "step:loss" at every evaluation.
+        step: steps on a link, `seconds` is their median.
+        total: both together, and how many times faster than two of Gloo's methods it is.
+    """
+
+    kind: str
+    model: str
+    parameters: int
+    method: str
+    backend: str
+    codec: str
+    hook: str
+    rate: str = ""
+    connection: str = ""
+    seed: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    wire_bytes: float | None = None
+    loss: float | None = None
+    change: float | None = None
+    """of the loss at the end of the schedule, against float32's with the same seed, relative"""
+    steps_to_loss: float | None = None
+    seconds_to_loss: float | None = None
+    vs_fp16_hook: float | None = None
+    vs_best_of_gloo: float | None = None
+    curve: str = ""
+
+
+def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | None:
+    """Steps until the mean of the curves is at the target, between evaluations; None: never."""
+    places = sorted(curves[0])
+    means = [statistics.fmean(curve[step] for curve in curves) for step in places]
+    for (a, high), (b, low) in zip(
+        zip(places, means, strict=True), zip(places[1:], means[1:], strict=True), strict=False
+    ):
+        if low <= target:
+            return a + (b - a) * (high - target) / (high - low) if high > target else float(a)
+    return None
+
+
+def totals(rows: Sequence[Result]) -> Iterable[Result]:
+    """Put losses and steps together, from the rows of both."""
+    for model in dict.fromkeys(row.model for row in rows):
+        curves = {
+            label: [parse_curve(r.curve) for r in of(rows, "loss", model, label)]
+            for label in {r.method for r in rows if r.kind == "loss" and r.model == model}
+        }
+        ends = [r.loss for r in of(rows, "loss", model, EXACT.label) if r.loss is not None]
+        if not ends:
+            continue
+        target = statistics.fmean(ends)
+        for rate in dict.fromkeys(r.rate for r in rows if r.kind == "step" and r.model == model):
+            done = []
+            for row in (r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)):
+                count = steps_to_loss(curves[row.method], target) if row.method in curves else None
+                assert row.seconds is not None
+                total = None if count is None else count * row.seconds
+                change = [
+                    r.change for r in of(rows, "loss", model, row.method) if r.change is not None
+                ]
+                done.append(
+                    replace(
+                        row,
+                        kind="total",
+                        change=statistics.fmean(change) if change else None,
+                        steps_to_loss=count,
+                        seconds_to_loss=total,
+                    )
+                )
+            theirs = {r.hook: r.seconds_to_loss for r in done if r.backend == "gloo"}
+            fp16 = theirs.get("fp16")
+            best = min((t for t in theirs.values() if t is not None), default=None)
+            for row in done:
+                yield replace(
+                    row,
+                    vs_fp16_hook=over(fp16, row.seconds_to_loss),
+                    vs_best_of_gloo=over(best, row.seconds_to_loss),
+                )
+
+
+def of(rows: Sequence[Result], kind: str, model: str, label: str) -> list[Result]:
+    return [r for r in rows if (r.kind, r.model, r.method) == (kind, model, label)]
+
+
+def parse_curve(text: str) -> dict[int, float]:
+    pairs = (item.split(":") for item in text.split())
+    return {int(step): float(loss) for step, loss in pairs}
+
+
+def over(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+def save(path: Path, row: Result, origin: Origin) -> None:
+    new = not path.exists()
+    record = asdict(row) | asdict(origin)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(record))
+        if new:
+            writer.writeheader()
+        writer.writerow(record)
+
+
+def load(path: Path) -> list[Result]:
+    """The rows of a CSV that earlier runs have written; its totals are made anew."""
+    texts = {"kind", "model", "method", "backend", "codec", "hook", "rate", "connection", "curve"}
+    whole = {"parameters", "seed", "steps"}
+    rows = []
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            values: dict[str, Any] = {}
+            for name in Result.__dataclass_fields__:
+                text = line[name]
+                if name in texts:
+                    values[name] = text
+                else:
+                    values[name] = (int if name in whole else float)(text) if text else None
+            rows.append(Result(**values))
+    return [row for row in rows if row.kind != "total"]
+
+
+def show(rows: Iterable[Result]) -> None:
+    print(f"{'model':<6} {'rate':<8} {'method':<28} {'step ms':>8} {'MB/step':>8} {'loss':>8} "
+          f"{'steps':>6} {'seconds':>8} {'x fp16':>7} {'x best':>7}")  # fmt: skip
+    for r in rows:
+        print(
+            f"{r.model:<6} {r.rate:<8} {r.method:<28} {cell(r.seconds, 8, 1, 1e3)} "
+            f"{cell(r.wire_bytes, 8, 3, 1e-6)} {cell(r.change, 7, 2, 100)}% "
+            f"{cell(r.steps_to_loss, 6, 0)} {cell(r.seconds_to_loss, 8, 1)} "
+            f"{cell(r.vs_fp16_hook, 7, 2)} {cell(r.vs_best_of_gloo, 7, 2)}"
+        )
+
+
+def cell(value: float | None, width: int, digits: int, factor: float = 1.0) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value * factor:{width}.{digits}f}"

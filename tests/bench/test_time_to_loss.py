@@ -1,0 +1,80 @@
+"""Time to a loss: what is computed from measured losses and steps, and the turns on one machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from pycomm.bench.harness import Origin
+from pycomm.bench.methods import METHODS, Method
+from pycomm.bench.netlab import Paced, wait
+from pycomm.bench.time_to_loss_results import (
+    EXACT,
+    Result,
+    load,
+    save,
+    steps_to_loss,
+    totals,
+)
+
+FP16 = next(method for method in METHODS if method.hook == "fp16")
+INT4 = next(method for method in METHODS if method.codec == "int4")
+
+
+def row(kind: str, method: Method, **values: object) -> Result:
+    fields = {"model": "demo", "parameters": 1, "method": method.label, "backend": method.backend}
+    return Result(kind, **fields, codec=method.codec, hook=method.hook, **values)  # type: ignore[arg-type]
+
+
+def test_steps_to_a_loss_are_found_between_evaluations():
+    assert steps_to_loss([{10: 4.0, 20: 2.0}], 3.0) == 15
+    assert steps_to_loss([{10: 4.0, 20: 2.0}, {10: 4.0, 20: 3.0}], 2.5) == 20  # of the mean
+    assert steps_to_loss([{10: 4.0, 20: 2.0}], 1.0) is None
+
+
+def test_totals_hold_each_method_against_the_float32_run():
+    rows = [
+        row("loss", EXACT, seed=0, steps=20, loss=2.0, change=0.0, curve="10:3.0 20:2.0"),
+        row("loss", FP16, seed=0, steps=20, loss=2.0, change=0.0, curve="10:3.0 20:2.0"),
+        row("loss", INT4, seed=0, steps=20, loss=2.1, change=0.05, curve="10:3.0 20:2.1 30:1.9"),
+        row("step", EXACT, rate="1gbit", seconds=1.0),
+        row("step", FP16, rate="1gbit", seconds=0.5),
+        row("step", INT4, rate="1gbit", seconds=0.1),
+    ]
+    found = {r.method: r for r in totals(rows)}
+    assert found[FP16.label].seconds_to_loss == 10.0
+    assert found[INT4.label].steps_to_loss == pytest.approx(25.0)  # half-way from 2.1 to 1.9
+    assert found[INT4.label].vs_fp16_hook == pytest.approx(4.0)
+    assert found[INT4.label].vs_best_of_gloo == pytest.approx(4.0)
+    assert found[INT4.label].change == 0.05
+
+
+def test_rows_survive_the_file(tmp_path):
+    path = tmp_path / "rows.csv"
+    rows = [
+        row("loss", INT4, seed=1, steps=20, loss=2.5, curve="10:3.0"),
+        row("step", INT4, rate="1gbit", seconds=0.25, wire_bytes=10.0),
+    ]
+    for each in [*rows, row("total", INT4)]:
+        save(path, each, Origin.here("test"))
+    assert load(path) == rows
+
+
+def test_ranks_take_turns_with_every_method(tmp_path):
+    log = tmp_path / "log"
+    chosen = {"model": "demo", "rounds": 1, "methods": [FP16.label, INT4.label], "log": str(log)}
+    command = [
+        "-m",
+        "pycomm.bench.time_to_loss",
+        "--turn-seconds=0.1",
+        "--rank",
+        json.dumps(chosen),
+    ]
+    with Paced(2, "unlimited") as lab, (tmp_path / "output").open("wb") as output:
+        ranks = lab.start([sys.executable, *command], stdout=output, stderr=output)
+        assert wait(ranks) == 0, (tmp_path / "output").read_text()
+    samples = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [sample["method"] for sample in samples] == [FP16.label, INT4.label]
+    assert all(len(sample["seconds"]) >= 2 for sample in samples)
