@@ -23,8 +23,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint64_t seq() const { return seq_; }
   c10d::ErrorType error() const { return error_; }
 
-  intrusive_ptr<Work> make_work(const Call& call, Tensors outputs) {
-    const uint64_t noted = comm_.note_issued(issued_tag(call, outputs, comm_.size()));
+  /// `notes`: the trace shows it from now on, not only from when it runs.
+  intrusive_ptr<Work> make_work(const Call& call, Tensors outputs, bool notes = true) {
+    const uint64_t noted = notes ? comm_.note_issued(issued_tag(call, outputs, comm_.size())) : 0;
     auto work = c10::make_intrusive<Work>(comm_.rank(), call, ++seq_, std::move(outputs));
     work->set_noted(noted);
     return work;
@@ -33,7 +34,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Runs op(communicator) on the caller's thread.
   template <typename F>
   WorkPtr run(const Call& call, Tensors outputs, const F& op) {
-    auto work = make_work(call, std::move(outputs));
+    auto work = make_work(call, std::move(outputs), !queue_.idle());
     with_python_errors([&] { queue_.run([&] { perform(*work, op); }); });
     work->complete();
     report(*work);

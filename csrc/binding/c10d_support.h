@@ -121,7 +121,7 @@ struct Elements {
 class Flat {
  public:
   explicit Flat(const at::Tensor& t)
-      : tensor_(t), flat_(t.resolve_conj().resolve_neg().contiguous()) {}
+      : tensor_(t), flat_(is_flat(t) ? t : t.resolve_conj().resolve_neg().contiguous()) {}
 
   const void* in() const { return flat_.const_data_ptr(); }
   void* out() const { return flat_.mutable_data_ptr(); }
@@ -133,6 +133,11 @@ class Flat {
   }
 
  private:
+  // What contiguous() would ask, without a new reference at each step.
+  static bool is_flat(const at::Tensor& t) {
+    return !t.is_conj() && !t.is_neg() && t.is_contiguous();
+  }
+
   at::Tensor tensor_, flat_;
 };
 

@@ -16,8 +16,8 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
  public:
   void submit(std::function<void()> op) {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
-      waiting_.push_back({next_++, std::move(op)});
+      std::lock_guard<std::mutex> lock(mutex_);  // before the number: the deque is in order
+      waiting_.push_back({next_.fetch_add(1), std::move(op)});
       if (!thread_.joinable()) {
         thread_ = std::thread([self = shared_from_this()] { self->serve(); });
       }
@@ -42,20 +42,25 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     }
   }
 
+  // Without the lock where nobody else is there. Who takes a number reads serving_ afterwards, and
+  // who ends a turn reads next_ after it has moved serving_ on: one of the two sees the other.
   void begin_turn() {
+    const uint64_t number = next_.fetch_add(1);
+    if (serving_.load() == number) return;
     std::unique_lock<std::mutex> lock(mutex_);
-    const uint64_t number = next_++;
-    changed_.wait(lock, [&] { return serving_ == number; });
+    changed_.wait(lock, [&] { return serving_.load() == number; });
   }
 
   void end_turn() {
-    bool others;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      others = ++serving_ != next_;
-    }
-    if (others) changed_.notify_all();
+    const uint64_t following = serving_.load(std::memory_order_relaxed) + 1;
+    serving_.store(following);
+    if (next_.load() == following) return;
+    mutex_.lock();  // who has looked in vain sleeps by now
+    mutex_.unlock();
+    changed_.notify_all();
   }
+
+  bool idle() const { return next_.load() == serving_.load(); }
 
  private:
   struct Entry {
@@ -68,7 +73,7 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       changed_.wait(lock, [this] {
-        return waiting_.empty() ? closing_ : waiting_.front().number == serving_;
+        return waiting_.empty() ? closing_ : waiting_.front().number == serving_.load();
       });
       if (waiting_.empty()) return;
       std::function<void()> op = std::move(waiting_.front().op);
@@ -87,8 +92,8 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
   std::deque<Entry> waiting_;
   std::thread thread_;
   std::atomic<std::thread::id> server_{};
-  uint64_t next_ = 0;     // number of the next operation
-  uint64_t serving_ = 0;  // number of the one whose turn it is
+  std::atomic<uint64_t> next_{0};     // number of the next operation
+  std::atomic<uint64_t> serving_{0};  // number of the one whose turn it is
   bool closing_ = false;
 };
 
@@ -96,6 +101,7 @@ Queue::Queue() : impl_(std::make_shared<Impl>()) {}
 Queue::~Queue() { impl_->close(); }
 void Queue::submit(std::function<void()> op) { impl_->submit(std::move(op)); }
 bool Queue::inside() const { return impl_->inside(); }
+bool Queue::idle() const { return impl_->idle(); }
 
 Queue::Turn::Turn(Queue& queue) : impl_(queue.inside() ? nullptr : queue.impl_.get()) {
   if (impl_) impl_->begin_turn();

@@ -30,6 +30,8 @@ class PYCOMM_API Queue {
   /// True on the queue's thread: an operation issued there is part of the one that runs, and must
   /// run at once, since who issued it may wait for it.
   bool inside() const;
+  /// True if an operation that is run now would not wait, unless another thread is faster.
+  bool idle() const;
 
  private:
   class Impl;
