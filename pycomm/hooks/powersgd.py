@@ -18,14 +18,14 @@ All ranks have the same bits where they run the same kernels: they make P orthon
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from pycomm.codecs import PowerSGD, RandomKey
+from pycomm.codecs import Cast, PowerSGD, RandomKey
 from pycomm.codecs.powersgd import orthonormal
 from pycomm.hooks.bucket import Piece
 
@@ -276,3 +276,63 @@ class Exchange:
         mean = self._sent.div_(torch.full_like(self._sent, self._group.size()))
         self._finite.append(mean.isfinite().all())
         return list(zip(self._parts, torch.split(mean, self._sizes), strict=True))
+
+
+def takes(piece: Piece) -> bool:
+    """Whether an exchange can average this piece."""
+    return isinstance(piece.codec, PowerSGD) or piece.codec == Cast("float32")
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    exchange: Exchange
+    values: torch.Tensor
+    tensor: torch.Tensor
+    at_last: Callable[[], None]
+    future: torch.futures.Future[torch.Tensor]
+
+
+class Exchanges:
+    """The exchanges of one step: all turn and finish when it ends, in the order of their starts."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.memory = Memory()
+        self._group = group
+        self._under_way: list[_UnderWay] = []
+
+    def start(
+        self,
+        tensor: torch.Tensor,
+        pieces: Sequence[Piece],
+        at_last: Callable[[], None],
+        **options: int,
+    ) -> tuple[Exchange, torch.futures.Future[torch.Tensor]]:
+        """Begin to average pieces of a tensor of any float type.
+
+        Args:
+            tensor: holds the result when the future is done.
+            pieces: see `Exchange`; and `options` too.
+            at_last: is called before the future is done.
+        """
+        values = tensor.float().contiguous()
+        exchange = Exchange(values, pieces, self.memory, self._group, **options)
+        devices: list[int | str | torch.device] = [] if tensor.is_cpu else [tensor.device]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._under_way.append(_UnderWay(exchange, values, tensor, at_last, future))
+        return exchange, future
+
+    def finish(self) -> None:
+        """End all of them."""
+        under_way, self._under_way = self._under_way, []
+        for one in under_way:
+            one.exchange.turn()
+        for one in under_way:
+            one.exchange.finish()
+            if one.values.data_ptr() != one.tensor.data_ptr():
+                one.tensor.copy_(one.values)
+            one.at_last()
+            one.future.set_result(one.tensor)
+
+    def forget(self) -> None:
+        """Leave alone what a step that was broken off has begun."""
+        self._under_way.clear()

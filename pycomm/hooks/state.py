@@ -16,7 +16,7 @@ from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.hooks import two_shot
+from pycomm.hooks import powersgd, two_shot
 from pycomm.hooks.bucket import Bucket
 from pycomm.policy import Decision, Parameter, Plan, Policy
 
@@ -64,6 +64,7 @@ class CompressionState:
         self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
         self._buckets: dict[tuple[str, ...], Bucket] = {}
+        self._exchanges = powersgd.Exchanges(process_group)
         self._finite: list[Callable[[], bool]] = []  # of the current step, one for each bucket
         self._touched: set[str] = set()
         self._complete = False
@@ -101,6 +102,7 @@ class CompressionState:
             "seed": self.seed,
             "step": self.step,
             "residuals": self.feedback.state_dict() if self.feedback else {},
+            "factors": self._exchanges.memory.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,6 +127,7 @@ class CompressionState:
         self.step = state["step"]
         if self.feedback:
             self.feedback.load_state_dict(state["residuals"])
+        self._exchanges.memory.load_state_dict(state["factors"])
 
     # ------------------------------------------------------------------ for hooks
 
@@ -145,6 +148,7 @@ class CompressionState:
     def begin_step(self) -> None:
         """Settle the step before and begin another; before its first `reduce`, on all ranks."""
         self.settle()
+        self._exchanges.forget()
         self.step = (self.step + 1) % 2**32
         changed = self.plan.advance(self.step, self._device, finite=self._was_finite)
         for names in [names for names in self._buckets if changed.intersection(names)]:
@@ -173,10 +177,14 @@ class CompressionState:
             return _done(tensor)
         if tensor.dtype not in CODED:
             return self._reduce_plain(tensor)
-        return self._reduce_coded(tensor, self._bucket(tuple(names), tensor.device))
+        bucket = self._bucket(tuple(names), tensor.device)
+        if any(piece.codec.combine == "factors" for piece in bucket.pieces):
+            return self._reduce_factors(tensor, bucket)
+        return self._reduce_coded(tensor, bucket)
 
     def end_step(self) -> None:
         """Tell that every bucket of this step has been given to `reduce`."""
+        self._exchanges.finish()
         self._complete = True
 
     def settle(self) -> None:
@@ -186,6 +194,7 @@ class CompressionState:
         finite = all([check() for check in self._finite])
         if self.feedback and finite and self._complete:
             self.feedback.commit(self._touched)
+        self._exchanges.memory.commit(finite and self._complete)
         self.overflows += not finite
         self._was_finite = finite
         self._finite.clear()
@@ -193,6 +202,38 @@ class CompressionState:
         self._complete = False
 
     # ------------------------------------------------------------------ the exchange
+
+    def _reduce_factors(
+        self, tensor: torch.Tensor, bucket: Bucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """For a bucket with PowerSGD in it, which ends with the step; other codecs as ever."""
+        taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
+        others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
+        for piece in taken:
+            if self.feedback and piece.residual is not None:
+                self.feedback.use(piece.residual, bucket.layout)
+                self._touched.add(piece.name)
+        places = [tensor[p.offset : p.offset + p.numel] for p in others]
+        coded = _done(tensor)
+        if others:
+            names = tuple(piece.name for piece in others)
+            coded = self._reduce_coded(torch.cat(places), self._bucket(names, tensor.device))
+
+        def put_back() -> None:
+            parts = torch.split(coded.wait(), [piece.numel for piece in others]) if others else ()
+            for place, part in zip(places, parts, strict=True):
+                place.copy_(part)
+
+        exchange, future = self._exchanges.start(
+            tensor,
+            taken,
+            put_back,
+            side=self.feedback.side if self.feedback else 0,
+            seed=self.seed,
+            step=self.step,
+        )
+        self._finite.append(lambda: exchange.finite)
+        return future
 
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket
