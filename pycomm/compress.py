@@ -25,8 +25,9 @@ def compress(
 
     Args:
         model: a DistributedDataParallel model, compiled or not.
-        spec: a codec, its text ("int8", "int4", "quant:bits=4,block=64"), or a `pycomm.Policy`. A
-            codec leaves norms, biases and tiny parameters exact.
+        spec: a codec, its text ("int8", "int4", "quant:bits=4,block=64"), a `pycomm.Policy`, or the
+            text of one: "auto", "int4 warmup=100", and more in `Policy.of`. A codec
+            leaves norms, biases and tiny parameters exact.
         feedback: keep the error of each payload and add it to the next.
         seed: of random rounding; equal on all ranks.
 

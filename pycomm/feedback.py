@@ -65,6 +65,21 @@ class Feedback:
             )
         return found
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a parameter has a residual."""
+        return name in self._residuals
+
+    def owed(self, name: str, begin: int, end: int) -> torch.Tensor | None:
+        """Return what this rank's residuals of values begin <= i < end add to the average.
+
+        A worker's error counts 1/world_size, an owner's once. float32 [end - begin]; None: nothing.
+        """
+        found = self._residuals.get(name)
+        if found is None:
+            return None
+        worker, owner = found.worker[self.side], found.owner[self.side]
+        return worker[begin:end] / self.world_size + owner[begin:end]
+
     def use(self, residual: Residual, layout: str) -> None:
         """Tell that the owners of a parameter's values are those of `layout` from now on.
 

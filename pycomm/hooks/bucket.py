@@ -56,7 +56,8 @@ class Bucket:
         self.numel = 0
         for decision, number in zip(decisions, numbers, strict=True):
             name, numel = decision.parameter.name, decision.parameter.numel
-            fed = feedback is not None and not decision.exact
+            # What has become exact still has its debts to pay, which it does at once.
+            fed = feedback is not None and (not decision.exact or name in feedback)
             residual = feedback.residual(name, rows * numel, device) if fed and feedback else None
             self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
             self.numel += numel

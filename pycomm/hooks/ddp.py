@@ -18,8 +18,7 @@ class HookState(CompressionState):
     """What `compress_hook` keeps between steps: see `CompressionState`.
 
     Args:
-        codec: a codec, its text ("int8", "quant:bits=4,block=64"), or a `Policy`. A codec leaves
-            norms, biases and tiny parameters exact; a policy does what it says.
+        codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
         model: the DDP model. Without it parameters are numbered in the order in which they first
             appear, and rules by name have nothing to look at.
         process_group: where to reduce; None: the model's group, or the default group.

@@ -30,8 +30,9 @@ class CompressionState:
     Hooks of DDP, FSDP2 and the outer steps of LocalSGD are thin layers above it.
 
     Args:
-        codec: a codec, its text ("int8", "quant:bits=4,block=64"), or a `Policy`. A codec leaves
-            norms, biases and tiny parameters exact; a policy does what it says.
+        codec: a codec, its text ("int8", "quant:bits=4,block=64"), a `Policy`, or the text of one
+            ("auto", "int4 warmup=100"). A codec leaves norms, biases and tiny parameters exact; a
+            policy does what it says.
         process_group: where to reduce; None: the default group.
         feedback: keep the error of each payload and add it to the next.
         seed: of random rounding; equal on all ranks.
@@ -52,8 +53,7 @@ class CompressionState:
         if process_group is None:
             raise Error("there is no process group: call init_process_group first")
         self.process_group: dist.ProcessGroup = process_group
-        policy = codec if isinstance(codec, Policy) else Policy(codec)
-        self.plan = Plan(policy, process_group)
+        self.plan = Plan(Policy.of(codec), process_group)
         self.feedback = Feedback(process_group.size()) if feedback else None
         self.seed = seed
         self.step = 0
@@ -84,8 +84,12 @@ class CompressionState:
         return self.plan.decisions
 
     def summary(self) -> str:
-        """Return the decisions that hold now, a line for each codec and reason."""
+        """Return the decisions that hold now, a line for each codec and reason, and the changes."""
         return self.plan.summary()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the number of the epoch, from 0, for schedules by epoch; on all ranks alike."""
+        self.plan.set_epoch(epoch)
 
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
@@ -101,6 +105,7 @@ class CompressionState:
             "rank": self.process_group.rank(),
             "seed": self.seed,
             "step": self.step,
+            "plan": self.plan.state_dict(),
             "residuals": self.feedback.state_dict() if self.feedback else {},
             "factors": self._exchanges.memory.state_dict(),
         }
@@ -125,6 +130,7 @@ class CompressionState:
         self.settle()
         self.seed = state["seed"]
         self.step = state["step"]
+        self.plan.load_state_dict(state["plan"])
         if self.feedback:
             self.feedback.load_state_dict(state["residuals"])
         self._exchanges.memory.load_state_dict(state["factors"])
@@ -243,12 +249,15 @@ class CompressionState:
             if self.feedback and piece.residual is not None:
                 self.feedback.use(piece.residual, bucket.layout)
                 self._touched.add(piece.name)
+        probe = self.plan.probe(tensor, bucket.pieces, self._owed)
         native = backend.find(self.process_group) if tensor.is_cpu else None
         if native is not None:
             work = native.compressed_all_reduce(tensor, bucket.native, side, self.seed, self.step)
             self._finite.append(lambda: work.finite)
             coded: torch.futures.Future[torch.Tensor] = work.get_future()
-            return coded
+            if probe is None:
+                return coded
+            return coded.then(lambda future: probe.finish(future.value()))
         values = tensor.float().contiguous()
         finite = two_shot.all_reduce(
             values, bucket, self.process_group, side=side, seed=self.seed, step=self.step
@@ -256,7 +265,12 @@ class CompressionState:
         self._finite.append(lambda: bool(finite))
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
+        if probe is not None:
+            probe.finish(tensor)
         return _done(tensor)
+
+    def _owed(self, name: str, begin: int, end: int) -> torch.Tensor | None:
+        return self.feedback.owed(name, begin, end) if self.feedback else None
 
     def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """For dtypes that no codec takes, such as float64: the group's own all_reduce."""

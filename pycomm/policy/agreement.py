@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,8 +10,6 @@ import torch.distributed as dist
 
 from pycomm.errors import WireMismatch
 from pycomm.policy.rules import Decision
-
-logger = logging.getLogger("pycomm")
 
 
 def summary(decisions: Iterable[Decision]) -> str:
@@ -23,7 +20,7 @@ def summary(decisions: Iterable[Decision]) -> str:
     lines = []
     for (spec, reason), members in groups.items():
         numel = sum(d.parameter.numel for d in members)
-        size = sum(d.codec.encoded_bytes(d.parameter.numel) for d in members)
+        size = sum(d.encoded_bytes for d in members)
         few = ", ".join(d.parameter.name for d in members[:3]) + (", ..." * (len(members) > 3))
         lines.append(
             f"{spec} ({reason}): {len(members)} parameters, {numel} values in {size} bytes: {few}"
@@ -32,9 +29,14 @@ def summary(decisions: Iterable[Decision]) -> str:
 
 
 def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that all ranks of a group have decided alike, and log the decisions on rank 0.
+    """Check that all ranks of a group have decided alike.
 
     Every rank must call it: two small all-gathers, the second only after a difference.
+
+    Args:
+        decisions: in the same order on all ranks.
+        group: whose ranks.
+        device: one that the group moves tensors of.
 
     Raises:
         WireMismatch: on all ranks alike; names the ranks and the first difference.
@@ -48,9 +50,6 @@ def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch
         everybody: list[list[str]] = [[] for _ in range(group.size())]
         dist.all_gather_object(everybody, mine, group=group)
         raise WireMismatch(_difference(everybody))
-    if group.rank() == 0:
-        for line in summary(decisions).splitlines():
-            logger.info("policy: %s", line)
 
 
 def _difference(everybody: list[list[str]]) -> str:

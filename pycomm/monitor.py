@@ -1,0 +1,199 @@
+"""What compression does in this process, while it trains: as text, JSON, and for Prometheus.
+
+Example:
+    >>> from pycomm import monitor
+    >>> print(monitor.text())  # doctest: +SKIP
+    model 0: step 4200, 0.212 s a step, 13.4 MB of 100.0 MB (7.5 times less), 0 overflows
+      checks of 42 parameters, every 16 steps: error up to 0.09, cosine at least 0.996
+      quant:bits=4,block=128,rounding=nearest (default): 40 parameters, 25000000 values
+    >>> monitor.serve(9400)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that travel with one codec for one reason."""
+
+    codec: str
+    reason: str
+    parameters: int
+    values: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is known of one model. None: not measured yet, or not at all.
+
+    There is no count of saturated values: each block is scaled by its largest value, which so has
+    the largest code by what the formats are, and nothing is cut off there.
+    """
+
+    step: int
+    step_seconds: float | None
+    """Median of the last steps, from one reduction to the next."""
+    payload_bytes: int
+    """Of all gradients of one step, encoded once."""
+    plain_bytes: int
+    """The same in float32."""
+    overflows: int
+    """Steps whose result was not finite."""
+    checked: int
+    """Parameters of which there was a sample; the next four are of their last samples."""
+    error: float | None
+    """The largest |result - exact| / |exact|, L2, of averaged gradients."""
+    cosine: float | None
+    """The smallest, between result and exact."""
+    coding: float | None
+    """The largest |result - due| / |due|, where due includes what residuals owed."""
+    residual: float | None
+    """The largest |what residuals owed| / |exact|."""
+    check_every: int | None
+    """Steps from one check to the next."""
+    groups: tuple[Group, ...]
+    events: tuple[str, ...]
+    """What has changed, and why."""
+
+    @property
+    def ratio(self) -> float:
+        """Plain bytes for each byte of payload."""
+        return self.plain_bytes / self.payload_bytes if self.payload_bytes else 1.0
+
+
+class Watched(Protocol):
+    """What can be watched: a `pycomm.policy.Plan`."""
+
+    def report(self) -> Report:
+        """Return what is known now. Called from any thread."""
+
+
+_lock = threading.Lock()
+_watched: WeakValueDictionary[int, Watched] = WeakValueDictionary()
+_made = 0
+
+
+def watch(watched: Watched) -> None:
+    """Show an object from now on, for as long as it lives."""
+    global _made
+    with _lock:
+        _watched[_made] = watched
+        _made += 1
+
+
+def snapshot() -> dict[int, Report]:
+    """Return what is known of each model whose gradients this process compresses, by number.
+
+    Numbers count from 0 in the order in which the models were given to `pycomm.compress`.
+    """
+    with _lock:
+        living = sorted(_watched.items())
+    return {number: watched.report() for number, watched in living}
+
+
+def text() -> str:
+    """Return a snapshot for people."""
+    lines = []
+    for number, r in snapshot().items():
+        seconds = "" if r.step_seconds is None else f" {r.step_seconds:.3g} s a step,"
+        lines.append(
+            f"model {number}: step {r.step},{seconds} {r.payload_bytes / 1e6:.1f} MB of "
+            f"{r.plain_bytes / 1e6:.1f} MB ({r.ratio:.1f} times less), {r.overflows} overflows"
+        )
+        if r.checked:
+            lines.append(
+                f"  checks of {r.checked} parameters, every {r.check_every} steps: error up to "
+                f"{r.error:.3g}, cosine at least {r.cosine:.4g}, of the codec alone up to "
+                f"{r.coding:.3g}, residuals up to {r.residual:.3g} of a gradient"
+            )
+        for g in r.groups:
+            lines.append(f"  {g.codec} ({g.reason}): {g.parameters} parameters, {g.values} values")
+        lines += [f"  {event}" for event in r.events]
+    return "\n".join(lines) or "no model's gradients are compressed in this process"
+
+
+def json() -> str:
+    """Return a snapshot as JSON: a list of models, each with its number and ratio."""
+    models = [
+        {"model": number, **asdict(report), "ratio": report.ratio}
+        for number, report in snapshot().items()
+    ]
+    return json_format.dumps(models, indent=2)
+
+
+# --------------------------------------------------------------------- Prometheus
+
+# Names in a Report, and what Prometheus shows beside them.
+_GAUGES = {
+    "step": "Number of the step",
+    "step_seconds": "Median time of a step",
+    "payload_bytes": "Bytes of a step's gradients, encoded once",
+    "ratio": "float32 bytes for each byte of payload",
+    "overflows": "Steps whose result was not finite",
+    "error": "Largest relative L2 error of a sampled averaged gradient",
+    "cosine": "Smallest cosine between a sampled averaged gradient and the exact one",
+    "coding": "Largest relative L2 error of the codec alone",
+    "residual": "Largest norm of what residuals owe, relative to the gradient",
+}
+
+
+class Collector:
+    """A collector of prometheus-client: its registries ask it for the metrics at each scrape."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Return gauges named ``pycomm_...``, with the model's number as a label."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        models = snapshot()
+        for name, help_text in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"pycomm_{name}", help_text, labels=["model"])
+            for number, report in models.items():
+                value = getattr(report, name)
+                if value is not None:
+                    gauge.add_metric([str(number)], value)
+            yield gauge
+        labels = ["model", "codec", "reason"]
+        values = GaugeMetricFamily(
+            "pycomm_codec_values", "Values that travel with a codec", labels=labels
+        )
+        for number, report in models.items():
+            for group in report.groups:
+                values.add_metric([str(number), group.codec, group.reason], group.values)
+        yield values
+
+
+def serve(port: int, address: str = "127.0.0.1") -> Any:
+    """Answer Prometheus at ``http://address:port/metrics``, in a thread of this process.
+
+    Args:
+        port: one for each rank of a host, such as 9400 + local_rank; 0 takes any free one.
+        address: who may ask; "0.0.0.0" for everybody.
+
+    Returns:
+        The server: ``server_port`` is its port, ``shutdown()`` ends it.
+
+    Raises:
+        ImportError: prometheus-client is not installed.
+        OSError: the port is taken.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError as error:
+        raise ImportError(
+            "pycomm.monitor.serve needs prometheus-client: pip install 'pycomm[monitor]'"
+        ) from error
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    server, _ = start_http_server(port, address, registry)
+    return server

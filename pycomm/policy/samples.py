@@ -1,0 +1,213 @@
+"""Samples of what was reduced, also reduced exactly: how far off is the compressed average?
+
+A hook calls `Sampler.probe` with each bucket before it is reduced, and `Probe.finish` with the
+result. A few parameters take part in a check, each with a slice of its values. Two things are
+summed over the ranks exactly, off the critical path:
+
+* the average of the gradients, from which the result differs by ``error``;
+* what was due: that average and what residuals owed. The result's difference from it, ``coding``,
+  is the codec's alone. Error feedback converges where it stays below 1 (Karimireddy et al. 2019,
+  "Error Feedback Fixes SignSGD", assumption A): a codec above it loses more than it sends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from pycomm.policy.guard import Guard
+from pycomm.policy.rules import Decision
+
+_MOST = 1 << 16  # values in one check
+_LEAST = 256
+_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive multiples spread over any range
+
+Owed = Callable[[str, int, int], "torch.Tensor | None"]
+"""Name, begin, end -> float32 [end - begin]: what this rank's residuals add to the average, which
+is worker / ranks + owner; None where there is no residual."""
+
+
+class Piece(Protocol):
+    """One parameter's part of a bucket."""
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+
+    @property
+    def offset(self) -> int:
+        """Of its first value in the bucket."""
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What a check has found for one parameter, in L2 norms over the sampled values."""
+
+    step: int
+    """When."""
+    error: float
+    """|result - exact| / |exact|, where exact is the average of the gradients."""
+    cosine: float
+    """Between result and exact."""
+    coding: float
+    """|result - due| / |due|: of the codec alone."""
+    residual: float
+    """|due - exact| / |exact|: what was owed from earlier steps."""
+
+
+class Probe:
+    """The sampled slices of one bucket, on their way."""
+
+    def __init__(
+        self, slices: Mapping[str, slice], exact: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
+        self.names = list(slices)
+        self._slices = list(slices.values())
+        self._exact = exact
+        self._work = dist.all_reduce(exact, group=group, async_op=True)
+        self._result: torch.Tensor | None = None
+
+    def finish(self, result: torch.Tensor) -> torch.Tensor:
+        """Keep the slices of a reduced bucket, and return it."""
+        flat = result.detach().view(-1)
+        self._result = torch.cat([flat[part] for part in self._slices]).float()
+        return result
+
+    def numbers(self) -> torch.Tensor:
+        """Return |result - exact|^2, |exact|^2, |result|^2, result * exact, |result - due|^2,
+        |due|^2 and |due - exact|^2 of each parameter: float64 [parameters, 7].
+
+        Zeros, if the bucket's reduction has not come to an end.
+        """
+        if self._work is not None:
+            self._work.wait()
+        if self._result is None:
+            return torch.zeros(len(self.names), 7, dtype=torch.float64)
+        sizes = [part.stop - part.start for part in self._slices]
+        exact, due = self._exact.cpu().double()
+        rows = []
+        for r, e, d in zip(
+            torch.split(self._result.cpu().double(), sizes),
+            torch.split(exact, sizes),
+            torch.split(due, sizes),
+            strict=True,
+        ):
+            pairs = ((r - e, r - e), (e, e), (r, r), (r, e), (r - d, r - d), (d, d), (d - e, d - e))
+            rows.append(torch.stack([torch.dot(a, b) for a, b in pairs]))
+        return torch.stack(rows)
+
+
+class Sampler:
+    """Chooses what takes part in each check, so that all parameters do in turn.
+
+    Args:
+        guard: how much and how often.
+        group: the ranks that reduce together.
+    """
+
+    def __init__(self, guard: Guard, group: dist.ProcessGroup) -> None:
+        self.guard = guard
+        self.every = guard.every
+        """Steps between checks; grows where checks cost too much."""
+        self.wanted: dict[str, slice] = {}
+        """What takes part in the current check: values of each parameter."""
+        self._group = group
+        self._next = 0
+        self._probes: list[Probe] = []
+
+    def choose(self, step: int, decisions: Sequence[Decision], first: Iterable[str] = ()) -> None:
+        """Begin a check; all ranks choose alike.
+
+        Args:
+            step: the current one.
+            decisions: of all parameters. Those that are exact have nothing to be checked.
+            first: names that take part before others have their turn.
+        """
+        lossy = {d.parameter.name: d.parameter.numel for d in decisions if not d.exact}
+        names = list(lossy)
+        chosen = [name for name in first if name in lossy][: self.guard.parameters]
+        for _ in names:
+            if len(chosen) == self.guard.parameters:
+                break
+            name = names[self._next % len(names)]
+            self._next += 1
+            if name not in chosen:
+                chosen.append(name)
+        self.wanted = {}
+        if not chosen:
+            return
+        # Two float32 sums per value travel, so that is what bounds the bytes.
+        payload = sum(d.encoded_bytes for d in decisions)
+        values = int(self.guard.share * self.every * payload / 8)
+        each = max(_LEAST, min(values, _MOST)) // len(chosen)
+        for i, name in enumerate(chosen):
+            count = min(max(each, 1), lossy[name])
+            begin = (step + i) * _STEP % 2**64 * (lossy[name] - count + 1) >> 64
+            self.wanted[name] = slice(begin, begin + count)
+
+    def probe(self, values: torch.Tensor, pieces: Iterable[Piece], owed: Owed) -> Probe | None:
+        """Start the exact sums of what is wanted of one bucket; None if nothing is.
+
+        Args:
+            values: the bucket before it is reduced, any float dtype; copied.
+            pieces: what lies where.
+            owed: see `Owed`.
+        """
+        slices: dict[str, slice] = {}
+        gradients, debts = [], []
+        for piece in pieces:
+            part = self.wanted.pop(piece.name, None)
+            if part is None:
+                continue
+            here = slice(piece.offset + part.start, piece.offset + part.stop)
+            slices[piece.name] = here
+            mine = values.detach().view(-1)[here].float() / self._group.size()
+            debt = owed(piece.name, part.start, part.stop)
+            gradients.append(mine)
+            debts.append(mine if debt is None else mine + debt)
+        if not slices:
+            return None
+        exact = torch.stack((torch.cat(gradients), torch.cat(debts)))
+        probe = Probe(slices, exact, self._group)
+        self._probes.append(probe)
+        return probe
+
+    @property
+    def pending(self) -> bool:
+        """Whether a check has to be collected; the same on all ranks."""
+        return bool(self._probes)
+
+    def collect(self) -> tuple[list[str], list[float]]:
+        """End a check; return its parameters and this rank's numbers, seven for each."""
+        probes, self._probes = self._probes, []
+        names = [name for probe in probes for name in probe.names]
+        return names, torch.cat([probe.numbers() for probe in probes]).view(-1).tolist()
+
+
+def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict[str, Quality]:
+    """Return what the numbers of `Sampler.collect` say; without those that say nothing.
+
+    A sample of zeros, or with a value that is not finite, says nothing.
+    """
+    found = {}
+    for i, name in enumerate(names):
+        off, exact, result, product, lost, due, owed = numbers[7 * i : 7 * i + 7]
+        if not all(map(math.isfinite, (off, lost, owed))) or not (exact > 0 and due > 0):
+            continue
+        found[name] = Quality(
+            step=step,
+            error=math.sqrt(off / exact),
+            cosine=product / math.sqrt(exact * result) if result > 0 else 0.0,
+            coding=math.sqrt(lost / due),
+            residual=math.sqrt(owed / exact),
+        )
+    return found

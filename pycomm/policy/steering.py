@@ -1,0 +1,245 @@
+"""Measurements that choose codecs: "auto" by time, a budget by energy, a bound by error.
+
+Each decides from numbers that all ranks hold alike: what `exchange` returns, and what the checks of
+samples have found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+
+from pycomm.codecs import ALIASES, CODECS, Codec
+from pycomm.codecs import codec as parse_codec
+from pycomm.policy.auto import TRYING, Auto, Candidate
+from pycomm.policy.budget import Budget, Choice
+from pycomm.policy.quality import bits, nominal_error
+from pycomm.policy.rules import AUTO, EXACT, Parameter, Policy
+from pycomm.policy.samples import Piece, Quality
+
+Exchange = Callable[[Sequence[float]], list[list[float]]]
+"""This rank's numbers -> those of all ranks, in rank order."""
+Measured = tuple[Codec, str]
+"""A codec, and the reason."""
+
+AUTO_ERROR = 0.2
+"""What "auto" allows unless told otherwise: the error of int4, not that of fewer bits."""
+AUTO_CANDIDATES = ("fp32", "bf16", "int8", "int4", "mx:e2m1", "eden:2", "sign", "topk:0.01")
+BIT_CANDIDATES = tuple(f"quant:bits={b}" for b in range(2, 9))
+
+
+class Steering:
+    """What the three have in common: nothing changes unless one of these says so."""
+
+    def codec(self, name: str) -> Measured:
+        """Return the codec of a parameter that no rule has decided, and the reason."""
+        raise NotImplementedError
+
+    def enter(self, parameter: Parameter) -> None:
+        """Take notice of a parameter."""
+
+    def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
+        """Take the time of the last step; return whether a codec changes. Collective.
+
+        Args:
+            seconds: on this rank.
+            exchange: to the other ranks.
+            sizes: bytes of all payloads of a step, if all that no rule decides has this codec.
+        """
+        return False
+
+    def checked(self, found: Mapping[str, Quality]) -> bool:
+        """Take what a check has found; return whether a codec changes."""
+        return False
+
+    def probe(self, values: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Look at a bucket's gradients before they are reduced."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs; the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+
+
+def steering(policy: Policy) -> Steering | None:
+    """Return what measures for a policy, or None where it leaves nothing open."""
+    if policy.codec == AUTO:
+        return Fastest(policy)
+    if policy.budget is not None:
+        return Allotted(policy.budget, _candidates(policy, BIT_CANDIDATES))
+    if policy.error is not None:
+        return Bounded(policy.error, _candidates(policy, (*BIT_CANDIDATES, "bf16", EXACT)))
+    return None
+
+
+def _candidates(policy: Policy, suitable: Sequence[str]) -> list[Codec]:
+    if policy.candidates:
+        return [parse_codec(spec) for spec in policy.candidates]
+    known = (spec for spec in suitable if spec.partition(":")[0] in (*CODECS, *ALIASES))
+    return [parse_codec(spec) for spec in known]
+
+
+class Fastest(Steering):
+    """The codec with which steps are shortest, of those that are accurate enough."""
+
+    def __init__(self, policy: Policy) -> None:
+        bound = policy.error or AUTO_ERROR
+        found = _candidates(policy, AUTO_CANDIDATES)
+        if not policy.candidates:
+            # Two codings per all-reduce, each with its error.
+            found = [c for c in found if sqrt(2) * nominal_error(c) <= bound]
+        self._codecs = {codec.spec(): codec for codec in found}
+        self._trial = policy.trial
+        self._auto: Auto | None = None
+        self._saved: Mapping[str, Any] | None = None
+
+    def codec(self, name: str) -> Measured:
+        if self._auto is None:
+            return min(self._codecs.values(), key=bits), TRYING
+        return self._codecs[self._auto.codec], self._auto.reason
+
+    def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
+        if self._auto is None:
+            by_size = {sizes(codec): spec for spec, codec in self._codecs.items()}
+            candidates = [Candidate(spec, size) for size, spec in by_size.items()]
+            self._auto = Auto(candidates, self._trial)
+            if self._saved is not None:
+                self._auto.load_state_dict(self._saved)
+            return True
+        before = (self._auto.codec, self._auto.reason)
+        own = self._auto.note(seconds)
+        if own is not None:
+            self._auto.judge([row[0] for row in exchange([own])])
+        return before != (self._auto.codec, self._auto.reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._auto.state_dict() if self._auto else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            return
+        if self._auto is None:
+            self._saved = state
+        else:
+            self._auto.load_state_dict(state)
+
+
+class Allotted(Steering):
+    """Bits by measured energy, within a budget."""
+
+    EVERY = 100
+    """Steps from one measurement to the next; the first is made at once."""
+    VALUES = 4096
+    """The most values of a parameter that are looked at."""
+
+    def __init__(self, budget: float, candidates: Sequence[Codec]) -> None:
+        self._codecs = list(candidates)
+        choices = [Choice(bits(codec), nominal_error(codec) ** 2) for codec in candidates]
+        self._budget = Budget(budget, choices)
+        within = [i for i, choice in enumerate(choices) if choice.bits <= budget]
+        if not within:
+            least = min(choice.bits for choice in choices)
+            raise ValueError(
+                f"policy: budget={budget} bits per value; the smallest candidate takes {least:.3g}"
+            )
+        self._first = max(within, key=lambda i: choices[i].bits)
+        self._numels: dict[str, int] = {}
+        self._steps = 0
+        self._sums: dict[str, torch.Tensor] = {}
+        """Of squares, of the last step."""
+
+    def enter(self, parameter: Parameter) -> None:
+        self._numels[parameter.name] = parameter.numel
+
+    def codec(self, name: str) -> Measured:
+        place = self._budget.places.get(name)
+        if place is None:
+            return self._codecs[self._first], f"budget of {self._budget.bits:g} bits per value"
+        return self._codecs[place], f"budget of {self._budget.bits:g} bits per value, by energy"
+
+    @property
+    def _due(self) -> bool:
+        return self._steps % self.EVERY == 1
+
+    def probe(self, values: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        if not self._due:
+            return
+        flat = values.detach().view(-1)
+        for piece in pieces:
+            if piece.name in self._numels:
+                stride = -(-piece.numel // self.VALUES)
+                part = flat[piece.offset : piece.offset + piece.numel : stride].float()
+                self._sums[piece.name] = part.square().mean() * piece.numel
+
+    def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
+        measured = self._due
+        self._steps += 1
+        if not measured:
+            return False
+        sums = {name: float(total) for name, total in self._sums.items()}
+        self._sums.clear()
+        rows = exchange([sums.get(name, 0.0) for name in self._numels])
+        totals = map(sum, zip(*rows, strict=True))
+        return self._budget.measured(dict(zip(self._numels, totals, strict=True)), self._numels)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"places": dict(self._budget.places), "energies": dict(self._budget.energies)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._budget.places = dict(state["places"])
+        self._budget.energies = dict(state["energies"])
+
+
+class Bounded(Steering):
+    """The fewest bits with which each parameter's sampled error stays within a bound."""
+
+    ROOM = 1.25
+    """Fewer bits are taken only if the error they promise has this much room below the bound."""
+
+    def __init__(self, bound: float, candidates: Sequence[Codec]) -> None:
+        self._bound = bound
+        self._codecs = sorted(candidates, key=lambda codec: -nominal_error(codec))
+        within = (
+            i for i, c in enumerate(self._codecs) if sqrt(2) * nominal_error(c) * self.ROOM <= bound
+        )
+        self._first = next(within, len(self._codecs) - 1)
+        self._places: dict[str, int] = {}
+        self._errors: dict[str, float] = {}
+
+    def codec(self, name: str) -> Measured:
+        codec = self._codecs[self._places.get(name, self._first)]
+        if name in self._errors:
+            return codec, f"error at most {self._bound:g}, adjusted by samples"
+        return codec, f"error at most {self._bound:g}"
+
+    def checked(self, found: Mapping[str, Quality]) -> bool:
+        changed = False
+        for name, quality in found.items():
+            place = self._places.get(name, self._first)
+            moved = self._moved(place, quality.error)
+            if moved != place:
+                self._places[name] = moved
+                self._errors[name] = quality.error
+                changed = True
+        return changed
+
+    def _moved(self, place: int, error: float) -> int:
+        if error > self._bound:
+            return min(place + 1, len(self._codecs) - 1)
+        if place == 0:
+            return place
+        here, coarser = (nominal_error(self._codecs[i]) for i in (place, place - 1))
+        promised = error * coarser / here if here else coarser * sqrt(2)
+        return place - 1 if promised * self.ROOM <= self._bound else place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"places": dict(self._places), "errors": dict(self._errors)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._places = dict(state["places"])
+        self._errors = dict(state["errors"])

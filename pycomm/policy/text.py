@@ -1,0 +1,46 @@
+"""Policies as text, for command lines: "int4", "auto error=0.3", "fp32 100:int8", "budget=4"."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_TURN = re.compile(r"(epoch)?(\d+):(.+)")
+_NUMBERS = ("warmup", "budget", "error")
+_WORDS = "warmup=, budget=, error=, guard=off, STEP:CODEC or epochN:CODEC"
+
+
+def options(text: str) -> dict[str, Any]:
+    """Return a policy's options from its text; see `Policy.of`.
+
+    Raises:
+        ValueError: a word that means nothing, or is given twice.
+    """
+    words = text.split()
+    if not words:
+        raise ValueError('policy: the text is empty; give a codec, such as "int8"')
+    found: dict[str, Any] = {}
+    if words[0].partition("=")[0] not in _NUMBERS:
+        found["codec"] = words.pop(0)
+    for word in words:
+        turn = _TURN.fullmatch(word)
+        name, _, value = word.partition("=")
+        if turn:
+            kind = "epochs" if turn[1] else "schedule"
+            found[kind] = (*found.get(kind, ()), (int(turn[2]), turn[3]))
+        elif name in found:
+            raise ValueError(f"policy: {name} is given twice in {text!r}")
+        elif name in _NUMBERS:
+            found[name] = value if value == "dgc" and name == "warmup" else _number(name, value)
+        elif word == "guard=off":
+            found["guard"] = None
+        else:
+            raise ValueError(f"policy: {word!r} in {text!r} is none of {_WORDS}")
+    return found
+
+
+def _number(name: str, value: str) -> int | float:
+    try:
+        return int(value) if name == "warmup" else float(value)
+    except ValueError:
+        raise ValueError(f"policy: {name}={value!r} is not a number") from None

@@ -1,0 +1,69 @@
+"""Bits go where the energy is: the budget is met, and no other way is better."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pycomm.policy.budget import Budget, Choice, allocate, distortion, hull
+
+# Bits 2 to 8: each bit takes the squared error down to a quarter.
+CHOICES = [Choice(b + 0.25, 4.0 ** (2 - b) / 8) for b in range(2, 9)]
+ENERGIES = [1e4, 1.0, 30.0, 1e-4, 2.0]
+NUMELS = [1000, 50_000, 3000, 20_000, 800]
+
+
+def spent(places: list[int], numels: list[int] = NUMELS) -> float:
+    return sum(CHOICES[p].bits * n for p, n in zip(places, numels, strict=True)) / sum(numels)
+
+
+@pytest.mark.parametrize("budget", [2.25, 2.5, 4.25, 6.0, 8.25, 100.0])
+def test_the_budget_is_met(budget):
+    places = allocate(ENERGIES, NUMELS, CHOICES, budget)
+    assert spent(places) <= budget + 1e-9
+    if budget < 8:
+        # What is left over would not pay for one bit more of the smallest parameter that has room.
+        left = (budget - spent(places)) * sum(NUMELS)
+        assert left < min(n for n, p in zip(NUMELS, places, strict=True) if p < len(CHOICES) - 1)
+    else:
+        assert places == [len(CHOICES) - 1] * len(NUMELS)
+
+
+def test_it_beats_the_same_bits_for_all():
+    uniform = [CHOICES.index(next(c for c in CHOICES if c.bits == 4.25))] * len(NUMELS)
+    best = allocate(ENERGIES, NUMELS, CHOICES, 4.25)
+    # The parameter with nearly all the energy is small, so 8 bits for it cost little.
+    assert distortion(ENERGIES, CHOICES, best) < 0.05 * distortion(ENERGIES, CHOICES, uniform)
+
+
+def test_no_other_allocation_is_better_where_all_sizes_are_equal():
+    energies, numels, budget = [9.0, 1.0, 0.3, 40.0], [100] * 4, 4.25
+    best = distortion(energies, CHOICES, allocate(energies, numels, CHOICES, budget))
+    for places in itertools.product(range(len(CHOICES)), repeat=4):
+        if spent(list(places), numels) <= budget:
+            assert distortion(energies, CHOICES, places) >= best * (1 - 1e-12)
+
+
+def test_choices_that_never_pay_are_left_out():
+    choices = [Choice(8, 0.01), Choice(4, 0.2), Choice(2, 0.5), Choice(5, 0.25), Choice(6, 0.18)]
+    assert hull(choices) == [2, 1, 0]
+
+
+def test_too_small_a_budget_is_refused():
+    with pytest.raises(ValueError, match=r"budget=1.*smallest candidate takes 2\.25"):
+        allocate(ENERGIES, NUMELS, CHOICES, 1.0)
+
+
+def test_small_changes_of_energy_change_nothing():
+    numels = {"a": 1000, "b": 1000}
+    budget = Budget(4.25, CHOICES)
+    assert budget.measured({"a": 100.0, "b": 1.0}, numels)
+    before = dict(budget.places)
+    assert before["a"] > before["b"]
+    assert not budget.measured({"a": 90.0, "b": 1.2}, numels)
+    assert not budget.measured({"a": float("nan"), "b": float("inf")}, numels)
+    assert budget.places == before
+    changed = [budget.measured({"a": 1.0, "b": 100.0}, numels) for _ in range(8)]
+    assert any(changed)
+    assert budget.places["a"] < budget.places["b"]

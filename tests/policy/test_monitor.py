@@ -1,0 +1,91 @@
+"""What the monitor shows, in each of its forms."""
+
+from __future__ import annotations
+
+import gc
+import json
+from urllib.request import urlopen
+
+import pytest
+
+from pycomm import monitor
+
+
+class Model:
+    """Something to watch."""
+
+    def __init__(self, step: int = 7, **known: float) -> None:
+        group = monitor.Group("int4", 'because of "x"', parameters=2, values=800, payload_bytes=400)
+        missing = dict.fromkeys(("step_seconds", "error", "cosine", "coding", "residual"))
+        self.shown = monitor.Report(
+            step=step,
+            payload_bytes=400,
+            plain_bytes=3200,
+            overflows=1,
+            checked=len(known),
+            check_every=16,
+            groups=(group,),
+            events=("step 5: something has changed",),
+            **{**missing, **known},
+        )
+        monitor.watch(self)
+
+    def report(self) -> monitor.Report:
+        return self.shown
+
+
+@pytest.fixture
+def model():
+    return Model(step_seconds=0.25, error=0.1, cosine=0.99, coding=0.05, residual=0.2)
+
+
+def number_of(model: Model) -> int:
+    return next(n for n, report in monitor.snapshot().items() if report is model.shown)
+
+
+def test_a_snapshot_has_every_model_that_lives(model):
+    other = Model()
+    assert number_of(other) > number_of(model)
+    assert monitor.snapshot()[number_of(model)].ratio == 8.0
+    gone = number_of(other)
+    del other
+    gc.collect()
+    assert gone not in monitor.snapshot()
+
+
+def test_text_is_for_people(model):
+    text = monitor.text()
+    assert f"model {number_of(model)}: step 7, 0.25 s a step" in text
+    assert "(8.0 times less), 1 overflows" in text
+    assert "error up to 0.1, cosine at least 0.99" in text
+    assert 'int4 (because of "x"): 2 parameters, 800 values' in text
+    assert "step 5: something has changed" in text
+
+
+def test_json_holds_it_all(model):
+    found = next(m for m in json.loads(monitor.json()) if m["model"] == number_of(model))
+    assert found["ratio"] == 8.0
+    assert found["groups"][0]["payload_bytes"] == 400
+    assert found["error"] == 0.1
+
+
+def test_prometheus_reads_it(model):
+    pytest.importorskip("prometheus_client")
+    unmeasured = Model(step=3)
+    server = monitor.serve(0)
+    try:
+        host, port = server.server_address[:2]
+        assert host == "127.0.0.1"
+        page = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    finally:
+        server.shutdown()
+        server.server_close()
+    here, there = number_of(model), number_of(unmeasured)
+    lines = page.splitlines()
+    assert f'pycomm_step{{model="{here}"}} 7.0' in lines
+    assert f'pycomm_step{{model="{there}"}} 3.0' in lines
+    assert f'pycomm_ratio{{model="{here}"}} 8.0' in lines
+    assert f'pycomm_error{{model="{here}"}} 0.1' in lines
+    assert f'pycomm_error{{model="{there}"' not in page  # not measured is not 0
+    label = f'codec="int4",model="{here}",reason="because of \\"x\\""'
+    assert f"pycomm_codec_values{{{label}}} 800.0" in lines

@@ -1,0 +1,121 @@
+"""What a policy says: rules, schedules, texts, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pycomm.codecs import codec
+from pycomm.policy import PROTECT, Moment, Parameter, Policy, Rule
+
+WEIGHT = Parameter("layer.weight", (64, 64), torch.float32)
+BIAS = Parameter("layer.bias", (4096,), torch.float32)
+
+
+def chosen(policy: Policy, parameter: Parameter = WEIGHT, **moment: object) -> str:
+    return policy.decide(parameter, Moment(**moment)).codec.spec()
+
+
+def test_norms_biases_and_small_ones_stay_exact():
+    policy = Policy("int4")
+    assert chosen(policy) == codec("int4").spec()
+    assert policy.decide(BIAS).exact
+    assert policy.decide(Parameter("small", (30, 30), torch.float32)).exact
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        {"name": "*.weight"},
+        {"min_numel": 4096},
+        {"max_numel": 4096},
+        {"max_dims": 2},
+        {"dtype": torch.float32},
+        {"link": "inter"},
+    ],
+    ids=str,
+)
+def test_every_condition_of_a_rule_counts(condition):
+    policy = Policy("int4", (Rule(codec="int8", **condition),))
+    assert chosen(policy) == codec("int8").spec()
+    others = {
+        "name": Parameter("layer.bias", (64, 64), torch.float32),
+        "min_numel": Parameter("layer.weight", (63, 65), torch.float32),
+        "max_numel": Parameter("layer.weight", (64, 65), torch.float32),
+        "max_dims": Parameter("layer.weight", (16, 16, 16), torch.float32),
+        "dtype": Parameter("layer.weight", (64, 64), torch.bfloat16),
+        "link": WEIGHT,
+    }
+    (name,) = condition
+    link = "intra" if name == "link" else "inter"
+    assert chosen(policy, others[name], link=link) == codec("int4").spec()
+
+
+def test_the_first_rule_that_matches_wins():
+    rules = (Rule(codec="fp16", name="layer.*"), Rule(codec="bf16", name="*"))
+    assert chosen(Policy("int8", rules)) == codec("fp16").spec()
+
+
+def test_warm_up_is_exact_and_ends():
+    policy = Policy("int8", warmup=3)
+    assert [policy.decide(WEIGHT, Moment(step=s)).exact for s in (1, 3, 4)] == [True, True, False]
+
+
+def test_schedules_by_step_and_by_epoch():
+    policy = Policy("fp32", schedule=((10, "int8"), (20, "int4")))
+    specs = [codec(c).spec() for c in ("fp32", "int8", "int8", "int4")]
+    assert [chosen(policy, step=s) for s in (9, 10, 19, 20)] == specs
+    policy = Policy("fp32", epochs=((1, "int8"), (2, "int4")))
+    assert [chosen(policy, epoch=e) for e in (0, 1, 1, 3)] == specs
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("int8", Policy("int8")),
+        ("quant:bits=4,block=64", Policy("quant:bits=4,block=64")),
+        ("auto", Policy("auto")),
+        ("auto error=0.5", Policy("auto", error=0.5)),
+        ("int4 warmup=100", Policy("int4", warmup=100)),
+        ("fp32 100:int8 1000:quant:bits=4,block=64", None),
+        ("fp32 epoch1:int8", Policy("fp32", epochs=((1, "int8"),))),
+        ("budget=4.5", Policy(budget=4.5)),
+        ("error=0.1", Policy(error=0.1)),
+        ("int8 guard=off", Policy("int8", guard=None)),
+    ],
+)
+def test_texts(text, policy):
+    if policy is None:
+        policy = Policy("fp32", schedule=((100, "int8"), (1000, "quant:bits=4,block=64")))
+    assert Policy.of(text) == policy
+    assert Policy.of(policy) is policy
+    assert Policy.of(codec("int8")) == Policy(codec("int8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "the text is empty"),
+        ("int9", "unknown codec 'int9'"),
+        ("int8 int4", "'int4' in 'int8 int4' is none of warmup="),
+        ("int8 warmup=x", "warmup='x' is not a number"),
+        ("int8 warmup=-1", "give a number of steps"),
+        ("int8 warmup=1 warmup=2", "warmup is given twice"),
+        ("int8 100:int5", "unknown codec 'int5'"),
+        ("int8 100:int4 epoch1:int4", "by steps or by epochs, not both"),
+        ("auto budget=4", "budget and auto both choose codecs"),
+        ("budget=4 error=0.1", "budget and error both choose codecs"),
+        ("fp32 100:int8 error=0.1", "a schedule and error both choose codecs"),
+        ("budget=0", "budget=0.0 must be above 0"),
+        ("error=0.1 guard=off", "leave the guard on"),
+        ("int8 warmup=dgc", "warmup=dgc is for codecs with a density"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text, says):
+    with pytest.raises(ValueError, match=says):
+        Policy.of(text).decide(WEIGHT)
+
+
+def test_the_protection_is_a_rule_as_others_are():
+    assert Policy().rules == PROTECT
+    assert not Policy("int8", ()).decide(BIAS).exact
