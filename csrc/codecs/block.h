@@ -1,5 +1,5 @@
 // What the block codecs share: which blocks have a scale, the scale, and the rule of the residual.
-// A block is a run of values that share one float32 scale. Compiled by gcc, nvcc and NVRTC.
+// A block is a run of values that share one scale. Compiled by gcc, nvcc and NVRTC.
 #pragma once
 #include "core/floats.h"
 #include "core/types.h"
@@ -30,6 +30,20 @@ PYCOMM_HD float scale(float amax, float top) {
   return used(amax) ? amax / top : amax <= kTiny ? 0.0f : bits_float(kNanBits);
 }
 PYCOMM_HD float inv_scale(float amax, float top) { return used(amax) ? top / amax : 0.0f; }
+
+/// What the codes of a block stand for: code * unit + low. A value p has the code (p - low) * inv,
+/// rounded. Codes of a block that is not used are zero; it owes all of p if `unit` is 0, and
+/// travels as NaN if not.
+struct Scale {
+  float unit;
+  float inv;
+  float low;
+  bool used;
+};
+
+PYCOMM_HD Scale symmetric_scale(float amax, float top) {
+  return {scale(amax, top), inv_scale(amax, top), 0.0f, used(amax)};
+}
 
 /// Residual after a value p has travelled as `decoded`: what is still owed. A value that travels as
 /// Inf or NaN is a step that the loss scaler will skip, so it leaves the residual as it was.

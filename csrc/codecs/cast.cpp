@@ -12,25 +12,39 @@ namespace {
 constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"};
 constexpr uint32_t kDefaultBlock = 256;
 
-/// Codes of the types with blocks, for encode_blocks.
+/// Scales and codes of the types with blocks, for encode_blocks.
 template <typename T>
 struct Writer {
+  float* scales;
   uint8_t* codes;
 
-  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, float, float inv) const {
-    uint8_t* __restrict to = codes + lo;
-    for (size_t i = 0; i < n; i++) to[i] = static_cast<uint8_t>(T::round(p[i] * inv).code);
+  PYCOMM_INLINE Scale scale(size_t block, const float* x, size_t n) const {
+    return put(block, symmetric_scale(max_magnitude(x, n), T::kTop));
   }
-  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, float s, float inv,
+  PYCOMM_INLINE Scale scale(size_t block, const float* x, const float* residual, size_t n,
+                            float* p) const {
+    return put(block, symmetric_scale(add_max_magnitude(x, residual, n, p), T::kTop));
+  }
+  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s) const {
+    uint8_t* __restrict to = codes + lo;
+    for (size_t i = 0; i < n; i++) to[i] = static_cast<uint8_t>(T::round(p[i] * s.inv).code);
+  }
+  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s,
                            float* __restrict owed) const {
     uint8_t* __restrict to = codes + lo;
     for (size_t i = 0; i < n; i++) {
-      const Rounded rounded = T::round(p[i] * inv);
+      const Rounded rounded = T::round(p[i] * s.inv);
       to[i] = static_cast<uint8_t>(rounded.code);
-      owed[i] = p[i] - rounded.value * s;
+      owed[i] = p[i] - rounded.value * s.unit;
     }
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const { std::memset(codes + lo, 0, n); }
+
+ private:
+  PYCOMM_INLINE Scale put(size_t block, Scale s) const {
+    scales[block] = s.unit;
+    return s;
+  }
 };
 
 template <typename T>
@@ -57,7 +71,9 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   if constexpr (T::kTop == 0.0f) {
     encode_values<T>(args);
   } else {
-    encode_blocks(args, f.block, T::kTop, Writer<T>{args.out.data + codes_offset(f, args.in.size)});
+    encode_blocks(args, f.block,
+                  Writer<T>{reinterpret_cast<float*>(args.out.data),
+                            args.out.data + codes_offset(f, args.in.size)});
   }
 }
 

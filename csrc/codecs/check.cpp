@@ -30,6 +30,10 @@ void check_encode(const Codec& codec, const EncodeArgs& args) {
   if (codec.agrees() && args.agreed == nullptr && args.in.size > 0) {
     throw Error(codec.spec() + ": its ranks must agree on what they measured before they encode");
   }
+  if (args.key.rank >= args.key.ranks) {
+    throw Error(codec.spec() + ": there is no rank " + std::to_string(args.key.rank) + " of " +
+                std::to_string(args.key.ranks));
+  }
   if (codec.granule() == 0 && args.index != 0) {
     throw Error(codec.spec() + ": index " + std::to_string(args.index) +
                 ", but it takes whole tensors only");

@@ -1,5 +1,5 @@
 // What the CPU loops of the codecs share. Everything here is inlined into the PYCOMM_SIMD functions
-// of cast.cpp and quant.cpp and compiled once per x86 level with them.
+// of the codecs and compiled once per x86 level with them.
 #pragma once
 #include <cstring>
 
@@ -45,38 +45,37 @@ PYCOMM_INLINE void prefetch_block(const float* x, const float* residual, uint32_
 }
 
 /// Encodes block after block, each while it is in the first-level cache. A Writer has
-///   write(offset, p, n, scale, inv)         codes of a used block; offset is in values
-///   write(offset, p, n, scale, inv, owed)   and its new residual
-///   zero(offset, n)                         codes of a block that is not used
+///   scale(block, x, n)                 measures a block and writes its scale
+///   scale(block, x, residual, n, p)    the same of p = x + residual, which it stores
+///   write(offset, p, n, scale)         codes of a used block; offset is in values
+///   write(offset, p, n, scale, owed)   and its new residual
+///   zero(offset, n)                    codes of a block that is not used
 /// A block's new residual is written after its residual has been read, so they may be one buffer.
 template <typename Writer>
-PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, float top,
-                                 const Writer& writer) {
+PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const Writer& writer) {
   alignas(64) float sum[kMaxBlock];
-  auto* scales = reinterpret_cast<float*>(args.out.data);
-  for (size_t lo = 0; lo < args.in.size; lo += block) {
+  const bool feedback = args.residual != nullptr;
+  size_t index = 0;
+  for (size_t lo = 0; lo < args.in.size; lo += block, index++) {
     const size_t n = args.in.size - lo < block ? args.in.size - lo : block;
     const float* x = args.in.data + lo;
-    const bool feedback = args.residual != nullptr;
     const float* p = feedback ? sum : x;
     if (args.in.size - lo >= 4 * block) {
       prefetch_block(x, feedback ? args.residual + lo : nullptr, block);
     }
-    const float amax =
-        feedback ? add_max_magnitude(x, args.residual + lo, n, sum) : max_magnitude(x, n);
-    const float s = scale(amax, top);
-    *scales++ = s;
-    if (used(amax)) {
+    const Scale scale =
+        feedback ? writer.scale(index, x, args.residual + lo, n, sum) : writer.scale(index, x, n);
+    if (scale.used) {
       if (feedback) {
-        writer.write(lo, p, n, s, inv_scale(amax, top), args.new_residual + lo);
+        writer.write(lo, p, n, scale, args.new_residual + lo);
       } else {
-        writer.write(lo, p, n, s, inv_scale(amax, top));
+        writer.write(lo, p, n, scale);
       }
     } else {
       writer.zero(lo, n);
       // A tiny block still owes all of p; one that is not finite leaves the residual as it was.
       if (feedback) {
-        std::memmove(args.new_residual + lo, s == 0.0f ? p : args.residual + lo, n * 4);
+        std::memmove(args.new_residual + lo, scale.unit == 0.0f ? p : args.residual + lo, n * 4);
       }
     }
   }

@@ -1,6 +1,7 @@
 // quant on the CPU: plain loops over quant.h, compiled for several x86 levels.
 #include "codecs/quant.h"
 
+#include "codecs/bits.h"
 #include "codecs/cuda.h"
 #include "codecs/loops.h"
 #include "codecs/options.h"
@@ -8,6 +9,8 @@
 
 namespace pycomm::codecs::quant {
 namespace {
+
+constexpr const char* kRoundings[] = {"nearest", "stochastic", "correlated"};
 
 /// random_words() of a whole block: round after round over arrays, since gcc vectorises that with
 /// half the multiplications (measured: 1.2 to 1.4 times faster than group after group).
@@ -43,87 +46,129 @@ PYCOMM_INLINE void random_block(const RandomKey& key, uint64_t index, size_t n,
   }
 }
 
-/// Two codes of 4 bits per byte. Pairs are read as 16 bits, which packs without shuffles.
-PYCOMM_INLINE void pack_block(const uint16_t* __restrict pairs, size_t bytes,
-                              uint8_t* __restrict out) {
-  for (size_t i = 0; i < bytes; i++) {
-    out[i] = static_cast<uint8_t>((pairs[i] & 15) | ((pairs[i] >> 4) & 0xf0));
+PYCOMM_INLINE void min_max(const float* __restrict x, size_t n, int32_t& low, int32_t& high) {
+  int32_t least = to_order(x[0]), most = least;
+  for (size_t i = 0; i < n; i++) {
+    const int32_t order = to_order(x[i]);
+    least = order < least ? order : least;
+    most = order > most ? order : most;
   }
+  low = least;
+  high = most;
 }
 
-PYCOMM_INLINE void unpack_block(const uint8_t* __restrict in, size_t bytes,
-                                uint16_t* __restrict pairs) {
-  for (size_t i = 0; i < bytes; i++) {
-    pairs[i] = static_cast<uint16_t>((in[i] & 15) | (in[i] & 0xf0) << 4);
-  }
-}
-
-template <int kBits, bool kStochastic>
+/// Scales and codes, for encode_blocks.
+template <bool kMinMax, bool kRandom>
 struct Writer {
+  Format format;
+  uint8_t* scales;
   uint8_t* codes;
   RandomKey key;
   uint64_t index;
 
-  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, float s, float inv) const {
-    write_block<false>(lo, p, n, s, inv, nullptr);
+  PYCOMM_INLINE Scale scale(size_t block, const float* x, size_t n) const {
+    if constexpr (kMinMax) {
+      int32_t low, high;
+      min_max(x, n, low, high);
+      return put(block, minmax_scale(format, from_order(low), from_order(high)));
+    } else {
+      return put(block, symmetric_scale(format, max_magnitude(x, n)));
+    }
   }
-  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, float s, float inv,
-                           float* owed) const {
-    write_block<true>(lo, p, n, s, inv, owed);
+  PYCOMM_INLINE Scale scale(size_t block, const float* x, const float* residual, size_t n,
+                            float* __restrict p) const {
+    if constexpr (kMinMax) {
+      for (size_t i = 0; i < n; i++) p[i] = x[i] + residual[i];
+      return scale(block, p, n);
+    } else {
+      return put(block, symmetric_scale(format, add_max_magnitude(x, residual, n, p)));
+    }
+  }
+  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s) const {
+    write_block<false>(lo, p, n, s, nullptr);
+  }
+  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s, float* owed) const {
+    write_block<true>(lo, p, n, s, owed);
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const {
-    std::memset(codes + lo * kBits / 8, 0, (n * kBits + 7) / 8);
+    std::memset(codes + lo * format.bits / 8, 0, (n * format.bits + 7) / 8);
   }
 
  private:
-  template <bool kFeedback>
-  PYCOMM_INLINE void write_block(size_t lo, const float* __restrict p, size_t n, float s, float inv,
-                                 float* __restrict owed) const {
-    alignas(64) uint32_t words[kStochastic ? kMaxBlock : 1];
-    alignas(64) uint16_t pairs[kBits == 4 ? kMaxBlock / 2 : 1];
-    if (kStochastic) random_block(key, index + lo, n, words);
-    if (kBits == 4) pairs[(n - 1) / 2] = 0;
-    int8_t* __restrict q =
-        kBits == 4 ? reinterpret_cast<int8_t*>(pairs) : reinterpret_cast<int8_t*>(codes + lo);
-    for (size_t i = 0; i < n; i++) {
-      const int code =
-          kStochastic ? quantize(p[i], inv, words[i], top(kBits)) : quantize(p[i], inv);
-      q[i] = static_cast<int8_t>(code);
-      if (kFeedback) owed[i] = p[i] - dequantize(code, s);
+  PYCOMM_INLINE Scale put(size_t block, Scale s) const {
+    if (format.bfloat16) {
+      auto* to = reinterpret_cast<uint16_t*>(scales) + block * (kMinMax ? 2 : 1);
+      to[0] = static_cast<uint16_t>(float_bits(s.unit) >> 16);
+      if (kMinMax) to[1] = static_cast<uint16_t>(float_bits(s.low) >> 16);
+    } else {
+      auto* to = reinterpret_cast<float*>(scales) + block * (kMinMax ? 2 : 1);
+      to[0] = s.unit;
+      if (kMinMax) to[1] = s.low;
     }
-    if (kBits == 4) pack_block(pairs, (n + 1) / 2, codes + lo / 2);
+    return s;
+  }
+
+  template <bool kFeedback>
+  PYCOMM_INLINE void write_block(size_t lo, const float* __restrict p, size_t n, Scale s,
+                                 float* __restrict owed) const {
+    alignas(64) uint32_t words[kRandom ? kMaxBlock : 1];
+    alignas(64) uint8_t unpacked[kMaxBlock];
+    if (kRandom) random_block(key, index + lo, n, words);
+    const uint32_t shift = rank_shift(format.rounding, key.rank, key.ranks);
+    const int most = top(format);
+    uint8_t* __restrict q = format.bits == 8 ? codes + lo : unpacked;
+    for (size_t i = 0; i < n; i++) {
+      const float v = (kMinMax ? p[i] - s.low : p[i]) * s.inv;
+      const int code = kRandom ? round_randomly(v, words[i] + shift, most) : round_nearest(v);
+      q[i] = static_cast<uint8_t>(code);
+      if (kFeedback) {
+        owed[i] = p[i] - (kMinMax ? dequantize(code, s.unit, s.low) : dequantize(code, s.unit));
+      }
+    }
+    pack(format.bits, unpacked, n, codes + lo * format.bits / 8);
   }
 };
 
-template <int kBits, bool kStochastic>
+template <bool kMinMax, bool kRandom>
 PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   uint8_t* codes = args.out.data + codes_offset(f, args.in.size);
-  encode_blocks(args, f.block, static_cast<float>(top(kBits)),
-                Writer<kBits, kStochastic>{codes, args.key, args.index});
+  encode_blocks(args, f.block,
+                Writer<kMinMax, kRandom>{f, args.out.data, codes, args.key, args.index});
 }
 
-template <int kBits, bool kAdd>
+/// Unit and low of a block.
+template <bool kMinMax>
+PYCOMM_INLINE void read_scale(const Format& f, const uint8_t* scales, size_t block, float& unit,
+                              float& low) {
+  const size_t at = block * (kMinMax ? 2 : 1);
+  if (f.bfloat16) {
+    const auto* from = reinterpret_cast<const uint16_t*>(scales) + at;
+    unit = BFloat16::decode(from[0]);
+    low = kMinMax ? BFloat16::decode(from[1]) : 0.0f;
+  } else {
+    const auto* from = reinterpret_cast<const float*>(scales) + at;
+    unit = from[0];
+    low = kMinMax ? from[1] : 0.0f;
+  }
+}
+
+template <bool kMinMax, bool kAdd>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
-  alignas(64) uint16_t pairs[kBits == 4 ? kMaxBlock / 2 : 1];
-  const auto* scales = reinterpret_cast<const float*>(payload.data);
+  alignas(64) uint8_t unpacked[kMaxBlock];
   const uint8_t* codes = payload.data + codes_offset(f, out.size);
-  for (size_t lo = 0; lo < out.size; lo += f.block) {
+  const int sign = kMinMax ? 0 : 1 << (f.bits - 1);
+  size_t block = 0;
+  for (size_t lo = 0; lo < out.size; lo += f.block, block++) {
     const size_t n = out.size - lo < f.block ? out.size - lo : f.block;
-    const float s = *scales++;
+    float unit, low;
+    read_scale<kMinMax>(f, payload.data, block, unit, low);
+    unpack(f.bits, codes + lo * f.bits / 8, n, unpacked);
+    const uint8_t* __restrict q = f.bits == 8 ? codes + lo : unpacked;
     float* __restrict to = out.data + lo;
-    if (kBits == 4) {
-      unpack_block(codes + lo / 2, (n + 1) / 2, pairs);
-      const uint8_t* __restrict q = reinterpret_cast<const uint8_t*>(pairs);
-      for (size_t i = 0; i < n; i++) {
-        const float value = dequantize(unpack4(q[i]), s);
-        to[i] = kAdd ? to[i] + value : value;
-      }
-    } else {
-      const int8_t* __restrict q = reinterpret_cast<const int8_t*>(codes + lo);
-      for (size_t i = 0; i < n; i++) {
-        const float value = dequantize(q[i], s);
-        to[i] = kAdd ? to[i] + value : value;
-      }
+    for (size_t i = 0; i < n; i++) {
+      const int code = (q[i] ^ sign) - sign;
+      const float value = kMinMax ? dequantize(code, unit, low) : dequantize(code, unit);
+      to[i] = kAdd ? to[i] + value : value;
     }
   }
 }
@@ -136,32 +181,37 @@ class Quant final : public Codec {
   std::string spec() const override {
     return "quant:bits=" + std::to_string(format_.bits) +
            ",block=" + std::to_string(format_.block) +
-           ",rounding=" + (format_.stochastic ? "stochastic" : "nearest");
+           ",rounding=" + kRoundings[static_cast<int>(format_.rounding)] +
+           (format_.minmax ? ",range=minmax" : "") + (format_.bfloat16 ? ",scale=bfloat16" : "");
   }
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   size_t granule() const override { return format_.block; }
   size_t encoded_bytes(size_t numel) const override { return quant::encoded_bytes(format_, numel); }
 
+  bool shared_seed() const override { return format_.rounding == Rounding::correlated; }
+
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
     if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
-    const auto run = format_.bits == 8
-                         ? (format_.stochastic ? encode_all<8, true> : encode_all<8, false>)
-                         : (format_.stochastic ? encode_all<4, true> : encode_all<4, false>);
+    const bool random = format_.rounding != Rounding::nearest;
+    const auto run = format_.minmax ? (random ? encode_all<true, true> : encode_all<true, false>)
+                                    : (random ? encode_all<false, true> : encode_all<false, false>);
     run(format_, args);
-    const size_t end = codes_offset(format_, args.in.size) + (args.in.size * format_.bits + 7) / 8;
-    zero_padding(args.out, end);
+    const size_t blocks = num_blocks(args.in.size, format_.block);
+    const size_t offset = codes_offset(format_, args.in.size);
+    zero_padding(args.out.sub(0, offset), blocks * scale_bytes(format_));
+    zero_padding(args.out, offset + (args.in.size * format_.bits + 7) / 8);
   }
   void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
     check_decode(*this, payload, out);
     if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, false, stream);
-    (format_.bits == 8 ? decode_all<8, false> : decode_all<4, false>)(format_, payload, out);
+    (format_.minmax ? decode_all<true, false> : decode_all<false, false>)(format_, payload, out);
   }
   void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
     check_decode(*this, payload, out);
     if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, true, stream);
-    (format_.bits == 8 ? decode_all<8, true> : decode_all<4, true>)(format_, payload, out);
+    (format_.minmax ? decode_all<true, true> : decode_all<false, true>)(format_, payload, out);
   }
 
  private:
@@ -173,11 +223,14 @@ class Quant final : public Codec {
 std::unique_ptr<Codec> make(Options& options) {
   Format format;
   format.bits = options.integer("bits", 8);
-  if (format.bits != 8 && format.bits != 4) {
-    options.fail("bits=" + std::to_string(format.bits) + ": use 8 or 4");
+  if (format.bits < 2 || format.bits > 8) {
+    options.fail("bits=" + std::to_string(format.bits) + ": use 2 to 8");
   }
-  format.block = block_option(options, format.bits == 8 ? 256 : 128);
-  format.stochastic = options.choice("rounding", {"nearest", "stochastic"}, 0) == 1;
+  format.block = block_option(options, format.bits > 5 ? 256 : format.bits > 3 ? 128 : 64);
+  format.rounding = static_cast<Rounding>(
+      options.choice("rounding", {kRoundings[0], kRoundings[1], kRoundings[2]}, 0));
+  format.minmax = options.choice("range", {"symmetric", "minmax"}, 0) == 1;
+  format.bfloat16 = options.choice("scale", {"float32", "bfloat16"}, 0) == 1;
   options.finish();
   return std::make_unique<Quant>(format);
 }

@@ -41,9 +41,9 @@ struct Coder {
     int q[4];
     if constexpr (kStochastic) {
       const Random4 random = random_words(args.seed, args.step, args.tensor, args.group + group);
-      for (int k = 0; k < 4; k++) q[k] = quantize(p.v[k], inv, random.word[k], top(kBits));
+      for (int k = 0; k < 4; k++) q[k] = round_randomly(p.v[k] * inv, random.word[k], top(kBits));
     } else {
-      for (int k = 0; k < 4; k++) q[k] = quantize(p.v[k], inv);
+      for (int k = 0; k < 4; k++) q[k] = round_nearest(p.v[k] * inv);
     }
     Encoded<Codes> out{Packing<kBits>::pack(q), {}};
     for (int k = 0; k < 4; k++) out.value.v[k] = static_cast<float>(q[k]);
@@ -66,11 +66,22 @@ struct Coder {
 #include "codecs/cuda.h"
 
 namespace pycomm::codecs::quant {
+namespace {
+
+void check_kernels(const Format& f) {
+  if ((f.bits != 8 && f.bits != 4) || f.minmax || f.bfloat16 ||
+      f.rounding == Rounding::correlated) {
+    throw Error("quant on cuda: only 8 and 4 bits, symmetric, with float32 scales");
+  }
+}
+
+}  // namespace
 
 void encode_cuda(const Format& format, const EncodeArgs& args) {
+  check_kernels(format);
   const size_t offset = codes_offset(format, args.in.size);
   cuda::dispatch(format.bits == 8, [&](auto eight) {
-    cuda::dispatch(format.stochastic, [&](auto stochastic) {
+    cuda::dispatch(format.rounding == Rounding::stochastic, [&](auto stochastic) {
       launch_encode<Coder<eight ? 8 : 4, stochastic>>("quant", format.block, offset, args);
     });
   });
@@ -78,6 +89,7 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
 
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream) {
+  check_kernels(format);
   const size_t offset = codes_offset(format, out.size);
   cuda::dispatch(format.bits == 8, [&](auto eight) {
     launch_decode<Coder<eight ? 8 : 4, false>>("quant", format.block, offset, payload, out, add,

@@ -55,3 +55,28 @@ def payload(*sections: torch.Tensor) -> torch.Tensor:
         data = section.contiguous().view(torch.uint8)
         parts += [data, data.new_zeros(padded(data.numel()) - data.numel())]
     return torch.cat(parts)
+
+
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the little-endian bit string (uint8) of codes of ``bits`` bits each.
+
+    Args:
+        codes: uint8 [numel]; of each the lowest ``bits`` bits count.
+        bits: 1 to 8.
+    """
+    if bits == 8:
+        return codes
+    places = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    ones = (codes[:, None] >> places[:bits] & 1).view(-1)
+    string = ones.new_zeros(-(-ones.numel() // 8) * 8)
+    string[: ones.numel()] = ones
+    return (string.view(-1, 8) << places).sum(dim=1, dtype=torch.uint8)
+
+
+def unpack_bits(data: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
+    """Return the codes (uint8 [numel], 0 to 2^bits - 1) of a bit string of `pack_bits`."""
+    if bits == 8:
+        return data[:numel]
+    places = torch.arange(8, dtype=torch.uint8, device=data.device)
+    ones = (data[:, None] >> places & 1).view(-1)[: numel * bits].view(numel, bits)
+    return (ones << places[:bits]).sum(dim=1, dtype=torch.uint8)

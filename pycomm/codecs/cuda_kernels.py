@@ -18,6 +18,7 @@ from pycomm._build import source_root
 from pycomm.codecs.base import Codec, EncodeArgs
 from pycomm.codecs.block import num_blocks
 from pycomm.codecs.cast import Cast
+from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.quant import Quant
 
 THREADS = 256  # kThreads of csrc/core/cuda_vector.h
@@ -28,6 +29,7 @@ SMALL, LARGE = 4, 16  # rows per tile: kSmall and kLarge of csrc/codecs/block_cu
 # -default-device: what has no mark is device code, since NVRTC compiles nothing else.
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
+SOURCES = ("cast", "quant")  # codecs that have kernels: csrc/codecs/<name>.cu
 NAMESPACE = "pycomm::codecs"
 TYPES = {
     "float32": "Float32",
@@ -128,12 +130,16 @@ def decode_kernel(codec: Codec, add: bool) -> str:
 
 def _coder(codec: Codec, decode: bool = False) -> str:
     """Name of the Coder; empty for a codec without blocks."""
-    if isinstance(codec, Quant):
+    if isinstance(codec, Quant) and codec.spec() in (
+        f"quant:bits={bits},block={codec.block},rounding={rounding}"
+        for bits in (8, 4)
+        for rounding in ("nearest", "stochastic")
+    ):
         stochastic = codec.rounding == "stochastic" and not decode
         return f"{NAMESPACE}::quant::Coder<{codec.bits}, {_bool(stochastic)}>"
     if isinstance(codec, Cast):
         return f"{NAMESPACE}::cast::Coder<{_plain(codec)}>" if codec.block else ""
-    raise NotImplementedError(f"{codec.name} has no CUDA kernels")
+    raise Unavailable(f"{codec.spec()} has no CUDA kernels")
 
 
 def _plain(codec: Codec) -> str:

@@ -147,8 +147,10 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
     if kind == "native":
         from pycomm import _C
 
-        if device == "cuda" and not _C.cuda_built():
-            raise Unavailable("native codecs on cuda: this pycomm was built without CUDA")
+        if device == "cuda":
+            if not _C.cuda_built():
+                raise Unavailable("native codecs on cuda: this pycomm was built without CUDA")
+            _check_cuda_source(name)
         return Native()
     if kind == "triton":
         if device == "cpu" and not env().triton_interpret:
@@ -157,8 +159,16 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
     if kind == "nvrtc":
         if device != "cuda":
             raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
+        _check_cuda_source(name)
         return cast(Implementation, import_module("pycomm.codecs.nvrtc"))
     raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
+
+
+def _check_cuda_source(name: str) -> None:
+    from pycomm.codecs.cuda_kernels import SOURCES
+
+    if name not in SOURCES:
+        raise Unavailable(f"{name} has no CUDA kernels")
 
 
 def select(name: str, device: str) -> Implementation:

@@ -11,6 +11,15 @@ import torch
 
 Case = tuple[torch.Tensor, torch.Tensor]
 
+# Together every width, range, type of scale and rounding that quant has beside int8 and int4.
+WIDE = [
+    "int2:range=minmax,scale=bfloat16",
+    "int3:rounding=stochastic,scale=bfloat16",
+    "int5:range=minmax",
+    "int6:block=32,range=minmax,rounding=stochastic,scale=bfloat16",
+    "int7:block=2048,scale=bfloat16",
+    "int4:rounding=correlated",
+]
 SPECS = [
     "fp32",
     "fp16",
@@ -29,6 +38,7 @@ SPECS = [
     "topk:0.1,values=float16,indices=int16",
     "topk:0.05,values=int8,chunk=4096",
     "topk:0.3,values=int2,chunk=4096",
+    *WIDE,
 ]
 
 # Codecs without kernels for GPUs: the reference and C++ only.

@@ -16,8 +16,9 @@ from pycomm.codecs import TopK
 from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
+from pycomm.codecs.quant import Quant
 from tests.codecs import emulated_cuda
-from tests.codecs.cases import CASES, CPU_ONLY, SPECS, bits
+from tests.codecs.cases import CASES, CPU_ONLY, SPECS, WIDE, bits
 
 # (implementation, device). Those of the CPU must work. With a GPU Triton's interpreter is off, and
 # an implementation that is not installed is skipped: `make gpu` wants them all.
@@ -25,7 +26,7 @@ CPU = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
 CUDA = [("reference", "cuda"), ("native", "cuda"), ("nvrtc", "cuda"), ("triton", "cuda")]
 IMPLEMENTATIONS = CPU[:2] + CUDA if torch.cuda.is_available() else CPU
 
-KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98)
+KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98, rank=2, ranks=5)
 REFERENCE = Reference()
 
 everywhere = pytest.mark.parametrize(
@@ -44,8 +45,9 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def runner(codec: Codec, kind: str, device: str):
-    if codec.name in CPU_ONLY and kind not in ("reference", "native"):
-        pytest.skip(f"{codec.name} has no kernels for GPUs")
+    cpu_only = codec.name in CPU_ONLY or codec in map(pycomm.codec, WIDE)
+    if cpu_only and kind not in ("reference", "native"):
+        pytest.skip(f"{codec.spec()} has no kernels for GPUs")
     if kind == "emulated-cuda":
         return emulated_cuda
     try:
@@ -138,8 +140,12 @@ def test_same_bytes_of_drawn_values(spec, kind, device, case):
     check(spec, kind, device, *case)
 
 
+# Their inverse scale is top / amax, so that blocks can be made where chance is close.
+STOCHASTIC = ["int8:rounding=stochastic", "int4:block=64,rounding=stochastic"]
+
+
 @everywhere
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if "stochastic" in spec])
+@pytest.mark.parametrize("spec", STOCHASTIC)
 def test_same_bytes_where_chance_just_decides(spec, kind, device):
     codec = pycomm.codec(spec)
     index = 3 * codec.block
@@ -152,7 +158,7 @@ def test_same_bytes_where_chance_just_decides(spec, kind, device):
 
 
 @everywhere
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if "stochastic" in spec])
+@pytest.mark.parametrize("spec", STOCHASTIC)
 def test_same_bytes_where_chance_would_pass_the_top(spec, kind, device):
     codec = pycomm.codec(spec)
     amax = torch.tensor([magnitude_beyond(codec.top)])
@@ -175,6 +181,20 @@ def rare_places(threshold: int) -> list[int]:
     """The indices, among the first 2^22, whose random bits are below the threshold."""
     random = random_words(KEY, 0, 1 << 22, torch.device("cpu")) >> 1
     return (random < threshold).nonzero().view(-1).tolist()
+
+
+EVERY_QUANT = [
+    Quant(bits=bits, block=32, rounding=rounding, range=span, scale=scale)
+    for bits in (2, 3, 4, 5, 6, 7, 8)
+    for rounding in ("nearest", "stochastic", "correlated")
+    for span in ("symmetric", "minmax")
+    for scale in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize("codec", EVERY_QUANT, ids=Quant.spec)
+def test_every_combination_of_quants_options(codec):
+    check(codec.spec(), "native", "cpu", *CASES["normal-257"])
 
 
 @everywhere
@@ -236,10 +256,13 @@ def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
 
 
 def sections(codec: Codec, payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and codes, with the padding that ends the codes; records have their own scales."""
-    block = 0 if isinstance(codec, TopK) else codec.block
-    scale_bytes = 4 * -(-numel // block) if block else 0
-    return payload[:scale_bytes], payload[scale_bytes:]
+    """Scales, and codes with the padding that ends them; records have their own scales."""
+    if isinstance(codec, Quant):
+        scale_bytes = codec.scale_bytes(numel)
+    else:
+        block = 0 if isinstance(codec, TopK) else codec.block
+        scale_bytes = 4 * -(-numel // block) if block else 0
+    return payload[:scale_bytes], payload[-(-scale_bytes // 4) * 4 :]
 
 
 @everywhere

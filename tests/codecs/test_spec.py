@@ -26,6 +26,9 @@ from pycomm.errors import Error
         ("quant:4", Quant(bits=4)),
         ("quant:bits=4,block=64", Quant(bits=4, block=64)),
         ("int4:block=64,rounding=stochastic", Quant(bits=4, block=64, rounding="stochastic")),
+        ("int3", Quant(bits=3, block=64)),
+        ("int5:range=minmax", Quant(bits=5, block=128, range="minmax")),
+        ("int8:scale=bfloat16", Quant(scale="bfloat16")),
         ("cast", Cast(dtype="float16")),
         ("cast:bfloat16", Cast(dtype="bfloat16")),
         ("fp8", Cast(dtype="float8_e4m3", block=256)),
@@ -48,14 +51,19 @@ def test_every_alias_is_a_codec():
 WRONG = [
     ("int9", r"unknown codec 'int9': use one of .*cast.*int4.*int8.*quant"),
     ("", r"unknown codec ''"),
-    ("quant:bit=4", r"unknown option 'bit'; quant has the options bits, block, rounding"),
-    ("quant:bits=5", r"bits=5: use 8 or 4"),
+    (
+        "quant:bit=4",
+        r"unknown option 'bit'; quant has the options bits, block, rounding, range, scale",
+    ),
+    ("quant:bits=9", r"bits=9: use 2 to 8"),
+    ("int8:range=full", r"range=full: use symmetric or minmax"),
+    ("int8:scale=float16", r"scale=float16: use float32 or bfloat16"),
     ("quant:bits=four", r"bits='four' is not an integer"),
     ("quant:bits=4,bits=8", r"bits is given twice"),
     ("int4:bits=8", r"bits is given twice"),
     ("int8:block=100", r"block=100: use one of 32, 64, .*2048"),
     ("int8:block=4096", r"block=4096"),
-    ("int8:rounding=up", r"rounding=up: use nearest or stochastic"),
+    ("int8:rounding=up", r"rounding=up: use nearest, stochastic or correlated"),
     ("int8:64", r"write '64' as option=value; quant has the options"),
     ("cast:float12", r"dtype=float12: use one of float32, float16"),
     ("fp16:block=64", r"float16 has no blocks"),
@@ -70,15 +78,19 @@ def test_wrong_texts_are_explained(text, says):
 
 NATIVE_WRONG = [
     ("int8", r'unknown codec "int8": use one of cast, quant'),
-    ("quant:bit=4", r'quant: unknown option "bit"; it has the options bits, block, rounding'),
-    ("quant:bits=5", r"quant: bits=5: use 8 or 4"),
+    (
+        "quant:bit=4",
+        r'quant: unknown option "bit"; it has the options bits, block, rounding, range, scale',
+    ),
+    ("quant:bits=9", r"quant: bits=9: use 2 to 8"),
+    ("quant:range=full", r"range=full: use one of symmetric, minmax"),
     ("quant:bits=4x", r"bits=4x is not an integer"),
     ("quant:bits=", r"bits= is not an integer"),
     ("quant:4", r'write "4" as option=value'),
     ("quant:bits=4,bits=4", r"bits is given twice"),
     ("quant:block=100", r"block=100: use a power of two from 32 to 2048"),
     ("quant:block=-32", r"block=-32"),
-    ("quant:rounding=up", r"rounding=up: use one of nearest, stochastic"),
+    ("quant:rounding=up", r"rounding=up: use one of nearest, stochastic, correlated"),
     ("cast:dtype=float12", r"dtype=float12: use one of float32, float16"),
     ("cast:dtype=float16,block=64", r"float16 has no blocks"),
 ]
@@ -163,6 +175,14 @@ def test_named_implementation_is_taken_or_raises(impl):
         pycomm.codec("int8").encode(X)
     with pytest.raises(ValueError, match="use native, nvrtc, triton or reference"):
         implementation("quant", "opencl", "cpu")
+
+
+def test_codec_without_cuda_kernels_falls_through_to_the_next_implementation(monkeypatch):
+    monkeypatch.setattr(_C, "cuda_built", lambda: True)
+    for kind in ("native", "nvrtc"):
+        with pytest.raises(Unavailable, match="imaginary has no CUDA kernels"):
+            implementation("imaginary", kind, "cuda")
+    assert type(select("imaginary", "cuda")).__name__ == "Reference"
 
 
 def test_any_shape_encodes_as_its_values_in_order():
