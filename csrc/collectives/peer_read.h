@@ -13,11 +13,13 @@ namespace pycomm::shared::peer_read {
 
 // From how many bytes on reading beats staging, measured on two cores with both ways in turn
 // (float32, 64 KiB to 64 MiB, time of staging by that of reading). Two ranks: 0.4 to 1.04
-// below, 1.01 to 2.5 from here on. Three and four ranks, more than cores: from run to run 0.67
-// to 1.8, so they stay in staging but for two: reduce_scatter (1.16 to 1.9 from here on) and parts
-// (all_to_all 1.0 to 1.4; scatter and gather mostly above 1, gather of three ranks 0.8 to 1.1).
+// below, 1.01 to 2.5 from here on; an all_reduce, which reads what the other core has just
+// written, 0.63 to 0.68 up to 1 MiB, 0.84 to 0.89 at 2 MiB, 1.18 to 1.30 at 4 MiB. Three and four
+// ranks, more than cores: from run to run 0.67 to 1.8, so they stay in staging but for two:
+// reduce_scatter (1.16 to 1.9 from here on) and parts (all_to_all 1.0 to 1.4; scatter and gather
+// mostly above 1, gather of three ranks 0.8 to 1.1).
 constexpr size_t kNever = SIZE_MAX;
-constexpr size_t all_reduce_from(int ranks) { return ranks == 2 ? size_t{512} << 10 : kNever; }
+constexpr size_t all_reduce_from(int ranks) { return ranks == 2 ? size_t{3} << 20 : kNever; }
 /// Bytes of all parts.
 constexpr size_t reduce_scatter_from(int ranks) { return size_t{ranks == 2 ? 512u : 16384u} << 10; }
 /// Bytes of a part.

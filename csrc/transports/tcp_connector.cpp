@@ -299,6 +299,7 @@ void Connector::join(Link& link, const Hello& hello, Fd fd) {
     link.control = std::move(fd);
     return;
   }
+  choose_send_buffer(fd.get());
   Way& way = link.ways[hello.lane];
   if (way.missing == 0 || way.sockets[hello.socket]) return;  // it came twice
   way.sockets[hello.socket] = std::move(fd);

@@ -166,6 +166,17 @@ void choose_congestion_control(int fd) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);  // may be forbidden: then it stays
 }
 
+void choose_send_buffer(int fd) {
+  // The kernel doubles the buffer: so much in a round trip of 100 us is 20 Gbit/s on each socket.
+  constexpr uint32_t kShortWay = 100;  // microseconds
+  constexpr int kSmallBuffer = 128 << 10;
+  tcp_info info = {};
+  socklen_t size = sizeof info;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
+  if (info.tcpi_rtt == 0 || info.tcpi_rtt > kShortWay) return;
+  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSmallBuffer, sizeof kSmallBuffer);
+}
+
 std::string congestion_control(int fd) {
   char name[16] = {};
   socklen_t size = sizeof name - 1;

@@ -57,6 +57,10 @@ Fd connect_to(const Address& to, const Address* from, int& error);
 /// to, and controls that pace (bbr) halve the bandwidth there: such a connection gets the plain
 /// "reno".
 void choose_congestion_control(int fd);
+/// To be called on both ends of a new connection. On a short way little is in flight, and what a
+/// send buffer holds beyond that has left the processor's cache before it is read again: there it
+/// stays small instead of growing to megabytes.
+void choose_send_buffer(int fd);
 /// "bbr" and the like.
 std::string congestion_control(int fd);
 /// From how many bytes on a socket counts as readable.
