@@ -58,6 +58,35 @@ def scales(p, TOP: tl.constexpr):
 
 
 @triton.jit
+def halves_added(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the sum of each row [ROWS, 1], halves of the row added until one number is left.
+
+    Spelled out, since the order of tl.sum is that of the layout.
+    """
+    for bits in tl.static_range(11):
+        if COLUMNS >> bits > 1:
+            halves = tl.reshape(x, (ROWS, 2, COLUMNS >> (bits + 1)))
+            left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+            x = left + right
+    return x
+
+
+@triton.jit
+def mean_scales(p, row, numel, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return (scale, used) of each row of ``p``, a block of which a part may be there; [ROWS, 1].
+
+    A scale is the mean magnitude.
+    """
+    total = halves_added(bits_float(magnitude_bits(p)), ROWS, BLOCK)
+    left = numel - row * BLOCK
+    count = tl.where(left < BLOCK, tl.where(left < 1, 1, left), BLOCK).to(tl.float32)
+    mean = tl.math.div_rn(total, count)
+    used = (mean > TINY) & (mean < HUGE)
+    nan = bits_float(tl.full(mean.shape, NAN_BITS, tl.int32))
+    return tl.where(used, mean, tl.where(mean <= TINY, 0.0, nan)), used
+
+
+@triton.jit
 def add_or_not(out_ptr, offsets, mask, value, ADD: tl.constexpr):
     """out = value, or out = out + value."""
     if ADD:

@@ -7,8 +7,7 @@
 namespace pycomm::codecs {
 
 /// The payload is the scales and, from `offset` on, the codes.
-template <typename Coder>
-void launch_encode(const char* codec, uint32_t block, size_t offset, const EncodeArgs& args) {
+inline EncodeParams encode_params(uint32_t block, size_t offset, const EncodeArgs& args) {
   EncodeParams params{};
   params.in = args.in.data;
   params.residual = args.residual;
@@ -21,6 +20,23 @@ void launch_encode(const char* codec, uint32_t block, size_t offset, const Encod
   params.step = args.key.step;
   params.tensor = args.key.tensor;
   params.block_bits = __builtin_ctz(block);
+  return params;
+}
+
+inline DecodeParams decode_params(uint32_t block, size_t offset, Span<const uint8_t> payload,
+                                  Span<float> out) {
+  DecodeParams params{};
+  params.scales = reinterpret_cast<const float*>(payload.data);
+  params.codes = payload.data + offset;
+  params.out = out.data;
+  params.numel = out.size;
+  params.block_bits = __builtin_ctz(block);
+  return params;
+}
+
+template <typename Coder>
+void launch_encode(const char* codec, uint32_t block, size_t offset, const EncodeArgs& args) {
+  const EncodeParams params = encode_params(block, offset, args);
   cuda::dispatch(block <= kSmall * cuda::kRow, [&](auto small) {
     constexpr int kRows = small ? kSmall : kLarge;
     cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
@@ -33,12 +49,7 @@ void launch_encode(const char* codec, uint32_t block, size_t offset, const Encod
 template <typename Coder>
 void launch_decode(const char* codec, uint32_t block, size_t offset, Span<const uint8_t> payload,
                    Span<float> out, bool add, Stream stream) {
-  DecodeParams params{};
-  params.scales = reinterpret_cast<const float*>(payload.data);
-  params.codes = payload.data + offset;
-  params.out = out.data;
-  params.numel = out.size;
-  params.block_bits = __builtin_ctz(block);
+  const DecodeParams params = decode_params(block, offset, payload, out);
   cuda::dispatch(add, [&](auto adds) {
     cuda::launch(codec, decode_blocks<Coder, adds>, params, out.size, kSmall * cuda::kRow, stream);
   });

@@ -9,7 +9,7 @@ namespace pycomm::codecs {
 
 PYCOMM_API bool cuda_built();
 
-// Arguments are checked by the callers (cast.cpp, quant.cpp). `add`: out = out + decode(payload).
+// Arguments are checked by the callers (cast.cpp and the like). `add`: out = out + decode(payload).
 
 namespace cast {
 void encode_cuda(const Format& format, const EncodeArgs& args);
@@ -22,5 +22,11 @@ void encode_cuda(const Format& format, const EncodeArgs& args);
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream);
 }  // namespace quant
+
+namespace sign {
+void encode_cuda(uint32_t block, const EncodeArgs& args);
+void decode_cuda(uint32_t block, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream);
+}  // namespace sign
 
 }  // namespace pycomm::codecs

@@ -14,6 +14,7 @@ struct Entry {
 constexpr Entry kCodecs[] = {
     {"cast", codecs::cast::make},
     {"quant", codecs::quant::make},
+    {"sign", codecs::sign::make},
     {"topk", codecs::topk::make},
 };
 

@@ -13,6 +13,9 @@ std::unique_ptr<Codec> make(Options& options);
 namespace quant {
 std::unique_ptr<Codec> make(Options& options);
 }
+namespace sign {
+std::unique_ptr<Codec> make(Options& options);
+}
 namespace topk {
 std::unique_ptr<Codec> make(Options& options);
 }

@@ -10,6 +10,7 @@ from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
+from pycomm.codecs.sign import Sign
 from pycomm.codecs.topk import TopK
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "PowerSGD",
     "Quant",
     "RandomKey",
+    "Sign",
     "TopK",
     "Unavailable",
     "codec",
@@ -30,6 +32,7 @@ __all__ = [
 CODECS: dict[str, type[Codec]] = {
     "cast": Cast,
     "quant": Quant,
+    "sign": Sign,
     "topk": TopK,
 }
 

@@ -20,6 +20,7 @@ from pycomm.codecs.block import num_blocks
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.quant import Quant
+from pycomm.codecs.sign import Sign
 
 THREADS = 256  # kThreads of csrc/core/cuda_vector.h
 WARPS = 8
@@ -29,7 +30,7 @@ SMALL, LARGE = 4, 16  # rows per tile: kSmall and kLarge of csrc/codecs/block_cu
 # -default-device: what has no mark is device code, since NVRTC compiles nothing else.
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
-SOURCES = ("cast", "quant")  # codecs that have kernels: csrc/codecs/<name>.cu
+SOURCES = ("cast", "quant", "sign")  # codecs that have kernels: csrc/codecs/<name>.cu
 NAMESPACE = "pycomm::codecs"
 TYPES = {
     "float32": "Float32",
@@ -116,6 +117,8 @@ def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: 
 
 def encode_kernel(codec: Codec, feedback: bool) -> str:
     """Return the kernel's name in C++."""
+    if isinstance(codec, Sign):
+        return f"{NAMESPACE}::sign::encode_kernel<{codec.block}, {_bool(feedback)}>"
     if coder := _coder(codec):
         return f"{NAMESPACE}::encode_blocks<{coder}, {_rows(codec)}, {_bool(feedback)}>"
     return f"{NAMESPACE}::cast::encode_plain<{_plain(codec)}, {_bool(feedback)}>"
@@ -123,6 +126,8 @@ def encode_kernel(codec: Codec, feedback: bool) -> str:
 
 def decode_kernel(codec: Codec, add: bool) -> str:
     """Return the kernel's name in C++."""
+    if isinstance(codec, Sign):
+        return f"{NAMESPACE}::sign::decode_kernel<{_bool(add)}>"
     if coder := _coder(codec, decode=True):
         return f"{NAMESPACE}::decode_blocks<{coder}, {_bool(add)}>"
     return f"{NAMESPACE}::cast::decode_plain<{_plain(codec)}, {_bool(add)}>"
@@ -152,7 +157,7 @@ def _bool(value: bool) -> str:
 
 
 def _block(codec: Codec) -> int:
-    return codec.block if isinstance(codec, (Cast, Quant)) else 0
+    return codec.block if isinstance(codec, (Cast, Quant, Sign)) else 0
 
 
 def _block_bits(codec: Codec) -> int:
@@ -160,6 +165,8 @@ def _block_bits(codec: Codec) -> int:
 
 
 def _rows(codec: Codec) -> int:
+    if isinstance(codec, Sign):
+        return max(SMALL, codec.block // ROW)
     return SMALL if _block(codec) <= SMALL * ROW else LARGE
 
 

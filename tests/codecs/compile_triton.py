@@ -39,6 +39,7 @@ SPECS = [
     "int4",
     "int4:block=32",
     "int4:rounding=stochastic",
+    "sign",
 ]
 NUMEL = 1 << 16
 KEY = RandomKey(seed=1 << 63, step=1 << 31, tensor=1 << 31)

@@ -71,6 +71,7 @@ def _library() -> ctypes.CDLL:
         '#include "emulated_cuda.h"',
         '#include "codecs/cast.cu"',
         '#include "codecs/quant.cu"',
+        '#include "codecs/sign.cu"',
         "using namespace pycomm::codecs;",
         'extern "C" int run(const char* name, unsigned blocks, const void* params) {',
     ]

@@ -20,7 +20,7 @@ from tests.codecs.ptx import ARCHS, cuobjdump, inexact, instructions
 pytestmark = pytest.mark.timeout(600)  # the first test of a compiler waits for all its files
 
 CALLS = ("encode", "encode_feedback", "decode", "decode_add")
-SOURCES = ("cast", "quant")
+SOURCES = {"cast": 20, "quant": 20, "sign": 16}  # and how many kernels each has at least
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 every_source = pytest.mark.parametrize("name", SOURCES)
 
@@ -80,7 +80,7 @@ def triton_folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("call", CALLS)
 def test_triton_kernels_are_exact(triton_folder, arch, call):
     compiled = sorted(triton_folder.glob(f"{arch}-*-{call}.ptx"))
-    assert len(compiled) == 11
+    assert len(compiled) == 12
     for file in compiled:
         ptx = file.read_text()
         assert inexact(ptx) == [], file.name
@@ -150,7 +150,7 @@ def test_cuda_kernels_are_exact(nvcc_folder, name, arch):
 def test_cuda_kernels_spill_no_register(nvcc_folder, name):
     log = (nvcc_folder / f"{name}.log").read_text()
     spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", log)
-    assert len(spilled) == log.count("Compiling entry function") >= 20 * len(ARCHS)
+    assert len(spilled) == log.count("Compiling entry function") >= SOURCES[name] * len(ARCHS)
     assert set(spilled) == {("0", "0", "0")}
 
 
@@ -166,7 +166,7 @@ def test_cuda_kernels_move_16_bytes_at_a_time(nvcc_folder, name, arch):
         [tool, "--dump-sass", str(cubin)], check=True, capture_output=True, text=True
     ).stdout
     functions = re.split(r"Function : ", sass)[1:]
-    assert len(functions) >= 20
+    assert len(functions) >= SOURCES[name]
     for function in functions:
         kernel = function.split()[0]
         loads = len(re.findall(r"LDG\.E\.128", function))

@@ -1,0 +1,139 @@
+// sign on the CPU: plain loops over sign.h, compiled for several x86 levels.
+#include "codecs/sign.h"
+
+#include "codecs/cuda.h"
+#include "codecs/loops.h"
+#include "codecs/options.h"
+#include "codecs/registry.h"
+
+namespace pycomm::codecs::sign {
+namespace {
+
+constexpr size_t kWord = 32;
+
+/// The sum of the magnitudes of a block, which is padded with zeros: each half is added to the
+/// other until one number is left. `half` has room for half a block.
+PYCOMM_INLINE float sum_magnitudes(const float* __restrict p, uint32_t block,
+                                   float* __restrict half) {
+  for (uint32_t i = 0; i < block / 2; i++) {
+    half[i] = bits_float(magnitude_bits(p[i])) + bits_float(magnitude_bits(p[i + block / 2]));
+  }
+  for (uint32_t width = block / 4; width > 0; width /= 2) {
+    for (uint32_t i = 0; i < width; i++) half[i] = half[i] + half[i + width];
+  }
+  return half[0];
+}
+
+/// p = x + residual (null: x), padded with zeros to a block.
+PYCOMM_INLINE void load_block(const float* __restrict x, const float* __restrict residual, size_t n,
+                              uint32_t block, float* __restrict p) {
+  for (size_t i = 0; i < n; i++) p[i] = residual ? x[i] + residual[i] : x[i];
+  for (size_t i = n; i < block; i++) p[i] = 0.0f;
+}
+
+/// The bits of a block that is padded with zeros.
+template <bool kFeedback>
+PYCOMM_INLINE void write_block(const float* __restrict p, size_t n, float s,
+                               uint32_t* __restrict words, float* __restrict left) {
+  for (size_t lo = 0; lo < n; lo += kWord) {
+    uint32_t word = 0;
+    for (size_t i = 0; i < kWord; i++) word |= quantize(p[lo + i]) << i;
+    words[lo / kWord] = word;
+  }
+  if (!kFeedback) return;
+  for (size_t i = 0; i < n; i++) left[i] = p[i] - dequantize(quantize(p[i]), s);
+}
+
+template <bool kFeedback>
+PYCOMM_SIMD void encode_all(uint32_t block, const EncodeArgs& args) {
+  alignas(64) float sum[kMaxBlock];
+  alignas(64) float half[kMaxBlock / 2];
+  auto* scales = reinterpret_cast<float*>(args.out.data);
+  auto* words = reinterpret_cast<uint32_t*>(args.out.data + codes_offset(block, args.in.size));
+  for (size_t lo = 0; lo < args.in.size; lo += block) {
+    const size_t n = args.in.size - lo < block ? args.in.size - lo : block;
+    const float* x = args.in.data + lo;
+    const float* p = x;
+    if (kFeedback || n < block) {
+      p = sum;
+      load_block(x, kFeedback ? args.residual + lo : nullptr, n, block, sum);
+    }
+    const float mean = mean_scale(sum_magnitudes(p, block, half), n);
+    *scales++ = mean;
+    if (used(mean)) {
+      write_block<kFeedback>(p, n, mean, words, kFeedback ? args.new_residual + lo : nullptr);
+    } else {
+      std::memset(words, 0, (n + kWord - 1) / kWord * 4);
+      // A tiny block still owes all of p; one that is not finite leaves the residual as it was.
+      if (kFeedback) {
+        std::memmove(args.new_residual + lo, mean == 0.0f ? p : args.residual + lo, n * 4);
+      }
+    }
+    words += block / kWord;
+  }
+}
+
+template <bool kAdd>
+PYCOMM_SIMD void decode_all(uint32_t block, Span<const uint8_t> payload, Span<float> out) {
+  const auto* scales = reinterpret_cast<const float*>(payload.data);
+  const auto* words =
+      reinterpret_cast<const uint32_t*>(payload.data + codes_offset(block, out.size));
+  for (size_t lo = 0; lo < out.size; lo += kWord) {
+    const float s = scales[lo / block];
+    const uint32_t word = *words++;
+    float* __restrict to = out.data + lo;
+    const size_t n = out.size - lo < kWord ? out.size - lo : kWord;
+    if (n == kWord) {
+      for (uint32_t i = 0; i < kWord; i++) {
+        const float value = dequantize(word >> i, s);
+        to[i] = kAdd ? to[i] + value : value;
+      }
+    } else {
+      for (uint32_t i = 0; i < n; i++) {
+        const float value = dequantize(word >> i, s);
+        to[i] = kAdd ? to[i] + value : value;
+      }
+    }
+  }
+}
+
+class Sign final : public Codec {
+ public:
+  explicit Sign(uint32_t block) : block_(block) {}
+
+  std::string_view name() const override { return "sign"; }
+  std::string spec() const override { return "sign:block=" + std::to_string(block_); }
+  Combine combine() const override { return Combine::recode; }
+  int wire_version() const override { return kWireVersion; }
+  size_t granule() const override { return block_; }
+  size_t encoded_bytes(size_t numel) const override { return sign::encoded_bytes(block_, numel); }
+
+  void encode(const EncodeArgs& args) const override {
+    check_encode(*this, args);
+    if (args.stream.device == Device::cuda) return encode_cuda(block_, args);
+    (args.residual ? encode_all<true> : encode_all<false>)(block_, args);
+  }
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    check_decode(*this, payload, out);
+    if (stream.device == Device::cuda) return decode_cuda(block_, payload, out, false, stream);
+    decode_all<false>(block_, payload, out);
+  }
+  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    check_decode(*this, payload, out);
+    if (stream.device == Device::cuda) return decode_cuda(block_, payload, out, true, stream);
+    decode_all<true>(block_, payload, out);
+  }
+
+ private:
+  uint32_t block_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make(Options& options) {
+  const uint32_t block = block_option(options, kDefaultBlock);
+  options.finish();
+  return std::make_unique<Sign>(block);
+}
+
+}  // namespace pycomm::codecs::sign

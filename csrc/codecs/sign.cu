@@ -1,0 +1,163 @@
+// sign in CUDA. Wire format: docs/wire/sign.md. Arithmetic: sign.h. Compiled by nvcc, or at run
+// time by NVRTC, which takes the kernels only.
+#include "codecs/block_cuda.h"
+#include "codecs/sign.h"
+
+namespace pycomm::codecs::sign {
+
+// ---------------------------------------------------------------- kernels
+
+/// The sum of the magnitudes of the block that begins in `row`: each half of it is added to the
+/// other, first whole rows, then lanes, then the values of a lane.
+template <int kBlock, int kRows>
+__device__ __forceinline__ float sum_magnitudes(const cuda::Vector<float> (&p)[kRows], int row) {
+  constexpr int kBlockRows = kBlock > cuda::kRow ? kBlock / cuda::kRow : 1;
+  cuda::Vector<float> sum[kBlockRows];
+#pragma unroll
+  for (int r = 0; r < kBlockRows; r++) {
+    for (int k = 0; k < cuda::kVector; k++) {
+      sum[r].v[k] = bits_float(magnitude_bits(p[row + r].v[k]));
+    }
+  }
+#pragma unroll
+  for (int step = kBlockRows / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int r = 0; r < kBlockRows / 2; r++) {
+      if (r >= step) continue;
+      for (int k = 0; k < cuda::kVector; k++) sum[r].v[k] = sum[r].v[k] + sum[r + step].v[k];
+    }
+  }
+  cuda::Vector<float>& lane = sum[0];
+#pragma unroll
+  for (int step = cuda::kLanes / 2; step > 0; step /= 2) {
+    if (step * cuda::kVector < kBlock) {
+#pragma unroll
+      for (int k = 0; k < cuda::kVector; k++) {
+        const uint32_t other = __shfl_xor_sync(~0u, float_bits(lane.v[k]), step);
+        lane.v[k] = lane.v[k] + bits_float(other);
+      }
+    }
+  }
+  return (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
+}
+
+/// Rows of a tile: at least a block.
+PYCOMM_HD constexpr int tile_rows(int block) {
+  return block > kSmall * cuda::kRow ? block / cuda::kRow : kSmall;
+}
+
+template <int kBlock, bool kFeedback>
+__global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodeParams args) {
+  constexpr int kRows = tile_rows(kBlock);
+  constexpr int kBlockRows = kBlock > cuda::kRow ? kBlock / cuda::kRow : 1;
+  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
+  if (tile.empty()) return;
+
+  cuda::Vector<float> p[kRows];
+  tile.load(args.in, p);
+  if (kFeedback) {
+    cuda::Vector<float> residual[kRows];
+    tile.load(args.residual, residual);
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
+    }
+  }
+
+  float mean = 0.0f;
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    const size_t i = tile.index(row);
+    if (row % kBlockRows == 0) {
+      const float sum = sum_magnitudes<kBlock>(p, row);
+      const size_t begin = i / kBlock * kBlock;
+      const size_t left = begin < args.numel ? args.numel - begin : 1;
+      mean = mean_scale(sum, left < kBlock ? left : kBlock);
+    }
+    if (i % kBlock == 0 && i < args.numel) args.scales[i / kBlock] = mean;
+
+    uint32_t word = 0;
+    if (used(mean)) {
+      for (int k = 0; k < cuda::kVector; k++) word |= quantize(p[row].v[k]) << (i % 32 + k);
+    }
+    if (kFeedback) {
+      cuda::Vector<float> kept{};
+      if (!(mean < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
+      for (int k = 0; k < cuda::kVector; k++) {
+        const float value = dequantize(word >> (i % 32 + k), mean);
+        p[row].v[k] = owed(p[row].v[k], value, kept.v[k]);
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < 32 / cuda::kVector; step *= 2) {
+      word |= __shfl_xor_sync(~0u, word, step);
+    }
+    if (i % 32 == 0 && i < args.numel) reinterpret_cast<uint32_t*>(args.codes)[i / 32] = word;
+  }
+  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+}
+
+template <bool kAdd>
+__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodeParams args) {
+  const cuda::Tile<kSmall> tile(args.numel, args.out);
+  if (tile.empty()) return;
+
+  uint32_t bits[kSmall];
+  float s[kSmall];
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const size_t i = tile.index(row);
+    const bool there = i < args.numel;
+    bits[row] = there ? reinterpret_cast<const uint32_t*>(args.codes)[i / 32] >> i % 32 : 0;
+    s[row] = there ? args.scales[i >> args.block_bits] : 0.0f;
+  }
+  cuda::Vector<float> value[kSmall];
+  if (kAdd) tile.load(args.out, value);
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    for (int k = 0; k < cuda::kVector; k++) {
+      const float decoded = dequantize(bits[row] >> k, s[row]);
+      value[row].v[k] = kAdd ? value[row].v[k] + decoded : decoded;
+    }
+  }
+  tile.store(args.out, args.numel, value);
+}
+
+}  // namespace pycomm::codecs::sign
+
+// -------------------------------------------------------------- launchers
+
+#ifndef __CUDACC_RTC__
+#include "codecs/block_launch.h"
+#include "codecs/cuda.h"
+
+namespace pycomm::codecs::sign {
+namespace {
+
+template <int kBlock>
+void launch_encode(const EncodeParams& params, bool feedback, Stream stream) {
+  if (kBlock != 1 << params.block_bits) return launch_encode<kBlock / 2>(params, feedback, stream);
+  cuda::dispatch(feedback, [&](auto keeps) {
+    cuda::launch("sign", encode_kernel<kBlock, keeps>, params, params.numel,
+                 tile_rows(kBlock) * cuda::kRow, stream);
+  });
+}
+template <>
+void launch_encode<kMinBlock / 2>(const EncodeParams&, bool, Stream) {}
+
+}  // namespace
+
+void encode_cuda(uint32_t block, const EncodeArgs& args) {
+  const EncodeParams params = encode_params(block, codes_offset(block, args.in.size), args);
+  launch_encode<kMaxBlock>(params, args.residual != nullptr, args.stream);
+}
+
+void decode_cuda(uint32_t block, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream) {
+  const DecodeParams params = decode_params(block, codes_offset(block, out.size), payload, out);
+  cuda::dispatch(add, [&](auto adds) {
+    cuda::launch("sign", decode_kernel<adds>, params, out.size, kSmall * cuda::kRow, stream);
+  });
+}
+
+}  // namespace pycomm::codecs::sign
+#endif

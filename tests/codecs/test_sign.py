@@ -1,0 +1,85 @@
+"""What sign promises beyond its bytes: its error, and feedback that loses nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import pycomm
+
+NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+SPECS = ["sign", "sign:block=32", "sign:block=2048"]
+
+
+def code_and_decode(codec, x):
+    return codec.decode(codec.encode(x), x.numel())
+
+
+def test_error_on_normal_values_is_the_known_constant():
+    d = code_and_decode(pycomm.codec("sign"), NORMAL) - NORMAL
+    error = float(d.double().square().sum() / NORMAL.double().square().sum())
+    # 1 %: the sample of 2^20 values, and a block's own mean fits it better than the true one.
+    assert error == pytest.approx(1 - 2 / math.pi, rel=0.01)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_contracts_by_the_share_of_the_mean_magnitude(spec):
+    codec = pycomm.codec(spec)
+    x = NORMAL[: 64 * codec.block] * torch.linspace(0.1, 10, 64 * codec.block)
+    rows, owed = x.view(-1, codec.block).double(), (x - code_and_decode(codec, x)).double()
+    left = owed.view_as(rows).square().sum(1) / rows.square().sum(1)
+    delta = rows.abs().mean(1).square() / rows.square().mean(1)
+    # The page's identity in real numbers; float32 rounds the scale and each difference.
+    torch.testing.assert_close(left, 1 - delta, rtol=1e-5, atol=0)
+
+
+def test_a_block_is_its_mean_magnitude_with_signs():
+    x = torch.tensor([1.0, -2.0, 0.0, -0.0, 7.0])
+    payload = pycomm.codec("sign").encode(x)
+    assert payload[:4].view(torch.float32).item() == 2.0
+    assert payload[4:].tolist() == [0b00010, 0, 0, 0]
+    assert pycomm.codec("sign").decode(payload, 5).tolist() == [2.0, -2.0, 2.0, 2.0, 2.0]
+
+
+def test_the_order_of_the_sum_is_that_of_the_page():
+    # 1 is lost when it meets 2^24 alone, and counts when two of them meet first.
+    x = torch.zeros(32)
+    x[[0, 1, 17]] = torch.tensor([2.0**24, 1.0, 1.0])
+    payload = pycomm.codec("sign:block=32").encode(x)
+    assert payload[:4].view(torch.float32).item() == (2.0**24 + 2) / 32
+    x[[17, 16]] = torch.tensor([0.0, 1.0])
+    payload = pycomm.codec("sign:block=32").encode(x)
+    assert payload[:4].view(torch.float32).item() == 2.0**24 / 32
+
+
+def test_feedback_pays_everything_in_the_end():
+    codec, g = pycomm.codec("sign:block=64"), torch.Generator().manual_seed(3)
+    residual, sent, truth = torch.zeros(1000), torch.zeros(1000).double(), torch.zeros(1000)
+    truth = truth.double()
+    largest = 0.0
+    for _ in range(50):
+        x = torch.randn(1000, generator=g)
+        sent += code_and_decode_with(codec, x, residual)
+        truth += x
+        largest = max(largest, float(residual.abs().max()))
+    # Each step rounds p and the residual once, values below `largest` plus one x.
+    assert float((sent + residual - truth).abs().max()) < 50 * 2 * (largest + 8) * 2.0**-24
+
+
+def code_and_decode_with(codec, x, residual):
+    return codec.decode(codec.encode(x, residual=residual), x.numel())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_overflow_is_seen_by_all_and_keeps_the_residual(spec, bad):
+    codec = pycomm.codec(spec)
+    x, residual = NORMAL[:4096].clone(), NORMAL[4096:8192].clone()
+    x[700] = bad
+    payload = codec.encode(x, residual=residual)
+    hit = torch.arange(4096) // codec.block == 700 // codec.block
+    assert torch.equal(codec.decode(payload, 4096).isnan(), hit)
+    assert torch.equal(residual[hit], NORMAL[4096:8192][hit])
+    assert bool(residual.isfinite().all())

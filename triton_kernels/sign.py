@@ -1,0 +1,106 @@
+"""sign in Triton. Wire format: docs/wire/sign.md; numbers as in csrc/codecs/sign.h.
+
+A program takes a tile of whole blocks, a row each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pycomm.triton_kernels._launch import launch
+from pycomm.triton_kernels._math import (
+    add_or_not,
+    bits_float,
+    float_bits,
+    load_sum,
+    mean_scales,
+    owed,
+)
+
+TILE = 2048  # values per program, the largest block: 16 per thread of four warps
+
+# ---------------------------------------------------------------- kernels
+
+
+@triton.jit
+def encode_kernel(
+    x_ptr, residual_ptr, new_residual_ptr, scale_ptr, code_ptr, numel, codes,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = offsets < numel
+    p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
+
+    scale, used = mean_scales(p, row, numel, ROWS, BLOCK)
+    negative = ((p < 0.0) & used).to(tl.int32)
+
+    tl.store(scale_ptr + row, scale, mask=row * BLOCK < numel)
+    places = tl.arange(0, 32)[None, :]
+    words = tl.sum(tl.reshape(negative, (ROWS * BLOCK // 32, 32)) << places, axis=1)
+    word = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK // 32) + tl.arange(0, ROWS * BLOCK // 32)
+    tl.store(code_ptr + word, words, mask=word < codes)
+    if FEEDBACK:
+        left = owed(p, bits_float(float_bits(scale) ^ (negative << 31)), residual)
+        tl.store(new_residual_ptr + offsets, left, mask=mask)
+
+
+@triton.jit
+def decode_kernel(
+    scale_ptr, code_ptr, out_ptr, numel,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    mask = offsets < numel
+    word = tl.load(code_ptr + offsets // 32, mask=mask, other=0)
+    scale = tl.load(scale_ptr + offsets // BLOCK, mask=mask, other=0.0)
+    negative = (word >> (offsets % 32).to(tl.int32)) & 1
+    add_or_not(out_ptr, offsets, mask, bits_float(float_bits(scale) ^ (negative << 31)), ADD)
+
+
+# -------------------------------------------------------------- launchers
+
+
+def _sections(codec: Any, payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    start = 4 * triton.cdiv(numel, codec.block)
+    return payload[:start].view(torch.float32), payload[start:].view(torch.int32)
+
+
+def encode(codec: Any, args: Any) -> None:
+    """Write the payload and, if there is one, the new residual: pycomm.codecs.base.EncodeArgs."""
+    numel = args.x.numel()
+    scale, codes = _sections(codec, args.out, numel)
+    launch(
+        encode_kernel,
+        triton.cdiv(numel, TILE),
+        *(args.x, args.residual, args.new_residual, scale, codes, numel, codes.numel()),
+        BLOCK=codec.block,
+        ROWS=TILE // codec.block,
+        FEEDBACK=args.residual is not None,
+    )
+
+
+def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
+    """out = decode(payload)."""
+    _decode(codec, payload, out, add=False)
+
+
+def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
+    """out = out + decode(payload)."""
+    _decode(codec, payload, out, add=True)
+
+
+def _decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    numel = out.numel()
+    launch(
+        decode_kernel,
+        triton.cdiv(numel, TILE),
+        *(*_sections(codec, payload, numel), out, numel),
+        BLOCK=codec.block,
+        SIZE=TILE,
+        ADD=add,
+    )
