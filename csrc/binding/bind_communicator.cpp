@@ -191,6 +191,7 @@ void bind_communicator(py::module_& m) {
           "timeout", [](const Self& c) { return c.timeout().count() / 1e3; },
           [](Self& c, double seconds) { c.set_timeout(milliseconds(seconds)); })
       .def("describe", &Self::describe)
+      .def_property_readonly("levels", &Self::levels)
       .def(
           "allocate",
           [](Self& c, size_t numel, DType dtype) {

@@ -67,6 +67,7 @@ void bind(py::module_& m) {
       .def(py::init(&Backend::make), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("options"), py::arg("name"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &Backend::getBackendOptions)
+      .def_property_readonly("levels", &Backend::levels)
       .def("describe", &Backend::describe)
       .def("trace", &Backend::trace)
       .def_property_readonly("wire_bytes", &Backend::wire_bytes)

@@ -35,6 +35,7 @@ class Backend final : public c10d::Backend {
   intrusive_ptr<Options> getBackendOptions() override {
     return c10::make_intrusive<BackendOptions>(*options_);
   }
+  std::vector<int> levels() { return engine()->comm().levels(); }
   std::string describe() { return engine()->comm().describe(); }
   py::dict trace() { return trace_records(engine()->comm().trace()); }
   uint64_t wire_bytes() { return engine()->comm().wire_bytes(); }

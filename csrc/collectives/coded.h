@@ -37,7 +37,9 @@ PYCOMM_API uint64_t hop_seed(uint64_t seed, int rank);
 
 // Each returns true if the result is finite everywhere: the same answer on all ranks.
 
-bool all_reduce(Exchange& ex, const CodedArgs& args);
+/// Between nodes of several ranks: exact inside a node, then every rank codes a shard of its node's
+/// sum as if nodes were ranks.
+bool all_reduce(Exchange& ex, Algo wanted, const CodedArgs& args);
 bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out);
 bool all_gather(Exchange& ex, const CodedArgs& args, float* out);
 

@@ -4,7 +4,9 @@
 #include "collectives/coded_agree.h"
 #include "collectives/coded_coder.h"
 #include "collectives/coded_stream.h"
-#include "collectives/select.h"
+#include "collectives/dispatch.h"
+#include "collectives/rails.h"
+#include "core/reduce.h"
 
 namespace pycomm::coded {
 namespace {
@@ -44,6 +46,7 @@ class AllReduce {
 
   bool run() {
     agreed_.agree(ex_);
+    if (ex_.is_group()) ex_.note_algo("two_shot");
     // One place for every owned payload of the bucket: first our contributions, then the results,
     // which cannot come before the owner has had the contribution. And one for what others send us
     // to own, and for what each rank shows.
@@ -206,13 +209,42 @@ class AllReduce {
   bool finite_ = true;
 };
 
+// The node's exact sum, of which the rank at each place has a shard; coded all-reduces of the
+// shards between the nodes; and the shards meet again in the node. A node takes the part of a rank
+// in the coding: what it owes lies on the rank that has coded it.
+bool by_nodes(Exchange& ex, const CodedArgs& args, const std::vector<Run>& values) {
+  Node node(ex);
+  const int shards = ex.topology().narrowest();
+  std::vector<ConstPart> inputs;
+  std::vector<Part> outputs;
+  float* place = args.data.data;
+  std::vector<Run> ours;
+  for (int p = 0; p < node.size(); p++) {
+    const std::vector<Run> shard =
+        p < shards ? share_of(args.pieces, values, shards, p) : std::vector<Run>();
+    inputs.push_back({place, numel_of(shard)});
+    outputs.push_back({place, numel_of(shard)});
+    if (p == node.place()) ours = shard;
+    place += numel_of(shard);
+  }
+  void* const own = outputs[node.place()].data;
+  node.reduce_scatter(ConstParts(inputs).of(sizeof(float)), own, {DType::float32, ReduceOp::sum});
+  if (node.place() < shards) {
+    const std::vector<int> members = hierarchical::rail(ex.topology(), node.place());
+    Exchange rail = ex.among(members);
+    AllReduce(rail, args, ours, ex.size()).run();
+  }
+  node.all_gather(own, Parts(outputs).of(sizeof(float)));
+  node.end();
+  return all_finite(args.data);
+}
+
 }  // namespace
 
-bool all_reduce(Exchange& ex, const CodedArgs& args) {
+bool all_reduce(Exchange& ex, Algo wanted, const CodedArgs& args) {
   const std::vector<Run> values = values_of(args.pieces);
-  AllReduce operation(ex, args, values, ex.size());
-  ex.note_algo("two_shot");
-  return operation.run();
+  if (dispatch::by_levels(ex, wanted)) return by_nodes(ex, args, values);
+  return AllReduce(ex, args, values, ex.size()).run();
 }
 
 }  // namespace pycomm::coded

@@ -13,6 +13,42 @@ size_t granule(const Piece& piece) {
   return own == 0 ? std::max<size_t>(1, piece.numel) : std::lcm(own, kGrain);
 }
 
+/// Values one after another, whatever lies between them in the bucket.
+class Cuts {
+ public:
+  Cuts(Span<const Piece> pieces, const std::vector<Run>& values) : values_(values) {
+    parts_.reserve(values.size());
+    for (const Run& run : values) {
+      parts_.push_back({numel_, run.numel, granule(pieces[run.piece])});
+      numel_ += run.numel;
+    }
+  }
+  schedule::Range chunk(int owners, int index) const {
+    return schedule::chunk(parts(), numel_, owners, index);
+  }
+  std::vector<schedule::Range> segments(const schedule::Range& chunk, size_t numel) const {
+    return schedule::segments(parts(), chunk, numel);
+  }
+  std::vector<Run> runs(const schedule::Range& range) const {
+    std::vector<schedule::Run> found;
+    schedule::append_runs(parts(), range, found);
+    std::vector<Run> runs;
+    runs.reserve(found.size());
+    for (const schedule::Run& run : found) {
+      const Run& whole = values_[run.part];
+      runs.push_back({whole.piece, whole.offset + run.offset, run.numel});
+    }
+    return runs;
+  }
+
+ private:
+  Span<const schedule::Part> parts() const { return {parts_.data(), parts_.size()}; }
+
+  const std::vector<Run>& values_;
+  std::vector<schedule::Part> parts_;
+  size_t numel_ = 0;
+};
+
 }  // namespace
 
 std::vector<Run> values_of(Span<const Piece> pieces) {
@@ -21,32 +57,32 @@ std::vector<Run> values_of(Span<const Piece> pieces) {
   return values;
 }
 
+std::vector<Run> share_of(Span<const Piece> pieces, const std::vector<Run>& values, int owners,
+                          int index) {
+  const Cuts cuts(pieces, values);
+  return cuts.runs(cuts.chunk(owners, index));
+}
+
+size_t numel_of(const std::vector<Run>& values) {
+  size_t numel = 0;
+  for (const Run& run : values) numel += run.numel;
+  return numel;
+}
+
 Layout::Layout(Span<const Piece> pieces, const std::vector<Run>& values, int owners,
                size_t segment_numel) {
-  // One after another, whatever lies between them in the bucket.
-  std::vector<schedule::Part> parts;
-  parts.reserve(values.size());
-  size_t numel = 0;
-  for (const Run& run : values) {
-    parts.push_back({numel, run.numel, granule(pieces[run.piece])});
-    numel += run.numel;
-  }
-  const Span<const schedule::Part> all(parts.data(), parts.size());
-  std::vector<schedule::Run> runs;
+  const Cuts cuts(pieces, values);
   for (int owner = 0; owner < owners; owner++) {
     first_.push_back(segments_.size());
-    const schedule::Range chunk = schedule::chunk(all, numel, owners, owner);
-    for (const schedule::Range& range : schedule::segments(all, chunk, segment_numel)) {
-      runs.clear();
-      schedule::append_runs(all, range, runs);
+    for (const schedule::Range& range : cuts.segments(cuts.chunk(owners, owner), segment_numel)) {
+      const std::vector<Run> runs = cuts.runs(range);
       Segment segment{runs_.size(), runs_.size() + runs.size(), bytes_, 0, false};
-      for (const schedule::Run& run : runs) {
-        const Run& whole = values[run.part];
-        const Codec& codec = *pieces[whole.piece].codec;
-        runs_.push_back({whole.piece, whole.offset + run.offset, run.numel});
+      for (const Run& run : runs) {
+        const Codec& codec = *pieces[run.piece].codec;
         segment.bytes += codec.encoded_bytes(run.numel);
         segment.variable |= codec.variable();
       }
+      runs_.insert(runs_.end(), runs.begin(), runs.end());
       segments_.push_back(segment);
       bytes_ += segment.bytes;
     }

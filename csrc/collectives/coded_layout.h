@@ -50,5 +50,9 @@ class Layout {
 
 /// The pieces, whole.
 std::vector<Run> values_of(Span<const Piece> pieces);
+/// Chunk `index` of values dealt out to `owners`.
+std::vector<Run> share_of(Span<const Piece> pieces, const std::vector<Run>& values, int owners,
+                          int index);
+size_t numel_of(const std::vector<Run>& values);
 
 }  // namespace pycomm::coded

@@ -27,12 +27,12 @@ bool all_agree(Exchange& ex, bool finite) {
 }  // namespace
 
 bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out) {
-  ex.note_algo("one_shot");
   const int n = ex.size(), me = ex.rank();
   const size_t row = row_numel(args);
   const std::vector<Run> values = values_of(args.pieces);
   Agreed agreed(args, values, row, static_cast<size_t>(n));
   agreed.agree(ex);
+  ex.note_algo("one_shot");
   const Layout layout = row_layout(ex, args);
   const Coder coder(args, &agreed, me, n);
   const size_t each = layout.bytes(), count = layout.count(0);

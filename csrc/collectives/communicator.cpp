@@ -98,6 +98,12 @@ class Communicator::Impl {
   PointToPoint& point_to_point() { return *point_to_point_; }
   const Trace& trace() const { return *trace_; }
   Algo algo() const { return algo_; }
+  std::vector<int> levels() const {
+    std::vector<int> nodes;
+    if (!goes_by_levels(mesh_.topology(), algo_)) return nodes;
+    for (int r = 0; r < size(); r++) nodes.push_back(mesh_.topology().node_of(r));
+    return nodes;
+  }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
   /// Memory that all ranks share, unless an algorithm over channels was asked for.
@@ -237,6 +243,7 @@ int Communicator::rank() const { return impl_->rank(); }
 int Communicator::size() const { return impl_->size(); }
 Milliseconds Communicator::timeout() const { return impl_->timeout(); }
 void Communicator::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeout); }
+std::vector<int> Communicator::levels() const { return impl_->levels(); }
 std::string Communicator::describe() const { return impl_->mesh().describe(); }
 uint64_t Communicator::wire_bytes() const { return impl_->mesh().wire_bytes(); }
 uint64_t Communicator::sent_bytes() const { return impl_->mesh().sent_bytes(); }
@@ -276,8 +283,9 @@ void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op
 bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout) {
   impl_->check_buffer(Op::all_reduce, args.data.data, args.data.size);
   coded::check("all_reduce_coded", args, 1);
-  return impl_->exchange_coded(Op::all_reduce, args, timeout,
-                               [&](Exchange& ex) { return coded::all_reduce(ex, args); });
+  return impl_->exchange_coded(Op::all_reduce, args, timeout, [&](Exchange& ex) {
+    return coded::all_reduce(ex, impl_->algo(), args);
+  });
 }
 
 bool Communicator::reduce_scatter_coded(const CodedArgs& args, float* out, Milliseconds timeout) {

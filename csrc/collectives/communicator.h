@@ -80,6 +80,8 @@ class PYCOMM_API Communicator {
   int size() const;
   Milliseconds timeout() const;
   void set_timeout(Milliseconds timeout);
+  /// The node of each rank, if collectives go node by node; else empty.
+  std::vector<int> levels() const;
   /// "2 ranks: shm to 1" and the like, for people.
   std::string describe() const;
   /// Bytes that this rank has handed to TCP, and to anything, since the start.

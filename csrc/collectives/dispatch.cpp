@@ -11,15 +11,6 @@
 namespace pycomm::dispatch {
 namespace {
 
-/// On nodes of several ranks `auto` is hierarchical at every size, since its sums have an order of
-/// their own.
-bool by_levels(Exchange& ex, Algo wanted) {
-  const bool levels = (wanted == Algo::automatic || wanted == Algo::hierarchical) &&
-                      ex.is_group() && ex.topology().has_levels();
-  if (levels) ex.note_algo("hierarchical");
-  return levels;
-}
-
 Algo choose(Exchange& ex, Algo wanted, Op op, size_t bytes, bool order_free = false) {
   if (ex.size() == 1) return Algo::one_shot;
   const Algo algo = select({op, ex.size(), bytes, order_free, ex.medium()}, wanted);
@@ -28,6 +19,12 @@ Algo choose(Exchange& ex, Algo wanted, Op op, size_t bytes, bool order_free = fa
 }
 
 }  // namespace
+
+bool by_levels(Exchange& ex, Algo wanted) {
+  const bool levels = ex.is_group() && goes_by_levels(ex.topology(), wanted);
+  if (levels) ex.note_algo("hierarchical");
+  return levels;
+}
 
 void all_reduce(Exchange& ex, Algo wanted, void* data, size_t numel, const Fold& fold) {
   if (by_levels(ex, wanted)) return hierarchical::all_reduce(ex, data, numel, fold);

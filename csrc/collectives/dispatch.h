@@ -10,6 +10,9 @@ namespace pycomm::dispatch {
 
 // `wanted` is the group's. Parts know the bytes of their elements.
 
+/// Whether the group goes node by node, and says so in the trace.
+bool by_levels(Exchange& ex, Algo wanted);
+
 void all_reduce(Exchange& ex, Algo wanted, void* data, size_t numel, const Fold& fold);
 void reduce_scatter(Exchange& ex, Algo wanted, const ConstParts& in, void* out, const Fold& fold);
 void reduce(Exchange& ex, Algo wanted, const void* in, void* out, size_t numel, const Fold& fold,

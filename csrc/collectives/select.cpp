@@ -169,6 +169,10 @@ Algo select(const Call& call, Algo wanted) {
   return entry ? entry->algo : Algo::one_shot;
 }
 
+bool goes_by_levels(const Topology& topology, Algo wanted) {
+  return (wanted == Algo::automatic || wanted == Algo::hierarchical) && topology.has_levels();
+}
+
 size_t plain_segment(size_t asked) { return asked ? asked : kSegmentBytes; }
 
 size_t coded_segment(size_t asked) {

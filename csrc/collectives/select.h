@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <string>
 
+#include "collectives/topology.h"
 #include "core/op.h"
 
 namespace pycomm {
@@ -53,6 +54,10 @@ PYCOMM_API double seconds(const Cost& cost, Medium medium);
 /// followed if the op has it, whatever the order of its sums; else the cheapest one is chosen that
 /// keeps rank order (or any, if call.order_free).
 PYCOMM_API Algo select(const Call& call, Algo wanted);
+
+/// On nodes of several ranks `auto` is hierarchical at every size, since its sums have an order of
+/// their own.
+bool goes_by_levels(const Topology& topology, Algo wanted);
 
 /// Bytes of a segment of plain elements, and values of a segment of a coded bucket. `asked` is
 /// CommunicatorOptions::segment_bytes.
