@@ -40,6 +40,8 @@ class Bucket:
         device: where the residuals live.
         rows: of the values, each laid out like this: for a reduce-scatter one for each rank. The
             workers' residuals have as many.
+        levels: node of each rank, if the all-reduce goes node by node (``Backend.levels``): then a
+            rank codes a part of its node's sum, and other ranks own other values.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Bucket:
         device: torch.device,
         *,
         rows: int = 1,
+        levels: Sequence[int] = (),
     ) -> None:
         self.pieces: list[Piece] = []
         self.rows = rows
@@ -62,6 +65,8 @@ class Bucket:
             self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
             self.numel += numel
         text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
+        if levels:
+            text += f";levels={','.join(map(str, levels))}"
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self._native: Layout | None = None
 

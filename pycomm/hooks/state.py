@@ -293,7 +293,10 @@ class CompressionState:
             self.agree()
             decisions = [self.decisions[name] for name in names]
             numbers = [self._numbers[name] for name in names]
-            bucket = self._buckets[names] = Bucket(decisions, numbers, self.feedback, device)
+            native = backend.find(self.process_group) if device.type == "cpu" else None
+            levels = native.levels if native else ()
+            bucket = Bucket(decisions, numbers, self.feedback, device, levels=levels)
+            self._buckets[names] = bucket
         return bucket
 
 
