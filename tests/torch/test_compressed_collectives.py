@@ -20,6 +20,7 @@ SIZES = [1000, 1, 4099, 0, 20011, 300]
 SEED, STEPS = 0x1234567890ABCDEF, 3
 MIXES = {
     "recode": ["int8", "fp32", STOCHASTIC, "int4", "fp8", "bf16"],
+    "gather": ["topk:density=0.05", "fp32", "int4", "int8", "topk:chunk=4096,values=int8", "bf16"],
     "exact": ["fp32"] * 6,
 }
 
