@@ -22,7 +22,7 @@ import io
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import _autoload, takeover
-from pycomm.codecs import codec as parse_codec
 from pycomm.compress import compress
 from pycomm.env import at_import, hand_on_run
 from pycomm.policy import PROTECT, Policy, Rule
@@ -88,7 +87,7 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--codec", action=_Once, help='of gradients, such as "int4"; else exact')
+    parser.add_argument("--codec", action=_Once, help='of gradients: "int4", "auto"; else exact')
     parser.add_argument(
         "--rule",
         action="append",
@@ -147,10 +146,8 @@ def apply(options: Sequence[str]) -> None:
         parser.error("--rule, --no-feedback and --seed are about compression: give a --codec")
     policy = None
     if given.codec is not None:
-        for spec in (given.codec, *(spec for _, spec in rules)):
-            parse_codec(spec)
         chosen = (Rule(codec=spec, name=name, reason=f"--rule {name}") for name, spec in rules)
-        policy = Policy(given.codec, (*chosen, *PROTECT))
+        policy = replace(Policy.of(given.codec), rules=(*chosen, *PROTECT))
     backend = (given.backend or "pycomm").lower()
     if backend not in (AS_ASKED, *dist.Backend.backend_list) or backend in ("undefined", "fake"):
         known = sorted(set(dist.Backend.backend_list) - {"undefined", "fake"})

@@ -219,6 +219,7 @@ class CompressionState:
             if self.feedback and piece.residual is not None:
                 self.feedback.use(piece.residual, bucket.layout)
                 self._touched.add(piece.name)
+        probe = self.plan.probe(tensor, taken, self._owed)
         places = [tensor[p.offset : p.offset + p.numel] for p in others]
         coded = _done(tensor)
         if others:
@@ -239,7 +240,9 @@ class CompressionState:
             step=self.step,
         )
         self._finite.append(lambda: exchange.finite)
-        return future
+        if probe is None:
+            return future
+        return future.then(lambda done: probe.finish(done.value()))
 
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket

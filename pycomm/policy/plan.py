@@ -309,9 +309,8 @@ class Plan:
         assert guard
         nominal = nominal_error(decision.codec)
         limit = guard.limit if guard.limit is not None else (1 + nominal) / 2
-        # Unbiased sparse codecs are above 1 by what they are; factors have their own residuals.
-        free = nominal >= 1 or decision.codec.combine == "factors"
-        if quality.coding <= limit or (guard.limit is None and free):
+        # Unbiased sparse codecs are above 1 by what they are.
+        if quality.coding <= limit or (guard.limit is None and nominal >= 1):
             self._suspects.discard(name)
             return False
         if name not in self._suspects:

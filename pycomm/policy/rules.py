@@ -17,6 +17,7 @@ from pycomm.codecs import Cast, Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy.auto import Trial
 from pycomm.policy.guard import Guard
+from pycomm.policy.text import options
 
 EXACT = "fp32"
 AUTO = "auto"
@@ -196,8 +197,6 @@ class Policy:
             return spec
         if isinstance(spec, Codec):
             return cls(spec)
-        from pycomm.policy.text import options
-
         return cls(**options(spec))
 
     @property
