@@ -2,8 +2,8 @@
 
 Candidates are tried from the smallest payload to the largest, each for a few steps. The time of a
 step as a function of its payload is convex (it is constant while communication hides behind
-computing, and grows with the bytes when it does not), so two candidates that differ tell the least
-that a larger one will take: where that is clearly too much it is not tried. So on a slow link exact
+computing, and grows with the bytes when it does not), so two dense candidates tell the least that a
+larger one will take: where that is clearly too much it is not tried. So on a slow link exact
 steps, which may take ten times as long, are never made.
 
 The choice is the finest candidate that is not slower than the fastest by more than a margin: exact,
@@ -26,6 +26,8 @@ class Candidate:
 
     name: str
     bytes: int
+    dense: bool = True
+    """Whether it codes every value, in a time that is much the same for all that do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +132,11 @@ class Auto:
         self._seconds = []
 
     def _least(self, i: int) -> float:
-        """The least that a candidate will take, from the two largest that were tried."""
-        if len(self._results) < 2:
+        """The least that a candidate will take, from the two largest dense ones that were tried."""
+        tried = [(k, t) for k, t in sorted(self._results.items()) if self.candidates[k].dense]
+        if len(tried) < 2:
             return 0.0
-        (small, fast), (large, slow) = sorted(self._results.items())[-2:]
+        (small, fast), (large, slow) = tried[-2:]
         gained = (slow - fast) / (self.candidates[large].bytes - self.candidates[small].bytes)
         # Differences within the margin are noise, and tell nothing of what lies beyond.
         if slow <= fast * (1 + self.trial.margin):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pycomm.codecs import ALIASES, CODECS, Codec
+from pycomm.codecs import ALIASES, CODECS, SCHEMES, Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy.auto import TRYING, Auto, Candidate
 from pycomm.policy.budget import Budget, Choice
@@ -27,7 +27,7 @@ Measured = tuple[Codec, str]
 
 AUTO_ERROR = 0.2
 """What "auto" allows unless told otherwise: the error of int4, not that of fewer bits."""
-AUTO_CANDIDATES = ("fp32", "bf16", "int8", "int4", "mx:e2m1", "eden:2", "sign", "topk:0.01")
+AUTO_CANDIDATES = ("fp32", "bf16", "int8", "int4", "sign", "topk:0.01", "powersgd:4")
 BIT_CANDIDATES = tuple(f"quant:bits={b}" for b in range(2, 9))
 
 
@@ -80,7 +80,7 @@ def steering(policy: Policy) -> Steering | None:
 def _candidates(policy: Policy, suitable: Sequence[str]) -> list[Codec]:
     if policy.candidates:
         return [parse_codec(spec) for spec in policy.candidates]
-    known = (spec for spec in suitable if spec.partition(":")[0] in (*CODECS, *ALIASES))
+    known = (spec for spec in suitable if spec.partition(":")[0] in (*CODECS, *SCHEMES, *ALIASES))
     return [parse_codec(spec) for spec in known]
 
 
@@ -106,7 +106,10 @@ class Fastest(Steering):
     def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
         if self._auto is None:
             by_size = {sizes(codec): spec for spec, codec in self._codecs.items()}
-            candidates = [Candidate(spec, size) for size, spec in by_size.items()]
+            candidates = [
+                Candidate(spec, size, dense=bits(self._codecs[spec]) > 1)
+                for size, spec in by_size.items()
+            ]
             self._auto = Auto(candidates, self._trial)
             if self._saved is not None:
                 self._auto.load_state_dict(self._saved)

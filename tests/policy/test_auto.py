@@ -66,6 +66,18 @@ def test_between_them_the_finest_that_is_as_fast_wins():
 
 
 @pytest.mark.parametrize(("rate", "best"), [(12.5 * MB, "int4"), (1e12, "fp32")])
+def test_what_is_slow_to_code_says_nothing_about_larger_ones():
+    # A sparse codec that takes longer than exact steps do.
+    sparse = [Candidate("powersgd", MB, dense=False), Candidate("topk", 2 * MB, dense=False)]
+    auto = Auto([*CANDIDATES, *sparse], Trial())
+    seconds = {"powersgd": 0.2, "topk": 0.9, "int4": 0.21, "int8": 0.18, "bf16": 0.15, "fp32": 0.1}
+    for _ in range(100):
+        middle = auto.note(seconds[auto.codec])
+        if middle is not None:
+            auto.judge([middle])
+    assert auto.codec == "fp32"
+
+
 def test_noise_does_not_change_the_choice(rate, best):
     # Steps that take up to three times as long, now and then; a median of five bears two of them.
     clock = Clock(rate)

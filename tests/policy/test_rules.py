@@ -101,7 +101,7 @@ def test_texts(text, policy):
         ("int8 warmup=x", "warmup='x' is not a number"),
         ("int8 warmup=-1", "give a number of steps"),
         ("int8 warmup=1 warmup=2", "warmup is given twice"),
-        ("int8 100:int5", "unknown codec 'int5'"),
+        ("int8 100:int9", "unknown codec 'int9'"),
         ("int8 100:int4 epoch1:int4", "by steps or by epochs, not both"),
         ("auto budget=4", "budget and auto both choose codecs"),
         ("budget=4 error=0.1", "budget and error both choose codecs"),
