@@ -109,6 +109,7 @@ class Codec:
         ranks: int = 1,
         index: int = 0,
         agreed: int = 0,
+        summed: bool = False,
         stream: int | None = None,
     ) -> None: ...
     def decode(self, payload: int, out: int, numel: int, *, stream: int | None = None) -> None: ...

@@ -20,7 +20,8 @@ Stream to_stream(std::optional<uintptr_t> handle) {
 
 void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
             uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint32_t rank,
-            uint32_t ranks, uint64_t index, uintptr_t agreed, std::optional<uintptr_t> stream) {
+            uint32_t ranks, uint64_t index, uintptr_t agreed, bool summed,
+            std::optional<uintptr_t> stream) {
   EncodeArgs args;
   args.in = {reinterpret_cast<const float*>(x), numel};
   args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
@@ -29,6 +30,7 @@ void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintpt
   args.key = {seed, step, tensor, rank, ranks};
   args.index = index;
   args.agreed = reinterpret_cast<const float*>(agreed);
+  args.summed = summed;
   args.stream = to_stream(stream);
   py::gil_scoped_release release;
   codec.encode(args);
@@ -89,7 +91,8 @@ void bind_codecs(py::module_& m) {
       .def("encode", &encode, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("new_residual") = 0, py::arg("seed") = 0,
            py::arg("step") = 0, py::arg("tensor") = 0, py::arg("rank") = 0, py::arg("ranks") = 1,
-           py::arg("index") = 0, py::arg("agreed") = 0, py::arg("stream") = py::none())
+           py::arg("index") = 0, py::arg("agreed") = 0, py::arg("summed") = false,
+           py::arg("stream") = py::none())
       .def("measure", &measure, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("stream") = py::none())
       .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),

@@ -40,6 +40,9 @@ struct EncodeArgs {
   uint64_t index = 0;  ///< place of in[0] in its tensor; a multiple of granule()
   /// Of a codec that agrees(): for each granule of `in` the largest of what the ranks measured.
   const float* agreed = nullptr;
+  /// Combine::sum: `in` is a sum of what contributions of this key decoded to, so it is encoded as
+  /// it is: a codec that scales what it sends (random-k) must not do so again.
+  bool summed = false;
   Stream stream;
 };
 

@@ -92,6 +92,7 @@ size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t
     args.out = {out, codec.encoded_bytes(run.numel)};
     args.key = key(hop, piece, row);
     args.index = run.offset;
+    args.summed = hop != Hop::worker && codec.combine() == Combine::sum;
     if (codec.agrees()) {
       if (agreed_ && (hop == Hop::worker || codec.combine() == Combine::sum)) {
         args.agreed = agreed_->of(run, row);

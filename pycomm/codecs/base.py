@@ -56,6 +56,7 @@ class EncodeArgs:
     key: RandomKey
     index: int  # place of x[0] in its tensor, a multiple of granule
     agreed: torch.Tensor | None = None  # float32, one value for each granule of x
+    summed: bool = False  # x is a sum of decoded contributions of this key
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,12 @@ class Codec(ABC):
     ) -> torch.Tensor:
         """Return the payload (uint8) of ``p`` (float32 [numel])."""
 
+    def reference_encode_sum(
+        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the payload of a sum of decoded contributions. Only if ``combine`` is sum."""
+        return self.reference_encode(p, key, index, agreed)
+
     def reference_measure(self, p: torch.Tensor) -> torch.Tensor:
         """Return what ranks agree on, float32 [granules of ``p``]. Only if ``agrees``."""
         raise TypeError(f"{self.name}: its ranks have nothing to agree on before they encode")
@@ -144,6 +151,7 @@ class Codec(ABC):
         key: RandomKey = RandomKey(),
         index: int = 0,
         agreed: Array | None = None,
+        summed: bool = False,
     ) -> torch.Tensor:
         """Encode ``x``, with error feedback if there is a residual, in one pass.
 
@@ -159,6 +167,8 @@ class Codec(ABC):
             index: place of ``x[0]`` in its tensor, a multiple of ``granule``.
             agreed: float32, the largest of what the ranks measured (`measure`); None: what this
                 one measures. Only codecs that ``agrees`` take it.
+            summed: ``x`` is a sum of what contributions with this key decoded to; it is encoded
+                without loss. Only where ``combine`` is "sum".
 
         Returns:
             The payload: ``out``.
@@ -191,6 +201,8 @@ class Codec(ABC):
         if index < 0 or (index % self.granule if self.granule else index):
             where = f"a multiple of {self.granule}" if self.granule else "0"
             raise ValueError(f"{self.name}: index {index} is not {where}: cut tensors only there")
+        if summed and self.combine != "sum":
+            raise ValueError(f"{self.name}: it does not encode sums: combine is {self.combine}")
         if agreed is not None and not self.agrees:
             raise ValueError(f"{self.name}: its ranks have nothing to agree on: leave out agreed")
         if agreed is None and self.agrees:
@@ -202,7 +214,7 @@ class Codec(ABC):
                 raise ValueError(
                     f"{self.name}: agreed has {agreed.numel()} values, one per granule"
                 )
-        args = EncodeArgs(x, out, residual, new_residual, key, index, agreed)
+        args = EncodeArgs(x, out, residual, new_residual, key, index, agreed, summed)
         self.implementation(x.device.type).encode(self, args)
         return args.out
 

@@ -55,12 +55,13 @@ class Reference:
 
     def encode(self, codec: Codec, args: EncodeArgs) -> None:
         x = args.x.reshape(-1)
+        encode = codec.reference_encode_sum if args.summed else codec.reference_encode
         if args.residual is None or args.new_residual is None:
-            args.out.copy_(codec.reference_encode(x, args.key, args.index, args.agreed))
+            args.out.copy_(encode(x, args.key, args.index, args.agreed))
             return
         residual = args.residual.reshape(-1)
         p = x + residual
-        args.out.copy_(codec.reference_encode(p, args.key, args.index, args.agreed))
+        args.out.copy_(encode(p, args.key, args.index, args.agreed))
         value = codec.reference_decode(args.out, p.numel())
         owed = torch.where(value.isfinite(), p - value, residual)
         args.new_residual.view(-1).copy_(owed)
@@ -102,6 +103,7 @@ class Native:
                 ranks=args.key.ranks,
                 index=args.index,
                 agreed=0 if args.agreed is None else args.agreed.data_ptr(),
+                summed=args.summed,
                 stream=_stream(args.x),
             )
 

@@ -155,6 +155,7 @@ class Coder:
                 key=self._key(run.piece, worker, row),
                 index=run.begin,
                 agreed=agreed,
+                summed=not worker and codec.combine == "sum",
             )
             at += _used(payload) if codec.variable else run.bytes
         return out[:at]
