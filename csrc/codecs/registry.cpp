@@ -15,6 +15,7 @@ constexpr Entry kCodecs[] = {
     {"cast", codecs::cast::make},
     {"quant", codecs::quant::make},
     {"sign", codecs::sign::make},
+    {"randomk", codecs::randomk::make},
     {"topk", codecs::topk::make},
 };
 

@@ -16,6 +16,9 @@ std::unique_ptr<Codec> make(Options& options);
 namespace sign {
 std::unique_ptr<Codec> make(Options& options);
 }
+namespace randomk {
+std::unique_ptr<Codec> make(Options& options);
+}
 namespace topk {
 std::unique_ptr<Codec> make(Options& options);
 }

@@ -10,6 +10,7 @@ from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
+from pycomm.codecs.randomk import RandomK
 from pycomm.codecs.sign import Sign
 from pycomm.codecs.topk import TopK
 
@@ -21,6 +22,7 @@ __all__ = [
     "Codec",
     "PowerSGD",
     "Quant",
+    "RandomK",
     "RandomKey",
     "Sign",
     "TopK",
@@ -33,6 +35,7 @@ CODECS: dict[str, type[Codec]] = {
     "cast": Cast,
     "quant": Quant,
     "sign": Sign,
+    "randomk": RandomK,
     "topk": TopK,
 }
 

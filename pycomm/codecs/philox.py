@@ -21,6 +21,7 @@ def random_words(key: RandomKey, index: int, numel: int, device: torch.device) -
     ``index`` must be a multiple of 4.
     """
     group = index // 4 + torch.arange(-(-numel // 4), dtype=torch.int64, device=device)
+    group = group & ((1 << 62) - 1)  # indices count modulo 2^64
     c0, c1 = group & LOW, group >> 32
     c2, c3 = torch.full_like(group, key.tensor), torch.full_like(group, key.step)
     k0, k1 = key.seed & LOW, key.seed >> 32

@@ -37,6 +37,8 @@ SPECS = [
     "sign",
     "sign:block=32",
     "sign:block=2048",
+    "randomk:10",
+    "randomk:every=7,block=32,scale=unbiased",
     "topk:0.01",
     "topk:0.1,values=float16,indices=int16",
     "topk:0.05,values=int8,chunk=4096",
@@ -45,7 +47,7 @@ SPECS = [
 ]
 
 # Codecs without kernels for GPUs: the reference and C++ only.
-CPU_ONLY = {"topk"}
+CPU_ONLY = {"randomk", "topk"}
 
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.
 SIZES = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2047, 5001]

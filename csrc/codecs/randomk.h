@@ -1,0 +1,61 @@
+// randomk: of every so many values one, or one block of neighbours, chosen by the key that all
+// ranks share. Wire format: docs/wire/randomk.md. Everything that decides a bit is here and in
+// block.h, compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "codecs/block.h"
+#include "core/philox.h"
+#include "core/types.h"
+
+namespace pycomm::codecs::randomk {
+
+constexpr int kWireVersion = 1;
+constexpr uint32_t kMaxEvery = 65536;
+constexpr uint32_t kLargestBlock = 4096;
+
+struct Format {
+  uint32_t every = 100;  ///< one block of so many travels
+  uint32_t block = 1;    ///< values
+  bool unbiased = false;
+};
+
+/// A payload begins with what its places follow from.
+struct Header {
+  uint64_t seed;
+  uint64_t first;  ///< number of the first stretch in its tensor
+  uint32_t step;
+  uint32_t tensor;
+};
+constexpr size_t kHeader = sizeof(Header);
+
+/// Values of a stretch: of its blocks one travels.
+PYCOMM_HD size_t stretch_of(const Format& f) { return size_t{f.every} * f.block; }
+
+PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
+  if (numel == 0) return 0;
+  const size_t rest = numel % stretch_of(f);
+  return kHeader + 4 * (numel / stretch_of(f) * f.block + (rest < f.block ? rest : f.block));
+}
+
+/// What travels of a stretch of `length` values.
+struct Choice {
+  uint32_t blocks;  ///< of which one was chosen
+  uint32_t first;   ///< its first value
+  uint32_t size;    ///< its values: fewer than `block` in the last block of a tensor
+  uint32_t slot;    ///< values that the payload has for it
+};
+
+PYCOMM_HD Choice choose(const Format& f, size_t length, uint32_t random) {
+  const auto n = static_cast<uint32_t>(length);
+  const uint32_t blocks = (n + f.block - 1) / f.block;
+  const auto chosen = static_cast<uint32_t>(uint64_t{random} * blocks >> 32);
+  const uint32_t first = chosen * f.block;
+  const uint32_t size = n - first < f.block ? n - first : f.block;
+  return {blocks, first, size, n < f.block ? n : f.block};
+}
+
+/// What travels for p.
+PYCOMM_HD float scaled(float p, uint32_t blocks, bool scales) {
+  return scales ? p * static_cast<float>(blocks) : p;
+}
+
+}  // namespace pycomm::codecs::randomk
