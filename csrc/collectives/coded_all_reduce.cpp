@@ -197,7 +197,7 @@ class AllReduce {
   const Layout shown_;  // the same for all
   Agreed agreed_;
   const Coder coder_;
-  std::vector<Inbox> inboxes_;  // per rank
+  std::deque<Inbox> inboxes_;  // per rank
   Outbox outbox_;
   uint8_t* payloads_ = nullptr;
   uint8_t* incoming_ = nullptr;

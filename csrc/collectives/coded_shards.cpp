@@ -41,7 +41,7 @@ bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out) {
   uint8_t* const sent = ex.scratch(2 * n * each);
   const auto place = [&](int r, size_t s) { return sent + r * each + layout.at(0, s).payload; };
   const auto arrival = [&](int r, size_t s) { return place(r == me ? r : n + r, s); };
-  std::vector<Inbox> inboxes;
+  std::deque<Inbox> inboxes;
   for (int r = 0; r < n; r++) {
     inboxes.emplace_back(ex, r);
     for (size_t s = 0; r != me && s < count; s++) {
@@ -89,7 +89,7 @@ bool all_gather(Exchange& ex, const CodedArgs& args, float* out) {
   const size_t each = layout.bytes(), count = layout.count(0);
   uint8_t* const payloads = ex.scratch(n * each);
   const auto place = [&](int r, size_t s) { return payloads + r * each + layout.at(0, s).payload; };
-  std::vector<Inbox> inboxes;
+  std::deque<Inbox> inboxes;
   for (int r = 0; r < n; r++) {
     inboxes.emplace_back(ex, r);
     for (size_t s = 0; r != me && s < count; s++) {

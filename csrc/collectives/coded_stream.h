@@ -2,7 +2,6 @@
 // message of 8 bytes that says how many there are.
 #pragma once
 #include <deque>
-#include <vector>
 
 #include "collectives/exchange.h"
 
@@ -12,6 +11,8 @@ namespace pycomm::coded {
 class Inbox {
  public:
   Inbox(Exchange& ex, int peer) : ex_(ex), peer_(peer) {}
+  Inbox(const Inbox&) = delete;  // receives write into it
+  Inbox& operator=(const Inbox&) = delete;
 
   /// The next payload, of `bytes` bytes or up to that many. Returns its number.
   size_t expect(uint8_t* to, size_t bytes, bool variable);
