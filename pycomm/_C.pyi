@@ -72,6 +72,19 @@ def simd_level() -> str: ...
 
 # -- codecs (bind_codecs.cpp): `stream` None is the CPU, a number is a cudaStream_t
 
+class FeedbackKind:
+    residual: ClassVar[FeedbackKind]
+    ema: ClassVar[FeedbackKind]
+    momentum: ClassVar[FeedbackKind]
+    ef21: ClassVar[FeedbackKind]
+    __members__: ClassVar[dict[str, FeedbackKind]]
+
+class FeedbackStorage:
+    float32: ClassVar[FeedbackStorage]
+    bf16: ClassVar[FeedbackStorage]
+    int8: ClassVar[FeedbackStorage]
+    __members__: ClassVar[dict[str, FeedbackStorage]]
+
 class Codec:
     def __init__(self, spec: str) -> None: ...
     @property
@@ -111,6 +124,19 @@ class Codec:
         agreed: int = 0,
         summed: bool = False,
         stream: int | None = None,
+    ) -> None: ...
+    def encode_fed(
+        self,
+        x: int,
+        numel: int,
+        out: int,
+        *,
+        kind: FeedbackKind,
+        storage: FeedbackStorage,
+        decay: float,
+        nesterov: _bool,
+        error: tuple[int, int],
+        momentum: tuple[int, int],
     ) -> None: ...
     def decode(self, payload: int, out: int, numel: int, *, stream: int | None = None) -> None: ...
     def decode_add(

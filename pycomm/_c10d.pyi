@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,7 @@ class Work(_distributed_c10d.Work):
     def finite(self) -> bool: ...
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Sides = Sequence[tuple[int, int]]
 
 class Layout:
     def __init__(self, rows: int = 1) -> None: ...
@@ -41,8 +43,15 @@ class Layout:
         numel: int,
         codec: str,
         tensor: int,
-        residual: Pair | None = None,
-        owner_residual: Pair | None = None,
+        *,
+        kind: str = "residual",
+        storage: str = "float32",
+        decay: float = 0.0,
+        nesterov: bool = False,
+        worker: Pair | None = None,
+        owner: Pair | None = None,
+        momentum: Pair | None = None,
+        mean: Pair | None = None,
     ) -> None: ...
     @property
     def numel(self) -> int: ...
@@ -70,7 +79,7 @@ class Backend(_distributed_c10d.Backend):
         self,
         tensor: torch.Tensor,
         layout: Layout,
-        side: int,
+        sides: Sides,
         seed: int,
         step: int,
         average: bool = True,
@@ -80,7 +89,7 @@ class Backend(_distributed_c10d.Backend):
         output: torch.Tensor,
         input: torch.Tensor,
         layout: Layout,
-        side: int,
+        sides: Sides,
         seed: int,
         step: int,
         average: bool = True,
@@ -90,7 +99,7 @@ class Backend(_distributed_c10d.Backend):
         output: torch.Tensor,
         input: torch.Tensor,
         layout: Layout,
-        side: int,
+        sides: Sides,
         seed: int,
         step: int,
     ) -> Work: ...

@@ -11,12 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
+from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.policy import Policy
 
 
 def compress(
-    model: nn.Module, spec: str | Codec | Policy = "int8", *, feedback: bool = True, seed: int = 0
+    model: nn.Module,
+    spec: str | Codec | Policy = "int8",
+    *,
+    feedback: bool | str | Feedback | None = True,
+    seed: int = 0,
 ) -> HookState:
     """Compress the gradients of a model that is wrapped in DistributedDataParallel, from now on.
 
@@ -28,7 +33,8 @@ def compress(
         spec: a codec, its text ("int8", "int4", "quant:bits=4,block=64"), a `pycomm.Policy`, or the
             text of one: "auto", "int4 warmup=100", and more in `Policy.of`. A codec
             leaves norms, biases and tiny parameters exact.
-        feedback: keep the error of each payload and add it to the next.
+        feedback: what becomes of the error of each payload: True, it is added to the next; False;
+            or a kind with options, "ema:0.9,storage=int8", see `pycomm.Feedback`.
         seed: of random rounding; equal on all ranks.
 
     Returns:

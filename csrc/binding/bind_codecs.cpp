@@ -6,6 +6,7 @@
 #include "binding/module.h"
 #include "codecs/codec.h"
 #include "codecs/cuda.h"
+#include "codecs/feedback.h"
 
 namespace py = pybind11;
 
@@ -59,6 +60,21 @@ void decode_add(const Codec& codec, uintptr_t payload, uintptr_t out, size_t num
                    {reinterpret_cast<float*>(out), numel}, to_stream(stream));
 }
 
+feedback::Memory memory(std::pair<uintptr_t, uintptr_t> addresses) {
+  return {reinterpret_cast<const uint8_t*>(addresses.first),
+          reinterpret_cast<uint8_t*>(addresses.second)};
+}
+
+void encode_fed(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, feedback::Kind kind,
+                feedback::Storage storage, float decay, bool nesterov,
+                std::pair<uintptr_t, uintptr_t> error, std::pair<uintptr_t, uintptr_t> momentum) {
+  EncodeArgs args;
+  args.in = {reinterpret_cast<const float*>(x), numel};
+  args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
+  py::gil_scoped_release release;
+  feedback::encode(codec, {kind, storage, decay, nesterov, memory(error), memory(momentum)}, args);
+}
+
 const char* combine(const Codec& codec) {
   switch (codec.combine()) {
     case Combine::sum:
@@ -77,6 +93,16 @@ void bind_codecs(py::module_& m) {
   m.def("codec_names", &codec_names);
   m.def("cuda_built", &codecs::cuda_built);
 
+  py::enum_<feedback::Kind>(m, "FeedbackKind")
+      .value("residual", feedback::Kind::residual)
+      .value("ema", feedback::Kind::ema)
+      .value("momentum", feedback::Kind::momentum)
+      .value("ef21", feedback::Kind::ef21);
+  py::enum_<feedback::Storage>(m, "FeedbackStorage")
+      .value("float32", feedback::Storage::float32)
+      .value("bf16", feedback::Storage::bfloat16)
+      .value("int8", feedback::Storage::int8);
+
   py::class_<Codec>(m, "Codec")
       .def(py::init(&make_codec), py::arg("spec"))
       .def_property_readonly("name", &Codec::name)
@@ -93,6 +119,9 @@ void bind_codecs(py::module_& m) {
            py::arg("step") = 0, py::arg("tensor") = 0, py::arg("rank") = 0, py::arg("ranks") = 1,
            py::arg("index") = 0, py::arg("agreed") = 0, py::arg("summed") = false,
            py::arg("stream") = py::none())
+      .def("encode_fed", &encode_fed, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
+           py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("nesterov"),
+           py::arg("error"), py::arg("momentum"))
       .def("measure", &measure, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("stream") = py::none())
       .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),

@@ -22,6 +22,7 @@ using Request = Communicator::Request;
 
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 float* floats(uintptr_t address) { return reinterpret_cast<float*>(address); }
+uint8_t* bytes(uintptr_t address) { return reinterpret_cast<uint8_t*>(address); }
 
 /// Rounded up, so that a short limit does not become "none".
 Milliseconds milliseconds(double seconds) {
@@ -85,10 +86,8 @@ class Pieces {
     piece.numel = numel;
     piece.codec = codec.cast<const Codec*>();
     piece.tensor = tensor;
-    piece.residual = floats(residual);
-    piece.new_residual = floats(new_residual);
-    piece.owner_residual = floats(owner_residual);
-    piece.new_owner_residual = floats(new_owner_residual);
+    piece.worker.error = {bytes(residual), bytes(new_residual)};
+    piece.owner.error = {bytes(owner_residual), bytes(new_owner_residual)};
     pieces_.push_back(piece);
     codecs_.push_back(codec);
     numel_ += numel;

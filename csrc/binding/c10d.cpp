@@ -26,6 +26,45 @@ void communicator_option(Class& options, const char* name, T CommunicatorOptions
       [member](BackendOptions& self, const T& value) { self.communicator.*member = value; });
 }
 
+template <typename T>
+T one_of(const std::string& name, std::initializer_list<std::pair<const char*, T>> choices) {
+  for (const auto& [known, value] : choices)
+    if (name == known) return value;
+  throw Error("feedback: there is no " + name);
+}
+
+void add_part(Layout& layout, size_t offset, size_t numel, const std::string& codec,
+              uint32_t tensor, const std::string& kind, const std::string& storage, float decay,
+              bool nesterov, Memories::Pair worker, Memories::Pair owner, Memories::Pair momentum,
+              Memories::Pair mean) {
+  using feedback::Kind;
+  using feedback::Storage;
+  Memories memories;
+  memories.kind = one_of<Kind>(kind, {{"residual", Kind::residual},
+                                      {"ema", Kind::ema},
+                                      {"momentum", Kind::momentum},
+                                      {"ef21", Kind::ef21}});
+  memories.storage = one_of<Storage>(
+      storage,
+      {{"float32", Storage::float32}, {"bf16", Storage::bfloat16}, {"int8", Storage::int8}});
+  memories.decay = decay;
+  memories.nesterov = nesterov;
+  memories.worker = std::move(worker);
+  memories.owner = std::move(owner);
+  memories.momentum = std::move(momentum);
+  memories.mean = std::move(mean);
+  layout.add(offset, numel, codec, tensor, memories);
+}
+
+using SideList = std::vector<std::pair<size_t, size_t>>;
+
+std::vector<Sides> to_sides(const SideList& list) {
+  std::vector<Sides> sides;
+  sides.reserve(list.size());
+  for (const auto& [old, fresh] : list) sides.push_back({old, fresh});
+  return sides;
+}
+
 void bind(py::module_& m) {
   // Errors that torch's own bindings let through reach Python as what they are.
   py::register_exception_translator([](std::exception_ptr thrown) {
@@ -58,9 +97,11 @@ void bind(py::module_& m) {
 
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
       .def(py::init<size_t>(), py::arg("rows") = 1)
-      .def("add", &Layout::add, py::arg("offset"), py::arg("numel"), py::arg("codec"),
-           py::arg("tensor"), py::arg("residual") = std::nullopt,
-           py::arg("owner_residual") = std::nullopt)
+      .def("add", &add_part, py::arg("offset"), py::arg("numel"), py::arg("codec"),
+           py::arg("tensor"), py::kw_only(), py::arg("kind") = "residual",
+           py::arg("storage") = "float32", py::arg("decay") = 0.0f, py::arg("nesterov") = false,
+           py::arg("worker") = std::nullopt, py::arg("owner") = std::nullopt,
+           py::arg("momentum") = std::nullopt, py::arg("mean") = std::nullopt)
       .def_property_readonly("numel", &Layout::numel);
 
   py::class_<Backend, c10d::Backend, intrusive_ptr<Backend>>(m, "Backend")
@@ -77,29 +118,32 @@ void bind(py::module_& m) {
           "perform_nocolor_split", [](const Backend&, const py::object&) {}, py::arg("device"))
       .def(
           "compressed_all_reduce",
-          [](Backend& b, const at::Tensor& tensor, std::shared_ptr<const Layout> layout, int side,
-             uint64_t seed, uint32_t step, bool average) {
-            return b.compressed_all_reduce(tensor, std::move(layout), {side, seed, step, average});
+          [](Backend& b, const at::Tensor& tensor, std::shared_ptr<const Layout> layout,
+             const SideList& sides, uint64_t seed, uint32_t step, bool average) {
+            return b.compressed_all_reduce(tensor, std::move(layout),
+                                           {to_sides(sides), seed, step, average});
           },
-          py::arg("tensor"), py::arg("layout"), py::arg("side"), py::arg("seed"), py::arg("step"),
+          py::arg("tensor"), py::arg("layout"), py::arg("sides"), py::arg("seed"), py::arg("step"),
           py::arg("average") = true)
       .def(
           "compressed_reduce_scatter",
           [](Backend& b, const at::Tensor& output, const at::Tensor& input,
-             std::shared_ptr<const Layout> layout, int side, uint64_t seed, uint32_t step,
-             bool average) {
+             std::shared_ptr<const Layout> layout, const SideList& sides, uint64_t seed,
+             uint32_t step, bool average) {
             return b.compressed_reduce_scatter(output, input, std::move(layout),
-                                               {side, seed, step, average});
+                                               {to_sides(sides), seed, step, average});
           },
-          py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("side"), py::arg("seed"),
+          py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("sides"), py::arg("seed"),
           py::arg("step"), py::arg("average") = true)
       .def(
           "compressed_all_gather",
           [](Backend& b, const at::Tensor& output, const at::Tensor& input,
-             std::shared_ptr<const Layout> layout, int side, uint64_t seed, uint32_t step) {
-            return b.compressed_all_gather(output, input, std::move(layout), {side, seed, step});
+             std::shared_ptr<const Layout> layout, const SideList& sides, uint64_t seed,
+             uint32_t step) {
+            return b.compressed_all_gather(output, input, std::move(layout),
+                                           {to_sides(sides), seed, step});
           },
-          py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("side"), py::arg("seed"),
+          py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("sides"), py::arg("seed"),
           py::arg("step"));
 }
 

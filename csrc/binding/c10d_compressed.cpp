@@ -38,14 +38,18 @@ template <typename Op>
 intrusive_ptr<Work> Backend::compressed(const Call& call, const at::Tensor& output,
                                         const std::shared_ptr<const Layout>& layout,
                                         const CodedStep& step, Op op) {
-  if (step.side != 0 && step.side != 1) arguments_.fail(call, "side is 0 or 1");
+  if (step.sides.size() != layout->size())
+    arguments_.fail(call, "there are sides for " + std::to_string(step.sides.size()) +
+                              " parameters, the layout has " + std::to_string(layout->size()));
+  for (const Sides& sides : step.sides)
+    if (sides.old > 1 || sides.fresh > 1) arguments_.fail(call, "a side is 0 or 1");
   const auto engine = this->engine();
   auto work = engine->make_work(call, {output});
   // What a comm hook's future must hold: a Python object.
   const c10::TypePtr object = c10::PyObjectType::get();
   work->set_value(torch::jit::toIValue(py::cast(output), object), object);
   engine->submit(work, [layout, step, op = std::move(op), raw = work.get()](Communicator& comm) {
-    const std::vector<Piece> pieces = layout->pieces(step.side);
+    const std::vector<Piece> pieces = layout->pieces(step.sides);
     CodedArgs args;
     args.pieces = {pieces.data(), pieces.size()};
     args.average = step.average;

@@ -7,42 +7,63 @@
 
 namespace pycomm::torch_binding {
 
+/// What a step reads, and what it writes so that it can be taken back: which of a pair. They are
+/// the same where a step works in place.
+struct Sides {
+  size_t old = 0, fresh = 0;
+};
+
+/// The memory of one parameter's feedback, as pycomm.feedback.Residual has it.
+struct Memories {
+  using Pair = std::optional<std::array<at::Tensor, 2>>;
+  feedback::Kind kind = feedback::Kind::residual;
+  feedback::Storage storage = feedback::Storage::float32;
+  float decay = 0.0f;
+  bool nesterov = false;
+  Pair worker, owner, momentum, mean;
+};
+
 /// The parameters of one bucket, as compressed collectives need them. Made once per bucket; keeps
-/// codecs and residuals alive. Each residual is a pair: side s is read and side 1 - s is written,
-/// so that a step can be taken back.
+/// codecs and residuals alive.
 class Layout {
  public:
-  using Pair = std::optional<std::array<at::Tensor, 2>>;
-
   /// Workers' residuals have so many rows of the values: one for each rank in a reduce_scatter.
   explicit Layout(size_t rows) : rows_(rows) {}
 
-  void add(size_t offset, size_t numel, const std::string& codec, uint32_t tensor, Pair residual,
-           Pair owner_residual) {
-    check(residual, rows_ * numel);
-    check(owner_residual, numel);
-    parts_.push_back({offset, numel, make_codec(codec), tensor, residual, owner_residual});
+  void add(size_t offset, size_t numel, const std::string& codec, uint32_t tensor,
+           const Memories& memories) {
+    const size_t row = feedback::stored_bytes(memories.storage, numel);
+    check(memories.worker, rows_ * row);
+    check(memories.owner, row);
+    check(memories.momentum, rows_ * row);
+    check(memories.mean, numel * sizeof(float));
+    parts_.push_back({offset, numel, make_codec(codec), tensor, memories});
   }
   size_t rows() const { return rows_; }
+  size_t size() const { return parts_.size(); }
   size_t numel() const { return parts_.empty() ? 0 : parts_.back().offset + parts_.back().numel; }
 
-  std::vector<Piece> pieces(int side) const {
+  /// `sides` has one entry for each parameter.
+  std::vector<Piece> pieces(const std::vector<Sides>& sides) const {
     std::vector<Piece> pieces;
     pieces.reserve(parts_.size());
-    for (const Part& part : parts_) {
+    for (size_t i = 0; i < parts_.size(); i++) {
+      const Part& part = parts_[i];
+      const Memories& m = part.memories;
       Piece piece;
       piece.offset = part.offset;
       piece.numel = part.numel;
       piece.codec = part.codec.get();
       piece.tensor = part.tensor;
-      if (part.residual) {
-        piece.residual = (*part.residual)[side].const_data_ptr<float>();
-        piece.new_residual = (*part.residual)[1 - side].mutable_data_ptr<float>();
-      }
-      if (part.owner_residual) {
-        piece.owner_residual = (*part.owner_residual)[side].const_data_ptr<float>();
-        piece.new_owner_residual = (*part.owner_residual)[1 - side].mutable_data_ptr<float>();
-      }
+      piece.worker = {m.kind,
+                      m.storage,
+                      m.decay,
+                      m.nesterov,
+                      memory(m.worker, sides[i]),
+                      memory(m.momentum, sides[i])};
+      piece.owner.storage = m.storage;
+      piece.owner.error = memory(m.owner, sides[i]);
+      piece.mean = memory(m.mean, sides[i]);
       pieces.push_back(piece);
     }
     return pieces;
@@ -53,24 +74,28 @@ class Layout {
     size_t offset, numel;
     std::unique_ptr<Codec> codec;
     uint32_t tensor;
-    Pair residual, owner_residual;
+    Memories memories;
   };
-  static void check(const Pair& pair, size_t numel) {
+  static feedback::Memory memory(const Memories::Pair& pair, const Sides& sides) {
+    if (!pair) return {};
+    return {static_cast<const uint8_t*>((*pair)[sides.old].const_data_ptr()),
+            static_cast<uint8_t*>((*pair)[sides.fresh].mutable_data_ptr())};
+  }
+  static void check(const Memories::Pair& pair, size_t bytes) {
     if (!pair) return;
     for (const at::Tensor& t : *pair)
-      if (t.scalar_type() != at::kFloat || !t.is_contiguous() || !t.is_cpu() ||
-          static_cast<size_t>(t.numel()) != numel)
-        throw Error("a residual must be a contiguous float32 CPU tensor of " +
-                    std::to_string(numel) + " values");
+      if (!t.is_contiguous() || !t.is_cpu() || t.nbytes() != bytes)
+        throw Error("a residual must be a contiguous CPU tensor of " + std::to_string(bytes) +
+                    " bytes");
   }
 
   size_t rows_;
   std::vector<Part> parts_;
 };
 
-/// Of one call: which side of the residuals is read, and what CodedArgs has besides the values.
+/// Of one call: the sides of each parameter's residual, and what CodedArgs has besides the values.
 struct CodedStep {
-  int side = 0;
+  std::vector<Sides> sides;
   uint64_t seed = 0;
   uint32_t step = 0;
   bool average = true;

@@ -33,8 +33,10 @@ void check(const char* op, const CodedArgs& args, size_t rows) {
                   std::to_string(end) + "; pieces must follow each other without gaps");
     }
     if (!p.codec) fail(i, "has no codec");
-    if (!p.residual != !p.new_residual || !p.owner_residual != !p.new_owner_residual) {
-      fail(i, "has a residual to read but none to write, or the other way round");
+    for (const feedback::Memory& m : {p.worker.error, p.worker.momentum, p.owner.error, p.mean}) {
+      if (!m.old != !m.fresh) {
+        fail(i, "has a residual to read but none to write, or the other way round");
+      }
     }
     end += p.numel;
   }

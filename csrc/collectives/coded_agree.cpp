@@ -25,8 +25,7 @@ void Agreed::agree(Exchange& ex) {
       if (!piece.codec->agrees()) continue;
       const Span<const float> in(args_.data.data + row * row_numel_ + piece.offset + run.offset,
                                  run.numel);
-      measure_piece(piece, Hop::worker, row * piece.numel + run.offset, in,
-                    const_cast<float*>(of(run, row)));
+      measure_piece(piece, Hop::worker, {row, run.offset}, in, const_cast<float*>(of(run, row)));
     }
   }
   dispatch::all_reduce(ex, Algo::direct, numbers_.data(), numbers_.size(),

@@ -243,8 +243,11 @@ bool by_nodes(Exchange& ex, const CodedArgs& args, const std::vector<Run>& value
 
 bool all_reduce(Exchange& ex, Algo wanted, const CodedArgs& args) {
   const std::vector<Run> values = values_of(args.pieces);
-  if (dispatch::by_levels(ex, wanted)) return by_nodes(ex, args, values);
-  return AllReduce(ex, args, values, ex.size()).run();
+  const bool finite = dispatch::by_levels(ex, wanted)
+                          ? by_nodes(ex, args, values)
+                          : AllReduce(ex, args, values, ex.size()).run();
+  add_means(args.pieces, args.data.data);
+  return finite;
 }
 
 }  // namespace pycomm::coded

@@ -10,21 +10,11 @@
 namespace pycomm::coded {
 namespace {
 
-struct Residual {
-  const float* old = nullptr;
-  float* fresh = nullptr;
-};
-
 /// What an owner adds to a sum of the codec's own kind must not be lost, so it has no error.
-Residual residual_of(const Piece& piece, Hop hop, size_t offset) {
-  if (hop == Hop::worker && piece.residual) {
-    return {piece.residual + offset, piece.new_residual + offset};
-  }
-  const bool coded_anew = piece.codec->combine() != Combine::sum;
-  if (hop == Hop::owner && coded_anew && piece.owner_residual) {
-    return {piece.owner_residual + offset, piece.new_owner_residual + offset};
-  }
-  return {};
+feedback::Feedback feedback_of(const Piece& piece, Hop hop, const Place& at) {
+  if (hop == Hop::worker) return piece.worker.at(at.row, piece.numel, at.offset);
+  if (piece.codec->combine() == Combine::sum) return {};
+  return piece.owner.at(at.row, piece.numel, at.offset);
 }
 
 /// What a payload of a variable codec says of its size.
@@ -38,6 +28,12 @@ PYCOMM_SIMD void divide_by(float* x, size_t n, float by) {
   for (size_t i = 0; i < n; i++) x[i] = x[i] / by;
 }
 
+PYCOMM_SIMD void add_mean(const feedback::Memory& mean, Span<float> x) {
+  const auto* old = reinterpret_cast<const float*>(mean.old);
+  auto* fresh = reinterpret_cast<float*>(mean.fresh);
+  for (size_t i = 0; i < x.size; i++) x.data[i] = fresh[i] = old[i] + x.data[i];
+}
+
 }  // namespace
 
 size_t granules(const Codec& codec, size_t numel) {
@@ -46,17 +42,14 @@ size_t granules(const Codec& codec, size_t numel) {
   return numel / granule + (numel % granule != 0);
 }
 
-size_t encode_piece(const Piece& piece, Hop hop, size_t offset, EncodeArgs args) {
-  const Residual residual = residual_of(piece, hop, offset);
-  args.residual = residual.old;
-  args.new_residual = residual.fresh;
-  piece.codec->encode(args);
+size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args) {
+  feedback::encode(*piece.codec, feedback_of(piece, hop, at), args);
   return piece.codec->variable() ? used_bytes(args.out.data) : args.out.size;
 }
 
-void measure_piece(const Piece& piece, Hop hop, size_t offset, Span<const float> in, float* out) {
-  piece.codec->measure(in, residual_of(piece, hop, offset).old,
-                       {out, granules(*piece.codec, in.size)}, {});
+void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out) {
+  feedback::measure(*piece.codec, feedback_of(piece, hop, at), in,
+                    {out, granules(*piece.codec, in.size)}, {});
 }
 
 RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
@@ -86,7 +79,7 @@ size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t
   for (const Run& run : runs) {
     const Piece& piece = args_.pieces[run.piece];
     const Codec& codec = *piece.codec;
-    const size_t offset = row * piece.numel + run.offset;
+    const Place at{row, run.offset};
     EncodeArgs args;
     args.in = {values + piece.offset + run.offset, run.numel};
     args.out = {out, codec.encoded_bytes(run.numel)};
@@ -98,11 +91,11 @@ size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t
         args.agreed = agreed_->of(run, row);
       } else {  // there is nobody to agree with
         measured.resize(granules(codec, run.numel));
-        measure_piece(piece, hop, offset, args.in, measured.data());
+        measure_piece(piece, hop, at, args.in, measured.data());
         args.agreed = measured.data();
       }
     }
-    out += encode_piece(piece, hop, offset, args);
+    out += encode_piece(piece, hop, at, args);
   }
   return static_cast<size_t>(out - begin);
 }
@@ -130,6 +123,12 @@ void Coder::decode(Span<const Run> runs, Span<const uint8_t> payload, float* val
       codec.decode({in, most}, out, {});
     }
     in += bytes;
+  }
+}
+
+void add_means(Span<const Piece> pieces, float* values) {
+  for (const Piece& piece : pieces) {
+    if (piece.mean) add_mean(piece.mean, {values + piece.offset, piece.numel});
   }
 }
 

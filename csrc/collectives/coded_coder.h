@@ -16,14 +16,18 @@ enum class Hop : uint8_t {
 /// Granules of a tensor of `numel` values; one if it cannot be cut.
 size_t granules(const Codec& codec, size_t numel);
 
-// Everything that feeds back goes through these two: what they read and write of a residual are the
-// values from `offset` on.
+/// Where values stand in their piece.
+struct Place {
+  size_t row, offset;
+};
+
+// Everything that feeds back goes through these two.
 
 /// Encodes values of a piece. `args` lacks only the residuals. Returns how many bytes of args.out
 /// are used.
-size_t encode_piece(const Piece& piece, Hop hop, size_t offset, EncodeArgs args);
+size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args);
 /// Codec::measure of values of a piece.
-void measure_piece(const Piece& piece, Hop hop, size_t offset, Span<const float> in, float* out);
+void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out);
 
 /// What one rank of an operation does to values. A run of piece p lies at values + p.offset +
 /// run.offset. Where pieces have several rows (reduce_scatter: one for each owner), residuals have
@@ -48,6 +52,9 @@ class Coder {
   const Agreed* agreed_;
   int rank_, ranks_;
 };
+
+/// Of a result: adds what EF21 keeps of the steps before, and keeps the sum.
+void add_means(Span<const Piece> pieces, float* values);
 
 void divide(Span<float> x, float by);
 

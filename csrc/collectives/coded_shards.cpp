@@ -76,6 +76,7 @@ bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out) {
     divide(args, runs, out, n, [](Combine) { return true; });
     fine &= finite(args, runs, out);
   }
+  add_means(args.pieces, out);
   ex.wait_all();
   return all_agree(ex, fine);
 }

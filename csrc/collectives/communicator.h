@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "codecs/codec.h"
+#include "codecs/feedback.h"
 #include "collectives/parts.h"
 #include "core/deadline.h"
 #include "core/env.h"
@@ -49,14 +50,14 @@ struct Piece {
   size_t numel = 0;
   const Codec* codec = nullptr;
   uint32_t tensor = 0;  ///< number of the parameter, equal on all ranks; names random numbers
-  /// Worker feedback: error of what this rank sends. `numel` values each, or both null. In
-  /// reduce_scatter_coded `numel` values for each rank.
-  const float* residual = nullptr;
-  float* new_residual = nullptr;
-  /// Owner feedback: error of what this rank sends back for the elements that it owns. Only the
-  /// owned part is touched.
-  const float* owner_residual = nullptr;
-  float* new_owner_residual = nullptr;
+  /// Error of what this rank sends: memory of `numel` values, in reduce_scatter_coded of as many
+  /// for each rank.
+  feedback::Feedback worker;
+  /// Error of what this rank sends back for the elements that it owns. Only the owned part is
+  /// touched.
+  feedback::Feedback owner;
+  /// Of EF21: the result is added to this, float32 [numel], on every rank.
+  feedback::Memory mean;
 };
 
 struct CodedArgs {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pycomm.codecs import Codec
-from pycomm.feedback import Feedback, Residual
+from pycomm.feedback import Residual, Residuals
 from pycomm.policy import Decision
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class Bucket:
     Args:
         decisions: codec of each parameter, in the order of the bucket.
         numbers: number of each parameter in the model.
-        feedback: holds the residuals; None for no feedback.
+        residuals: of the model; None for no feedback. An exact parameter has one only if there is
+            something left to tell, or momentum.
         device: where the residuals live.
         rows: of the values, each laid out like this: for a reduce-scatter one for each rank. The
             workers' residuals have as many.
@@ -48,20 +49,32 @@ class Bucket:
         self,
         decisions: Sequence[Decision],
         numbers: Sequence[int],
-        feedback: Feedback | None,
+        residuals: Residuals | None,
         device: torch.device,
         *,
         rows: int = 1,
         levels: Sequence[int] = (),
     ) -> None:
         self.pieces: list[Piece] = []
-        self.rows = rows
+        self.rows, self.levels = rows, tuple(levels)
         self.numel = 0
         for decision, number in zip(decisions, numbers, strict=True):
             name, numel = decision.parameter.name, decision.parameter.numel
-            # What has become exact still has its debts to pay, which it does at once.
-            fed = feedback is not None and (not decision.exact or name in feedback)
-            residual = feedback.residual(name, rows * numel, device) if fed and feedback else None
+            residual = None
+            kind = residuals.rule.kind if residuals is not None else None
+            if decision.codec.combine == "factors" and kind not in (None, "residual"):
+                raise ValueError(
+                    f"{name}: {decision.codec.name} has feedback of the kind residual, not {kind}"
+                )
+            if levels and kind in ("momentum", "ef21"):
+                raise ValueError(
+                    f"feedback of the kind {kind} needs ranks that send for themselves, and here "
+                    "nodes do; use residual or ema, or PYCOMM_ALGO=flat"
+                )
+            if residuals is not None and (
+                not decision.exact or name in residuals or kind == "momentum"
+            ):
+                residual = residuals.get(name, numel, device, rows=rows, error=not decision.exact)
             self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
             self.numel += numel
         text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
@@ -78,7 +91,20 @@ class Bucket:
 
             self._native = load_c10d().Layout(self.rows)
             for p in self.pieces:
-                worker = p.residual.worker if p.residual else None
-                owner = p.residual.owner if p.residual and self.rows == 1 else None
-                self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, worker, owner)
+                options: dict[str, Any] = {}
+                if p.residual is not None:
+                    rule, options = p.residual.rule, dict(p.residual.pairs())
+                    options |= {"kind": rule.kind, "storage": rule.storage}
+                    options |= {"decay": rule.decay, "nesterov": rule.nesterov}
+                self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
         return self._native
+
+    @property
+    def sides(self) -> list[tuple[int, int]]:
+        """Of each piece's residual, the side that is read now and the side that is written."""
+        return [p.residual.sides if p.residual else (0, 0) for p in self.pieces]
+
+    @property
+    def fed(self) -> list[str]:
+        """The names of the pieces that have a residual."""
+        return [p.name for p in self.pieces if p.residual is not None]

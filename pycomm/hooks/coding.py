@@ -15,6 +15,7 @@ from math import lcm
 import torch
 import torch.distributed as dist
 
+from pycomm import feedback
 from pycomm.codecs import RandomKey
 from pycomm.errors import WireMismatch
 from pycomm.hooks.bucket import Piece
@@ -105,7 +106,6 @@ class Coder:
     Args:
         rank: our number among those that encode the same values.
         ranks: how many they are.
-        side: of the residuals, which is read; the other one is written.
         seed: equal on all ranks.
         step: number of the step.
         agreed: what `agree` returned; None: each rank is alone with its values.
@@ -116,13 +116,12 @@ class Coder:
         rank: int,
         ranks: int,
         *,
-        side: int,
         seed: int,
         step: int,
         agreed: dict[tuple[int, int], torch.Tensor] | None = None,
     ) -> None:
         self.rank, self.ranks = rank, ranks
-        self.side, self.seed, self.step = side, seed, step
+        self.seed, self.step = seed, step
         self.agreed = agreed
 
     def encode(
@@ -141,22 +140,34 @@ class Coder:
         at = 0
         for run in runs:
             codec, payload = run.piece.codec, out[at : at + run.bytes]
-            old, new = self._residual(run, worker, row)
             agreed = None
             if codec.agrees and self.agreed is not None and (worker or codec.combine == "sum"):
                 numbers = self.agreed[run.piece.offset, row]
                 first = run.begin // codec.granule if codec.granule else 0
                 agreed = numbers[first : first + _granules(run)]
-            codec.encode(
-                run.of(values),
-                payload,
-                old,
-                new_residual=new,
-                key=self._key(run.piece, worker, row),
-                index=run.begin,
-                agreed=agreed,
-                summed=not worker and codec.combine == "sum",
-            )
+            key, residual = self._key(run.piece, worker, row), run.piece.residual
+            # What an owner adds to a sum of the codec's own kind must not be lost: it has no error.
+            if residual is None or not (worker or codec.combine != "sum"):
+                codec.encode(
+                    run.of(values),
+                    payload,
+                    key=key,
+                    index=run.begin,
+                    agreed=agreed,
+                    summed=not worker and codec.combine == "sum",
+                )
+            else:
+                feedback.encode(
+                    codec,
+                    run.of(values),
+                    payload,
+                    residual,
+                    worker=worker,
+                    begin=run.begin,
+                    row=row,
+                    key=key,
+                    agreed=agreed,
+                )
             at += _used(payload) if codec.variable else run.bytes
         return out[:at]
 
@@ -198,19 +209,9 @@ class Coder:
             seed = hop_seed(seed, row)
         return RandomKey(seed, self.step, piece.tensor, rank, ranks)
 
-    def _residual(
-        self, run: Run, worker: bool, row: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        residual = run.piece.residual
-        if residual is None or not (worker or run.piece.codec.combine != "sum"):
-            return None, None
-        pair = residual.worker if worker else residual.owner
-        begin, end = (row * run.piece.numel + place for place in (run.begin, run.end))
-        return pair[self.side][begin:end], pair[1 - self.side][begin:end]
-
 
 def agree(
-    pieces: Sequence[Piece], rows: Sequence[torch.Tensor], group: dist.ProcessGroup, side: int
+    pieces: Sequence[Piece], rows: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Measure values and take the largest over all ranks, where codecs ask for it.
 
@@ -218,7 +219,6 @@ def agree(
         pieces: of a bucket.
         rows: float32 [numel of the bucket] each.
         group: where to agree.
-        side: of the workers' residuals.
 
     Returns:
         By a piece's offset and the number of a row: float32, a number for each granule.
@@ -229,12 +229,9 @@ def agree(
     measured = {}
     for row, values in enumerate(rows):
         for piece in wanted:
-            owed = None
-            if piece.residual is not None:
-                begin = row * piece.numel
-                owed = piece.residual.worker[side][begin : begin + piece.numel]
             part = values[piece.offset : piece.offset + piece.numel]
-            measured[piece.offset, row] = piece.codec.measure(part, owed)
+            numbers = feedback.measure(piece.codec, part, piece.residual, row=row)
+            measured[piece.offset, row] = numbers
     ours = torch.cat(list(measured.values()))
     # Not an all-reduce: backends differ in what the maximum of a NaN is.
     largest = gather_equal(ours, group).amax(0)

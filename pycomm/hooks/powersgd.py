@@ -100,12 +100,11 @@ class _Part(ABC):
 class _Exact(_Part):
     """Values as they are."""
 
-    def __init__(self, target: torch.Tensor, piece: Piece, side: int) -> None:
+    def __init__(self, target: torch.Tensor, piece: Piece) -> None:
         self.target = target
         if piece.residual is not None:  # of a codec that it had before
-            old, new = piece.residual.worker[side], piece.residual.worker[1 - side]
-            target.add_(old)
-            new.zero_()
+            target.add_(piece.residual.owed())
+            piece.residual.owe(torch.zeros_like(target))
 
     def first(self) -> torch.Tensor:
         return self.target
@@ -117,16 +116,16 @@ class _Exact(_Part):
 class _Matrix(_Part):
     """A matrix; its M stands in the new residual, where there is one, until it is what is owed."""
 
-    def __init__(self, target: torch.Tensor, piece: Piece, side: int, memory: Memory) -> None:
+    def __init__(self, target: torch.Tensor, piece: Piece, memory: Memory) -> None:
         codec = cast(PowerSGD, piece.codec)
         (rows, columns), width = codec.shape(piece.numel), codec.width(piece.numel)
         self.name, self.memory = piece.name, memory
         self.target = target.view(rows, columns)
-        self.fed = piece.residual is not None
+        self.residual = piece.residual
         self.matrix = self.target
         if piece.residual is not None:
-            old, new = piece.residual.worker[side], piece.residual.worker[1 - side]
-            self.matrix = torch.add(target, old, out=new).view(rows, columns)
+            room = piece.residual.room()
+            self.matrix = torch.add(target, piece.residual.owed(), out=room).view(rows, columns)
         self.codec, self.numel = codec, piece.numel
         self.kept = memory.factor(piece.name, (rows, width), (width, columns))
 
@@ -136,17 +135,16 @@ class _Matrix(_Part):
 
     def owe(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Leave in the residual what this rank's own factors have not told."""
-        if self.fed:
+        if self.residual is not None:
             self.matrix.addmm_(left, right, alpha=-1)
+            self.residual.owe(self.matrix.view(-1))
 
 
 class _BothTurns(_Matrix):
     """P, then Q."""
 
-    def __init__(
-        self, target: torch.Tensor, piece: Piece, side: int, memory: Memory, key: RandomKey
-    ) -> None:
-        super().__init__(target, piece, side, memory)
+    def __init__(self, target: torch.Tensor, piece: Piece, memory: Memory, key: RandomKey) -> None:
+        super().__init__(target, piece, memory)
         self.right = self.kept.values if self.kept else self.start(key)
 
     def first(self) -> torch.Tensor:
@@ -169,10 +167,8 @@ class _BothTurns(_Matrix):
 class _OneTurn(_Matrix):
     """P in one step, Q in the next."""
 
-    def __init__(
-        self, target: torch.Tensor, piece: Piece, side: int, memory: Memory, key: RandomKey
-    ) -> None:
-        super().__init__(target, piece, side, memory)
+    def __init__(self, target: torch.Tensor, piece: Piece, memory: Memory, key: RandomKey) -> None:
+        super().__init__(target, piece, memory)
         self.basis = self.kept or _right_basis(self.start(key))
 
     def first(self) -> torch.Tensor:
@@ -211,11 +207,9 @@ class Exchange:
 
     Args:
         values: float32, contiguous; pieces of it are averaged in place.
-        pieces: those with PowerSGD as their codec, and exact ones. Their residuals are read from
-            `side` and written to the other.
+        pieces: those with PowerSGD as their codec, and exact ones. They may have residuals.
         memory: what the matrices start from.
         group: where to average.
-        side: 0 or 1.
         seed: equal on all ranks.
         step: number of the step, below 2^32.
     """
@@ -227,7 +221,6 @@ class Exchange:
         memory: Memory,
         group: dist.ProcessGroup,
         *,
-        side: int,
         seed: int,
         step: int,
     ) -> None:
@@ -237,12 +230,12 @@ class Exchange:
             target = values[piece.offset : piece.offset + piece.numel]
             codec = piece.codec
             if not isinstance(codec, PowerSGD):
-                self._parts.append(_Exact(target, piece, side))
+                self._parts.append(_Exact(target, piece))
                 continue
             key = RandomKey(seed, step if codec.restart else 0, piece.tensor)
             kind = _OneTurn if codec.alternate else _BothTurns
             kept = Memory() if codec.restart else memory
-            self._parts.append(kind(target, piece, side, kept, key))
+            self._parts.append(kind(target, piece, kept, key))
         self._finite = [values.new_ones((), dtype=torch.bool)]
         self._send([part.first() for part in self._parts])
 

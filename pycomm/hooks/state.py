@@ -15,9 +15,9 @@ import torch.distributed as dist
 from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.feedback import Feedback
+from pycomm.feedback import Feedback, Residuals
 from pycomm.hooks import powersgd, two_shot
-from pycomm.hooks.bucket import Bucket
+from pycomm.hooks.bucket import Bucket, Piece
 from pycomm.policy import Decision, Parameter, Plan, Policy
 
 STATE_VERSION = 1
@@ -34,11 +34,13 @@ class CompressionState:
             ("auto", "int4 warmup=100"). A codec leaves norms, biases and tiny parameters exact; a
             policy does what it says.
         process_group: where to reduce; None: the default group.
-        feedback: keep the error of each payload and add it to the next.
+        feedback: what becomes of the error of each payload: True, False, or a kind with options,
+            "ema:0.9,storage=int8"; see `pycomm.Feedback`. Equal on all ranks.
         seed: of random rounding; equal on all ranks.
 
     Raises:
         Error: there is no process group.
+        ValueError: an unknown codec or kind of feedback, or bad options.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class CompressionState:
         codec: str | Codec | Policy = "int8",
         *,
         process_group: dist.ProcessGroup | None = None,
-        feedback: bool = True,
+        feedback: bool | str | Feedback | None = True,
         seed: int = 0,
     ) -> None:
         process_group = process_group or dist.group.WORLD
@@ -54,7 +56,8 @@ class CompressionState:
             raise Error("there is no process group: call init_process_group first")
         self.process_group: dist.ProcessGroup = process_group
         self.plan = Plan(Policy.of(codec), process_group)
-        self.feedback = Feedback(process_group.size()) if feedback else None
+        rule = Feedback.of(feedback)
+        self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = 0
         """Number of the current step, from 1."""
@@ -94,7 +97,12 @@ class CompressionState:
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
         self.settle()
-        return self.feedback.norms() if self.feedback else {}
+        return self.residuals.norms() if self.residuals else {}
+
+    def residual_ages(self) -> dict[str, int]:
+        """Return how many steps each residual has been waiting; see `Residuals.ages`."""
+        self.settle()
+        return self.residuals.ages(self.step) if self.residuals else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs. Each rank saves its own, between two steps."""
@@ -106,7 +114,7 @@ class CompressionState:
             "seed": self.seed,
             "step": self.step,
             "plan": self.plan.state_dict(),
-            "residuals": self.feedback.state_dict() if self.feedback else {},
+            "residuals": self.residuals.state_dict() if self.residuals else {},
             "factors": self._exchanges.memory.state_dict(),
         }
 
@@ -131,9 +139,10 @@ class CompressionState:
         self.seed = state["seed"]
         self.step = state["step"]
         self.plan.load_state_dict(state["plan"])
-        if self.feedback:
-            self.feedback.load_state_dict(state["residuals"])
+        if self.residuals:
+            self.residuals.load_state_dict(state["residuals"])
         self._exchanges.memory.load_state_dict(state["factors"])
+        self._buckets.clear()
 
     # ------------------------------------------------------------------ for hooks
 
@@ -156,9 +165,7 @@ class CompressionState:
         self.settle()
         self._exchanges.forget()
         self.step = (self.step + 1) % 2**32
-        changed = self.plan.advance(self.step, self._device, finite=self._was_finite)
-        for names in [names for names in self._buckets if changed.intersection(names)]:
-            del self._buckets[names]
+        self._forget_buckets(self.plan.advance(self.step, self._device, finite=self._was_finite))
 
     def reduce(
         self, tensor: torch.Tensor, names: Sequence[str]
@@ -198,14 +205,31 @@ class CompressionState:
         if not self._finite:
             return
         finite = all([check() for check in self._finite])
-        if self.feedback and finite and self._complete:
-            self.feedback.commit(self._touched)
+        if self.residuals:
+            if finite and self._complete:
+                self.residuals.commit(self._touched, self.step)
+                self._drop_paid()
+            else:
+                self.residuals.take_back(self._touched)
         self._exchanges.memory.commit(finite and self._complete)
         self.overflows += not finite
         self._was_finite = finite
         self._finite.clear()
         self._touched.clear()
         self._complete = False
+
+    def _drop_paid(self) -> None:
+        """Forget the residuals of parameters that have become exact: all has been told."""
+        assert self.residuals is not None
+        paid = {name for name in self._touched if self.decisions[name].exact}
+        paid = {name for name in paid if self.residuals[name].worker is not None}
+        for name in paid:
+            self.residuals.drop(name)
+        self._forget_buckets(paid)
+
+    def _forget_buckets(self, names: set[str]) -> None:
+        for bucket in [bucket for bucket in self._buckets if names.intersection(bucket)]:
+            del self._buckets[bucket]
 
     # ------------------------------------------------------------------ the exchange
 
@@ -215,10 +239,7 @@ class CompressionState:
         """For a bucket with PowerSGD in it, which ends with the step; other codecs as ever."""
         taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
         others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
-        for piece in taken:
-            if self.feedback and piece.residual is not None:
-                self.feedback.use(piece.residual, bucket.layout)
-                self._touched.add(piece.name)
+        self._use(taken, bucket, tensor)
         probe = self.plan.probe(tensor, taken, self._owed)
         places = [tensor[p.offset : p.offset + p.numel] for p in others]
         coded = _done(tensor)
@@ -232,12 +253,7 @@ class CompressionState:
                 place.copy_(part)
 
         exchange, future = self._exchanges.start(
-            tensor,
-            taken,
-            put_back,
-            side=self.feedback.side if self.feedback else 0,
-            seed=self.seed,
-            step=self.step,
+            tensor, taken, put_back, seed=self.seed, step=self.step
         )
         self._finite.append(lambda: exchange.finite)
         if probe is None:
@@ -247,15 +263,13 @@ class CompressionState:
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
-        side = self.feedback.side if self.feedback else 0
-        for piece in bucket.pieces:
-            if self.feedback and piece.residual is not None:
-                self.feedback.use(piece.residual, bucket.layout)
-                self._touched.add(piece.name)
+        self._use(bucket.pieces, bucket, tensor)
         probe = self.plan.probe(tensor, bucket.pieces, self._owed)
         native = backend.find(self.process_group) if tensor.is_cpu else None
         if native is not None:
-            work = native.compressed_all_reduce(tensor, bucket.native, side, self.seed, self.step)
+            work = native.compressed_all_reduce(
+                tensor, bucket.native, bucket.sides, self.seed, self.step
+            )
             self._finite.append(lambda: work.finite)
             coded: torch.futures.Future[torch.Tensor] = work.get_future()
             if probe is None:
@@ -263,7 +277,7 @@ class CompressionState:
             return coded.then(lambda future: probe.finish(future.value()))
         values = tensor.float().contiguous()
         finite = two_shot.all_reduce(
-            values, bucket, self.process_group, side=side, seed=self.seed, step=self.step
+            values, bucket, self.process_group, seed=self.seed, step=self.step
         )
         self._finite.append(lambda: bool(finite))
         if values.data_ptr() != tensor.data_ptr():
@@ -272,8 +286,17 @@ class CompressionState:
             probe.finish(tensor)
         return _done(tensor)
 
+    def _use(self, pieces: Sequence[Piece], bucket: Bucket, tensor: torch.Tensor) -> None:
+        for piece in pieces:
+            if piece.residual is not None:
+                gradient = tensor[piece.offset : piece.offset + piece.numel]
+                piece.residual.use(
+                    bucket.layout, self.process_group.size(), gradient if bucket.levels else None
+                )
+                self._touched.add(piece.name)
+
     def _owed(self, name: str, begin: int, end: int) -> torch.Tensor | None:
-        return self.feedback.owed(name, begin, end) if self.feedback else None
+        return self.residuals.owed(name, begin, end) if self.residuals else None
 
     def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """For dtypes that no codec takes, such as float64: the group's own all_reduce."""
@@ -298,7 +321,7 @@ class CompressionState:
             numbers = [self._numbers[name] for name in names]
             native = backend.find(self.process_group) if device.type == "cpu" else None
             levels = native.levels if native else ()
-            bucket = Bucket(decisions, numbers, self.feedback, device, levels=levels)
+            bucket = Bucket(decisions, numbers, self.residuals, device, levels=levels)
             self._buckets[names] = bucket
         return bucket
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.errors import WireMismatch
+from pycomm.feedback import add_mean
 from pycomm.hooks.bucket import Bucket
 from pycomm.hooks.coding import (
     Coder,
@@ -34,7 +35,6 @@ def all_reduce(
     bucket: Bucket,
     group: dist.ProcessGroup,
     *,
-    side: int,
     seed: int,
     step: int,
 ) -> torch.Tensor:
@@ -46,9 +46,8 @@ def all_reduce(
 
     Args:
         values: float32 [bucket.numel], contiguous; holds the result afterwards.
-        bucket: what lies where; its residuals are read from `side` and written to the other.
+        bucket: what lies where, with which residual.
         group: any process group whose backend has all_to_all_single and all_gather.
-        side: 0 or 1.
         seed: equal on all ranks.
         step: number of the step, below 2^32.
 
@@ -59,8 +58,8 @@ def all_reduce(
         WireMismatch: a rank sends payloads of impossible sizes.
     """
     rank, ranks = group.rank(), group.size()
-    agreed = agree(bucket.pieces, [values], group, side)
-    coder = Coder(rank, ranks, side=side, seed=seed, step=step, agreed=agreed)
+    agreed = agree(bucket.pieces, [values], group)
+    coder = Coder(rank, ranks, seed=seed, step=step, agreed=agreed)
 
     dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
     if dense:
@@ -72,6 +71,8 @@ def all_reduce(
             coder.decode(shown, payload, values, add=r > 0)
         for run in shown:
             divide(run.of(values), ranks)
+    for piece in bucket.pieces:
+        add_mean(piece.residual, values[piece.offset : piece.offset + piece.numel])
     return values.isfinite().all()
 
 
@@ -103,7 +104,6 @@ def reduce_scatter(
     bucket: Bucket,
     group: dist.ProcessGroup,
     *,
-    side: int,
     seed: int,
     step: int,
     average: bool = True,
@@ -120,7 +120,6 @@ def reduce_scatter(
         input: float32 [ranks, bucket.numel], contiguous.
         bucket: what lies where in a row; made with ``rows=ranks``.
         group: any process group whose backend has all_to_all_single and all_reduce.
-        side: 0 or 1.
         seed: equal on all ranks.
         step: number of the step, below 2^32.
         average: divide the sum by the number of ranks.
@@ -133,14 +132,16 @@ def reduce_scatter(
     """
     rank, ranks = group.rank(), group.size()
     rows = list(input.view(ranks, -1))
-    agreed = agree(bucket.pieces, rows, group, side)
-    coder = Coder(rank, ranks, side=side, seed=seed, step=step, agreed=agreed)
+    agreed = agree(bucket.pieces, rows, group)
+    coder = Coder(rank, ranks, seed=seed, step=step, agreed=agreed)
     runs = whole(bucket.pieces)
     sent = [coder.encode(runs, values, worker=True, row=r) for r, values in enumerate(rows)]
     for r, payload in enumerate(_all_to_all(sent, total_bytes(runs), is_variable(runs), group)):
         coder.decode(runs, payload, output, add=r > 0)
     if average:
         divide(output, ranks)
+    for piece in bucket.pieces:
+        add_mean(piece.residual, output[piece.offset : piece.offset + piece.numel])
     finite = output.isfinite().all().to(torch.uint8)
     dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
     return finite.bool()
@@ -152,7 +153,6 @@ def all_gather(
     bucket: Bucket,
     group: dist.ProcessGroup,
     *,
-    side: int,
     seed: int,
     step: int,
 ) -> torch.Tensor:
@@ -165,7 +165,6 @@ def all_gather(
         input: float32 [bucket.numel], contiguous; may be our row of the output.
         bucket: what lies where in a row.
         group: any process group whose backend has all_gather.
-        side: 0 or 1.
         seed: equal on all ranks.
         step: number of the step, below 2^32.
 
@@ -176,7 +175,7 @@ def all_gather(
         WireMismatch: a rank sends payloads of impossible sizes.
     """
     rank, ranks = group.rank(), group.size()
-    coder = Coder(rank, ranks, side=side, seed=seed, step=step)
+    coder = Coder(rank, ranks, seed=seed, step=step)
     runs = whole(bucket.pieces)
     ours = coder.encode(runs, input, worker=True)
     payloads = _all_gather(ours, [total_bytes(runs)] * ranks, is_variable(runs), group)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import backend
-from pycomm.feedback import Feedback
+from pycomm.feedback import Feedback, Residuals
 from pycomm.hooks import two_shot
 from pycomm.hooks.bucket import Bucket
 from pycomm.policy import Decision, Parameter
@@ -36,21 +36,20 @@ class Side:
     """One of two ways to do the same: a bucket with feedback of its own."""
 
     def __init__(self, mix: str, ranks: int, rows: int = 1) -> None:
-        self.feedback = Feedback(ranks)
+        self.feedback = Residuals(Feedback(), ranks)
         decided = decisions(MIXES[mix])
         cpu = torch.device("cpu")
         self.bucket = Bucket(decided, range(len(decided)), self.feedback, cpu, rows=rows)
 
     def step(self, step: int) -> dict[str, Any]:
-        return {"side": self.feedback.side, "seed": SEED, "step": step}
+        return {"seed": SEED, "step": step}
 
     def commit(self) -> None:
         self.feedback.commit([piece.name for piece in self.bucket.pieces])
 
     def residuals(self) -> list[torch.Tensor]:
-        side = self.feedback.side
         owed = [p.residual for p in self.bucket.pieces if p.residual is not None]
-        return [pair[side] for r in owed for pair in (r.worker, r.owner)]
+        return [r.current(role) for r in owed for role, _ in r.pairs()]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -72,15 +71,19 @@ def compare(rank: int, ranks: int, mix: str, op: str) -> list[str]:
         layout = ours.bucket.native
         if op == "all_reduce":
             a, b = x[0].clone(), x[0].clone()
-            work = native.compressed_all_reduce(a, layout, **ours.step(step))
+            work = native.compressed_all_reduce(a, layout, ours.bucket.sides, **ours.step(step))
             finite = two_shot.all_reduce(b, theirs.bucket, gloo, **theirs.step(step))
         elif op == "reduce_scatter":
             a, b = torch.empty(numel), torch.empty(numel)
-            work = native.compressed_reduce_scatter(a, x, layout, **ours.step(step))
+            work = native.compressed_reduce_scatter(
+                a, x, layout, ours.bucket.sides, **ours.step(step)
+            )
             finite = two_shot.reduce_scatter(b, x, theirs.bucket, gloo, **theirs.step(step))
         else:
             a, b = torch.empty(ranks, numel), torch.empty(ranks, numel)
-            work = native.compressed_all_gather(a, x[0], layout, **ours.step(step))
+            work = native.compressed_all_gather(
+                a, x[0], layout, ours.bucket.sides, **ours.step(step)
+            )
             finite = two_shot.all_gather(b, x[0], theirs.bucket, gloo, **theirs.step(step))
         work.wait()
         assert work.finite
@@ -108,17 +111,21 @@ def half_precision(rank: int, ranks: int) -> None:
     native, numel = backend.find(), side.bucket.numel
     x = torch.full((ranks, numel), float(rank + 1), dtype=torch.bfloat16)
     out = torch.empty(numel, dtype=torch.bfloat16)
-    work = native.compressed_reduce_scatter(out, x, side.bucket.native, **side.step(0))
+    work = native.compressed_reduce_scatter(
+        out, x, side.bucket.native, side.bucket.sides, **side.step(0)
+    )
     assert work.get_future().wait() is out
     assert out.eq((ranks + 1) / 2).all()
     for wrong in (out[1:], out.double()):
         with pytest.raises(RuntimeError, match=r"values|takes"):
-            native.compressed_reduce_scatter(wrong, x, side.bucket.native, **side.step(0))
+            native.compressed_reduce_scatter(
+                wrong, x, side.bucket.native, side.bucket.sides, **side.step(0)
+            )
     with pytest.raises(RuntimeError, match="one row"):
-        native.compressed_all_gather(x, out, side.bucket.native, **side.step(0))
+        native.compressed_all_gather(x, out, side.bucket.native, side.bucket.sides, **side.step(0))
     one_row = Side("exact", ranks).bucket.native
     with pytest.raises(RuntimeError, match=f"Layout\\({ranks}\\)"):
-        native.compressed_reduce_scatter(out, x, one_row, **side.step(0))
+        native.compressed_reduce_scatter(out, x, one_row, side.bucket.sides, **side.step(0))
 
 
 def test_16_bit_floats_and_wrong_arguments(pool):
@@ -132,7 +139,9 @@ def overflow(rank: int, ranks: int, backend_name: str) -> tuple[bool, bool]:
     if rank == 0:
         x[1, 5] = float("inf")
     if backend_name == "pycomm":
-        work = backend.find().compressed_reduce_scatter(out, x, side.bucket.native, **side.step(0))
+        work = backend.find().compressed_reduce_scatter(
+            out, x, side.bucket.native, side.bucket.sides, **side.step(0)
+        )
         work.wait()
         return work.finite, bool(out.isfinite().all())
     group = dist.group.WORLD

@@ -11,7 +11,9 @@ from test_ddp_compress import chosen, equal, gradients, reduced, train
 from pycomm.policy import PROTECT, Policy, Rule
 
 
-@pytest.mark.parametrize(("spec", "behind"), [("powersgd:4", 0.15), ("powersgd:4,alternate=1", 0.3)])
+@pytest.mark.parametrize(
+    ("spec", "behind"), [("powersgd:4", 0.15), ("powersgd:4,alternate=1", 0.3)]
+)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_it_trains_over_several_buckets(pool, backend, spec, behind):
     (a, losses), (b, more) = pool.run(train, spec, 60, backend=backend)

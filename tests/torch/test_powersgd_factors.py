@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pycomm.feedback import Feedback
+from pycomm.feedback import Feedback, Residuals
 from pycomm.hooks.bucket import Bucket
 from pycomm.hooks.powersgd import Exchange, Memory
 from pycomm.policy import Parameter, Policy
@@ -22,7 +22,7 @@ class Model:
 
     def __init__(self, spec: str, group: dist.ProcessGroup) -> None:
         policy = Policy(spec)
-        self.group, self.feedback = group, Feedback(group.size())
+        self.group, self.feedback = group, Residuals(Feedback(), group.size())
         self.memory, self.step = Memory(), 0
         self.buckets = []
         for shapes in SHAPES:
@@ -40,7 +40,6 @@ class Model:
                 bucket.pieces,
                 self.memory,
                 self.group,
-                side=self.feedback.side,
                 seed=3,
                 step=self.step,
             )
@@ -62,7 +61,7 @@ class Model:
         for bucket, sums in zip(self.buckets, owed, strict=True):
             for p in bucket.pieces:
                 if p.residual is not None:
-                    worker = p.residual.worker[self.feedback.side]
+                    worker = p.residual.current("worker")
                     sums[p.offset : p.offset + p.numel] = worker
             dist.all_reduce(sums, group=self.group)
         return [sums / self.group.size() for sums in owed]
@@ -187,7 +186,7 @@ def check_warm_start(rank: int, size: int) -> tuple[float, float]:
         fresh.memory = model.memory
         if warm:
             for _ in range(3):
-                model.feedback = Feedback(size)
+                model.feedback = Residuals(Feedback(), size)
                 model.average(gradients(rank, 0))
         want = mean(0, size)
         got, _ = fresh.average(gradients(rank, 0))

@@ -1,0 +1,61 @@
+// Error feedback around a codec: what an encode reads of the steps before, and what it leaves to
+// the next. The rules and the stored forms are defined in docs/feedback.md; pycomm/feedback/ has
+// the same in torch, with the same bits.
+#pragma once
+#include "codecs/codec.h"
+
+namespace pycomm::feedback {
+
+enum class Kind : uint8_t {
+  residual,  ///< p = x + e; e <- p - decode
+  ema,       ///< p = x + e; e <- decay * e + (1 - decay) * (p - decode)
+  momentum,  ///< u <- decay * u + x; p = v + u; v <- p - decode; u <- 0 where something was sent
+  ef21,      ///< p = x - g; g <- g + decode
+};
+
+/// How a memory keeps its values. All bytes zero are zeros.
+enum class Storage : uint8_t {
+  float32,
+  bfloat16,
+  int8,  ///< blocks of kBlock values: a float32 scale, then the codes
+};
+constexpr size_t kBlock = 32;
+constexpr size_t kBlockBytes = sizeof(float) + kBlock;
+
+/// Bytes of `numel` values, or where value `numel` stands if that is a multiple of kBlock.
+PYCOMM_API size_t stored_bytes(Storage storage, size_t numel);
+PYCOMM_API void load(Storage storage, const uint8_t* stored, Span<float> out);
+PYCOMM_API void store(Storage storage, Span<const float> in, uint8_t* stored);
+
+/// Values that a step reads, and where it writes new ones: apart, so that a step can be taken back,
+/// or in place.
+struct Memory {
+  const uint8_t* old = nullptr;
+  uint8_t* fresh = nullptr;
+
+  explicit operator bool() const { return old != nullptr; }
+  Memory at(size_t bytes) const { return {old + bytes, fresh + bytes}; }
+};
+
+/// The feedback of one tensor; without memory there is none.
+struct Feedback {
+  Kind kind = Kind::residual;
+  Storage storage = Storage::float32;
+  float decay = 0.0f;
+  bool nesterov = false;  ///< u <- decay * (u + x); p = v + u + x
+  Memory error;           ///< e, v or g
+  Memory momentum;        ///< u
+
+  explicit operator bool() const { return error || momentum; }
+  /// That of the values from `offset` on, a multiple of kBlock or 0, in row `row` of rows of
+  /// `numel`.
+  Feedback at(size_t row, size_t numel, size_t offset) const;
+};
+
+/// Encodes with what `feedback` has for exactly the values of args.in; `args` brings no residuals.
+PYCOMM_API void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args);
+/// Codec::measure of what encode() would encode. Writes nothing but `out`.
+void measure(const Codec& codec, const Feedback& feedback, Span<const float> in, Span<float> out,
+             Stream stream);
+
+}  // namespace pycomm::feedback

@@ -1,0 +1,118 @@
+"""One encode with feedback, in torch: what it reads of the steps before, what it leaves.
+
+`encode` of csrc/codecs/feedback.cpp in the same order of operations, so with the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pycomm.codecs import Codec, RandomKey
+from pycomm.feedback import storage
+from pycomm.feedback.residuals import Pair, Residual
+
+_KEY = RandomKey()
+
+
+def encode(
+    codec: Codec,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    residual: Residual,
+    *,
+    worker: bool,
+    begin: int,
+    row: int = 0,
+    key: RandomKey = _KEY,
+    agreed: torch.Tensor | None = None,
+) -> None:
+    """Encode values of a parameter with the residual that it has for them.
+
+    Args:
+        codec: writes the payload.
+        x: float32 [numel of the run].
+        out: uint8 [bytes of the payload].
+        residual: of the whole parameter.
+        worker: as a contribution; else as an owner's result, whose feedback is plain.
+        begin: place of x[0] in the parameter.
+        row: of the residual.
+        key: names the random numbers.
+        agreed: see `Codec.encode`.
+    """
+    rule, kind = residual.rule, residual.rule.kind if worker else "residual"
+    error, momentum = (residual.worker, residual.momentum) if worker else (residual.owner, None)
+    end = begin + x.numel()
+    old, fresh = _parts(residual, error, row, begin, end)
+    old_u, fresh_u = _parts(residual, momentum, row, begin, end)
+    owed = None
+    if old is not None and fresh is not None:
+        # A float32 residual is read and written where it is; in place only if nobody needs the old.
+        direct = fresh.dtype == torch.float32 and kind == "residual"
+        owed = fresh if direct else torch.empty_like(x)
+    p, e, u = _past(rule.decay, rule.nesterov, kind, x, old, old_u)
+    codec.encode(p, out, e, new_residual=owed, key=key, index=begin, agreed=agreed)
+    if owed is not None and e is not None and fresh is not None:
+        if kind == "ema":
+            owed = e * rule.decay + owed * (1 - torch.tensor(rule.decay, dtype=torch.float32))
+        elif kind == "ef21":
+            owed = ((p + e) - owed) - e
+        elif u is not None:
+            u = torch.where(owed == p + e, u, 0.0)
+        if owed is not fresh:
+            storage.store(owed, fresh)
+    if u is not None and fresh_u is not None:
+        storage.store(u, fresh_u)
+
+
+def measure(
+    codec: Codec, x: torch.Tensor, residual: Residual | None, *, row: int = 0
+) -> torch.Tensor:
+    """`Codec.measure` of what `encode` would encode of a whole parameter as a contribution."""
+    if residual is None:
+        return codec.measure(x)
+    rule, numel = residual.rule, residual.numel
+    old, _ = _parts(residual, residual.worker, row, 0, numel)
+    old_u, _ = _parts(residual, residual.momentum, row, 0, numel)
+    p, e, _ = _past(rule.decay, rule.nesterov, rule.kind, x, old, old_u)
+    return codec.measure(p, e)
+
+
+def add_mean(residual: Residual | None, x: torch.Tensor) -> None:
+    """Of a result of EF21: add what all ranks knew before, in place, and keep the sum."""
+    if residual is not None and residual.mean is not None:
+        now, then = residual.sides
+        x.add_(residual.mean[now])
+        residual.mean[then].copy_(x)
+
+
+def _parts(
+    residual: Residual, pair: Pair | None, row: int, begin: int, end: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if pair is None:
+        return None, None
+    now, then = (
+        storage.part(pair[side], residual.numel, row, begin, end) for side in residual.sides
+    )
+    return now, then
+
+
+def _past(
+    decay: float,
+    nesterov: bool,
+    kind: str,
+    x: torch.Tensor,
+    old: torch.Tensor | None,
+    old_u: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What the codec gets, its residual, and the new momentum."""
+    e = None if old is None else storage.load(old, x.numel())
+    if e is not None and kind == "ef21":
+        e = -e
+    if old_u is None:
+        return x, e, None
+    u = storage.load(old_u, x.numel())
+    if nesterov:
+        u = (u + x) * decay
+        return u + x, e, u
+    u = u * decay + x
+    return u, e, u
