@@ -17,6 +17,9 @@ constexpr std::string_view kValues[] = {"float32", "float16", "int8", "int2"};
 constexpr std::string_view kIndices[] = {"int32", "int16", "int12", "bitmap"};
 constexpr uint32_t kChunk12 = 4096;
 constexpr uint32_t kChunk16 = 65536;
+constexpr int kMaxStride = 65536;
+/// Of a payload of variable size: bytes used, values that travel.
+constexpr size_t kHeader = 8;
 
 // ------------------------------------------------------------------- encoding
 
@@ -129,19 +132,16 @@ void write_void(const Record& record, uint8_t* to) {
   }
 }
 
-void encode_record(const Record& record, Finder& finder, const Source& from, float* new_residual,
+void encode_record(const Record& record, const Cut& cut, const Source& from, float* new_residual,
                    uint8_t* to) {
-  const Cut cut = finder.find(from, record.k);
   if (cut.is_void) {
     write_void(record, to);
     if (from.residual) std::memmove(new_residual, from.residual, 4 * record.n);
     return;
   }
   // The writer leaves the padding; the sections end less than a word into it.
-  if (record.k > 0) {
-    std::memset(to + record.indices_at - 4, 0, 4);
-    std::memset(to + record.bytes - 4, 0, 4);
-  }
+  std::memset(to + record.indices_at - 4, 0, 4);
+  std::memset(to + record.bytes - 4, 0, 4);
   Writer writer(record, to, from.residual, new_residual);
   walk(from, cut, new_residual, writer);
 }
@@ -272,7 +272,8 @@ struct Format {
   double density = 0.01;
   Values values = Values::float32;
   Indices indices = Indices::int32;
-  uint32_t chunk = 0;  ///< 0: the whole tensor is one record
+  uint32_t chunk = 0;   ///< 0: the whole tensor is one record
+  uint32_t sample = 0;  ///< 0: exactly k; else the stride of the sample that finds the threshold
 };
 
 class TopK final : public Codec {
@@ -284,14 +285,18 @@ class TopK final : public Codec {
     return "topk:density=" + number_text(format_.density) +
            ",values=" + std::string(kValues[static_cast<int>(format_.values)]) +
            ",indices=" + std::string(kIndices[static_cast<int>(format_.indices)]) +
-           (format_.chunk ? ",chunk=" + std::to_string(format_.chunk) : "");
+           (format_.chunk ? ",chunk=" + std::to_string(format_.chunk) : "") +
+           (format_.sample ? ",sample=" + std::to_string(format_.sample) : "");
   }
   Combine combine() const override { return Combine::gather; }
   int wire_version() const override { return kWireVersion; }
   size_t granule() const override { return format_.chunk; }
 
+  bool variable() const override { return format_.sample != 0; }
+
   size_t encoded_bytes(size_t numel) const override {
     if (numel == 0) return 0;
+    if (variable()) return kHeader + record_of(numel, most(numel)).bytes;
     const size_t length = record_length(numel);
     const size_t rest = numel % length;
     return numel / length * record(length).bytes + (rest ? record(rest).bytes : 0);
@@ -301,12 +306,14 @@ class TopK final : public Codec {
     check_encode(*this, args);
     check_place(args.in.size, args.stream);
     if (args.in.size == 0) return;
+    if (variable()) return encode_sampled(args);
     Finder finder(record_length(args.in.size), void_bits(format_.values));
     uint8_t* to = args.out.data;
     for_each_record(args.in.size, [&](const Record& record, size_t first) {
       const bool feedback = args.residual != nullptr;
       const Source from{args.in.data + first, feedback ? args.residual + first : nullptr, record.n};
-      encode_record(record, finder, from, feedback ? args.new_residual + first : nullptr, to);
+      encode_record(record, finder.find(from, record.k), from,
+                    feedback ? args.new_residual + first : nullptr, to);
       to += record.bytes;
     });
   }
@@ -320,10 +327,41 @@ class TopK final : public Codec {
  private:
   size_t record_length(size_t numel) const { return format_.chunk ? format_.chunk : numel; }
 
-  Record record(size_t n) const {
+  size_t count_of(size_t n) const {
     const double share = std::ceil(format_.density * static_cast<double>(n));
-    const size_t k = std::max<size_t>(1, std::min(n, static_cast<size_t>(share)));
-    return {format_.values, format_.indices, n, k};
+    return std::max<size_t>(1, std::min(n, static_cast<size_t>(share)));
+  }
+  /// What a sampled threshold may choose: a quarter more.
+  size_t most(size_t n) const { return std::min(n, count_of(n) + (count_of(n) + 3) / 4); }
+
+  Record record_of(size_t n, size_t k) const { return {format_.values, format_.indices, n, k}; }
+  Record record(size_t n) const { return record_of(n, count_of(n)); }
+
+  void encode_sampled(const EncodeArgs& args) const {
+    const Source from{args.in.data, args.residual, args.in.size};
+    size_t k = 0;
+    const Cut cut = sampled_cut(from, format_.sample, count_of((from.n - 1) / format_.sample + 1),
+                                most(from.n), void_bits(format_.values), k);
+    const Record record = record_of(from.n, cut.is_void ? 1 : k);
+    const uint32_t header[] = {static_cast<uint32_t>(kHeader + record.bytes),
+                               static_cast<uint32_t>(record.k)};
+    std::memcpy(args.out.data, header, kHeader);
+    encode_record(record, cut, from, args.new_residual, args.out.data + kHeader);
+    zero_padding(args.out, header[0]);
+  }
+
+  template <bool kAdd>
+  void decode_sampled(Span<const uint8_t> payload, Span<float> out) const {
+    uint32_t header[2];
+    std::memcpy(header, payload.data, kHeader);
+    const size_t k = header[1];
+    if (k >= 1 && k <= most(out.size)) {
+      const Record record = record_of(out.size, k);
+      if (header[0] == kHeader + record.bytes) {
+        return decode_record<kAdd>(record, payload.data + kHeader, out.data);
+      }
+    }
+    std::fill(out.begin(), out.end(), bits_float(kNanBits));
   }
 
   /// Calls f(record, place of its first value).
@@ -349,6 +387,7 @@ class TopK final : public Codec {
     check_decode(*this, payload, out);
     check_place(out.size, stream);
     if (out.size == 0) return;
+    if (variable()) return decode_sampled<kAdd>(payload, out);
     const uint8_t* from = payload.data;
     for_each_record(out.size, [&](const Record& record, size_t first) {
       decode_record<kAdd>(record, from, out.data + first);
@@ -394,6 +433,12 @@ std::unique_ptr<Codec> make(Options& options) {
                      : chunk == kChunk12       ? Indices::int12
                                                : Indices::int16;
   }
+  const int sample = options.integer("sample", 0);
+  if (sample < 0 || sample > kMaxStride || (sample > 0 && format.chunk != 0)) {
+    options.fail("sample=" + std::to_string(sample) +
+                 ": use 0 (exactly the largest) or 1 to 65536, and no chunks");
+  }
+  format.sample = static_cast<uint32_t>(sample);
   options.finish();
   return std::make_unique<TopK>(format);
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <vector>
 
 #include "codecs/loops.h"
 #include "core/simd.h"
@@ -108,6 +109,7 @@ PYCOMM_AVX512 Counts count_avx512(const Source& from, Bracket b, uint32_t* insid
     counts.above += _mm_popcnt_u32(above);
     counts.at_high += _mm_popcnt_u32(at_high);
     counts.at_low += _mm_popcnt_u32(at_low);
+    if (between == 0) continue;
     if (counts.inside + 16 > room) {
       counts.overflow = true;
       return counts;
@@ -215,6 +217,10 @@ inline Bracket sampled_bracket(const Source& from, size_t k, uint32_t* sample, s
   return {sample[last], place > off ? sample[first] : kInfBits};
 }
 
+inline Counts count_around(const Source& from, Bracket b, uint32_t* inside, size_t room) {
+  return from.residual ? count<true>(from, b, inside, room) : count<false>(from, b, inside, room);
+}
+
 /// Finds the cuts of one record after the other.
 class Finder {
  public:
@@ -241,8 +247,7 @@ class Finder {
     } else {
       return false;
     }
-    const Counts counts = from.residual ? count<true>(from, b, scratch_.get(), room_)
-                                        : count<false>(from, b, scratch_.get(), room_);
+    const Counts counts = count_around(from, b, scratch_.get(), room_);
     if (!cut_in(counts, b, k, scratch_.get(), cut_)) return false;
     cut_.is_void = counts.top >= limit_;
     return true;
@@ -261,6 +266,23 @@ class Finder {
   Cut cut_;
   bool known_ = false;  ///< cut_ is that of the record before
 };
+
+/// The cut at the magnitude that the k-th largest of every `stride`-th value has, and how many it
+/// chooses; beyond `most` that is exactly the `most` largest.
+inline Cut sampled_cut(const Source& from, size_t stride, size_t k, size_t most, uint32_t limit,
+                       size_t& chosen) {
+  std::vector<uint32_t> sample;
+  sample.reserve(from.n / stride + 1);
+  for (size_t i = 0; i < from.n; i += stride) sample.push_back(magnitude_bits(from.at(i)));
+  std::nth_element(sample.begin(), sample.begin() + static_cast<ptrdiff_t>(k - 1), sample.end(),
+                   std::greater<uint32_t>());
+  const uint32_t bits = sample[k - 1];
+  const Counts counts = count_around(from, {bits, bits}, nullptr, 0);
+  chosen = counts.above + counts.at_high;
+  if (chosen <= most) return {bits, counts.at_high, counts.top >= limit};
+  chosen = most;
+  return Finder(from.n, limit).find(from, most);
+}
 
 /// Chosen values on their way to the payload, in the order of their indices. A Writer takes them by
 /// groups: writer.group(index, p, count), where only the last has fewer than kGroup.

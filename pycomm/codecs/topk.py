@@ -19,6 +19,7 @@ GROUP = 256  # chosen values that share a scale (int8) or a pair of levels (int2
 CHUNKS = {"int12": 4096, "int16": 65536, "bitmap": 65536}
 VALUE_BITS = {"float32": 32, "float16": 16, "int8": 8, "int2": 2}
 INDEX_BITS = {"int32": 32, "int16": 16, "int12": 12}
+HEADER = 8  # of a payload of variable size: bytes used, values that travel
 SCALE_BYTES = {"float32": 0, "float16": 0, "int8": 4, "int2": 8}
 
 
@@ -34,6 +35,7 @@ class TopK(Codec):
     values: Literal["float32", "float16", "int8", "int2"] = "float32"
     indices: Literal["auto", "int32", "int16", "int12", "bitmap"] = "auto"
     chunk: int = 0  # 0: by indices, 4096 for int12, 65536 for int16 and bitmap, else whole tensors
+    sample: int = 0  # 0: exactly the largest; else every so many-th value finds a threshold
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
@@ -45,6 +47,14 @@ class TopK(Codec):
             raise ValueError(f"topk: indices={self.indices}: use one of {', '.join(known)}")
         if self.chunk not in (0, 4096, 65536):
             raise ValueError(f"topk: chunk={self.chunk}: use 0 (whole tensors), 4096 or 65536")
+        self._choose_indices()
+        if not 0 <= self.sample <= 65536 or (self.sample and self.chunk):
+            raise ValueError(
+                f"topk: sample={self.sample}: use 0 (exactly the largest) or 1 to 65536, and no "
+                "chunks"
+            )
+
+    def _choose_indices(self) -> None:
         given = self.chunk
         if self.indices == "auto":
             object.__setattr__(self, "indices", self._smallest())
@@ -66,9 +76,17 @@ class TopK(Codec):
     def granule(self) -> int:
         return self.chunk
 
+    @property
+    def variable(self) -> bool:
+        return self.sample > 0
+
     def count(self, numel: int) -> int:
         """Number of values that travel of a record of ``numel``."""
         return max(1, min(numel, ceil(self.density * numel)))
+
+    def most(self, numel: int) -> int:
+        """The largest number of values that a sampled threshold may choose."""
+        return min(numel, self.count(numel) + -(-self.count(numel) // 4))
 
     def record_sizes(self, numel: int) -> list[int]:
         """Values of each record of a tensor."""
@@ -77,14 +95,19 @@ class TopK(Codec):
         return [*sizes, numel % length] if numel % length else sizes
 
     def encoded_bytes(self, numel: int) -> int:
-        length = self.chunk or max(numel, 1)
-        rest = numel % length
-        whole = numel // length * sum(self._sections(length)) if numel >= length else 0
-        return whole + (sum(self._sections(rest)) if rest else 0)
+        if numel == 0:
+            return 0
+        if self.variable:
+            return HEADER + sum(self._sections(numel, self.most(numel)))
+        length = self.chunk or numel
+        whole, rest = numel // length, numel % length
+        return whole * self._bytes(length) + (self._bytes(rest) if rest else 0)
 
-    def _sections(self, numel: int) -> tuple[int, int, int]:
-        """Bytes of scales, values and indices of a record."""
-        k = self.count(numel)
+    def _bytes(self, numel: int) -> int:
+        return sum(self._sections(numel, self.count(numel)))
+
+    def _sections(self, numel: int, k: int) -> tuple[int, int, int]:
+        """Bytes of scales, values and indices of a record of which ``k`` travel."""
         bits = numel if self.indices == "bitmap" else k * INDEX_BITS[self.indices]
         values = padded(-(-k * VALUE_BITS[self.values] // 8))
         return SCALE_BYTES[self.values] * -(-k // GROUP), values, padded(-(-bits // 8))
@@ -94,15 +117,35 @@ class TopK(Codec):
     def reference_encode(
         self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        records = [self._encode_record(r) for r in torch.split(p, self.record_sizes(p.numel()))]
-        return torch.cat(records) if records else p.new_empty(0, dtype=torch.uint8)
+        if p.numel() == 0:
+            return p.new_empty(0, dtype=torch.uint8)
+        if self.variable:
+            k = self._sampled_count(p)
+            record = self._encode_record(p, k)
+            out = record.new_zeros(self.encoded_bytes(p.numel()))
+            used = HEADER + record.numel()
+            out[:HEADER].view(torch.int32).copy_(torch.tensor([used, k]))
+            out[HEADER:used] = record
+            return out
+        records = torch.split(p, self.record_sizes(p.numel()))
+        return torch.cat([self._encode_record(r, self.count(r.numel())) for r in records])
 
-    def _encode_record(self, p: torch.Tensor) -> torch.Tensor:
-        k = self.count(p.numel())
-        magnitude = p.view(torch.int32) & 0x7FFFFFFF  # integers in the order of |p|
-        limit = torch.tensor(HUGE if self.values == "int8" else float("inf")).view(torch.int32)
-        if bool((magnitude >= limit.to(p.device)).any()):
+    def _sampled_count(self, p: torch.Tensor) -> int:
+        """How many values reach the k-th largest of the sample; one of a record that is void."""
+        if self._is_void(p):
+            return 1
+        sample = magnitudes(p[:: self.sample])
+        threshold = sample.sort(descending=True).values[self.count(sample.numel()) - 1]
+        return min(int((magnitudes(p) >= threshold).sum()), self.most(p.numel()))
+
+    def _is_void(self, p: torch.Tensor) -> bool:
+        limit = torch.tensor([HUGE if self.values == "int8" else float("inf")], device=p.device)
+        return bool((magnitudes(p) >= magnitudes(limit)).any())
+
+    def _encode_record(self, p: torch.Tensor, k: int) -> torch.Tensor:
+        if self._is_void(p):
             return self._void(p, k)
+        magnitude = magnitudes(p)
         places = magnitude.sort(descending=True, stable=True).indices[:k].sort().values
         chosen = p[places]
         if self.values == "float32":
@@ -125,7 +168,7 @@ class TopK(Codec):
 
     def _void(self, p: torch.Tensor, k: int) -> torch.Tensor:
         """A record that holds Inf or NaN: it begins with NaN."""
-        start, values, indices = self._sections(p.numel())
+        start, values, indices = self._sections(p.numel(), k)
         out = p.new_zeros(start + values + indices, dtype=torch.uint8)
         if self.values == "float16":
             out[: 2 * k].view(torch.int16).fill_(0x7E00)
@@ -165,18 +208,29 @@ class TopK(Codec):
         self, payload: torch.Tensor, numel: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the values and the places of each record; a void one is NaN at every place."""
+        if self.variable and numel > 0:
+            used, k = payload[:HEADER].view(torch.int32).tolist()
+            known = 1 <= k <= self.most(numel)
+            if known and used == HEADER + sum(self._sections(numel, k)):
+                yield self._record(payload[HEADER:used], numel, k)
+            else:
+                yield _void_values(numel, payload.device)
+            return
         sizes = self.record_sizes(numel)
-        parts = torch.split(payload, [sum(self._sections(size)) for size in sizes])
+        parts = torch.split(payload, [self._bytes(size) for size in sizes])
         for part, size in zip(parts, sizes, strict=True):
-            scale, code, index = torch.split(part, list(self._sections(size)))
-            places = self._unpack_indices(index, size)
-            value = self._values(scale, code, self.count(size))
-            first = value if not len(scale) else scale.view(torch.float32)
-            ascend = places.numel() == self.count(size) and bool((places.diff() > 0).all())
-            if not ascend or int(places[-1]) >= size or bool(first[0].isnan()):
-                places = torch.arange(size, device=payload.device)
-                value = torch.full_like(places, float("nan"), dtype=torch.float32)
-            yield value, places
+            yield self._record(part, size, self.count(size))
+
+    def _record(self, part: torch.Tensor, size: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values and the places of one record of ``size`` values."""
+        scale, code, index = torch.split(part, list(self._sections(size, k)))
+        places = self._unpack_indices(index, k)
+        value = self._values(scale, code, k)
+        first = value if not len(scale) else scale.view(torch.float32)
+        ascend = places.numel() == k and bool((places.diff() > 0).all())
+        if not ascend or int(places[-1]) >= size or bool(first[0].isnan()):
+            return _void_values(size, part.device)
+        return value, places
 
     def _values(self, scale: torch.Tensor, code: torch.Tensor, k: int) -> torch.Tensor:
         if self.values == "float32":
@@ -190,8 +244,7 @@ class TopK(Codec):
         level = scale.view(torch.float32).view(-1, 2)[group, bits & 1]
         return torch.where(bits >> 1 > 0, -level, level)
 
-    def _unpack_indices(self, index: torch.Tensor, numel: int) -> torch.Tensor:
-        k = self.count(numel)
+    def _unpack_indices(self, index: torch.Tensor, k: int) -> torch.Tensor:
         if self.indices == "bitmap":
             return unpack_bits(index, 1).nonzero().view(-1)
         if self.indices == "int12":
@@ -201,6 +254,16 @@ class TopK(Codec):
         wide = index.new_zeros(k, 8)
         wide[:, :size] = index[: k * size].view(k, size)
         return wide.view(torch.int64).view(-1)
+
+
+def _void_values(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.arange(size, device=device)
+    return torch.full_like(places, float("nan"), dtype=torch.float32), places
+
+
+def magnitudes(p: torch.Tensor) -> torch.Tensor:
+    """Return the bits of ``|p|`` as int32, whose order is that of the values."""
+    return p.view(torch.int32) & 0x7FFFFFFF
 
 
 def split_with(values: torch.Tensor, fill: float) -> torch.Tensor:

@@ -86,6 +86,45 @@ def test_same_bytes_whatever_the_search_meets(spec, case):
     check(spec, "native", "cpu", x, 0.1 * NORMAL[-x.numel() :])
 
 
+@pytest.mark.parametrize("case", ["normal", "sorted", "mostly-zero", "few-magnitudes", "growing"])
+@pytest.mark.parametrize("values", ["float32", "int8"])
+def test_a_sampled_threshold_writes_the_same_bytes_on_both_sides(case, values):
+    x = SEARCHED[case]
+    check(f"topk:0.01,values={values},sample=100", "native", "cpu", x, 0.1 * NORMAL[-len(x) :])
+
+
+@pytest.mark.parametrize("sample", [1, 10, 100])
+def test_a_sampled_threshold_takes_all_above_it_and_about_as_many(sample):
+    codec = pycomm.codec(f"topk:0.01,sample={sample}")
+    payload = codec.encode(NORMAL)
+    used, count = payload[:8].view(torch.int32).tolist()
+    assert used == 8 + 8 * count <= payload.numel()
+    assert not bool(payload[used:].any())
+    exact = codec.count(NORMAL.numel())
+    # The k-th of m sampled values: k varies by its root, about 100 of 10^4 for sample=1 by none.
+    assert abs(count - exact) <= (0 if sample == 1 else 5 * (exact * sample) ** 0.5)
+    largest = NORMAL.abs().topk(count).indices.sort().values
+    assert torch.equal(payload[8 + 4 * count : used].view(torch.int32).long(), largest)
+
+
+def test_a_sample_that_misleads_sends_no_more_than_a_quarter_beyond():
+    x = torch.ones(100_000)
+    x[::100] = 0
+    payload = pycomm.codec("topk:0.01,sample=100").encode(x)
+    assert payload[:8].view(torch.int32).tolist() == [8 + 8 * 1250, 1250]
+
+
+def test_a_count_or_a_size_that_cannot_be_is_void():
+    codec = pycomm.codec("topk:0.5,sample=1")
+    payload = codec.encode(torch.arange(8.0))
+    head = payload[:8].view(torch.int32)
+    assert head.tolist() == [40, 4]
+    for used, count in ((40, 0), (40, 6), (64, 7), (36, 4), (40, -1), (-1, 4)):
+        head.copy_(torch.tensor([used, count]))
+        assert bool(codec.decode(payload, 8).isnan().all())
+        check_decode(codec, runner(codec, "native", "cpu"), "cpu", payload, 8)
+
+
 # --------------------------------------------------------------------------------- how well
 
 
@@ -174,7 +213,7 @@ def test_a_bitmap_of_another_count_makes_a_record_void():
         check_decode(codec, runner(codec, "native", "cpu"), "cpu", payload, 8)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "int32,sample=3"])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_payload_with_wrong_bytes_is_read_within_its_bounds(form, data):
@@ -237,6 +276,8 @@ def test_the_smallest_indices_are_taken(text, spec):
         ("density=much", "is not a number"),
         ("chunk=100", "chunk=100: use 0"),
         ("indices=int12,chunk=65536", "int32 goes with chunk=0"),
+        ("sample=-1", "sample=-1: use 0"),
+        ("sample=10,chunk=4096", "sample=10: use 0"),
         ("indices=int32,chunk=4096", "int32 goes with chunk=0"),
         ("values=int4", "values=int4"),
         ("indices=int8", "indices=int8"),
