@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -21,11 +22,22 @@ class Guard:
     share: float = 0.004
     """The most that checks may cost, as a part of bytes and of time each."""
     limit: float | None = None
-    """Relative error of a coding that is too much. None: half way between what the codec does to
-    normal values and 1, where sending nothing would be as good. A parameter that is above it in two
-    checks in a row is warned about and moves to a finer codec."""
+    """Relative error of a coding that is too much. None: 1, where sending nothing would be as good;
+    and for codecs that do to normal values less than a half, half way from there to 1. A parameter
+    that is above it in two checks in a row is warned about and moves to a finer codec."""
     escalate: bool = True
     """Whether it moves; else the warning is all."""
+
+    def limit_of(self, nominal: float) -> float:
+        """Return the limit of a codec, by its error on normal values.
+
+        Sparse codecs are near 1 by what they are, and unbiased ones above it: they have none.
+        """
+        if self.limit is not None:
+            return self.limit
+        if nominal >= 1:
+            return math.inf
+        return (1 + nominal) / 2 if nominal < 0.5 else 1.0
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.parameters < 1:

@@ -28,8 +28,6 @@ from pycomm.policy.rules import Decision, Moment, Parameter, Policy
 from pycomm.policy.samples import Owed, Piece, Probe, Quality, Sampler, qualities
 from pycomm.policy.steering import steering
 
-_RAREST = 1 << 12  # steps between two checks, at most
-
 
 class Plan:
     """What a policy decides for the parameters of one model, equal on all ranks of a group.
@@ -289,8 +287,7 @@ class Plan:
         costs, exchanges, seconds = zip(*(row[: len(spent)] for row in rows), strict=True)
         # Most of an exchange is waiting for others, which the step's first bucket would do as well.
         between = self._sampler.every * max(seconds)
-        if max(costs) + min(exchanges) > self._sampler.guard.share * between:
-            self._sampler.every = min(2 * self._sampler.every, _RAREST)
+        self._sampler.spent((max(costs) + min(exchanges)) / between if between else 0.0)
         if not finite:
             return False
         # Results are equal on all ranks, but their exact sums need not be on every backend.
@@ -307,10 +304,8 @@ class Plan:
         """Compare one parameter's quality with its limit; return whether it escalates."""
         guard, decision = self.policy.guard, self.decisions[name]
         assert guard
-        nominal = nominal_error(decision.codec)
-        limit = guard.limit if guard.limit is not None else (1 + nominal) / 2
-        # Unbiased sparse codecs are above 1 by what they are.
-        if quality.coding <= limit or (guard.limit is None and nominal >= 1):
+        limit = guard.limit_of(nominal_error(decision.codec))
+        if quality.coding <= limit:
             self._suspects.discard(name)
             return False
         if name not in self._suspects:

@@ -25,6 +25,7 @@ from pycomm.policy.rules import Decision
 
 _MOST = 1 << 16  # values in one check
 _LEAST = 256
+_RAREST = 1 << 12  # steps between two checks, at most
 _STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive multiples spread over any range
 
 Owed = Callable[[str, int, int], "torch.Tensor | None"]
@@ -93,17 +94,12 @@ class Probe:
         if self._result is None:
             return torch.zeros(len(self.names), 7, dtype=torch.float64)
         sizes = [part.stop - part.start for part in self._slices]
-        exact, due = self._exact.cpu().double()
-        rows = []
-        for r, e, d in zip(
-            torch.split(self._result.cpu().double(), sizes),
-            torch.split(exact, sizes),
-            torch.split(due, sizes),
-            strict=True,
-        ):
-            pairs = ((r - e, r - e), (e, e), (r, r), (r, e), (r - d, r - d), (d, d), (d - e, d - e))
-            rows.append(torch.stack([torch.dot(a, b) for a, b in pairs]))
-        return torch.stack(rows)
+        e, d = self._exact.cpu().double()
+        r = self._result.cpu().double()
+        off, lost, owed = r - e, r - d, d - e
+        pairs = ((off, off), (e, e), (r, r), (r, e), (lost, lost), (d, d), (owed, owed))
+        products = torch.stack([a * b for a, b in pairs])
+        return torch.stack([part.sum(dim=1) for part in torch.split(products, sizes, dim=1)])
 
 
 class Sampler:
@@ -147,7 +143,7 @@ class Sampler:
             return
         # Two float32 sums per value travel, so that is what bounds the bytes.
         payload = sum(d.encoded_bytes for d in decisions)
-        values = int(self.guard.share * self.every * payload / 8)
+        values = int(self.guard.share * self.guard.every * payload / 8)
         each = max(_LEAST, min(values, _MOST)) // len(chosen)
         for i, name in enumerate(chosen):
             count = min(max(each, 1), lossy[name])
@@ -180,6 +176,13 @@ class Sampler:
         probe = Probe(slices, exact, self._group)
         self._probes.append(probe)
         return probe
+
+    def spent(self, share: float) -> None:
+        """Take the part of the time that checks take; they become rarer, or as frequent again."""
+        if share > self.guard.share:
+            self.every = min(2 * self.every, max(_RAREST, self.guard.every))
+        elif share < self.guard.share / 4:
+            self.every = max(self.every // 2, self.guard.every)
 
     @property
     def pending(self) -> bool:

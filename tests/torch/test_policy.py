@@ -308,6 +308,48 @@ def test_good_codecs_pass(pool, backend):
     pool.run(check_good_codecs, backend=backend)
 
 
+def check_coarse_codecs(rank: int, size: int, spec: str) -> None:
+    model, state = compressed(Policy(spec, guard=Guard(every=1, share=1.0)))
+    for step in range(50):
+        step_of(model, gradients(rank, step))
+    assert set(state.plan.qualities) == {"big", "small"}
+    assert all(quality.coding <= 1 for quality in state.plan.qualities.values())
+    assert not state.plan.events, state.summary()
+
+
+@pytest.mark.parametrize("spec", ["topk:0.01", "randomk:50", "powersgd:2", "int2"])
+def test_coarse_codecs_raise_no_alarm_even_for_noise(pool, spec):
+    """Gradients without any structure, of which residuals pile up."""
+    pool.run(check_coarse_codecs, spec)
+
+
+class SlowClock(Clock):
+    """Every look at it takes a hundredth of a second."""
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+def check_expensive_guard(rank: int, size: int) -> None:
+    model, state = compressed(Policy("int8", guard=Guard(every=2)))
+    state.plan._clock = clock = SlowClock()
+    rarer = []
+    for step in range(64):
+        # Only the last rank finds checks expensive: steps take it a second, the others ten.
+        clock.now += 1.0 if rank == size - 1 else 1.1
+        step_of(model, gradients(rank, step))
+        rarer.append(state.plan.report().check_every)
+    same_everywhere(rarer)
+    # A check takes four looks or so, and may take 0.4 % of what lies between two checks.
+    assert rarer[0] == 2
+    assert 8 <= rarer[-1] <= 32
+
+
+def test_checks_that_cost_too_much_become_rarer(pool):
+    pool.run(check_expensive_guard)
+
+
 def check_overflow(rank: int, size: int) -> None:
     model, state = compressed(Policy("int8", guard=Guard(every=1, share=1.0)))
     for step in range(6):
