@@ -236,7 +236,8 @@ class Residuals:
             return storage.load(stored, end - first)[begin - first :]
 
         owed = values(found.worker) + self.rule.decay * values(found.momentum)
-        return owed / self.ranks + values(found.owner) + torch.zeros(end - begin)
+        nothing = torch.zeros(end - begin, device=found.device)
+        return owed / self.ranks + values(found.owner) + nothing
 
     def drop(self, name: str) -> None:
         """Forget what is not owed any more, since an exact payload has told all."""
