@@ -317,13 +317,24 @@ class CompressionState:
         bucket = self._buckets.get(names)
         if bucket is None:
             self.agree()
-            decisions = [self.decisions[name] for name in names]
+            decisions = [self.part(self.decisions[name]) for name in names]
             numbers = [self._numbers[name] for name in names]
             native = backend.find(self.process_group) if device.type == "cpu" else None
-            levels = native.levels if native else ()
-            bucket = Bucket(decisions, numbers, self.residuals, device, levels=levels)
+            levels = native.levels if native and self.rows == 1 else ()
+            bucket = Bucket(
+                decisions, numbers, self.residuals, device, rows=self.rows, levels=levels
+            )
             self._buckets[names] = bucket
         return bucket
+
+    @property
+    def rows(self) -> int:
+        """How many parts of each parameter a rank contributes; see `Bucket`."""
+        return 1
+
+    def part(self, decision: Decision) -> Decision:
+        """Return the decision for what a bucket holds of a parameter: all of it, if not told."""
+        return decision
 
 
 def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
