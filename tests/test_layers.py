@@ -28,7 +28,7 @@ CXX_LAYERS = {
 # From the top down: a module may use those in the lines below its own, and its own line.
 PYTHON_LAYERS = (
     {"bench"},
-    {"run", "compress", "plan", "doctor", "__main__"},
+    {"run", "compress", "local_sgd", "plan", "doctor", "__main__"},
     {"hooks"},
     {"policy", "feedback", "monitor", "trace"},
     {"codecs", "communicator", "backend"},

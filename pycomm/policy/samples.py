@@ -164,6 +164,8 @@ class Sampler:
             part = self.wanted.pop(piece.name, None)
             if part is None:
                 continue
+            if part.stop > piece.numel:  # a shard of the parameter
+                part = slice(max(0, piece.numel - (part.stop - part.start)), piece.numel)
             here = slice(piece.offset + part.start, piece.offset + part.stop)
             slices[piece.name] = here
             mine = values.detach().view(-1)[here].float() / self._group.size()

@@ -379,7 +379,7 @@ def test_policy_picks_codecs_by_parameter(pool):
 
 
 def check_refusals(rank: int, size: int) -> None:
-    with pytest.raises(TypeError, match="DistributedDataParallel, not Sequential: wrap it first"):
+    with pytest.raises(TypeError, match="or fully_shard, not Sequential: wrap it first"):
         pycomm.compress(network())
     model = DistributedDataParallel(network())
     with pytest.raises(ValueError, match=r"unknown codec 'int9': use one of .*int8"):
