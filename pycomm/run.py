@@ -5,7 +5,8 @@
 
 Two things change before the script starts. Its process groups are pycomm groups, whether it asks
 for "gloo", for "nccl" (without a GPU) or for nothing, and go by the name that it asked for
-(takeover.py). And every DistributedDataParallel compresses its gradients, from its construction on.
+(takeover.py). And every DistributedDataParallel compresses its gradients, from its construction on,
+and every model in fully_shard (FSDP2), from its first forward on.
 All else is as `python train.py` has it: `sys.argv`, `sys.path`, `__main__`, traceback, exit status.
 
 Processes that the script starts do the same: they find the options in PYCOMM_RUN. Set by hand, it
@@ -31,6 +32,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import _autoload, takeover
@@ -45,7 +47,7 @@ AS_ASKED = "script"  # for --backend: what the script says
 
 @dataclass
 class Compression:
-    """What happens to every DistributedDataParallel; None: nothing."""
+    """What happens to every DistributedDataParallel and fully_shard; None: nothing."""
 
     policy: Policy | None = None
     feedback: bool = True
@@ -173,7 +175,7 @@ def apply(options: Sequence[str]) -> None:
     _compression = Compression(policy, not given.no_feedback, given.seed or 0)
     if policy is not None:
         _compress_every_ddp()
-        _tell_of_fsdp()
+        _compress_every_fsdp()
 
 
 # ------------------------------------------------------------------------ what changes
@@ -207,8 +209,11 @@ def _compress_every_ddp() -> None:
     DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
 
 
-def _tell_of_fsdp() -> None:
-    """Let FSDP2 say that no codec reaches its gradients."""
+def _compress_every_fsdp() -> None:
+    """Let what fully_shard has wrapped compress its gradients from its first forward on.
+
+    Only then is it known which module is the root, from which parameters have their names.
+    """
     from torch.distributed import fsdp
 
     if hasattr(fsdp.fully_shard, "_pycomm"):
@@ -216,17 +221,25 @@ def _tell_of_fsdp() -> None:
     original = fsdp.fully_shard
 
     @functools.wraps(original)
-    def fully_shard(*args: Any, **kwargs: Any) -> Any:
-        if not vars(fully_shard)["_told"] and _compression.policy is not None:
-            vars(fully_shard)["_told"] = True
-            logger.warning(
-                "run: --codec compresses DistributedDataParallel only; the gradients of "
-                "fully_shard (FSDP2) travel exactly"
-            )
-        return original(*args, **kwargs)
+    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        wrapped = original(module, *args, **kwargs)
+        if _compression.policy is not None:
+            for part in module if isinstance(module, (list, tuple)) else [module]:
+                part.register_forward_pre_hook(_compress_root, prepend=True)
+        return wrapped
 
-    vars(fully_shard).update(_pycomm=True, _told=False)
+    vars(fully_shard)["_pycomm"] = True
     fsdp.fully_shard = fully_shard
+
+
+def _compress_root(module: nn.Module, _: object) -> None:
+    """The forward hook of every module in fully_shard: the first to be called is the root."""
+    given = _compression
+    if vars(module).get("_pycomm") or given.policy is None:
+        return
+    for part in module.modules():
+        vars(part)["_pycomm"] = True
+    compress(module, given.policy, feedback=given.feedback, seed=given.seed)
 
 
 # ------------------------------------------------------------------------ as python does

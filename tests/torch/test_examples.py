@@ -18,6 +18,15 @@ def test_ddp_example(tmp_path):
     assert "norms and biases stay exact" in output
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "local_sgd"])
+def test_other_examples_of_training(tmp_path, name):
+    output = launch(str(ROOT / f"examples/{name}.py"), folder=tmp_path)
+    losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
+    assert losses[-1] < losses[0]
+    assert "quant:bits=4" in output
+    assert "ranks met 6 times" in output or name != "local_sgd"
+
+
 def test_backend_example(tmp_path):
     output = launch(str(ROOT / "examples/backend.py"), folder=tmp_path)
     assert "2 ranks" in output

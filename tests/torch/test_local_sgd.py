@@ -103,7 +103,7 @@ def test_it_converges_and_ranks_are_equal(pool, options):
     assert alike
     assert equal(a, b)
     # It started at ln 10 = 2.3; training step by step has 0.9 after 60 steps.
-    assert sum(losses[-8:] + more[-8:]) / 16 < 1.2
+    assert sum(losses[-8:] + more[-8:]) / 16 < 1.3
 
 
 def test_int4_with_feedback_ends_near_exact(pool):
@@ -119,7 +119,7 @@ def test_int4_with_feedback_ends_near_exact(pool):
         )
 
     assert off(fed) < 0.02  # of the way that training has gone, squared
-    assert plain != fed
+    assert not equal(plain, fed)
 
 
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])

@@ -1,0 +1,39 @@
+"""Shards with compressed gradients and weights: torchrun --nproc-per-node 2 examples/fsdp2.py"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import pycomm
+
+
+def main() -> None:
+    dist.init_process_group("pycomm")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 10))
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    state = pycomm.compress(model, "int4", weights="bf16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+
+    centres = torch.randn(10, 64)  # the same on all ranks; their batches differ
+    torch.manual_seed(1 + dist.get_rank())
+    for step in range(50):
+        labels = torch.randint(10, (32,))
+        points = centres[labels] + torch.randn(32, 64)
+        loss = nn.functional.cross_entropy(model(points), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 10 == 9 and dist.get_rank() == 0:
+            print(f"step {step + 1}: loss {loss.item():.3f}")
+
+    if dist.get_rank() == 0:
+        print(state.summary())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
