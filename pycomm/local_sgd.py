@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.errors import Error
+from pycomm.feedback import Feedback
 from pycomm.hooks.state import CompressionState
 from pycomm.policy import Policy
 
@@ -57,7 +58,7 @@ class LocalSGD:
         optimizer: the inner one; needed only where this is used as a context manager, to count its
             steps.
         process_group: ranks that train apart; None: the default group.
-        feedback: keep what a payload loses and add it to the next.
+        feedback: what becomes of what a payload loses; see `pycomm.compress`.
         seed: of random rounding; equal on all ranks.
 
     Raises:
@@ -86,7 +87,7 @@ class LocalSGD:
         delayed: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
         process_group: dist.ProcessGroup | None = None,
-        feedback: bool = True,
+        feedback: bool | str | Feedback | None = True,
         seed: int = 0,
     ) -> None:
         if every < 1 or lr <= 0 or not 0 <= momentum < 1:
