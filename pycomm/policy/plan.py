@@ -80,7 +80,7 @@ class Plan:
 
     def add(self, parameter: Parameter) -> Decision:
         """Enter a parameter and return its decision. All ranks enter the same, in one order."""
-        if self._steering:
+        if self._steering and self.policy.rule(parameter, self._moment.link) is None:
             self._steering.enter(parameter)
         decision = self.decisions[parameter.name] = self._decide(parameter)
         return decision

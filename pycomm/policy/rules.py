@@ -145,7 +145,7 @@ class Policy:
     epochs: Schedule = ()
     """The same by epochs, from 0; see `Plan.set_epoch`."""
     budget: float | None = None
-    """Bits per value, spent where the gradient's measured energy makes them worth most."""
+    """Bits per value of what no rule matches, spent where measured energy makes them worth most."""
     error: float | None = None
     """The most that an averaged gradient may be off, relative to its L2 norm, by samples. Alone:
     bits move up and down to hold it. With "auto": choices that are worse are left out."""
@@ -213,6 +213,10 @@ class Policy:
         at = moment.step if self.schedule else moment.epoch
         return warm, sum(begin <= at for begin, _ in self.schedule or self._epochs)
 
+    def rule(self, parameter: Parameter, link: Link = "inter") -> Rule | None:
+        """Return the rule that decides for a parameter, if there is one."""
+        return next((rule for rule in self.rules if rule.matches(parameter, link)), None)
+
     def decide(
         self, parameter: Parameter, moment: Moment = Moment(), default: Codec | None = None
     ) -> Decision:
@@ -226,9 +230,9 @@ class Policy:
         warm, turns = self.stage(moment)
         if warm:
             return Decision(parameter, parse_codec(EXACT), f"warm-up of {self.warmup} steps")
-        for rule in self.rules:
-            if rule.matches(parameter, moment.link):
-                return _fitted(parameter, rule.codec, rule.reason or f"rule for {rule.name}")
+        rule = self.rule(parameter, moment.link)
+        if rule is not None:
+            return _fitted(parameter, rule.codec, rule.reason or f"rule for {rule.name}")
         if default is not None:
             return _fitted(parameter, default, "")
         if turns:

@@ -7,7 +7,6 @@ samples have found.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from pycomm.codecs import ALIASES, CODECS, SCHEMES, Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy.auto import TRYING, Auto, Candidate
 from pycomm.policy.budget import Budget, Choice
-from pycomm.policy.quality import bits, nominal_error
+from pycomm.policy.quality import bits, nominal_error, reduced_error
 from pycomm.policy.rules import AUTO, EXACT, Parameter, Policy
 from pycomm.policy.samples import Piece, Quality
 
@@ -39,7 +38,7 @@ class Steering:
         raise NotImplementedError
 
     def enter(self, parameter: Parameter) -> None:
-        """Take notice of a parameter."""
+        """Take notice of a parameter that no rule decides."""
 
     def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
         """Take the time of the last step; return whether a codec changes. Collective.
@@ -91,8 +90,7 @@ class Fastest(Steering):
         bound = policy.error or AUTO_ERROR
         found = _candidates(policy, AUTO_CANDIDATES)
         if not policy.candidates:
-            # Two codings per all-reduce, each with its error.
-            found = [c for c in found if sqrt(2) * nominal_error(c) <= bound]
+            found = [c for c in found if reduced_error(c) <= bound]
         self._codecs = {codec.spec(): codec for codec in found}
         self._trial = policy.trial
         self._auto: Auto | None = None
@@ -207,9 +205,7 @@ class Bounded(Steering):
     def __init__(self, bound: float, candidates: Sequence[Codec]) -> None:
         self._bound = bound
         self._codecs = sorted(candidates, key=lambda codec: -nominal_error(codec))
-        within = (
-            i for i, c in enumerate(self._codecs) if sqrt(2) * nominal_error(c) * self.ROOM <= bound
-        )
+        within = (i for i, c in enumerate(self._codecs) if reduced_error(c) * self.ROOM <= bound)
         self._first = next(within, len(self._codecs) - 1)
         self._places: dict[str, int] = {}
         self._errors: dict[str, float] = {}
@@ -236,8 +232,8 @@ class Bounded(Steering):
             return min(place + 1, len(self._codecs) - 1)
         if place == 0:
             return place
-        here, coarser = (nominal_error(self._codecs[i]) for i in (place, place - 1))
-        promised = error * coarser / here if here else coarser * sqrt(2)
+        here, coarser = (reduced_error(self._codecs[i]) for i in (place, place - 1))
+        promised = error * coarser / here if here else coarser
         return place - 1 if promised * self.ROOM <= self._bound else place
 
     def state_dict(self) -> dict[str, Any]:

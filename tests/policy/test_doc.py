@@ -1,13 +1,21 @@
-"""The examples of docs/policy.md do what it says."""
+"""The examples of docs/policy.md and of docstrings do what they say."""
 
 from __future__ import annotations
 
 import doctest
 from pathlib import Path
 
+import pytest
+
 from pycomm import monitor
+from pycomm.policy import rules
 
 PAGE = Path(__file__).parents[2] / "docs" / "policy.md"
+
+
+@pytest.mark.parametrize("module", [rules, monitor], ids=lambda m: m.__name__)
+def test_docstrings(module):
+    assert doctest.testmod(module).failed == 0
 
 
 def test_examples(monkeypatch):

@@ -69,6 +69,13 @@ def test_schedules_by_step_and_by_epoch():
     assert [chosen(policy, epoch=e) for e in (0, 1, 1, 3)] == specs
 
 
+def test_dgc_lets_the_density_fall_by_epochs():
+    policy = Policy("topk:0.01,values=float16", warmup="dgc")
+    codecs = [policy.decide(WEIGHT, Moment(epoch=e)).codec for e in range(6)]
+    assert [c.density for c in codecs] == [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]
+    assert {c.values for c in codecs} == {"float16"}
+
+
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
