@@ -10,6 +10,9 @@ namespace pycomm::codecs {
 namespace cast {
 std::unique_ptr<Codec> make(Options& options);
 }
+namespace lossless {
+std::unique_ptr<Codec> make(Options& options);
+}
 namespace quant {
 std::unique_ptr<Codec> make(Options& options);
 }

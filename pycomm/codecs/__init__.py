@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 from pycomm.codecs.base import Codec, RandomKey
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
+from pycomm.codecs.lossless import Lossless
 from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.randomk import RandomK
@@ -20,6 +21,7 @@ __all__ = [
     "SCHEMES",
     "Cast",
     "Codec",
+    "Lossless",
     "PowerSGD",
     "Quant",
     "RandomK",
@@ -33,6 +35,7 @@ __all__ = [
 # The only list of codecs in Python: one line each.
 CODECS: dict[str, type[Codec]] = {
     "cast": Cast,
+    "lossless": Lossless,
     "quant": Quant,
     "sign": Sign,
     "randomk": RandomK,

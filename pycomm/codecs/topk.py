@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 
 from pycomm.codecs.base import Codec, Combine, RandomKey
-from pycomm.codecs.block import HUGE, NAN, padded, payload, scales, split
+from pycomm.codecs.block import HUGE, NAN, pack_bits, padded, payload, scales, split, unpack_bits
 
 GROUP = 256  # chosen values that share a scale (int8) or a pair of levels (int2)
 CHUNKS = {"int12": 4096, "int16": 65536, "bitmap": 65536}
@@ -240,15 +240,15 @@ class TopK(Codec):
         group = torch.arange(k, device=code.device) // GROUP
         if self.values == "int8":
             return code.view(torch.int8)[:k].to(torch.float32) * scale.view(torch.float32)[group]
-        bits = unpack_bits(code, 2)[:k]
+        bits = unpack_bits(code, 2, k).to(torch.int64)
         level = scale.view(torch.float32).view(-1, 2)[group, bits & 1]
         return torch.where(bits >> 1 > 0, -level, level)
 
     def _unpack_indices(self, index: torch.Tensor, k: int) -> torch.Tensor:
         if self.indices == "bitmap":
-            return unpack_bits(index, 1).nonzero().view(-1)
+            return unpack_bits(index, 1, 8 * index.numel()).nonzero().view(-1)
         if self.indices == "int12":
-            halves = unpack_bits(index, 6)[: 2 * k].view(-1, 2)
+            halves = unpack_bits(index, 6, 2 * k).to(torch.int64).view(-1, 2)
             return halves[:, 0] | halves[:, 1] << 6
         size = INDEX_BITS[self.indices] // 8
         wide = index.new_zeros(k, 8)
@@ -271,20 +271,3 @@ def split_with(values: torch.Tensor, fill: float) -> torch.Tensor:
     rows = values.new_full((-(-values.numel() // GROUP) * GROUP,), fill)
     rows[: values.numel()] = values
     return rows.view(-1, GROUP)
-
-
-def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the little-endian bit string of codes (uint8) of ``bits`` bits."""
-    ones = (codes[:, None] >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
-    ones = ones.view(-1)
-    string = ones.new_zeros(-(-ones.numel() // 8) * 8)
-    string[: ones.numel()] = ones
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=codes.device)
-    return (string.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(string: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return as int64 the codes of ``bits`` bits that a bit string has room for."""
-    ones = (string[:, None] >> torch.arange(8, dtype=torch.uint8, device=string.device)) & 1
-    ones = ones.view(-1)[: string.numel() * 8 // bits * bits].view(-1, bits).to(torch.int64)
-    return (ones << torch.arange(bits, device=string.device)).sum(1)

@@ -37,6 +37,8 @@ SPECS = [
     "sign",
     "sign:block=32",
     "sign:block=2048",
+    "lossless",
+    "lossless:bfloat16",
     "randomk:10",
     "randomk:every=7,block=32,scale=unbiased",
     "topk:0.01",
@@ -48,7 +50,7 @@ SPECS = [
 ]
 
 # Codecs without kernels for GPUs: the reference and C++ only.
-CPU_ONLY = {"randomk", "topk"}
+CPU_ONLY = {"lossless", "randomk", "topk"}
 
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.
 SIZES = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2047, 5001]

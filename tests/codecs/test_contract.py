@@ -241,6 +241,8 @@ def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
     codec = pycomm.codec(spec)
     if codec.granule == 0:
         pytest.skip("its tensors are not cut")
+    if codec.variable:
+        pytest.skip("its payloads have no places of their own")
     run = runner(codec, kind, device)
     x = CASES["normal-5001"][0].to(device)
     cuts = [*range(0, 5001, codec.granule)[:3], 5001]

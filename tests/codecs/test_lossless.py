@@ -1,0 +1,93 @@
+"""What lossless promises beyond its bytes: nothing is lost, it pays, and no payload harms its
+reader."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pycomm
+from pycomm import _C
+from pycomm.codecs.implementations import Reference
+from pycomm.errors import Error
+from tests.codecs.cases import CASES
+from tests.codecs.test_contract import check, same
+
+NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+
+
+def used(payload: torch.Tensor) -> int:
+    return int(payload[:4].view(torch.int32))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_lost(case):
+    x = CASES[case][0]
+    exact, short = pycomm.codec("lossless"), pycomm.codec("lossless:bfloat16")
+    assert same(exact.decode(exact.encode(x), x.numel()), x)
+    assert same(short.decode(short.encode(x), x.numel()), x.to(torch.bfloat16).float())
+
+
+def test_float32_owes_nothing():
+    residual = NORMAL[1000:2000].clone()
+    pycomm.codec("lossless").encode(NORMAL[:1000], residual=residual)
+    assert not bool(residual.any())
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 27.2), ("bfloat16", 11.2)])
+@pytest.mark.parametrize("size", [1e-6, 1.0])
+def test_bits_per_normal_value_are_those_of_the_page(dtype, bits, size):
+    payload = pycomm.codec(f"lossless:{dtype}").encode(size * NORMAL)
+    assert used(payload) * 8 / NORMAL.numel() == pytest.approx(bits, abs=0.1)
+
+
+def test_equal_exponents_take_no_stream():
+    x = 1 + torch.rand(10_000, generator=torch.Generator().manual_seed(1)) * 0.9
+    assert used(pycomm.codec("lossless:bfloat16").encode(x)) == 4 + 10_000 + 80
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_largest_payload_is_that_of_arbitrary_exponents(dtype):
+    g = torch.Generator().manual_seed(2)
+    x = torch.randint(-(2**31), 2**31, (5001,), generator=g).to(torch.int32).view(torch.float32)
+    codec = pycomm.codec(f"lossless:{dtype}")
+    assert used(codec.encode(x)) == codec.encoded_bytes(5001)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spread", [0, 1, 2, 5, 10, 30])
+def test_same_bytes_at_every_width(dtype, spread):
+    """Exponents that fall off with their distance from the largest, with a few far away."""
+    g = torch.Generator().manual_seed(spread)
+    offset = (torch.rand(5001, generator=g).log() * -spread).floor().clamp(max=90)
+    x = (1 + torch.rand(5001, generator=g) * 0.9) * torch.exp2(-offset)
+    check(f"lossless:{dtype}", "native", "cpu", x, torch.zeros_like(x))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_payload_with_wrong_bytes_is_read_within_its_bounds(data):
+    codec = pycomm.codec(f"lossless:{data.draw(st.sampled_from(['float32', 'bfloat16']))}")
+    numel = data.draw(st.integers(1, 1000))
+    payload = codec.encode(NORMAL[:numel])
+    for _ in range(data.draw(st.integers(1, 6))):
+        place = data.draw(st.sampled_from([*range(4), *range(payload.numel())]))
+        payload[place] = data.draw(st.integers(0, 255))
+    # A copy of its own size: a read behind its end is seen by the address sanitizer.
+    guard = torch.full((numel + 64,), 7.0)
+    copy = payload.clone()
+    codec.native.decode(copy.data_ptr(), guard[32:].data_ptr(), numel)
+    want = torch.empty(numel)
+    Reference().decode(codec, payload, want)
+    assert same(guard[32:-32], want)
+    assert bool((guard[:32] == 7).all())
+    assert bool((guard[-32:] == 7).all())
+
+
+def test_wrong_options_are_explained():
+    with pytest.raises(ValueError, match="dtype=float16: use one of float32, bfloat16"):
+        pycomm.codec("lossless:float16")
+    with pytest.raises(Error, match="dtype=float16: use one of float32, bfloat16"):
+        _C.Codec("lossless:dtype=float16")
