@@ -45,6 +45,30 @@ PYCOMM_HD Scale symmetric_scale(float amax, float top) {
   return {scale(amax, top), inv_scale(amax, top), 0.0f, used(amax)};
 }
 
+/// A value in the range of a small float: its code, and the value that the code stands for.
+struct Rounded {
+  uint32_t code;
+  float value;
+};
+
+/// Rounds in the float adder: `anchor` is the power of two whose last bit is worth one step of v's
+/// binade, so in anchor + |v| the low bits count steps. Below the smallest normal number the step
+/// stays.
+template <typename Small>
+PYCOMM_HD Rounded round_in_range(float v) {
+  const uint32_t magnitude = magnitude_bits(v);
+  const uint32_t sign = float_bits(v) ^ magnitude;
+  const uint32_t exponent = magnitude & kInfBits;
+  const uint32_t binade = exponent > Small::kSmallestNormal ? exponent : Small::kSmallestNormal;
+  const uint32_t anchor = binade + (static_cast<uint32_t>(Small::kShift) << 23);
+  const float sum = bits_float(magnitude) + bits_float(anchor);
+  const uint32_t steps = float_bits(sum) - anchor;
+  const float value = sum - bits_float(anchor);
+  return {
+      (steps + ((binade - Small::kSmallestNormal) >> Small::kShift)) | sign >> Small::kSignShift,
+      bits_float(float_bits(value) | sign)};
+}
+
 /// Residual after a value p has travelled as `decoded`: what is still owed. A value that travels as
 /// Inf or NaN is a step that the loss scaler will skip, so it leaves the residual as it was.
 PYCOMM_HD float owed(float p, float decoded, float residual) {

@@ -42,32 +42,10 @@ struct BFloat16 {
   PYCOMM_HD static float decode(Code code) { return pycomm::BFloat16::decode(code); }
 };
 
-/// A value in the range of a small float: its code, and the value that the code stands for.
-struct Rounded {
-  uint32_t code;
-  float value;
-};
-
-/// Rounds in the float adder: `anchor` is the power of two whose last bit is worth one step of v's
-/// binade, so in anchor + |v| the low bits count steps. Below the smallest normal number the step
-/// stays. No finite p of a used block is out of range: p * inv is at most top * (1 + 2^-23).
-template <typename Small>
-PYCOMM_HD Rounded round_in_range(float v) {
-  const uint32_t magnitude = magnitude_bits(v);
-  const uint32_t sign = float_bits(v) ^ magnitude;
-  const uint32_t exponent = magnitude & kInfBits;
-  const uint32_t binade = exponent > Small::kSmallestNormal ? exponent : Small::kSmallestNormal;
-  const uint32_t anchor = binade + (static_cast<uint32_t>(Small::kShift) << 23);
-  const float sum = bits_float(magnitude) + bits_float(anchor);
-  const uint32_t steps = float_bits(sum) - anchor;
-  const float value = sum - bits_float(anchor);
-  return {(steps + ((binade - Small::kSmallestNormal) >> Small::kShift)) | sign >> 24,
-          bits_float(float_bits(value) | sign)};
-}
-
 struct Float8E4M3 {
   using Code = uint8_t;
   static constexpr float kTop = 448.0f;
+  /// No finite p of a used block is out of range: p * inv is at most top * (1 + 2^-23).
   PYCOMM_HD static Rounded round(float v) { return round_in_range<pycomm::Float8E4M3>(v); }
   PYCOMM_HD static float decode(Code code) { return pycomm::Float8E4M3::decode(code); }
 };
@@ -75,6 +53,7 @@ struct Float8E4M3 {
 struct Float8E5M2 {
   using Code = uint8_t;
   static constexpr float kTop = 57344.0f;
+  /// No finite p of a used block is out of range: p * inv is at most top * (1 + 2^-23).
   PYCOMM_HD static Rounded round(float v) { return round_in_range<pycomm::Float8E5M2>(v); }
   PYCOMM_HD static float decode(Code code) { return pycomm::Float8E5M2::decode(code); }
 };

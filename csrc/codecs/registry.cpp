@@ -14,6 +14,7 @@ struct Entry {
 constexpr Entry kCodecs[] = {
     {"cast", codecs::cast::make},
     {"lossless", codecs::lossless::make},
+    {"mx", codecs::mx::make},
     {"quant", codecs::quant::make},
     {"sign", codecs::sign::make},
     {"randomk", codecs::randomk::make},

@@ -13,6 +13,9 @@ std::unique_ptr<Codec> make(Options& options);
 namespace lossless {
 std::unique_ptr<Codec> make(Options& options);
 }
+namespace mx {
+std::unique_ptr<Codec> make(Options& options);
+}
 namespace quant {
 std::unique_ptr<Codec> make(Options& options);
 }

@@ -1,4 +1,5 @@
-// Small floats to and from float32, for gcc and nvcc: float16, bfloat16, float8 e4m3fn and e5m2.
+// Small floats to and from float32, for gcc and nvcc: float16, bfloat16, float8 e4m3fn and e5m2,
+// float6 e2m3 and e3m2, float4 e2m1.
 //
 // Branch-free integer and float operations, so plain loops over them vectorise, with the same bits
 // at every level. Rounding is to nearest, ties to even. What is too large becomes Inf, or in
@@ -24,23 +25,38 @@ PYCOMM_HD float bits_float(uint32_t bits) {
   return x;
 }
 
-/// A sign, `kExponent` bits and `kMantissa` bits. `kFinite`: the top exponent holds numbers too,
-/// and only all ones is NaN (the "fn" of e4m3fn).
-template <int kExponent, int kMantissa, bool kFinite>
+/// What the codes of a small float with the largest exponent are.
+enum class Last : uint8_t {
+  ieee,     ///< Inf and NaN
+  one_nan,  ///< numbers, and all ones is NaN (the "fn" of e4m3fn)
+  numbers,  ///< numbers alone: there is no Inf and no NaN
+};
+
+/// A sign, `kExponent` bits and `kMantissa` bits.
+template <int kExponent, int kMantissa, Last kLast>
 struct SmallFloat {
+  static constexpr int kBits = 1 + kExponent + kMantissa;
   static constexpr int kShift = 23 - kMantissa;
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr uint32_t kMagnitude = (1u << (kExponent + kMantissa)) - 1;
   static constexpr uint32_t kSignShift = 31 - kExponent - kMantissa;
-  static constexpr uint32_t kTop = kFinite ? kMagnitude : ((1u << kExponent) - 1) << kMantissa;
+  /// One above the largest number.
+  static constexpr uint32_t kTop = kLast == Last::ieee      ? ((1u << kExponent) - 1) << kMantissa
+                                   : kLast == Last::one_nan ? kMagnitude
+                                                            : kMagnitude + 1;
   static constexpr uint32_t kLargest = kTop - 1;
-  static constexpr uint32_t kOverflow = kFinite ? kLargest : kTop;
-  static constexpr uint32_t kNan = kFinite ? kTop : kTop | (1u << (kMantissa - 1));
+  static constexpr uint32_t kOverflow = kLast == Last::ieee ? kTop : kLargest;
+  static constexpr uint32_t kNan = kLast == Last::ieee      ? kTop | (1u << (kMantissa - 1))
+                                   : kLast == Last::one_nan ? kTop
+                                                            : kLargest;
   /// float32 bits of the smallest normal number, and of the first power of two whose unit in the
   /// last place is our smallest subnormal: adding it rounds a subnormal in the float adder.
   static constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(127 + 1 - kBias) << 23;
   static constexpr uint32_t kRound = static_cast<uint32_t>(127 + 1 - kBias + kShift) << 23;
-  /// float32 bits of the number that kTop would be: it and all above overflow.
+  /// float32 bits of the largest number, and of the one that kTop would be: it and all above
+  /// overflow.
+  static constexpr uint32_t kLargestBits =
+      (kLargest << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);
   static constexpr uint32_t kLimit = (kTop << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);
 
   PYCOMM_HD static float decode(uint32_t code) {
@@ -48,9 +64,9 @@ struct SmallFloat {
     const uint32_t normal = wide + (static_cast<uint32_t>(127 - kBias) << 23);
     const float subnormal = bits_float(wide + kSmallestNormal) - bits_float(kSmallestNormal);
     uint32_t bits = wide < (1u << 23) ? float_bits(subnormal) : normal;
-    if (kFinite) {
+    if (kLast == Last::one_nan) {
       bits = (code & kMagnitude) == kNan ? 0x7fc00000u : bits;
-    } else {
+    } else if (kLast == Last::ieee) {
       bits = (code & kMagnitude) >= kTop ? wide | 0x7f800000u : bits;
     }
     return bits_float(bits | (code & (kMagnitude + 1)) << kSignShift);
@@ -76,9 +92,12 @@ struct SmallFloat {
   }
 };
 
-using Float16 = SmallFloat<5, 10, false>;
-using Float8E4M3 = SmallFloat<4, 3, true>;
-using Float8E5M2 = SmallFloat<5, 2, false>;
+using Float16 = SmallFloat<5, 10, Last::ieee>;
+using Float8E4M3 = SmallFloat<4, 3, Last::one_nan>;
+using Float8E5M2 = SmallFloat<5, 2, Last::ieee>;
+using Float6E2M3 = SmallFloat<2, 3, Last::numbers>;
+using Float6E3M2 = SmallFloat<3, 2, Last::numbers>;
+using Float4E2M1 = SmallFloat<2, 1, Last::numbers>;
 
 /// bfloat16 has float32's exponent: decoding is a shift.
 struct BFloat16 {

@@ -9,6 +9,7 @@ from pycomm.codecs.base import Codec, RandomKey
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.lossless import Lossless
+from pycomm.codecs.mx import MX
 from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.randomk import RandomK
@@ -18,6 +19,7 @@ from pycomm.codecs.topk import TopK
 __all__ = [
     "ALIASES",
     "CODECS",
+    "MX",
     "SCHEMES",
     "Cast",
     "Codec",
@@ -36,6 +38,7 @@ __all__ = [
 CODECS: dict[str, type[Codec]] = {
     "cast": Cast,
     "lossless": Lossless,
+    "mx": MX,
     "quant": Quant,
     "sign": Sign,
     "randomk": RandomK,
@@ -63,6 +66,12 @@ ALIASES: dict[str, str] = {
     "fp8": "cast:dtype=float8_e4m3",
     "fp8_e4m3": "cast:dtype=float8_e4m3",
     "fp8_e5m2": "cast:dtype=float8_e5m2",
+    "mxfp8": "mx:format=fp8_e4m3",
+    "mxfp8_e5m2": "mx:format=fp8_e5m2",
+    "mxfp6": "mx:format=fp6_e2m3",
+    "mxfp6_e3m2": "mx:format=fp6_e3m2",
+    "mxfp4": "mx:format=fp4_e2m1",
+    "nvfp4": "mx:format=nvfp4",
 }
 
 

@@ -71,9 +71,9 @@ class Codec(ABC):
     wire_version: ClassVar[int]
 
     def spec(self) -> str:
-        """Canonical text: equal text, equal bytes. An option that is 0 has no meaning here."""
+        """Canonical text: equal text, equal bytes. Options that are 0 or "" mean nothing here."""
         options = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        text = ",".join(f"{name}={value}" for name, value in options if value != 0)
+        text = ",".join(f"{name}={value}" for name, value in options if value not in (0, ""))
         return f"{self.name}:{text}" if text else self.name
 
     @property

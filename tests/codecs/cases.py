@@ -47,10 +47,17 @@ SPECS = [
     "topk:0.3,values=int2,chunk=4096",
     "topk:0.05,sample=10",
     *WIDE,
+    "mxfp8",
+    "mxfp8_e5m2:scale=ceil",
+    "mxfp6:scale=ceil,rounding=stochastic",
+    "mxfp6_e3m2",
+    "mxfp4",
+    "nvfp4",
+    "nvfp4:rounding=stochastic",
 ]
 
 # Codecs without kernels for GPUs: the reference and C++ only.
-CPU_ONLY = {"lossless", "randomk", "topk"}
+CPU_ONLY = {"lossless", "randomk", "topk", "mx"}
 
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.
 SIZES = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2047, 5001]

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm.codecs import RandomK, TopK
+from pycomm.codecs import MX, Quant, RandomK, TopK
 from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
-from pycomm.codecs.quant import Quant
 from tests.codecs import emulated_cuda
 from tests.codecs.cases import CASES, CPU_ONLY, SPECS, WIDE, bits
 
@@ -246,27 +245,29 @@ def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
     run = runner(codec, kind, device)
     x = CASES["normal-5001"][0].to(device)
     cuts = [*range(0, 5001, codec.granule)[:3], 5001]
-    scales, codes = [], []
-    for begin, end in pairwise(cuts):
-        part = encode(run, codec, x[begin:end].contiguous(), index=begin)
-        part_scales, part_codes = sections(codec, part, end - begin)
-        scales.append(part_scales)
-        codes.append(part_codes)
-    whole_scales, whole_codes = sections(codec, encode(run, codec, x), 5001)
-    assert torch.equal(torch.cat(scales), whole_scales)
-    assert torch.equal(torch.cat(codes), whole_codes)
+    parts = [
+        sections(codec, encode(run, codec, x[begin:end].contiguous(), index=begin), end - begin)
+        for begin, end in pairwise(cuts)
+    ]
+    whole = sections(codec, encode(run, codec, x), 5001)
+    for section, *of_parts in zip(whole, *parts, strict=True):
+        assert torch.equal(torch.cat(of_parts), section)
 
 
-def sections(codec: Codec, payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales, and codes with the padding that ends them; records have their own scales."""
+def sections(codec: Codec, payload: torch.Tensor, numel: int) -> list[torch.Tensor]:
+    """Scales, without their padding, and codes with theirs; records have their own scales."""
     if isinstance(codec, RandomK):  # each part has its own header
-        return payload[:0], payload[24:]
+        return [payload[24:]]
+    if isinstance(codec, MX):
+        scales_at, codes_at = codec.sections(numel)
+        scales_end = scales_at + -(-numel // codec.block)
+        return [payload[:scales_at], payload[scales_at:scales_end], payload[codes_at:]]
     if isinstance(codec, Quant):
         scale_bytes = codec.scale_bytes(numel)
     else:
         block = 0 if isinstance(codec, TopK) else codec.block
         scale_bytes = 4 * -(-numel // block) if block else 0
-    return payload[:scale_bytes], payload[-(-scale_bytes // 4) * 4 :]
+    return [payload[:scale_bytes], payload[-(-scale_bytes // 4) * 4 :]]
 
 
 @everywhere

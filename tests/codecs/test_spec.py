@@ -11,7 +11,7 @@ import torch
 
 import pycomm
 from pycomm import _C
-from pycomm.codecs import ALIASES, CODECS, Cast, Quant, RandomKey, Unavailable
+from pycomm.codecs import ALIASES, CODECS, MX, Cast, Quant, RandomKey, Unavailable
 from pycomm.codecs.implementations import implementation, select
 from pycomm.env import env
 from pycomm.errors import Error
@@ -29,6 +29,9 @@ from pycomm.errors import Error
         ("int3", Quant(bits=3, block=64)),
         ("int5:range=minmax", Quant(bits=5, block=128, range="minmax")),
         ("int8:scale=bfloat16", Quant(scale="bfloat16")),
+        ("mx", MX(format="fp8_e4m3", scale="floor")),
+        ("mxfp4:scale=ceil", MX(format="fp4_e2m1", scale="ceil")),
+        ("nvfp4:rounding=stochastic", MX(format="nvfp4", rounding="stochastic")),
         ("cast", Cast(dtype="float16")),
         ("cast:bfloat16", Cast(dtype="bfloat16")),
         ("fp8", Cast(dtype="float8_e4m3", block=256)),
@@ -67,6 +70,9 @@ WRONG = [
     ("int8:64", r"write '64' as option=value; quant has the options"),
     ("cast:float12", r"dtype=float12: use one of float32, float16"),
     ("fp16:block=64", r"float16 has no blocks"),
+    ("mx:fp4", r"format=fp4: use one of fp8_e4m3, .*nvfp4"),
+    ("nvfp4:scale=ceil", r"nvfp4 has one rule for scales; leave scale=ceil out"),
+    ("mxfp4:scale=up", r"scale=up: use floor or ceil"),
 ]
 
 
@@ -93,6 +99,7 @@ NATIVE_WRONG = [
     ("quant:rounding=up", r"rounding=up: use one of nearest, stochastic, correlated"),
     ("cast:dtype=float12", r"dtype=float12: use one of float32, float16"),
     ("cast:dtype=float16,block=64", r"float16 has no blocks"),
+    ("mx:format=nvfp4,scale=floor", r"nvfp4 has one rule for scales; leave the option scale out"),
 ]
 
 

@@ -1,0 +1,270 @@
+// mx on the CPU: plain loops over mx.h, compiled for several x86 levels.
+#include "codecs/mx.h"
+
+#include "codecs/bits.h"
+#include "codecs/loops.h"
+#include "codecs/options.h"
+#include "codecs/registry.h"
+#include "core/error.h"
+
+namespace pycomm::codecs::mx {
+namespace {
+
+constexpr const char* kNames[] = {"fp8_e4m3", "fp8_e5m2", "fp6_e2m3",
+                                  "fp6_e3m2", "fp4_e2m1", "nvfp4"};
+/// Values that are worked on at once: whole blocks of every kind, in the first-level cache.
+constexpr uint32_t kTile = kSuperBlock;
+
+/// Element type and block of a kind.
+template <typename SmallFloat, bool kIsNv>
+struct Type {
+  using Small = SmallFloat;
+  static constexpr bool kNv = kIsNv;
+  static constexpr uint32_t kBlock = kIsNv ? kNvBlock : mx::kBlock;
+  static constexpr uint32_t kBlocks = kTile / kBlock;
+};
+
+/// The scales of the blocks of a tile. A block without an inverse has codes 0; it owes all of p if
+/// its scale is 0, and travels as NaN if not.
+template <typename T>
+struct Scales {
+  float unit[T::kBlocks];
+  float inv[T::kBlocks];
+};
+
+PYCOMM_INLINE size_t count(size_t n, size_t begin, size_t block) {
+  return n - begin < block ? n - begin : block;
+}
+
+/// Measures the blocks of a tile, writes their scales at `codes` and that of the super-block.
+template <typename T>
+PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __restrict codes,
+                              float* super, Scales<T>& scales) {
+  uint32_t amax[T::kBlocks];
+  const size_t blocks = num_blocks(n, T::kBlock);
+  for (size_t b = 0; b < n / T::kBlock; b++) {
+    amax[b] = float_bits(max_magnitude(p + b * T::kBlock, T::kBlock));
+  }
+  if (n % T::kBlock) {
+    amax[blocks - 1] = float_bits(max_magnitude(p + n / T::kBlock * T::kBlock, n % T::kBlock));
+  }
+  if constexpr (T::kNv) {
+    uint32_t top = 0;
+    for (size_t b = 0; b < blocks; b++) top = amax[b] > top ? amax[b] : top;
+    const Scale second = super_scale(bits_float(top));
+    *super = second.unit;
+    for (size_t b = 0; b < blocks; b++) {
+      const Rounded first =
+          second.used ? nv_scale(bits_float(amax[b]), bits_float(top)) : Rounded{0, 0.0f};
+      const float unit = first.value * second.unit;
+      codes[b] = static_cast<uint8_t>(first.code);
+      scales.unit[b] = unit;
+      scales.inv[b] = unit > 0.0f ? 1.0f / unit : 0.0f;
+    }
+  } else {
+    for (size_t b = 0; b < blocks; b++) {
+      const uint32_t code = scale_code<typename T::Small>(amax[b], ceil);
+      codes[b] = static_cast<uint8_t>(code);
+      scales.unit[b] = decode_scale(code);
+      scales.inv[b] = inv_scale(code);
+    }
+  }
+}
+
+// The loops over a block have few rounds, and gcc would unroll them whole before it vectorises:
+// nvfp4 then decodes six times slower.
+
+/// Codes of a block, and what it still owes.
+template <typename Small, bool kStochastic, bool kFeedback>
+PYCOMM_INLINE void encode_block(const float* __restrict p, const uint32_t* __restrict words,
+                                size_t n, float unit, float inv, uint8_t* __restrict codes,
+                                float* __restrict owed) {
+#pragma GCC unroll 1
+  for (size_t i = 0; i < n; i++) {
+    const float v = p[i] * inv;
+    const Rounded rounded =
+        kStochastic ? round_randomly<Small>(v, words[i]) : round_nearest<Small>(v);
+    codes[i] = static_cast<uint8_t>(rounded.code);
+    if (kFeedback) owed[i] = p[i] - rounded.value * unit;
+  }
+}
+
+template <typename T, bool kStochastic, bool kFeedback>
+PYCOMM_INLINE void encode_tile(const EncodeArgs& args, const Scales<T>& scales, const float* p,
+                               size_t lo, size_t n, uint8_t* codes) {
+  alignas(64) uint32_t words[kStochastic ? kTile : 1];
+  const bool ahead = args.in.size - lo >= 2 * kTile;
+  if (kStochastic) random_block(args.key, args.index + lo, n, words);
+  for (size_t b = 0, i = 0; i < n; b++, i += T::kBlock) {
+    const size_t m = count(n, i, T::kBlock);
+    float* owed = kFeedback ? args.new_residual + lo + i : nullptr;
+    const uint32_t* random = kStochastic ? words + i : nullptr;
+    // A tile is read in bursts that the hardware prefetcher loses.
+    for (size_t line = 0; ahead && line < T::kBlock; line += 16) {
+      __builtin_prefetch(args.in.data + lo + kTile + i + line);
+      if (kFeedback) __builtin_prefetch(args.residual + lo + kTile + i + line);
+    }
+    if (scales.inv[b] == 0.0f) {
+      std::memset(codes + i, 0, m);
+      if (kFeedback) {
+        std::memmove(owed, scales.unit[b] == 0.0f ? p + i : args.residual + lo + i, m * 4);
+      }
+    } else if (m == T::kBlock) {
+      encode_block<typename T::Small, kStochastic, kFeedback>(
+          p + i, random, T::kBlock, scales.unit[b], scales.inv[b], codes + i, owed);
+    } else {
+      encode_block<typename T::Small, kStochastic, kFeedback>(p + i, random, m, scales.unit[b],
+                                                              scales.inv[b], codes + i, owed);
+    }
+  }
+}
+
+template <typename T, bool kStochastic>
+PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
+  constexpr int kBits = T::Small::kBits;
+  alignas(64) float sum[kTile];
+  alignas(64) uint8_t unpacked[kTile];
+  Scales<T> scales;
+  auto* supers = reinterpret_cast<float*>(args.out.data);
+  uint8_t* scale_codes = args.out.data + scales_offset(f.kind, args.in.size);
+  uint8_t* out = args.out.data + codes_offset(f.kind, args.in.size);
+  for (size_t lo = 0; lo < args.in.size; lo += kTile) {
+    const size_t n = count(args.in.size, lo, kTile);
+    const float* p = args.in.data + lo;
+    if (args.residual != nullptr) {
+      for (size_t i = 0; i < n; i++) sum[i] = p[i] + args.residual[lo + i];
+      p = sum;
+    }
+    scale_tile<T>(f.ceil, p, n, scale_codes + lo / T::kBlock, supers + lo / kTile, scales);
+    uint8_t* codes = kBits == 8 ? out + lo : unpacked;
+    if (args.residual != nullptr) {
+      encode_tile<T, kStochastic, true>(args, scales, p, lo, n, codes);
+    } else {
+      encode_tile<T, kStochastic, false>(args, scales, p, lo, n, codes);
+    }
+    if constexpr (kBits < 8) pack<kBits>(unpacked, n, out + lo * kBits / 8);
+  }
+}
+
+template <typename Small, bool kAdd>
+PYCOMM_INLINE void decode_block(const uint8_t* __restrict codes, size_t n, float unit,
+                                float* __restrict out) {
+#pragma GCC unroll 1
+  for (size_t i = 0; i < n; i++) {
+    const float value = Small::decode(codes[i]) * unit;
+    out[i] = kAdd ? out[i] + value : value;
+  }
+}
+
+template <typename T, bool kAdd>
+PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
+  constexpr int kBits = T::Small::kBits;
+  alignas(64) uint8_t unpacked[kTile];
+  const auto* supers = reinterpret_cast<const float*>(payload.data);
+  const uint8_t* scale_codes = payload.data + scales_offset(f.kind, out.size);
+  const uint8_t* in = payload.data + codes_offset(f.kind, out.size);
+  for (size_t lo = 0; lo < out.size; lo += kTile) {
+    const size_t n = count(out.size, lo, kTile);
+    if constexpr (kBits < 8) unpack<kBits>(in + lo * kBits / 8, n, unpacked);
+    const uint8_t* codes = kBits == 8 ? in + lo : unpacked;
+    for (size_t i = 0; i < n; i += T::kBlock) {
+      const uint32_t code = scale_codes[(lo + i) / T::kBlock];
+      const float unit =
+          T::kNv ? Float8E4M3::decode(code) * supers[lo / kTile] : decode_scale(code);
+      if (n - i >= T::kBlock) {
+        decode_block<typename T::Small, kAdd>(codes + i, T::kBlock, unit, out.data + lo + i);
+      } else {
+        decode_block<typename T::Small, kAdd>(codes + i, n - i, unit, out.data + lo + i);
+      }
+    }
+  }
+}
+
+/// Calls `f` with the Type that stands for `kind`.
+template <typename F>
+void with_type(Kind kind, const F& f) {
+  switch (kind) {
+    case Kind::fp8_e4m3:
+      return f(Type<Float8E4M3, false>());
+    case Kind::fp8_e5m2:
+      return f(Type<Float8E5M2, false>());
+    case Kind::fp6_e2m3:
+      return f(Type<Float6E2M3, false>());
+    case Kind::fp6_e3m2:
+      return f(Type<Float6E3M2, false>());
+    case Kind::fp4_e2m1:
+      return f(Type<Float4E2M1, false>());
+    case Kind::nvfp4:
+      return f(Type<Float4E2M1, true>());
+  }
+}
+
+class Mx final : public Codec {
+ public:
+  explicit Mx(const Format& format) : format_(format) {}
+
+  std::string_view name() const override { return "mx"; }
+  std::string spec() const override {
+    return std::string("mx:format=") + kNames[static_cast<int>(format_.kind)] +
+           (format_.kind == Kind::nvfp4 ? ""
+            : format_.ceil              ? ",scale=ceil"
+                                        : ",scale=floor") +
+           ",rounding=" + (format_.stochastic ? "stochastic" : "nearest");
+  }
+  Combine combine() const override { return Combine::recode; }
+  int wire_version() const override { return kWireVersion; }
+  size_t granule() const override { return format_.kind == Kind::nvfp4 ? kSuperBlock : kBlock; }
+  size_t encoded_bytes(size_t numel) const override {
+    return mx::encoded_bytes(format_.kind, numel);
+  }
+
+  void encode(const EncodeArgs& args) const override {
+    check_encode(*this, args);
+    check_device(args.stream);
+    with_type(format_.kind, [&](auto type) {
+      using T = decltype(type);
+      (format_.stochastic ? encode_all<T, true> : encode_all<T, false>)(format_, args);
+    });
+    const size_t numel = args.in.size, codes = codes_offset(format_.kind, numel);
+    const size_t blocks = num_blocks(numel, block(format_.kind));
+    zero_padding(args.out.sub(0, codes), scales_offset(format_.kind, numel) + blocks);
+    zero_padding(args.out, codes + (numel * bits(format_.kind) + 7) / 8);
+  }
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    check_decode(*this, payload, out);
+    check_device(stream);
+    with_type(format_.kind,
+              [&](auto type) { decode_all<decltype(type), false>(format_, payload, out); });
+  }
+  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    check_decode(*this, payload, out);
+    check_device(stream);
+    with_type(format_.kind,
+              [&](auto type) { decode_all<decltype(type), true>(format_, payload, out); });
+  }
+
+ private:
+  void check_device(Stream stream) const {
+    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
+  }
+
+  Format format_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make(Options& options) {
+  Format format;
+  format.kind = static_cast<Kind>(options.choice(
+      "format", {kNames[0], kNames[1], kNames[2], kNames[3], kNames[4], kNames[5]}, 0));
+  const int scale = options.choice("scale", {"floor", "ceil"}, -1);
+  if (format.kind == Kind::nvfp4 && scale != -1) {
+    options.fail("nvfp4 has one rule for scales; leave the option scale out");
+  }
+  format.ceil = scale == 1;
+  format.stochastic = options.choice("rounding", {"nearest", "stochastic"}, 0) == 1;
+  options.finish();
+  return std::make_unique<Mx>(format);
+}
+
+}  // namespace pycomm::codecs::mx

@@ -1,0 +1,104 @@
+// mx: the microscaling floats of OCP, and NVFP4: 8, 6 or 4 bits with a scale of one byte for 32 or
+// 16 values. Wire format: docs/wire/mx.md. Everything that decides a bit is here, in block.h and in
+// core/floats.h, compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "codecs/block.h"
+#include "core/floats.h"
+#include "core/philox.h"
+#include "core/types.h"
+
+namespace pycomm::codecs::mx {
+
+constexpr int kWireVersion = 1;
+/// Values that share a scale in NVFP4, and that share its second, float32 scale.
+constexpr uint32_t kNvBlock = 16;
+constexpr uint32_t kSuperBlock = 2048;
+constexpr uint32_t kBlock = 32;
+
+enum class Kind : uint8_t { fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, nvfp4 };
+
+struct Format {
+  Kind kind = Kind::fp8_e4m3;
+  bool ceil = false;  ///< scales rounded up, so that no value saturates; not in nvfp4
+  bool stochastic = false;
+};
+
+PYCOMM_HD int bits(Kind kind) {
+  return kind == Kind::fp8_e4m3 || kind == Kind::fp8_e5m2   ? 8
+         : kind == Kind::fp6_e2m3 || kind == Kind::fp6_e3m2 ? 6
+                                                            : 4;
+}
+PYCOMM_HD uint32_t block(Kind kind) { return kind == Kind::nvfp4 ? kNvBlock : kBlock; }
+
+/// The payload is the second-level scales, if it is nvfp4, then the scales, then the codes.
+PYCOMM_HD size_t scales_offset(Kind kind, size_t numel) {
+  return kind == Kind::nvfp4 ? num_blocks(numel, kSuperBlock) * 4 : 0;
+}
+PYCOMM_HD size_t codes_offset(Kind kind, size_t numel) {
+  return scales_offset(kind, numel) + padded(num_blocks(numel, block(kind)));
+}
+PYCOMM_HD size_t encoded_bytes(Kind kind, size_t numel) {
+  return codes_offset(kind, numel) + padded((numel * bits(kind) + 7) / 8);
+}
+
+// ------------------------------------------------------------------- scales
+
+/// E8M0: a power of two by its float32 exponent; 255 is NaN. `amax`: bits of the largest magnitude.
+constexpr uint32_t kNanScale = 255;
+template <typename Small>
+PYCOMM_HD uint32_t scale_code(uint32_t amax, bool ceil) {
+  if (!(bits_float(amax) < kHuge)) return kNanScale;
+  constexpr uint32_t kMaxExponent = (Small::kLargestBits >> 23) - 127;
+  const uint32_t up = ceil && (amax & 0x7fffffu) > (Small::kLargestBits & 0x7fffffu) ? 1 : 0;
+  const uint32_t exponent = (amax >> 23) + up;
+  return exponent > kMaxExponent ? exponent - kMaxExponent : 0;
+}
+PYCOMM_HD float decode_scale(uint32_t code) {
+  return bits_float(code == kNanScale ? kNanBits : code == 0 ? 1u << 22 : code << 23);
+}
+/// 1 / decode_scale(code) of a code that scale_code() gives; 0 of kNanScale.
+PYCOMM_HD float inv_scale(uint32_t code) {
+  return bits_float(code == kNanScale ? 0 : (254 - code) << 23);
+}
+
+/// NVFP4: the second-level scale of a super-block, with 448 * 6 the largest of what it multiplies.
+PYCOMM_HD Scale super_scale(float amax) { return symmetric_scale(amax, 448.0f * 6.0f); }
+/// The first-level scale of a block in a used super-block, whose largest magnitude is `super_amax`.
+PYCOMM_HD Rounded nv_scale(float amax, float super_amax) {
+  return round_in_range<Float8E4M3>(amax * (448.0f / super_amax));
+}
+
+// -------------------------------------------------------------------- codes
+
+/// |v| beyond the largest number is that number.
+template <typename Small>
+PYCOMM_HD uint32_t saturated(float v) {
+  const uint32_t magnitude = magnitude_bits(v);
+  return magnitude < Small::kLargestBits ? magnitude : Small::kLargestBits;
+}
+
+template <typename Small>
+PYCOMM_HD Rounded round_nearest(float v) {
+  return round_in_range<Small>(
+      bits_float(saturated<Small>(v) | (float_bits(v) ^ magnitude_bits(v))));
+}
+
+/// Up or down by chance, as quant does it, in the steps of the binade that |v| is in.
+template <typename Small>
+PYCOMM_HD Rounded round_randomly(float v, uint32_t random) {
+  const uint32_t magnitude = saturated<Small>(v);
+  const uint32_t sign = float_bits(v) ^ magnitude_bits(v);
+  const uint32_t exponent = magnitude & kInfBits;
+  const uint32_t binade = exponent > Small::kSmallestNormal ? exponent : Small::kSmallestNormal;
+  const uint32_t step = binade - (static_cast<uint32_t>(23 - Small::kShift) << 23);
+  const float a = bits_float(magnitude) * bits_float((254u << 23) - step);
+  const int down = static_cast<int>(a);
+  const int threshold = static_cast<int>((a - static_cast<float>(down)) * 0x1p31f);
+  const int near = down + (static_cast<int>(random >> 1) < threshold ? 1 : 0);
+  const float value = static_cast<float>(near) * bits_float(step);
+  return {(static_cast<uint32_t>(near) + ((binade - Small::kSmallestNormal) >> Small::kShift)) |
+              sign >> Small::kSignShift,
+          bits_float(float_bits(value) | sign)};
+}
+
+}  // namespace pycomm::codecs::mx

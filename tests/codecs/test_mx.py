@@ -1,0 +1,183 @@
+"""What mx promises beyond its bytes: the formats of the specification, bounds, and no bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.codecs import MX
+from pycomm.codecs.base import RandomKey
+from pycomm.codecs.block import pack_bits, unpack_bits
+from pycomm.codecs.mx import ELEMENTS
+
+NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+FORMATS = list(ELEMENTS)
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def code_and_decode(codec, x, **options):
+    return codec.decode(codec.encode(x, **options), x.numel())
+
+
+# Constants of the normal distribution, computed apart from this code, to the digits that are known.
+@pytest.mark.parametrize(
+    ("spec", "constant"), [("mxfp8", 8.6e-4), ("mxfp4", 1.3e-2), ("nvfp4", 9.0e-3)]
+)
+def test_error_on_normal_values_is_the_known_constant(spec, constant):
+    d = code_and_decode(pycomm.codec(spec), NORMAL) - NORMAL
+    error = float(d.double().square().sum() / NORMAL.double().square().sum())
+    assert error == pytest.approx(constant, rel=0.02)
+
+
+def test_elements_of_four_bits_are_those_of_the_specification():
+    codec = pycomm.codec("mxfp4")
+    payload = torch.cat(
+        (
+            torch.tensor([127, 0, 0, 0], dtype=torch.uint8),
+            pack_bits(torch.arange(16, dtype=torch.uint8), 4),
+        )
+    )
+    assert codec.decode(payload, 16).tolist() == E2M1 + [-value for value in E2M1]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mxfp8", torch.float8_e4m3fn), ("mxfp8_e5m2", torch.float8_e5m2)]
+)
+def test_elements_of_eight_bits_are_torchs(name, dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    payload = torch.cat((torch.full((8,), 127, dtype=torch.uint8), codes))
+    got, want = pycomm.codec(name).decode(payload, 256), codes.view(dtype).to(torch.float32)
+    assert torch.equal(got.nan_to_num(0.125), want.nan_to_num(0.125))
+    assert torch.equal(got.isnan(), want.isnan())
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "step", "largest"),
+    [("mxfp6", 0.125, 0.5, 7.5), ("mxfp6_e3m2", 0.0625, 4, 28)],
+)
+def test_elements_of_six_bits_are_those_of_the_specification(name, least, step, largest):
+    codes = torch.arange(32, dtype=torch.uint8)
+    payload = torch.cat((torch.tensor([127, 0, 0, 0], dtype=torch.uint8), pack_bits(codes, 6)))
+    values = pycomm.codec(name).decode(payload, 32)
+    assert values[1] == least
+    assert values[31] == largest
+    assert values[31] - values[30] == step
+    assert torch.equal(values, values.sort().values)
+
+
+@pytest.mark.parametrize("exponent", [-127, -100, 0, 126])
+def test_scales_are_powers_of_two_by_their_exponent(exponent):
+    payload = torch.tensor([127 + exponent, 0, 0, 0, 0x02, 0, 0, 0], dtype=torch.uint8)
+    assert pycomm.codec("mxfp4").decode(payload, 1).item() == 2.0**exponent
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "nvfp4"])
+def test_ceil_is_the_least_scale_that_saturates_nothing(form):
+    top = ELEMENTS[form].top
+    g = torch.Generator().manual_seed(0)
+    x = (1 + torch.rand(1000, generator=g)) * 2.0 ** torch.randint(-80, 100, (1000,), generator=g)
+    x[:2] = torch.tensor([top, 4 * top])
+    rows = torch.zeros(1000, 32)
+    rows[:, 0] = x
+    floor, ceil = (
+        2.0 ** (MX(format=form, scale=rule).encode(rows)[:1000].double() - 127)
+        for rule in ("floor", "ceil")
+    )
+    assert bool((x.double() <= top * ceil).all())
+    assert bool((x.double() > top * ceil / 2).all())
+    assert torch.equal(floor, 2.0 ** (x.double().log2().floor() - torch.tensor(top).log2().floor()))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "nvfp4"])
+def test_no_value_is_off_by_more_than_its_step(form, rounding):
+    codec = MX(format=form, scale="ceil", rounding=rounding)
+    x = NORMAL[:32000]
+    element = codec.element
+    scale = 2.0 ** (codec.encode(x)[:1000].float() - 127).repeat_interleave(32)
+    binade = (x / scale).abs().clamp(min=2.0**element.least).log2().floor()
+    step = 2.0 ** (binade - element.mantissa) * scale
+    off = (code_and_decode(codec, x) - x).abs()
+    assert bool((off <= step * (0.5 if rounding == "nearest" else 1)).all())
+
+
+# With E4M3's half of a sixteenth a scale is too small by at most 1/17 of it, so what saturates at 6
+# is off by 6/16 at most; the step at 6 is 2. The rest is half a step of the codes.
+def test_nvfp4_is_off_by_no_more_than_a_step_of_its_block():
+    x = NORMAL[: 1 << 16]
+    amax = x.view(-1, 16).abs().amax(1)
+    off = (code_and_decode(pycomm.codec("nvfp4"), x) - x).view(-1, 16).abs().amax(1)
+    assert bool((off <= amax / 6 * (1 + 1 / 16) + 1e-6).all())
+
+
+def test_nvfp4_uses_the_whole_range_of_both_scales():
+    x = torch.zeros(4096)
+    x[0], x[16], x[2048] = 3.0, 3.0 / 64, 1e-20
+    payload = pycomm.codec("nvfp4").encode(x)
+    assert payload[:8].view(torch.float32).tolist() == [
+        (torch.tensor(3.0) / 2688).item(),
+        (torch.tensor(1e-20) / 2688).item(),
+    ]
+    scales = payload[8 : 8 + 256].view(torch.float8_e4m3fn).float()
+    assert scales[[0, 1, 2, 128]].tolist() == [448, 7, 0, 448]
+    assert torch.allclose(code_and_decode(pycomm.codec("nvfp4"), x), x, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("spec", ["mxfp4:scale=ceil", "mxfp6:scale=ceil", "mxfp8_e5m2:scale=ceil"])
+def test_stochastic_rounding_has_no_bias(spec):
+    codec = pycomm.codec(f"{spec},rounding=stochastic")
+    x, steps = NORMAL[:1024], 2000
+    total = torch.zeros(x.numel(), dtype=torch.float64)
+    for step in range(steps):
+        total += code_and_decode(codec, x, key=RandomKey(seed=5, step=step, tensor=1))
+    scale = 2.0 ** (codec.encode(x)[:32].float() - 127).repeat_interleave(32)
+    binade = (x / scale).abs().clamp(min=2.0**codec.element.least).log2().floor()
+    width = 2.0 ** (binade - codec.element.mantissa) * scale
+    # The variance of one rounding is at most width^2 / 4; 5.5 sigma of 1024 means: one in 10^4 runs
+    # would fail with other seeds, this one is fixed.
+    assert bool(((total / steps - x).abs() <= 5.5 * width * 0.5 / steps**0.5).all())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 2.0**127])
+def test_overflow_is_seen_by_all_and_keeps_the_residual(form, bad):
+    codec = MX(format=form)
+    x, residual = NORMAL[:4096].clone(), NORMAL[4096:8192].clone()
+    x[700] = bad
+    payload = codec.encode(x, residual=residual)
+    hit = torch.arange(4096) // codec.granule == 700 // codec.granule
+    assert torch.equal(codec.decode(payload, 4096).isnan(), hit)
+    assert torch.equal(residual[hit], NORMAL[4096:8192][hit])
+    assert bool(residual.isfinite().all())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("scale", ["floor", "ceil"])
+def test_the_largest_finite_values_stay_finite(form, scale):
+    codec = MX(format=form, scale="" if form == "nvfp4" else scale)
+    x = torch.full((64,), 2.0**127 * (1 - 2.0**-24))
+    assert bool(code_and_decode(codec, x).isfinite().all())
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_feedback_pays_everything_in_the_end(form, rounding):
+    codec = MX(format=form, rounding=rounding)
+    g = torch.Generator().manual_seed(3)
+    residual = torch.zeros(1000)
+    sent, truth = torch.zeros(1000).double(), torch.zeros(1000).double()
+    for step in range(50):
+        x = torch.randn(1000, generator=g)
+        sent += codec.decode(codec.encode(x, residual=residual, key=RandomKey(step=step)), 1000)
+        truth += x
+    # Each step rounds p and the residual once, values below 16: 50 * 2 * 16 * 2^-24.
+    assert float((sent + residual - truth).abs().max()) < 50 * 2 * 16 * 2.0**-24
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_bit_strings_come_back(bits):
+    codes = torch.arange(300).to(torch.uint8) & (1 << bits) - 1
+    packed = pack_bits(codes, bits)
+    assert packed.numel() == -(-300 * bits // 8)
+    assert torch.equal(unpack_bits(packed, bits, 300), codes)
