@@ -92,6 +92,11 @@ class Exchange {
     return mesh_.received(Lane::collective, member(peer), ticket);
   }
   void progress() { mesh_.progress(Lane::collective); }
+  /// The same; true while something is on its way.
+  bool drive() {
+    progress();
+    return mesh_.pending(Lane::collective);
+  }
 
   /// Moves bytes until done() is true.
   template <typename Done>

@@ -204,6 +204,11 @@ bool Mesh::progress(Lane lane) {
   return moved;
 }
 
+bool Mesh::pending(Lane lane) {
+  const std::vector<int>& peers = opened_[static_cast<int>(lane)];
+  return std::any_of(peers.begin(), peers.end(), [&](int peer) { return pending(lane, peer); });
+}
+
 void Mesh::check(Lane lane) {
   failure_.rethrow();
   for (const auto& transport : transports_) {

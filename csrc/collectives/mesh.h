@@ -50,6 +50,8 @@ class Mesh {
   /// Something that we posted to this peer is under way.
   bool pending(Lane lane, int peer) { return link(lane, peer).pending(); }
 
+  bool pending(Lane lane);
+
   /// Moves what can be moved now on one channel, or on all that have something under way.
   bool progress(Lane lane, int peer);
   bool progress(Lane lane);

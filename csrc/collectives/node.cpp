@@ -9,7 +9,8 @@ Node::Node(const Exchange& ex)
       deadline_(ex.deadline()),
       place_(window_ ? window_->rank() : 0),
       size_(window_ ? window_->size() : 1) {
-  if (window_) window_->hold(ex.tag(), deadline_);
+  if (window_)
+    window_->hold(ex.tag(), deadline_, [call = Exchange(ex)]() mutable { return call.drive(); });
 }
 
 void Node::end() {

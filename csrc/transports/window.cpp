@@ -16,6 +16,8 @@ namespace {
 
 /// Read at once, before we look whether the group still lives.
 constexpr size_t kReadAtMost = size_t{4} << 20;
+/// How long a wait sleeps between two moves of what else is on its way.
+constexpr std::chrono::microseconds kDriveEach{50};
 /// A process that dies gives up its memory before its lock, by which the Watch knows that it lives.
 constexpr Milliseconds kDying(500);
 
@@ -36,7 +38,9 @@ std::string Window::name(int rank) const { return "rank " + std::to_string(membe
 
 void Window::wait_long(int rank, uint32_t stage) {
   const auto ready = [&] { return arrived(rank, stage); };
+  bool driven = false;
   const auto patrol = [&] {
+    driven = drive_ && drive_();
     compare_tags(stage);
     watch_.check();
     if (watch_.left(rank) && !ready()) watch_.throw_left(rank);
@@ -44,7 +48,7 @@ void Window::wait_long(int rank, uint32_t stage) {
   };
   const auto sleep = [&](std::chrono::microseconds limit) {
     const auto news = [&] { return ready() || watch_.aborted() || watch_.left(rank); };
-    segment_.board(rank).posted.sleep(news, limit);
+    segment_.board(rank).posted.sleep(news, driven ? kDriveEach : limit);
   };
   wait_until(spin_, ready, patrol, sleep);
 }

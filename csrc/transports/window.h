@@ -9,6 +9,8 @@
 // Staging is a ring of kSlots slots and is claimed in *rounds*, one slot each, which number on too.
 // collectives/shared.cpp says why no rank overwrites what another still reads.
 #pragma once
+#include <functional>
+
 #include "core/deadline.h"
 #include "transports/segment.h"
 
@@ -45,12 +47,15 @@ class PYCOMM_API Window {
     if (!held_) board_->standing.end(tag_);
   }
   /// The same around several collectives of ours that are steps of one call: their own tags then
-  /// count for nothing but what they reduce.
-  void hold(const OpTag& tag, Deadline deadline) {
+  /// count for nothing but what they reduce. Long waits call `drive`, which moves what else is on
+  /// its way: those for whom we wait may themselves wait for that. True while there is more.
+  void hold(const OpTag& tag, Deadline deadline, std::function<bool()> drive) {
     begin(tag, deadline);
     held_ = true;
+    drive_ = std::move(drive);
   }
   void release() {
+    drive_ = nullptr;
     held_ = false;
     end();
   }
@@ -153,6 +158,7 @@ class PYCOMM_API Window {
   uint32_t first_stage_ = 0;
   bool open_ = false;
   bool held_ = false;
+  std::function<bool()> drive_;
   Deadline deadline_ = Deadline::after(Milliseconds(0));
   std::atomic<uint64_t> sent_bytes_{0};
 };

@@ -216,3 +216,22 @@ def test_ranks_must_agree_on_the_nodes():
     for outcome in outcomes:
         assert isinstance(outcome, Error)
         assert "3 nodes are declared for 2 ranks" in str(outcome)
+
+
+@pytest.mark.parametrize("name", ["2+2", "2+1+2"])
+def test_bytes_travel_while_ranks_wait_inside_their_node(name):
+    """A slow link still holds what one rank sends when its node's next step begins.
+
+    For that step it waits in shared memory for a rank that waits for another node, and so on in a
+    circle, unless the first goes on sending.
+    """
+
+    def job(c):
+        x = np.ones(1 << 20, np.float32)
+        for _ in range(3):
+            c.all_reduce(x, "avg")
+            out = np.empty(len(x) * c.size // 4, np.float32)
+            c.all_gather(x[: len(x) // 4], out)
+        return bits(x) == bits(np.ones_like(x)) and bool((out == 1).all())
+
+    assert all(run(len(NODES[name]), job, **options(name, link_bytes_per_second=5e7)))
