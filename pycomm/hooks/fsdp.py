@@ -12,74 +12,31 @@ What crosses the slow link decides what is compressed:
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    DataParallelMeshInfo,
-    DDPMeshInfo,
-    FSDPMeshInfo,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks import two_shot
 from pycomm.hooks.bucket import Bucket
-from pycomm.hooks.state import CODED, CompressionState
+from pycomm.hooks.fsdp_seams import (
+    CompressedAllGather,
+    CompressedReduceScatter,
+    ReplicaHook,
+    Unit,
+    leave_replicas_to_the_hook,
+    units,
+)
+from pycomm.hooks.state import CompressionState
 from pycomm.policy import Decision, Policy
 from pycomm.policy import agree as agree_on
-
-logger = logging.getLogger("pycomm")
-
-# torch 2.13 renamed them, and warns about the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # which names of parameters do not show
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """What one fully_shard call has made: parameters that travel together."""
-
-    module: FSDPModule
-    group: Any
-    """torch's FSDPParamGroup."""
-    parameters: dict[str, Any]
-    """torch's FSDPParam by name, in the order in which they lie in what is sent."""
-
-    def trained(self) -> tuple[str, ...]:
-        """Names of the parameters that get gradients."""
-        return tuple(n for n, p in self.parameters.items() if p.sharded_param.requires_grad)
-
-
-def units(model: nn.Module) -> Iterator[Unit]:
-    """Find the parts of a model that fully_shard has wrapped, each once."""
-    names = {id(module): name for name, module in model.named_modules()}
-    seen = set()
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            if id(group) in seen:
-                continue
-            seen.add(id(group))
-            parameters = {}
-            for parameter in group.fsdp_params:
-                info = parameter._module_info
-                name = ".".join(filter(None, (names[id(info.module)], info.param_name)))
-                for wrapper in WRAPPERS:
-                    name = name.replace(wrapper, "")
-                parameters[name] = parameter
-            yield Unit(module, group, parameters)
 
 
 class FSDPState(CompressionState):
@@ -113,8 +70,9 @@ class FSDPState(CompressionState):
         self._ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self._shard_group = info.shard_process_group if self._ranks > 1 else None
         self._shards: dict[str, torch.Size] = {}  # by name: what a rank has of it, with padding
-        self._in_backward = False
+        self._backward: int | None = None  # number of the one that is running
         self._reduced: set[str] = set()  # in this step
+        self._waits: list[Callable[[], object]] = []  # for what is under way
         for unit in self._units:
             for name, parameter in unit.parameters.items():
                 if name in self._shards:
@@ -145,7 +103,7 @@ class FSDPState(CompressionState):
         if self._scatters:
             unit.module.set_custom_reduce_scatter(CompressedReduceScatter(self, unit))
         else:
-            _leave_replicas_to_the_hook(unit.group)
+            leave_replicas_to_the_hook(unit.group)
             unit.module.set_all_reduce_hook(ReplicaHook(self, unit))
         if self.weights and self._ranks > 1:
             unit.module.set_custom_all_gather(CompressedAllGather(self, unit))
@@ -154,25 +112,29 @@ class FSDPState(CompressionState):
 
     def enter(self, names: Sequence[str]) -> None:
         """Begin a step if these parameters are the first of a backward, or come once more in it."""
-        if self._in_backward and self._reduced.isdisjoint(names):
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward and self._reduced.isdisjoint(names):
             self._reduced.update(names)
             return
-        if self._in_backward:
+        if backward == self._backward:
             self.end_step()
         else:
             # Runs when all of this backward has run, as torch's own hooks do it.
             torch.autograd.Variable._execution_engine.queue_callback(self._leave)
-        self._in_backward = True
-        self._reduced = set(names)
+        self._backward, self._reduced = backward, set(names)
+        self._waits.clear()
         self.begin_step()
 
     def _leave(self) -> None:
         self.end_step()
-        self._in_backward = False
+        self._backward = None
 
     def end_step(self) -> None:
-        """Tell that all of this step has been reduced; with HSDP the shards agree on a verdict."""
+        """Wait for all of this step; with HSDP the shards agree on a verdict."""
         super().end_step()
+        for wait in self._waits:
+            wait()
+        self._waits.clear()
         if self._scatters or self._shard_group is None:
             return
         finite = all([check() for check in self._finite])
@@ -194,6 +156,7 @@ class FSDPState(CompressionState):
         group: dist.ProcessGroup,
         *,
         average: bool,
+        later: bool = False,
     ) -> None:
         """Sum or average what ranks have for each other.
 
@@ -203,6 +166,7 @@ class FSDPState(CompressionState):
             names: as they lie in it.
             group: where to reduce.
             average: divide by the number of ranks.
+            later: the result need not be there before backward ends.
         """
         self.enter(names)
         bucket = self._bucket(tuple(names), input.device)
@@ -212,8 +176,11 @@ class FSDPState(CompressionState):
             work = native.compressed_reduce_scatter(
                 output, input, bucket.native, bucket.sides, self.seed, self.step, average
             )
-            work.wait()
             self._finite.append(lambda: work.finite)
+            if later:
+                self._waits.append(work.wait)
+            else:
+                work.wait()
             return
         result = output if output.dtype == torch.float32 else output.float()
         finite = two_shot.reduce_scatter(
@@ -262,12 +229,17 @@ class FSDPState(CompressionState):
             output.copy_(result)
         return None
 
-    def all_reduce(self, tensor: torch.Tensor, names: Sequence[str]) -> None:
-        """Average shards over the replicas, in place."""
+    def all_reduce(
+        self, tensor: torch.Tensor, names: Sequence[str], *, later: bool = False
+    ) -> None:
+        """Average shards over the replicas, in place; `later` as of `reduce_scatter`."""
         self.enter(names)
         future = self.reduce(tensor, names)
-        self._exchanges.finish()
-        future.wait()
+        if later:
+            self._waits.append(future.wait)
+        else:
+            self._exchanges.finish()
+            future.wait()
 
     @property
     def rows(self) -> int:
@@ -294,134 +266,3 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
         if any(isinstance(comm, (CompressedReduceScatter, ReplicaHook)) for comm in comms):
             raise Error("this model, or a part of it, is compressed already")
     return infos[0]
-
-
-def _leave_replicas_to_the_hook(group: Any) -> None:
-    """Let torch reduce inside a replica only.
-
-    For HSDP torch calls the all-reduce between replicas itself, before the hook, and lets nobody
-    take its place. Without a replicating dimension in the group's mesh it calls the hook alone. The
-    parameters keep theirs, from which their placements follow.
-    """
-    old = group.mesh_info
-    kind = FSDPMeshInfo if isinstance(old, FSDPMeshInfo) else DataParallelMeshInfo
-    new = kind(**{field.name: getattr(old, field.name) for field in fields(kind) if field.init})
-    if separate := getattr(old, "reduce_scatter_process_group", None):
-        vars(new)["reduce_scatter_process_group"] = separate
-    if group.post_forward_mesh_info == old:
-        group.post_forward_mesh_info = new
-    group.mesh_info = new
-
-
-class _Comm:
-    """What the classes below have in common."""
-
-    def __init__(self, state: FSDPState, unit: Unit) -> None:
-        self._state = state
-        self._unit = unit
-        self._told = False
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return memory for what is sent and received."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def _reducible(self, tensor: torch.Tensor, numel: int) -> bool:
-        """Whether gradients are those of all parameters; tells once if they are not."""
-        if tensor.dtype not in CODED:
-            return False
-        if numel != self._state.expects(self._unit.trained()):
-            if not self._told:
-                logger.warning(
-                    "fsdp: some of %s have no gradient in this step, and it is not known which: "
-                    "the others travel exactly. set_reduce_scatter_unused_params(True) on their "
-                    "module makes them zero, and then all are compressed",
-                    ", ".join(self._unit.trained()),
-                )
-                self._told = True
-            return False
-        return True
-
-
-class CompressedReduceScatter(_Comm, ReduceScatter):
-    """For `FSDPModule.set_custom_reduce_scatter`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce; the result is there when this returns."""
-        known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
-        if not known or not self._reducible(input_tensor, output_tensor.numel()):
-            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
-            return None
-        self._state.reduce_scatter(
-            output_tensor,
-            input_tensor,
-            self._unit.trained(),
-            group,
-            average=op == dist.ReduceOp.AVG,
-        )
-        if op == dist.ReduceOp.PREMUL_SUM:
-            _, factor = op.__getstate__()
-            output_tensor.mul_(factor)
-        return None
-
-
-class CompressedAllGather(_Comm, AllGather):
-    """For `FSDPModule.set_custom_all_gather`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather; shards of another kind, such as those of fewer ranks after forward, exactly."""
-        names = tuple(self._unit.parameters)
-        if input_tensor.dtype in CODED and input_tensor.numel() == self._state.expects(names):
-            work = self._state.all_gather(output_tensor, input_tensor, names, group)
-        else:
-            work = _all_gather(output_tensor, input_tensor, group=group, async_op=True)
-        if work is None or async_op:
-            return work
-        work.wait()
-        return None
-
-
-class ReplicaHook(_Comm):
-    """For `FSDPModule.set_all_reduce_hook`: averages over the replicas."""
-
-    def __init__(self, state: FSDPState, unit: Unit) -> None:
-        super().__init__(state, unit)
-        self._partial: torch.Tensor | None = None  # of micro-steps that are not to be reduced
-
-    def __call__(self, reduce_output: torch.Tensor) -> None:
-        """Average the shards of a unit in place."""
-        group = self._unit.group
-        if not group.all_reduce_grads:
-            self._keep(reduce_output)
-            return
-        if self._partial is not None:
-            reduce_output.add_(self._partial)
-            self._partial = None
-        if self._reducible(reduce_output, reduce_output.numel()):
-            self._state.all_reduce(reduce_output, self._unit.trained())
-        else:
-            dist.all_reduce(reduce_output, group=self._state.process_group)
-            reduce_output.div_(self._state.process_group.size())
-        if group.gradient_divide_factor is not None:  # torch adds up then
-            reduce_output.mul_(self._state.process_group.size())
-
-    def _keep(self, reduce_output: torch.Tensor) -> None:
-        if self._partial is None:
-            self._partial = reduce_output.clone()
-        else:
-            self._partial.add_(reduce_output)
-        reduce_output.zero_()

@@ -379,6 +379,39 @@ def test_weights_are_gathered_alike_on_all_ranks(pool):
     pool.run(check_gathering, ranks=2, backend="gloo")
 
 
+def check_hooks_and_breaks(rank: int, size: int, shape: str) -> None:
+    """An optimizer in backward finds gradients whole; a backward that broke off leaves no trace."""
+    (model, state), (calm, _) = chosen(size, shape=shape), chosen(size, shape=shape)
+    seen: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.update({name: p.grad.to_local().clone()})
+        )
+    for step in range(2):
+        got, want = (reduced(m, gradients(rank, step)) for m in (model, calm))
+        assert all(torch.equal(got[name], want[name]) for name in want)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(seen[name], parameter.grad.to_local())
+    assert state.step == 2
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken off")
+
+    before, leave = state.state_dict(), state._leave
+    state._leave = fail
+    with pytest.raises(RuntimeError, match="broken off"):
+        reduced(model, gradients(rank, 9))
+    state._leave = leave
+    assert same(before, state.state_dict())
+    got, want = (reduced(m, gradients(rank, 2)) for m in (model, calm))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("hsdp", 4)])
+def test_post_accumulate_hooks_and_broken_backwards(pool, shape, ranks):
+    pool.run(check_hooks_and_breaks, shape, ranks=ranks)
+
+
 # ----------------------------------------------------------------------------- refusals
 
 
