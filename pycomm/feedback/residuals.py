@@ -218,8 +218,8 @@ class Residuals:
             )
         return found
 
-    def owed(self, name: str, begin: int, end: int) -> torch.Tensor | None:
-        """Return what this rank's residuals of values begin <= i < end add to the average.
+    def owed(self, name: str, begin: int, end: int, row: int = 0) -> torch.Tensor | None:
+        """Return what this rank's residuals of values begin <= i < end of a row add to the average.
 
         A worker's error counts 1/ranks, an owner's once. float32 [end - begin]; None: nothing, as
         with EF21, whose results are whole.
@@ -232,7 +232,7 @@ class Residuals:
         def values(pair: Pair | None) -> torch.Tensor | float:
             if pair is None:
                 return 0.0
-            stored = storage.part(pair[found.sides[0]], found.numel, 0, first, end)
+            stored = storage.part(pair[found.sides[0]], found.numel, row, first, end)
             return storage.load(stored, end - first)[begin - first :]
 
         owed = values(found.worker) + self.rule.decay * values(found.momentum)

@@ -171,6 +171,7 @@ class FSDPState(CompressionState):
         self.enter(names)
         bucket = self._bucket(tuple(names), input.device)
         self._use(bucket.pieces, bucket, input)
+        probe = self.plan.probe(input, bucket.pieces, self._owed, rows=self._ranks, average=average)
         native = backend.find(group) if input.is_cpu else None
         if native is not None:
             work = native.compressed_reduce_scatter(
@@ -179,8 +180,12 @@ class FSDPState(CompressionState):
             self._finite.append(lambda: work.finite)
             if later:
                 self._waits.append(work.wait)
+                if probe is not None:
+                    self._waits.append(lambda: probe.finish(output))
             else:
                 work.wait()
+                if probe is not None:
+                    probe.finish(output)
             return
         result = output if output.dtype == torch.float32 else output.float()
         finite = two_shot.reduce_scatter(
@@ -195,6 +200,8 @@ class FSDPState(CompressionState):
         self._finite.append(lambda: bool(finite))
         if result is not output:
             output.copy_(result)
+        if probe is not None:
+            probe.finish(output)
 
     def all_gather(
         self,

@@ -295,8 +295,8 @@ class CompressionState:
                 )
                 self._touched.add(piece.name)
 
-    def _owed(self, name: str, begin: int, end: int) -> torch.Tensor | None:
-        return self.residuals.owed(name, begin, end) if self.residuals else None
+    def _owed(self, name: str, begin: int, end: int, row: int) -> torch.Tensor | None:
+        return self.residuals.owed(name, begin, end, row) if self.residuals else None
 
     def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """For dtypes that no codec takes, such as float64: the group's own all_reduce."""

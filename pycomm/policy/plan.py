@@ -22,10 +22,11 @@ from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy.agreement import agree, summary
 from pycomm.policy.auto import TRYING
-from pycomm.policy.exchange import find_link, gather, logger, tell
+from pycomm.policy.checks import Checks
+from pycomm.policy.exchange import find_link, gather, tell
 from pycomm.policy.quality import finer, nominal_error
 from pycomm.policy.rules import Decision, Moment, Parameter, Policy
-from pycomm.policy.samples import Owed, Piece, Probe, Quality, Sampler, qualities
+from pycomm.policy.samples import Owed, Piece, Probe, Quality
 from pycomm.policy.steering import steering
 
 
@@ -65,15 +66,11 @@ class Plan:
         self._moment = Moment(link=find_link(group) if asks else "inter")
         self._stage = policy.stage(self._moment)
         self._steering = steering(policy)
-        self._sampler = Sampler(policy.guard, group) if policy.guard else None
+        self._checks = Checks(policy.guard, group, clock) if policy.guard else None
         self._escalated: dict[str, tuple[Codec, str]] = {}
-        self._suspects: set[str] = set()
-        self._warned: set[str] = set()
         self._agreed: set[str] = set()
         self._since: dict[str, int] = {}  # first step of a parameter's codec
         self._told: dict[str, Codec] = {}  # people know this of each parameter
-        self._cost = 0.0  # of the guard in the current check, on this rank
-        self._exchanged = 0.0  # seconds of the last exchange
         monitor.watch(self)
 
     # ------------------------------------------------------------------ for the hook
@@ -137,31 +134,38 @@ class Plan:
         changes |= stage != self._stage
         self._stage = stage
         changed = self._change(device) if changes else set()
-        if self._sampler and step % self._sampler.every == 0:
-            self._sampler.choose(step, list(self.decisions.values()), sorted(self._suspects))
+        if self._checks:
+            self._checks.begin(step, list(self.decisions.values()))
         return changed
 
-    def probe(self, values: torch.Tensor, pieces: Sequence[Piece], owed: Owed) -> Probe | None:
+    def probe(
+        self,
+        values: torch.Tensor,
+        pieces: Sequence[Piece],
+        owed: Owed,
+        *,
+        rows: int = 1,
+        average: bool = True,
+    ) -> Probe | None:
         """Look at a bucket before it is reduced; all ranks call it for each bucket.
 
         Args:
             values: the bucket's gradients, any float dtype.
-            pieces: what lies where.
+            pieces: what lies where, in a row.
             owed: what this rank's residuals add to the average.
+            rows: of a reduce-scatter, one for each rank; 1 for an all-reduce.
+            average: whether the result is the average; else it is the sum.
 
         Returns:
-            None, or whose ``finish`` takes the bucket when it is reduced, before the next step.
+            None, or whose ``finish`` takes the result when it is there, before the next step.
         """
         if self.group.size() == 1:
             return None
         if self._steering:
-            self._steering.probe(values, pieces)
-        if self._sampler is None or not self._sampler.wanted:
+            self._steering.probe(values.view(rows, -1)[0], pieces)
+        if self._checks is None:
             return None
-        begin = self._clock()
-        probe = self._sampler.probe(values, pieces, owed)
-        self._cost += self._clock() - begin
-        return probe
+        return self._checks.probe(values, pieces, owed, rows=rows, average=average)
 
     # ------------------------------------------------------------------ for users
 
@@ -215,7 +219,7 @@ class Plan:
             cosine=min((q.cosine for q in found), default=None),
             coding=max((q.coding for q in found), default=None),
             residual=max((q.residual for q in found), default=None),
-            check_every=self._sampler.every if self._sampler else None,
+            check_every=self._checks.every if self._checks else None,
             groups=tuple(
                 monitor.Group(
                     codec=spec,
@@ -245,6 +249,29 @@ class Plan:
                 return Decision(parameter, codec, reason)
         return decision
 
+    def _judge(self, device: torch.device, finite: bool) -> bool:
+        """Take in the check of the last step; return whether a codec changes."""
+        if self._checks is None:
+            return False
+        found = self._checks.end(self.step - 1, self.step_seconds or 0.0, device)
+        if not found or not finite:
+            return False
+        # A codec's first step also pays the debts of the codec before it.
+        found = {n: q for n, q in found.items() if self._since.get(n) != q.step}
+        self.qualities.update(found)
+        changes = self._steering.checked(found) if self._steering else False
+        for name, quality in found.items():
+            codec = self.decisions[name].codec
+            what = self._checks.complaint(name, codec, quality)
+            better = finer(codec) if what and self._checks.guard.escalate else None
+            if better is not None:
+                reason = f"guard: {codec.spec()} was off by {quality.coding:.2f}"
+                self._escalated[name] = (better, reason)
+                changes = True
+            elif what:
+                self.events.append(f"step {quality.step}: {what}")
+        return changes
+
     def _change(self, device: torch.device) -> set[str]:
         """Decide anew; return the names whose codec is another one now."""
         fresh = {name: self._decide(d.parameter) for name, d in self.decisions.items()}
@@ -269,64 +296,3 @@ class Plan:
         """Bytes of a step's payloads if all that no rule decides had this codec."""
         parameters = (d.parameter for d in self.decisions.values())
         return sum(self.policy.decide(p, self._moment, codec).encoded_bytes for p in parameters)
-
-    # ------------------------------------------------------------------ the guard
-
-    def _judge(self, device: torch.device, finite: bool) -> bool:
-        """Take in the check of the last step; return whether a codec changes."""
-        if self._sampler is None or not self._sampler.pending:
-            return False
-        begin = self._clock()
-        names, numbers = self._sampler.collect()
-        cost = self._cost + self._clock() - begin
-        self._cost = 0.0
-        begin = self._clock()
-        spent = [cost, self._exchanged, self.step_seconds or 0.0]
-        rows = gather([*spent, *numbers], self.group, device)
-        self._exchanged = self._clock() - begin
-        costs, exchanges, seconds = zip(*(row[: len(spent)] for row in rows), strict=True)
-        # Most of an exchange is waiting for others, which the step's first bucket would do as well.
-        between = self._sampler.every * max(seconds)
-        self._sampler.spent((max(costs) + min(exchanges)) / between if between else 0.0)
-        if not finite:
-            return False
-        # Results are equal on all ranks, but their exact sums need not be on every backend.
-        found = qualities(self.step - 1, names, rows[0][len(spent) :])
-        # A codec's first step also pays the debts of the codec before it.
-        found = {n: q for n, q in found.items() if self._since.get(n) != q.step}
-        self.qualities.update(found)
-        changes = self._steering.checked(found) if self._steering else False
-        for name, quality in found.items():
-            changes |= self._guarded(name, quality)
-        return changes
-
-    def _guarded(self, name: str, quality: Quality) -> bool:
-        """Compare one parameter's quality with its limit; return whether it escalates."""
-        guard, decision = self.policy.guard, self.decisions[name]
-        assert guard
-        limit = guard.limit_of(nominal_error(decision.codec))
-        if quality.coding <= limit:
-            self._suspects.discard(name)
-            return False
-        if name not in self._suspects:
-            self._suspects.add(name)
-            return False
-        self._suspects.discard(name)
-        better = finer(decision.codec) if guard.escalate else None
-        spec = decision.codec.spec()
-        what = (
-            f"{name}: {spec} is off by {quality.coding:.2f} of what it should carry (at most "
-            f"{limit:.2f}), the average's error is {quality.error:.2f}, cosine {quality.cosine:.2f}"
-        )
-        if better is not None:
-            what += f"; uses {better.spec()} from now on"
-            self._escalated[name] = (better, f"guard: {spec} was off by {quality.coding:.2f}")
-        if self.group.rank() == 0:
-            if spec not in self._warned:
-                logger.warning("guard, step %d: %s", quality.step, what)
-            else:
-                tell(f"guard, step {quality.step}: {what}")
-        self._warned.add(spec)
-        if better is None:
-            self.events.append(f"step {quality.step}: {what}")
-        return better is not None

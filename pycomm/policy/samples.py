@@ -28,9 +28,9 @@ _LEAST = 256
 _RAREST = 1 << 12  # steps between two checks, at most
 _STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive multiples spread over any range
 
-Owed = Callable[[str, int, int], "torch.Tensor | None"]
-"""Name, begin, end -> float32 [end - begin]: what this rank's residuals add to the average, which
-is worker / ranks + owner; None where there is no residual."""
+Owed = Callable[[str, int, int, int], "torch.Tensor | None"]
+"""Name, begin, end, row -> float32 [end - begin]: what this rank's residuals add to the average,
+which is worker / ranks + owner; None where there is no residual."""
 
 
 class Piece(Protocol):
@@ -66,7 +66,14 @@ class Quality:
 
 
 class Probe:
-    """The sampled slices of one bucket, on their way."""
+    """The sampled slices of one bucket, on their way.
+
+    Args:
+        slices: where they lie in the result.
+        exact: float32 [rows, 2, values]: this rank's part of the gradients, and of what is due. A
+            result of several rows goes to as many ranks.
+        group: whose ranks.
+    """
 
     def __init__(
         self, slices: Mapping[str, slice], exact: torch.Tensor, group: dist.ProcessGroup
@@ -74,6 +81,7 @@ class Probe:
         self.names = list(slices)
         self._slices = list(slices.values())
         self._exact = exact
+        self._row = group.rank() if len(exact) > 1 else 0
         self._work = dist.all_reduce(exact, group=group, async_op=True)
         self._result: torch.Tensor | None = None
 
@@ -94,7 +102,7 @@ class Probe:
         if self._result is None:
             return torch.zeros(len(self.names), 7, dtype=torch.float64)
         sizes = [part.stop - part.start for part in self._slices]
-        e, d = self._exact.cpu().double()
+        e, d = self._exact[self._row].cpu().double()
         r = self._result.cpu().double()
         off, lost, owed = r - e, r - d, d - e
         pairs = ((off, off), (e, e), (r, r), (r, e), (lost, lost), (d, d), (owed, owed))
@@ -150,31 +158,45 @@ class Sampler:
             begin = (step + i) * _STEP % 2**64 * (lossy[name] - count + 1) >> 64
             self.wanted[name] = slice(begin, begin + count)
 
-    def probe(self, values: torch.Tensor, pieces: Iterable[Piece], owed: Owed) -> Probe | None:
+    def probe(
+        self,
+        values: torch.Tensor,
+        pieces: Iterable[Piece],
+        owed: Owed,
+        *,
+        rows: int = 1,
+        average: bool = True,
+    ) -> Probe | None:
         """Start the exact sums of what is wanted of one bucket; None if nothing is.
 
         Args:
             values: the bucket before it is reduced, any float dtype; copied.
-            pieces: what lies where.
+            pieces: what lies where, in a row.
             owed: see `Owed`.
+            rows: of a reduce-scatter, one for each rank; 1 for an all-reduce.
+            average: whether the result is the average; else it is the sum.
         """
         slices: dict[str, slice] = {}
         gradients, debts = [], []
+        ranks = self._group.size()
+        table = values.detach().view(rows, -1)
         for piece in pieces:
             part = self.wanted.pop(piece.name, None)
-            if part is None:
+            if part is None or piece.numel == 0:
                 continue
-            if part.stop > piece.numel:  # a shard of the parameter
-                part = slice(max(0, piece.numel - (part.stop - part.start)), piece.numel)
-            here = slice(piece.offset + part.start, piece.offset + part.stop)
+            # Chosen for a whole parameter, of which a row may have a part only.
+            count = min(max((part.stop - part.start) // rows, 1), piece.numel)
+            begin = part.start % (piece.numel - count + 1)
+            here = slice(piece.offset + begin, piece.offset + begin + count)
             slices[piece.name] = here
-            mine = values.detach().view(-1)[here].float() / self._group.size()
-            debt = owed(piece.name, part.start, part.stop)
+            mine = table[:, here].float() / (ranks if average else 1)
+            known = [owed(piece.name, begin, begin + count, row) for row in range(rows)]
+            debt = [torch.zeros_like(mine[0]) if one is None else one for one in known]
             gradients.append(mine)
-            debts.append(mine if debt is None else mine + debt)
+            debts.append(mine + torch.stack(debt) * (1 if average else ranks))
         if not slices:
             return None
-        exact = torch.stack((torch.cat(gradients), torch.cat(debts)))
+        exact = torch.stack((torch.cat(gradients, dim=1), torch.cat(debts, dim=1)), dim=1)
         probe = Probe(slices, exact, self._group)
         self._probes.append(probe)
         return probe

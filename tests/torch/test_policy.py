@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -335,7 +337,7 @@ class SlowClock(Clock):
 
 def check_expensive_guard(rank: int, size: int) -> None:
     model, state = compressed(Policy("int8", guard=Guard(every=2)))
-    state.plan._clock = clock = SlowClock()
+    state.plan._clock = state.plan._checks._clock = clock = SlowClock()
     rarer = []
     for step in range(64):
         # Only the last rank finds checks expensive: steps take it a second, the others ten.
@@ -350,6 +352,31 @@ def check_expensive_guard(rank: int, size: int) -> None:
 
 def test_checks_that_cost_too_much_become_rarer(pool):
     pool.run(check_expensive_guard)
+
+
+def check_sharded(rank: int, size: int, scale: float, becomes: str) -> None:
+    model = fully_shard(Chosen(), mesh=init_device_mesh("cpu", (size,)))
+    state = pycomm.compress(model, Policy("fp16", guard=Guard(every=2, share=1.0)))
+    for step in range(9):
+        model.zero_grad()
+        model(gradients(rank, step, scale)).backward()
+        same_everywhere(sorted(state.plan.qualities.items()))
+    specs_now = same_everywhere(specs(state.plan))
+    assert specs_now["big"] == specs_now["small"] == codec(becomes).spec()
+    want = exact_mean(size, 8, scale)
+    for name, parameter in model.named_parameters():
+        # fp16 has a relative error of 2^-11, and owes as much from the step before.
+        got = parameter.grad.full_tensor()
+        torch.testing.assert_close(got, want[name], rtol=1e-3, atol=3e-3 * scale)
+    if becomes == "fp16":
+        assert set(state.plan.qualities) == {"big", "small"}
+        assert all(0 < q.coding < 1e-3 for q in state.plan.qualities.values())
+
+
+@pytest.mark.parametrize(("scale", "becomes"), [(1.0, "fp16"), (1e-9, "fp32")])
+@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 3), ("gloo", 2)])
+def test_shards_are_checked_by_those_who_own_them(pool, backend, ranks, scale, becomes):
+    pool.run(check_sharded, scale, becomes, backend=backend, ranks=ranks)
 
 
 def check_overflow(rank: int, size: int) -> None:

@@ -1,0 +1,111 @@
+"""The quality guard at work: when checks are made, what they may cost, and when it complains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from pycomm.codecs import Codec
+from pycomm.policy.exchange import gather, logger, tell
+from pycomm.policy.guard import Guard
+from pycomm.policy.quality import finer, nominal_error
+from pycomm.policy.rules import Decision
+from pycomm.policy.samples import Owed, Piece, Probe, Quality, Sampler, qualities
+
+
+class Checks:
+    """A check begins with a step, samples its buckets, and ends when the next step begins.
+
+    Args:
+        guard: how often, how much, and what is too bad.
+        group: the ranks that reduce together.
+        clock: seconds since some moment.
+    """
+
+    def __init__(self, guard: Guard, group: dist.ProcessGroup, clock: Callable[[], float]) -> None:
+        self.guard = guard
+        self._group = group
+        self._clock = clock
+        self._sampler = Sampler(guard, group)
+        self._suspects: set[str] = set()
+        self._warned: set[str] = set()
+        self._cost = 0.0  # seconds of the current check on this rank
+        self._exchanged = 0.0  # seconds of the last exchange
+
+    @property
+    def every(self) -> int:
+        """Steps from one check to the next."""
+        return self._sampler.every
+
+    def begin(self, step: int, decisions: Sequence[Decision]) -> None:
+        """Choose what is sampled in a step, if it is time for a check."""
+        if step % self.every == 0:
+            self._sampler.choose(step, decisions, sorted(self._suspects))
+
+    def probe(
+        self, values: torch.Tensor, pieces: Sequence[Piece], owed: Owed, *, rows: int, average: bool
+    ) -> Probe | None:
+        """Sample a bucket; see `Plan.probe`."""
+        if not self._sampler.wanted:
+            return None
+        begin = self._clock()
+        probe = self._sampler.probe(values, pieces, owed, rows=rows, average=average)
+        self._cost += self._clock() - begin
+        return probe
+
+    def end(self, step: int, seconds: float, device: torch.device) -> dict[str, Quality]:
+        """Return what the check of a step has found, equal on all ranks; collective after a check.
+
+        Args:
+            step: the check's.
+            seconds: of a step, on this rank.
+            device: one that the group moves tensors of.
+        """
+        if not self._sampler.pending:
+            return {}
+        begin = self._clock()
+        names, numbers = self._sampler.collect()
+        cost = self._cost + self._clock() - begin
+        self._cost = 0.0
+        begin = self._clock()
+        spent = [cost, self._exchanged, seconds]
+        rows = gather([*spent, *numbers], self._group, device)
+        self._exchanged = self._clock() - begin
+        costs, exchanges, steps = zip(*(row[: len(spent)] for row in rows), strict=True)
+        # Most of an exchange is waiting for others, which the step's first bucket would do as well.
+        between = self.every * max(steps)
+        self._sampler.spent((max(costs) + min(exchanges)) / between if between else 0.0)
+        # Sums over the ranks: of their parts of a reduce-scatter, or of the same all-reduce.
+        totals = [sum(column) for column in zip(*rows, strict=True)][len(spent) :]
+        return qualities(step, names, totals)
+
+    def complaint(self, name: str, codec: Codec, quality: Quality) -> str:
+        """Compare a parameter's quality with its limit; return what is wrong, if it is for good.
+
+        That is the second time in a row. The first parameter of each codec is warned about.
+        """
+        limit = self.guard.limit_of(nominal_error(codec))
+        if quality.coding <= limit:
+            self._suspects.discard(name)
+            return ""
+        if name not in self._suspects:
+            self._suspects.add(name)
+            return ""
+        self._suspects.discard(name)
+        spec = codec.spec()
+        what = (
+            f"{name}: {spec} is off by {quality.coding:.2f} of what it should carry (at most "
+            f"{limit:.2f}), the average's error is {quality.error:.2f}, cosine {quality.cosine:.2f}"
+        )
+        better = finer(codec) if self.guard.escalate else None
+        if better is not None:
+            what += f"; uses {better.spec()} from now on"
+        if self._group.rank() == 0:
+            if spec not in self._warned:
+                logger.warning("guard, step %d: %s", quality.step, what)
+            else:
+                tell(f"guard, step {quality.step}: {what}")
+        self._warned.add(spec)
+        return what
