@@ -8,7 +8,17 @@ defines the kinds; csrc/codecs/feedback.h has the same in C++.
 from __future__ import annotations
 
 from pycomm.feedback.encode import add_mean, encode, measure
+from pycomm.feedback.reshard import reshard, sources
 from pycomm.feedback.residuals import Residual, Residuals
 from pycomm.feedback.rule import Feedback
 
-__all__ = ["Feedback", "Residual", "Residuals", "add_mean", "encode", "measure"]
+__all__ = [
+    "Feedback",
+    "Residual",
+    "Residuals",
+    "add_mean",
+    "encode",
+    "measure",
+    "reshard",
+    "sources",
+]

@@ -13,7 +13,7 @@ needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -300,15 +300,12 @@ class Residuals:
         return {
             name: {
                 **{role: pair[r.side].clone() for role, pair in r.pairs()},
-                "numel": r.numel,
-                "rows": r.rows,
-                "layout": r.layouts[r.side],
-                "last_step": r.last_step,
+                "about": (r.numel, r.rows, r.layouts[r.side], r.last_step),
             }
             for name, r in self._residuals.items()
         }
 
-    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over what `state_dict` returned; residuals of other names become zero.
 
         Saved residuals may have been stored in another form.
@@ -326,20 +323,17 @@ class Residuals:
             tensors = {role: saved[role] for role in ROLES if role in saved}
             here = self._residuals.get(name)
             device = here.device if here else next(iter(tensors.values())).device
-            mine = self.get(
-                name, saved["numel"], device, rows=saved["rows"], error="worker" in tensors
-            )
+            numel, rows, layout, last_step = saved["about"]
+            mine = self.get(name, numel, device, rows=rows, error="worker" in tensors)
             if tensors.keys() != {role for role, _ in mine.pairs()}:
                 raise ValueError(
                     f"feedback: {name} was saved with {', '.join(sorted(tensors))}, which is not "
                     f"what {self.rule} keeps; continue with the kind that was saved"
                 )
             mine.take_back()
-            mine.layouts[mine.side] = saved["layout"]
-            mine.last_step = saved["last_step"]
+            mine.layouts[mine.side], mine.last_step = layout, last_step
             for role, pair in mine.pairs():
-                rows = mine.rows if role in ("worker", "momentum") else 1
-                for row in range(rows):
+                for row in range(mine.rows if role in ("worker", "momentum") else 1):
                     there, to = (
                         storage.part(stored, mine.numel, row, 0, mine.numel)
                         for stored in (tensors[role], pair[mine.side])

@@ -41,12 +41,13 @@ class HookState(CompressionState):
         if process_group is None and model is not None:
             process_group = model.process_group
         super().__init__(codec, process_group=process_group, **options)
-        self._names: dict[int, str] = {}  # by id of the parameter
-        self._parameters: list[torch.Tensor] = []  # keeps their ids from being used again
-        self._named = model is not None
+        self._model = model
         if model is not None:
             for name, parameter in model.module.named_parameters():
-                self._enter(name, parameter)
+                self.add(name, parameter)
+        self._nobody_used: set[str] = set()  # in the last step
+        # In the order of DDP's reducer.
+        self._reduced = [self._names[id(p)] for p in self._parameters if p.requires_grad]
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of DDP's over the group; see `compress_hook`."""
@@ -54,20 +55,32 @@ class HookState(CompressionState):
             self.begin_step()
         for parameter in bucket.parameters():
             if id(parameter) not in self._names:
-                self._enter(self._new_name(parameter), parameter)
+                self.add(self._new_name(parameter), parameter)
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         future = self.reduce(bucket.buffer(), names)
         if bucket.is_last():
             self.end_step()
+            model = self._model
+            if model is not None and model.find_unused_parameters and not model.static_graph:
+                # Behind the callback with which DDP ends the backward; it comes behind this one.
+                queue = torch.autograd.Variable._execution_engine.queue_callback
+                queue(lambda: queue(self._look_for_unused))
         return future
 
-    def _enter(self, name: str, parameter: torch.Tensor) -> None:
-        self._names[id(parameter)] = name
-        self._parameters.append(parameter)
-        self.add(name, parameter)
+    def _unused(self) -> set[str]:
+        return self._nobody_used
+
+    def _look_for_unused(self) -> None:
+        """Note the parameters that no rank has used: DDP leaves their gradients as they are."""
+        assert self._model is not None
+        used = self._model.reducer._get_local_used_map()  # of all ranks together
+        if used.numel() == len(self._reduced):  # else the model froze some after it was wrapped
+            self._nobody_used = {
+                name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n
+            }
 
     def _new_name(self, parameter: torch.Tensor) -> str:
-        if self._named:
+        if self._model is not None:
             raise Error(
                 f"rank {self.process_group.rank()}: a gradient of shape "
                 f"{tuple(parameter.shape)} belongs to no parameter of this state's model"

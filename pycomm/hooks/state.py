@@ -6,21 +6,25 @@ the next step begins, if all of it came through and is finite; until then it can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pycomm import backend
-from pycomm.codecs import Codec
+from pycomm.codecs import Cast, Codec
 from pycomm.errors import Error
-from pycomm.feedback import Feedback, Residuals
+from pycomm.feedback import Feedback, Residuals, reshard, sources
 from pycomm.hooks import powersgd, two_shot
 from pycomm.hooks.bucket import Bucket, Piece
+from pycomm.hooks.checkpoint import load_saved
 from pycomm.policy import Decision, Parameter, Plan, Policy
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+EXACT = Cast("float32")
 CODED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -64,12 +68,18 @@ class CompressionState:
         self.overflows = 0
         """Steps whose result was not finite; they have left the residuals as they were."""
 
+        self._names: dict[int, str] = {}  # by id of the parameter
+        self._parameters: list[torch.Tensor] = []  # keeps their ids from being used again
         self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._rates: dict[str, float] = {}  # by parameter: the learning rate of its residual
+        self._loss_scale = 0.0  # of all residuals; 0: there are none yet
         self._buckets: dict[tuple[str, ...], Bucket] = {}
         self._exchanges = powersgd.Exchanges(process_group)
         self._finite: list[Callable[[], bool]] = []  # of the current step, one for each bucket
-        self._touched: set[str] = set()
+        self._touched: dict[str, Piece] = {}  # of the current step, those with a residual
         self._complete = False
         self._was_finite = True
 
@@ -105,44 +115,126 @@ class CompressionState:
         return self.residuals.ages(self.step) if self.residuals else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs. Each rank saves its own, between two steps."""
+        """Return what a checkpoint needs; between two steps. Every rank saves its own.
+
+        Entries have the number of their rank in their names, so torch.distributed.checkpoint keeps
+        those of all ranks apart. `load_checkpoint` reads them on any number of ranks.
+        """
         self.settle()
-        return {
+        about = {
             "version": STATE_VERSION,
             "world_size": self.process_group.size(),
-            "rank": self.process_group.rank(),
             "seed": self.seed,
             "step": self.step,
             "plan": self.plan.state_dict(),
-            "residuals": self.residuals.state_dict() if self.residuals else {},
+            "rates": dict(self._rates),
+            "loss_scale": self._loss_scale,
+        }
+        residuals = self.residuals.state_dict() if self.residuals else {}
+        return {
+            "about": (about,),  # a tuple, which checkpoints keep in one piece
             "factors": self._exchanges.memory.state_dict(),
+            f"rank{dist.get_rank()}": residuals,  # of a group: replicas' ranks differ in each
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, on the same rank of as many ranks.
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, by as many ranks or by another number.
+
+        Args:
+            states: our own one; on another number of ranks those of all ranks.
 
         Raises:
-            ValueError: the state is of another version, rank or number of ranks.
+            ValueError: the state is of another version, or ranks are missing.
         """
-        if state["version"] != STATE_VERSION:
+        saved = {key: value for state in states for key, value in state.items()}
+        (about,) = saved["about"]
+        if about["version"] != STATE_VERSION:
             raise ValueError(
-                f"the hook's state has version {state['version']}, not {STATE_VERSION}"
-            )
-        here = (self.process_group.rank(), self.process_group.size())
-        there = (state["rank"], state["world_size"])
-        if here != there:
-            raise ValueError(
-                f"the hook's state was saved by rank {there[0]} of {there[1]} and is loaded by "
-                f"rank {here[0]} of {here[1]}: ranks owe different things, so each loads its own"
+                f"the hook's state has version {about['version']}, not {STATE_VERSION}"
             )
         self.settle()
-        self.seed = state["seed"]
-        self.step = state["step"]
-        self.plan.load_state_dict(state["plan"])
+        self.seed, self.step = about["seed"], about["step"]
+        self._rates, self._loss_scale = dict(about["rates"]), about["loss_scale"]
+        self.plan.load_state_dict(about["plan"])
+        self._exchanges.memory.load_state_dict(saved.get("factors", {}))
         if self.residuals:
-            self.residuals.load_state_dict(state["residuals"])
-        self._exchanges.memory.load_state_dict(state["factors"])
+            self._load_residuals(saved, about["world_size"])
         self._buckets.clear()
+
+    def _load_residuals(self, saved: Mapping[str, Any], before: int) -> None:
+        assert self.residuals is not None
+        ranks = self.process_group.size()
+        needed = self._needed(before)
+        if missing := [key for key in needed if key not in saved]:
+            raise ValueError(
+                f"the hook's state was saved by {before} ranks and is loaded by rank "
+                f"{self.process_group.rank()} of {ranks}, which needs what {', '.join(missing)} "
+                "has saved: ranks owe different things"
+            )
+        own = [saved[key] for key in needed]
+        self.residuals.load_state_dict(
+            own[0] if before == ranks else reshard(self.residuals.rule, own, before, ranks)
+        )
+
+    def _needed(self, before: int) -> list[str]:
+        """The entries that this rank takes over from `before` ranks."""
+        if self.residuals is None:
+            return []
+        if before == self.process_group.size():
+            return [f"rank{dist.get_rank()}"]
+        if self.process_group.size() != dist.get_world_size():
+            raise ValueError(
+                f"the hook's state was saved by groups of {before} ranks; groups that are not the "
+                f"whole world can only go on with as many, not {self.process_group.size()}"
+            )
+        rank, ranks = self.process_group.rank(), self.process_group.size()
+        return [f"rank{r}" for r in sources(self.residuals.rule, before, rank, ranks)]
+
+    def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "pycomm") -> None:
+        """Continue from a checkpoint of torch.distributed.checkpoint; collective.
+
+        Args:
+            checkpoint_id: the folder, as ``dcp.save`` got it.
+            key: under which it was saved: ``dcp.save({key: state.state_dict()}, ...)``. By any
+                number of ranks.
+
+        Raises:
+            ValueError: the checkpoint has nothing under this key.
+        """
+        about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
+        needed = self._needed(about[0]["world_size"])
+        saved = load_saved(checkpoint_id, key, ["about", "factors", *needed], self.process_group)
+        for part in needed:
+            saved.setdefault(part, {})  # it had nothing to save
+        self.load_state_dict(saved)
+
+    def rescale(self, factor: float, names: Iterable[str] | None = None) -> None:
+        """Multiply what is owed: a residual is in units of a learning rate's gradients.
+
+        When the learning rate changes from a to b, ``rescale(a / b)`` lets what is owed move the
+        parameters as far as it would have (Zheng et al. 2019, algorithm 1). `follow` does it.
+
+        Args:
+            factor: positive.
+            names: of the parameters concerned; None: all.
+        """
+        self.settle()
+        if self.residuals:
+            self.residuals.scale(factor, names)
+
+    def follow(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Rescale what is owed at the start of each step in which one of these has changed.
+
+        Args:
+            optimizer: its learning rates, by parameter group.
+            scaler: its loss scale, which is the unit of all gradients and residuals.
+        """
+        self._optimizer, self._scaler = optimizer, scaler
 
     # ------------------------------------------------------------------ for hooks
 
@@ -150,6 +242,8 @@ class CompressionState:
         """Enter a parameter, or the part of it that is reduced here. All ranks in one order."""
         if not self._numbers:
             self._device = parameter.device
+        self._names[id(parameter)] = name
+        self._parameters.append(parameter)
         self._numbers[name] = len(self._numbers)
         self.plan.add(Parameter(name, tuple(parameter.shape), parameter.dtype))
 
@@ -165,6 +259,11 @@ class CompressionState:
         self.settle()
         self._exchanges.forget()
         self.step = (self.step + 1) % 2**32
+        if self.residuals:
+            self._rescale()
+            reset = self.residuals.rule.reset
+            if reset and self.step % reset == 0:
+                self.residuals.reset()
         self._forget_buckets(self.plan.advance(self.step, self._device, finite=self._was_finite))
 
     def reduce(
@@ -186,7 +285,7 @@ class CompressionState:
                 f"rank {self.process_group.rank()}: the gradient of {names[0]} is sparse and "
                 "cannot be compressed; make the embedding with sparse=False"
             )
-        if self.process_group.size() == 1:
+        if self.process_group.size() == 1 and not self._is_fed(names):
             return _done(tensor)
         if tensor.dtype not in CODED:
             return self._reduce_plain(tensor)
@@ -206,11 +305,10 @@ class CompressionState:
             return
         finite = all([check() for check in self._finite])
         if self.residuals:
-            if finite and self._complete:
-                self.residuals.commit(self._touched, self.step)
-                self._drop_paid()
-            else:
-                self.residuals.take_back(self._touched)
+            kept = self._touched.keys() - self._unused() if finite and self._complete else set()
+            self.residuals.take_back(self._touched.keys() - kept)
+            self.residuals.commit(kept, self.step)
+            self._drop_paid(kept)
         self._exchanges.memory.commit(finite and self._complete)
         self.overflows += not finite
         self._was_finite = finite
@@ -218,17 +316,43 @@ class CompressionState:
         self._touched.clear()
         self._complete = False
 
-    def _drop_paid(self) -> None:
-        """Forget the residuals of parameters that have become exact: all has been told."""
+    def _rescale(self) -> None:
+        """See `follow`. A learning rate of 0 moves nothing, so it does not count."""
         assert self.residuals is not None
-        paid = {name for name in self._touched if self.decisions[name].exact}
-        paid = {name for name in paid if self.residuals[name].worker is not None}
+        if self._scaler is not None and (now := self._scaler.get_scale()) > 0:
+            if self._loss_scale not in (0.0, now):
+                self.residuals.scale_units(now / self._loss_scale)
+            self._loss_scale = now
+        for group in self._optimizer.param_groups if self._optimizer else ():
+            names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
+            rate = float(group["lr"])
+            for name in names if rate > 0 else ():
+                before = self._rates.setdefault(name, rate)
+                if before != rate:
+                    self.residuals.scale(before / rate, [name])
+                    self._rates[name] = rate
+
+    def _unused(self) -> set[str]:
+        """The parameters whose result of the last step nobody has taken, since no rank used them.
+
+        What they owe stays owed.
+        """
+        return set()
+
+    def _drop_paid(self, names: Set[str]) -> None:
+        """Forget the residuals of parameters that have travelled exactly: all has been told."""
+        assert self.residuals is not None
+        paid = {
+            name
+            for name in names
+            if self._touched[name].codec == EXACT and self.residuals[name].worker is not None
+        }
         for name in paid:
             self.residuals.drop(name)
         self._forget_buckets(paid)
 
-    def _forget_buckets(self, names: set[str]) -> None:
-        for bucket in [bucket for bucket in self._buckets if names.intersection(bucket)]:
+    def _forget_buckets(self, names: Set[str]) -> None:
+        for bucket in [bucket for bucket in self._buckets if not names.isdisjoint(bucket)]:
             del self._buckets[bucket]
 
     # ------------------------------------------------------------------ the exchange
@@ -263,6 +387,7 @@ class CompressionState:
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
+        self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
         probe = self.plan.probe(tensor, bucket.pieces, self._owed)
         native = backend.find(self.process_group) if tensor.is_cpu else None
@@ -293,7 +418,22 @@ class CompressionState:
                 piece.residual.use(
                     bucket.layout, self.process_group.size(), gradient if bucket.levels else None
                 )
-                self._touched.add(piece.name)
+                self._touched[piece.name] = piece
+
+    def _clip(self, bucket: Bucket, tensor: torch.Tensor) -> None:
+        """Bound the norm of each gradient of this rank (DGC, Lin et al. 2018, section 3.3)."""
+        clip = self.residuals.rule.clip if self.residuals else 0.0
+        for piece in bucket.pieces if clip else ():
+            gradient = tensor[piece.offset : piece.offset + piece.numel]
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            most = clip / self.process_group.size() ** 0.5
+            gradient.mul_(torch.where(norm > most, most / norm, torch.ones_like(norm)))
+
+    def _is_fed(self, names: Sequence[str]) -> bool:
+        """Whether there is something to add to these gradients, even if there is nobody else."""
+        return self.residuals is not None and (
+            self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
+        )
 
     def _owed(self, name: str, begin: int, end: int, row: int) -> torch.Tensor | None:
         return self.residuals.owed(name, begin, end, row) if self.residuals else None
@@ -318,6 +458,8 @@ class CompressionState:
         if bucket is None:
             self.agree()
             decisions = [self.part(self.decisions[name]) for name in names]
+            if self.process_group.size() == 1:  # pays what a checkpoint of more ranks owes
+                decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self._numbers[name] for name in names]
             native = backend.find(self.process_group) if device.type == "cpu" else None
             levels = native.levels if native and self.rows == 1 else ()

@@ -212,7 +212,7 @@ def check_nan(rank: int, size: int) -> None:
     with torch.no_grad():
         model[0].weight += 0.1 * (rank + 1)
     local.step()
-    before, owed = values(model), local.state.state_dict()["residuals"]
+    before, owed = values(model), local.state.state_dict()[f"rank{rank}"]
     with torch.no_grad():
         model[0].weight += 0.1
         if rank == 0:
@@ -220,7 +220,7 @@ def check_nan(rank: int, size: int) -> None:
     local.step()
     assert (local.rounds, local.skipped) == (2, 1)
     assert equal(values(model), before)
-    after = local.state.state_dict()["residuals"]
+    after = local.state.state_dict()[f"rank{rank}"]
     assert all(torch.equal(after[n]["worker"], owed[n]["worker"]) for n in owed)
 
 
