@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -147,6 +149,32 @@ def test_codecs_that_differ_are_an_error_on_every_rank(rank):
         assert isinstance(error, pycomm.WireMismatch)
         assert "bits=4" in str(error)
         assert "bits=8" in str(error)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_rank_that_does_not_come_is_named(lost):
+    """Whether its node waits for it or another one."""
+
+    def absent(c):
+        if c.rank == lost:
+            return time.sleep(1.0)
+        return c.all_reduce_coded(np.ones(5000, np.float32), pycomm.codec("int8"), timeout=0.5)
+
+    outcomes = attempt(4, absent, **options("2+2"))
+    for error in outcomes[:lost] + outcomes[lost + 1 :]:
+        assert isinstance(error, pycomm.Timeout)
+        assert f"rank {lost}" in str(error)
+
+
+def test_an_abort_ends_it_on_every_rank():
+    def abort(c):
+        if c.rank == 3:
+            c.abort("the test wants it")
+        c.all_reduce_coded(np.ones(5000, np.float32), pycomm.codec("int8"))
+
+    for error in attempt(4, abort, **options("2+2")):
+        assert isinstance(error, pycomm.Error)
+        assert "the test wants it" in str(error)
 
 
 def test_levels_say_who_shares_a_node():
