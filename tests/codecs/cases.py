@@ -56,8 +56,10 @@ SPECS = [
     "nvfp4:rounding=stochastic",
 ]
 
-# Codecs without kernels for GPUs: the reference and C++ only.
-CPU_ONLY = {"lossless", "randomk", "topk", "mx"}
+# Codecs without CUDA kernels, and those that have none in Triton either: on GPUs the next
+# implementation runs, at last the reference.
+NO_CUDA = {"lossless", "mx", "randomk", "topk"}
+NO_TRITON = {"lossless", "mx", "topk"}
 
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.
 SIZES = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2047, 5001]

@@ -40,6 +40,8 @@ SPECS = [
     "int4:block=32",
     "int4:rounding=stochastic",
     "sign",
+    "randomk:100",
+    "randomk:10,block=256,scale=unbiased",
 ]
 NUMEL = 1 << 16
 KEY = RandomKey(seed=1 << 63, step=1 << 31, tensor=1 << 31)

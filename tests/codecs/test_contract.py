@@ -17,7 +17,7 @@ from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from tests.codecs import emulated_cuda
-from tests.codecs.cases import CASES, CPU_ONLY, SPECS, WIDE, bits
+from tests.codecs.cases import CASES, NO_CUDA, NO_TRITON, SPECS, WIDE, bits
 
 # (implementation, device). Those of the CPU must work. With a GPU Triton's interpreter is off, and
 # an implementation that is not installed is skipped: `make gpu` wants them all.
@@ -44,9 +44,10 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def runner(codec: Codec, kind: str, device: str):
-    cpu_only = codec.name in CPU_ONLY or codec in map(pycomm.codec, WIDE)
-    if cpu_only and kind not in ("reference", "native"):
-        pytest.skip(f"{codec.spec()} has no kernels for GPUs")
+    lacks = {"triton": NO_TRITON, "emulated-cuda": NO_CUDA}.get(kind, set())
+    wide = codec in map(pycomm.codec, WIDE) and kind not in ("reference", "native")
+    if wide or codec.name in lacks:
+        pytest.skip(f"{codec.spec()} has no such kernels")
     if kind == "emulated-cuda":
         return emulated_cuda
     try:
