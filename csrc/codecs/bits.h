@@ -63,6 +63,8 @@ PYCOMM_INLINE void unpack(const uint8_t* __restrict in, size_t n, uint8_t* __res
 
 PYCOMM_INLINE void pack(int bits, uint8_t* codes, size_t n, uint8_t* out) {
   switch (bits) {
+    case 1:
+      return pack<1>(codes, n, out);
     case 2:
       return pack<2>(codes, n, out);
     case 3:
@@ -80,6 +82,8 @@ PYCOMM_INLINE void pack(int bits, uint8_t* codes, size_t n, uint8_t* out) {
 
 PYCOMM_INLINE void unpack(int bits, const uint8_t* in, size_t n, uint8_t* codes) {
   switch (bits) {
+    case 1:
+      return unpack<1>(in, n, codes);
     case 2:
       return unpack<2>(in, n, codes);
     case 3:

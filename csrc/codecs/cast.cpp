@@ -4,6 +4,7 @@
 #include "codecs/cuda.h"
 #include "codecs/loops.h"
 #include "codecs/options.h"
+#include "codecs/planar.h"
 #include "codecs/registry.h"
 
 namespace pycomm::codecs::cast {
@@ -118,7 +119,7 @@ void with_type(Kind kind, const F& f) {
   }
 }
 
-class Cast final : public Codec {
+class Cast final : public PlanarCodec {
  public:
   explicit Cast(const Format& format) : format_(format) {}
 
@@ -133,13 +134,14 @@ class Cast final : public Codec {
     return format_.block == 0 ? 4 / code_bytes(format_.kind) : format_.block;
   }
   size_t encoded_bytes(size_t numel) const override { return cast::encoded_bytes(format_, numel); }
+  size_t codes_offset(size_t numel) const override { return cast::codes_offset(format_, numel); }
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
     if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
     with_type(format_.kind, [&](auto type) { encode_all<decltype(type)>(format_, args); });
     const size_t numel = args.in.size;
-    zero_padding(args.out, codes_offset(format_, numel) + numel * code_bytes(format_.kind));
+    zero_padding(args.out, codes_offset(numel) + numel * code_bytes(format_.kind));
   }
   void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
     check_decode(*this, payload, out);

@@ -89,7 +89,7 @@ PYCOMM_INLINE void random_block(const RandomKey& key, uint64_t index, size_t n,
   alignas(64) uint32_t c[4][kMaxBlock / 4];
   const size_t groups = (n + 3) / 4;
   for (size_t g = 0; g < groups; g++) {
-    const uint64_t group = index / 4 + g;
+    const uint64_t group = (index / 4 + g) & ((uint64_t{1} << 62) - 1);  // indices are modulo 2^64
     c[0][g] = static_cast<uint32_t>(group);
     c[1][g] = static_cast<uint32_t>(group >> 32);
     c[2][g] = key.tensor;

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "codecs/block.h"
+#include "codecs/rotation.h"
 #include "core/error.h"
 
 namespace pycomm::codecs {
@@ -19,7 +20,8 @@ std::string join(const Texts& texts) {
 
 }  // namespace
 
-Options::Options(std::string_view codec, std::string_view text) : codec_(codec) {
+Options::Options(std::string_view codec, std::string_view text, std::string_view inner)
+    : codec_(codec), inner_(inner) {
   while (!text.empty()) {
     const std::string_view item = text.substr(0, text.find(','));
     text.remove_prefix(std::min(text.size(), item.size() + 1));
@@ -78,7 +80,14 @@ int Options::choice(std::string_view option, std::initializer_list<std::string_v
   return static_cast<int>(found - choices.begin());
 }
 
+std::string Options::inner(std::string_view otherwise) {
+  std::string spec = inner_.empty() ? std::string(otherwise) : inner_;
+  inner_.clear();
+  return spec;
+}
+
 void Options::finish() const {
+  if (!inner_.empty()) fail("no codec can follow it, as +" + inner_ + " would");
   for (const auto& option : given_) {
     if (std::find(asked_.begin(), asked_.end(), option.first) == asked_.end()) {
       fail("unknown option \"" + option.first + "\"; it has the options " + join(asked_));
@@ -96,6 +105,15 @@ std::string number_text(double number) {
   std::string out(text, std::to_chars(text, text + sizeof text, number, format).ptr);
   if (fixed && out.find('.') == std::string::npos) out += ".0";
   return out;
+}
+
+int rotation_option(Options& options) {
+  const int size = options.integer("size", 1024);
+  const bool power = size > 0 && (size & (size - 1)) == 0;
+  if (!power || size < static_cast<int>(kMinRotation) || size > static_cast<int>(kMaxRotation)) {
+    options.fail("size=" + std::to_string(size) + ": use a power of two from 32 to 4096");
+  }
+  return __builtin_ctz(static_cast<unsigned>(size));
 }
 
 uint32_t block_option(Options& options, uint32_t otherwise) {

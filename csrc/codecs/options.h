@@ -1,4 +1,5 @@
-// The options of a codec spec: "quant:bits=4,block=128" is the name "quant" and two options.
+// The options of a codec spec: "quant:bits=4,block=128" is the name "quant" and two options. Behind
+// a "+" follows the spec of an inner codec: "rotate:size=1024+quant:bits=4".
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -13,13 +14,15 @@ namespace pycomm::codecs {
 /// there are. All throw Error that names the codec, the option and what is allowed.
 class Options {
  public:
-  Options(std::string_view codec, std::string_view text);
+  Options(std::string_view codec, std::string_view text, std::string_view inner = {});
 
   int integer(std::string_view option, int otherwise);
   double number(std::string_view option, double otherwise);
   /// Place of the value in `choices`; `otherwise` likewise.
   int choice(std::string_view option, std::initializer_list<std::string_view> choices,
              int otherwise);
+  /// Spec of the inner codec.
+  std::string inner(std::string_view otherwise);
   /// Throws if an option was given that nobody asked for.
   void finish() const;
 
@@ -30,12 +33,16 @@ class Options {
   const std::string* find(std::string_view option);
 
   std::string codec_;
+  std::string inner_;  ///< empty: none was given, or it was asked for
   std::vector<std::pair<std::string, std::string>> given_;
   std::vector<std::string> asked_;
 };
 
 /// The shortest text that means this number, as Python writes it: "0.01", "1e-05", "1.0".
 std::string number_text(double number);
+
+/// The option "size" of the codecs that rotate, a power of two from 32 to 4096: its logarithm.
+int rotation_option(Options& options);
 
 /// The option "block" of the block codecs: a power of two from 32 to 2048.
 uint32_t block_option(Options& options, uint32_t otherwise);

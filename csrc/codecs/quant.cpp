@@ -5,6 +5,7 @@
 #include "codecs/cuda.h"
 #include "codecs/loops.h"
 #include "codecs/options.h"
+#include "codecs/planar.h"
 #include "codecs/registry.h"
 
 namespace pycomm::codecs::quant {
@@ -139,7 +140,7 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   }
 }
 
-class Quant final : public Codec {
+class Quant final : public PlanarCodec {
  public:
   explicit Quant(const Format& format) : format_(format) {}
 
@@ -154,6 +155,7 @@ class Quant final : public Codec {
   int wire_version() const override { return kWireVersion; }
   size_t granule() const override { return format_.block; }
   size_t encoded_bytes(size_t numel) const override { return quant::encoded_bytes(format_, numel); }
+  size_t codes_offset(size_t numel) const override { return quant::codes_offset(format_, numel); }
 
   bool shared_seed() const override { return format_.rounding == Rounding::correlated; }
 
@@ -165,7 +167,7 @@ class Quant final : public Codec {
                                     : (random ? encode_all<false, true> : encode_all<false, false>);
     run(format_, args);
     const size_t blocks = num_blocks(args.in.size, format_.block);
-    const size_t offset = codes_offset(format_, args.in.size);
+    const size_t offset = codes_offset(args.in.size);
     zero_padding(args.out.sub(0, offset), blocks * scale_bytes(format_));
     zero_padding(args.out, offset + (args.in.size * format_.bits + 7) / 8);
   }

@@ -17,6 +17,8 @@ constexpr Entry kCodecs[] = {
     {"mx", codecs::mx::make},
     {"quant", codecs::quant::make},
     {"sign", codecs::sign::make},
+    {"rotate", codecs::rotate::make},
+    {"eden", codecs::eden::make},
     {"randomk", codecs::randomk::make},
     {"topk", codecs::topk::make},
 };
@@ -24,12 +26,15 @@ constexpr Entry kCodecs[] = {
 }  // namespace
 
 std::unique_ptr<Codec> make_codec(std::string_view spec) {
+  const size_t plus = spec.find('+');
+  const std::string_view inner = plus < spec.size() ? spec.substr(plus + 1) : "";
+  spec = spec.substr(0, plus);
   const std::string_view name = spec.substr(0, spec.find(':'));
   spec.remove_prefix(name.size() < spec.size() ? name.size() + 1 : name.size());
   std::string known;
   for (const Entry& entry : kCodecs) {
     if (entry.name == name) {
-      codecs::Options options(name, spec);
+      codecs::Options options(name, spec, inner);
       return entry.make(options);
     }
     known += (known.empty() ? "" : ", ") + std::string(entry.name);

@@ -22,6 +22,12 @@ std::unique_ptr<Codec> make(Options& options);
 namespace sign {
 std::unique_ptr<Codec> make(Options& options);
 }
+namespace rotate {
+std::unique_ptr<Codec> make(Options& options);
+}
+namespace eden {
+std::unique_ptr<Codec> make(Options& options);
+}
 namespace randomk {
 std::unique_ptr<Codec> make(Options& options);
 }

@@ -4,6 +4,7 @@
 #include "codecs/cuda.h"
 #include "codecs/loops.h"
 #include "codecs/options.h"
+#include "codecs/planar.h"
 #include "codecs/registry.h"
 
 namespace pycomm::codecs::sign {
@@ -97,7 +98,7 @@ PYCOMM_SIMD void decode_all(uint32_t block, Span<const uint8_t> payload, Span<fl
   }
 }
 
-class Sign final : public Codec {
+class Sign final : public PlanarCodec {
  public:
   explicit Sign(uint32_t block) : block_(block) {}
 
@@ -107,6 +108,7 @@ class Sign final : public Codec {
   int wire_version() const override { return kWireVersion; }
   size_t granule() const override { return block_; }
   size_t encoded_bytes(size_t numel) const override { return sign::encoded_bytes(block_, numel); }
+  size_t codes_offset(size_t numel) const override { return sign::codes_offset(block_, numel); }
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);

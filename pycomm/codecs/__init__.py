@@ -7,12 +7,14 @@ from typing import Any, get_type_hints
 
 from pycomm.codecs.base import Codec, RandomKey
 from pycomm.codecs.cast import Cast
+from pycomm.codecs.eden import Eden
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.lossless import Lossless
 from pycomm.codecs.mx import MX
 from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.randomk import RandomK
+from pycomm.codecs.rotate import Rotate
 from pycomm.codecs.sign import Sign
 from pycomm.codecs.topk import TopK
 
@@ -23,11 +25,13 @@ __all__ = [
     "SCHEMES",
     "Cast",
     "Codec",
+    "Eden",
     "Lossless",
     "PowerSGD",
     "Quant",
     "RandomK",
     "RandomKey",
+    "Rotate",
     "Sign",
     "TopK",
     "Unavailable",
@@ -41,6 +45,8 @@ CODECS: dict[str, type[Codec]] = {
     "mx": MX,
     "quant": Quant,
     "sign": Sign,
+    "rotate": Rotate,
+    "eden": Eden,
     "randomk": RandomK,
     "topk": TopK,
 }
@@ -72,6 +78,8 @@ ALIASES: dict[str, str] = {
     "mxfp6_e3m2": "mx:format=fp6_e3m2",
     "mxfp4": "mx:format=fp4_e2m1",
     "nvfp4": "mx:format=nvfp4",
+    "drive": "eden:bits=1",
+    "eden2": "eden:bits=2",
 }
 
 
@@ -79,7 +87,8 @@ def codec(text: str | Codec) -> Codec:
     """Return the codec that a text describes; a codec is returned as it is.
 
     The text is a name or short name, then options: ``name:option=value,option=value``. The first
-    option may be given by its value alone. Options are the fields of the codec's dataclass.
+    option may be given by its value alone. Options are the fields of the codec's dataclass. A codec
+    that rotates takes another text behind a plus: ``rotate+int4``.
 
     Raises:
         ValueError: an unknown name or option, with the list of known ones, or a bad value.
@@ -93,6 +102,7 @@ def codec(text: str | Codec) -> Codec:
     """
     if isinstance(text, Codec):
         return text
+    text, plus, inner = text.partition("+")
     name, _, rest = text.partition(":")
     given = [option for option in rest.split(",") if option]
     if name in ALIASES:
@@ -102,12 +112,17 @@ def codec(text: str | Codec) -> Codec:
     if cls is None:
         known = ", ".join(sorted([*CODECS, *SCHEMES, *ALIASES]))
         raise ValueError(f"unknown codec {name!r}: use one of {known}")
-    return cls(**_options(name, cls, given))
+    options = _options(name, cls, given)
+    if plus:
+        if cls is not Rotate:
+            raise ValueError(f"{name}: no codec can follow it, as +{inner} would")
+        options["inner"] = codec(inner)
+    return cls(**options)
 
 
 def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    known = [field.name for field in fields(cls)]
+    known = [field.name for field in fields(cls) if field.name != "inner"]
     listed = f"{name} has the options {', '.join(known)}" if known else f"{name} has no options"
     options: dict[str, Any] = {}
     for place, item in enumerate(given):

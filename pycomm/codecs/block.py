@@ -48,18 +48,19 @@ def scales(rows: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor, 
     return scale, torch.where(used, tops / amax, zero), used
 
 
-def mean_scales(rows: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (scale, used) of each row, [blocks] each: a scale is the mean magnitude of a block.
+def add_halves(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row: its halves are added to each other until one number is left."""
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows.view(-1)
 
-    Halves of a row are added to each other until one number is left.
-    """
-    total = rows.abs()
-    while total.shape[1] > 1:
-        half = total.shape[1] // 2
-        total = total[:, :half] + total[:, half:]
+
+def mean_scales(rows: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (scale, used) of each row, [blocks] each: a scale is the mean magnitude of a block."""
     block = rows.shape[1]
     begin = block * torch.arange(len(rows), device=rows.device)
-    mean = total.view(-1) / (numel - begin).clamp(max=block).to(torch.float32)
+    mean = add_halves(rows.abs()) / (numel - begin).clamp(max=block).to(torch.float32)
     used = (mean > TINY) & (mean < HUGE)
     nan = torch.full_like(mean, NAN, dtype=torch.int32).view(torch.float32)
     zero = torch.zeros_like(mean)

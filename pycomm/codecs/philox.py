@@ -22,6 +22,17 @@ def random_words(key: RandomKey, index: int, numel: int, device: torch.device) -
     """
     group = index // 4 + torch.arange(-(-numel // 4), dtype=torch.int64, device=device)
     group = group & ((1 << 62) - 1)  # indices count modulo 2^64
+    return _words_of_groups(key, group)[:numel]
+
+
+def derived_seed(key: RandomKey, number: int) -> int:
+    """Return a seed of 64 bits for other words: the first two of a group that no value is in."""
+    low, high = _words_of_groups(key, torch.tensor([(1 << 62) + number])).tolist()[:2]
+    return int(high << 32 | low)
+
+
+def _words_of_groups(key: RandomKey, group: torch.Tensor) -> torch.Tensor:
+    """Return four words for each of ``group`` (int64)."""
     c0, c1 = group & LOW, group >> 32
     c2, c3 = torch.full_like(group, key.tensor), torch.full_like(group, key.step)
     k0, k1 = key.seed & LOW, key.seed >> 32
@@ -30,4 +41,4 @@ def random_words(key: RandomKey, index: int, numel: int, device: torch.device) -
         high1, low1 = _times(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & LOW, (k1 + 0xBB67AE85) & LOW
-    return torch.stack((c0, c1, c2, c3), dim=1).view(-1)[:numel]
+    return torch.stack((c0, c1, c2, c3), dim=1).view(-1)

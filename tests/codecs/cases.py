@@ -37,6 +37,13 @@ SPECS = [
     "sign",
     "sign:block=32",
     "sign:block=2048",
+    "rotate+int4",
+    "rotate:size=64+int8:block=256,rounding=stochastic",
+    "rotate:size=4096+bf16",
+    "eden2",
+    "eden:bits=1,size=64,scale=mmse",
+    "eden:bits=0.5,size=64",
+    "eden:bits=3.5,size=4096",
     "lossless",
     "lossless:bfloat16",
     "randomk:10",
@@ -58,8 +65,8 @@ SPECS = [
 
 # Codecs without CUDA kernels, and those that have none in Triton either: on GPUs the next
 # implementation runs, at last the reference.
-NO_CUDA = {"lossless", "mx", "randomk", "topk"}
-NO_TRITON = {"lossless", "mx", "topk"}
+NO_CUDA = {"eden", "lossless", "mx", "randomk", "rotate", "topk"}
+NO_TRITON = {"eden", "lossless", "mx", "rotate", "topk"}
 
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.
 SIZES = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2047, 5001]

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm.codecs import MX, Quant, RandomK, TopK
+from pycomm.codecs import MX, Eden, Quant, RandomK, Rotate
 from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
+from pycomm.codecs.rotation import HEADER
 from tests.codecs import emulated_cuda
 from tests.codecs.cases import CASES, NO_CUDA, NO_TRITON, SPECS, WIDE, bits
 
@@ -257,6 +258,10 @@ def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
 
 def sections(codec: Codec, payload: torch.Tensor, numel: int) -> list[torch.Tensor]:
     """Scales, without their padding, and codes with theirs; records have their own scales."""
+    if isinstance(codec, (Rotate, Eden)):  # each part has its own header
+        payload, numel = payload[HEADER:], -(-numel // codec.size) * codec.size
+    if isinstance(codec, Rotate):
+        return sections(codec.inner, payload, numel)
     if isinstance(codec, RandomK):  # each part has its own header
         return [payload[24:]]
     if isinstance(codec, MX):
@@ -266,7 +271,7 @@ def sections(codec: Codec, payload: torch.Tensor, numel: int) -> list[torch.Tens
     if isinstance(codec, Quant):
         scale_bytes = codec.scale_bytes(numel)
     else:
-        block = 0 if isinstance(codec, TopK) else codec.block
+        block = codec.size if isinstance(codec, Eden) else getattr(codec, "block", 0)
         scale_bytes = 4 * -(-numel // block) if block else 0
     return [payload[:scale_bytes], payload[-(-scale_bytes // 4) * 4 :]]
 

@@ -11,7 +11,17 @@ import torch
 
 import pycomm
 from pycomm import _C
-from pycomm.codecs import ALIASES, CODECS, MX, Cast, Quant, RandomKey, Unavailable
+from pycomm.codecs import (
+    ALIASES,
+    CODECS,
+    MX,
+    Cast,
+    Eden,
+    Quant,
+    RandomKey,
+    Rotate,
+    Unavailable,
+)
 from pycomm.codecs.implementations import implementation, select
 from pycomm.env import env
 from pycomm.errors import Error
@@ -35,6 +45,10 @@ from pycomm.errors import Error
         ("cast", Cast(dtype="float16")),
         ("cast:bfloat16", Cast(dtype="bfloat16")),
         ("fp8", Cast(dtype="float8_e4m3", block=256)),
+        ("rotate", Rotate(size=1024, inner=Quant(bits=4))),
+        ("rotate:64+fp8:block=32", Rotate(size=64, inner=Cast(dtype="float8_e4m3", block=32))),
+        ("drive:scale=mmse", Eden(bits=1, scale="mmse")),
+        ("eden:bits=1.5", Eden(bits=1.5)),
         ("fp8_e5m2:block=32", Cast(dtype="float8_e5m2", block=32)),
     ],
 )
@@ -67,6 +81,11 @@ WRONG = [
     ("int8:block=100", r"block=100: use one of 32, 64, .*2048"),
     ("int8:block=4096", r"block=4096"),
     ("int8:rounding=up", r"rounding=up: use nearest, stochastic or correlated"),
+    ("int8+int4", r"quant: no codec can follow it, as \+int4 would"),
+    ("rotate:size=48+int4", r"size=48: use one of 32, 64, .*4096"),
+    ("rotate:inner=int4", r"unknown option 'inner'; rotate has the options size"),
+    ("rotate+rotate+int4", r"rotate:size=1024.* cannot follow a rotation"),
+    ("eden:bits=2.3", r"bits=2.3: use 0.5, 1, 1.5"),
     ("int8:64", r"write '64' as option=value; quant has the options"),
     ("cast:float12", r"dtype=float12: use one of float32, float16"),
     ("fp16:block=64", r"float16 has no blocks"),
@@ -96,6 +115,10 @@ NATIVE_WRONG = [
     ("quant:bits=4,bits=4", r"bits is given twice"),
     ("quant:block=100", r"block=100: use a power of two from 32 to 2048"),
     ("quant:block=-32", r"block=-32"),
+    ("quant:bits=8+quant", r"quant: no codec can follow it, as \+quant would"),
+    ("rotate:size=48", r"size=48: use a power of two from 32 to 4096"),
+    ("rotate+topk", r"topk cannot follow a rotation: use cast, quant or sign"),
+    ("eden:bits=nan", r"bits=nan: use 0.5, 1, 1.5"),
     ("quant:rounding=up", r"rounding=up: use one of nearest, stochastic, correlated"),
     ("cast:dtype=float12", r"dtype=float12: use one of float32, float16"),
     ("cast:dtype=float16,block=64", r"float16 has no blocks"),

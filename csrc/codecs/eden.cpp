@@ -1,0 +1,256 @@
+// eden on the CPU: plain loops over eden.h, compiled for several x86 levels.
+#include "codecs/eden.h"
+
+#include <cmath>
+
+#include "codecs/bits.h"
+#include "codecs/registry.h"
+#include "codecs/rotation_loops.h"
+#include "core/error.h"
+
+namespace pycomm::codecs::eden {
+namespace {
+
+constexpr size_t kHeaderBytes = sizeof(RotationHeader);
+
+/// Each half is added to the other until one number is left.
+PYCOMM_INLINE float add_halves(float* terms, uint32_t n) {
+  for (uint32_t width = n / 2; width > 0; width /= 2) {
+#pragma GCC ivdep
+    for (uint32_t i = 0; i < width; i++) terms[i] = terms[i] + terms[i + width];
+  }
+  return terms[0];
+}
+
+/// Writes the codes of a used rotation; returns its scale. kBits whole bits, and half a bit.
+template <int kBits, bool kHalf, bool kMmse>
+PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int size_bits, float amax,
+                                uint8_t* out) {
+  alignas(64) float terms[kMaxRotation];
+  alignas(64) float squares[kMmse ? kMaxRotation : 1];
+  alignas(64) uint8_t codes[kMaxRotation];
+  const uint32_t size = 1u << size_bits;
+  const float exponent = exponent_of(amax), shrink = inverse_exponent(exponent);
+  for (uint32_t i = 0; i < size; i++) {
+    y[i] = y[i] * shrink;
+    terms[i] = y[i] * y[i];
+  }
+  const float energy = add_halves(terms, size);
+  const float inv = std::sqrt(static_cast<float>(size) / energy);
+  if constexpr (kHalf) {
+    const float* __restrict far = y + size / 2;
+    for (uint32_t lo = 0; lo < size / 2; lo += 16) {
+      const uint32_t word = choice[lo / kSignsPerWord] >> lo % kSignsPerWord;
+      for (uint32_t i = 0; i < 16; i++) {
+        const bool second = word >> i & 1;
+        const float a = y[lo + i], b = far[lo + i];
+        const float wide = second ? b : a, narrow = second ? a : b;
+        const Coded w = quantize<kBits + 1>(wide, inv), n = quantize<kBits>(narrow, inv);
+        codes[lo + i] = static_cast<uint8_t>(n.code | w.code << kBits);
+        terms[lo + i] = w.value * wide + n.value * narrow;
+        if (kMmse) squares[lo + i] = w.value * w.value + n.value * n.value;
+      }
+    }
+  } else {
+    for (uint32_t i = 0; i < size; i++) {
+      const Coded coded = quantize<kBits>(y[i], inv);
+      codes[i] = static_cast<uint8_t>(coded.code);
+      terms[i] = coded.value * y[i];
+      if (kMmse) squares[i] = coded.value * coded.value;
+    }
+  }
+  constexpr uint32_t kUnitBits = kHalf ? 2 * kBits + 1 : kBits;
+  const uint32_t units = kHalf ? size / 2 : size;
+  for (uint32_t lo = 0; lo < units; lo += kMaxBlock) {
+    const uint32_t n = units - lo < kMaxBlock ? units - lo : kMaxBlock;
+    pack<kUnitBits>(codes + lo, n, out + lo * kUnitBits / 8);
+  }
+  const float along = add_halves(terms, units);
+  return (kMmse ? along / add_halves(squares, units) : energy / along) * exponent;
+}
+
+/// dequantize() by the code: vectors gather from it.
+template <int kBits>
+struct Table {
+  PYCOMM_INLINE Table() {
+    for (uint32_t code = 0; code <= kMask; code++) values[code] = dequantize<kBits>(code);
+  }
+  PYCOMM_INLINE float operator[](uint32_t code) const { return values[code & kMask]; }
+
+  static constexpr uint32_t kMask = (1u << kBits) - 1;
+  alignas(64) float values[kMask + 1];
+};
+
+template <int kBits, bool kHalf>
+PYCOMM_INLINE void read_block(const Signs& choice, const uint8_t* in, float scale, int size_bits,
+                              float* __restrict y) {
+  alignas(64) uint8_t codes[kMaxRotation];
+  constexpr uint32_t kUnitBits = kHalf ? 2 * kBits + 1 : kBits;
+  const uint32_t size = 1u << size_bits;
+  const uint32_t units = kHalf ? size / 2 : size;
+  const Table<kBits> narrows;
+  const Table<kHalf ? kBits + 1 : 0> wides;
+  for (uint32_t lo = 0; lo < units; lo += kMaxBlock) {
+    const uint32_t n = units - lo < kMaxBlock ? units - lo : kMaxBlock;
+    unpack<kUnitBits>(in + lo * kUnitBits / 8, n, codes + lo);
+  }
+  if constexpr (kHalf) {
+    float* __restrict far = y + size / 2;
+    for (uint32_t lo = 0; lo < size / 2; lo += 16) {
+      const uint32_t word = choice[lo / kSignsPerWord] >> lo % kSignsPerWord;
+      for (uint32_t i = 0; i < 16; i++) {
+        const bool second = word >> i & 1;
+        const float wide = wides[codes[lo + i] >> kBits] * scale;
+        const float narrow = narrows[codes[lo + i]] * scale;
+        y[lo + i] = second ? narrow : wide;
+        far[lo + i] = second ? wide : narrow;
+      }
+    }
+  } else {
+    for (uint32_t i = 0; i < size; i++) {
+      // Of two levels the choice is faster than the table.
+      const float value = kBits <= 2 ? dequantize<kBits>(codes[i]) : narrows[codes[i]];
+      y[i] = value * scale;
+    }
+  }
+}
+
+template <int kBits, bool kHalf, bool kMmse>
+PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
+  alignas(64) float y[kMaxRotation];
+  const size_t size = size_t{1} << f.size_bits;
+  const RotationHeader header{rotation_key(args.key.seed, args.key.step, args.key.tensor),
+                              args.index / kSignsPerWord};
+  std::memcpy(args.out.data, &header, kHeaderBytes);
+  auto* scales = reinterpret_cast<float*>(args.out.data + kHeaderBytes);
+  uint8_t* codes = args.out.data + codes_offset(f, args.in.size);
+  for (size_t lo = 0; lo < args.in.size; lo += size, codes += code_bytes(f)) {
+    const size_t n = args.in.size - lo < size ? args.in.size - lo : size;
+    const float* x = args.in.data + lo;
+    const float* residual = args.residual ? args.residual + lo : nullptr;
+    const Signs signs(header, lo, size);
+    rotate_block(signs, x, residual, n, f.size_bits, y);
+    const float amax = max_magnitude(y, size);
+    float scale = codecs::scale(amax, 1.0f);
+    if (used(amax)) {
+      const Signs choice(header, lo, kHalf ? size : 0, kChoiceTensor);
+      scale = write_block<kBits, kHalf, kMmse>(choice, y, f.size_bits, amax, codes);
+    } else {
+      std::memset(codes, 0, code_bytes(f));
+    }
+    *scales++ = scale;
+    if (residual) {
+      const Signs choice(header, lo, kHalf ? size : 0, kChoiceTensor);
+      read_block<kBits, kHalf>(choice, codes, scale, f.size_bits, y);
+      const Sink sink{Then::owe, args.new_residual + lo, x, residual};
+      unrotate_block(signs, y, n, f.size_bits, sink);
+    }
+  }
+  zero_padding(args.out, static_cast<size_t>(codes - args.out.data));
+}
+
+template <int kBits, bool kHalf>
+PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out,
+                            Then then) {
+  alignas(64) float y[kMaxRotation];
+  const size_t size = size_t{1} << f.size_bits;
+  RotationHeader header;
+  std::memcpy(&header, payload.data, kHeaderBytes);
+  const auto* scales = reinterpret_cast<const float*>(payload.data + kHeaderBytes);
+  const uint8_t* codes = payload.data + codes_offset(f, out.size);
+  for (size_t lo = 0; lo < out.size; lo += size, codes += code_bytes(f)) {
+    const size_t n = out.size - lo < size ? out.size - lo : size;
+    const Signs choice(header, lo, kHalf ? size : 0, kChoiceTensor);
+    read_block<kBits, kHalf>(choice, codes, *scales++, f.size_bits, y);
+    unrotate_block(Signs(header, lo, size), y, n, f.size_bits, {then, out.data + lo});
+  }
+}
+
+/// Calls f with the whole bits of a format and whether there is half a bit, as types.
+template <typename F>
+void with_bits(const Format& format, F&& f) {
+  using std::integral_constant;
+  const auto with_half = [&](auto bits) {
+    if (format.half_bits % 2) {
+      if constexpr (bits < 4) f(bits, std::true_type{});
+    } else {
+      if constexpr (bits > 0) f(bits, std::false_type{});
+    }
+  };
+  switch (format.half_bits / 2) {
+    case 0:
+      return with_half(integral_constant<int, 0>{});
+    case 1:
+      return with_half(integral_constant<int, 1>{});
+    case 2:
+      return with_half(integral_constant<int, 2>{});
+    case 3:
+      return with_half(integral_constant<int, 3>{});
+    case 4:
+      return with_half(integral_constant<int, 4>{});
+  }
+}
+
+class Eden final : public Codec {
+ public:
+  explicit Eden(const Format& format) : format_(format) {}
+
+  std::string_view name() const override { return "eden"; }
+  std::string spec() const override {
+    return "eden:bits=" + std::to_string(format_.half_bits / 2) +
+           (format_.half_bits % 2 ? ".5" : "") + ",size=" + std::to_string(1 << format_.size_bits) +
+           ",scale=" + (format_.mmse ? "mmse" : "unbiased");
+  }
+  Combine combine() const override { return Combine::recode; }
+  int wire_version() const override { return kWireVersion; }
+  size_t granule() const override { return size_t{1} << format_.size_bits; }
+  size_t encoded_bytes(size_t numel) const override { return eden::encoded_bytes(format_, numel); }
+
+  void encode(const EncodeArgs& args) const override {
+    check_encode(*this, args);
+    check_device(args.stream);
+    if (args.in.size == 0) return;
+    with_bits(format_, [&](auto bits, auto half) {
+      (format_.mmse ? encode_all<bits, half, true> : encode_all<bits, half, false>)(format_, args);
+    });
+  }
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    decode_then(Then::store, payload, out, stream);
+  }
+  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    decode_then(Then::add, payload, out, stream);
+  }
+
+ private:
+  void check_device(Stream stream) const {
+    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
+  }
+
+  void decode_then(Then then, Span<const uint8_t> payload, Span<float> out, Stream stream) const {
+    check_decode(*this, payload, out);
+    check_device(stream);
+    if (out.size == 0) return;
+    with_bits(format_,
+              [&](auto bits, auto half) { decode_all<bits, half>(format_, payload, out, then); });
+  }
+
+  Format format_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make(Options& options) {
+  Format format;
+  const double bits = options.number("bits", 2);
+  // Not in this range: NaN too.
+  if (!(bits >= 0.5 && bits <= 4) || std::floor(2 * bits) != 2 * bits) {
+    options.fail("bits=" + number_text(bits) + ": use 0.5, 1, 1.5, ... 4");
+  }
+  format.half_bits = static_cast<int>(2 * bits);
+  format.size_bits = rotation_option(options);
+  format.mmse = options.choice("scale", {"unbiased", "mmse"}, 0) == 1;
+  options.finish();
+  return std::make_unique<Eden>(format);
+}
+
+}  // namespace pycomm::codecs::eden

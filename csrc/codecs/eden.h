@@ -1,0 +1,110 @@
+// eden: a random rotation makes values normal, and they travel as the nearest of the levels that
+// are best for the normal distribution. Wire format: docs/wire/eden.md. Everything that decides a
+// bit is here and in rotation.h, compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "codecs/block.h"
+#include "codecs/rotation.h"
+#include "core/types.h"
+
+namespace pycomm::codecs::eden {
+
+constexpr int kWireVersion = 1;
+
+/// `half_bits` is odd where a value has a half bit: then one of two values, which chance chooses,
+/// takes a bit more than the other.
+struct Format {
+  int half_bits = 4;  ///< 1 (half a bit), 2, ... 8 (4 bits)
+  int size_bits = 10;
+  bool mmse = false;  ///< the scale with the least error; else the one without bias
+};
+
+/// Words of a key that choose, as those of signs are words of tensor 0 and step 0.
+constexpr uint32_t kChoiceTensor = 1;
+
+PYCOMM_HD size_t num_rotations(const Format& f, size_t numel) {
+  return (numel + (size_t{1} << f.size_bits) - 1) >> f.size_bits;
+}
+/// The payload is the header, the scales, then the codes of whole rotations.
+PYCOMM_HD size_t codes_offset(const Format& f, size_t numel) {
+  return numel == 0 ? 0 : sizeof(RotationHeader) + num_rotations(f, numel) * 4;
+}
+/// Of one rotation; even, since a rotation has 32 values or more.
+PYCOMM_HD size_t code_bytes(const Format& f) {
+  return (static_cast<size_t>(f.half_bits) << f.size_bits) / 16;
+}
+PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
+  return codes_offset(f, numel) + padded(num_rotations(f, numel) * code_bytes(f));
+}
+
+/// Magnitudes of the Lloyd-Max levels of N(0, 1) for 0 to 4 bits, ascending.
+PYCOMM_HD constexpr float level(int bits, int place) {
+  constexpr float kLevels[5][8] = {
+      {0.0f},
+      {0.7978846f},
+      {0.45278f, 1.5104176f},
+      {0.2450942f, 0.7560053f, 1.3439093f, 2.1519457f},
+      {0.128395f, 0.3880483f, 0.6567591f, 0.9423405f, 1.2562312f, 1.6180464f, 2.0690172f,
+       2.7325896f},
+  };
+  return kLevels[bits][place];
+}
+/// From it on a magnitude is nearer to level `place` + 1.
+PYCOMM_HD constexpr float border(int bits, int place) {
+  constexpr float kBorders[5][8] = {
+      {},
+      {},
+      {0.9815988f},
+      {0.5005497f, 1.0499573f, 1.7479275f},
+      {0.2582217f, 0.5224037f, 0.7995498f, 1.0992858f, 1.4371388f, 1.8435318f, 2.4008034f},
+  };
+  return kBorders[bits][place];
+}
+PYCOMM_HD constexpr int num_levels(int bits) { return bits == 0 ? 1 : 1 << (bits - 1); }
+
+/// A code is the place of its level and, on top, the sign.
+struct Coded {
+  uint32_t code;
+  float value;
+};
+
+template <int kBits>
+PYCOMM_HD Coded quantize(float u, float inv) {
+  if constexpr (kBits == 0) {
+    return {0, 0.0f};
+  } else {
+    const float magnitude = bits_float(magnitude_bits(u * inv));
+    uint32_t code = 0;
+    float value = level(kBits, 0);
+    for (int i = 0; i < num_levels(kBits) - 1; i++) {
+      const bool beyond = magnitude >= border(kBits, i);
+      code += beyond ? 1 : 0;
+      value = beyond ? level(kBits, i + 1) : value;
+    }
+    const uint32_t sign = float_bits(u) >> 31;
+    return {code | sign << (kBits - 1), bits_float(float_bits(value) | sign << 31)};
+  }
+}
+
+/// Of the lowest kBits bits of `code`; the others may be anything.
+template <int kBits>
+PYCOMM_HD float dequantize(uint32_t code) {
+  if constexpr (kBits == 0) {
+    return 0.0f;
+  } else {
+    const uint32_t place = code & ((1u << (kBits - 1)) - 1);
+    float value = level(kBits, 0);
+    for (int i = 0; i < num_levels(kBits) - 1; i++) {
+      value = place > static_cast<uint32_t>(i) ? level(kBits, i + 1) : value;
+    }
+    return bits_float(float_bits(value) | (code >> (kBits - 1) & 1) << 31);
+  }
+}
+
+/// A rotation is scaled by a power of two until its largest magnitude is in [1, 2): its squares
+/// are far from the ends of float32.
+PYCOMM_HD float exponent_of(float amax) { return bits_float(float_bits(amax) & kInfBits); }
+PYCOMM_HD float inverse_exponent(float exponent) {
+  return bits_float((254u << 23) - float_bits(exponent));
+}
+
+}  // namespace pycomm::codecs::eden
