@@ -35,7 +35,7 @@ from pycomm.hooks.fsdp_seams import (
     units,
 )
 from pycomm.hooks.state import CompressionState
-from pycomm.policy import Decision, Policy
+from pycomm.policy import Decision, Policy, summary
 from pycomm.policy import agree as agree_on
 
 
@@ -107,6 +107,11 @@ class FSDPState(CompressionState):
             unit.module.set_all_reduce_hook(ReplicaHook(self, unit))
         if self.weights and self._ranks > 1:
             unit.module.set_custom_all_gather(CompressedAllGather(self, unit))
+
+    def summary(self) -> str:
+        """Return the decisions of gradients and weights, a line for each codec and reason."""
+        lines = summary(self.weights.values()).splitlines()
+        return "\n".join([super().summary(), *(f"weights: {line}" for line in lines)])
 
     # ------------------------------------------------------------------ steps
 

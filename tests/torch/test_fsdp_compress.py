@@ -145,6 +145,28 @@ def test_gradients_cost_what_the_codec_says(pool):
     pool.run(check_wire, backend=None)
 
 
+KINDS = ["ema:0.9", "residual:storage=int8", "momentum", "ef21"]
+
+
+def fed(rank: int, size: int, kind: str) -> list[torch.Tensor]:
+    model = sharded(size)
+    pycomm.compress(model, "int4", feedback=kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [whole(p).detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_feedback_have_the_same_bits_on_all_backends(pool, kind):
+    a, b = pool.run(fed, kind)
+    assert equal(a, b)
+    assert equal(a, pool.run(fed, kind, backend="gloo")[0])
+
+
 # ------------------------------------------------------- gradients that the test chooses
 
 SHAPES = {"big": (65, 96), "small": (41, 70), "bias": (50,)}
