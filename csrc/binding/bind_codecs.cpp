@@ -1,6 +1,7 @@
 // Codecs for Python: pycomm.codecs.base checks and owns the tensors, here are only addresses.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "binding/module.h"
@@ -39,7 +40,8 @@ void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintpt
 
 void measure(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
              std::optional<uintptr_t> stream) {
-  const size_t granules = codec.agrees() ? (numel + codec.granule() - 1) / codec.granule() : 0;
+  const size_t granule = codec.granule();
+  const size_t granules = granule ? (numel + granule - 1) / granule : std::min<size_t>(numel, 1);
   py::gil_scoped_release release;
   codec.measure({reinterpret_cast<const float*>(x), numel},
                 reinterpret_cast<const float*>(residual), {reinterpret_cast<float*>(out), granules},

@@ -81,6 +81,10 @@ class Codec(ABC):
     def granule(self) -> int:
         """A tensor may be cut for encoding only at multiples of this many values; 0: not at all."""
 
+    def granules(self, numel: int) -> int:
+        """Return how many granules ``numel`` values have: one, if they cannot be cut."""
+        return -(-numel // self.granule) if self.granule else min(numel, 1)
+
     @abstractmethod
     def encoded_bytes(self, numel: int) -> int:
         """Exact payload size, a multiple of 4. If ``variable``, the most that it can be."""
@@ -210,7 +214,7 @@ class Codec(ABC):
         if agreed is not None:
             agreed = _floats("agreed", agreed)
             _check_device("agreed", agreed, x)
-            if agreed.numel() != -(-x.numel() // self.granule):
+            if agreed.numel() != self.granules(x.numel()):
                 raise ValueError(
                     f"{self.name}: agreed has {agreed.numel()} values, one per granule"
                 )
@@ -235,7 +239,7 @@ class Codec(ABC):
         if not self.agrees:
             raise TypeError(f"{self.name}: its ranks have nothing to agree on before they encode")
         x = _floats("x", x)
-        out = torch.empty(-(-x.numel() // self.granule), dtype=torch.float32, device=x.device)
+        out = torch.empty(self.granules(x.numel()), dtype=torch.float32, device=x.device)
         if residual is not None:
             residual = _floats("residual", residual, like=x)
         self.implementation(x.device.type).measure(self, x, residual, out)

@@ -144,7 +144,7 @@ class Coder:
             if codec.agrees and self.agreed is not None and (worker or codec.combine == "sum"):
                 numbers = self.agreed[run.piece.offset, row]
                 first = run.begin // codec.granule if codec.granule else 0
-                agreed = numbers[first : first + _granules(run)]
+                agreed = numbers[first : first + codec.granules(run.end - run.begin)]
             key, residual = self._key(run.piece, worker, row), run.piece.residual
             # What an owner adds to a sum of the codec's own kind must not be lost: it has no error.
             if residual is None or not (worker or codec.combine != "sum"):
@@ -254,11 +254,6 @@ def gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 def divide(values: torch.Tensor, ranks: int) -> None:
     """Divide in place, exactly: torch multiplies by the reciprocal of a number."""
     values.div_(values.new_tensor(float(ranks)).expand_as(values))
-
-
-def _granules(run: Run) -> int:
-    codec, numel = run.piece.codec, run.end - run.begin
-    return -(-numel // codec.granule) if codec.granule else 1
 
 
 def _used(payload: torch.Tensor) -> int:
