@@ -240,9 +240,10 @@ class Finder {
     if (from.n > kSampled) {
       b = sampled_bracket(from, k, scratch_.get(), room_);
     } else if (known_) {
-      // The cut of this chunk is likely to be near that of the chunk before.
+      // The cut of this chunk is likely to be near that of the chunk before: on normal values this
+      // margin is 3.5 standard deviations.
       const float near = bits_float(cut_.bits);
-      const float margin = 1.0f + 1.5f / std::sqrt(static_cast<float>(k));
+      const float margin = 1.0f + 0.75f / std::sqrt(static_cast<float>(k));
       b = {float_bits(near / margin), float_bits(near * margin)};
     } else {
       return false;
