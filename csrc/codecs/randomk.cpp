@@ -30,7 +30,7 @@ class Words {
   Random4 four_{};
 };
 
-/// out[i] = p where it is owed: all of the stretch.
+/// The largest magnitude of p in a stretch.
 template <bool kFeedback>
 PYCOMM_INLINE float max_sum(const float* __restrict x, const float* __restrict residual, size_t n) {
   uint32_t top = 0;
