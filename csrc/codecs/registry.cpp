@@ -21,6 +21,7 @@ constexpr Entry kCodecs[] = {
     {"eden", codecs::eden::make},
     {"randomk", codecs::randomk::make},
     {"topk", codecs::topk::make},
+    {"ternary", codecs::ternary::make},
 };
 
 }  // namespace

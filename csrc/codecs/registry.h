@@ -31,6 +31,9 @@ std::unique_ptr<Codec> make(Options& options);
 namespace randomk {
 std::unique_ptr<Codec> make(Options& options);
 }
+namespace ternary {
+std::unique_ptr<Codec> make(Options& options);
+}
 namespace topk {
 std::unique_ptr<Codec> make(Options& options);
 }

@@ -16,6 +16,7 @@ from pycomm.codecs.quant import Quant
 from pycomm.codecs.randomk import RandomK
 from pycomm.codecs.rotate import Rotate
 from pycomm.codecs.sign import Sign
+from pycomm.codecs.ternary import Ternary
 from pycomm.codecs.topk import TopK
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "RandomKey",
     "Rotate",
     "Sign",
+    "Ternary",
     "TopK",
     "Unavailable",
     "codec",
@@ -49,6 +51,7 @@ CODECS: dict[str, type[Codec]] = {
     "eden": Eden,
     "randomk": RandomK,
     "topk": TopK,
+    "ternary": Ternary,
 }
 
 # Codecs whose ranks meet by collectives of their own (combine "factors"): a hook runs them, in

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
+from pycomm.codecs.base import Codec
+from pycomm.codecs.implementations import Reference
+
 Case = tuple[torch.Tensor, torch.Tensor]
 
 # Together every width, range, type of scale and rounding that quant has beside int8 and int4.
@@ -44,6 +47,8 @@ SPECS = [
     "eden:bits=1,size=64,scale=mmse",
     "eden:bits=0.5,size=64",
     "eden:bits=3.5,size=4096",
+    "ternary",
+    "ternary:ranks=127,block=64",
     "lossless",
     "lossless:bfloat16",
     "randomk:10",
@@ -65,8 +70,8 @@ SPECS = [
 
 # Codecs without CUDA kernels, and those that have none in Triton either: on GPUs the next
 # implementation runs, at last the reference.
-NO_CUDA = {"eden", "lossless", "mx", "randomk", "rotate", "topk"}
-NO_TRITON = {"eden", "lossless", "mx", "rotate", "topk"}
+NO_CUDA = {"eden", "lossless", "mx", "randomk", "rotate", "ternary", "topk"}
+NO_TRITON = {"eden", "lossless", "mx", "rotate", "ternary", "topk"}
 
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.
 SIZES = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2047, 5001]
@@ -85,6 +90,15 @@ def with_top(values: torch.Tensor, top: float) -> torch.Tensor:
     """``values``, 31 at a time, each time behind ``top``: every block has inv_scale 1."""
     rows = values[: len(values) // 31 * 31].view(-1, 31)
     return torch.cat((torch.full((len(rows), 1), top), rows), dim=1).reshape(-1)
+
+
+def agreed(codec: Codec, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
+    """What one rank alone agrees on with itself; None for codecs that do not ask for it."""
+    if not codec.agrees:
+        return None
+    measure = torch.empty(-(-x.numel() // codec.granule), device=x.device)
+    Reference().measure(codec, x, residual, measure)
+    return measure
 
 
 def inputs() -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
 from tests.codecs import emulated_cuda
-from tests.codecs.cases import CASES, NO_CUDA, NO_TRITON, SPECS, WIDE, bits
+from tests.codecs.cases import CASES, NO_CUDA, NO_TRITON, SPECS, WIDE, agreed, bits
 
 # (implementation, device). Those of the CPU must work. With a GPU Triton's interpreter is off, and
 # an implementation that is not installed is skipped: `make gpu` wants them all.
@@ -62,7 +62,8 @@ def runner(codec: Codec, kind: str, device: str):
 def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> torch.Tensor:
     # Bytes that are not written are seen.
     out = torch.full((codec.encoded_bytes(x.numel()),), 0xA5, dtype=torch.uint8, device=x.device)
-    run.encode(codec, EncodeArgs(x, out, residual, new_residual, KEY, index))
+    measure = agreed(codec, x, residual)
+    run.encode(codec, EncodeArgs(x, out, residual, new_residual, KEY, index, measure))
     return out
 
 
@@ -226,7 +227,8 @@ def test_alignment_does_not_matter(spec, kind, device):
 
     owed = shifted(residual, device)
     payload = shifted(torch.zeros_like(want), device)
-    run.encode(codec, EncodeArgs(shifted(x, device), payload, owed, owed, KEY, 0))
+    there, measure = shifted(x, device), agreed(codec, x.to(device), owed)
+    run.encode(codec, EncodeArgs(there, payload, owed, owed, KEY, 0, measure))
     assert torch.equal(payload.cpu(), want)
     assert same(owed, want_owed)
 

@@ -17,7 +17,7 @@ import pycomm
 from pycomm.codecs import CODECS
 from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference
-from tests.codecs.cases import CASES, SPECS
+from tests.codecs.cases import CASES, SPECS, agreed
 
 FOLDER = Path(__file__).parent
 KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98, rank=2, ranks=5)
@@ -43,7 +43,8 @@ def vectors(codec: Codec) -> Iterator[tuple[str, np.ndarray]]:
         x, residual = CASES[case]
         out = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
         owed, decoded = torch.empty_like(x), torch.empty_like(x)
-        args = EncodeArgs(x, out, residual, owed, KEY, 5 * codec.granule)
+        measure = agreed(codec, x, residual)
+        args = EncodeArgs(x, out, residual, owed, KEY, 5 * codec.granule, measure)
         Reference().encode(codec, args)
         Reference().decode(codec, out, decoded)
         for values in (owed, decoded):

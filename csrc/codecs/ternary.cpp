@@ -1,0 +1,169 @@
+// ternary on the CPU: plain loops over ternary.h, compiled for several x86 levels.
+#include "codecs/ternary.h"
+
+#include "codecs/bits.h"
+#include "codecs/registry.h"
+#include "core/error.h"
+
+namespace pycomm::codecs::ternary {
+namespace {
+
+/// Scales and codes, for encode_blocks.
+template <bool kSum>
+struct Writer {
+  Format format;
+  const float* agreed;
+  float* scales;
+  uint8_t* codes;
+  RandomKey key;
+  uint64_t index;
+
+  PYCOMM_INLINE Scale scale(size_t block, const float*, size_t) const {
+    const Scale shared = shared_scale(agreed[block]);
+    scales[block] = shared.unit;
+    return shared;
+  }
+  PYCOMM_INLINE Scale scale(size_t block, const float* __restrict x,
+                            const float* __restrict residual, size_t n, float* __restrict p) const {
+    for (size_t i = 0; i < n; i++) p[i] = x[i] + residual[i];
+    return scale(block, p, n);
+  }
+  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s) const {
+    write_block<false>(lo, p, n, s, nullptr);
+  }
+  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s, float* owed) const {
+    write_block<true>(lo, p, n, s, owed);
+  }
+  PYCOMM_INLINE void zero(size_t lo, size_t n) const {
+    std::memset(codes + lo * format.bits / 8, 0, (n * format.bits + 7) / 8);
+  }
+
+ private:
+  template <bool kFeedback>
+  PYCOMM_INLINE void write_block(size_t lo, const float* __restrict p, size_t n, Scale s,
+                                 float* __restrict owed) const {
+    alignas(64) uint32_t words[kSum ? 1 : kMaxBlock];
+    alignas(64) uint8_t unpacked[kMaxBlock];
+    if (!kSum) random_block(key, index + lo, n, words);
+    const int top = quant::top(format.bits);
+    uint8_t* __restrict q = format.bits == 8 ? codes + lo : unpacked;
+    for (size_t i = 0; i < n; i++) {
+      const int code = kSum ? quantize_sum(p[i], s, top) : quantize(p[i], s, words[i]);
+      q[i] = static_cast<uint8_t>(code);
+      if (kFeedback) owed[i] = p[i] - dequantize(code, s.unit);
+    }
+    pack(format.bits, unpacked, n, codes + lo * format.bits / 8);
+  }
+};
+
+template <bool kSum>
+PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
+  RandomKey key = args.key;
+  key.seed = rank_seed(key.seed, key.step, key.tensor, key.rank);
+  auto* scales = reinterpret_cast<float*>(args.out.data);
+  uint8_t* codes = args.out.data + codes_offset(f, args.in.size);
+  encode_blocks(args, f.block, Writer<kSum>{f, args.agreed, scales, codes, key, args.index});
+}
+
+template <bool kAdd>
+PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
+  alignas(64) uint8_t unpacked[kMaxBlock];
+  const auto* scales = reinterpret_cast<const float*>(payload.data);
+  const uint8_t* codes = payload.data + codes_offset(f, out.size);
+  const int sign = 1 << (f.bits - 1);
+  for (size_t lo = 0; lo < out.size; lo += f.block) {
+    const size_t n = out.size - lo < f.block ? out.size - lo : f.block;
+    const float unit = *scales++;
+    unpack(f.bits, codes + lo * f.bits / 8, n, unpacked);
+    const uint8_t* __restrict q = f.bits == 8 ? codes + lo : unpacked;
+    float* __restrict to = out.data + lo;
+    for (size_t i = 0; i < n; i++) {
+      const float value = dequantize((q[i] ^ sign) - sign, unit);
+      to[i] = kAdd ? to[i] + value : value;
+    }
+  }
+}
+
+PYCOMM_SIMD void measure_all(uint32_t block, Span<const float> in, const float* residual,
+                             float* out) {
+  alignas(64) float p[kMaxBlock];
+  for (size_t lo = 0; lo < in.size; lo += block) {
+    const size_t n = in.size - lo < block ? in.size - lo : block;
+    const float* x = in.data + lo;
+    *out++ = measured(residual ? add_max_magnitude(x, residual + lo, n, p) : max_magnitude(x, n));
+  }
+}
+
+class Ternary final : public Codec {
+ public:
+  explicit Ternary(const Format& format) : format_(format) {}
+
+  std::string_view name() const override { return "ternary"; }
+  std::string spec() const override {
+    return "ternary:ranks=" + std::to_string(format_.ranks) +
+           ",block=" + std::to_string(format_.block);
+  }
+  Combine combine() const override { return Combine::sum; }
+  int wire_version() const override { return kWireVersion; }
+  size_t granule() const override { return format_.block; }
+  size_t encoded_bytes(size_t numel) const override {
+    return ternary::encoded_bytes(format_, numel);
+  }
+  bool agrees() const override { return true; }
+
+  void measure(Span<const float> in, const float* residual, Span<float> out,
+               Stream stream) const override {
+    check_device(stream);
+    if (out.size != num_blocks(in.size, format_.block)) {
+      throw Error(spec() + ": " + std::to_string(in.size) + " values have " +
+                  std::to_string(num_blocks(in.size, format_.block)) + " measures, not " +
+                  std::to_string(out.size));
+    }
+    measure_all(format_.block, in, residual, out.data);
+  }
+  void encode(const EncodeArgs& args) const override {
+    check_encode(*this, args);
+    check_device(args.stream);
+    if (args.key.ranks > static_cast<uint32_t>(format_.ranks)) {
+      throw Error(spec() + ": its codes hold no sum of " + std::to_string(args.key.ranks) +
+                  " ranks: use ranks=" + std::to_string(args.key.ranks));
+    }
+    (args.summed ? encode_all<true> : encode_all<false>)(format_, args);
+    const size_t used = (args.in.size * format_.bits + 7) / 8;
+    zero_padding(args.out, codes_offset(format_, args.in.size) + used);
+  }
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    check_decode(*this, payload, out);
+    check_device(stream);
+    decode_all<false>(format_, payload, out);
+  }
+  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    check_decode(*this, payload, out);
+    check_device(stream);
+    decode_all<true>(format_, payload, out);
+  }
+
+ private:
+  void check_device(Stream stream) const {
+    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
+  }
+
+  Format format_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make(Options& options) {
+  Format format;
+  format.ranks = options.integer("ranks", 7);
+  if (format.ranks < 1 || format.ranks > 127) {
+    options.fail("ranks=" + std::to_string(format.ranks) + ": use 1 to 127");
+  }
+  format.bits = 2;
+  while (quant::top(format.bits) < format.ranks) format.bits++;
+  format.block = block_option(options, kMaxBlock);
+  options.finish();
+  return std::make_unique<Ternary>(format);
+}
+
+}  // namespace pycomm::codecs::ternary

@@ -1,0 +1,111 @@
+"""What ternary promises beyond its bytes: sums are exact integers; no bias; a known variance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pycomm
+from pycomm import _C
+from pycomm.codecs.base import RandomKey
+from pycomm.errors import Error
+from tests.codecs.cases import CASES, agreed
+
+NORMAL = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+
+
+def contributions(codec, xs, step=0):
+    """What ranks send, and what they agreed on."""
+    agreed = torch.stack([codec.measure(x) for x in xs]).amax(0)
+    keys = [RandomKey(seed=5, step=step, rank=r, ranks=len(xs)) for r in range(len(xs))]
+    payloads = [codec.encode(x, key=key, agreed=agreed) for x, key in zip(xs, keys, strict=True)]
+    return payloads, agreed
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 12, 127])
+def test_a_sum_travels_without_loss(ranks):
+    codec = pycomm.codec(f"ternary:ranks={ranks},block=64")
+    # Equal values far from zero: the sums reach the top.
+    xs = [NORMAL[:1000].sign() + 0.01 * NORMAL[r : 1000 + r] for r in range(ranks)]
+    payloads, agreed = contributions(codec, xs)
+    total, integers = torch.zeros(1000), torch.zeros(1000, dtype=torch.int64)
+    scale = payloads[0][: 4 * 16].view(torch.float32).repeat_interleave(64)[:1000]
+    for payload in payloads:
+        value = codec.decode(payload, 1000)
+        integers += (value / scale).to(torch.int64)
+        codec.decode_add(payload, total)
+    assert torch.equal(total.double(), integers * scale.double())
+    residual = torch.zeros(1000)
+    key = RandomKey(seed=5, ranks=ranks)
+    summed = codec.encode(total, key=key, residual=residual, agreed=agreed, summed=True)
+    assert torch.equal(codec.decode(summed, 1000), total)
+    assert not residual.any()
+    assert int(integers.abs().max()) == ranks
+
+
+def test_no_bias_and_the_variance_of_the_page():
+    codec, x = pycomm.codec("ternary:ranks=1,block=256"), NORMAL[:256]
+    steps = 4000
+    total, squares = torch.zeros(256).double(), torch.zeros(256).double()
+    for step in range(steps):
+        value = codec.decode(codec.encode(x, key=RandomKey(seed=5, step=step)), 256).double()
+        total += value
+        squares += (value - x).square()
+    scale = float(codec.encode(x)[:4].view(torch.float32))
+    assert 0 <= scale / float(x.abs().max()) - 1 < 2.0**-7
+    variance = scale * x.abs().double() - x.double().square()
+    # 5.5 sigma of 256 means.
+    assert bool(((total / steps - x).abs() <= 5.5 * (variance / steps).sqrt() + 1e-6).all())
+    # A mean of 4000 * 256 squares.
+    assert float(squares.sum() / steps) == pytest.approx(float(variance.sum()), rel=0.02)
+
+
+def test_ranks_round_apart_though_they_share_the_seed():
+    codec = pycomm.codec("ternary")
+    payloads, _ = contributions(codec, [NORMAL[:4096]] * 7)
+    assert len({bytes(payload.tolist()) for payload in payloads}) == 7
+    again, _ = contributions(codec, [NORMAL[:4096]] * 7)
+    assert all(torch.equal(a, b) for a, b in zip(payloads, again, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "bits"), [(1, 2), (2, 3), (3, 3), (4, 4), (7, 4), (63, 7)])
+def test_bits_are_as_many_as_the_integers_need(ranks, bits):
+    assert pycomm.codec(f"ternary:ranks={ranks}").bits == bits
+    assert pycomm.codec(f"ternary:ranks={ranks}").encoded_bytes(2048) == 4 + 256 * bits
+
+
+def test_more_ranks_than_fit_are_an_error():
+    codec, key = pycomm.codec("ternary:ranks=3"), RandomKey(ranks=4)
+    with pytest.raises(Error, match=r"no sum of 4 ranks: use ranks=4"):
+        codec.encode(NORMAL[:100], key=key)
+    with pytest.raises(ValueError, match=r"no sum of 4 ranks: use ranks=4"):
+        codec.reference_encode(NORMAL[:100], key, 0, codec.measure(NORMAL[:100]))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 2.0**120])
+def test_overflow_on_one_rank_is_seen_by_all_and_keeps_the_residual(bad):
+    codec = pycomm.codec("ternary:block=256")
+    x, residual = NORMAL[:1024].clone(), NORMAL[1024:2048].clone()
+    spoiled = x.clone()
+    spoiled[700] = bad
+    agreed = torch.maximum(codec.measure(x, residual), codec.measure(spoiled))
+    payload = codec.encode(x, residual=residual, agreed=agreed)
+    hit = torch.arange(1024) // 256 == 700 // 256
+    assert torch.equal(codec.decode(payload, 1024).isnan(), hit)
+    assert torch.equal(residual[hit], NORMAL[1024:2048][hit])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_measures_and_sums_are_those_of_the_reference(case):
+    codec, (x, residual) = pycomm.codec("ternary:block=64"), CASES[case]
+    measure = agreed(codec, x, residual)
+    assert torch.equal(codec.measure(x, residual), measure)
+    args = {"key": RandomKey(seed=1, ranks=3), "agreed": measure, "summed": True}
+    want = codec.reference_encode_sum(x + residual, RandomKey(seed=1, ranks=3), 0, measure)
+    assert torch.equal(codec.encode(x, residual=residual.clone(), **args), want)
+
+
+def test_native_wants_a_measure_for_each_block():
+    x, out = torch.zeros(300), torch.empty(1)
+    with pytest.raises(Error, match="must agree"):
+        _C.Codec("ternary").encode(x.data_ptr(), 300, out.data_ptr())
