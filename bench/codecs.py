@@ -61,10 +61,15 @@ class Calls:
             array.ctypes.data for array in (x, self.decoded, self.residual, self.payload)
         )
         feedback = {"residual": owed, "new_residual": owed}
+        plain = {}
+        if codec.agrees:
+            self.agreed = np.zeros(-(-numel // codec.granule), np.float32)
+            codec.measure(source, numel, self.agreed.ctypes.data)
+            plain = {"agreed": self.agreed.ctypes.data}
         self.runs: dict[str, Run] = {
             "copy": lambda: np.copyto(self.target, self.x),
-            "encode": lambda: codec.encode(source, numel, code),
-            "encode+residual": lambda: codec.encode(source, numel, code, **feedback),
+            "encode": lambda: codec.encode(source, numel, code, **plain),
+            "encode+residual": lambda: codec.encode(source, numel, code, **plain, **feedback),
             "decode": lambda: codec.decode(code, out, numel),
             "decode_add": lambda: codec.decode_add(code, out, numel),
         }
