@@ -204,7 +204,8 @@ def _gradient(count: int, rank: int) -> Array:
 
 def _spec(codec: str) -> str:
     """The core's text of a codec. Short names are pycomm.codecs', which needs torch."""
-    if codec == "none" or codec.partition(":")[0] in _C.codec_names():
+    canonical = "+" not in codec and codec.partition(":")[0] in _C.codec_names()
+    if codec == "none" or canonical:
         return codec
     from pycomm.codecs import codec as parse
 
