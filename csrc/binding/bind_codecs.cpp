@@ -73,8 +73,10 @@ void encode_fed(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, fe
   EncodeArgs args;
   args.in = {reinterpret_cast<const float*>(x), numel};
   args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
+  feedback::Scratch scratch;
   py::gil_scoped_release release;
-  feedback::encode(codec, {kind, storage, decay, nesterov, memory(error), memory(momentum)}, args);
+  feedback::encode(codec, {kind, storage, decay, nesterov, memory(error), memory(momentum)}, args,
+                   scratch);
 }
 
 const char* combine(const Codec& codec) {

@@ -87,34 +87,36 @@ PYCOMM_SIMD void follow(const float* x, const float* minus_g, const float* owed,
   for (size_t i = 0; i < n; i++) g[i] = ((x[i] + minus_g[i]) - owed[i]) - minus_g[i];
 }
 
-using Floats = std::unique_ptr<float[]>;
+enum Place : size_t { kResidual, kMomentum, kAhead, kOwed };
 
-Floats loaded(const Feedback& feedback, const Memory& memory, size_t n) {
-  Floats values(new float[n]);
-  load(feedback.storage, memory.old, {values.get(), n});
-  return values;
+float* loaded(const Feedback& feedback, const Memory& memory, size_t n, float* to) {
+  load(feedback.storage, memory.old, {to, n});
+  return to;
 }
 
 /// What the codec gets: p = x + residual.
 struct Past {
-  Past(const Feedback& feedback, Span<const float> in) : x(in.data) {
+  Past(const Feedback& feedback, Span<const float> in, Scratch& scratch) : x(in.data) {
     const size_t n = in.size;
-    if (feedback.error) residual = loaded(feedback, feedback.error, n);
-    if (feedback.kind == Kind::ef21) negate(n, residual.get());
+    if (feedback.error) {
+      residual = loaded(feedback, feedback.error, n, scratch.get(kResidual, n));
+      if (feedback.kind == Kind::ef21) negate(n, residual);
+    }
     if (feedback.kind != Kind::momentum) return;
-    u = loaded(feedback, feedback.momentum, n);
+    u = loaded(feedback, feedback.momentum, n, scratch.get(kMomentum, n));
     if (feedback.nesterov) {
-      ahead.reset(new float[n]);
-      advance_nesterov(in.data, feedback.decay, n, u.get(), ahead.get());
-      x = ahead.get();
+      float* const ahead = scratch.get(kAhead, n);
+      advance_nesterov(in.data, feedback.decay, n, u, ahead);
+      x = ahead;
     } else {
-      advance(in.data, feedback.decay, n, u.get());
-      x = u.get();
+      advance(in.data, feedback.decay, n, u);
+      x = u;
     }
   }
 
   const float* x;
-  Floats residual, u, ahead;
+  float* residual = nullptr;
+  float* u = nullptr;
 };
 
 /// The codec reads and writes the memory itself.
@@ -170,7 +172,16 @@ Feedback Feedback::at(size_t row, size_t numel, size_t offset) const {
   return moved;
 }
 
-void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
+float* Scratch::get(size_t place, size_t numel) {
+  Place& room = places_[place];
+  if (room.numel < numel) {
+    room.floats.reset(new float[numel]);
+    room.numel = numel;
+  }
+  return room.floats.get();
+}
+
+void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scratch& scratch) {
   if (!feedback) return codec.encode(args);
   if (is_plain(feedback)) {
     args.residual = reinterpret_cast<const float*>(feedback.error.old);
@@ -178,42 +189,39 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
     return codec.encode(args);
   }
   const size_t n = args.in.size;
-  const Past past(feedback, args.in);
-  const Floats owed(new float[n]);
+  const Past past(feedback, args.in, scratch);
+  float* const owed = scratch.get(kOwed, n);
   args.in.data = past.x;
   if (feedback.error) {
-    args.residual = past.residual.get();
-    args.new_residual = owed.get();
+    args.residual = past.residual;
+    args.new_residual = owed;
   }
   codec.encode(args);
 
-  const auto keep = [&](const Memory& memory, const float* values) {
-    store(feedback.storage, {values, n}, memory.fresh);
-  };
   switch (feedback.kind) {
     case Kind::residual:
       break;
     case Kind::ema:
-      blend(past.residual.get(), owed.get(), feedback.decay, n, owed.get());
+      blend(past.residual, owed, feedback.decay, n, owed);
       break;
     case Kind::momentum:
-      if (feedback.error) mask(past.x, past.residual.get(), owed.get(), n, past.u.get());
-      keep(feedback.momentum, past.u.get());
+      if (feedback.error) mask(past.x, past.residual, owed, n, past.u);
+      store(feedback.storage, {past.u, n}, feedback.momentum.fresh);
       break;
     case Kind::ef21:
-      follow(past.x, past.residual.get(), owed.get(), n, owed.get());
+      follow(past.x, past.residual, owed, n, owed);
   }
-  if (feedback.error) keep(feedback.error, owed.get());
+  if (feedback.error) store(feedback.storage, {owed, n}, feedback.error.fresh);
 }
 
 void measure(const Codec& codec, const Feedback& feedback, Span<const float> in, Span<float> out,
-             Stream stream) {
+             Stream stream, Scratch& scratch) {
   if (!feedback || is_plain(feedback)) {
     const auto* residual = reinterpret_cast<const float*>(feedback.error.old);
     return codec.measure(in, residual, out, stream);
   }
-  const Past past(feedback, in);
-  codec.measure({past.x, in.size}, past.residual.get(), out, stream);
+  const Past past(feedback, in, scratch);
+  codec.measure({past.x, in.size}, past.residual, out, stream);
 }
 
 }  // namespace pycomm::feedback

@@ -2,6 +2,9 @@
 // the next. The rules and the stored forms are defined in docs/feedback.md; pycomm/feedback/ has
 // the same in torch, with the same bits.
 #pragma once
+#include <array>
+#include <memory>
+
 #include "codecs/codec.h"
 
 namespace pycomm::feedback {
@@ -52,10 +55,27 @@ struct Feedback {
   Feedback at(size_t row, size_t numel, size_t offset) const;
 };
 
+/// Float32 copies of what one encode works on, in memory that the next one uses again: the pages of
+/// fresh memory cost more than the encode.
+class Scratch {
+ public:
+  /// One of kPlaces, at least `numel` values; what was in it is lost.
+  PYCOMM_API float* get(size_t place, size_t numel);
+  static constexpr size_t kPlaces = 4;
+
+ private:
+  struct Place {
+    std::unique_ptr<float[]> floats;
+    size_t numel = 0;
+  };
+  std::array<Place, kPlaces> places_;
+};
+
 /// Encodes with what `feedback` has for exactly the values of args.in; `args` brings no residuals.
-PYCOMM_API void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args);
+PYCOMM_API void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args,
+                       Scratch& scratch);
 /// Codec::measure of what encode() would encode. Writes nothing but `out`.
 void measure(const Codec& codec, const Feedback& feedback, Span<const float> in, Span<float> out,
-             Stream stream);
+             Stream stream, Scratch& scratch);
 
 }  // namespace pycomm::feedback

@@ -19,13 +19,15 @@ Agreed::Agreed(const CodedArgs& args, const std::vector<Run>& values, size_t row
 
 void Agreed::agree(Exchange& ex) {
   if (numbers_.empty()) return;
+  feedback::Scratch scratch;
   for (size_t row = 0; row < rows_; row++) {
     for (const Run& run : values_) {
       const Piece& piece = args_.pieces[run.piece];
       if (!piece.codec->agrees()) continue;
       const Span<const float> in(args_.data.data + row * row_numel_ + piece.offset + run.offset,
                                  run.numel);
-      measure_piece(piece, Hop::worker, {row, run.offset}, in, const_cast<float*>(of(run, row)));
+      measure_piece(piece, Hop::worker, {row, run.offset}, in, const_cast<float*>(of(run, row)),
+                    scratch);
     }
   }
   dispatch::all_reduce(ex, Algo::direct, numbers_.data(), numbers_.size(),

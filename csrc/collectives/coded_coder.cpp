@@ -42,14 +42,16 @@ size_t granules(const Codec& codec, size_t numel) {
   return numel / granule + (numel % granule != 0);
 }
 
-size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args) {
-  feedback::encode(*piece.codec, feedback_of(piece, hop, at), args);
+size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args,
+                    feedback::Scratch& scratch) {
+  feedback::encode(*piece.codec, feedback_of(piece, hop, at), args, scratch);
   return piece.codec->variable() ? used_bytes(args.out.data) : args.out.size;
 }
 
-void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out) {
+void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
+                   feedback::Scratch& scratch) {
   feedback::measure(*piece.codec, feedback_of(piece, hop, at), in,
-                    {out, granules(*piece.codec, in.size)}, {});
+                    {out, granules(*piece.codec, in.size)}, {}, scratch);
 }
 
 RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
@@ -91,11 +93,11 @@ size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t
         args.agreed = agreed_->of(run, row);
       } else {  // there is nobody to agree with
         measured.resize(granules(codec, run.numel));
-        measure_piece(piece, hop, at, args.in, measured.data());
+        measure_piece(piece, hop, at, args.in, measured.data(), scratch_);
         args.agreed = measured.data();
       }
     }
-    out += encode_piece(piece, hop, at, args);
+    out += encode_piece(piece, hop, at, args, scratch_);
   }
   return static_cast<size_t>(out - begin);
 }

@@ -25,9 +25,11 @@ struct Place {
 
 /// Encodes values of a piece. `args` lacks only the residuals. Returns how many bytes of args.out
 /// are used.
-size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args);
+size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args,
+                    feedback::Scratch& scratch);
 /// Codec::measure of values of a piece.
-void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out);
+void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
+                   feedback::Scratch& scratch);
 
 /// What one rank of an operation does to values. A run of piece p lies at values + p.offset +
 /// run.offset. Where pieces have several rows (reduce_scatter: one for each owner), residuals have
@@ -51,6 +53,7 @@ class Coder {
   const CodedArgs& args_;
   const Agreed* agreed_;
   int rank_, ranks_;
+  mutable feedback::Scratch scratch_;
 };
 
 /// Of a result: adds what EF21 keeps of the steps before, and keeps the sum.
