@@ -21,6 +21,8 @@ struct EncodeParams {
   uint32_t step;
   uint32_t tensor;
   uint32_t block_bits;  ///< a block has 1 << block_bits values
+  uint32_t shift;       ///< what is added to every random word
+  uint32_t options;     ///< of the codec
 };
 
 /// Arguments of every decode kernel, likewise.
@@ -30,6 +32,7 @@ struct DecodeParams {
   float* out;
   uint64_t numel;
   uint32_t block_bits;
+  uint32_t options;
 };
 
 /// The codes of four values, and what they stand for before the scale.

@@ -2,6 +2,7 @@
 // Compiled by nvcc, or at run time by NVRTC, which takes the coders only.
 #include "codecs/block_cuda.h"
 #include "codecs/quant.h"
+#include "codecs/quant_cuda.h"
 
 namespace pycomm::codecs::quant {
 
@@ -68,18 +69,36 @@ struct Coder {
 namespace pycomm::codecs::quant {
 namespace {
 
-void check_kernels(const Format& f) {
-  if ((f.bits != 8 && f.bits != 4) || f.minmax || f.bfloat16 ||
-      f.rounding == Rounding::correlated) {
-    throw Error("quant on cuda: only 8 and 4 bits, symmetric, with float32 scales");
-  }
+/// Formats with kernels of their own.
+bool plain(const Format& f) {
+  return (f.bits == 8 || f.bits == 4) && !f.minmax && !f.bfloat16 &&
+         f.rounding != Rounding::correlated;
+}
+
+uint32_t options(const Format& f) {
+  return static_cast<uint32_t>(f.bits) | (f.minmax ? kMinMax : 0) | (f.bfloat16 ? kBFloat16 : 0);
+}
+
+void encode_wide_cuda(const Format& format, size_t offset, const EncodeArgs& args) {
+  EncodeParams params = encode_params(format.block, offset, args);
+  params.shift = rank_shift(format.rounding, args.key.rank, args.key.ranks);
+  params.options = options(format);
+  cuda::dispatch(format.block <= kSmall * cuda::kRow, [&](auto small) {
+    constexpr int kRows = small ? kSmall : kLarge;
+    cuda::dispatch(format.rounding != Rounding::nearest, [&](auto random) {
+      cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
+        cuda::launch("quant", encode_wide<kRows, random, feedback>, params, args.in.size,
+                     kRows * cuda::kRow, args.stream);
+      });
+    });
+  });
 }
 
 }  // namespace
 
 void encode_cuda(const Format& format, const EncodeArgs& args) {
-  check_kernels(format);
   const size_t offset = codes_offset(format, args.in.size);
+  if (!plain(format)) return encode_wide_cuda(format, offset, args);
   cuda::dispatch(format.bits == 8, [&](auto eight) {
     cuda::dispatch(format.rounding == Rounding::stochastic, [&](auto stochastic) {
       launch_encode<Coder<eight ? 8 : 4, stochastic>>("quant", format.block, offset, args);
@@ -89,8 +108,14 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
 
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream) {
-  check_kernels(format);
   const size_t offset = codes_offset(format, out.size);
+  if (!plain(format)) {
+    DecodeParams params = decode_params(format.block, offset, payload, out);
+    params.options = options(format);
+    return cuda::dispatch(add, [&](auto adds) {
+      cuda::launch("quant", decode_wide<adds>, params, out.size, kSmall * cuda::kRow, stream);
+    });
+  }
   cuda::dispatch(format.bits == 8, [&](auto eight) {
     launch_decode<Coder<eight ? 8 : 4, false>>("quant", format.block, offset, payload, out, add,
                                                stream);

@@ -16,7 +16,7 @@ import torch
 
 from pycomm._build import source_root
 from pycomm.codecs.base import Codec, EncodeArgs
-from pycomm.codecs.block import num_blocks
+from pycomm.codecs.block import num_blocks, padded
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.quant import Quant
@@ -56,6 +56,8 @@ class EncodeParams(ctypes.Structure):
         ("step", ctypes.c_uint32),
         ("tensor", ctypes.c_uint32),
         ("block_bits", ctypes.c_uint32),
+        ("shift", ctypes.c_uint32),
+        ("options", ctypes.c_uint32),
     )
 
 
@@ -68,6 +70,7 @@ class DecodeParams(ctypes.Structure):
         ("out", ctypes.c_uint64),
         ("numel", ctypes.c_uint64),
         ("block_bits", ctypes.c_uint32),
+        ("options", ctypes.c_uint32),
     )
 
 
@@ -98,6 +101,8 @@ def encode_call(codec: Codec, args: EncodeArgs) -> Call:
         step=args.key.step,
         tensor=args.key.tensor,
         block_bits=_block_bits(codec),
+        shift=codec.shift(args.key) if isinstance(codec, Quant) else 0,
+        options=_options(codec),
     )
     return Call(codec.name, encode_kernel(codec, feedback), _grid(_rows(codec), numel), params)
 
@@ -111,6 +116,7 @@ def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: 
         out=out.data_ptr(),
         numel=numel,
         block_bits=_block_bits(codec),
+        options=_options(codec),
     )
     return Call(codec.name, decode_kernel(codec, add), _grid(SMALL, numel), params)
 
@@ -119,6 +125,10 @@ def encode_kernel(codec: Codec, feedback: bool) -> str:
     """Return the kernel's name in C++."""
     if isinstance(codec, Sign):
         return f"{NAMESPACE}::sign::encode_kernel<{codec.block}, {_bool(feedback)}>"
+    if isinstance(codec, Quant) and not _has_coder(codec):
+        random = codec.rounding != "nearest"
+        flags = f"{_bool(random)}, {_bool(feedback)}"
+        return f"{NAMESPACE}::quant::encode_wide<{_rows(codec)}, {flags}>"
     if coder := _coder(codec):
         return f"{NAMESPACE}::encode_blocks<{coder}, {_rows(codec)}, {_bool(feedback)}>"
     return f"{NAMESPACE}::cast::encode_plain<{_plain(codec)}, {_bool(feedback)}>"
@@ -128,18 +138,29 @@ def decode_kernel(codec: Codec, add: bool) -> str:
     """Return the kernel's name in C++."""
     if isinstance(codec, Sign):
         return f"{NAMESPACE}::sign::decode_kernel<{_bool(add)}>"
+    if isinstance(codec, Quant) and not _has_coder(codec):
+        return f"{NAMESPACE}::quant::decode_wide<{_bool(add)}>"
     if coder := _coder(codec, decode=True):
         return f"{NAMESPACE}::decode_blocks<{coder}, {_bool(add)}>"
     return f"{NAMESPACE}::cast::decode_plain<{_plain(codec)}, {_bool(add)}>"
 
 
+def _has_coder(codec: Quant) -> bool:
+    """True of the formats of quant with kernels of their own; others share one (quant_cuda.h)."""
+    around_zero = codec.range == "symmetric" and codec.scale == "float32"
+    return codec.bits in (8, 4) and around_zero and codec.rounding != "correlated"
+
+
+def _options(codec: Codec) -> int:
+    """The field of the same name: kMinMax and kBFloat16 of csrc/codecs/quant_cuda.h."""
+    if not isinstance(codec, Quant):
+        return 0
+    return codec.bits | (codec.range == "minmax") << 8 | (codec.scale == "bfloat16") << 9
+
+
 def _coder(codec: Codec, decode: bool = False) -> str:
     """Name of the Coder; empty for a codec without blocks."""
-    if isinstance(codec, Quant) and codec.spec() in (
-        f"quant:bits={bits},block={codec.block},rounding={rounding}"
-        for bits in (8, 4)
-        for rounding in ("nearest", "stochastic")
-    ):
+    if isinstance(codec, Quant):
         stochastic = codec.rounding == "stochastic" and not decode
         return f"{NAMESPACE}::quant::Coder<{codec.bits}, {_bool(stochastic)}>"
     if isinstance(codec, Cast):
@@ -171,6 +192,8 @@ def _rows(codec: Codec) -> int:
 
 
 def _codes_offset(codec: Codec, numel: int) -> int:
+    if isinstance(codec, Quant):
+        return padded(codec.scale_bytes(numel))
     return 4 * num_blocks(numel, _block(codec)) if _block(codec) else 0
 
 

@@ -80,6 +80,10 @@ class Quant(Codec):
     def shared_seed(self) -> bool:
         return self.rounding == "correlated"
 
+    def shift(self, key: RandomKey) -> int:
+        """What a rank adds to the random words that ranks share."""
+        return (1 << 32) // key.ranks * key.rank if self.rounding == "correlated" else 0
+
     def scale_bytes(self, numel: int) -> int:
         """Bytes of the scales, without the padding behind them."""
         each = {"float32": 4, "bfloat16": 2}[self.scale]
@@ -111,8 +115,7 @@ class Quant(Codec):
             a = v.abs()
             down = a.floor()
             words = random_words(key, index, rows.numel(), p.device).view_as(rows)
-            if self.rounding == "correlated":
-                words = (words + (1 << 32) // key.ranks * key.rank) & LOW
+            words = (words + self.shift(key)) & LOW
             up = (words >> 1) < ((a - down) * 2.0**31).to(torch.int64)
             code = (down + up).clamp(max=self.top).copysign(v)
         code = torch.where(used[:, None], code, torch.zeros_like(code))

@@ -39,6 +39,8 @@ SPECS = [
     "int4",
     "int4:block=32",
     "int4:rounding=stochastic",
+    "int5:range=minmax,scale=bfloat16,rounding=correlated",
+    "int3:scale=bfloat16",
     "sign",
     "randomk:100",
     "randomk:10,block=256,scale=unbiased",

@@ -99,6 +99,15 @@ inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int other) {
   return got;
 }
 
+inline uint32_t __shfl_sync(unsigned mask, uint32_t value, int from) {
+  if (mask != ~0u) emulated::die("a shuffle that is not of the whole warp");
+  emulated::exchanged[emulated::lane()] = value;
+  emulated::wait_for_warp();
+  const uint32_t got = emulated::exchanged[from];
+  emulated::wait_for_warp();
+  return got;
+}
+
 template <typename Word>
 void __stcs(Word* to, const Word& value) {
   if (reinterpret_cast<size_t>(to) % sizeof(Word) != 0) emulated::die("a store is not aligned");

@@ -28,7 +28,7 @@ from pycomm.codecs.cuda_kernels import (
     encode_kernel,
     include_folder,
 )
-from tests.codecs.cases import NO_CUDA, SPECS, WIDE
+from tests.codecs.cases import NO_CUDA, SPECS
 
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
 
@@ -37,7 +37,7 @@ def kernels(specs: list[str] = SPECS) -> dict[str, str]:
     """Every kernel that these codecs start, with the name of its struct of arguments."""
     names = {}
     for codec in map(pycomm.codec, specs):
-        if codec.name in NO_CUDA or codec in map(pycomm.codec, WIDE):
+        if codec.name in NO_CUDA:
             continue
         for flag in (False, True):
             names[encode_kernel(codec, flag)] = "EncodeParams"

@@ -18,7 +18,7 @@ from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
 from tests.codecs import emulated_cuda
-from tests.codecs.cases import CASES, NO_CUDA, NO_TRITON, SPECS, WIDE, agreed, bits
+from tests.codecs.cases import CASES, NO_CUDA, NO_TRITON, SPECS, agreed, bits
 
 # (implementation, device). Those of the CPU must work. With a GPU Triton's interpreter is off, and
 # an implementation that is not installed is skipped: `make gpu` wants them all.
@@ -46,8 +46,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 def runner(codec: Codec, kind: str, device: str):
     lacks = {"triton": NO_TRITON, "emulated-cuda": NO_CUDA}.get(kind, set())
-    wide = codec in map(pycomm.codec, WIDE) and kind not in ("reference", "native")
-    if wide or codec.name in lacks:
+    if codec.name in lacks:
         pytest.skip(f"{codec.spec()} has no such kernels")
     if kind == "emulated-cuda":
         return emulated_cuda
@@ -194,9 +193,10 @@ EVERY_QUANT = [
 ]
 
 
+@everywhere
 @pytest.mark.parametrize("codec", EVERY_QUANT, ids=Quant.spec)
-def test_every_combination_of_quants_options(codec):
-    check(codec.spec(), "native", "cpu", *CASES["normal-257"])
+def test_every_combination_of_quants_options(codec, kind, device):
+    check(codec.spec(), kind, device, *CASES["normal-257"])
 
 
 @everywhere

@@ -1,0 +1,186 @@
+// The CUDA kernels of quant for every width, range and type of scale, which are arguments at run
+// time; 8 and 4 bits around zero with float32 scales have kernels of their own (quant.cu).
+// Compiled by nvcc and NVRTC.
+#pragma once
+#include "codecs/block_cuda.h"
+#include "codecs/quant.h"
+
+namespace pycomm::codecs::quant {
+
+/// Bits of EncodeParams::options and DecodeParams::options; the lower eight are the width.
+constexpr uint32_t kMinMax = 1u << 8;
+constexpr uint32_t kBFloat16 = 1u << 9;
+
+__device__ __forceinline__ Format format_of(uint32_t options) {
+  Format f;
+  f.bits = static_cast<int>(options & 255);
+  f.minmax = (options & kMinMax) != 0;
+  f.bfloat16 = (options & kBFloat16) != 0;
+  return f;
+}
+
+/// Eight neighbouring lanes have the codes of 32 values: `bits` whole words, of which each lane
+/// stores one. `chunk` holds the four codes of the lane's values from i on; a word takes parts of
+/// up to four chunks.
+__device__ __forceinline__ void store_codes(uint8_t* codes, size_t i, size_t numel, int bits,
+                                            uint32_t chunk) {
+  const int lane = threadIdx.x % cuda::kLanes, word = lane % 8, width = 4 * bits;
+  const int first = word * 32 / width;
+  uint32_t stored = 0;
+#pragma unroll
+  for (int part = 0; part < 4; part++) {
+    const int from = first + part, shift = from * width - word * 32;
+    const uint32_t other = __shfl_sync(~0u, chunk, (lane & ~7) + (from < 8 ? from : 7));
+    if (from < 8 && shift < 32) stored |= shift < 0 ? other >> -shift : other << shift;
+  }
+  const size_t at = i / 32 * bits + word;
+  if (word < bits && at * 32 < numel * bits) reinterpret_cast<uint32_t*>(codes)[at] = stored;
+}
+
+/// The four codes from value i on, which is one of the values.
+__device__ __forceinline__ uint32_t load_codes(const uint8_t* codes, size_t i, size_t numel,
+                                               int bits) {
+  const auto* words = reinterpret_cast<const uint32_t*>(codes);
+  const size_t at = i * bits / 32;
+  const int shift = static_cast<int>(i * bits % 32);
+  uint32_t chunk = words[at] >> shift;
+  if (shift + 4 * bits > 32 && (at + 1) * 32 < numel * bits) chunk |= words[at + 1] << (32 - shift);
+  return chunk;
+}
+
+/// `last`: the block is the last one, behind which the section may need padding.
+__device__ __forceinline__ void store_scale(const Format& f, float* scales, size_t block, bool last,
+                                            Scale s) {
+  if (f.bfloat16) {
+    auto* to = reinterpret_cast<uint16_t*>(scales) + block * (f.minmax ? 2 : 1);
+    to[0] = static_cast<uint16_t>(float_bits(s.unit) >> 16);
+    if (f.minmax) {
+      to[1] = static_cast<uint16_t>(float_bits(s.low) >> 16);
+    } else if (last && block % 2 == 0) {
+      to[1] = 0;
+    }
+  } else {
+    float* to = scales + block * (f.minmax ? 2 : 1);
+    to[0] = s.unit;
+    if (f.minmax) to[1] = s.low;
+  }
+}
+
+__device__ __forceinline__ Scale load_scale(const Format& f, const float* scales, size_t block) {
+  Scale s{};
+  if (f.bfloat16) {
+    const auto* from = reinterpret_cast<const uint16_t*>(scales) + block * (f.minmax ? 2 : 1);
+    s.unit = bits_float(uint32_t{from[0]} << 16);
+    if (f.minmax) s.low = bits_float(uint32_t{from[1]} << 16);
+  } else {
+    const float* from = scales + block * (f.minmax ? 2 : 1);
+    s.unit = from[0];
+    if (f.minmax) s.low = from[1];
+  }
+  return s;
+}
+
+// ---------------------------------------------------------------- kernels
+
+template <int kRows, bool kRandom, bool kFeedback>
+__global__ void __launch_bounds__(cuda::kThreads) encode_wide(const EncodeParams args) {
+  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
+  if (tile.empty()) return;
+  const Format f = format_of(args.options);
+  const uint32_t block = 1u << args.block_bits;
+
+  cuda::Vector<float> p[kRows];
+  tile.load(args.in, p);
+  if (kFeedback) {
+    cuda::Vector<float> residual[kRows];
+    tile.load(args.residual, residual);
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
+    }
+  }
+
+  // Largest value, and largest complement of a value, in the unsigned order of to_order(); 0 is
+  // below every value, so what lies beyond the end does not count.
+  uint32_t high[kRows], low[kRows];
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    high[row] = low[row] = 0;
+    for (int k = 0; k < cuda::kVector; k++) {
+      if (tile.index(row) + k >= args.numel) continue;
+      const uint32_t order = static_cast<uint32_t>(to_order(p[row].v[k])) ^ 0x80000000u;
+      high[row] = max(high[row], order);
+      low[row] = max(low[row], ~order);
+    }
+  }
+  max_of_blocks(high, block);
+  max_of_blocks(low, block);
+
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    const size_t i = tile.index(row);
+    const float most = from_order(static_cast<int32_t>(high[row] ^ 0x80000000u));
+    const float least = from_order(static_cast<int32_t>(~low[row] ^ 0x80000000u));
+    const uint32_t amax = max(magnitude_bits(most), magnitude_bits(least));
+    const Scale s = f.minmax ? minmax_scale(f, least, most) : symmetric_scale(f, bits_float(amax));
+    if (i % block == 0 && i < args.numel) {
+      store_scale(f, args.scales, i >> args.block_bits, args.numel - i <= block, s);
+    }
+
+    Random4 random{};
+    if (kRandom) random = random_words(args.seed, args.step, args.tensor, args.group + i / 4);
+    cuda::Vector<float> value{};
+    uint32_t chunk = 0;
+    for (int k = 0; k < cuda::kVector; k++) {
+      int q = 0;
+      if (s.used && i + k < args.numel) {
+        const float v = (f.minmax ? p[row].v[k] - s.low : p[row].v[k]) * s.inv;
+        q = kRandom ? round_randomly(v, random.word[k] + args.shift, top(f)) : round_nearest(v);
+      }
+      value.v[k] = f.minmax ? dequantize(q, s.unit, s.low) : dequantize(q, s.unit);
+      chunk |= (static_cast<uint32_t>(q) & ((1u << f.bits) - 1)) << (k * f.bits);
+    }
+    store_codes(args.codes, i, args.numel, f.bits, chunk);
+
+    if (kFeedback) {
+      cuda::Vector<float> kept{};
+      if (!(s.unit < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
+      for (int k = 0; k < cuda::kVector; k++) {
+        p[row].v[k] = owed(p[row].v[k], value.v[k], kept.v[k]);
+      }
+    }
+  }
+  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+}
+
+template <bool kAdd>
+__global__ void __launch_bounds__(cuda::kThreads) decode_wide(const DecodeParams args) {
+  const cuda::Tile<kSmall> tile(args.numel, args.out);
+  if (tile.empty()) return;
+  const Format f = format_of(args.options);
+  const int sign = f.minmax ? 0 : 1 << (f.bits - 1);
+
+  uint32_t chunk[kSmall];
+  Scale s[kSmall];
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const size_t i = tile.index(row);
+    const bool there = i < args.numel;
+    chunk[row] = there ? load_codes(args.codes, i, args.numel, f.bits) : 0;
+    s[row] = there ? load_scale(f, args.scales, i >> args.block_bits) : Scale{};
+  }
+  cuda::Vector<float> out[kSmall];
+  if (kAdd) tile.load(args.out, out);
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t code = (chunk[row] >> (k * f.bits)) & ((1u << f.bits) - 1);
+      const int q = static_cast<int>(code ^ sign) - sign;
+      const float value =
+          f.minmax ? dequantize(q, s[row].unit, s[row].low) : dequantize(q, s[row].unit);
+      out[row].v[k] = kAdd ? out[row].v[k] + value : value;
+    }
+  }
+  tile.store(args.out, args.numel, out);
+}
+
+}  // namespace pycomm::codecs::quant
