@@ -94,6 +94,62 @@ def add_or_not(out_ptr, offsets, mask, value, ADD: tl.constexpr):
     tl.store(out_ptr + offsets, value, mask=mask)
 
 
+# -------------------------------------------------------- random words, bit strings
+
+
+@triton.jit
+def random_words(seed_low, seed_high, step, tensor, group, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the words of a tile as uint32 [ROWS, BLOCK]; ``group`` is its place divided by 4."""
+    seed = seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+    seed = seed | seed_low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    groups = group + tl.arange(0, ROWS * BLOCK // 4)
+    low = (groups & 0xFFFFFFFF).to(tl.uint32)
+    high = (groups >> 32).to(tl.uint32)
+    zero = tl.zeros_like(low)
+    w0, w1, w2, w3 = tl.philox(
+        seed,
+        low,
+        high,
+        zero + tensor.to(tl.uint32, bitcast=True),
+        zero + step.to(tl.uint32, bitcast=True),
+    )
+    # [group, 2, 2]: the last dimension is the fastest.
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, (ROWS, BLOCK))
+
+
+@triton.jit
+def store_codes(
+    code_ptr, row, q, code_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """Eight codes are BITS bytes."""
+    word = (q & ((1 << BITS) - 1)).to(tl.int64)
+    even, odd = tl.split(tl.reshape(word, (ROWS, BLOCK // 2, 2)))
+    even, odd = tl.split(tl.reshape(even | odd << BITS, (ROWS, BLOCK // 4, 2)))
+    even, odd = tl.split(tl.reshape(even | odd << (2 * BITS), (ROWS, BLOCK // 8, 2)))
+    word = even | odd << (4 * BITS)
+    place = (row * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]) * BITS
+    for byte in tl.static_range(BITS):
+        at = place + byte
+        tl.store(code_ptr + at, (word >> (8 * byte)).to(tl.uint8), mask=at < code_bytes)
+
+
+@triton.jit
+def load_codes(
+    code_ptr, row, code_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    place = (row * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]) * BITS
+    word = tl.zeros((ROWS, BLOCK // 8), tl.int64)
+    for byte in tl.static_range(BITS):
+        at = place + byte
+        part = tl.load(code_ptr + at, mask=at < code_bytes, other=0).to(tl.int64)
+        word = word | part << (8 * byte)
+    word = tl.reshape(tl.join(word & ((1 << 4 * BITS) - 1), word >> (4 * BITS)), (ROWS, BLOCK // 4))
+    word = tl.reshape(tl.join(word & ((1 << 2 * BITS) - 1), word >> (2 * BITS)), (ROWS, BLOCK // 2))
+    word = tl.reshape(tl.join(word & ((1 << BITS) - 1), word >> BITS), (ROWS, BLOCK))
+    return word.to(tl.int32)
+
+
 # -------------------------------------------------------------- small floats
 
 
@@ -111,7 +167,7 @@ def from_bfloat16(code):
 
 
 @triton.jit
-def to_float8(v, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def to_small(v, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """Return the code of v, in range, rounded to nearest even, and the value of that code.
 
     Rounds in the float adder, as `round_in_range` of csrc/codecs/cast.h: sm_80 has no instruction
@@ -126,23 +182,26 @@ def to_float8(v, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     total = bits_float(magnitude) + bits_float(anchor)
     steps = float_bits(total) - anchor
     sign = float_bits(v) ^ magnitude
-    code = steps + ((binade - SMALLEST) >> SHIFT) | ((sign >> 24) & 0x80)
+    SIGN: tl.constexpr = EXPONENT + MANTISSA
+    code = steps + ((binade - SMALLEST) >> SHIFT) | ((sign >> (31 - SIGN)) & (1 << SIGN))
     return code.to(tl.uint8), bits_float(float_bits(total - bits_float(anchor)) | sign)
 
 
 @triton.jit
-def from_float8(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def from_small(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """Value of any code. Five bits of exponent are e5m2, which has Inf; e4m3 has one NaN."""
+    SIGN: tl.constexpr = EXPONENT + MANTISSA
+    MAGNITUDE: tl.constexpr = (1 << SIGN) - 1
     SHIFT: tl.constexpr = 23 - MANTISSA
     BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     SMALLEST: tl.constexpr = (128 - BIAS) << 23  # the smallest normal value
     code = code.to(tl.int32)
-    wide = (code & 0x7F) << SHIFT
+    wide = (code & MAGNITUDE) << SHIFT
     smallest = bits_float(tl.full(wide.shape, SMALLEST, tl.int32))
     subnormal = float_bits(bits_float(wide + SMALLEST) - smallest)
     bits = tl.where(wide < (1 << 23), subnormal, wide + ((127 - BIAS) << 23))
     if EXPONENT == 5:
-        bits = tl.where((code & 0x7F) >= 0x7C, wide | INF_BITS, bits)
-    else:
-        bits = tl.where((code & 0x7F) == 0x7F, NAN_BITS, bits)
-    return bits_float(bits | (code >> 7) << 31)
+        bits = tl.where((code & MAGNITUDE) >= 0x7C, wide | INF_BITS, bits)
+    if EXPONENT == 4:
+        bits = tl.where((code & MAGNITUDE) == 0x7F, NAN_BITS, bits)
+    return bits_float(bits | (code >> SIGN) << 31)

@@ -19,13 +19,13 @@ from pycomm.triton_kernels._math import (
     bits_float,
     float_bits,
     from_bfloat16,
-    from_float8,
+    from_small,
     load_sum,
     magnitude_bits,
     owed,
     scales,
     to_bfloat16,
-    to_float8,
+    to_small,
 )
 
 TILE = 2048  # values per program, the largest block: 16 per thread of four warps
@@ -95,7 +95,7 @@ def encode_block_kernel(
     p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
 
     scale, inv, used = scales(p, TOP)
-    code, value = to_float8(tl.where(used, p * inv, 0.0), EXPONENT, MANTISSA)
+    code, value = to_small(tl.where(used, p * inv, 0.0), EXPONENT, MANTISSA)
 
     tl.store(scale_ptr + row, scale, mask=row * BLOCK < numel)
     tl.store(code_ptr + offsets, code, mask=offsets < code_bytes)
@@ -115,7 +115,7 @@ def decode_block_kernel(
     mask = offsets < numel
     code = tl.load(code_ptr + offsets, mask=mask, other=0)
     scale = tl.load(scale_ptr + row, mask=row * BLOCK < numel, other=0.0)
-    add_or_not(out_ptr, offsets, mask, from_float8(code, EXPONENT, MANTISSA) * scale, ADD)
+    add_or_not(out_ptr, offsets, mask, from_small(code, EXPONENT, MANTISSA) * scale, ADD)
 
 
 # -------------------------------------------------------------- launchers

@@ -19,37 +19,19 @@ from pycomm.triton_kernels._math import (
     add_or_not,
     bits_float,
     float_bits,
+    load_codes,
     load_sum,
     magnitude_bits,
     owed,
+    random_words,
     scales,
+    store_codes,
 )
 
 TILE = 2048  # values per program, the largest block: 16 per thread of four warps
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to nearest even
 
 # ---------------------------------------------------------------- kernels
-
-
-@triton.jit
-def random_words(seed_low, seed_high, step, tensor, group, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the words of a tile as uint32 [ROWS, BLOCK]; ``group`` is its place divided by 4."""
-    seed = seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
-    seed = seed | seed_low.to(tl.uint32, bitcast=True).to(tl.uint64)
-    groups = group + tl.arange(0, ROWS * BLOCK // 4)
-    low = (groups & 0xFFFFFFFF).to(tl.uint32)
-    high = (groups >> 32).to(tl.uint32)
-    zero = tl.zeros_like(low)
-    w0, w1, w2, w3 = tl.philox(
-        seed,
-        low,
-        high,
-        zero + tensor.to(tl.uint32, bitcast=True),
-        zero + step.to(tl.uint32, bitcast=True),
-    )
-    # [group, 2, 2]: the last dimension is the fastest.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(words, (ROWS, BLOCK))
 
 
 @triton.jit
@@ -125,38 +107,6 @@ def load_scale(scale_ptr, place, mask, BFLOAT16: tl.constexpr):
     else:
         value = tl.load(scale_ptr + place, mask=mask, other=0.0)
     return value
-
-
-@triton.jit
-def store_codes(
-    code_ptr, row, q, code_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
-    """Eight codes are BITS bytes."""
-    word = (q & ((1 << BITS) - 1)).to(tl.int64)
-    even, odd = tl.split(tl.reshape(word, (ROWS, BLOCK // 2, 2)))
-    even, odd = tl.split(tl.reshape(even | odd << BITS, (ROWS, BLOCK // 4, 2)))
-    even, odd = tl.split(tl.reshape(even | odd << (2 * BITS), (ROWS, BLOCK // 8, 2)))
-    word = even | odd << (4 * BITS)
-    place = (row * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]) * BITS
-    for byte in tl.static_range(BITS):
-        at = place + byte
-        tl.store(code_ptr + at, (word >> (8 * byte)).to(tl.uint8), mask=at < code_bytes)
-
-
-@triton.jit
-def load_codes(
-    code_ptr, row, code_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
-    place = (row * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]) * BITS
-    word = tl.zeros((ROWS, BLOCK // 8), tl.int64)
-    for byte in tl.static_range(BITS):
-        at = place + byte
-        part = tl.load(code_ptr + at, mask=at < code_bytes, other=0).to(tl.int64)
-        word = word | part << (8 * byte)
-    word = tl.reshape(tl.join(word & ((1 << 4 * BITS) - 1), word >> (4 * BITS)), (ROWS, BLOCK // 4))
-    word = tl.reshape(tl.join(word & ((1 << 2 * BITS) - 1), word >> (2 * BITS)), (ROWS, BLOCK // 2))
-    word = tl.reshape(tl.join(word & ((1 << BITS) - 1), word >> BITS), (ROWS, BLOCK))
-    return word.to(tl.int32)
 
 
 @triton.jit(

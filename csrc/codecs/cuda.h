@@ -3,6 +3,7 @@
 #pragma once
 #include "codecs/cast.h"
 #include "codecs/codec.h"
+#include "codecs/mx.h"
 #include "codecs/quant.h"
 
 namespace pycomm::codecs {
@@ -16,6 +17,12 @@ void encode_cuda(const Format& format, const EncodeArgs& args);
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream);
 }  // namespace cast
+
+namespace mx {
+void encode_cuda(const Format& format, const EncodeArgs& args);
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream);
+}  // namespace mx
 
 namespace quant {
 void encode_cuda(const Format& format, const EncodeArgs& args);

@@ -2,10 +2,10 @@
 #include "codecs/mx.h"
 
 #include "codecs/bits.h"
+#include "codecs/cuda.h"
 #include "codecs/loops.h"
 #include "codecs/options.h"
 #include "codecs/registry.h"
-#include "core/error.h"
 
 namespace pycomm::codecs::mx {
 namespace {
@@ -220,7 +220,7 @@ class Mx final : public Codec {
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
-    check_device(args.stream);
+    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
     with_type(format_.kind, [&](auto type) {
       using T = decltype(type);
       (format_.stochastic ? encode_all<T, true> : encode_all<T, false>)(format_, args);
@@ -232,22 +232,18 @@ class Mx final : public Codec {
   }
   void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
     check_decode(*this, payload, out);
-    check_device(stream);
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, false, stream);
     with_type(format_.kind,
               [&](auto type) { decode_all<decltype(type), false>(format_, payload, out); });
   }
   void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
     check_decode(*this, payload, out);
-    check_device(stream);
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, true, stream);
     with_type(format_.kind,
               [&](auto type) { decode_all<decltype(type), true>(format_, payload, out); });
   }
 
  private:
-  void check_device(Stream stream) const {
-    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
-  }
-
   Format format_;
 };
 

@@ -18,6 +18,11 @@ void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
 void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
 }  // namespace cast
 
+namespace mx {
+void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
+void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
+}  // namespace mx
+
 namespace quant {
 void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
 void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }

@@ -19,6 +19,7 @@ from pycomm.codecs.base import Codec, EncodeArgs
 from pycomm.codecs.block import num_blocks, padded
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
+from pycomm.codecs.mx import MX
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.sign import Sign
 
@@ -30,7 +31,7 @@ SMALL, LARGE = 4, 16  # rows per tile: kSmall and kLarge of csrc/codecs/block_cu
 # -default-device: what has no mark is device code, since NVRTC compiles nothing else.
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
-SOURCES = ("cast", "quant", "sign")  # codecs that have kernels: csrc/codecs/<name>.cu
+SOURCES = ("cast", "mx", "quant", "sign")  # codecs that have kernels: csrc/codecs/<name>.cu
 NAMESPACE = "pycomm::codecs"
 TYPES = {
     "float32": "Float32",
@@ -125,6 +126,9 @@ def encode_kernel(codec: Codec, feedback: bool) -> str:
     """Return the kernel's name in C++."""
     if isinstance(codec, Sign):
         return f"{NAMESPACE}::sign::encode_kernel<{codec.block}, {_bool(feedback)}>"
+    if isinstance(codec, MX):
+        flags = f"{_bool(codec.rounding == 'stochastic')}, {_bool(feedback)}"
+        return f"{NAMESPACE}::mx::encode_kernel<{_element(codec)}, {flags}>"
     if isinstance(codec, Quant) and not _has_coder(codec):
         random = codec.rounding != "nearest"
         flags = f"{_bool(random)}, {_bool(feedback)}"
@@ -138,11 +142,20 @@ def decode_kernel(codec: Codec, add: bool) -> str:
     """Return the kernel's name in C++."""
     if isinstance(codec, Sign):
         return f"{NAMESPACE}::sign::decode_kernel<{_bool(add)}>"
+    if isinstance(codec, MX):
+        return f"{NAMESPACE}::mx::decode_kernel<{_element(codec)}, {_bool(add)}>"
     if isinstance(codec, Quant) and not _has_coder(codec):
         return f"{NAMESPACE}::quant::decode_wide<{_bool(add)}>"
     if coder := _coder(codec, decode=True):
         return f"{NAMESPACE}::decode_blocks<{coder}, {_bool(add)}>"
     return f"{NAMESPACE}::cast::decode_plain<{_plain(codec)}, {_bool(add)}>"
+
+
+def _element(codec: MX) -> str:
+    """The first template arguments of the kernels of mx."""
+    kind, bits = codec.format.split("_") if "_" in codec.format else ("fp4", "e2m1")
+    small = f"Float{kind.removeprefix('fp')}{bits.upper()}"
+    return f"pycomm::{small}, {_bool(codec.format == 'nvfp4')}"
 
 
 def _has_coder(codec: Quant) -> bool:
@@ -152,7 +165,9 @@ def _has_coder(codec: Quant) -> bool:
 
 
 def _options(codec: Codec) -> int:
-    """The field of the same name: kMinMax and kBFloat16 of csrc/codecs/quant_cuda.h."""
+    """The field of the same name: of csrc/codecs/quant_cuda.h, or if mx rounds scales up."""
+    if isinstance(codec, MX):
+        return int(codec.scale == "ceil")
     if not isinstance(codec, Quant):
         return 0
     return codec.bits | (codec.range == "minmax") << 8 | (codec.scale == "bfloat16") << 9
@@ -178,7 +193,7 @@ def _bool(value: bool) -> str:
 
 
 def _block(codec: Codec) -> int:
-    return codec.block if isinstance(codec, (Cast, Quant, Sign)) else 0
+    return codec.block if isinstance(codec, (Cast, MX, Quant, Sign)) else 0
 
 
 def _block_bits(codec: Codec) -> int:
@@ -186,6 +201,8 @@ def _block_bits(codec: Codec) -> int:
 
 
 def _rows(codec: Codec) -> int:
+    if isinstance(codec, MX):
+        return LARGE if codec.format == "nvfp4" else SMALL
     if isinstance(codec, Sign):
         return max(SMALL, codec.block // ROW)
     return SMALL if _block(codec) <= SMALL * ROW else LARGE
@@ -194,6 +211,8 @@ def _rows(codec: Codec) -> int:
 def _codes_offset(codec: Codec, numel: int) -> int:
     if isinstance(codec, Quant):
         return padded(codec.scale_bytes(numel))
+    if isinstance(codec, MX):
+        return codec.sections(numel)[1]
     return 4 * num_blocks(numel, _block(codec)) if _block(codec) else 0
 
 

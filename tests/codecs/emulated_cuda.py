@@ -70,6 +70,7 @@ def _library() -> ctypes.CDLL:
     lines = [
         '#include "emulated_cuda.h"',
         '#include "codecs/cast.cu"',
+        '#include "codecs/mx.cu"',
         '#include "codecs/quant.cu"',
         '#include "codecs/sign.cu"',
         "using namespace pycomm::codecs;",

@@ -1,0 +1,218 @@
+// mx in CUDA. Wire format: docs/wire/mx.md. Arithmetic: mx.h. Compiled by nvcc, or at run time by
+// NVRTC, which takes the kernels only.
+#include "codecs/bits_cuda.h"
+#include "codecs/block_cuda.h"
+#include "codecs/mx.h"
+
+namespace pycomm::codecs::mx {
+
+// ---------------------------------------------------------------- kernels
+
+/// The scales of a block: `code` travels.
+struct BlockScale {
+  uint32_t code;
+  float unit;
+  float inv;
+};
+
+template <typename Small>
+__device__ __forceinline__ BlockScale mx_scale(uint32_t amax, bool ceil) {
+  const uint32_t code = scale_code<Small>(amax, ceil);
+  return {code, decode_scale(code), inv_scale(code)};
+}
+
+__device__ __forceinline__ BlockScale nv_block_scale(uint32_t amax, float super_amax,
+                                                     const Scale& second) {
+  Rounded first{0, 0.0f};
+  if (second.used) first = nv_scale(bits_float(amax), super_amax);
+  const float unit = first.value * second.unit;
+  return {first.code, unit, unit > 0.0f ? 1.0f / unit : 0.0f};
+}
+
+/// args.options: 1 if scales are rounded up. A tile of nvfp4 is a super-block.
+template <typename Small, bool kNv, bool kRandom, bool kFeedback>
+__global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodeParams args) {
+  constexpr int kRows = kNv ? kLarge : kSmall;
+  constexpr uint32_t kSize = kNv ? kNvBlock : kBlock;
+  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
+  if (tile.empty()) return;
+  const size_t scales_at = kNv ? num_blocks(args.numel, kSuperBlock) * 4 : 0;
+  auto* scale_codes = reinterpret_cast<uint8_t*>(args.scales) + scales_at;
+
+  cuda::Vector<float> p[kRows];
+  tile.load(args.in, p);
+  if (kFeedback) {
+    cuda::Vector<float> residual[kRows];
+    tile.load(args.residual, residual);
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
+    }
+  }
+
+  uint32_t top[kRows];
+  for (int row = 0; row < kRows; row++) {
+    top[row] = 0;
+    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(p[row].v[k]));
+  }
+  max_of_blocks(top, kSize);
+  float super_amax = 0.0f;
+  Scale second{};
+  if constexpr (kNv) {
+    uint32_t all[1] = {0};
+    for (int row = 0; row < kRows; row++) all[0] = max(all[0], top[row]);
+    max_of_blocks(all, kSuperBlock);
+    super_amax = bits_float(all[0]);
+    second = super_scale(super_amax);
+    const size_t i = tile.index(0);
+    if (i % kSuperBlock == 0) args.scales[i / kSuperBlock] = second.unit;
+  }
+
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    const size_t i = tile.index(row);
+    BlockScale scale;
+    if constexpr (kNv) {
+      scale = nv_block_scale(top[row], super_amax, second);
+    } else {
+      scale = mx_scale<Small>(top[row], args.options != 0);
+    }
+    // Scales end at a multiple of four bytes, in zeros, which are the scales of blocks of zeros.
+    if (i % kSize == 0 && i / kSize < padded(num_blocks(args.numel, kSize))) {
+      scale_codes[i / kSize] = static_cast<uint8_t>(i < args.numel ? scale.code : 0);
+    }
+
+    Random4 random{};
+    if (kRandom) random = random_words(args.seed, args.step, args.tensor, args.group + i / 4);
+    cuda::Vector<float> value{};
+    uint32_t chunk = 0;
+    for (int k = 0; k < cuda::kVector && scale.inv != 0.0f; k++) {
+      const float v = p[row].v[k] * scale.inv;
+      const Rounded rounded =
+          kRandom ? round_randomly<Small>(v, random.word[k]) : round_nearest<Small>(v);
+      chunk |= rounded.code << (k * Small::kBits);
+      value.v[k] = rounded.value * scale.unit;
+    }
+    store_codes(args.codes, i, args.numel, Small::kBits, chunk);
+
+    if (kFeedback) {
+      const bool lost = !(scale.unit < kHuge);  // the block travels as NaN
+      cuda::Vector<float> kept{};
+      if (lost) kept = tile.load(args.residual, row);
+      for (int k = 0; k < cuda::kVector; k++) {
+        p[row].v[k] = lost ? kept.v[k] : p[row].v[k] - value.v[k];
+      }
+    }
+  }
+  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+}
+
+template <typename Small, bool kNv, bool kAdd>
+__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodeParams args) {
+  constexpr uint32_t kSize = kNv ? kNvBlock : kBlock;
+  const cuda::Tile<kSmall> tile(args.numel, args.out);
+  if (tile.empty()) return;
+  const size_t scales_at = kNv ? num_blocks(args.numel, kSuperBlock) * 4 : 0;
+  const auto* scale_codes = reinterpret_cast<const uint8_t*>(args.scales) + scales_at;
+
+  uint32_t chunk[kSmall];
+  float unit[kSmall];
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const size_t i = tile.index(row);
+    chunk[row] = 0;
+    unit[row] = 0.0f;
+    if (i < args.numel) {
+      chunk[row] = load_codes(args.codes, i, args.numel, Small::kBits);
+      const uint32_t code = scale_codes[i / kSize];
+      unit[row] =
+          kNv ? Float8E4M3::decode(code) * args.scales[i / kSuperBlock] : decode_scale(code);
+    }
+  }
+  cuda::Vector<float> out[kSmall];
+  if (kAdd) tile.load(args.out, out);
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t code = (chunk[row] >> (k * Small::kBits)) & ((1u << Small::kBits) - 1);
+      const float value = Small::decode(code) * unit[row];
+      out[row].v[k] = kAdd ? out[row].v[k] + value : value;
+    }
+  }
+  tile.store(args.out, args.numel, out);
+}
+
+}  // namespace pycomm::codecs::mx
+
+// -------------------------------------------------------------- launchers
+
+#ifndef __CUDACC_RTC__
+#include "codecs/block_launch.h"
+#include "codecs/cuda.h"
+
+namespace pycomm::codecs::mx {
+namespace {
+
+template <typename Small, bool kNv>
+void launch_encode(const Format& format, const EncodeArgs& args) {
+  constexpr int kRows = kNv ? kLarge : kSmall;
+  EncodeParams params =
+      encode_params(block(format.kind), codes_offset(format.kind, args.in.size), args);
+  params.options = format.ceil ? 1 : 0;
+  cuda::dispatch(format.stochastic, [&](auto random) {
+    cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
+      cuda::launch("mx", encode_kernel<Small, kNv, random, feedback>, params, args.in.size,
+                   kRows * cuda::kRow, args.stream);
+    });
+  });
+}
+
+template <typename Small, bool kNv>
+void launch_decode(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                   Stream stream) {
+  const DecodeParams params =
+      decode_params(block(format.kind), codes_offset(format.kind, out.size), payload, out);
+  cuda::dispatch(add, [&](auto adds) {
+    cuda::launch("mx", decode_kernel<Small, kNv, adds>, params, out.size, kSmall * cuda::kRow,
+                 stream);
+  });
+}
+
+}  // namespace
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  switch (format.kind) {
+    case Kind::fp8_e4m3:
+      return launch_encode<Float8E4M3, false>(format, args);
+    case Kind::fp8_e5m2:
+      return launch_encode<Float8E5M2, false>(format, args);
+    case Kind::fp6_e2m3:
+      return launch_encode<Float6E2M3, false>(format, args);
+    case Kind::fp6_e3m2:
+      return launch_encode<Float6E3M2, false>(format, args);
+    case Kind::fp4_e2m1:
+      return launch_encode<Float4E2M1, false>(format, args);
+    case Kind::nvfp4:
+      return launch_encode<Float4E2M1, true>(format, args);
+  }
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream) {
+  switch (format.kind) {
+    case Kind::fp8_e4m3:
+      return launch_decode<Float8E4M3, false>(format, payload, out, add, stream);
+    case Kind::fp8_e5m2:
+      return launch_decode<Float8E5M2, false>(format, payload, out, add, stream);
+    case Kind::fp6_e2m3:
+      return launch_decode<Float6E2M3, false>(format, payload, out, add, stream);
+    case Kind::fp6_e3m2:
+      return launch_decode<Float6E3M2, false>(format, payload, out, add, stream);
+    case Kind::fp4_e2m1:
+      return launch_decode<Float4E2M1, false>(format, payload, out, add, stream);
+    case Kind::nvfp4:
+      return launch_decode<Float4E2M1, true>(format, payload, out, add, stream);
+  }
+}
+
+}  // namespace pycomm::codecs::mx
+#endif
