@@ -153,10 +153,10 @@ def encode_kernel(
         store_scale(scale_ptr, 2 * row, scale, row * BLOCK < numel, BFLOAT16)
         store_scale(scale_ptr, 2 * row + 1, low, row * BLOCK < numel, BFLOAT16)
     else:
-        # Two scales of bfloat16 are a word: the section may end in one that is zero.
-        store_scale(
-            scale_ptr, row, tl.where(row * BLOCK < numel, scale, 0.0), row < scale_numbers, BFLOAT16
-        )
+        store_scale(scale_ptr, row, scale, row * BLOCK < numel, BFLOAT16)
+        # Two scales of bfloat16 are a word: one that is zero may follow the last.
+        last = (row * BLOCK < numel) & ((row + 1) * BLOCK >= numel) & (row + 1 < scale_numbers)
+        store_scale(scale_ptr, row + 1, tl.zeros_like(scale), last, BFLOAT16)
     if BITS == 8:
         tl.store(code_ptr + offsets, q.to(tl.uint8), mask=offsets < code_bytes)
     elif BITS == 4:
