@@ -1,0 +1,100 @@
+"""Writes the measured tables of docs/choosing.md from bench/results/.
+
+    python -m pycomm.bench.choosing
+
+A table stands between two comments that name it, and nothing else on the page is touched.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pycomm.bench.time_to_loss_results import Result, load, totals
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parent / "docs" / "choosing.md"
+TRAINING, CODECS = FOLDER / "results/training-cpu.csv", FOLDER / "results/codecs-cpu.csv"
+NUMERIC = "--:"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Markdown; all columns but the first `left` are numbers."""
+    rule = ["---"] * left + [NUMERIC] * (len(head) - left)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
+
+
+def training(rows: Sequence[Result], model: str, rate: str) -> str:
+    """One row per method, the soonest at the loss first; those that never got there last."""
+    chosen = [r for r in totals(rows) if (r.model, r.rate) == (model, rate)]
+    chosen.sort(key=lambda r: (r.seconds_to_loss is None, r.seconds_to_loss or r.seconds or 0))
+    head = ("method", "step, ms", "MB a step", "loss", "steps", "time to loss, s", "x fp16 hook",
+            "x best of Gloo")  # fmt: skip
+    return table(head, ([
+        row.method,
+        number(row.seconds, 0, 1e3),
+        number(row.wire_bytes, 2, 1e-6),
+        "" if row.change is None else f"{row.change * 100:+.2f} %",
+        number(row.steps_to_loss, 0),
+        number(row.seconds_to_loss, 1),
+        number(row.vs_fp16_hook, 2),
+        number(row.vs_best_of_gloo, 2),
+    ] for row in chosen))  # fmt: skip
+
+
+def number(value: float | None, digits: int, factor: float = 1.0) -> str:
+    return "" if value is None else f"{value * factor:.{digits}f}"
+
+
+def codecs(path: Path) -> str:
+    """One row per codec: bits per value, error, and GB/s of float32 on one core."""
+    found: dict[str, dict[str, list[dict[str, str]]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["kind"] == "codec":
+                found.setdefault(row["codec"], {}).setdefault(row["op"], []).append(row)
+    lines = []
+    for codec, ops in found.items():
+        largest = {op: max(rows, key=lambda r: int(r["size"])) for op, rows in ops.items()}
+        some = next(iter(largest.values()))
+        errors = [float(r["err"]) for r in largest.values() if r["err"]]
+        lines.append([
+            f"`{codec}`",
+            f"{32 / float(some['ratio']):.2f}" if some["ratio"] else "",
+            f"{statistics.fmean(errors) ** 2:.2g}" if errors else "",
+            *(f"{float(largest[op]['algbw']):.1f}" if op in largest else "" for op in OPS),
+        ])  # fmt: skip
+    head = ("codec", "bits", "squared error", *(op.replace("_", " ") for op in OPS))
+    return table(head, lines)
+
+
+OPS = ("encode", "encode+residual", "decode", "decode_add")
+
+
+def write(page: Path, name: str, text: str) -> None:
+    """Replace what stands between `<!-- name -->` and `<!-- end -->`.
+
+    Raises:
+        ValueError: the page has no such place.
+    """
+    marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    old = page.read_text()
+    if not marks.search(old):
+        raise ValueError(f"{page} has no place for the table {name!r}")
+    page.write_text(marks.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", old))
+
+
+def main() -> int:
+    rows = load(TRAINING)
+    for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
+        write(PAGE, f"training {model} {rate}", training(rows, model, rate))
+    write(PAGE, "codecs", codecs(CODECS))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
