@@ -61,47 +61,44 @@ def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | 
 
 
 def totals(rows: Sequence[Result]) -> Iterable[Result]:
-    """Put losses and steps together, from the rows of both."""
-    for model in dict.fromkeys(row.model for row in rows):
-        curves = {
-            label: [parse_curve(r.curve) for r in of(rows, "loss", model, label)]
-            for label in {r.method for r in rows if r.kind == "loss" and r.model == model}
-        }
-        ends = [r.loss for r in of(rows, "loss", model, EXACT.label) if r.loss is not None]
-        if not ends:
-            continue
-        target = statistics.fmean(ends)
-        for rate in dict.fromkeys(r.rate for r in rows if r.kind == "step" and r.model == model):
-            done = []
-            for row in (r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)):
-                count = steps_to_loss(curves[row.method], target) if row.method in curves else None
-                assert row.seconds is not None
-                total = None if count is None else count * row.seconds
-                change = [
-                    r.change for r in of(rows, "loss", model, row.method) if r.change is not None
-                ]
-                done.append(
-                    replace(
-                        row,
-                        kind="total",
-                        change=statistics.fmean(change) if change else None,
-                        steps_to_loss=count,
-                        seconds_to_loss=total,
-                    )
-                )
-            theirs = {r.hook: r.seconds_to_loss for r in done if r.backend == "gloo"}
-            fp16 = theirs.get("fp16")
-            best = min((t for t in theirs.values() if t is not None), default=None)
-            for row in done:
-                yield replace(
-                    row,
-                    vs_fp16_hook=over(fp16, row.seconds_to_loss),
-                    vs_best_of_gloo=over(best, row.seconds_to_loss),
-                )
+    """Put losses and steps together, from the rows of both; of steps measured twice the last."""
+    for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
+        steps = {r.method: r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)}
+        done = [with_loss(row, rows) for row in steps.values()]
+        theirs = {r.hook: r.seconds_to_loss for r in done if r.backend == "gloo"}
+        best = min((t for t in theirs.values() if t is not None), default=None)
+        for row in done:
+            yield replace(
+                row,
+                vs_fp16_hook=over(theirs.get("fp16"), row.seconds_to_loss),
+                vs_best_of_gloo=over(best, row.seconds_to_loss),
+            )
 
 
-def of(rows: Sequence[Result], kind: str, model: str, label: str) -> list[Result]:
-    return [r for r in rows if (r.kind, r.model, r.method) == (kind, model, label)]
+def with_loss(row: Result, rows: Sequence[Result]) -> Result:
+    """A row of steps with what the trainings of its method say, held against exact ones."""
+    mine, exact = (
+        {r.seed: r for r in rows if (r.kind, r.model, r.method) == ("loss", row.model, method)}
+        for method in (row.method, EXACT.label)
+    )
+    seeds = [seed for seed in mine if seed in exact]
+    if not seeds:
+        return replace(row, kind="total")
+    ends = [(loss(mine[seed]), loss(exact[seed])) for seed in seeds]
+    target = statistics.fmean(end for _, end in ends)
+    count = steps_to_loss([parse_curve(mine[seed].curve) for seed in seeds], target)
+    return replace(
+        row,
+        kind="total",
+        change=statistics.fmean(end / exact_end - 1 for end, exact_end in ends),
+        steps_to_loss=count,
+        seconds_to_loss=None if count is None or row.seconds is None else count * row.seconds,
+    )
+
+
+def loss(row: Result) -> float:
+    assert row.loss is not None
+    return row.loss
 
 
 def parse_curve(text: str) -> dict[int, float]:
