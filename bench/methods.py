@@ -20,6 +20,8 @@ class Method:
     backend: str = "pycomm"
     codec: str = ""
     """Of `pycomm.compress`; empty: gradients travel as they are."""
+    feedback: str = ""
+    """Of `pycomm.compress`: a kind, or "none"; empty: its default."""
     hook: str = ""
     """One of torch's own communication hooks, as in `HOOKS`."""
     bucket_mb: float = 25.0
@@ -48,7 +50,8 @@ class Method:
         if self.codec:
             import pycomm
 
-            pycomm.compress(wrapped, self.codec)
+            feedback = {"": True, "none": False}.get(self.feedback, self.feedback)
+            pycomm.compress(wrapped, self.codec, feedback=feedback)
         if self.hook:
             _torch_hook(wrapped, self.hook, group)
         return wrapped

@@ -64,7 +64,7 @@ def train(config: Config, method: Method) -> list[dict[str, float]]:
         RuntimeError: a rank failed; the text is what it said.
     """
     arguments = {**asdict(config), "backend": method.backend, "bucket_mb": method.bucket_mb}
-    arguments |= {"codec": method.codec, "hook": method.hook}
+    arguments |= {"codec": method.codec, "feedback": method.feedback, "hook": method.hook}
     command = [sys.executable, "-m", "pycomm.bench.training"]
     for name, value in arguments.items():
         command += [f"--{name.replace('_', '-')}={value}"]

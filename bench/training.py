@@ -206,6 +206,7 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--backend", default="pycomm")
     parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
+    parser.add_argument("--feedback", default="", help="its feedback, or none")
     parser.add_argument("--hook", default="", help=f"torch's own: {', '.join(HOOKS)}")
     parser.add_argument("--bucket-mb", type=float, default=Method.bucket_mb, help="of DDP")
     parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
@@ -214,7 +215,7 @@ def main() -> int:
         parser.add_argument(flag, type=type(default), default=default)
     args = vars(parser.parse_args())
     log = args.pop("log")
-    chosen = {name: args.pop(name) for name in ("backend", "codec", "hook", "bucket_mb")}
+    chosen = {name: args.pop(name) for name in ("backend", "codec", "feedback", "hook", "bucket_mb")}
     method = Method("", **chosen)
 
     torch.set_num_threads(1)
