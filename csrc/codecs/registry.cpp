@@ -12,16 +12,11 @@ struct Entry {
 };
 
 constexpr Entry kCodecs[] = {
-    {"cast", codecs::cast::make},
-    {"lossless", codecs::lossless::make},
-    {"mx", codecs::mx::make},
-    {"quant", codecs::quant::make},
-    {"sign", codecs::sign::make},
-    {"rotate", codecs::rotate::make},
-    {"eden", codecs::eden::make},
-    {"randomk", codecs::randomk::make},
-    {"topk", codecs::topk::make},
-    {"ternary", codecs::ternary::make},
+    {"cast", codecs::cast::make}, {"lossless", codecs::lossless::make},
+    {"mx", codecs::mx::make},     {"quant", codecs::quant::make},
+    {"sign", codecs::sign::make}, {"rotate", codecs::rotate::make},
+    {"eden", codecs::eden::make}, {"randomk", codecs::randomk::make},
+    {"topk", codecs::topk::make}, {"ternary", codecs::ternary::make},
 };
 
 }  // namespace
