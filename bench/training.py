@@ -215,7 +215,8 @@ def main() -> int:
         parser.add_argument(flag, type=type(default), default=default)
     args = vars(parser.parse_args())
     log = args.pop("log")
-    chosen = {name: args.pop(name) for name in ("backend", "codec", "feedback", "hook", "bucket_mb")}
+    names = ("backend", "codec", "feedback", "hook", "bucket_mb")
+    chosen = {name: args.pop(name) for name in names}
     method = Method("", **chosen)
 
     torch.set_num_threads(1)

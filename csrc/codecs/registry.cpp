@@ -11,13 +11,20 @@ struct Entry {
   std::unique_ptr<Codec> (*make)(codecs::Options& options);
 };
 
+// clang-format off: one line each, so that codecs are added apart.
 constexpr Entry kCodecs[] = {
-    {"cast", codecs::cast::make}, {"lossless", codecs::lossless::make},
-    {"mx", codecs::mx::make},     {"quant", codecs::quant::make},
-    {"sign", codecs::sign::make}, {"rotate", codecs::rotate::make},
-    {"eden", codecs::eden::make}, {"randomk", codecs::randomk::make},
-    {"topk", codecs::topk::make}, {"ternary", codecs::ternary::make},
+    {"cast", codecs::cast::make},
+    {"eden", codecs::eden::make},
+    {"lossless", codecs::lossless::make},
+    {"mx", codecs::mx::make},
+    {"quant", codecs::quant::make},
+    {"randomk", codecs::randomk::make},
+    {"rotate", codecs::rotate::make},
+    {"sign", codecs::sign::make},
+    {"ternary", codecs::ternary::make},
+    {"topk", codecs::topk::make},
 };
+// clang-format on
 
 }  // namespace
 

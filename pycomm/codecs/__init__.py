@@ -43,15 +43,15 @@ __all__ = [
 # The only list of codecs in Python: one line each.
 CODECS: dict[str, type[Codec]] = {
     "cast": Cast,
+    "eden": Eden,
     "lossless": Lossless,
     "mx": MX,
     "quant": Quant,
-    "sign": Sign,
-    "rotate": Rotate,
-    "eden": Eden,
     "randomk": RandomK,
-    "topk": TopK,
+    "rotate": Rotate,
+    "sign": Sign,
     "ternary": Ternary,
+    "topk": TopK,
 }
 
 # Codecs whose ranks meet by collectives of their own (combine "factors"): a hook runs them, in
