@@ -5,6 +5,7 @@
 #include "codecs/codec.h"
 #include "codecs/mx.h"
 #include "codecs/quant.h"
+#include "codecs/randomk.h"
 
 namespace pycomm::codecs {
 
@@ -29,6 +30,12 @@ void encode_cuda(const Format& format, const EncodeArgs& args);
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream);
 }  // namespace quant
+
+namespace randomk {
+void encode_cuda(const Format& format, const EncodeArgs& args);
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream);
+}  // namespace randomk
 
 namespace sign {
 void encode_cuda(uint32_t block, const EncodeArgs& args);

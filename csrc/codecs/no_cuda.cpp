@@ -28,6 +28,11 @@ void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
 void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
 }  // namespace quant
 
+namespace randomk {
+void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
+void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
+}  // namespace randomk
+
 namespace sign {
 void encode_cuda(uint32_t, const EncodeArgs&) { fail(); }
 void decode_cuda(uint32_t, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }

@@ -119,24 +119,24 @@ class RandomK final : public Codec {
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
-    check_device(args.stream);
     if (args.in.size == 0) return;
+    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
     (args.residual ? encode_all<true> : encode_all<false>)(format_, args);
   }
   void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    check_decode(*this, payload, out);
-    check_device(stream);
-    if (out.size > 0) decode_all<false>(format_, payload, out);
+    decode<false>(payload, out, stream);
   }
   void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    check_decode(*this, payload, out);
-    check_device(stream);
-    if (out.size > 0) decode_all<true>(format_, payload, out);
+    decode<true>(payload, out, stream);
   }
 
  private:
-  void check_device(Stream stream) const {
-    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
+  template <bool kAdd>
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const {
+    check_decode(*this, payload, out);
+    if (out.size == 0) return;
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, kAdd, stream);
+    decode_all<kAdd>(format_, payload, out);
   }
 
   Format format_;

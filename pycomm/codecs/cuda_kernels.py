@@ -1,7 +1,7 @@
 """Which CUDA kernel of csrc/codecs does what, and with which arguments; no CUDA is needed here.
 
-The C++ launchers (csrc/codecs/block_launch.h, cast.cu) choose alike. `pycomm.codecs.nvrtc` starts
-the calls that are described here.
+The C++ launchers (csrc/codecs/block_launch.h, cast.cu, randomk.cu) choose alike.
+`pycomm.codecs.nvrtc` starts the calls that are described here.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.mx import MX
 from pycomm.codecs.quant import Quant
+from pycomm.codecs.randomk import HEADER, RandomK
 from pycomm.codecs.sign import Sign
 
 THREADS = 256  # kThreads of csrc/core/cuda_vector.h
 WARPS = 8
+LANES = 32
 ROW = 128
 SMALL, LARGE = 4, 16  # rows per tile: kSmall and kLarge of csrc/codecs/block_cuda.h
 
 # -default-device: what has no mark is device code, since NVRTC compiles nothing else.
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
-SOURCES = ("cast", "mx", "quant", "sign")  # codecs that have kernels: csrc/codecs/<name>.cu
+# Codecs that have kernels: csrc/codecs/<name>.cu
+SOURCES = ("cast", "mx", "quant", "randomk", "sign")
 NAMESPACE = "pycomm::codecs"
 TYPES = {
     "float32": "Float32",
@@ -98,14 +101,14 @@ def encode_call(codec: Codec, args: EncodeArgs) -> Call:
         codes=payload + _codes_offset(codec, numel),
         numel=numel,
         seed=args.key.seed,
-        group=args.index // 4,
+        group=args.index // (codec.granule if isinstance(codec, RandomK) else 4),
         step=args.key.step,
         tensor=args.key.tensor,
         block_bits=_block_bits(codec),
         shift=codec.shift(args.key) if isinstance(codec, Quant) else 0,
-        options=_options(codec),
+        options=_options(codec, args.summed),
     )
-    return Call(codec.name, encode_kernel(codec, feedback), _grid(_rows(codec), numel), params)
+    return Call(codec.name, encode_kernel(codec, feedback), _grid(_tile(codec), numel), params)
 
 
 def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> Call:
@@ -119,13 +122,16 @@ def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: 
         block_bits=_block_bits(codec),
         options=_options(codec),
     )
-    return Call(codec.name, decode_kernel(codec, add), _grid(SMALL, numel), params)
+    tile = _tile(codec) if isinstance(codec, RandomK) else SMALL * ROW
+    return Call(codec.name, decode_kernel(codec, add), _grid(tile, numel), params)
 
 
 def encode_kernel(codec: Codec, feedback: bool) -> str:
     """Return the kernel's name in C++."""
     if isinstance(codec, Sign):
         return f"{NAMESPACE}::sign::encode_kernel<{codec.block}, {_bool(feedback)}>"
+    if isinstance(codec, RandomK):
+        return f"{NAMESPACE}::randomk::encode_kernel<{_bool(feedback)}>"
     if isinstance(codec, MX):
         flags = f"{_bool(codec.rounding == 'stochastic')}, {_bool(feedback)}"
         return f"{NAMESPACE}::mx::encode_kernel<{_element(codec)}, {flags}>"
@@ -142,6 +148,8 @@ def decode_kernel(codec: Codec, add: bool) -> str:
     """Return the kernel's name in C++."""
     if isinstance(codec, Sign):
         return f"{NAMESPACE}::sign::decode_kernel<{_bool(add)}>"
+    if isinstance(codec, RandomK):
+        return f"{NAMESPACE}::randomk::decode_kernel<{_bool(add)}>"
     if isinstance(codec, MX):
         return f"{NAMESPACE}::mx::decode_kernel<{_element(codec)}, {_bool(add)}>"
     if isinstance(codec, Quant) and not _has_coder(codec):
@@ -164,8 +172,11 @@ def _has_coder(codec: Quant) -> bool:
     return codec.bits in (8, 4) and around_zero and codec.rounding != "correlated"
 
 
-def _options(codec: Codec) -> int:
-    """The field of the same name: of csrc/codecs/quant_cuda.h, or if mx rounds scales up."""
+def _options(codec: Codec, summed: bool = False) -> int:
+    """The field of the same name: of quant_cuda.h, of randomk.cu, or if mx rounds scales up."""
+    if isinstance(codec, RandomK):
+        scales = codec.scale == "unbiased" and not summed
+        return codec.every | codec.block << 17 | scales << 30
     if isinstance(codec, MX):
         return int(codec.scale == "ceil")
     if not isinstance(codec, Quant):
@@ -208,7 +219,17 @@ def _rows(codec: Codec) -> int:
     return SMALL if _block(codec) <= SMALL * ROW else LARGE
 
 
+def _tile(codec: Codec) -> int:
+    """Values that a warp encodes."""
+    if isinstance(codec, RandomK):
+        lanes = min(1 << max(codec.granule // 4, 1).bit_length() - 1, LANES)
+        return LANES // lanes * codec.granule
+    return _rows(codec) * ROW
+
+
 def _codes_offset(codec: Codec, numel: int) -> int:
+    if isinstance(codec, RandomK):
+        return HEADER.size
     if isinstance(codec, Quant):
         return padded(codec.scale_bytes(numel))
     if isinstance(codec, MX):
@@ -216,8 +237,8 @@ def _codes_offset(codec: Codec, numel: int) -> int:
     return 4 * num_blocks(numel, _block(codec)) if _block(codec) else 0
 
 
-def _grid(rows: int, numel: int) -> int:
-    return -(-numel // (WARPS * rows * ROW))
+def _grid(tile: int, numel: int) -> int:
+    return -(-numel // (WARPS * tile))
 
 
 def include_folder() -> Path:

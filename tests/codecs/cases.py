@@ -70,7 +70,7 @@ SPECS = [
 
 # Codecs without CUDA kernels, and those that have none in Triton either: on GPUs the next
 # implementation runs, at last the reference.
-NO_CUDA = {"eden", "lossless", "randomk", "rotate", "ternary", "topk"}
+NO_CUDA = {"eden", "lossless", "rotate", "ternary", "topk"}
 NO_TRITON = {"eden", "lossless", "rotate", "ternary", "topk"}
 
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.

@@ -72,6 +72,7 @@ def _library() -> ctypes.CDLL:
         '#include "codecs/cast.cu"',
         '#include "codecs/mx.cu"',
         '#include "codecs/quant.cu"',
+        '#include "codecs/randomk.cu"',
         '#include "codecs/sign.cu"',
         "using namespace pycomm::codecs;",
         'extern "C" int run(const char* name, unsigned blocks, const void* params) {',

@@ -20,7 +20,9 @@ from tests.codecs.ptx import ARCHS, cuobjdump, inexact, instructions
 pytestmark = pytest.mark.timeout(600)  # the first test of a compiler waits for all its files
 
 CALLS = ("encode", "encode_feedback", "decode", "decode_add")
-SOURCES = {"cast": 20, "mx": 36, "quant": 30, "sign": 16}  # and how many kernels each has at least
+# And how many kernels each has at least.
+SOURCES = {"cast": 20, "mx": 36, "quant": 30, "randomk": 4, "sign": 16}
+SCALED = [name for name in SOURCES if name != "randomk"]  # codecs of blocks with a scale
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 every_source = pytest.mark.parametrize("name", SOURCES)
 
@@ -143,7 +145,7 @@ def nvcc_folder(tmp_path_factory) -> Path:
 def test_cuda_kernels_are_exact(nvcc_folder, name, arch):
     ptx = (nvcc_folder / f"{name}.compute_{arch}.ptx").read_text()
     assert inexact(ptx) == []
-    assert "div.rn.f32" in instructions(ptx)
+    assert ("div.rn.f32" in instructions(ptx)) == (name in SCALED)
 
 
 @every_source
@@ -155,7 +157,7 @@ def test_cuda_kernels_spill_no_register(nvcc_folder, name):
 
 
 @every_arch
-@every_source
+@pytest.mark.parametrize("name", SCALED)  # the stretches of randomk begin anywhere
 def test_cuda_kernels_move_16_bytes_at_a_time(nvcc_folder, name, arch):
     """All whole rows: a kernel that adds or keeps a residual loads and stores 4 rows or more."""
     tool = cuobjdump()

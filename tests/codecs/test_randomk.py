@@ -10,7 +10,7 @@ from pycomm import _C
 from pycomm.codecs.base import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference
 from pycomm.errors import Error
-from tests.codecs.test_contract import everywhere, runner, same
+from tests.codecs.test_contract import check, everywhere, runner, same
 
 NORMAL = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
 SPECS = ["randomk:10", "randomk:every=4,block=64", "randomk:1"]
@@ -65,6 +65,13 @@ def test_each_block_is_chosen_as_often_as_the_others():
     counts = decoded.view(-1, 7).sum(dim=0)
     # Binomial, 10^5 draws at 1/7: sigma is 111.
     assert bool(((counts - 100_000 / 7).abs() < 5 * 111).all())
+
+
+@everywhere
+@pytest.mark.parametrize("every", [1, 3, 15, 16, 50, 65536])
+def test_same_bytes_of_any_length_of_stretches(every, kind, device):
+    """On GPUs 1 to 32 lanes share a stretch, by its length."""
+    check(f"randomk:{every},scale=unbiased", kind, device, NORMAL[:1003], NORMAL[1003:2006])
 
 
 @everywhere
