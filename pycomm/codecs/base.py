@@ -100,6 +100,15 @@ class Codec(ABC):
         return self.combine == "sum"
 
     @property
+    def unbiased(self) -> bool:
+        """Decoded values are right on average over all keys, and far off in each payload.
+
+        Such errors cancel by themselves. Feedback needs a codec that always comes closer, and this
+        one may overshoot, so residuals would grow.
+        """
+        return False
+
+    @property
     def agrees(self) -> bool:
         """Before they encode, ranks agree on the largest of what each has measured, per granule."""
         return False

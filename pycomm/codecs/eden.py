@@ -64,6 +64,10 @@ class Eden(Codec):
             raise ValueError(f"eden: scale={self.scale}: use unbiased or mmse")
 
     @property
+    def unbiased(self) -> bool:
+        return self.scale == "unbiased"
+
+    @property
     def granule(self) -> int:
         return self.size
 

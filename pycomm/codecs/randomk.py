@@ -38,6 +38,10 @@ class RandomK(Codec):
             raise ValueError(f"randomk: scale={self.scale}: use none or unbiased")
 
     @property
+    def unbiased(self) -> bool:
+        return self.scale == "unbiased"
+
+    @property
     def granule(self) -> int:
         return self.every * self.block
 

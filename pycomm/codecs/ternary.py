@@ -55,6 +55,10 @@ class Ternary(Codec):
         return (1 << (self.bits - 1)) - 1
 
     @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
     def granule(self) -> int:
         return self.block
 

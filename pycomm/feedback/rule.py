@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from pycomm.codecs import Cast, Codec
+
 Kind = Literal["residual", "ema", "momentum", "ef21"]
 StorageName = Literal["float32", "bf16", "int8"]
+
+EXACT = Cast("float32")
 
 _DECAY = {"residual": 0.0, "ema": 0.8, "momentum": 0.9, "ef21": 0.0}
 
@@ -68,6 +72,14 @@ class Feedback:
         given = [(f.name, getattr(self, f.name)) for f in fields(self)[1:]]
         options = [f"{k}={str(v).lower() if v is True else v}" for k, v in given if v]
         return f"{self.kind}:{','.join(options)}"
+
+    def keeps_errors(self, codec: Codec) -> bool:
+        """Whether what a payload of this codec leaves out is kept for the next.
+
+        Not if nothing is left out, and not if the codec is unbiased, unless what is kept is more
+        than an error.
+        """
+        return codec != EXACT and not (codec.unbiased and self.kind in ("residual", "ema"))
 
     @classmethod
     def of(cls, what: bool | str | Feedback | None) -> Feedback | None:

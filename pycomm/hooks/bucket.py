@@ -71,10 +71,9 @@ class Bucket:
                     f"feedback of the kind {kind} needs ranks that send for themselves, and here "
                     "nodes do; use residual or ema, or PYCOMM_ALGO=flat"
                 )
-            if residuals is not None and (
-                not decision.exact or name in residuals or kind == "momentum"
-            ):
-                residual = residuals.get(name, numel, device, rows=rows, error=not decision.exact)
+            owes = residuals is not None and residuals.rule.keeps_errors(decision.codec)
+            if residuals is not None and (owes or name in residuals or kind == "momentum"):
+                residual = residuals.get(name, numel, device, rows=rows, error=owes)
             self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
             self.numel += numel
         text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 
 from pycomm import backend
-from pycomm.codecs import Cast, Codec
+from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals, reshard, sources
+from pycomm.feedback.rule import EXACT
 from pycomm.hooks import powersgd, two_shot
 from pycomm.hooks.bucket import Bucket, Piece
 from pycomm.hooks.checkpoint import load_saved
 from pycomm.policy import Decision, Parameter, Plan, Policy
 
 STATE_VERSION = 2
-EXACT = Cast("float32")
 CODED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -340,12 +340,13 @@ class CompressionState:
         return set()
 
     def _drop_paid(self, names: Set[str]) -> None:
-        """Forget the residuals of parameters that have travelled exactly: all has been told."""
+        """Forget the residuals of parameters whose codec leaves no debts: all has been told."""
         assert self.residuals is not None
         paid = {
             name
             for name in names
-            if self._touched[name].codec == EXACT and self.residuals[name].worker is not None
+            if not self.residuals.rule.keeps_errors(self._touched[name].codec)
+            and self.residuals[name].worker is not None
         }
         for name in paid:
             self.residuals.drop(name)

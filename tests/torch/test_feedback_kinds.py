@@ -252,3 +252,26 @@ def test_text_and_rule_say_the_same(text):
 def test_wrong_texts_are_told(text, match):
     with pytest.raises(ValueError, match=match):
         Feedback.of(text)
+
+
+# ----------------------------------------------------------------------- who needs it
+
+
+@pytest.mark.parametrize(
+    ("spec", "needs"),
+    [
+        ("int4", True),
+        ("eden:bits=1,scale=mmse", True),
+        ("randomk:scale=none", True),
+        ("eden:bits=1", False),
+        ("randomk:scale=unbiased", False),
+        ("ternary", False),
+        ("fp32", False),
+    ],
+)
+def test_only_codecs_that_come_closer_every_time_keep_errors(spec, needs):
+    codec = pycomm.codec(spec)
+    assert rule_of("residual").keeps_errors(codec) is needs
+    assert rule_of("ema").keeps_errors(codec) is needs
+    # EF21 keeps what was sent, which is not an error.
+    assert rule_of("ef21").keeps_errors(codec) is (spec != "fp32")

@@ -69,6 +69,24 @@ def test_other_backends_leave_the_same_bits(pool, feedback, spec):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+# ------------------------------------------------------------------ codecs without debts
+
+
+def debts(rank: int, size: int) -> list[bool]:
+    model, state = chosen("int4 3:eden:bits=2", "residual")
+    found = []
+    for step in range(4):
+        reduced(model, gradients(rank, step))
+        state.settle()
+        assert state.residuals is not None
+        found.append("big" in state.residuals)
+    return found
+
+
+def test_an_unbiased_codec_pays_what_is_owed_and_owes_nothing(pool):
+    assert pool.run(debts) == [[True, True, False, False]] * 2
+
+
 # --------------------------------------------------------------------------- overflow
 
 
