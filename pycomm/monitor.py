@@ -37,8 +37,8 @@ class Group:
 class Report:
     """What is known of one model. None: not measured yet, or not at all.
 
-    There is no count of saturated values: each block is scaled by its largest value, which so has
-    the largest code by what the formats are, and nothing is cut off there.
+    There is no count of saturated values. Integers are scaled by the largest value of their block,
+    so nothing is cut off; what the rounded scales of MX and NVFP4 cut off is part of the error.
     """
 
     step: int

@@ -26,7 +26,13 @@ Measured = tuple[Codec, str]
 
 AUTO_ERROR = 0.2
 """What "auto" allows unless told otherwise: the error of int4, not that of fewer bits."""
-AUTO_CANDIDATES = ("fp32", "bf16", "int8", "int4", "sign", "topk:0.01", "powersgd:4")
+UNBIASED = 3.0
+"""How many times that error an unbiased codec may have: errors cancel over the steps, and EDEN with
+2 bits (error 0.5) trains as well as int4 (0.17), see docs/choosing.md."""
+AUTO_CANDIDATES = (
+    *("fp32", "bf16", "int8", "int4", "eden:bits=2", "eden:bits=1"),
+    *("sign", "topk:0.01", "powersgd:4"),
+)
 BIT_CANDIDATES = tuple(f"quant:bits={b}" for b in range(2, 9))
 
 
@@ -90,11 +96,18 @@ class Fastest(Steering):
         bound = policy.error or AUTO_ERROR
         found = _candidates(policy, AUTO_CANDIDATES)
         if not policy.candidates:
-            found = [c for c in found if reduced_error(c) <= bound]
+            found = [
+                c for c in found if reduced_error(c) <= bound * (UNBIASED if c.unbiased else 1)
+            ]
         self._codecs = {codec.spec(): codec for codec in found}
         self._trial = policy.trial
         self._auto: Auto | None = None
         self._saved: Mapping[str, Any] | None = None
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """The candidates."""
+        return list(self._codecs.values())
 
     def codec(self, name: str) -> Measured:
         if self._auto is None:

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from pycomm.policy import Policy
 from pycomm.policy.auto import Auto, Candidate, Trial
+from pycomm.policy.steering import Fastest
 
 MB = 1 << 20
 CANDIDATES = [
@@ -130,3 +132,17 @@ def test_a_saved_choice_goes_on():
     fresh = Auto(CANDIDATES[:1], Trial())
     fresh.load_state_dict(auto.state_dict())  # int4 is no candidate there
     assert not fresh.settled
+
+
+def names(text: str) -> set[str]:
+    return {codec.spec().partition(",block")[0] for codec in Fastest(Policy.of(text)).codecs}
+
+
+def test_candidates_are_accurate_enough_and_errors_that_cancel_count_less():
+    usual = {"cast:dtype=float32", "cast:dtype=bfloat16", "quant:bits=8", "quant:bits=4"}
+    assert {n for n in names("auto") if "eden" not in n} == usual
+    assert any("eden:bits=2" in n for n in names("auto"))
+    assert not any("eden:bits=1" in n for n in names("auto"))
+    assert any("eden:bits=1" in n for n in names("auto error=1"))
+    assert any("topk" in n for n in names("auto error=1"))
+    assert not any("quant:bits=4" in n or "eden" in n for n in names("auto error=0.01"))
