@@ -151,9 +151,10 @@ def check_hook(rank: int, size: int) -> None:
     request = dist.isend(torch.ones(2), 1) if rank == 0 else dist.irecv(torch.empty(2), 0)
     group._wait_for_pending_works()
     assert request.is_completed()
-    names = [str(info.op_type).removeprefix("OpType.") for info in seen]
-    assert names == ["ALLREDUCE", "BROADCAST", "SEND" if rank == 0 else "RECV"]
-    assert [info.seq for info in seen] == [2, 3, 1]  # point to point counts by itself
+    found = {str(info.op_type).removeprefix("OpType."): info.seq for info in seen}
+    # Point to point counts by itself, and may end before a collective that was issued earlier.
+    assert found == {"ALLREDUCE": 2, "BROADCAST": 3, "SEND" if rank == 0 else "RECV": 1}
+    assert len(seen) == 3
     for info in seen:
         assert datetime.timedelta(0) < info.active_duration < seconds(20)
         assert info.time_finished - info.time_started >= datetime.timedelta(0)
