@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pycomm.bench.time_to_loss_results import Result, load, totals
+from pycomm.bench.time_to_loss_results import Result, load, over, totals, with_loss
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "docs" / "choosing.md"
@@ -29,21 +29,32 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> 
 
 
 def training(rows: Sequence[Result], model: str, rate: str) -> str:
-    """One row per method, the soonest at the loss first; those that never got there last."""
-    chosen = [r for r in totals(rows) if (r.model, r.rate) == (model, rate)]
-    chosen.sort(key=lambda r: (r.seconds_to_loss is None, r.seconds_to_loss or r.seconds or 0))
-    head = ("method", "step, ms", "MB a step", "loss", "steps", "time to loss, s", "x fp16 hook",
-            "x best of Gloo")  # fmt: skip
-    return table(head, ([
-        row.method,
-        number(row.seconds, 0, 1e3),
-        number(row.wire_bytes, 2, 1e-6),
-        "" if row.change is None else f"{row.change * 100:+.2f} %",
-        number(row.steps_to_loss, 0),
-        number(row.seconds_to_loss, 1),
-        number(row.vs_fp16_hook, 2),
-        number(row.vs_best_of_gloo, 2),
-    ] for row in chosen))  # fmt: skip
+    """One row per method, the fastest step first."""
+    chosen = [r for r in totals(rows) if (r.model, r.rate) == (model, rate) and r.seconds]
+    chosen.sort(key=lambda r: r.seconds or 0)
+    fp16 = next((r.seconds for r in chosen if r.hook == "fp16"), None)
+    lines = [
+        [
+            row.method,
+            number(row.seconds, 0, 1e3),
+            number(row.wire_bytes, 2, 1e-6),
+            number(over(fp16, row.seconds), 2),
+        ]
+        for row in chosen
+    ]
+    return table(("method", "step, ms", "MB a step", "x fp16 hook"), lines)
+
+
+def losses(rows: Sequence[Result], model: str) -> str:
+    """One row per method: its loss against the exact run's, over the seeds that both have."""
+    found = [r for r in rows if (r.kind, r.model) == ("loss", model)]
+    lines = []
+    for method in dict.fromkeys(r.method for r in found):
+        whole = with_loss(next(r for r in found if r.method == method), rows)
+        seeds = len({r.seed for r in found if r.method == method})
+        change = "" if whole.change is None else f"{whole.change * 100:+.2f} %"
+        lines.append([method, str(seeds), change, number(whole.steps_to_loss, 0)])
+    return table(("method", "seeds", "loss", "steps to the exact loss"), lines)
 
 
 def number(value: float | None, digits: int, factor: float = 1.0) -> str:
@@ -91,7 +102,9 @@ def write(page: Path, name: str, text: str) -> None:
 def main() -> int:
     rows = load(TRAINING)
     for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
-        write(PAGE, f"training {model} {rate}", training(rows, model, rate))
+        write(PAGE, f"steps {model} {rate}", training(rows, model, rate))
+    for model in dict.fromkeys(r.model for r in rows if r.kind == "loss"):
+        write(PAGE, f"losses {model}", losses(rows, model))
     write(PAGE, "codecs", codecs(CODECS))
     return 0
 
