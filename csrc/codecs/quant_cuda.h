@@ -55,7 +55,7 @@ __device__ __forceinline__ Scale load_scale(const Format& f, const float* scales
 // ---------------------------------------------------------------- kernels
 
 template <int kRows, bool kRandom, bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) encode_wide(const EncodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads, 1) encode_wide(const EncodeParams args) {
   const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty()) return;
   const Format f = format_of(args.options);
@@ -64,10 +64,10 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_wide(const EncodeParams
   cuda::Vector<float> p[kRows];
   tile.load(args.in, p);
   if (kFeedback) {
-    cuda::Vector<float> residual[kRows];
-    tile.load(args.residual, residual);
+#pragma unroll
     for (int row = 0; row < kRows; row++) {
-      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
+      const cuda::Vector<float> residual = tile.load(args.residual, row);
+      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual.v[k];
     }
   }
 
