@@ -1,0 +1,186 @@
+// The seam to GPUs on the CUDA runtime; the other answer is in device_no_cuda.cpp.
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+#include "core/device.h"
+#include "core/error.h"
+
+namespace pycomm::device {
+namespace {
+
+void check(cudaError_t code, const char* what) {
+  if (code == cudaSuccess) return;
+  cudaGetLastError();  // the next launch shall not find it
+  throw Error(std::string("cuda: cannot ") + what + ": " + cudaGetErrorString(code));
+}
+
+cudaStream_t handle(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+}  // namespace
+
+bool built() { return true; }
+
+int count() noexcept {
+  int gpus = 0;
+  if (cudaGetDeviceCount(&gpus) == cudaSuccess) return gpus;
+  cudaGetLastError();
+  return 0;
+}
+
+int current() {
+  int index = 0;
+  check(cudaGetDevice(&index), "ask for the current device");
+  return index;
+}
+
+int of(const void* memory) {
+  cudaPointerAttributes about{};
+  check(cudaPointerGetAttributes(&about, memory), "find out where memory is");
+  const bool device = about.type == cudaMemoryTypeDevice || about.type == cudaMemoryTypeManaged;
+  return device ? about.device : -1;
+}
+
+Properties properties(int index) {
+  cudaDeviceProp found{};
+  check(cudaGetDeviceProperties(&found, index), "ask for the properties of a device");
+  return {found.name, std::string(found.uuid.bytes, sizeof found.uuid.bytes),
+          found.multiProcessorCount};
+}
+
+Guard::Guard(int index) : before_(-1) {
+  if (index < 0) return;
+  const int before = current();
+  if (before == index) return;
+  check(cudaSetDevice(index), "switch to a device");
+  before_ = before;
+}
+
+Guard::~Guard() {
+  if (before_ >= 0) cudaSetDevice(before_);
+}
+
+// ------------------------------------------------------------------------------- memory
+
+std::shared_ptr<void> allocate(int index, size_t bytes) {
+  const Guard guard(index);
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, bytes), "allocate memory of a device");
+  std::shared_ptr<void> owned(memory, [](void* p) { cudaFree(p); });
+  check(cudaMemset(memory, 0, bytes), "clear memory of a device");
+  check(cudaDeviceSynchronize(), "clear memory of a device");
+  return owned;
+}
+
+std::shared_ptr<void> allocate_pinned(size_t bytes) {
+  void* memory = nullptr;
+  check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped),
+        "allocate pinned memory");
+  return {memory, [](void* p) { cudaFreeHost(p); }};
+}
+
+std::shared_ptr<void> map_host(void* memory, size_t bytes) {
+  check(cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
+        "register host memory");
+  void* mapped = nullptr;
+  const cudaError_t code = cudaHostGetDevicePointer(&mapped, memory, 0);
+  if (code != cudaSuccess) cudaHostUnregister(memory);
+  check(code, "map host memory");
+  return {mapped, [memory](void*) { cudaHostUnregister(memory); }};
+}
+
+bool reaches(int index, int peer) {
+  if (index == peer) return true;
+  int can = 0;
+  check(cudaDeviceCanAccessPeer(&can, index, peer), "ask whether devices reach each other");
+  return can != 0;
+}
+
+void connect(int index, int peer) {
+  if (index == peer) return;
+  const Guard guard(index);
+  const cudaError_t code = cudaDeviceEnablePeerAccess(peer, 0);
+  if (code == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+  } else {
+    check(code, "connect two devices");
+  }
+}
+
+std::string export_memory(const void* memory) {
+  cudaIpcMemHandle_t word;
+  check(cudaIpcGetMemHandle(&word, const_cast<void*>(memory)), "export memory of a device");
+  return std::string(word.reserved, sizeof word.reserved);
+}
+
+std::shared_ptr<void> import_memory(int index, const std::string& word) {
+  cudaIpcMemHandle_t copy;
+  if (word.size() != sizeof copy.reserved) throw Error("cuda: this is no word for memory");
+  std::memcpy(copy.reserved, word.data(), word.size());
+  const Guard guard(index);
+  void* memory = nullptr;
+  check(cudaIpcOpenMemHandle(&memory, copy, cudaIpcMemLazyEnablePeerAccess),
+        "open memory of another process");
+  return {memory, [](void* p) { cudaIpcCloseMemHandle(p); }};
+}
+
+// ------------------------------------------------------------------------------ streams
+
+void copy(void* to, const void* from, size_t bytes, Stream stream) {
+  if (bytes == 0) return;
+  if (stream.device == Device::cpu) {
+    std::memmove(to, from, bytes);
+  } else {
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle(stream)), "copy");
+  }
+}
+
+void fill_zero(void* memory, size_t bytes, Stream stream) {
+  if (bytes == 0) return;
+  if (stream.device == Device::cpu) {
+    std::memset(memory, 0, bytes);
+  } else {
+    check(cudaMemsetAsync(memory, 0, bytes, handle(stream)), "clear memory");
+  }
+}
+
+void synchronize(Stream stream) {
+  if (stream.device == Device::cpu) return;
+  check(cudaStreamSynchronize(handle(stream)), "wait for a stream");
+}
+
+std::shared_ptr<void> make_stream(int index) {
+  const Guard guard(index);
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "make a stream");
+  return {stream, [](void* p) { cudaStreamDestroy(static_cast<cudaStream_t>(p)); }};
+}
+
+Event::Event(int index) {
+  const Guard guard(index);
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "make an event");
+  event_ = {event, [](void* p) { cudaEventDestroy(static_cast<cudaEvent_t>(p)); }};
+}
+
+void Event::record(Stream stream) {
+  check(cudaEventRecord(static_cast<cudaEvent_t>(event_.get()), handle(stream)), "record an event");
+}
+
+void Event::block(Stream stream) const {
+  check(cudaStreamWaitEvent(handle(stream), static_cast<cudaEvent_t>(event_.get()), 0),
+        "let a stream wait");
+}
+
+bool Event::done() const {
+  const cudaError_t code = cudaEventQuery(static_cast<cudaEvent_t>(event_.get()));
+  if (code == cudaErrorNotReady) return false;
+  check(code, "look at an event");
+  return true;
+}
+
+void Event::wait() const {
+  check(cudaEventSynchronize(static_cast<cudaEvent_t>(event_.get())), "wait for an event");
+}
+
+}  // namespace pycomm::device
