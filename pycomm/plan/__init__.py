@@ -1,0 +1,46 @@
+"""Predicts a training step over links that need not exist: which codec pays, and where none does.
+
+    python -m pycomm.plan 350M --ranks 16 --link 10gbe --compute 300ms
+
+Runs without torch and without the native build; `plan probe` alone needs the latter. What is
+assumed stands in docs/planning.md.
+
+Example:
+    >>> from pycomm import plan
+    >>> cluster = plan.Cluster(ranks=8, inter=plan.Link.of("1gbit"))
+    >>> model = plan.of_count(25_000_000, compute=0.12)
+    >>> plan.advise(model, cluster, plan.predict(model, cluster)).compress
+    True
+"""
+
+from __future__ import annotations
+
+from pycomm.plan.advice import Advice, advise
+from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, Link, Processor, Rates
+from pycomm.plan.codecs import CODINGS, Coding
+from pycomm.plan.model import Bucket, Model, of_count, of_tensors, of_text
+from pycomm.plan.prediction import Prediction, best_of_each, predict, step
+from pycomm.plan.probed import Probe
+
+__all__ = [
+    "CODINGS",
+    "LINKS",
+    "PROCESSORS",
+    "Advice",
+    "Bucket",
+    "Cluster",
+    "Coding",
+    "Link",
+    "Model",
+    "Prediction",
+    "Probe",
+    "Processor",
+    "Rates",
+    "advise",
+    "best_of_each",
+    "of_count",
+    "of_tensors",
+    "of_text",
+    "predict",
+    "step",
+]

@@ -1,0 +1,73 @@
+"""The planner's command line.
+
+python -m pycomm.plan 25M --ranks 8 --link 1gbit --compute 120ms
+python -m pycomm.plan probe --out probe.json
+python -m pycomm.plan 7B --ranks 64 --probe probe.json --compute 1.4s
+python -m pycomm.plan sweep 350M --link 10gbe --compute 300ms --html sweep.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pycomm.plan import options, show
+from pycomm.plan.advice import ERROR, advise
+from pycomm.plan.prediction import best_of_each, predict
+
+
+def main(argv: Sequence[str]) -> int:
+    return plan(argv)
+
+
+def plan(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.plan",
+        description="Predicts a training step with each codec, and says which to use, or none. "
+        "Other words: `plan probe` measures links and codecs, `plan sweep` draws.",
+    )
+    options.add_what(parser)
+    options.add_json(parser)
+    parser.add_argument("--all", action="store_true", help="every algorithm, not the best of each")
+    given = parser.parse_args(argv)
+    try:
+        model, cluster = options.model(given), options.cluster(given, given.ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    found = predict(model, cluster, options.chosen(given))
+    limit = ERROR if given.max_error is None else given.max_error
+    advice = advise(model, cluster, found, error=limit)
+    shown = found if given.all else best_of_each(found)
+    if given.json:
+        write_json(
+            given.json,
+            {
+                "model": model.name,
+                "values": model.values,
+                "ranks": cluster.ranks,
+                "advice": {"codec": advice.codec, "speedup": advice.speedup, "why": advice.why},
+                "predictions": [prediction.record() for prediction in shown],
+            },
+        )
+        if str(given.json) == "-":
+            return 0
+    show.table(show.HEAD, [show.row(p) for p in shown], show.describe(model, cluster))
+    show.advice(advice)
+    return 0
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """To a file, or to the standard output if it is "-"."""
+    text = json.dumps(record, indent=1)
+    if str(path) == "-":
+        print(text)
+    else:
+        path.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""From predictions to advice: which codec, or none, and why, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pycomm.plan import codecs
+from pycomm.plan.cluster import Cluster
+from pycomm.plan.model import Model
+from pycomm.plan.prediction import Prediction, best_of_each, with_feedback
+from pycomm.plan.units import format_rate, format_time
+
+WORTH = 0.05
+"""a codec must shorten the step by this share: less is within what a plan can tell"""
+CLOSE = 1.05
+"""of codecs whose steps are within this factor, the finer one is taken"""
+ERROR = 0.3
+"""relative squared error above which a codec is not advised unless asked for: EDEN's 2 bits pass"""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do."""
+
+    codec: str
+    """"none": do not compress"""
+    algorithm: str
+    speedup: float
+    """of the step, against the best without a codec"""
+    why: tuple[str, ...]
+
+    @property
+    def compress(self) -> bool:
+        return self.codec != "none"
+
+
+def break_even(cluster: Cluster, ratio: float) -> float:
+    """Bytes of float32 per second that encoding and decoding must reach together to win anything.
+
+    With all communication exposed and nothing overlapped: Q > B / (2 (n-1)/n (1 - 1/r)).
+    """
+    n, share = cluster.nodes if cluster.nodes > 1 else cluster.ranks, 1 - 1 / ratio
+    return cluster.slowest.rate / (2 * (n - 1) / n * share) if share > 0 and n > 1 else float("inf")
+
+
+def codec_rate(cluster: Cluster, coding: codecs.Coding) -> float:
+    """Bytes of float32 per second through encoding, then decoding, of a rank."""
+    rates = coding.rates(with_feedback(cluster, coding).processor)
+    return 1 / (1 / rates.encode + 1 / rates.decode) / cluster.slowdown
+
+
+def advise(
+    model: Model, cluster: Cluster, predictions: Sequence[Prediction], *, error: float = ERROR
+) -> Advice:
+    """Choose among predictions, which must have some without a codec.
+
+    Args:
+        model: what they are of.
+        cluster: where.
+        predictions: of :func:`predict`.
+        error: largest relative squared error of a gradient that is taken.
+    """
+    best = best_of_each(sorted(predictions, key=lambda p: p.step))
+    exact = next(p for p in best if p.codec == "none")
+    allowed = [p for p in best if p.error <= error]
+    fastest = min(allowed, key=lambda p: p.step)
+    chosen = min((p for p in allowed if p.step <= CLOSE * fastest.step), key=lambda p: p.error)
+    if chosen.step > (1 - WORTH) * exact.step:
+        reasons = _why_not(model, cluster, exact, fastest)
+        return Advice("none", exact.algorithm, 1.0, reasons)
+    speedup = exact.step / chosen.step
+    why = [
+        f"{chosen.codec} over {chosen.algorithm}: a step of {format_time(chosen.step)} instead of "
+        f"{format_time(exact.step)}, {speedup:.2f} times as fast; the gradient's relative squared "
+        f"error is {chosen.error:.2g} before feedback"
+    ]
+    if best[0].error > error:
+        why.append(
+            f"{best[0].codec} is faster still ({format_time(best[0].step)}) and was passed over: "
+            f"its error of {best[0].error:.2g} is above {error:g} (--max-error)"
+        )
+    return Advice(chosen.codec, chosen.algorithm, speedup, tuple(why))
+
+
+def _why_not(
+    model: Model, cluster: Cluster, exact: Prediction, fastest: Prediction
+) -> tuple[str, ...]:
+    """Reasons against compression, the deciding one first."""
+    if cluster.ranks == 1:
+        return ("there is one rank: nothing is exchanged",)
+    saved = (1 - fastest.step / exact.step) * 100
+    why = [
+        f"don't compress: the best codec ({fastest.codec}) would shorten the step by "
+        f"{max(0.0, saved):.1f} %, less than the {WORTH * 100:.0f} % that a plan can tell apart"
+    ]
+    link = cluster.slowest
+    if exact.exposed < 2 * WORTH * exact.step:
+        fast = exact.communication < 0.1 * exact.compute
+        text = "the link is fast enough" if fast else "the step is compute-bound"
+        why.append(
+            f"{text}: of {format_time(exact.communication)} of communication at "
+            f"{format_rate(link.rate)}, {format_time(max(0.0, exact.exposed))} are exposed in a "
+            f"step of {format_time(exact.step)}; the rest hides behind backward"
+        )
+    if exact.latency > 0.5 * exact.communication:
+        why.append(
+            f"the model is tiny for this link: {exact.latency / exact.communication * 100:.0f} % "
+            f"of its communication is latency, which no codec shortens"
+        )
+    too_slow = []
+    for coding in codecs.CODINGS.values():
+        if coding.combine != "recode" or coding.payload >= model.value_bytes:
+            continue
+        needed = break_even(cluster, model.value_bytes / coding.payload)
+        rate = codec_rate(cluster, coding)
+        if rate < needed:
+            too_slow.append(f"{coding.name} {rate / 1e9:.1f} of {needed / 1e9:.1f}")
+    if too_slow:
+        why.append(
+            "codecs are slower than what they save on this link (GB/s they reach of those they "
+            "need to break even): " + ", ".join(too_slow)
+        )
+    return tuple(why)

@@ -1,0 +1,216 @@
+"""The time of one all-reduce as a formula, for each algorithm of docs/algorithms.md.
+
+n equal ranks, b bytes. Everything is what the busiest rank does: `rounds` that wait for each other,
+`messages` and bytes `sent` by it, bytes that leave its node (`crossed`), seconds of its processor.
+Where segments let a link and a processor work at the same time, the longer of the two counts, and
+the shorter one by a segment: its first before the other can start, or its last after it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pycomm.plan.cluster import Cluster, Link
+from pycomm.plan.codecs import NONE, Coding
+
+SEGMENT = 256 << 10
+"""bytes of float32 that travel at once (`csrc/collectives/select.cpp`)"""
+STAGE = 1 << 20
+"""bytes of a stage of the exact hierarchical all-reduce"""
+
+EXACT = ("one_shot", "two_shot", "bruck", "halving_doubling", "ring", "hierarchical")
+RANK_ORDER = ("one_shot", "two_shot", "bruck")
+"""those among which pycomm's `auto` chooses on nodes of one rank"""
+CODED = {
+    "recode": ("two_shot", "hierarchical"),
+    "sum": ("two_shot", "hierarchical"),
+    "gather": ("gather", "hierarchical"),
+    "factors": ("two_shot", "hierarchical"),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An all-reduce of one bucket."""
+
+    seconds: float
+    """from the call to its end"""
+    wire: float
+    """of them, at least: the busiest link's"""
+    processor: float
+    """seconds of a core of each rank"""
+    sent: float
+    """bytes that a rank sends"""
+    latency: float
+    """of them, whatever the number of bytes: rounds that wait for each other, and messages"""
+
+    def plus(self, other: Cost) -> Cost:
+        """One after the other."""
+        return Cost(
+            self.seconds + other.seconds,
+            self.wire + other.wire,
+            self.processor + other.processor,
+            self.sent + other.sent,
+            self.latency + other.latency,
+        )
+
+
+NOTHING = Cost(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one all-reduce carries."""
+
+    values: int
+    payload: float
+    """bytes of all that travels, once"""
+
+    @classmethod
+    def of(cls, values: int, coding: Coding, exact: int = 0, value_bytes: int = 4) -> Size:
+        """`exact` of the values, in tensors of one dimension, are not compressed."""
+        if coding.exact:
+            return cls(values, float(values * value_bytes))
+        return cls(values, (values - exact) * coding.payload + exact * value_bytes)
+
+
+def algorithms(cluster: Cluster, coding: Coding) -> tuple[str, ...]:
+    """Those that pycomm has for a codec on such a cluster."""
+    names = EXACT if coding.exact else CODED[coding.combine]
+    return tuple(name for name in names if name != "hierarchical" or cluster.levels)
+
+
+def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, float]:
+    """Rounds, messages, bytes sent and bytes folded by the busiest rank, as `select.cpp` has them.
+
+    Raises:
+        KeyError: an algorithm of other levels or codecs.
+    """
+    others, doublings = n - 1, math.ceil(math.log2(n)) if n > 1 else 0
+    if algorithm == "one_shot":
+        return 1, others, others * payload, n * payload
+    if algorithm == "two_shot":
+        return 2, 2 * others, 2 * others / n * payload, payload
+    if algorithm == "bruck":
+        return doublings, doublings, others * payload, (n + 1) * payload
+    if algorithm == "ring":
+        moved = 2 * others / n * payload
+        return 2 * others, 2 * others, moved, moved
+    if algorithm == "halving_doubling":
+        corners = 1 << (n.bit_length() - 1)
+        pairs = 1 if n > corners else 0
+        rounds = 2 * (math.log2(corners) + pairs)
+        moved = 2 * payload * ((corners - 1) / corners + pairs)
+        return rounds, rounds, moved, moved
+    raise KeyError(algorithm)
+
+
+def crossing(algorithm: str, cluster: Cluster) -> float:
+    """How many times what a rank sends leaves its node, which its ranks share a link of."""
+    n, local = cluster.ranks, cluster.ranks_per_node
+    if cluster.nodes == 1 or local == 1 or algorithm == "ring":
+        return 1.0
+    return local * (n - local) / (n - 1)
+
+
+def all_reduce(cluster: Cluster, coding: Coding, algorithm: str, size: Size) -> Cost:
+    """Predict one all-reduce.
+
+    Raises:
+        KeyError: no such algorithm for this codec.
+    """
+    if cluster.ranks == 1:
+        return NOTHING
+    if algorithm == "hierarchical":
+        return _hierarchical(cluster, coding, size)
+    link, cross = cluster.slowest, crossing(algorithm, cluster)
+    return _flat(cluster, link, cluster.ranks, coding, algorithm, size, cross)
+
+
+def _flat(
+    cluster: Cluster,
+    link: Link,
+    n: int,
+    coding: Coding,
+    algorithm: str,
+    size: Size,
+    cross: float = 1.0,
+) -> Cost:
+    """Among n ranks over one kind of link."""
+    if coding.combine == "factors":
+        half = Size(size.values // 2, size.payload / 2)
+        exact = _flat(cluster, link, n, NONE, "two_shot", half, cross)
+        work = coding_seconds(cluster, coding, n, size.values)
+        own = Cost(work * cluster.slowdown, 0.0, work, 0.0, 0.0)
+        return own.plus(exact).plus(exact)
+    known = "one_shot" if algorithm == "gather" else algorithm
+    rounds, messages, sent, folded = steps(known, n, size.payload)
+    if known == "two_shot":  # each chunk travels in segments
+        messages *= max(1, round(size.values * 4 / n / SEGMENT))
+    moving = messages * link.message + sent * link.byte
+    if coding.exact:
+        work = folded / cluster.processor.memory
+    else:
+        work = coding_seconds(cluster, coding, n, size.values)
+    waiting = rounds * link.latency
+    latency = waiting + messages * link.message * cluster.slowdown
+    wire = sent * cross / link.rate
+    busy = (moving + work) * cluster.slowdown
+    seconds = waiting + _overlapped(algorithm, n, size, wire, moving, work, cluster.slowdown)
+    return Cost(seconds, wire, busy / cluster.slowdown, sent, latency)
+
+
+def _overlapped(
+    algorithm: str, n: int, size: Size, wire: float, moving: float, work: float, slowdown: float
+) -> float:
+    """Seconds of a link and of a processor, of which some pass at the same time."""
+    if algorithm != "two_shot":  # each round ends before its bytes are folded
+        return max(wire, moving * slowdown) + work * slowdown
+    pieces = max(1.0, size.values * 4 / n / SEGMENT)
+    busy = (moving + work) * slowdown
+    return max(wire, busy) + min(wire, busy) / (pieces + n - 1)
+
+
+def coding_seconds(cluster: Cluster, coding: Coding, n: int, values: int) -> float:
+    """Seconds of a core of each of n ranks to encode, add and decode; links and waits excluded."""
+    rates, memory, size = coding.rates(cluster.processor), cluster.processor.memory, 4.0 * values
+    encode = 1 / rates.encode
+    check = size / memory  # that the result is finite
+    if coding.combine == "gather":
+        return size * (encode + 1 / rates.decode + (n - 1) / rates.decode_add) + 3 * check
+    if coding.combine == "factors":
+        return size * (encode + 1 / rates.decode)
+    own = size / n
+    owner = own * (1 / rates.decode + (n - 1) / rates.decode_add + encode) + 2 * own / memory
+    return size * (encode + 1 / rates.decode) + owner + check
+
+
+def _hierarchical(cluster: Cluster, coding: Coding, size: Size) -> Cost:
+    """Exact in the node; between nodes every rank drives its shard."""
+    local, nodes = cluster.ranks_per_node, cluster.nodes
+    inside = _inside(cluster, size)
+    shard = Size(size.values // local, size.payload / local)
+    if coding.exact:
+        between = _flat(cluster, cluster.inter, nodes, coding, "two_shot", shard, local)
+        stages = max(1.0, size.values * 4 / STAGE)
+        both = between.plus(inside)
+        longer, shorter = sorted((between.seconds, inside.seconds), reverse=True)
+        return Cost(
+            longer + shorter / stages, between.wire, both.processor, both.sent, both.latency
+        )
+    way = "gather" if coding.combine == "gather" else "two_shot"
+    return inside.plus(_flat(cluster, cluster.inter, nodes, coding, way, shard, local))
+
+
+def _inside(cluster: Cluster, size: Size) -> Cost:
+    """Reduce-scatter and all-gather of float32 among the ranks of a node; sends nothing out."""
+    half = _flat(
+        cluster,
+        cluster.intra,
+        cluster.ranks_per_node,
+        NONE,
+        "two_shot",
+        Size(size.values, 4.0 * size.values),
+    )
+    return Cost(half.seconds, 0.0, half.processor, 0.0, half.latency)

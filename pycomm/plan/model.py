@@ -1,0 +1,148 @@
+"""What is trained, as far as gradients travel: buckets of values, in the order DDP sends them."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pycomm.plan import units
+
+FIRST_BUCKET = 1 << 20
+"""bytes of DDP's first bucket, which leaves while backward has just begun"""
+BUCKET = 25 << 20
+"""bytes of the others: DDP's bucket_cap_mb"""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are all-reduced at once."""
+
+    values: int
+    exact: int = 0
+    """of them in norms, biases and other tensors of one dimension, which are not compressed"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Buckets, and the time of a step of one rank alone."""
+
+    name: str
+    buckets: tuple[Bucket, ...]
+    compute: float
+    """seconds of forward, backward and optimizer"""
+    backward: float = 0.6
+    """share of backward in it, during which buckets become ready one after the other"""
+    forward: float = 0.3
+    """share of forward; what remains is the optimizer's, which waits for all gradients"""
+    value_bytes: int = 4
+    """of an uncompressed gradient: 4, or 2 for bf16"""
+
+    @property
+    def values(self) -> int:
+        return sum(bucket.values for bucket in self.buckets)
+
+
+def of_count(count: int, compute: float, **options: Any) -> Model:
+    """A model of which only the number of parameters is known: buckets are full.
+
+    Args:
+        count: parameters.
+        compute: seconds of a step of one rank.
+        options: fields of :class:`Model`.
+    """
+    value_bytes = options.get("value_bytes", 4)
+    buckets, left, size = [], count, FIRST_BUCKET
+    while left > 0:
+        values = min(left, size // value_bytes)
+        buckets.append(Bucket(values))
+        left, size = left - values, BUCKET
+    return Model(f"{units.format_count(count)} parameters", tuple(buckets), compute, **options)
+
+
+def of_tensors(
+    shapes: Iterable[tuple[int, ...]], compute: float, *, name: str = "model", **options: Any
+) -> Model:
+    """A model of known parameters, in the order of `module.parameters()`.
+
+    DDP goes through them from the last to the first and closes a bucket once it is full.
+    """
+    limit, value_bytes = FIRST_BUCKET, options.get("value_bytes", 4)
+    buckets: list[Bucket] = []
+    values = exact = 0
+    for shape in reversed(list(shapes)):
+        numel = 1
+        for length in shape:
+            numel *= length
+        values += numel
+        exact += numel if len(shape) < 2 else 0
+        if values * value_bytes >= limit:
+            buckets.append(Bucket(values, exact))
+            values, exact, limit = 0, 0, BUCKET
+    if values:
+        buckets.append(Bucket(values, exact))
+    if not buckets:
+        raise ValueError(f"{name} has no parameters")
+    return Model(name, tuple(buckets), compute, **options)
+
+
+def of_text(text: str, compute: float | None, **options: Any) -> Model:
+    """A number of parameters ("25M"), or `file.py:function`.
+
+    The function returns a module, or a module and the tuple of its inputs; with inputs, `compute`
+    may be None and is measured here.
+
+    Raises:
+        ValueError: neither; there is no such file or function; or `compute` is not known.
+        ImportError: a module is asked for and torch is not there.
+    """
+    path, colon, function = text.rpartition(":")
+    if not colon:
+        count = units.parse_count(text)
+        if compute is None:
+            raise ValueError("give the time of a step of one rank: --compute 120ms")
+        return of_count(count, compute, **options)
+    made = _call(Path(path), function)
+    module, inputs = made if isinstance(made, tuple) else (made, None)
+    parameters = getattr(module, "parameters", None)
+    if parameters is None:
+        raise ValueError(f"{text} returned {type(module).__name__}, which is no torch.nn.Module")
+    if compute is None:
+        if inputs is None:
+            raise ValueError(f"give --compute 120ms, or let {function} return (module, inputs)")
+        compute = _measured(module, inputs)
+    shapes = [tuple(p.shape) for p in parameters() if p.requires_grad]
+    return of_tensors(shapes, compute, name=function, **options)
+
+
+def _measured(module: Any, inputs: tuple[Any, ...]) -> float:
+    """Seconds of forward and backward: the median of five, after one that warms up."""
+    import torch
+
+    samples = []
+    for _ in range(6):
+        start = time.perf_counter()
+        result = module(*inputs)
+        loss = result if isinstance(result, torch.Tensor) else next(iter(result.values()))
+        loss.float().sum().backward()
+        if loss.is_cuda:
+            torch.cuda.synchronize()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples[1:])
+
+
+def _call(path: Path, function: str) -> Any:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}: want a number such as 25M, or file.py:function")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file")
+    source = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(source)
+    if not hasattr(source, function):
+        raise ValueError(f"{path} has no function {function!r}")
+    return getattr(source, function)()

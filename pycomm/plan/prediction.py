@@ -1,0 +1,151 @@
+"""A training step as a formula: buckets leave while backward runs, one after the other.
+
+Bucket i is ready once backward has passed its parameters, and its all-reduce begins when that of
+the bucket before has ended. The step ends with the last all-reduce and the optimizer behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pycomm.plan.algorithms import NOTHING, Cost, Size, algorithms, all_reduce
+from pycomm.plan.cluster import Cluster, Processor
+from pycomm.plan.codecs import CODINGS, NONE, Coding
+from pycomm.plan.model import Bucket, Model
+
+CostOf = Callable[[Cluster, Coding, str, Size], Cost]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step with one codec and one algorithm. Seconds and bytes are of one rank."""
+
+    codec: str
+    algorithm: str
+    step: float
+    compute: float
+    """of the same step without any other rank"""
+    communication: float
+    """of all all-reduces, hidden or not"""
+    latency: float
+    """of that, rounds that wait for each other, whatever the number of bytes"""
+    processor: float
+    """seconds of a core that communication takes"""
+    wire_bytes: float
+    """that a rank sends to other nodes, or where there is one node, to other ranks"""
+    error: float
+    """relative squared error of the averaged gradient, of independent normally distributed ones"""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of the step in which nothing is computed."""
+        return self.step - self.compute
+
+    @property
+    def efficiency(self) -> float:
+        """What a rank does beside what it would do alone: 1 is perfect scaling."""
+        return self.compute / self.step if self.step else 1.0
+
+    def record(self) -> dict[str, Any]:
+        """All figures by name, for JSON."""
+        return asdict(self) | {"exposed": self.exposed, "efficiency": self.efficiency}
+
+
+def with_feedback(cluster: Cluster, coding: Coding) -> Cluster:
+    """The same cluster, where encoding takes what it takes with error feedback."""
+    if coding.exact or not coding.feedback:
+        return cluster
+    rates = coding.rates(cluster.processor)
+    fed = replace(rates, encode=rates.encode_fed)
+    known = {**cluster.processor.rates, coding.name: fed}
+    processor: Processor = replace(cluster.processor, rates=known)
+    return replace(cluster, processor=processor)
+
+
+def ready_times(model: Model, scale: float = 1.0) -> list[float]:
+    """When each bucket is complete, in seconds from the start of the step."""
+    times, passed = [], 0
+    for bucket in model.buckets:
+        passed += bucket.values
+        share = model.forward + model.backward * passed / model.values
+        times.append(model.compute * scale * share)
+    return times
+
+
+def step(
+    model: Model,
+    cluster: Cluster,
+    coding: Coding = NONE,
+    algorithm: str = "two_shot",
+    *,
+    cost_of: CostOf = all_reduce,
+) -> Prediction:
+    """Predict a step by formulas.
+
+    Args:
+        model: what is trained.
+        cluster: where.
+        coding: the codec of all tensors of two or more dimensions.
+        algorithm: of every all-reduce.
+        cost_of: predicts one all-reduce.
+
+    Raises:
+        KeyError: the codec has no such algorithm.
+    """
+    fed = with_feedback(cluster, coding)
+    known: dict[Bucket, Cost] = {}
+    # Computing is slower where ranks share cores.
+    scale = cluster.slowdown if cluster.compute_on_cores else 1.0
+    total, end = NOTHING, 0.0
+    for bucket, ready in zip(model.buckets, ready_times(model, scale), strict=True):
+        cost = known.get(bucket)
+        if cost is None:
+            size = Size.of(bucket.values, coding, bucket.exact, model.value_bytes)
+            cost = known[bucket] = cost_of(fed, coding, algorithm, size)
+        total, end = total.plus(cost), max(end, ready) + cost.seconds
+    compute = model.compute * scale
+    optimizer = compute * (1 - model.forward - model.backward)
+    end = max(end, compute - optimizer) + optimizer
+    if cluster.compute_on_cores:
+        end = max(end, (model.compute + total.processor) / cluster.cores)
+    return Prediction(
+        codec=coding.name,
+        algorithm=algorithm,
+        step=end,
+        compute=model.compute,
+        communication=total.seconds,
+        latency=total.latency,
+        processor=total.processor,
+        wire_bytes=total.sent,
+        error=coding.total_error if cluster.ranks > 1 else 0.0,
+    )
+
+
+def predict(
+    model: Model,
+    cluster: Cluster,
+    codings: Iterable[Coding] = tuple(CODINGS.values()),
+    *,
+    cost_of: CostOf = all_reduce,
+) -> list[Prediction]:
+    """Every codec with every algorithm that pycomm has for it, the shortest step first.
+
+    Codecs that send no less than gradients as they are (16 bits for bf16) are left out.
+    """
+    found = [
+        step(model, cluster, coding, name, cost_of=cost_of)
+        for coding in codings
+        if coding.exact or coding.payload < model.value_bytes
+        for name in algorithms(cluster, coding)
+    ]
+    return sorted(found, key=lambda p: (p.step, p.error))
+
+
+def best_of_each(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """The fastest algorithm of each codec, the shortest step first."""
+    best: dict[str, Prediction] = {}
+    for prediction in predictions:
+        best.setdefault(prediction.codec, prediction)
+    return list(best.values())

@@ -1,0 +1,83 @@
+"""What `plan probe` has measured, as a file and as a cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pycomm.plan.cluster import LINKS, Cluster, Link, Processor, Rates
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Links, cores and codecs of the ranks that it ran on."""
+
+    ranks: int
+    inter: Link | None
+    """between nodes; None: there was one node"""
+    intra: Link | None
+    """between ranks of a node; None: every node had one rank"""
+    memory: float
+    """bytes per second that a pass over memory reads and writes, on one core"""
+    codecs: dict[str, Rates]
+    cores: int
+    """of one machine"""
+    machines: int
+    """that the ranks ran on; nodes may share one"""
+    nodes: int
+    device: str = ""
+
+    @classmethod
+    def read(cls, path: str | Path) -> Probe:
+        """Read a file of `plan probe`.
+
+        Raises:
+            ValueError: it is something else.
+            OSError: it cannot be read.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+            for level in ("inter", "intra"):
+                found[level] = Link(**found[level]) if found[level] else None
+            found["codecs"] = {name: Rates(**rates) for name, rates in found["codecs"].items()}
+            return cls(**found)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} was not written by `plan probe`: {error}") from None
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.record(), indent=1) + "\n")
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def cluster(
+        self, ranks: int, ranks_per_node: int = 1, *, compute_on_cores: bool = False
+    ) -> Cluster:
+        """More or fewer ranks of the same kind.
+
+        Where all nodes of the probe shared one machine, as network namespaces do, those of the
+        plan share it, too: more ranks then have fewer cores each.
+        """
+        ranks_per_machine = ranks_per_node
+        if self.machines < self.nodes:
+            ranks_per_machine = max(ranks_per_node, round(ranks / self.machines))
+        inter = self.inter or self.intra
+        intra = self.intra or LINKS["shm"]
+        assert inter is not None
+        return Cluster(
+            ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            inter=inter,
+            intra=intra,
+            processor=Processor(self.device or "probed", self.memory, self.codecs),
+            cores=self.cores / ranks_per_machine,
+            compute_on_cores=compute_on_cores,
+            ranks_per_machine=ranks_per_machine,
+        )
+
+    def at_rate(self, rate: float) -> Probe:
+        """The same machines with another link between nodes, of that many bytes per second."""
+        assert self.inter is not None
+        return replace(self, inter=replace(self.inter, rate=rate))

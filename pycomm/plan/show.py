@@ -1,0 +1,77 @@
+"""Tables for people: by rich where it is installed, plain text otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pycomm.plan.advice import Advice
+from pycomm.plan.cluster import Cluster
+from pycomm.plan.model import Model
+from pycomm.plan.prediction import Prediction
+from pycomm.plan.units import format_bytes, format_count, format_rate, format_time
+
+HEAD = ("codec", "algorithm", "step", "exposed", "scaling", "sent", "error")
+
+
+def row(prediction: Prediction) -> tuple[str, ...]:
+    return (
+        prediction.codec,
+        prediction.algorithm,
+        format_time(prediction.step),
+        format_time(max(0.0, prediction.exposed)),
+        f"{prediction.efficiency * 100:.0f} %",
+        format_bytes(prediction.wire_bytes),
+        f"{prediction.error:.2g}",
+    )
+
+
+def describe(model: Model, cluster: Cluster) -> str:
+    """What is predicted, on one line."""
+    link = cluster.slowest
+    nodes = f"{cluster.nodes} nodes of {cluster.ranks_per_node}"
+    where = f"{cluster.ranks} ranks" + (f" on {nodes}" if cluster.ranks_per_node > 1 else "")
+    return (
+        f"{model.name} ({format_count(model.values)} values in {len(model.buckets)} buckets, "
+        f"{format_time(model.compute)} alone), {where}, {format_rate(link.rate)} and "
+        f"{format_time(link.latency)} between them"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print a table; the first two columns are words, the others numbers."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(plain(head, rows, title))
+        return
+    drawn = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(head):
+        drawn.add_column(name, justify="right" if i > 1 else "left", no_wrap=True)
+    for cells in rows:
+        drawn.add_row(*cells)
+    Console().print(drawn, highlight=False)
+
+
+def plain(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
+    """The same table without rich."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    lines = [title] if title else []
+    for cells in [head, *rows]:
+        words = [
+            cell.rjust(width) if i > 1 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(words).rstrip())
+    return "\n".join(lines)
+
+
+def advice(given: Advice) -> None:
+    """Print what to do."""
+    if given.compress:
+        print(f"use {given.codec}")
+    else:
+        print("don't compress")
+    for reason in given.why:
+        print(f"- {reason}")

@@ -1,0 +1,89 @@
+"""Numbers with units, as people write them: "25M", "1gbit", "50us", "3GB/s"; and back."""
+
+from __future__ import annotations
+
+import re
+
+_POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
+
+
+def parse_count(text: str) -> int:
+    """Number of "25M", "7B", "1.3e6" or "1000".
+
+    Raises:
+        ValueError: the text is something else, or no positive whole number.
+    """
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgbt]?)\s*", text, re.IGNORECASE)
+    powers = _POWERS | {"b": 1e9}
+    count = _number(match[1], text) * powers[match[2].lower()] if match else 0.0
+    if count < 1:
+        raise ValueError(f"cannot read the number {text!r}: want 25M, 7B or 1000")
+    return round(count)
+
+
+def parse_rate(text: str) -> tuple[float, bool]:
+    """Bytes per second of "100mbit", "10gbit" or "25GB/s", and whether it was given in bits.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    match = re.fullmatch(
+        r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?)(bit|bps|B)(?:it)?(?:/s|ps)?\s*", text, re.IGNORECASE
+    )
+    if not match:
+        raise ValueError(f"cannot read the rate {text!r}: want 100mbit, 10gbit or 25GB/s")
+    bits = match[3] != "B"
+    rate = _number(match[1], text) * _POWERS[match[2].lower()] / (8 if bits else 1)
+    if rate <= 0:
+        raise ValueError(f"the rate {text!r} is not above 0")
+    return rate, bits
+
+
+def parse_time(text: str) -> float:
+    """Seconds of "50us", "120ms", "0.3s" or "0.3".
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    match = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*(ns|us|ms|s|)\s*", text)
+    if not match:
+        raise ValueError(f"cannot read the time {text!r}: want 50us, 120ms or 0.3s")
+    return _number(match[1], text) * _SECONDS[match[2]]
+
+
+def _number(digits: str, text: str) -> float:
+    try:
+        return float(digits)
+    except ValueError:
+        raise ValueError(f"cannot read the number in {text!r}") from None
+
+
+def format_time(seconds: float) -> str:
+    """Three digits and a unit: "1.23 ms"."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}" if seconds < 1000 * unit else f"{seconds:.0f} s"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def format_bytes(count: float) -> str:
+    """Three digits and a unit: "13.7 MB"."""
+    return _scaled(count, "B")
+
+
+def format_rate(rate: float) -> str:
+    """Bytes per second as a link's seller has it: "1 Gbit/s"."""
+    return _scaled(8 * rate, "bit/s", ("", "k", "M", "G", "T"))
+
+
+def format_count(count: float) -> str:
+    """Three digits and a power: "25.4 M"."""
+    return _scaled(count, "", ("", "k", "M", "G", "T")).rstrip()
+
+
+def _scaled(value: float, unit: str, powers: tuple[str, ...] = ("", "k", "M", "G", "T")) -> str:
+    scale = 0
+    while scale < len(powers) - 1 and value >= 999.5:
+        value, scale = value / 1e3, scale + 1
+    return f"{value:.3g} {powers[scale]}{unit}"

@@ -1,0 +1,30 @@
+"""What a plan takes for granted of codecs is what they do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.plan.codecs import CODINGS
+
+NUMEL = 1 << 20
+CODECS = [coding for coding in CODINGS.values() if not coding.exact]
+
+
+@pytest.mark.parametrize("coding", CODECS, ids=lambda coding: coding.name)
+def test_bytes_and_errors_are_the_codecs_own(coding):
+    codec = pycomm.codec(coding.name)
+    payload = codec.encoded_bytes(NUMEL) / NUMEL
+    assert coding.payload == pytest.approx(payload, rel=0.01)
+
+    x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    error = (codec.decode(codec.encode(x), NUMEL) - x).square().sum() / x.square().sum()
+    # One sample of 2^20 values; measured spread of the error is below 1 %. fp16's depends on where
+    # between two powers of two the values lie.
+    assert coding.error == pytest.approx(float(error), rel=0.03)
+
+
+@pytest.mark.parametrize("coding", CODECS, ids=lambda coding: coding.name)
+def test_payloads_meet_as_the_codecs_say(coding):
+    assert coding.combine == pycomm.codec(coding.name).combine
