@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pycomm.feedback.encode import add_mean, encode, measure
 from pycomm.feedback.reshard import reshard, sources
-from pycomm.feedback.residuals import Residual, Residuals
+from pycomm.feedback.residual import Residual
+from pycomm.feedback.residuals import Residuals
 from pycomm.feedback.rule import Feedback
 
 __all__ = [

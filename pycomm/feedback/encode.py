@@ -9,7 +9,7 @@ import torch
 
 from pycomm.codecs import Codec, RandomKey
 from pycomm.feedback import storage
-from pycomm.feedback.residuals import Pair, Residual
+from pycomm.feedback.residual import Pair, Residual
 
 _KEY = RandomKey()
 

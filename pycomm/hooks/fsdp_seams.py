@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 
-from pycomm.hooks.state import CODED
+from pycomm.hooks.reducer import CODED
 
 if TYPE_CHECKING:
     from pycomm.hooks.fsdp import FSDPState

@@ -7,28 +7,23 @@ the next step begins, if all of it came through and is finite; until then it can
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pycomm import backend
 from pycomm.codecs import Codec
-from pycomm.errors import Error
-from pycomm.feedback import Feedback, Residuals, reshard, sources
-from pycomm.feedback.rule import EXACT
-from pycomm.hooks import powersgd, two_shot
-from pycomm.hooks.bucket import Bucket, Piece
+from pycomm.feedback import Feedback, reshard, sources
 from pycomm.hooks.checkpoint import load_saved
-from pycomm.policy import Decision, Parameter, Plan, Policy
+from pycomm.hooks.rates import Rates
+from pycomm.hooks.reducer import BucketReducer
+from pycomm.policy import Policy
 
 STATE_VERSION = 2
-CODED = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class CompressionState:
+class CompressionState(BucketReducer):
     """Codecs and feedback of the parameters that one group of ranks reduces.
 
     Hooks of DDP, FSDP2 and the outer steps of LocalSGD are thin layers above it.
@@ -55,31 +50,10 @@ class CompressionState:
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
     ) -> None:
-        process_group = process_group or dist.group.WORLD
-        if process_group is None:
-            raise Error("there is no process group: call init_process_group first")
-        self.process_group: dist.ProcessGroup = process_group
-        self.plan = Plan(Policy.of(codec), process_group)
-        rule = Feedback.of(feedback)
-        self.residuals = Residuals(rule, process_group.size()) if rule else None
-        self.seed = seed
-        self.step = 0
-        """Number of the current step, from 1."""
+        super().__init__(codec, process_group=process_group, feedback=feedback, seed=seed)
         self.overflows = 0
         """Steps whose result was not finite; they have left the residuals as they were."""
-
-        self._names: dict[int, str] = {}  # by id of the parameter
-        self._parameters: list[torch.Tensor] = []  # keeps their ids from being used again
-        self._numbers: dict[str, int] = {}
-        self._device = torch.device("cpu")
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._scaler: torch.amp.GradScaler | None = None
-        self._rates: dict[str, float] = {}  # by parameter: the learning rate of its residual
-        self._loss_scale = 0.0  # of all residuals; 0: there are none yet
-        self._buckets: dict[tuple[str, ...], Bucket] = {}
-        self._exchanges = powersgd.Exchanges(process_group)
-        self._finite: list[Callable[[], bool]] = []  # of the current step, one for each bucket
-        self._touched: dict[str, Piece] = {}  # of the current step, those with a residual
+        self._rates = Rates()
         self._complete = False
         self._was_finite = True
 
@@ -90,11 +64,6 @@ class CompressionState:
             f"{type(self).__name__}({self.plan.policy}, step={self.step}, "
             f"overflows={self.overflows})"
         )
-
-    @property
-    def decisions(self) -> dict[str, Decision]:
-        """The codec of each parameter, by name."""
-        return self.plan.decisions
 
     def summary(self) -> str:
         """Return the decisions that hold now, a line for each codec and reason, and the changes."""
@@ -127,8 +96,7 @@ class CompressionState:
             "seed": self.seed,
             "step": self.step,
             "plan": self.plan.state_dict(),
-            "rates": dict(self._rates),
-            "loss_scale": self._loss_scale,
+            **self._rates.state_dict(),
         }
         residuals = self.residuals.state_dict() if self.residuals else {}
         return {
@@ -154,7 +122,7 @@ class CompressionState:
             )
         self.settle()
         self.seed, self.step = about["seed"], about["step"]
-        self._rates, self._loss_scale = dict(about["rates"]), about["loss_scale"]
+        self._rates.load_state_dict(about)
         self.plan.load_state_dict(about["plan"])
         self._exchanges.memory.load_state_dict(saved.get("factors", {}))
         if self.residuals:
@@ -234,25 +202,9 @@ class CompressionState:
             optimizer: its learning rates, by parameter group.
             scaler: its loss scale, which is the unit of all gradients and residuals.
         """
-        self._optimizer, self._scaler = optimizer, scaler
+        self._rates.optimizer, self._rates.scaler = optimizer, scaler
 
     # ------------------------------------------------------------------ for hooks
-
-    def add(self, name: str, parameter: torch.Tensor) -> None:
-        """Enter a parameter, or the part of it that is reduced here. All ranks in one order."""
-        if not self._numbers:
-            self._device = parameter.device
-        self._names[id(parameter)] = name
-        self._parameters.append(parameter)
-        self._numbers[name] = len(self._numbers)
-        self.plan.add(Parameter(name, tuple(parameter.shape), parameter.dtype))
-
-    def agree(self) -> None:
-        """Check that all ranks have decided alike; collective. See `Plan.agree`.
-
-        `reduce` does it too, for parameters that it has not seen before.
-        """
-        self.plan.agree(self._device)
 
     def begin_step(self) -> None:
         """Settle the step before and begin another; before its first `reduce`, on all ranks."""
@@ -260,39 +212,11 @@ class CompressionState:
         self._exchanges.forget()
         self.step = (self.step + 1) % 2**32
         if self.residuals:
-            self._rescale()
+            self._rates.rescale(self.residuals, self._names)
             reset = self.residuals.rule.reset
             if reset and self.step % reset == 0:
                 self.residuals.reset()
         self._forget_buckets(self.plan.advance(self.step, self._device, finite=self._was_finite))
-
-    def reduce(
-        self, tensor: torch.Tensor, names: Sequence[str]
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket over the group, in place.
-
-        Args:
-            tensor: the gradients of the named parameters, one behind the other. float32, or 16-bit
-                floats, which are converted to float32 and back. Other dtypes are averaged as they
-                are.
-            names: as they were added; equal on all ranks.
-
-        Returns:
-            A future of `tensor`.
-        """
-        if tensor.is_sparse:
-            raise Error(
-                f"rank {self.process_group.rank()}: the gradient of {names[0]} is sparse and "
-                "cannot be compressed; make the embedding with sparse=False"
-            )
-        if self.process_group.size() == 1 and not self._is_fed(names):
-            return _done(tensor)
-        if tensor.dtype not in CODED:
-            return self._reduce_plain(tensor)
-        bucket = self._bucket(tuple(names), tensor.device)
-        if any(piece.codec.combine == "factors" for piece in bucket.pieces):
-            return self._reduce_factors(tensor, bucket)
-        return self._reduce_coded(tensor, bucket)
 
     def end_step(self) -> None:
         """Tell that every bucket of this step has been given to `reduce`."""
@@ -316,22 +240,6 @@ class CompressionState:
         self._touched.clear()
         self._complete = False
 
-    def _rescale(self) -> None:
-        """See `follow`. A learning rate of 0 moves nothing, so it does not count."""
-        assert self.residuals is not None
-        if self._scaler is not None and (now := self._scaler.get_scale()) > 0:
-            if self._loss_scale not in (0.0, now):
-                self.residuals.scale_units(now / self._loss_scale)
-            self._loss_scale = now
-        for group in self._optimizer.param_groups if self._optimizer else ():
-            names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
-            rate = float(group["lr"])
-            for name in names if rate > 0 else ():
-                before = self._rates.setdefault(name, rate)
-                if before != rate:
-                    self.residuals.scale(before / rate, [name])
-                    self._rates[name] = rate
-
     def _unused(self) -> set[str]:
         """The parameters whose result of the last step nobody has taken, since no rank used them.
 
@@ -351,136 +259,3 @@ class CompressionState:
         for name in paid:
             self.residuals.drop(name)
         self._forget_buckets(paid)
-
-    def _forget_buckets(self, names: Set[str]) -> None:
-        for bucket in [bucket for bucket in self._buckets if not names.isdisjoint(bucket)]:
-            del self._buckets[bucket]
-
-    # ------------------------------------------------------------------ the exchange
-
-    def _reduce_factors(
-        self, tensor: torch.Tensor, bucket: Bucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        """For a bucket with PowerSGD in it, which ends with the step; other codecs as ever."""
-        taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
-        others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
-        self._use(taken, bucket, tensor)
-        probe = self.plan.probe(tensor, taken, self._owed)
-        places = [tensor[p.offset : p.offset + p.numel] for p in others]
-        coded = _done(tensor)
-        if others:
-            names = tuple(piece.name for piece in others)
-            coded = self._reduce_coded(torch.cat(places), self._bucket(names, tensor.device))
-
-        def put_back() -> None:
-            parts = torch.split(coded.wait(), [piece.numel for piece in others]) if others else ()
-            for place, part in zip(places, parts, strict=True):
-                place.copy_(part)
-
-        exchange, future = self._exchanges.start(
-            tensor, taken, put_back, seed=self.seed, step=self.step
-        )
-        self._finite.append(lambda: exchange.finite)
-        if probe is None:
-            return future
-        return future.then(lambda done: probe.finish(done.value()))
-
-    def _reduce_coded(
-        self, tensor: torch.Tensor, bucket: Bucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        self._clip(bucket, tensor)
-        self._use(bucket.pieces, bucket, tensor)
-        probe = self.plan.probe(tensor, bucket.pieces, self._owed)
-        native = backend.find(self.process_group) if tensor.is_cpu else None
-        if native is not None:
-            work = native.compressed_all_reduce(
-                tensor, bucket.native, bucket.sides, self.seed, self.step
-            )
-            self._finite.append(lambda: work.finite)
-            coded: torch.futures.Future[torch.Tensor] = work.get_future()
-            if probe is None:
-                return coded
-            return coded.then(lambda future: probe.finish(future.value()))
-        values = tensor.float().contiguous()
-        finite = two_shot.all_reduce(
-            values, bucket, self.process_group, seed=self.seed, step=self.step
-        )
-        self._finite.append(lambda: bool(finite))
-        if values.data_ptr() != tensor.data_ptr():
-            tensor.copy_(values)
-        if probe is not None:
-            probe.finish(tensor)
-        return _done(tensor)
-
-    def _use(self, pieces: Sequence[Piece], bucket: Bucket, tensor: torch.Tensor) -> None:
-        for piece in pieces:
-            if piece.residual is not None:
-                gradient = tensor[piece.offset : piece.offset + piece.numel]
-                piece.residual.use(
-                    bucket.layout, self.process_group.size(), gradient if bucket.levels else None
-                )
-                self._touched[piece.name] = piece
-
-    def _clip(self, bucket: Bucket, tensor: torch.Tensor) -> None:
-        """Bound the norm of each gradient of this rank (DGC, Lin et al. 2018, section 3.3)."""
-        clip = self.residuals.rule.clip if self.residuals else 0.0
-        for piece in bucket.pieces if clip else ():
-            gradient = tensor[piece.offset : piece.offset + piece.numel]
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            most = clip / self.process_group.size() ** 0.5
-            gradient.mul_(torch.where(norm > most, most / norm, torch.ones_like(norm)))
-
-    def _is_fed(self, names: Sequence[str]) -> bool:
-        """Whether there is something to add to these gradients, even if there is nobody else."""
-        return self.residuals is not None and (
-            self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
-        )
-
-    def _owed(self, name: str, begin: int, end: int, row: int) -> torch.Tensor | None:
-        return self.residuals.owed(name, begin, end, row) if self.residuals else None
-
-    def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """For dtypes that no codec takes, such as float64: the group's own all_reduce."""
-        verdict: list[bool] = []
-
-        def finish(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            result = future.value()[0]
-            verdict.append(bool(result.isfinite().all()))
-            return result
-
-        tensor.div_(self.process_group.size())
-        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
-        self._finite.append(lambda: verdict == [True])
-        plain: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
-        return plain
-
-    def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
-        bucket = self._buckets.get(names)
-        if bucket is None:
-            self.agree()
-            decisions = [self.part(self.decisions[name]) for name in names]
-            if self.process_group.size() == 1:  # pays what a checkpoint of more ranks owes
-                decisions = [replace(decision, codec=EXACT) for decision in decisions]
-            numbers = [self._numbers[name] for name in names]
-            native = backend.find(self.process_group) if device.type == "cpu" else None
-            levels = native.levels if native and self.rows == 1 else ()
-            bucket = Bucket(
-                decisions, numbers, self.residuals, device, rows=self.rows, levels=levels
-            )
-            self._buckets[names] = bucket
-        return bucket
-
-    @property
-    def rows(self) -> int:
-        """How many parts of each parameter a rank contributes; see `Bucket`."""
-        return 1
-
-    def part(self, decision: Decision) -> Decision:
-        """Return the decision for what a bucket holds of a parameter: all of it, if not told."""
-        return decision
-
-
-def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(tensor)
-    return future

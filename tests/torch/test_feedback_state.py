@@ -147,7 +147,7 @@ def check_scaler(rank: int, size: int) -> None:
         if step == 3:
             assert same_state(before, state.state_dict())
         if step == 4:  # the scale was halved, and the residuals with it, before they were used
-            assert state._loss_scale == 2.0**15
+            assert state._rates.loss_scale == 2.0**15
     assert scaler.get_scale() == 2.0**15
     assert state.overflows == 1
 

@@ -1,0 +1,182 @@
+"""The residual of one parameter on one rank.
+
+There are two per parameter. The worker residual is the error of what this rank contributed; the
+owner residual is the error of what this rank sent back for the values that it owns (Karimireddy et
+al. 2019, "Error Feedback Fixes SignSGD", section 4; for both sides Tang et al. 2019,
+"DoubleSqueeze", algorithm 1).
+
+Each is a pair of buffers: a step reads one side and writes the other. `commit` makes the written
+side the current one; without it the step has left no trace, which is what a step that overflowed
+needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pycomm.feedback import storage
+from pycomm.feedback.rule import Feedback
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+ROLES = ("worker", "owner", "momentum", "mean")
+
+_SLICE = 1 << 15  # values: a few pages, a multiple of storage.BLOCK
+
+
+class Residual:
+    """What one parameter owes on this rank.
+
+    Args:
+        rule: the kind of feedback.
+        numel: number of values that are reduced here.
+        device: where they live.
+        rows: of the worker's residual, one for each owner in a reduce-scatter, which has no owner
+            residual.
+        error: keep the error of what is sent; without it there is only momentum.
+    """
+
+    def __init__(
+        self,
+        rule: Feedback,
+        numel: int,
+        device: torch.device,
+        *,
+        rows: int = 1,
+        error: bool = True,
+    ) -> None:
+        self.rule, self.numel, self.rows, self.device = rule, numel, rows, device
+        self.side = 0
+        """The current side; the other one is written."""
+        self.in_place = False
+        """This step reads the other side too: the current one is as it was before buckets
+        changed."""
+        self.moved = False
+        """All that was owed has become a part of this step's gradient."""
+        self.layouts = ["", ""]
+        """By side: names the bucket under which `owner` was written, which decides who owns
+        what."""
+        self.last_step = 0
+        """Number of the last step in which it took part."""
+        self.worker: Pair | None = self._pair(rows) if error else None
+        """e; of momentum v; of ef21 what the others know of this rank's gradient."""
+        self.owner: Pair | None = self._pair() if error and rows == 1 else None
+        """Zero but for the values that this rank owns; zeros that nobody writes cost nothing."""
+        self.momentum: Pair | None = self._pair(rows) if rule.kind == "momentum" else None
+        self.mean: Pair | None = self._pair() if rule.kind == "ef21" and error else None
+        """What all ranks know of the mean gradient."""
+
+    def _pair(self, rows: int = 1) -> Pair:
+        form = self.rule.storage, self.numel, self.device, rows
+        return storage.zeros(*form), storage.zeros(*form)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The side that this step reads, and the one that it writes."""
+        return (1 - self.side if self.in_place else self.side), 1 - self.side
+
+    def pairs(self) -> Iterator[tuple[str, Pair]]:
+        """Its buffers and their roles."""
+        for role in ROLES:
+            pair: Pair | None = getattr(self, role)
+            if pair is not None:
+                yield role, pair
+
+    def current(self, role: str) -> torch.Tensor:
+        """Return what holds after the last committed step, float32 [rows * numel]."""
+        pair: Pair = getattr(self, role)
+        rows = self.rows if role in ("worker", "momentum") else 1
+        whole = [
+            storage.load(storage.part(pair[self.side], self.numel, r, 0, self.numel), self.numel)
+            for r in range(rows)
+        ]
+        return torch.cat(whole) if rows > 1 else whole[0]
+
+    def owed(self) -> torch.Tensor:
+        """Return what this rank owes as a worker before this step, float32 [numel]."""
+        assert self.worker is not None
+        return storage.load(self.worker[self.sides[0]], self.numel)
+
+    def room(self) -> torch.Tensor:
+        """Return float32 [numel] to prepare in what `owe` is to get: its own place, if it can."""
+        assert self.worker is not None
+        fresh = self.worker[self.sides[1]]
+        return fresh if fresh.dtype == torch.float32 else fresh.new_empty(self.numel).float()
+
+    def owe(self, values: torch.Tensor) -> None:
+        """Write what this rank owes as a worker after this step, float32 [numel]."""
+        assert self.worker is not None
+        fresh = self.worker[self.sides[1]]
+        if fresh.data_ptr() != values.data_ptr():
+            storage.store(values, fresh)
+
+    def use(self, layout: str, ranks: int, gradient: torch.Tensor | None = None) -> None:
+        """Tell before a step that the owners of the values are those of `layout`.
+
+        If they change, what this rank owes as an owner becomes part of what it owes as a worker. An
+        owner's error counts once in the average and a worker's 1/ranks, so nothing is lost.
+
+        Args:
+            layout: names the bucket.
+            ranks: that are averaged.
+            gradient: [numel]; where ranks are workers for some values only, all that is owed is
+                added to it instead. Only residual and ema can do that.
+        """
+        now, then = self.sides
+        if self.layouts[now] in ("", layout):
+            self.layouts[then] = layout
+            return
+        self.in_place = True
+        self.layouts[then] = layout
+        for role, pair in self.pairs():
+            if role in ("momentum", "mean"):
+                pair[then].copy_(pair[now])
+        if self.worker is None or self.owner is None:
+            return
+        if gradient is None:
+            self._fold(now, then, ranks)
+        else:
+            self.moved = True
+            gradient.add_(self.current("worker")).add_(self.current("owner"), alpha=ranks)
+            _clear(self.worker[then])
+            _clear(self.owner[then])
+
+    def _fold(self, now: int, then: int, ranks: int) -> None:
+        assert self.worker is not None
+        assert self.owner is not None
+        alpha = -ranks if self.rule.kind == "ef21" else ranks
+        for begin in range(0, self.numel, _SLICE):
+            end = min(begin + _SLICE, self.numel)
+
+            def part(pair: Pair, side: int, begin: int = begin, end: int = end) -> torch.Tensor:
+                return storage.part(pair[side], self.numel, 0, begin, end)
+
+            owned = storage.load(part(self.owner, now), end - begin)
+            if owned.any():
+                worker = storage.load(part(self.worker, now), end - begin)
+                storage.store(worker.add(owned, alpha=alpha), part(self.worker, then))
+            else:
+                part(self.worker, then).copy_(part(self.worker, now))
+        _clear(self.owner[then])
+
+    def commit(self, step: int) -> None:
+        """Keep what the last step has written."""
+        # Steps to come write on the old side what this rank has to do with then, and no more.
+        if self.in_place and self.owner is not None:
+            _clear(self.owner[self.side])
+        if self.moved and self.worker is not None:
+            _clear(self.worker[self.side])
+        self.side = 1 - self.side
+        self.in_place = self.moved = False
+        self.last_step = step
+
+    def take_back(self) -> None:
+        """Leave everything as it was before the last step."""
+        self.in_place = self.moved = False
+
+
+def _clear(stored: torch.Tensor) -> None:
+    for part in torch.split(stored, _SLICE):
+        if part.any():  # else its pages stay unwritten
+            part.zero_()

@@ -1,0 +1,238 @@
+"""Averages buckets over a group: who is in them, with which codec and residual, and by which way.
+
+The base of the state that hooks keep, which says when a step begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from pycomm import backend
+from pycomm.codecs import Codec
+from pycomm.errors import Error
+from pycomm.feedback import Feedback, Residuals
+from pycomm.feedback.rule import EXACT
+from pycomm.hooks import powersgd, two_shot
+from pycomm.hooks.bucket import Bucket, Piece
+from pycomm.policy import Decision, Parameter, Plan, Policy
+
+CODED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class BucketReducer:
+    """Codecs and residuals of the parameters that one group of ranks reduces, bucket by bucket.
+
+    Arguments and errors as of `CompressionState`.
+    """
+
+    def __init__(
+        self,
+        codec: str | Codec | Policy,
+        *,
+        process_group: dist.ProcessGroup | None,
+        feedback: bool | str | Feedback | None,
+        seed: int,
+    ) -> None:
+        process_group = process_group or dist.group.WORLD
+        if process_group is None:
+            raise Error("there is no process group: call init_process_group first")
+        self.process_group: dist.ProcessGroup = process_group
+        self.plan = Plan(Policy.of(codec), process_group)
+        rule = Feedback.of(feedback)
+        self.residuals = Residuals(rule, process_group.size()) if rule else None
+        self.seed = seed
+        self.step = 0
+        """Number of the current step, from 1."""
+
+        self._names: dict[int, str] = {}  # by id of the parameter
+        self._parameters: list[torch.Tensor] = []  # keeps their ids from being used again
+        self._numbers: dict[str, int] = {}
+        self._device = torch.device("cpu")
+        self._buckets: dict[tuple[str, ...], Bucket] = {}
+        self._exchanges = powersgd.Exchanges(process_group)
+        self._finite: list[Callable[[], bool]] = []  # of the current step, one for each bucket
+        self._touched: dict[str, Piece] = {}  # of the current step, those with a residual
+
+    @property
+    def decisions(self) -> dict[str, Decision]:
+        """The codec of each parameter, by name."""
+        return self.plan.decisions
+
+    def add(self, name: str, parameter: torch.Tensor) -> None:
+        """Enter a parameter, or the part of it that is reduced here. All ranks in one order."""
+        if not self._numbers:
+            self._device = parameter.device
+        self._names[id(parameter)] = name
+        self._parameters.append(parameter)
+        self._numbers[name] = len(self._numbers)
+        self.plan.add(Parameter(name, tuple(parameter.shape), parameter.dtype))
+
+    def agree(self) -> None:
+        """Check that all ranks have decided alike; collective. See `Plan.agree`.
+
+        `reduce` does it too, for parameters that it has not seen before.
+        """
+        self.plan.agree(self._device)
+
+    def reduce(
+        self, tensor: torch.Tensor, names: Sequence[str]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket over the group, in place.
+
+        Args:
+            tensor: the gradients of the named parameters, one behind the other. float32, or 16-bit
+                floats, which are converted to float32 and back. Other dtypes are averaged as they
+                are.
+            names: as they were added; equal on all ranks.
+
+        Returns:
+            A future of `tensor`.
+        """
+        if tensor.is_sparse:
+            raise Error(
+                f"rank {self.process_group.rank()}: the gradient of {names[0]} is sparse and "
+                "cannot be compressed; make the embedding with sparse=False"
+            )
+        if self.process_group.size() == 1 and not self._is_fed(names):
+            return _done(tensor)
+        if tensor.dtype not in CODED:
+            return self._reduce_plain(tensor)
+        bucket = self._bucket(tuple(names), tensor.device)
+        if any(piece.codec.combine == "factors" for piece in bucket.pieces):
+            return self._reduce_factors(tensor, bucket)
+        return self._reduce_coded(tensor, bucket)
+
+    def _reduce_factors(
+        self, tensor: torch.Tensor, bucket: Bucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """For a bucket with PowerSGD in it, which ends with the step; other codecs as ever."""
+        taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
+        others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
+        self._use(taken, bucket, tensor)
+        probe = self.plan.probe(tensor, taken, self._owed)
+        places = [tensor[p.offset : p.offset + p.numel] for p in others]
+        coded = _done(tensor)
+        if others:
+            names = tuple(piece.name for piece in others)
+            coded = self._reduce_coded(torch.cat(places), self._bucket(names, tensor.device))
+
+        def put_back() -> None:
+            parts = torch.split(coded.wait(), [piece.numel for piece in others]) if others else ()
+            for place, part in zip(places, parts, strict=True):
+                place.copy_(part)
+
+        exchange, future = self._exchanges.start(
+            tensor, taken, put_back, seed=self.seed, step=self.step
+        )
+        self._finite.append(lambda: exchange.finite)
+        if probe is None:
+            return future
+        return future.then(lambda done: probe.finish(done.value()))
+
+    def _reduce_coded(
+        self, tensor: torch.Tensor, bucket: Bucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        self._clip(bucket, tensor)
+        self._use(bucket.pieces, bucket, tensor)
+        probe = self.plan.probe(tensor, bucket.pieces, self._owed)
+        native = backend.find(self.process_group) if tensor.is_cpu else None
+        if native is not None:
+            work = native.compressed_all_reduce(
+                tensor, bucket.native, bucket.sides, self.seed, self.step
+            )
+            self._finite.append(lambda: work.finite)
+            coded: torch.futures.Future[torch.Tensor] = work.get_future()
+            if probe is None:
+                return coded
+            return coded.then(lambda future: probe.finish(future.value()))
+        values = tensor.float().contiguous()
+        finite = two_shot.all_reduce(
+            values, bucket, self.process_group, seed=self.seed, step=self.step
+        )
+        self._finite.append(lambda: bool(finite))
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
+        if probe is not None:
+            probe.finish(tensor)
+        return _done(tensor)
+
+    def _use(self, pieces: Sequence[Piece], bucket: Bucket, tensor: torch.Tensor) -> None:
+        for piece in pieces:
+            if piece.residual is not None:
+                gradient = tensor[piece.offset : piece.offset + piece.numel]
+                piece.residual.use(
+                    bucket.layout, self.process_group.size(), gradient if bucket.levels else None
+                )
+                self._touched[piece.name] = piece
+
+    def _clip(self, bucket: Bucket, tensor: torch.Tensor) -> None:
+        """Bound the norm of each gradient of this rank (DGC, Lin et al. 2018, section 3.3)."""
+        clip = self.residuals.rule.clip if self.residuals else 0.0
+        for piece in bucket.pieces if clip else ():
+            gradient = tensor[piece.offset : piece.offset + piece.numel]
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            most = clip / self.process_group.size() ** 0.5
+            gradient.mul_(torch.where(norm > most, most / norm, torch.ones_like(norm)))
+
+    def _is_fed(self, names: Sequence[str]) -> bool:
+        """Whether there is something to add to these gradients, even if there is nobody else."""
+        return self.residuals is not None and (
+            self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
+        )
+
+    def _owed(self, name: str, begin: int, end: int, row: int) -> torch.Tensor | None:
+        return self.residuals.owed(name, begin, end, row) if self.residuals else None
+
+    def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """For dtypes that no codec takes, such as float64: the group's own all_reduce."""
+        verdict: list[bool] = []
+
+        def finish(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            result = future.value()[0]
+            verdict.append(bool(result.isfinite().all()))
+            return result
+
+        tensor.div_(self.process_group.size())
+        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+        self._finite.append(lambda: verdict == [True])
+        plain: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
+        return plain
+
+    def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
+        bucket = self._buckets.get(names)
+        if bucket is None:
+            self.agree()
+            decisions = [self.part(self.decisions[name]) for name in names]
+            if self.process_group.size() == 1:  # pays what a checkpoint of more ranks owes
+                decisions = [replace(decision, codec=EXACT) for decision in decisions]
+            numbers = [self._numbers[name] for name in names]
+            native = backend.find(self.process_group) if device.type == "cpu" else None
+            levels = native.levels if native and self.rows == 1 else ()
+            bucket = Bucket(
+                decisions, numbers, self.residuals, device, rows=self.rows, levels=levels
+            )
+            self._buckets[names] = bucket
+        return bucket
+
+    @property
+    def rows(self) -> int:
+        """How many parts of each parameter a rank contributes; see `Bucket`."""
+        return 1
+
+    def part(self, decision: Decision) -> Decision:
+        """Return the decision for what a bucket holds of a parameter: all of it, if not told."""
+        return decision
+
+    def _forget_buckets(self, names: Set[str]) -> None:
+        for bucket in [bucket for bucket in self._buckets if not names.isdisjoint(bucket)]:
+            del self._buckets[bucket]
+
+
+def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
