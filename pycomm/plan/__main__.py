@@ -11,13 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm.plan import options, show
+from pycomm.plan import options, show, simulate
 from pycomm.plan.advice import ERROR, advise
-from pycomm.plan.prediction import best_of_each, predict
+from pycomm.plan.cluster import Cluster
+from pycomm.plan.codecs import CODINGS
+from pycomm.plan.model import Model
+from pycomm.plan.prediction import Prediction, best_of_each, predict
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,6 +34,7 @@ def plan(argv: Sequence[str]) -> int:
         "Other words: `plan probe` measures links and codecs, `plan sweep` draws.",
     )
     options.add_what(parser)
+    options.add_events(parser)
     options.add_json(parser)
     parser.add_argument("--all", action="store_true", help="every algorithm, not the best of each")
     given = parser.parse_args(argv)
@@ -39,6 +43,10 @@ def plan(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     found = predict(model, cluster, options.chosen(given))
+    if given.simulate or given.slow_rank or given.slow_node:
+        # Formulas choose each codec's algorithm, of which there may be many.
+        kept = found if given.all else best_of_each(found)
+        found = simulated(model, cluster, kept, dict(given.slow_rank), dict(given.slow_node))
     limit = ERROR if given.max_error is None else given.max_error
     advice = advise(model, cluster, found, error=limit)
     shown = found if given.all else best_of_each(found)
@@ -58,6 +66,28 @@ def plan(argv: Sequence[str]) -> int:
     show.table(show.HEAD, [show.row(p) for p in shown], show.describe(model, cluster))
     show.advice(advice)
     return 0
+
+
+def simulated(
+    model: Model,
+    cluster: Cluster,
+    predictions: Sequence[Prediction],
+    slow_ranks: Mapping[int, float],
+    slow_nodes: Mapping[int, float],
+) -> list[Prediction]:
+    """The same codecs and algorithms by events."""
+    found = [
+        simulate.step(
+            model,
+            cluster,
+            CODINGS[prediction.codec],
+            prediction.algorithm,
+            slow_ranks=slow_ranks,
+            slow_nodes=slow_nodes,
+        )
+        for prediction in predictions
+    ]
+    return sorted(found, key=lambda p: (p.step, p.error))
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

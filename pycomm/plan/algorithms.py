@@ -139,7 +139,7 @@ def _flat(
 ) -> Cost:
     """Among n ranks over one kind of link."""
     if coding.combine == "factors":
-        half = Size(size.values // 2, size.payload / 2)
+        half = Size(int(size.payload / 8), size.payload / 2)
         exact = _flat(cluster, link, n, NONE, "two_shot", half, cross)
         work = coding_seconds(cluster, coding, n, size.values)
         own = Cost(work * cluster.slowdown, 0.0, work, 0.0, 0.0)
@@ -165,7 +165,7 @@ def _overlapped(
     algorithm: str, n: int, size: Size, wire: float, moving: float, work: float, slowdown: float
 ) -> float:
     """Seconds of a link and of a processor, of which some pass at the same time."""
-    if algorithm != "two_shot":  # each round ends before its bytes are folded
+    if algorithm != "two_shot":  # each round's bytes arrive before they are folded
         return max(wire, moving * slowdown) + work * slowdown
     pieces = max(1.0, size.values * 4 / n / SEGMENT)
     busy = (moving + work) * slowdown

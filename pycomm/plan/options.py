@@ -68,6 +68,21 @@ def add_what(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
     add("--probe", type=_typed(Probe.read), help="file of `plan probe`: links, cores and codecs")
 
 
+def add_events(parser: argparse.ArgumentParser) -> None:
+    """Simulation, and what only it can show."""
+    add = parser.add_argument
+    add("--simulate", action="store_true", help="by events, not by formulas")
+    add("--slow-rank", type=_typed(_factor), action="append", default=[], metavar="RANK:FACTOR")
+    add("--slow-node", type=_typed(_factor), action="append", default=[], metavar="NODE:FACTOR")
+
+
+def _factor(text: str) -> tuple[int, float]:
+    place, _, factor = text.partition(":")
+    if not factor or float(factor) <= 0:
+        raise ValueError(f"cannot read {text!r}: want 3:1.5, that is number 3 is 1.5 times slower")
+    return int(place), float(factor)
+
+
 def model(options: argparse.Namespace) -> Model:
     value_bytes = 2 if options.bf16 else 4
     return of_text(options.model, options.compute, value_bytes=value_bytes)
