@@ -23,6 +23,7 @@ struct EncodeParams {
   uint32_t block_bits;  ///< a block has 1 << block_bits values
   uint32_t shift;       ///< what is added to every random word
   uint32_t options;     ///< of the codec
+  const float* agreed;  ///< ternary: what the ranks agreed on, one per block
 };
 
 /// Arguments of every decode kernel, likewise.

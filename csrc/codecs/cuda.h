@@ -6,6 +6,7 @@
 #include "codecs/mx.h"
 #include "codecs/quant.h"
 #include "codecs/randomk.h"
+#include "codecs/ternary.h"
 
 namespace pycomm::codecs {
 
@@ -42,5 +43,13 @@ void encode_cuda(uint32_t block, const EncodeArgs& args);
 void decode_cuda(uint32_t block, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream);
 }  // namespace sign
+
+namespace ternary {
+void measure_cuda(const Format& format, Span<const float> in, const float* residual, float* out,
+                  Stream stream);
+void encode_cuda(const Format& format, const EncodeArgs& args);
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream);
+}  // namespace ternary
 
 }  // namespace pycomm::codecs

@@ -38,4 +38,10 @@ void encode_cuda(uint32_t, const EncodeArgs&) { fail(); }
 void decode_cuda(uint32_t, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
 }  // namespace sign
 
+namespace ternary {
+void measure_cuda(const Format&, Span<const float>, const float*, float*, Stream) { fail(); }
+void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
+void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
+}  // namespace ternary
+
 }  // namespace pycomm::codecs

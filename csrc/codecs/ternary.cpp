@@ -2,6 +2,7 @@
 #include "codecs/ternary.h"
 
 #include "codecs/bits.h"
+#include "codecs/cuda.h"
 #include "codecs/registry.h"
 #include "core/error.h"
 
@@ -113,39 +114,40 @@ class Ternary final : public Codec {
 
   void measure(Span<const float> in, const float* residual, Span<float> out,
                Stream stream) const override {
-    check_device(stream);
     if (out.size != num_blocks(in.size, format_.block)) {
       throw Error(spec() + ": " + std::to_string(in.size) + " values have " +
                   std::to_string(num_blocks(in.size, format_.block)) + " measures, not " +
                   std::to_string(out.size));
     }
+    if (stream.device == Device::cuda) {
+      return measure_cuda(format_, in, residual, out.data, stream);
+    }
     measure_all(format_.block, in, residual, out.data);
   }
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
-    check_device(args.stream);
     if (args.key.ranks > static_cast<uint32_t>(format_.ranks)) {
       throw Error(spec() + ": its codes hold no sum of " + std::to_string(args.key.ranks) +
                   " ranks: use ranks=" + std::to_string(args.key.ranks));
     }
+    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
     (args.summed ? encode_all<true> : encode_all<false>)(format_, args);
     const size_t used = (args.in.size * format_.bits + 7) / 8;
     zero_padding(args.out, codes_offset(format_, args.in.size) + used);
   }
   void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    check_decode(*this, payload, out);
-    check_device(stream);
-    decode_all<false>(format_, payload, out);
+    decode<false>(payload, out, stream);
   }
   void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    check_decode(*this, payload, out);
-    check_device(stream);
-    decode_all<true>(format_, payload, out);
+    decode<true>(payload, out, stream);
   }
 
  private:
-  void check_device(Stream stream) const {
-    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
+  template <bool kAdd>
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const {
+    check_decode(*this, payload, out);
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, kAdd, stream);
+    decode_all<kAdd>(format_, payload, out);
   }
 
   Format format_;

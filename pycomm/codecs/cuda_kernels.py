@@ -23,6 +23,7 @@ from pycomm.codecs.mx import MX
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.randomk import HEADER, RandomK
 from pycomm.codecs.sign import Sign
+from pycomm.codecs.ternary import Ternary
 
 THREADS = 256  # kThreads of csrc/core/cuda_vector.h
 WARPS = 8
@@ -34,7 +35,7 @@ SMALL, LARGE = 4, 16  # rows per tile: kSmall and kLarge of csrc/codecs/block_cu
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
 # Codecs that have kernels: csrc/codecs/<name>.cu
-SOURCES = ("cast", "mx", "quant", "randomk", "sign")
+SOURCES = ("cast", "mx", "quant", "randomk", "sign", "ternary")
 NAMESPACE = "pycomm::codecs"
 TYPES = {
     "float32": "Float32",
@@ -62,6 +63,7 @@ class EncodeParams(ctypes.Structure):
         ("block_bits", ctypes.c_uint32),
         ("shift", ctypes.c_uint32),
         ("options", ctypes.c_uint32),
+        ("agreed", ctypes.c_uint64),
     )
 
 
@@ -90,6 +92,8 @@ class Call:
 
 def encode_call(codec: Codec, args: EncodeArgs) -> Call:
     """Return the launch that does ``Codec.encode``."""
+    if isinstance(codec, Ternary):
+        codec.check_ranks(args.key)
     numel = args.x.numel()
     payload = args.out.data_ptr()
     feedback = args.residual is not None
@@ -100,15 +104,32 @@ def encode_call(codec: Codec, args: EncodeArgs) -> Call:
         scales=payload,
         codes=payload + _codes_offset(codec, numel),
         numel=numel,
-        seed=args.key.seed,
+        seed=codec.rank_seed(args.key) if isinstance(codec, Ternary) else args.key.seed,
         group=args.index // (codec.granule if isinstance(codec, RandomK) else 4),
         step=args.key.step,
         tensor=args.key.tensor,
         block_bits=_block_bits(codec),
         shift=codec.shift(args.key) if isinstance(codec, Quant) else 0,
         options=_options(codec, args.summed),
+        agreed=0 if args.agreed is None else args.agreed.data_ptr(),
     )
-    return Call(codec.name, encode_kernel(codec, feedback), _grid(_tile(codec), numel), params)
+    kernel = encode_kernel(codec, feedback, args.summed)
+    return Call(codec.name, kernel, _grid(_tile(codec), numel), params)
+
+
+def measure_call(
+    codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+) -> Call:
+    """Return the launch that does ``Codec.measure``."""
+    numel = x.numel()
+    params = EncodeParams(
+        x=x.data_ptr(),
+        residual=0 if residual is None else residual.data_ptr(),
+        scales=out.data_ptr(),
+        numel=numel,
+        block_bits=_block_bits(codec),
+    )
+    return Call(codec.name, measure_kernel(codec), _grid(_block_rows(codec) * ROW, numel), params)
 
 
 def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> Call:
@@ -126,8 +147,16 @@ def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: 
     return Call(codec.name, decode_kernel(codec, add), _grid(tile, numel), params)
 
 
-def encode_kernel(codec: Codec, feedback: bool) -> str:
+def measure_kernel(codec: Codec) -> str:
     """Return the kernel's name in C++."""
+    assert isinstance(codec, Ternary)
+    return f"{NAMESPACE}::ternary::measure_kernel<{_block_rows(codec)}>"
+
+
+def encode_kernel(codec: Codec, feedback: bool, summed: bool = False) -> str:
+    """Return the kernel's name in C++."""
+    if isinstance(codec, Ternary):
+        return f"{NAMESPACE}::ternary::encode_kernel<{_bool(summed)}, {_bool(feedback)}>"
     if isinstance(codec, Sign):
         return f"{NAMESPACE}::sign::encode_kernel<{codec.block}, {_bool(feedback)}>"
     if isinstance(codec, RandomK):
@@ -146,8 +175,8 @@ def encode_kernel(codec: Codec, feedback: bool) -> str:
 
 def decode_kernel(codec: Codec, add: bool) -> str:
     """Return the kernel's name in C++."""
-    if isinstance(codec, Sign):
-        return f"{NAMESPACE}::sign::decode_kernel<{_bool(add)}>"
+    if isinstance(codec, (Sign, Ternary)):
+        return f"{NAMESPACE}::{codec.name}::decode_kernel<{_bool(add)}>"
     if isinstance(codec, RandomK):
         return f"{NAMESPACE}::randomk::decode_kernel<{_bool(add)}>"
     if isinstance(codec, MX):
@@ -173,10 +202,12 @@ def _has_coder(codec: Quant) -> bool:
 
 
 def _options(codec: Codec, summed: bool = False) -> int:
-    """The field of the same name: of quant_cuda.h, of randomk.cu, or if mx rounds scales up."""
+    """The field of the same name: of the codec's .cu or quant_cuda.h, or if mx rounds scales up."""
     if isinstance(codec, RandomK):
         scales = codec.scale == "unbiased" and not summed
         return codec.every | codec.block << 17 | scales << 30
+    if isinstance(codec, Ternary):
+        return codec.bits
     if isinstance(codec, MX):
         return int(codec.scale == "ceil")
     if not isinstance(codec, Quant):
@@ -204,7 +235,7 @@ def _bool(value: bool) -> str:
 
 
 def _block(codec: Codec) -> int:
-    return codec.block if isinstance(codec, (Cast, MX, Quant, Sign)) else 0
+    return codec.block if isinstance(codec, (Cast, MX, Quant, Sign, Ternary)) else 0
 
 
 def _block_bits(codec: Codec) -> int:
@@ -216,6 +247,11 @@ def _rows(codec: Codec) -> int:
         return LARGE if codec.format == "nvfp4" else SMALL
     if isinstance(codec, Sign):
         return max(SMALL, codec.block // ROW)
+    return SMALL if isinstance(codec, Ternary) else _block_rows(codec)
+
+
+def _block_rows(codec: Codec) -> int:
+    """Rows that hold whole blocks."""
     return SMALL if _block(codec) <= SMALL * ROW else LARGE
 
 

@@ -20,8 +20,16 @@ from pycomm.codecs.cuda_kernels import (
     decode_call,
     encode_call,
     include_folder,
+    measure_call,
     source,
 )
+
+
+def measure(
+    codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Write what ranks agree on before they encode."""
+    _launch(measure_call(codec, x, residual, out), x.device)
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:

@@ -66,6 +66,17 @@ class Ternary(Codec):
     def agrees(self) -> bool:
         return True
 
+    def check_ranks(self, key: RandomKey) -> None:
+        """Raise ValueError unless a code holds the sum of all ranks."""
+        if key.ranks > self.ranks:
+            raise ValueError(
+                f"{self.spec()}: its codes hold no sum of {key.ranks} ranks: use ranks={key.ranks}"
+            )
+
+    def rank_seed(self, key: RandomKey) -> int:
+        """Return the seed that a rank rounds with: they share ``key.seed``, not their rounding."""
+        return derived_seed(key, 1 + key.rank)
+
     def encoded_bytes(self, numel: int) -> int:
         return 4 * num_blocks(numel, self.block) + padded(-(-numel * self.bits // 8))
 
@@ -77,7 +88,7 @@ class Ternary(Codec):
         self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
     ) -> torch.Tensor:
         rows, scale, used = self._scaled(p, key, agreed)
-        own = replace(key, seed=derived_seed(key, 1 + key.rank))
+        own = replace(key, seed=self.rank_seed(key))
         words = random_words(own, index, rows.numel(), p.device)
         chance = (words.view_as(rows) >> 8).to(torch.float32) * (scale * 2.0**-24)[:, None]
         away = (rows.abs() > chance).to(torch.int8)
@@ -103,10 +114,7 @@ class Ternary(Codec):
         self, p: torch.Tensor, key: RandomKey, agreed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows of one block each, and (scale, used) of each."""
-        if key.ranks > self.ranks:
-            raise ValueError(
-                f"{self.spec()}: its codes hold no sum of {key.ranks} ranks: use ranks={key.ranks}"
-            )
+        self.check_ranks(key)
         if agreed is None:
             raise ValueError(f"{self.name}: its ranks must agree before they encode")
         used = (agreed > TINY) & (agreed < LIMIT)

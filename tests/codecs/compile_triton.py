@@ -45,6 +45,7 @@ SPECS = [
     "mxfp6:scale=ceil,rounding=stochastic",
     "nvfp4",
     "sign",
+    "ternary",
     "randomk:100",
     "randomk:10,block=256,scale=unbiased",
 ]
@@ -74,8 +75,9 @@ def calls(spec: str) -> Iterator[tuple[str, Any]]:
     run: Any = implementation(codec.name, "triton", "cuda")
     x, residual = torch.zeros(NUMEL), torch.zeros(NUMEL)
     payload = torch.zeros(codec.encoded_bytes(NUMEL), dtype=torch.uint8)
-    plain = EncodeArgs(x, payload, None, None, KEY, 0)
-    feedback = EncodeArgs(x, payload, residual, residual, KEY, 0)
+    agreed = torch.zeros(NUMEL // codec.granule) if codec.agrees else None
+    plain = EncodeArgs(x, payload, None, None, KEY, 0, agreed)
+    feedback = EncodeArgs(x, payload, residual, residual, KEY, 0, agreed)
     yield "encode", lambda: run.encode(codec, plain)
     yield "encode_feedback", lambda: run.encode(codec, feedback)
     yield "decode", lambda: run.decode(codec, payload, x)

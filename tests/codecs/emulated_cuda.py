@@ -27,6 +27,8 @@ from pycomm.codecs.cuda_kernels import (
     encode_call,
     encode_kernel,
     include_folder,
+    measure_call,
+    measure_kernel,
 )
 from tests.codecs.cases import NO_CUDA, SPECS
 
@@ -42,7 +44,17 @@ def kernels(specs: list[str] = SPECS) -> dict[str, str]:
         for flag in (False, True):
             names[encode_kernel(codec, flag)] = "EncodeParams"
             names[decode_kernel(codec, flag)] = "DecodeParams"
+            if codec.combine == "sum":
+                names[encode_kernel(codec, flag, summed=True)] = "EncodeParams"
+        if codec.agrees:
+            names[measure_kernel(codec)] = "EncodeParams"
     return names
+
+
+def measure(
+    codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    _run(measure_call(codec, x, residual, out))
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:
@@ -74,6 +86,7 @@ def _library() -> ctypes.CDLL:
         '#include "codecs/quant.cu"',
         '#include "codecs/randomk.cu"',
         '#include "codecs/sign.cu"',
+        '#include "codecs/ternary.cu"',
         "using namespace pycomm::codecs;",
         'extern "C" int run(const char* name, unsigned blocks, const void* params) {',
     ]

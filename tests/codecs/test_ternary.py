@@ -7,10 +7,16 @@ import torch
 
 import pycomm
 from pycomm import _C
-from pycomm.codecs.base import RandomKey
+from pycomm.codecs.base import EncodeArgs, RandomKey
 from pycomm.errors import Error
 from tests.codecs.cases import CASES, agreed
+from tests.codecs.test_contract import everywhere, runner, same
 
+# Any bits, edges of scales, and sizes around blocks and rows.
+MEASURED = (
+    *("any-bits", "wide-range", "tiny", "just-not-tiny", "other-nans", "residual-not-finite"),
+    *("normal-1", "normal-33", "normal-257", "normal-5001", "one-largest", "denormals-and-one"),
+)
 NORMAL = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -95,14 +101,28 @@ def test_overflow_on_one_rank_is_seen_by_all_and_keeps_the_residual(bad):
     assert torch.equal(residual[hit], NORMAL[1024:2048][hit])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_measures_and_sums_are_those_of_the_reference(case):
-    codec, (x, residual) = pycomm.codec("ternary:block=64"), CASES[case]
-    measure = agreed(codec, x, residual)
-    assert torch.equal(codec.measure(x, residual), measure)
-    args = {"key": RandomKey(seed=1, ranks=3), "agreed": measure, "summed": True}
-    want = codec.reference_encode_sum(x + residual, RandomKey(seed=1, ranks=3), 0, measure)
-    assert torch.equal(codec.encode(x, residual=residual.clone(), **args), want)
+@everywhere
+@pytest.mark.parametrize("block", [64, 1024])
+@pytest.mark.parametrize("case", MEASURED)
+def test_measures_and_sums_are_those_of_the_reference(case, block, kind, device):
+    codec, key = pycomm.codec(f"ternary:block={block}"), RandomKey(seed=1, rank=1, ranks=3)
+    run, (x, residual) = runner(codec, kind, device), CASES[case]
+    want = agreed(codec, x, residual)
+    x_there, residual_there = x.to(device), residual.to(device)
+    for p, r in ((x_there, residual_there), (x_there + residual_there, None)):
+        measure = torch.full_like(want, 1234.5, device=device)
+        run.measure(codec, p, r, measure)
+        assert torch.equal(measure.cpu(), want)
+    out = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8, device=device)
+    left = torch.empty_like(residual_there)
+    run.encode(codec, EncodeArgs(x_there, out, residual_there, left, key, 0, measure, True))
+    payload = codec.reference_encode_sum(x + residual, key, 0, want)
+    assert torch.equal(out.cpu(), payload)
+    value = codec.reference_decode(payload, x.numel())
+    assert same(left, torch.where(value.isfinite(), x + residual - value, residual))
+    out.fill_(0xA5)
+    run.encode(codec, EncodeArgs(x_there + residual_there, out, None, None, key, 0, measure, True))
+    assert torch.equal(out.cpu(), payload)
 
 
 def test_native_wants_a_measure_for_each_block():

@@ -1,0 +1,172 @@
+// ternary in CUDA. Wire format: docs/wire/ternary.md. Arithmetic: ternary.h. Compiled by nvcc, or
+// at run time by NVRTC, which takes the kernels only.
+#include "codecs/bits_cuda.h"
+#include "codecs/block_cuda.h"
+#include "codecs/ternary.h"
+
+namespace pycomm::codecs::ternary {
+
+// ---------------------------------------------------------------- kernels
+
+template <int kRows>
+__device__ __forceinline__ void load_sum(const cuda::Tile<kRows>& tile, const EncodeParams& args,
+                                         cuda::Vector<float> (&p)[kRows]) {
+  cuda::Vector<float> residual[kRows];
+  tile.load(args.in, p);
+  tile.load(args.residual, residual);
+  for (int row = 0; row < kRows; row++) {
+    for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
+  }
+}
+
+/// The scales of `args` are where the measures go.
+template <int kRows>
+__global__ void __launch_bounds__(cuda::kThreads) measure_kernel(const EncodeParams args) {
+  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual);
+  if (tile.empty()) return;
+  const uint32_t block = 1u << args.block_bits;
+
+  cuda::Vector<float> p[kRows];
+  if (args.residual != nullptr) {
+    load_sum(tile, args, p);
+  } else {
+    tile.load(args.in, p);
+  }
+  uint32_t top[kRows];
+  for (int row = 0; row < kRows; row++) {
+    top[row] = 0;
+    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(p[row].v[k]));
+  }
+  max_of_blocks(top, block);
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    const size_t i = tile.index(row);
+    if (i % block == 0 && i < args.numel) {
+      args.scales[i >> args.block_bits] = measured(bits_float(top[row]));
+    }
+  }
+}
+
+/// The seed of `args` is that of the rank; options are the bits of a code.
+template <bool kSum, bool kFeedback>
+__global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodeParams args) {
+  const cuda::Tile<kSmall> tile(args.numel, args.in, args.residual, args.new_residual);
+  if (tile.empty()) return;
+  const uint32_t block = 1u << args.block_bits;
+  const int bits = static_cast<int>(args.options);
+
+  cuda::Vector<float> p[kSmall];
+  if (kFeedback) {
+    load_sum(tile, args, p);
+  } else {
+    tile.load(args.in, p);
+  }
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const size_t i = tile.index(row);
+    const Scale s = shared_scale(i < args.numel ? args.agreed[i >> args.block_bits] : 0.0f);
+    if (i % block == 0 && i < args.numel) args.scales[i >> args.block_bits] = s.unit;
+
+    Random4 random{};
+    if (!kSum) random = random_words(args.seed, args.step, args.tensor, args.group + i / 4);
+    cuda::Vector<float> value{};
+    uint32_t chunk = 0;
+    for (int k = 0; k < cuda::kVector; k++) {
+      int q = 0;
+      if (s.used && i + k < args.numel) {
+        q = kSum ? quantize_sum(p[row].v[k], s, quant::top(bits))
+                 : quantize(p[row].v[k], s, random.word[k]);
+      }
+      value.v[k] = dequantize(q, s.unit);
+      chunk |= (static_cast<uint32_t>(q) & ((1u << bits) - 1)) << (k * bits);
+    }
+    store_codes(args.codes, i, args.numel, bits, chunk);
+
+    if (kFeedback) {
+      cuda::Vector<float> kept{};
+      if (!(s.unit < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
+      for (int k = 0; k < cuda::kVector; k++) {
+        p[row].v[k] = owed(p[row].v[k], value.v[k], kept.v[k]);
+      }
+    }
+  }
+  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+}
+
+template <bool kAdd>
+__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodeParams args) {
+  const cuda::Tile<kSmall> tile(args.numel, args.out);
+  if (tile.empty()) return;
+  const int bits = static_cast<int>(args.options), sign = 1 << (bits - 1);
+
+  uint32_t chunk[kSmall];
+  float unit[kSmall];
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const size_t i = tile.index(row);
+    const bool there = i < args.numel;
+    chunk[row] = there ? load_codes(args.codes, i, args.numel, bits) : 0;
+    unit[row] = there ? args.scales[i >> args.block_bits] : 0.0f;
+  }
+  cuda::Vector<float> out[kSmall];
+  if (kAdd) tile.load(args.out, out);
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t code = (chunk[row] >> (k * bits)) & ((1u << bits) - 1);
+      const float value = dequantize(static_cast<int>(code ^ sign) - sign, unit[row]);
+      out[row].v[k] = kAdd ? out[row].v[k] + value : value;
+    }
+  }
+  tile.store(args.out, args.numel, out);
+}
+
+}  // namespace pycomm::codecs::ternary
+
+// -------------------------------------------------------------- launchers
+
+#ifndef __CUDACC_RTC__
+#include "codecs/block_launch.h"
+#include "codecs/cuda.h"
+
+namespace pycomm::codecs::ternary {
+
+void measure_cuda(const Format& format, Span<const float> in, const float* residual, float* out,
+                  Stream stream) {
+  EncodeParams params{};
+  params.in = in.data;
+  params.residual = residual;
+  params.scales = out;
+  params.numel = in.size;
+  params.block_bits = __builtin_ctz(format.block);
+  cuda::dispatch(format.block <= kSmall * cuda::kRow, [&](auto small) {
+    constexpr int kRows = small ? kSmall : kLarge;
+    cuda::launch("ternary", measure_kernel<kRows>, params, in.size, kRows * cuda::kRow, stream);
+  });
+}
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  const RandomKey& key = args.key;
+  EncodeParams params = encode_params(format.block, codes_offset(format, args.in.size), args);
+  params.seed = rank_seed(key.seed, key.step, key.tensor, key.rank);
+  params.agreed = args.agreed;
+  params.options = static_cast<uint32_t>(format.bits);
+  cuda::dispatch(args.summed, [&](auto sum) {
+    cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
+      cuda::launch("ternary", encode_kernel<sum, feedback>, params, args.in.size,
+                   kSmall * cuda::kRow, args.stream);
+    });
+  });
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream) {
+  DecodeParams params = decode_params(format.block, codes_offset(format, out.size), payload, out);
+  params.options = static_cast<uint32_t>(format.bits);
+  cuda::dispatch(add, [&](auto adds) {
+    cuda::launch("ternary", decode_kernel<adds>, params, out.size, kSmall * cuda::kRow, stream);
+  });
+}
+
+}  // namespace pycomm::codecs::ternary
+#endif
