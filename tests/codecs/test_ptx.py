@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -116,18 +118,20 @@ def test_triton_without_fusion_is_exact(triton_folder, arch):
 
 
 @pytest.fixture(scope="session")
-def nvcc_folder(tmp_path_factory) -> Path:
-    """PTX, cubins and the report of ptxas of each .cu file."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
+def nvcc(tmp_path_factory) -> Callable[[str], Path]:
+    """Compiles a .cu file at its first use; its folder has PTX, cubins and the report of ptxas."""
+    compiler = shutil.which("nvcc")
+    if compiler is None:
         pytest.skip("there is no nvcc to compile csrc/codecs/*.cu")
-    folder = tmp_path_factory.mktemp("nvcc")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
-    for name in SOURCES:
+
+    @cache
+    def compiled(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
         file, output = include_folder() / "codecs" / f"{name}.cu", folder / f"{name}.o"
         done = subprocess.run(
             [
-                *(nvcc, "-std=c++17", "-O3", "-fmad=false", f"-I{include_folder()}", *targets),
+                *(compiler, "-std=c++17", "-O3", "-fmad=false", f"-I{include_folder()}", *targets),
                 *("-Xptxas=-v", "--keep", "--keep-dir", folder, "-c", file, "-o", output),
             ],
             text=True,
@@ -137,20 +141,22 @@ def nvcc_folder(tmp_path_factory) -> Path:
         )
         assert done.returncode == 0, done.stdout
         (folder / f"{name}.log").write_text(done.stdout)
-    return folder
+        return folder
+
+    return compiled
 
 
 @every_arch
 @every_source
-def test_cuda_kernels_are_exact(nvcc_folder, name, arch):
-    ptx = (nvcc_folder / f"{name}.compute_{arch}.ptx").read_text()
+def test_cuda_kernels_are_exact(nvcc, name, arch):
+    ptx = (nvcc(name) / f"{name}.compute_{arch}.ptx").read_text()
     assert inexact(ptx) == []
     assert ("div.rn.f32" in instructions(ptx)) == (name in SCALED)
 
 
 @every_source
-def test_cuda_kernels_spill_no_register(nvcc_folder, name):
-    log = (nvcc_folder / f"{name}.log").read_text()
+def test_cuda_kernels_spill_no_register(nvcc, name):
+    log = (nvcc(name) / f"{name}.log").read_text()
     spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", log)
     assert len(spilled) == log.count("Compiling entry function") >= SOURCES[name] * len(ARCHS)
     assert set(spilled) == {("0", "0", "0")}
@@ -158,12 +164,12 @@ def test_cuda_kernels_spill_no_register(nvcc_folder, name):
 
 @every_arch
 @pytest.mark.parametrize("name", SCALED)  # the stretches of randomk begin anywhere
-def test_cuda_kernels_move_16_bytes_at_a_time(nvcc_folder, name, arch):
+def test_cuda_kernels_move_16_bytes_at_a_time(nvcc, name, arch):
     """All whole rows: a kernel that adds or keeps a residual loads and stores 4 rows or more."""
     tool = cuobjdump()
     if tool is None:
         pytest.skip("there is no cuobjdump: it is in CUDA's toolkit and in Triton's package")
-    cubin = nvcc_folder / f"{name}.compute_{arch}.cubin"
+    cubin = nvcc(name) / f"{name}.compute_{arch}.cubin"
     sass = subprocess.run(
         [tool, "--dump-sass", str(cubin)], check=True, capture_output=True, text=True
     ).stdout
