@@ -58,6 +58,12 @@ def let_groups_allocate_buckets() -> None:
     os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 
 
+def variables_of_rank(rank: int, size: int) -> dict[str, str]:
+    """Return the environment of a rank that is started on this machine, as torchrun makes it."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return dict(os.environ) | {name: str(value) for name, value in names.items()}
+
+
 @cache
 def env() -> Env:
     """Return the environment's settings."""

@@ -24,6 +24,11 @@ from pycomm.plan.prediction import Prediction, best_of_each, predict
 
 
 def main(argv: Sequence[str]) -> int:
+    word, rest = (argv[0], argv[1:]) if argv else ("", argv)
+    if word == "probe":
+        from pycomm.plan import probe_cli  # what it starts needs the native build
+
+        return probe_cli.main(rest)
     return plan(argv)
 
 

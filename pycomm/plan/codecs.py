@@ -33,6 +33,8 @@ class Coding:
     """GB/s of float32 on one core: encode, decode, decode_add, encode with feedback"""
     feedback: bool = True
     """`pycomm.compress` gives it error feedback"""
+    spec: str = ""
+    """as the core has it; empty: the core has it not"""
     whole: bool = False
     """takes tensors whole, so it cannot be sent in segments"""
     note: str = ""
@@ -79,18 +81,69 @@ class Coding:
 
 _ALL = (
     Coding("none", 4.0, 0.0, "exact", 0.0, note="exact"),
-    Coding("fp16", 2.0, 4.3e-8, "recode", 1.0, (18.1, 19.8, 17.2, 8.1)),
-    Coding("bf16", 2.0, 2.76e-6, "recode", 1.0, (17.3, 17.9, 18.9, 11.1)),
-    Coding("int8", 1 + 4 / 256, 4.86e-5, "recode", 1.0, (25.3, 18.6, 20.5, 11.9)),
-    Coding("int4", 0.5 + 4 / 128, 1.38e-2, "recode", 1.0, (20.0, 17.7, 17.4, 9.9)),
-    Coding("mxfp4", 0.5 + 1 / 32, 1.32e-2, "recode", 1.0, (6.4, 11.9, 14.7, 6.1)),
+    Coding("fp16", 2.0, 4.3e-8, "recode", 1.0, (18.1, 19.8, 17.2, 8.1), spec="cast:dtype=float16"),
     Coding(
-        "eden:bits=2", 0.254, 0.133, "recode", 2.0, (5.3, 6.1, 6.0, 5.3), False, note="unbiased"
+        "bf16", 2.0, 2.76e-6, "recode", 1.0, (17.3, 17.9, 18.9, 11.1), spec="cast:dtype=bfloat16"
     ),
     Coding(
-        "eden:bits=1", 0.129, 0.571, "recode", 2.0, (5.4, 6.3, 8.2, 5.4), False, note="unbiased"
+        "int8",
+        1 + 4 / 256,
+        4.86e-5,
+        "recode",
+        1.0,
+        (25.3, 18.6, 20.5, 11.9),
+        spec="quant:bits=8,block=256,rounding=nearest",
     ),
-    Coding("sign", 0.129, 0.363, "recode", 1.0, (16.5, 22.9, 25.9, 8.5), note="slower to converge"),
+    Coding(
+        "int4",
+        0.5 + 4 / 128,
+        1.38e-2,
+        "recode",
+        1.0,
+        (20.0, 17.7, 17.4, 9.9),
+        spec="quant:bits=4,block=128,rounding=nearest",
+    ),
+    Coding(
+        "mxfp4",
+        0.5 + 1 / 32,
+        1.32e-2,
+        "recode",
+        1.0,
+        (6.4, 11.9, 14.7, 6.1),
+        spec="mx:format=fp4_e2m1,scale=floor,rounding=nearest",
+    ),
+    Coding(
+        "eden:bits=2",
+        0.254,
+        0.133,
+        "recode",
+        2.0,
+        (5.3, 6.1, 6.0, 5.3),
+        spec="eden:bits=2,size=1024,scale=unbiased",
+        feedback=False,
+        note="unbiased",
+    ),
+    Coding(
+        "eden:bits=1",
+        0.129,
+        0.571,
+        "recode",
+        2.0,
+        (5.4, 6.3, 8.2, 5.4),
+        spec="eden:bits=1,size=1024,scale=unbiased",
+        feedback=False,
+        note="unbiased",
+    ),
+    Coding(
+        "sign",
+        0.129,
+        0.363,
+        "recode",
+        1.0,
+        (16.5, 22.9, 25.9, 8.5),
+        spec="sign:block=1024",
+        note="slower to converge",
+    ),
     Coding(
         "topk:0.01",
         0.08,
@@ -98,6 +151,7 @@ _ALL = (
         "gather",
         4.0,
         (4.2, 22.3, 162.0, 3.6),
+        spec="topk:density=0.01,values=float32,indices=int32",
         whole=True,
         note="slower to converge",
     ),
@@ -108,6 +162,7 @@ _ALL = (
         "sum",
         1.0,
         (18.3, 18.1, 38.3, 6.7),
+        spec="randomk:every=100,block=1,scale=none",
         note="slower to converge",
     ),
     # Factors of matrices of 1024 x 1024; two products with the gradient a step, and one back.

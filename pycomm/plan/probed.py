@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+import os
+import platform
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,15 @@ class Probe:
             ranks_per_machine=ranks_per_machine,
         )
 
-    def at_rate(self, rate: float) -> Probe:
-        """The same machines with another link between nodes, of that many bytes per second."""
-        assert self.inter is not None
-        return replace(self, inter=replace(self.inter, rate=rate))
+
+def cores_of_process() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine_of_process() -> str:
+    """The same for all processes of a machine, whatever their container or namespace."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()

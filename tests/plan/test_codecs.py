@@ -27,4 +27,6 @@ def test_bytes_and_errors_are_the_codecs_own(coding):
 
 @pytest.mark.parametrize("coding", CODECS, ids=lambda coding: coding.name)
 def test_payloads_meet_as_the_codecs_say(coding):
-    assert coding.combine == pycomm.codec(coding.name).combine
+    codec = pycomm.codec(coding.name)
+    assert coding.combine == codec.combine
+    assert coding.spec in (codec.spec(), "")
