@@ -9,11 +9,8 @@ python -m pycomm.plan sweep 350M --link 10gbe --compute 300ms --html sweep.html
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from pycomm.plan import options, show, simulate
 from pycomm.plan.advice import ERROR, advise
@@ -29,6 +26,10 @@ def main(argv: Sequence[str]) -> int:
         from pycomm.plan import probe_cli  # what it starts needs the native build
 
         return probe_cli.main(rest)
+    if word == "sweep":
+        from pycomm.plan import sweep_cli
+
+        return sweep_cli.main(rest)
     return plan(argv)
 
 
@@ -47,7 +48,7 @@ def plan(argv: Sequence[str]) -> int:
         model, cluster = options.model(given), options.cluster(given, given.ranks)
     except ValueError as error:
         parser.error(str(error))
-    found = predict(model, cluster, options.chosen(given))
+    found = predict(model, cluster, options.chosen(given), every=given.all)
     if given.simulate or given.slow_rank or given.slow_node:
         # Formulas choose each codec's algorithm, of which there may be many.
         kept = found if given.all else best_of_each(found)
@@ -56,7 +57,7 @@ def plan(argv: Sequence[str]) -> int:
     advice = advise(model, cluster, found, error=limit)
     shown = found if given.all else best_of_each(found)
     if given.json:
-        write_json(
+        options.write_json(
             given.json,
             {
                 "model": model.name,
@@ -93,15 +94,6 @@ def simulated(
         for prediction in predictions
     ]
     return sorted(found, key=lambda p: (p.step, p.error))
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """To a file, or to the standard output if it is "-"."""
-    text = json.dumps(record, indent=1)
-    if str(path) == "-":
-        print(text)
-    else:
-        path.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ STAGE = 1 << 20
 """bytes of a stage of the exact hierarchical all-reduce"""
 
 EXACT = ("one_shot", "two_shot", "bruck", "halving_doubling", "ring", "hierarchical")
-RANK_ORDER = ("one_shot", "two_shot", "bruck")
-"""those among which pycomm's `auto` chooses on nodes of one rank"""
+AUTO = ("one_shot", "two_shot", "bruck")
+"""those that keep rank order, among which pycomm's `auto` chooses on nodes of one rank"""
 CODED = {
     "recode": ("two_shot", "hierarchical"),
     "sum": ("two_shot", "hierarchical"),
@@ -55,6 +55,16 @@ class Cost:
             self.latency + other.latency,
         )
 
+    def times(self, count: int) -> Cost:
+        """That many, one after the other."""
+        return Cost(
+            self.seconds * count,
+            self.wire * count,
+            self.processor * count,
+            self.sent * count,
+            self.latency * count,
+        )
+
 
 NOTHING = Cost(0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -75,9 +85,11 @@ class Size:
         return cls(values, (values - exact) * coding.payload + exact * value_bytes)
 
 
-def algorithms(cluster: Cluster, coding: Coding) -> tuple[str, ...]:
-    """Those that pycomm has for a codec on such a cluster."""
-    names = EXACT if coding.exact else CODED[coding.combine]
+def algorithms(cluster: Cluster, coding: Coding, *, every: bool = True) -> tuple[str, ...]:
+    """Those that pycomm has for a codec on such a cluster, or that its `auto` may choose."""
+    if cluster.levels and not every:
+        return ("hierarchical",)
+    names = CODED[coding.combine] if not coding.exact else EXACT if every else AUTO
     return tuple(name for name in names if name != "hierarchical" or cluster.levels)
 
 

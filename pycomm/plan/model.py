@@ -7,6 +7,8 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,14 @@ class Model:
     value_bytes: int = 4
     """of an uncompressed gradient: 4, or 2 for bf16"""
 
-    @property
+    @cached_property
     def values(self) -> int:
         return sum(bucket.values for bucket in self.buckets)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Bucket, int], ...]:
+        """Buckets, and how many equal ones follow each other."""
+        return tuple((bucket, len(list(same))) for bucket, same in groupby(self.buckets))
 
 
 def of_count(count: int, compute: float, **options: Any) -> Model:

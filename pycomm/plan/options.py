@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pycomm.plan import codecs, units
 from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, Link, Processor, Rates
@@ -45,12 +46,12 @@ def _codings(text: str) -> list[codecs.Coding]:
     return found if codecs.NONE in found else [codecs.NONE, *found]
 
 
-def add_what(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
-    """Model, cluster and codecs."""
+def add_what(parser: argparse.ArgumentParser, ranks: int | None = None) -> None:
+    """Model, cluster and codecs; `ranks` is the default."""
     add = parser.add_argument
     add("model", help=HELP["model"])
-    if ranks:
-        add("--ranks", "-n", type=int, required=True, help="number of ranks")
+    must = ranks is None
+    add("--ranks", "-n", type=int, default=ranks, required=must, help="number of ranks")
     add("--ranks-per-node", "-l", type=int, default=1, help="default 1")
     add("--link", default="10gbe", help=HELP["link"] + " (10gbe)")
     add("--latency", type=_typed(units.parse_time), help="of that link, one way: 50us")
@@ -125,3 +126,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", "-J", type=Path, help="write everything to this file; - prints it"
     )
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """To a file, or to the standard output if it is "-"."""
+    text = json.dumps(record, indent=1)
+    if str(path) == "-":
+        print(text)
+    else:
+        path.write_text(text + "\n")

@@ -6,16 +6,14 @@ the bucket before has ended. The step ends with the last all-reduce and the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pycomm.plan.algorithms import NOTHING, Cost, Size, algorithms, all_reduce
+from pycomm.plan.algorithms import NOTHING, Size, algorithms, all_reduce
 from pycomm.plan.cluster import Cluster, Processor
 from pycomm.plan.codecs import CODINGS, NONE, Coding
-from pycomm.plan.model import Bucket, Model
-
-CostOf = Callable[[Cluster, Coding, str, Size], Cost]
+from pycomm.plan.model import Model
 
 
 @dataclass(frozen=True)
@@ -64,23 +62,11 @@ def with_feedback(cluster: Cluster, coding: Coding) -> Cluster:
     return replace(cluster, processor=processor)
 
 
-def ready_times(model: Model, scale: float = 1.0) -> list[float]:
-    """When each bucket is complete, in seconds from the start of the step."""
-    times, passed = [], 0
-    for bucket in model.buckets:
-        passed += bucket.values
-        share = model.forward + model.backward * passed / model.values
-        times.append(model.compute * scale * share)
-    return times
-
-
 def step(
     model: Model,
     cluster: Cluster,
     coding: Coding = NONE,
     algorithm: str = "two_shot",
-    *,
-    cost_of: CostOf = all_reduce,
 ) -> Prediction:
     """Predict a step by formulas.
 
@@ -89,23 +75,24 @@ def step(
         cluster: where.
         coding: the codec of all tensors of two or more dimensions.
         algorithm: of every all-reduce.
-        cost_of: predicts one all-reduce.
 
     Raises:
         KeyError: the codec has no such algorithm.
     """
     fed = with_feedback(cluster, coding)
-    known: dict[Bucket, Cost] = {}
     # Computing is slower where ranks share cores.
-    scale = cluster.slowdown if cluster.compute_on_cores else 1.0
-    total, end = NOTHING, 0.0
-    for bucket, ready in zip(model.buckets, ready_times(model, scale), strict=True):
-        cost = known.get(bucket)
-        if cost is None:
-            size = Size.of(bucket.values, coding, bucket.exact, model.value_bytes)
-            cost = known[bucket] = cost_of(fed, coding, algorithm, size)
-        total, end = total.plus(cost), max(end, ready) + cost.seconds
-    compute = model.compute * scale
+    compute = model.compute * (cluster.slowdown if cluster.compute_on_cores else 1.0)
+    total, end, passed = NOTHING, 0.0, 0
+    for bucket, count in model.runs:
+        size = Size.of(bucket.values, coding, bucket.exact, model.value_bytes)
+        cost = all_reduce(fed, coding, algorithm, size)
+        first, last = (
+            compute * (model.forward + model.backward * (passed + k * bucket.values) / model.values)
+            for k in (1, count)
+        )
+        # Of equal buckets the first or the last is the one that all after it wait for.
+        end = max(max(end, first) + count * cost.seconds, last + cost.seconds)
+        total, passed = total.plus(cost.times(count)), passed + count * bucket.values
     optimizer = compute * (1 - model.forward - model.backward)
     end = max(end, compute - optimizer) + optimizer
     if cluster.compute_on_cores:
@@ -128,17 +115,19 @@ def predict(
     cluster: Cluster,
     codings: Iterable[Coding] = tuple(CODINGS.values()),
     *,
-    cost_of: CostOf = all_reduce,
+    every: bool = False,
 ) -> list[Prediction]:
-    """Every codec with every algorithm that pycomm has for it, the shortest step first.
+    """Every codec with the algorithms that pycomm may choose for it, the shortest step first.
+
+    With `every`, also those that only `PYCOMM_ALGO` chooses, since sums have another order there.
 
     Codecs that send no less than gradients as they are (16 bits for bf16) are left out.
     """
     found = [
-        step(model, cluster, coding, name, cost_of=cost_of)
+        step(model, cluster, coding, name)
         for coding in codings
         if coding.exact or coding.payload < model.value_bytes
-        for name in algorithms(cluster, coding)
+        for name in algorithms(cluster, coding, every=every)
     ]
     return sorted(found, key=lambda p: (p.step, p.error))
 

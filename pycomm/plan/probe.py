@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from pycomm import _C
@@ -82,7 +83,7 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None
     for coding in CODINGS.values():
         if coding.spec:
             ranks.group.barrier()
-            codecs[coding.name] = _rates(_C.Codec(coding.spec), numel)
+            codecs[coding.name] = _rates(_C.Codec(coding.spec), numel, REPEAT * effort)
     memory = _memory(numel)
     machines = len(set(ranks.gather("machine", machine_of_process())))
     ranks.group.barrier()
@@ -116,7 +117,7 @@ def _link(ranks: Ranks, level: str, member: int, memory: float, budget: float) -
         name: Communicator(ranks.store, member, 2, group=f"probe-{level}-{name}", algo=algo)
         for name, algo in algos.items()
     }
-    short, _ = _all_reduces(groups["one_shot"], SHORT, 300)
+    short, _ = _all_reduces(groups["one_shot"], SHORT, max(5, round(120 * budget)))
     group = groups["two_shot"]
     seconds, core = _all_reduces(group, FIRST, 4)
     # All sizes cost their longer part, as the planner's formulas do; so they are long.
@@ -175,23 +176,28 @@ def _all_reduces(group: Communicator, size: int, times: int) -> tuple[float, flo
 
 def _values(numel: int) -> array.array[float]:
     """Normally distributed float32: a tile of them, again and again."""
-    generator = random.Random(0)
-    tile = array.array("f", (generator.gauss(0, 1) for _ in range(1 << 16)))
+    tile = _tile()
     return tile * (numel // len(tile))
 
 
-def _seconds(call: Callable[[], object]) -> float:
+@cache
+def _tile() -> array.array[float]:
+    generator = random.Random(0)
+    return array.array("f", (generator.gauss(0, 1) for _ in range(1 << 16)))
+
+
+def _seconds(call: Callable[[], object], budget: float) -> float:
     """Of a core, one call."""
     call()
     samples: list[float] = []
-    while len(samples) < 3 or sum(samples) < REPEAT:
+    while len(samples) < 3 or sum(samples) < budget:
         begin = time.thread_time()
         call()
         samples.append(time.thread_time() - begin)
     return statistics.median(samples)
 
 
-def _rates(codec: _C.Codec, numel: int) -> Rates:
+def _rates(codec: _C.Codec, numel: int, budget: float) -> Rates:
     x, out = _values(numel), array.array("f", bytes(4 * numel))
     payload = bytearray(codec.encoded_bytes(numel))
     residual = array.array("f", bytes(4 * numel))
@@ -202,7 +208,7 @@ def _rates(codec: _C.Codec, numel: int) -> Rates:
         "decode_add": lambda: codec.decode_add(code, target, numel),
         "encode_fed": lambda: codec.encode(source, numel, code, residual=owed, new_residual=owed),
     }
-    rates = {name: 4 * numel / _seconds(call) for name, call in calls.items()}
+    rates = {name: 4 * numel / _seconds(call, budget) for name, call in calls.items()}
     return Rates(**rates, measured=True)
 
 
@@ -212,4 +218,4 @@ def _memory(numel: int) -> float:
     source, target = (_C.buffer(b, False)[0] for b in (x, out))
     inputs = [source, target]
     dtype, op = _C.DType.float32, _C.ReduceOp.sum
-    return 8 * numel / _seconds(lambda: _C.reduce(dtype, op, inputs, target, numel))
+    return 8 * numel / _seconds(lambda: _C.reduce(dtype, op, inputs, target, numel), REPEAT)

@@ -82,13 +82,12 @@ def report(probe: Probe) -> None:
     for level, link in (("between nodes", probe.inter), ("inside a node", probe.intra)):
         if link:
             costs = (format_time(link.message), f"{link.byte * 1e9:.2f} ns")
-            links.append((level, "", format_rate(link.rate), format_time(link.latency), *costs))
+            links.append((level, format_rate(link.rate), format_time(link.latency), *costs))
     where = f"{probe.ranks} ranks, {probe.nodes} nodes, {probe.cores} cores of a machine"
-    show.table(("link", "", "rate", "latency", "message", "byte"), links, where)
+    show.table(("link", "rate", "latency", "message", "byte"), links, where, words=1)
     rows = [
         (
             name,
-            "",
             *(
                 f"{rate / 1e9:.2f}"
                 for rate in (rates.encode, rates.encode_fed, rates.decode, rates.decode_add)
@@ -96,5 +95,5 @@ def report(probe: Probe) -> None:
         )
         for name, rates in probe.codecs.items()
     ]
-    head = ("codec, GB/s", "", "encode", "with feedback", "decode", "decode_add")
-    show.table(head, rows, f"one core; adding reads {probe.memory / 1e9:.1f} GB/s")
+    head = ("codec, GB/s", "encode", "with feedback", "decode", "decode_add")
+    show.table(head, rows, f"one core; adding reads {probe.memory / 1e9:.1f} GB/s", words=1)

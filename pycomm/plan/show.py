@@ -11,6 +11,8 @@ from pycomm.plan.prediction import Prediction
 from pycomm.plan.units import format_bytes, format_count, format_rate, format_time
 
 HEAD = ("codec", "algorithm", "step", "exposed", "scaling", "sent", "error")
+WIDTH = 120
+"""of tables in files"""
 
 
 def row(prediction: Prediction) -> tuple[str, ...]:
@@ -37,33 +39,40 @@ def describe(model: Model, cluster: Cluster) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print a table; the first two columns are words, the others numbers."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", *, words: int = 2
+) -> None:
+    """Print a table; the first columns are words, the others numbers."""
     try:
         from rich import box
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        print(plain(head, rows, title))
+        print(plain(head, rows, title, words=words))
         return
     drawn = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(head):
-        drawn.add_column(name, justify="right" if i > 1 else "left", no_wrap=True)
+        drawn.add_column(name, justify="right" if i >= words else "left")
     for cells in rows:
         drawn.add_row(*cells)
-    Console().print(drawn, highlight=False)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    console.print(drawn, highlight=False)
 
 
-def plain(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
+def plain(
+    head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", *, words: int = 2
+) -> str:
     """The same table without rich."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [title] if title else []
     for cells in [head, *rows]:
-        words = [
-            cell.rjust(width) if i > 1 else cell.ljust(width)
+        padded = [
+            cell.rjust(width) if i >= words else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
-        lines.append("  ".join(words).rstrip())
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 
