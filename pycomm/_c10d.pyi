@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d
 
+def set_stream_hold(device_type: str, hold: int) -> None: ...
+
 class Options(_distributed_c10d.Backend.Options):
     """Options of a "pycomm" process group: ``init_process_group("pycomm", pg_options=...)``."""
 
@@ -14,6 +16,7 @@ class Options(_distributed_c10d.Backend.Options):
     interface: str
     link_bytes_per_second: float
     secret: str
+    blocking_wait: bool
     global_ranks_in_group: list[int]
     _timeout: timedelta
     def __init__(
@@ -26,6 +29,7 @@ class Options(_distributed_c10d.Backend.Options):
         interface: str = ...,
         link_bytes_per_second: float = ...,
         secret: str = ...,
+        blocking_wait: bool = ...,
     ) -> None: ...
 
 class Work(_distributed_c10d.Work):

@@ -66,6 +66,8 @@ def _timeout(given: timedelta, of_options: timedelta) -> timedelta:
 def find(group: dist.ProcessGroup | None = None) -> Backend | None:
     """Return the pycomm backend that moves a group's CPU tensors, or None if it is another one.
 
+    Where pycomm moves both, it is the same for CUDA tensors.
+
     Args:
         group: a process group; None means the default group.
 

@@ -91,6 +91,15 @@ void bind(py::module_& m) {
   communicator_option(options, "link_bytes_per_second",
                       &CommunicatorOptions::link_bytes_per_second);
   communicator_option(options, "secret", &CommunicatorOptions::secret);
+  options.def_readwrite("blocking_wait", &BackendOptions::blocking_wait);
+
+  // `hold`: the address of a function as core/stream_hold.h has it.
+  m.def(
+      "set_stream_hold",
+      [](const std::string& type, uintptr_t hold) {
+        set_stream_hold(c10::Device(type).type(), reinterpret_cast<StreamHold>(hold));
+      },
+      py::arg("device_type"), py::arg("hold"));
 
   py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_property_readonly("finite",
                                                                                      &Work::finite);

@@ -1,6 +1,8 @@
 // Checks of what callers hand in, before a byte is sent: errors name the rank, the operation and
 // what is wrong. A part of _c10d.
 #pragma once
+#include <ATen/DeviceAccelerator.h>
+
 #include <numeric>
 
 #include "binding/c10d_support.h"
@@ -19,11 +21,9 @@ struct Arguments {
   }
 
   void check(const Call& call, const at::Tensor& t) const {
-    if (!t.is_cpu())
-      fail(call,
-           "got a tensor on " + t.device().str() +
-               "; this version moves CPU tensors only: move it with .cpu(), or use NCCL beside "
-               "it, init_process_group('cpu:pycomm,cuda:nccl')");
+    if (!t.is_cpu() && !at::accelerator::isAccelerator(t.device().type()))
+      fail(call, "got a tensor on " + t.device().str() +
+                     "; pycomm moves tensors of the CPU and of accelerators with streams");
     if (t.layout() != at::kStrided) fail(call, "got a sparse tensor; call .to_dense() first");
   }
 

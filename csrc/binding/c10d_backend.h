@@ -1,7 +1,7 @@
-// The "pycomm" process group: one c10d::Backend for CPU tensors over a Communicator. A part of
-// _c10d; collectives are in c10d_collectives.cpp and c10d_sparse.cpp, sends and receives in
+// The "pycomm" process group: one c10d::Backend for CPU and device tensors over a Communicator. A
+// part of _c10d; collectives are in c10d_collectives.cpp and c10d_sparse.cpp, sends and receives in
 // c10d_point_to_point.cpp, what concerns groups as such in c10d_groups.cpp, memory in
-// c10d_memory.cpp.
+// c10d_memory.cpp, streams of devices in c10d_device.cpp.
 #pragma once
 #include "binding/c10d_arguments.h"
 #include "binding/c10d_engine.h"
@@ -16,6 +16,8 @@ struct BackendOptions final : c10d::Backend::Options {
   explicit BackendOptions(Milliseconds timeout) : c10d::Backend::Options("pycomm", timeout) {}
 
   CommunicatorOptions communicator;  ///< its group and timeout are the base class's
+  /// On device tensors wait() blocks the host until the collective is done, and raises its error.
+  bool blocking_wait = false;
 };
 
 class Backend final : public c10d::Backend {
@@ -138,12 +140,16 @@ class Backend final : public c10d::Backend {
   void shutdown() override;
 
  private:
-  /// Runs op(communicator) now or on the group's thread. Tensors live as long as `op`.
+  /// Runs op(communicator) now or on the group's thread. Tensors live as long as `op`, which works
+  /// on what `staging` made of them.
   template <typename F>
-  WorkPtr issue(const Call& call, Tensors outputs, F op) {
+  WorkPtr issue(const Call& call, Tensors outputs, const Staging& staging, F op) {
     const auto engine = this->engine();
+    if (staging.on_device())
+      return noted(engine->submit(call, std::move(outputs), staging.device(),
+                                  {{staging.reads(), staging.writes(), std::move(op)}}));
     if (!call.async && !coalescing_) return engine->run(call, std::move(outputs), op);
-    auto work = engine->make_work(call, std::move(outputs));
+    auto work = engine->make_work(true, call, std::move(outputs));
     work->make_future();
     engine->submit(work, std::move(op));
     return noted(work);
@@ -153,6 +159,9 @@ class Backend final : public c10d::Backend {
   intrusive_ptr<Work> compressed(const Call& call, const at::Tensor& output,
                                  const std::shared_ptr<const Layout>& layout, const CodedStep& step,
                                  Op op);
+  /// An all-reduce of a large tensor of a device in parts.
+  WorkPtr all_reduce_in_parts(const Call& call, const at::Tensor& tensor, const at::Tensor& host,
+                              DType dtype, const Reduction& reduction);
   WorkPtr all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs);
   WorkPtr reduce_scatter_each(const Call& call, const Tensors& outputs, const Tensors& inputs,
                               const c10d::ReduceOp& op);

@@ -10,6 +10,9 @@ namespace {
 void check_values(const Arguments& arguments, const Call& call, const at::Tensor& tensor,
                   const char* role, size_t numel) {
   arguments.check(call, tensor);
+  if (!tensor.is_cpu())
+    arguments.fail(call, "takes CPU tensors; on " + tensor.device().str() +
+                             " encode there and exchange the payloads, as pycomm's hooks do");
   if (!tensor.is_floating_point() || tensor.element_size() > 4)
     arguments.fail(
         call, std::string("takes float32 and 16-bit floats, not ") + tensor.dtype().name().data());
@@ -44,7 +47,7 @@ intrusive_ptr<Work> Backend::compressed(const Call& call, const at::Tensor& outp
   for (const Sides& sides : step.sides)
     if (sides.old > 1 || sides.fresh > 1) arguments_.fail(call, "a side is 0 or 1");
   const auto engine = this->engine();
-  auto work = engine->make_work(call, {output});
+  auto work = engine->make_work(true, call, {output});
   // What a comm hook's future must hold: a Python object.
   const c10::TypePtr object = c10::PyObjectType::get();
   work->set_value(torch::jit::toIValue(py::cast(output), object), object);

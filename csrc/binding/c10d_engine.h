@@ -2,9 +2,10 @@
 // asynchronous ones in order on the group's own. A part of _c10d.
 #pragma once
 #include <atomic>
+#include <map>
 #include <mutex>
 
-#include "binding/c10d_work.h"
+#include "binding/c10d_device_work.h"
 #include "collectives/queue.h"
 
 namespace pycomm::torch_binding {
@@ -15,18 +16,21 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
+  /// `blocking_wait`: see BackendOptions.
   Engine(const intrusive_ptr<c10d::Store>& store, int rank, int size,
-         const CommunicatorOptions& options)
-      : comm_(std::make_shared<TorchStore>(store), rank, size, options) {}
+         const CommunicatorOptions& options, bool blocking_wait)
+      : comm_(std::make_shared<TorchStore>(store), rank, size, options),
+        blocking_wait_(blocking_wait) {}
 
   Communicator& comm() { return comm_; }
   uint64_t seq() const { return seq_; }
   c10d::ErrorType error() const { return error_; }
 
   /// `notes`: the trace shows it from now on, not only from when it runs.
-  intrusive_ptr<Work> make_work(const Call& call, Tensors outputs, bool notes = true) {
+  template <typename W = Work, typename... More>
+  intrusive_ptr<W> make_work(bool notes, const Call& call, Tensors outputs, More... more) {
     const uint64_t noted = notes ? comm_.note_issued(issued_tag(call, outputs, comm_.size())) : 0;
-    auto work = c10::make_intrusive<Work>(comm_.rank(), call, ++seq_, std::move(outputs));
+    auto work = c10::make_intrusive<W>(comm_.rank(), call, ++seq_, std::move(outputs), more...);
     work->set_noted(noted);
     return work;
   }
@@ -34,7 +38,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Runs op(communicator) on the caller's thread.
   template <typename F>
   WorkPtr run(const Call& call, Tensors outputs, const F& op) {
-    auto work = make_work(call, std::move(outputs), !queue_.idle());
+    auto work = make_work(!queue_.idle(), call, std::move(outputs));
     with_python_errors([&] { queue_.run([&] { perform(*work, op); }); });
     work->complete();
     report(*work);
@@ -59,9 +63,21 @@ class Engine : public std::enable_shared_from_this<Engine> {
     queue_.submit(std::move(run));
   }
 
+  // Device tensors; c10d_device.cpp.
+
+  /// The same on the host's side of device tensors: behind the current stream.
+  intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs, c10::Device device,
+                                   const std::vector<DevicePart>& parts);
+  /// Queues that what a receive has brought goes to its device.
+  void deliver_peer(const Mirror& mirror, c10::Event& done);
+  /// The device that was last used.
+  std::optional<c10::Device> used_device();
+
   // Point to point: requests are under way from the start, and queue for nothing.
 
   WorkPtr post(const Call& call, const at::Tensor& tensor, int peer, int tag);
+  WorkPtr post(const Call& call, const at::Tensor& tensor, const Staging& staging,
+               const at::Tensor& host, int peer, int tag);
   /// Completes the work on a thread of its own when its request is done.
   void settle_later(intrusive_ptr<PeerWork> work);
 
@@ -88,6 +104,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Finishes the collectives. Sends and receives are given up: nobody may ever answer them.
   void finish();
   void abort(const std::string& why) noexcept {
+    aborted_ = true;
     comm_.abort("rank " + std::to_string(comm_.rank()) + " " + why);
   }
 
@@ -111,17 +128,46 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (timed) work.stop();
   }
 
+  /// Sends and receives have streams of their own, so that they wait for no collective.
+  DeviceLane& lane(c10::Device device, bool of_peers = false);
+  std::shared_ptr<Communicator::Request> request(const Call& call, const Flat& flat, int peer,
+                                                 int tag);
+  /// Its buffer must outlive the request, whether or not the caller keeps the work.
+  WorkPtr keep(intrusive_ptr<PeerWork> work);
+  /// An operation may read what an earlier one writes, and nobody waited for that in between.
+  void follow_deliveries(const std::vector<const void*>& reads, DeviceLane& lane,
+                         std::unique_lock<std::mutex>& lock);
+  /// Waits for what was queued on a device, as long as the operation may take.
+  void await(const c10::Event& event, const Call& call, c10::Device device);
+  void set_lost(std::exception_ptr error) {
+    const std::lock_guard<std::mutex> lock(device_mutex_);
+    if (!lost_) lost_ = std::move(error);
+  }
+
   std::mutex posted_mutex_;
   // Requests write to the buffers of posted works, so the communicator must go before these.
   std::vector<intrusive_ptr<PeerWork>> posted_;  ///< may not be done
   std::vector<intrusive_ptr<PeerWork>> wanted_;  ///< those that peer_waiter_ waits for
 
   Communicator comm_;
+  const bool blocking_wait_;
+  std::atomic<bool> aborted_{false};
+  std::mutex device_mutex_;  ///< held while the streams of lanes get work
+  std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, bool>, std::unique_ptr<DeviceLane>> lanes_;
+  struct Pending {
+    std::vector<const void*> memory;  ///< that it writes
+    std::shared_ptr<c10::Event> delivered;
+    c10::weak_intrusive_ptr<DeviceWork> work;
+  };
+  std::vector<Pending> pending_;  ///< deliveries that may not be done
+  std::optional<c10::Device> used_device_;
+  std::exception_ptr lost_;  ///< of an operation for which only streams waited
   std::atomic<uint64_t> seq_{0}, peer_seq_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::atomic<bool> timed_{false};
   Hook hook_;
 
+  Queue leaving_;      ///< posts sends when they have left their device
   Queue peer_waiter_;  ///< waits for posted requests whose futures are wanted
   Queue queue_;        ///< the last member: it finishes before anything else goes
 };

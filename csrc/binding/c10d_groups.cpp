@@ -19,7 +19,7 @@ Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
     for (const uint64_t r : options_->global_ranks_in_group) {
       communicator.global_ranks.push_back(static_cast<int>(r));
     }
-    engine_ = std::make_shared<Engine>(store, rank, size, communicator);
+    engine_ = std::make_shared<Engine>(store, rank, size, communicator, options_->blocking_wait);
   });
 }
 

@@ -17,26 +17,83 @@ WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
 
 WorkPtr Backend::post(const char* title, OpType type, Tensors& tensors, int peer, int tag) {
   const Call call(title, type, c10d::BarrierOptions());
-  return noted(engine()->post(call, arguments_.only(call, tensors), peer, tag));
+  const at::Tensor& tensor = arguments_.only(call, tensors);
+  if (tensor.is_cpu()) return noted(engine()->post(call, tensor, peer, tag));
+  Staging staging(arguments_, call);
+  const at::Tensor host = type == OpType::SEND ? staging.in(tensor) : staging.out(tensor);
+  return noted(engine()->post(call, tensor, staging, host, peer, tag));
+}
+
+std::shared_ptr<Communicator::Request> Engine::request(const Call& call, const Flat& flat, int peer,
+                                                       int tag) {
+  return call.type == OpType::SEND ? comm_.send(flat.in(), flat.bytes(), peer, tag)
+                                   : comm_.recv(flat.out(), flat.bytes(), peer, tag);
+}
+
+WorkPtr Engine::keep(intrusive_ptr<PeerWork> work) {
+  work->set_engine(weak_from_this());
+  work->start();
+  const std::lock_guard<std::mutex> lock(posted_mutex_);
+  posted_.erase(std::remove_if(posted_.begin(), posted_.end(),
+                               [](const auto& posted) { return posted->done(); }),
+                posted_.end());
+  posted_.push_back(work);
+  return work;
 }
 
 WorkPtr Engine::post(const Call& call, const at::Tensor& tensor, int peer, int tag) {
-  return with_python_errors([&]() -> WorkPtr {
+  return with_python_errors([&] {
     const Flat flat(tensor);
-    auto request = call.type == OpType::SEND ? comm_.send(flat.in(), flat.bytes(), peer, tag)
-                                             : comm_.recv(flat.out(), flat.bytes(), peer, tag);
-    auto work = c10::make_intrusive<PeerWork>(comm_.rank(), call, ++peer_seq_, tensor, flat,
-                                              std::move(request));
-    work->set_engine(weak_from_this());
-    work->start();
-    // Its buffer must outlive the request, whether or not the caller keeps the work.
-    const std::lock_guard<std::mutex> lock(posted_mutex_);
-    posted_.erase(std::remove_if(posted_.begin(), posted_.end(),
-                                 [](const auto& posted) { return posted->done(); }),
-                  posted_.end());
-    posted_.push_back(work);
-    return work;
+    std::shared_ptr<Communicator::Request> request;
+    const auto post = [&] { request = this->request(call, flat, peer, tag); };
+    // Sends are matched in the order of issue, so one from the CPU waits for those from devices.
+    call.type == OpType::SEND && !leaving_.idle() ? leaving_.run(post) : post();
+    return keep(c10::make_intrusive<PeerWork>(comm_.rank(), call, ++peer_seq_, tensor, flat,
+                                              std::move(request)));
   });
+}
+
+WorkPtr Engine::post(const Call& call, const at::Tensor& tensor, const Staging& staging,
+                     const at::Tensor& host, int peer, int tag) {
+  return with_python_errors([&] {
+    const WithoutGil without_gil;
+    const std::lock_guard<std::mutex> lock(device_mutex_);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    DeviceLane& lane = this->lane(tensor.device(), /*of_peers=*/true);
+    lane.begin();
+    const auto fetched = lane.fetch(staging.reads());
+    const Flat flat(host);
+    std::shared_ptr<Communicator::Request> request;
+    if (call.type == OpType::SEND) {
+      const auto late = std::make_shared<LateSend>();
+      leaving_.submit([=, self = shared_from_this(), device = tensor.device()] {
+        try {
+          self->await(*fetched, call, device);
+          late->set(self->request(call, flat, peer, tag));
+        } catch (...) {
+          late->fail(std::current_exception());
+        }
+      });
+      request = late;
+    } else {
+      request = this->request(call, flat, peer, tag);
+    }
+    return keep(c10::make_intrusive<DevicePeerWork>(comm_.rank(), call, ++peer_seq_, tensor, flat,
+                                                    std::move(request), lane.deliver_stream()));
+  });
+}
+
+void Engine::deliver_peer(const Mirror& mirror, c10::Event& done) {
+  const std::lock_guard<std::mutex> lock(device_mutex_);
+  DeviceLane& lane = this->lane(mirror.device.device(), /*of_peers=*/true);
+  lane.deliver({mirror});
+  done.record(lane.deliver_stream());
+}
+
+void DevicePeerWork::finish() {
+  const auto engine = engine_.lock();
+  if (!engine) throw Error(describe() + ": the process group is shut down");
+  engine->deliver_peer(mirror_, *delivery_.done());
 }
 
 void Engine::settle_later(intrusive_ptr<PeerWork> work) {
@@ -66,8 +123,8 @@ void Engine::finish() {
   bool unanswered;
   {
     const std::lock_guard<std::mutex> lock(posted_mutex_);
-    unanswered =
-        std::any_of(wanted_.begin(), wanted_.end(), [](auto& work) { return !work->done(); });
+    unanswered = !leaving_.idle() || std::any_of(wanted_.begin(), wanted_.end(),
+                                                 [](auto& work) { return !work->done(); });
   }
   // Else those who wait for their futures would wait for the whole deadline.
   if (unanswered) abort("left while sends or receives were under way");
@@ -91,7 +148,7 @@ void PeerWork::settle() {
     try {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       request_->wait();
-      if (opType_ != OpType::SEND) flat_.finish();
+      if (opType_ != OpType::SEND) finish();
     } catch (...) {
       error = std::current_exception();
       if (engine) engine->note(error);
@@ -102,12 +159,12 @@ void PeerWork::settle() {
   });
 }
 
-intrusive_ptr<Future> PeerWork::getFuture() {
+intrusive_ptr<Future> PeerWork::ended() {
   if (!isCompleted()) {
     if (const auto engine = engine_.lock())
       engine->settle_later(intrusive_ptr<PeerWork>::unsafe_reclaim_from_nonowning(this));
   }
-  return Work::getFuture();
+  return Work::ended();
 }
 
 // ------------------------------------------------------------------ several as one

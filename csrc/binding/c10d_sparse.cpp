@@ -61,7 +61,8 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   if (!tensor.is_sparse() || !tensor.device().is_cpu())
     arguments_.fail(call, "takes a sparse COO tensor on the CPU");
   if (opts.reduceOp != c10d::ReduceOp::SUM) arguments_.fail(call, "can only sum");
-  return issue(call, {tensor}, [=](Communicator& comm) { all_reduce(comm, tensor, call.timeout); });
+  return issue(call, {tensor}, Staging(arguments_, call),
+               [=](Communicator& comm) { all_reduce(comm, tensor, call.timeout); });
 }
 
 }  // namespace pycomm::torch_binding

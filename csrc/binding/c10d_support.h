@@ -125,6 +125,7 @@ class Flat {
 
   const void* in() const { return flat_.const_data_ptr(); }
   void* out() const { return flat_.mutable_data_ptr(); }
+  const at::Tensor& tensor() const { return tensor_; }
   size_t numel() const { return static_cast<size_t>(flat_.numel()); }
   size_t bytes() const { return flat_.nbytes(); }
   /// Brings what was written to out() into the tensor.

@@ -30,8 +30,9 @@ inline c10d::ErrorType error_type(const std::exception_ptr& error) {
   }
 }
 
-inline intrusive_ptr<Future> future_of_tensors() {
-  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+inline intrusive_ptr<Future> future_of_tensors(std::vector<c10::Device> devices = {}) {
+  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
+                                     std::move(devices));
 }
 
 /// One issued operation. Its future completes, and the future's callbacks run, in the order of
@@ -75,18 +76,12 @@ class Work : public c10d::Work {
     future_->setError(as_python(error));
   }
 
-  intrusive_ptr<Future> getFuture() override {
-    if (!future_) {  // made by a synchronous operation, which is done
-      future_ = future_of_tensors();
-      future_->markCompleted(outputs_);
-    }
-    return future_;
-  }
+  intrusive_ptr<Future> getFuture() override { return ended(); }
   /// Holds a c10d::WorkResult as an integer, and never an error.
   intrusive_ptr<Future> getFutureResult() override {
     auto result = c10::make_intrusive<Future>(c10::IntType::get());
     auto self = intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this);
-    getFuture()->addCallback([result, self](Future& done) {
+    ended()->addCallback([result, self](Future& done) {
       const auto how = !done.hasError() ? c10d::WorkResult::SUCCESS
                        : self->late_    ? c10d::WorkResult::TIMEOUT
                                         : c10d::WorkResult::COMM_ERROR;
@@ -147,6 +142,14 @@ class Work : public c10d::Work {
   bool finite() const { return isSuccess() && finite_; }
 
  protected:
+  /// Complete when this rank's part is done.
+  virtual intrusive_ptr<Future> ended() {
+    if (!future_) {  // made by a synchronous operation, which is done
+      future_ = future_of_tensors();
+      future_->markCompleted(outputs_);
+    }
+    return future_;
+  }
   std::string describe() const {
     return "rank " + std::to_string(rank_) + ": " + name_ + " #" + std::to_string(seq_);
   }
@@ -172,7 +175,7 @@ class Work : public c10d::Work {
 };
 
 /// A posted send or receive. Whoever waits for it completes it.
-class PeerWork final : public Work {
+class PeerWork : public Work {
  public:
   PeerWork(int rank, const Call& call, uint64_t seq, const at::Tensor& tensor, Flat flat,
            std::shared_ptr<Communicator::Request> request)
@@ -187,11 +190,15 @@ class PeerWork final : public Work {
     return Work::isCompleted();
   }
   bool wait(Milliseconds timeout = kNoTimeout) override;
-  intrusive_ptr<Future> getFuture() override;
   int sourceRank() const override { return request_->source(); }
 
   /// Waits for the request and completes the work.
   void settle();
+
+ protected:
+  intrusive_ptr<Future> ended() override;
+  /// Brings what was received into the tensor.
+  virtual void finish() { flat_.finish(); }
 
  private:
   Flat flat_;
@@ -236,7 +243,10 @@ class CoalescedWork final : public c10d::Work {
   }
   uint64_t getSequencenumber() const override { return works_.back()->getSequencenumber(); }
   intrusive_ptr<Future> getFuture() override {
-    auto all = future_of_tensors();
+    std::vector<c10::Device> devices;
+    for (const at::Tensor& t : result())
+      if (!t.is_cpu()) devices.push_back(t.device());
+    auto all = future_of_tensors(devices);
     auto left = std::make_shared<std::atomic<size_t>>(works_.size());
     auto self = intrusive_ptr<CoalescedWork>::unsafe_reclaim_from_nonowning(this);
     for (const WorkPtr& work : works_) {

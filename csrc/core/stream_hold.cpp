@@ -1,0 +1,35 @@
+#include "core/stream_hold.h"
+
+#include <dlfcn.h>
+
+namespace pycomm {
+namespace {
+
+// As cuda.h has it: CUresult(CUstream, CUdeviceptr, cuuint32_t, unsigned flags). Pinned memory has
+// one address on host and device.
+using WaitValue32 = int (*)(void*, unsigned long long, uint32_t, unsigned);
+constexpr unsigned kGreaterOrEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ
+
+WaitValue32 find_wait_value() {
+  // Never closed: streams may wait for as long as the process lives.
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  if (!driver) return nullptr;
+  // The first version works on some drivers only if a kernel module was loaded with an option.
+  return reinterpret_cast<WaitValue32>(dlsym(driver, "cuStreamWaitValue32_v2"));
+}
+
+WaitValue32 wait_value() {
+  static const WaitValue32 found = find_wait_value();
+  return found;
+}
+
+bool hold_cuda(void* stream, const uint32_t* word, uint32_t value) {
+  const auto address = static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(word));
+  return wait_value()(stream, address, value, kGreaterOrEqual) == 0;
+}
+
+}  // namespace
+
+StreamHold cuda_stream_hold() { return wait_value() ? &hold_cuda : nullptr; }
+
+}  // namespace pycomm

@@ -1,0 +1,284 @@
+"""What must hold on every device: run by test_backend_device.py and test_backend_cuda.py.
+
+Each function runs on two ranks, on their `device`, such as "fakegpu" or "cuda".
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from parity import inputs, network
+from torch import nn
+
+import pycomm
+
+
+def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small integers that differ by rank."""
+    numel = torch.Size(shape).numel()
+    return ((torch.arange(numel) * 7 + rank * 5) % 11).to(dtype).reshape(shape)
+
+
+def operations(rank: int, ranks: int) -> dict[str, Callable[[Callable], list[torch.Tensor]]]:
+    """Each makes its tensors with the function it gets and returns what the collective wrote."""
+
+    def all_reduce(new):
+        x = new(values(rank, 1000))
+        dist.all_reduce(x)
+        return [x]
+
+    def large(new):  # in parts, of which the last is small
+        x = new(values(rank, (3 << 20) + 5))
+        dist.all_reduce(x)
+        return [x]
+
+    def large_strided(new):
+        x = new(values(rank, 2048, 1100)).t()
+        dist.all_reduce(x)
+        return [x]
+
+    def strided(new):
+        x = new(values(rank, 6, 10)).t()
+        dist.all_reduce(x[::2], op=dist.ReduceOp.MAX)
+        return [x]
+
+    def bfloat16_average(new):
+        x = new(values(rank, 77, dtype=torch.bfloat16))
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+        return [x]
+
+    def premultiplied(new):
+        x = new(values(rank, 12))
+        dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5))
+        return [x]
+
+    def broadcast(new):
+        x = new(values(rank, 5, 3))
+        dist.broadcast(x, 1)
+        return [x]
+
+    def reduce(new):
+        x = new(values(rank, 300))
+        dist.reduce(x, 1)
+        return [x]
+
+    def gather(new):
+        out = [new(torch.zeros(9)) for _ in range(ranks)] if rank == 0 else None
+        dist.gather(new(values(rank, 9)), out, dst=0)
+        return out or []
+
+    def scatter(new):
+        out = new(torch.zeros(9))
+        dist.scatter(out, [new(values(r, 9)) for r in range(ranks)] if rank == 1 else None, src=1)
+        return [out]
+
+    def all_gather(new):
+        out = [new(torch.zeros(r + 1, 3)) for r in range(ranks)]
+        dist.all_gather(out, new(values(rank, rank + 1, 3)))
+        return out
+
+    def all_gather_single(new):
+        whole = new(torch.zeros(ranks * 50))
+        whole[rank * 50 : rank * 50 + 50].copy_(new(values(rank, 50)))
+        dist.all_gather_into_tensor(whole, whole[rank * 50 : rank * 50 + 50])
+        return [whole]
+
+    def reduce_scatter(new):
+        out = new(torch.zeros(7))
+        dist.reduce_scatter(out, [new(values(rank + r, 7)) for r in range(ranks)])
+        return [out]
+
+    def reduce_scatter_single(new):
+        out = new(torch.zeros(4, 2))
+        dist.reduce_scatter_tensor(out, new(values(rank, 4 * ranks, 2)))
+        return [out]
+
+    def all_to_all(new):
+        out = [new(torch.zeros(r + rank)) for r in range(ranks)]
+        dist.all_to_all(out, [new(values(rank, r + rank)) for r in range(ranks)])
+        return out
+
+    def all_to_all_single(new):
+        out = new(torch.zeros(ranks * 3))
+        dist.all_to_all_single(out, new(values(rank, ranks * 3)))
+        return [out]
+
+    def coalesced(new):
+        xs = [new(values(rank, n)) for n in (3, 0, 100)]
+        with dist._coalescing_manager():
+            for x in xs:
+                dist.all_reduce(x)
+        out = [new(torch.zeros(ranks * 4)), new(torch.zeros(ranks * 6))]
+        with dist._coalescing_manager(device=out[0].device):
+            for o, n in zip(out, (4, 6), strict=True):
+                dist.all_gather_into_tensor(o, new(values(rank, n)))
+        return [*xs, *out]
+
+    def peers(new):
+        other = 1 - rank
+        out = [new(torch.zeros(40)), new(torch.zeros(3))]
+        requests = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, out[0], other),
+                dist.P2POp(dist.isend, new(values(rank, 40)), other),
+            ]
+        )
+        for request in requests:
+            request.wait()
+        if rank == 0:
+            dist.send(new(values(0, 3)), 1, tag=5)
+        else:
+            dist.recv(out[1], 0, tag=5)
+        return out
+
+    return {f.__name__: f for f in locals().values() if callable(f)}
+
+
+def check_operations(rank: int, ranks: int, device: str) -> None:
+    for name, operation in operations(rank, ranks).items():
+        want = operation(torch.clone)
+        got = operation(lambda x: x.to(device))
+        for g, w in zip(got, want, strict=True):
+            assert g.device.type == device
+            assert torch.equal(g.cpu(), w), f"{name} has {g.cpu()} and not {w}"
+
+
+def slow(rank: int, device: str, milliseconds: int = 100) -> torch.Tensor:
+    """A tensor that gets its values, rank + 1, when its stream has been busy for so long."""
+    x = torch.zeros(1000, device=device)
+    if device == "cuda":
+        torch.cuda._sleep(milliseconds * 2_000_000)  # cycles, of which a GPU has 2e9 in a second
+    else:
+        torch.ops.fakegpu.busy(milliseconds)
+    return x.fill_(rank + 1.0)
+
+
+def check_order(rank: int, ranks: int, device: str, held: bool) -> None:
+    dist.all_reduce(slow(rank, device, 0))  # so that no first time counts
+    started = time.monotonic()
+    x = slow(rank, device, 300)
+    work = dist.all_reduce(x, async_op=True)
+    assert not work.is_completed()
+    if held:
+        work.wait()  # the stream waits, not we
+    copy = torch.empty_like(x)
+    if held:
+        copy.copy_(x)
+        x.fill_(-1.0)
+        assert time.monotonic() - started < 0.25
+    else:
+        work.wait()
+        copy.copy_(x)
+    assert torch.equal(copy.cpu(), torch.full((1000,), 3.0))
+    assert work.is_completed()
+    assert work.is_success()
+
+    # A timeout asks to wait on the host.
+    x = slow(rank, device, 30)
+    assert dist.all_reduce(x, async_op=True).wait(timedelta(seconds=10))
+
+    # On streams of the caller's choice.
+    side = torch.Stream(device=device)
+    with side:
+        x = slow(rank, device, 50)
+        dist.all_reduce(x)
+        copy.copy_(x)
+    side.synchronize()
+    assert copy.cpu().eq(3).all()
+
+    # Three in a row on one tensor, nobody waits in between.
+    x = slow(rank, device, 50)
+    dist.all_reduce(x, async_op=True)
+    dist.broadcast(x, 0, async_op=True)
+    dist.all_reduce(x, async_op=True).wait()
+    assert x.cpu().eq(6).all()
+
+    # Device and host tensors in one order; the barrier is behind all of it.
+    works, tensors = [], []
+    for i in range(6):
+        tensors.append(slow(rank, device, 10) if i % 2 else torch.full((10,), rank + 1.0))
+        works.append(dist.all_reduce(tensors[-1], async_op=True))
+    dist.barrier()
+    for work, x in zip(works, tensors, strict=True):
+        work.wait()
+        assert x.cpu().eq(3).all()
+
+
+def check_lifetimes(rank: int, ranks: int, device: str) -> None:
+    # Nobody keeps the input, and its memory is poisoned when nothing uses it.
+    outs = []
+    for i in range(10):
+        out = torch.empty(ranks * 1000, device=device)
+        dist.all_gather_into_tensor(
+            out, slow(rank, device, 3) if i % 2 else slow(rank, device, 0), async_op=True
+        )
+        gc.collect()
+        outs.append(out)
+    # Nobody keeps the output either.
+    for _ in range(10):
+        dist.all_reduce(slow(rank, device, 1), async_op=True)
+    dist.barrier()
+    torch.accelerator.synchronize()
+    want = torch.cat([torch.full((1000,), r + 1.0) for r in range(ranks)])
+    for out in outs:
+        assert torch.equal(out.cpu(), want)
+
+
+def check_futures(rank: int, ranks: int, device: str) -> None:
+    copy = torch.empty(1000, device=device)
+
+    def then(future: torch.futures.Future) -> torch.Tensor:
+        (result,) = future.value()
+        copy.copy_(result)  # on a stream that waits for the operation
+        result.fill_(-1.0)
+        return copy
+
+    future = dist.all_reduce(slow(rank, device), async_op=True).get_future().then(then)
+    assert future.wait() is copy
+    assert copy.cpu().eq(3).all()
+
+    def chain(future: torch.futures.Future) -> torch.Tensor:
+        (result,) = future.value()
+        dist.all_reduce(result)
+        return result
+
+    future = dist.all_reduce(slow(rank, device), async_op=True).get_future().then(chain)
+    assert future.wait().cpu().eq(6).all()
+
+    with dist._coalescing_manager(async_ops=True, device=torch.device(device)) as all_of_them:
+        xs = [slow(rank, device, 20), slow(rank, device, 0)]
+        for x in xs:
+            dist.all_reduce(x)
+    all_of_them.wait()
+    assert all(x.cpu().eq(3).all() for x in xs)
+
+
+def check_ddp(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
+    model = network().to(device)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.25, foreach=False)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(inputs(rank, step).to(device)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def check_compressed(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
+    model = nn.Linear(64, 64).to(device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    pycomm.compress(ddp, "int8")
+    # Gradients that both devices compute exactly: sums of few small integers.
+    for step in range(3):
+        x = (inputs(rank, step, 64).repeat(1, 4) * 4).round().to(device)
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+    return [p.grad.cpu() for p in model.parameters()]

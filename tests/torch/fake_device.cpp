@@ -1,0 +1,371 @@
+// An accelerator for tests, made of threads: "fakegpu", torch's PrivateUse1. Streams run what is
+// queued on them later, in order and after random pauses; memory is poisoned as soon as nothing
+// that was announced uses it any more. So an operation that forgets to wait for an event, or to say
+// on which stream it uses memory, ends with wrong values, as on a GPU but every time.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_copy_from_and_resize_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+
+namespace {
+
+using namespace std::chrono_literals;
+constexpr auto kFake = c10::DeviceType::PrivateUse1;
+constexpr int kDevices = 2, kStreams = 9;  // stream 0 is the default, the others are the pool
+constexpr int kPoison = 0xEE;
+
+// ------------------------------------------------------------------ streams and events
+
+/// A point in a stream. Set when the stream has come there.
+struct Mark {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool reached = false;
+
+  void set() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    reached = true;
+    changed.notify_all();
+  }
+  bool is_set() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return reached;
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return reached; });
+  }
+};
+using MarkPtr = std::shared_ptr<Mark>;
+
+class Worker {
+ public:
+  void queue(std::function<void()> task) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    if (!started_) std::thread([this] { serve(); }).detach();
+    started_ = true;
+    changed_.notify_all();
+  }
+  MarkPtr mark() {
+    auto mark = std::make_shared<Mark>();
+    queue([mark] { mark->set(); });
+    return mark;
+  }
+
+ private:
+  void serve() {
+    std::mt19937 random(std::random_device{}());
+    for (;;) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+      task();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool started_ = false;
+};
+
+/// Never destroyed: threads may run until the process ends.
+Worker& worker(c10::Stream s) {
+  static auto& workers = *new std::array<std::array<Worker, kStreams>, kDevices>;
+  return workers.at(s.device_index()).at(s.id());
+}
+
+thread_local c10::DeviceIndex current_device = 0;
+thread_local std::array<c10::StreamId, kDevices> current_streams{};
+
+c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kFake, device), id);
+}
+c10::Stream current_stream(c10::DeviceIndex device) {
+  return stream_of(device, current_streams.at(device));
+}
+
+// ------------------------------------------------------------------ memory
+
+/// Memory of the device, or pinned. What is freed is poisoned when all announced uses are over,
+/// and never given back, so that who still reads it gets poison and not another tensor.
+class Memory {
+ public:
+  static Memory& instance() {
+    static auto& memory = *new Memory;
+    return memory;
+  }
+  void* allocate(size_t bytes, bool pinned) {
+    auto* data = static_cast<uint8_t*>(std::malloc(bytes + 1));
+    std::memset(data, kPoison, bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    blocks_[data] = {bytes, pinned, {current_stream(current_device)}};
+    return data;
+  }
+  /// The block that `data` lies in is used by what `stream` has queued when it is freed.
+  void announce(const void* data, c10::Stream stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (Block* block = find(data)) block->users.push_back(stream);
+  }
+  bool is_pinned(const void* data) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Block* block = find(data);
+    return block && block->pinned;
+  }
+  void free(void* data) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto found = blocks_.find(static_cast<uint8_t*>(data));
+    const Block block = found->second;
+    blocks_.erase(found);
+    lock.unlock();
+    auto marks = std::make_shared<std::vector<MarkPtr>>();
+    // A host thread frees pinned memory at once, device memory in the order of its stream.
+    for (size_t i = block.pinned ? 1 : 0; i < block.users.size(); i++)
+      marks->push_back(worker(block.users[i]).mark());
+    std::thread([marks, data, bytes = block.bytes] {
+      for (const auto& mark : *marks) mark->wait();
+      std::memset(data, kPoison, bytes);
+    }).detach();
+  }
+
+ private:
+  struct Block {
+    size_t bytes = 0;
+    bool pinned = false;
+    std::vector<c10::Stream> users;  // the first is the one on which it was allocated
+  };
+  Block* find(const void* data) {
+    auto after = blocks_.upper_bound(const_cast<uint8_t*>(static_cast<const uint8_t*>(data)));
+    if (after == blocks_.begin()) return nullptr;
+    auto& [start, block] = *--after;
+    return data <= start + block.bytes ? &block : nullptr;
+  }
+  std::mutex mutex_;
+  std::map<uint8_t*, Block> blocks_;
+};
+
+class Allocator final : public c10::Allocator {
+ public:
+  explicit Allocator(bool pinned) : pinned_(pinned) {}
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = Memory::instance().allocate(bytes, pinned_);
+    const c10::Device device =
+        pinned_ ? c10::Device(c10::kCPU) : c10::Device(kFake, current_device);
+    return {data, data, [](void* held) { Memory::instance().free(held); }, device};
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+ private:
+  const bool pinned_;
+};
+Allocator device_memory(false), pinned_memory(true);
+
+// ------------------------------------------------------------------ what torch asks of a device
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kFake; }
+  c10::Device exchangeDevice(c10::Device d) const override {
+    return {kFake, std::exchange(current_device, d.index())};
+  }
+  c10::Device getDevice() const override { return {kFake, current_device}; }
+  void setDevice(c10::Device d) const override { current_device = d.index(); }
+  void uncheckedSetDevice(c10::Device d) const noexcept override { current_device = d.index(); }
+  c10::Stream getStream(c10::Device d) const override {
+    return current_stream(d.has_index() ? d.index() : current_device);
+  }
+  c10::Stream getDefaultStream(c10::Device d) const override { return stream_of(d.index(), 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override {
+    static std::atomic<int> next{0};
+    return stream_of(d.has_index() ? d.index() : current_device, 1 + next++ % (kStreams - 1));
+  }
+  c10::Stream getNewStream(c10::Device d, int) const override {
+    return getStreamFromGlobalPool(d, false);
+  }
+  c10::Stream exchangeStream(c10::Stream s) const override {
+    return stream_of(s.device_index(), std::exchange(current_streams.at(s.device_index()), s.id()));
+  }
+  void* getStreamNativeHandle(const c10::Stream s) const override { return &worker(s); }
+  bool queryStream(const c10::Stream& s) const override {
+    auto mark = worker(s).mark();
+    std::this_thread::sleep_for(2ms);
+    return mark->is_set();
+  }
+  void synchronizeStream(const c10::Stream& s) const override { worker(s).mark()->wait(); }
+  void synchronizeDevice(const c10::DeviceIndex d) const override {
+    for (int id = 0; id < kStreams; id++) worker(stream_of(d, id)).mark()->wait();
+  }
+
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<MarkPtr*>(event);
+  }
+  void record(void** event, const c10::Stream& s, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (!*event) *event = new MarkPtr;
+    *static_cast<MarkPtr*>(*event) = worker(s).mark();
+  }
+  void block(void* event, const c10::Stream& s) const override {
+    worker(s).queue([mark = *static_cast<MarkPtr*>(event)] { mark->wait(); });
+  }
+  bool queryEvent(void* event) const override {
+    return !event || (*static_cast<MarkPtr*>(event))->is_set();
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) (*static_cast<MarkPtr*>(event))->wait();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
+    Memory::instance().announce(data.get(), s);
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  void setCurrentDevice(c10::DeviceIndex d) const override { current_device = d; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override {
+    return std::exchange(current_device, d);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override {
+    return std::exchange(current_device, d);
+  }
+  bool isPinnedPtr(const void* data) const override { return Memory::instance().is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+};
+
+// ------------------------------------------------------------------ the few operations
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
+                 std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>,
+                 std::optional<c10::MemoryFormat> format) {
+  const c10::DeviceGuard on(device && device->has_index() ? *device
+                                                          : c10::Device(kFake, current_device));
+  return at::detail::empty_generic(size, &device_memory,
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   dtype.value_or(c10::kFloat), format);
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
+                         std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                         std::optional<c10::Device> device, std::optional<bool>) {
+  const c10::DeviceGuard on(device && device->has_index() ? *device
+                                                          : c10::Device(kFake, current_device));
+  return at::detail::empty_strided_generic(size, stride, &device_memory,
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           dtype.value_or(c10::kFloat));
+}
+
+/// The memory of a tensor as a CPU tensor that does not keep it alive.
+at::Tensor view_of(const at::Tensor& t) {
+  return at::from_blob(
+      t.data_ptr(), t.sizes(), t.strides(), [](void*) {},
+      at::TensorOptions(t.scalar_type()).device(c10::kCPU), c10::Device(c10::kCPU));
+}
+
+/// Queued, unless a side is on the host and must not or cannot wait: then as torch does for CUDA.
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (to.numel() == 0) return to;
+  const c10::Device device = from.is_cpu() ? to.device() : from.device();
+  const c10::Stream stream = current_stream(device.index());
+  const at::Tensor source = from.is_conj() || from.is_neg() ? view_of(from).clone() : view_of(from);
+  worker(stream).queue([source, target = view_of(to)] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    target.copy_(source);
+  });
+  bool queued = true;
+  for (const at::Tensor& side : {from, to}) {
+    if (!side.is_cpu()) continue;
+    if (Memory::instance().is_pinned(side.data_ptr())) {
+      Memory::instance().announce(side.data_ptr(), stream);
+      queued = queued && non_blocking;
+    } else {
+      queued = false;
+    }
+  }
+  if (!queued) worker(stream).mark()->wait();
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
+  worker(current_stream(self.device().index())).queue([target = view_of(self), value] {
+    target.fill_(value);
+  });
+  return self;
+}
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+/// The stream is busy for so long.
+void busy(int64_t milliseconds) {
+  worker(current_stream(current_device)).queue([milliseconds] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+  });
+}
+
+bool hold(void* stream, const uint32_t* word, uint32_t value) {
+  static_cast<Worker*>(stream)->queue([word, value] {
+    while (static_cast<int32_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0)
+      std::this_thread::sleep_for(50us);
+  });
+  return true;
+}
+int64_t hold_address() { return reinterpret_cast<int64_t>(&hold); }
+
+}  // namespace
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &device_memory)
+const bool hooked = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", at::native::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("resize_", at::native::resize_);
+  m.impl("set_.source_Storage",
+         static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_));
+  m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("fill_.Scalar", &fill);
+}
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+TORCH_LIBRARY(fakegpu, m) {
+  m.def("busy(int milliseconds) -> ()", &busy);
+  m.def("hold_address() -> int", &hold_address);
+}

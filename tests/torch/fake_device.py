@@ -1,0 +1,70 @@
+"""Compiles fake_device.cpp, once, and makes its device known to torch as "fakegpu"."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import types
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+NAME = "fakegpu"
+SOURCE = Path(__file__).with_suffix(".cpp")
+FOLDER = Path(__file__).parents[2] / "build" / "tests"
+
+
+def built() -> Path:
+    """The library, compiled if this source and torch have none yet. Takes half a minute then."""
+    stamp = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = FOLDER / f"fake_device-{stamp}.so"
+    if library.exists():
+        return library
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            partial = library.with_suffix(".partial")
+            command = [
+                *(os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-fPIC", "-shared"),
+                *(f"-isystem{path}" for path in cpp_extension.include_paths()),
+                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+                *(str(SOURCE), "-o", str(partial)),
+                *(f"-L{path}" for path in cpp_extension.library_paths()),
+                *("-ltorch_cpu", "-lc10"),
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            partial.rename(library)
+    return library
+
+
+def load(*, hold: bool) -> None:
+    """Load the device into this process. Again: only `hold` changes.
+
+    Args:
+        hold: whether pycomm knows how to hold the device's streams.
+    """
+    from pycomm import _build
+
+    if not hasattr(torch, NAME):
+        torch.ops.load_library(built())
+        torch.utils.rename_privateuse1_backend(NAME)
+        module = types.ModuleType(f"torch.{NAME}")
+        vars(module).update(
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            device_count=lambda: 2,
+            current_device=torch.accelerator.current_device_index,
+            set_device=torch.accelerator.set_device_index,
+            current_stream=torch.accelerator.current_stream,
+            _is_in_bad_fork=lambda: False,
+            manual_seed_all=lambda seed: None,
+        )
+        torch._register_device_module(NAME, module)
+        torch.utils.generate_methods_for_privateuse1_backend()
+    address = torch.ops.fakegpu.hold_address() if hold else 0
+    _build.load_c10d().set_stream_hold(NAME, address)

@@ -1,0 +1,186 @@
+"""The backend on device tensors: results, order with the device's streams, lifetimes, failures.
+
+The device is made of threads (fake_device.cpp), so that this runs anywhere; test_backend_cuda.py
+has the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import fake_device
+import pytest
+import torch
+import torch.distributed as dist
+from device_checks import (
+    check_compressed,
+    check_ddp,
+    check_futures,
+    check_lifetimes,
+    check_operations,
+    check_order,
+    slow,
+)
+from parity import equal
+from torch_pool import Pool
+
+from pycomm.errors import Error, Timeout
+
+FAKE = "fakegpu"
+GROUP = "cpu:pycomm,fakegpu:pycomm"
+
+
+@pytest.fixture(scope="module")
+def fakes() -> Iterator[Pool]:
+    """Ranks of their own: a device cannot be unloaded."""
+    fake_device.built()
+    pool = Pool()
+    yield pool
+    pool.stop()
+
+
+def on_device(
+    rank: int, ranks: int, store: dist.Store, hold: bool, timeout: float, check: Callable[..., Any]
+) -> Any:
+    fake_device.load(hold=hold)
+    dist.init_process_group(
+        GROUP, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        return check(rank, ranks)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run(fakes: Pool, check: Callable[..., Any], hold: bool = True, timeout: float = 20) -> Any:
+    return fakes.run(on_device, hold, timeout, check, backend=None)
+
+
+def run_on(
+    fakes: Pool, check: Callable[..., Any], hold: bool, device: str = FAKE, **more: Any
+) -> Any:
+    return run(fakes, functools.partial(check, device=device, **more), hold)
+
+
+HOLDS = pytest.mark.parametrize("hold", [True, False], ids=["held", "late"])
+
+
+@HOLDS
+def test_every_operation_gives_what_it_gives_on_the_cpu(fakes, hold):
+    run_on(fakes, check_operations, hold)
+
+
+@HOLDS
+def test_operations_are_in_the_order_of_streams(fakes, hold):
+    run_on(fakes, check_order, hold, held=hold)
+
+
+@HOLDS
+def test_tensors_live_as_long_as_the_operation_needs_them(fakes, hold):
+    run_on(fakes, check_lifetimes, hold)
+
+
+@HOLDS
+def test_futures_run_their_callbacks_behind_the_operation(fakes, hold):
+    run_on(fakes, check_futures, hold)
+
+
+def check_stuck(rank: int, ranks: int) -> None:
+    x = slow(rank, FAKE, 3000 if rank == 1 else 0)
+    work = dist.all_reduce(x, async_op=True)
+    with pytest.raises(Timeout) as caught:
+        work.wait(timedelta(seconds=10))
+    if rank == 1:
+        assert "rank 1 did not come to its all_reduce: what was queued before it" in str(
+            caught.value
+        )
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(Error):
+        dist.all_reduce(torch.ones(3, device=FAKE), async_op=True).wait()
+
+
+def test_a_stream_that_is_stuck_ends_the_group_in_time(fakes):
+    run(fakes, check_stuck, timeout=1)
+
+
+def check_abort(rank: int, ranks: int) -> None:
+    if rank == 1:
+        time.sleep(0.2)
+        dist.distributed_c10d._abort_process_group()
+        return
+    x = slow(0, FAKE, 0)
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()  # of streams only: the failure is still to come
+    assert x.cpu().isnan().all()
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(Error, match="abort"):
+        work.wait()
+    with pytest.raises(Error, match="abort"):
+        dist.all_reduce(x, async_op=True)
+
+
+def test_what_failed_behind_a_stream_is_nan_and_raises_at_the_next_operation(fakes):
+    run(fakes, check_abort)
+
+
+def check_arguments(rank: int, ranks: int) -> None:
+    with pytest.raises(Error, match="on one device, got some on fakegpu:0 and on cpu"):
+        dist.all_gather_into_tensor(torch.zeros(ranks), torch.zeros(1, device=FAKE))
+    with pytest.raises(Error, match="all tensors must be on one device"):
+        dist.all_gather(
+            [torch.zeros(1, device="fakegpu:0"), torch.zeros(1, device="fakegpu:1")],
+            torch.zeros(1, device="fakegpu:0"),
+        )
+    x = torch.ones(3, device="fakegpu:1")
+    dist.all_reduce(x)
+    assert x.cpu().eq(ranks).all()
+
+
+def test_tensors_must_be_on_one_device(fakes):
+    run(fakes, check_arguments)
+
+
+def check_split(rank: int, ranks: int, store: dist.Store) -> None:
+    fake_device.load(hold=True)
+    device = torch.device(FAKE, 0)
+    dist.init_process_group(
+        GROUP,
+        store=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=20),
+        device_id=device,
+    )
+    try:
+        dist.barrier()
+        alone = dist.split_group(split_ranks=[[0], [1]])
+        x = slow(rank, FAKE, 10)
+        dist.all_reduce(x, group=alone)
+        dist.all_reduce(x)
+        assert x.cpu().eq(3).all()
+        assert alone.bound_device_id == device
+    finally:
+        dist.destroy_process_group()
+
+
+def test_groups_are_split_where_a_device_is_bound(fakes):
+    fakes.run(check_split, backend=None)
+
+
+@HOLDS
+def test_ddp_trains_as_on_the_cpu(fakes, hold):
+    want = run_on(fakes, check_ddp, hold, "cpu")
+    got = run_on(fakes, check_ddp, hold)
+    assert equal(got, want)
+
+
+def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes):
+    want = run_on(fakes, check_compressed, True, "cpu")
+    assert equal(run_on(fakes, check_compressed, True), want)
