@@ -1,0 +1,258 @@
+"""The planner against this machine: what `python -m pycomm.plan` predicts, and what happens.
+
+    python -m pycomm.bench.validate_plan --rate 1gbit --ranks 4 --csv bench/results/plan-cpu.csv
+
+For each link rate one `plan probe` of two ranks calibrates; then all-reduces without and with
+codecs, and the demo's training steps, of 2, 4 and 8 ranks in network namespaces. Predictions know
+the probe, and for steps what a rank takes alone, and nothing else. The last lines have the median
+and the worst error, and how often the codec predicted to be fastest was that, or within 10 % of it;
+the exit status is 1 if a promise of the planner is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pycomm.bench import harness, netlab
+from pycomm.bench.harness import Origin
+from pycomm.plan import CODINGS, Model, Probe, of_tensors, simulate
+from pycomm.plan.algorithms import Size
+
+CODECS = ("none", "int8", "int4", "topk:0.01")
+MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # what is promised
+STEPS = ("none", "int8", "int4", "topk:0.01")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prediction and what was measured, in seconds."""
+
+    kind: str
+    rate: str
+    ranks: int
+    size: int
+    codec: str
+    algorithm: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def group(self) -> tuple[str, str, int, int]:
+        """Cases that differ in the codec alone."""
+        return self.kind, self.rate, self.ranks, self.size
+
+
+COLUMNS = [f.name for f in fields(Case)] + ["error"] + [f.name for f in fields(Origin)]
+
+
+# --------------------------------------------------------------------- running
+
+
+def run_ranks(lab: netlab.Lab, ranks: int, command: Sequence[str]) -> None:
+    """Run a command once on each of the first nodes, which must succeed."""
+    with tempfile.TemporaryFile() as output:
+        started = lab.start(command, stdout=output, stderr=subprocess.STDOUT)
+        status = netlab.wait(started)
+        lab.stop()
+        if status:
+            output.seek(0)
+            raise RuntimeError(output.read().decode(errors="replace"))
+
+
+def ask(lab: netlab.Lab, **what: Any) -> list[dict[str, Any]]:
+    """Let the ranks of plan_ranks.py do something, and return what rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        if what["kind"] == "all_reduces":
+            what["folder"] = f"{folder}/store"
+            Path(folder, "store").mkdir()
+        words = json.dumps(what | {"log": str(log)})
+        command = [sys.executable, "-m", "pycomm.bench.validate_plan", "--rank", words]
+        run_ranks(lab, lab.nodes, command)
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def probe(rate: str, path: Path) -> Probe:
+    """One probe of two ranks on links of a rate."""
+    with netlab.Netlab(2, rate) as lab, tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)]
+        run_ranks(lab, 2, [*command, "--store", f"{folder}/store"])
+    return Probe.read(path)
+
+
+def alone() -> dict[str, Any]:
+    """A training step of one rank without any other."""
+    with netlab.Paced(1, netlab.UNLIMITED) as lab:
+        return ask(lab, kind="alone")[0]
+
+
+# ------------------------------------------------------------------ predicting
+
+
+def predict_all_reduce(found: Probe, ranks: int, codec: str, size: int) -> tuple[str, float]:
+    coding = CODINGS[codec]
+    algorithm = "gather" if coding.combine == "gather" else "two_shot"
+    cluster = found.cluster(ranks)
+    values = size // 4
+    seconds = simulate.all_reduce(cluster, coding, algorithm, Size.of(values, coding))
+    return algorithm, seconds
+
+
+def model_of(parts: dict[str, Any]) -> Model:
+    """The demo's model, with the parts of its step as they were measured."""
+    compute = parts["forward"] + parts["backward"] + parts["optimizer"]
+    return of_tensors(
+        [tuple(shape) for shape in parts["shapes"]],
+        compute,
+        name="demo",
+        forward=parts["forward"] / compute,
+        backward=parts["backward"] / compute,
+    )
+
+
+def predict_step(found: Probe, ranks: int, codec: str, model: Model) -> tuple[str, float]:
+    coding = CODINGS[codec]
+    algorithm = "gather" if coding.combine == "gather" else "two_shot"
+    cluster = found.cluster(ranks, compute_on_cores=True)
+    return algorithm, simulate.step(model, cluster, coding, algorithm).step
+
+
+# -------------------------------------------------------------------- judging
+
+
+def picks(cases: Sequence[Case]) -> list[bool]:
+    """For each group, whether the codec predicted to be fastest was so, or close."""
+    groups: dict[tuple[str, str, int, int], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.group, []).append(case)
+    found = []
+    for group in groups.values():
+        chosen = min(group, key=lambda case: case.predicted)
+        fastest = min(case.measured for case in group)
+        found.append(chosen.measured <= CLOSE * fastest)
+    return found
+
+
+def judge(cases: Sequence[Case]) -> bool:
+    """Print the errors; True if all promises hold."""
+    errors = [abs(case.error) for case in cases]
+    picked = picks(cases)
+    median, worst, share = statistics.median(errors), max(errors), sum(picked) / len(picked)
+    print(
+        f"{len(cases)} cases: median error {median:.1%} (promised {MEDIAN:.0%}), worst "
+        f"{worst:.1%} ({WORST:.0%}), fastest codec picked in {share:.1%} of {len(picked)} "
+        f"({PICKED:.0%})"
+    )
+    return median <= MEDIAN and worst <= WORST and share >= PICKED
+
+
+def save(path: Path, cases: Iterable[Case], origin: Origin) -> None:
+    """Append to a CSV."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        for case in cases:
+            writer.writerow(asdict(case) | {"error": round(case.error, 4)} | asdict(origin))
+
+
+def load(path: Path) -> list[Case]:
+    with path.open(newline="") as file:
+        return [
+            Case(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Case)})
+            for kinds in [{"str": str, "int": int, "float": float}]
+            for row in csv.DictReader(file)
+        ]
+
+
+def show(case: Case) -> None:
+    size = harness.format_size(case.size) if case.size else "demo"
+    print(
+        f"{case.kind:<10} {case.rate:<8} {case.ranks:>2} {size:>5}  {case.codec:<10} "
+        f"{case.predicted * 1e3:>10.2f} {case.measured * 1e3:>10.2f} {case.error:>8.1%}",
+        flush=True,
+    )
+
+
+def measure(
+    options: argparse.Namespace, rate: str, ranks: int, found: Probe, parts: dict[str, Any] | None
+) -> Iterable[Case]:
+    """All cases of one link rate and number of ranks."""
+    with netlab.Netlab(ranks, rate) as lab:
+        if "all_reduce" in options.kind:
+            rows = ask(lab, kind="all_reduces", sizes=options.size, codecs=CODECS)
+            for row in rows:
+                predicted = predict_all_reduce(found, ranks, row["codec"], row["size"])
+                yield Case(
+                    "all_reduce", rate, ranks, row["size"], row["codec"], *predicted, row["seconds"]
+                )
+        if parts:
+            model = model_of(parts)
+            for row in ask(lab, kind="steps", codecs=STEPS):
+                predicted = predict_step(found, ranks, row["codec"], model)
+                yield Case("step", rate, ranks, 0, row["codec"], *predicted, row["seconds"])
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench.validate_plan", description=__doc__.split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--rate", default="100mbit,1gbit,10gbit", help="comma-separated")
+    add("--ranks", default="2,4,8", help="comma-separated")
+    add("--size", default="1M,4M,16M,64M", help="of all-reduces, comma-separated")
+    add("--kind", default="all_reduce,step", help="comma-separated")
+    add("--probes", type=Path, help="folder of probes: made where missing, else used again")
+    add("--csv", type=Path, help="append all rows to this file")
+    add("--judge", type=Path, help="measure nothing: judge the rows of this file")
+    add("--rank", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.rank:
+        from pycomm.bench import plan_ranks
+
+        return plan_ranks.main(options.rank)
+    if options.judge:
+        return 0 if judge(load(options.judge)) else 1
+    options.size = [harness.parse_size(text) for text in options.size.split(",")]
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.validate_plan", *argv]))
+    cases: list[Case] = []
+    with tempfile.TemporaryDirectory() as folder:
+        probes = options.probes or Path(folder)
+        probes.mkdir(parents=True, exist_ok=True)
+        parts = None
+        if "step" in options.kind:
+            kept = probes / "alone.json"
+            if not kept.exists():
+                kept.write_text(json.dumps(alone()))
+            parts = json.loads(kept.read_text())
+        print("kind       rate     ranks size  codec       predicted   measured    error  (ms)")
+        for rate in options.rate.split(","):
+            path = probes / f"{rate}.json"
+            found = Probe.read(path) if path.exists() else probe(rate, path)
+            for ranks in map(int, options.ranks.split(",")):
+                for case in measure(options, rate, ranks, found, parts):
+                    show(case)
+                    cases.append(case)
+                    if options.csv:
+                        save(options.csv, [case], origin)
+    return 0 if judge(cases) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
