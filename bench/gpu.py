@@ -1,10 +1,10 @@
-"""`make gpu`: checks and times the codecs on a GPU.
+"""`make gpu`: checks and times pycomm on a GPU.
 
     python -m pycomm.bench.gpu --results bench/results
 
-Every implementation first takes the contract test (tests/codecs/test_contract.py on cuda, a process
-each, side by side); then each of its kernels is timed (gpu_timing.py) and written to one CSV.
-Nothing is downloaded or installed.
+First the suites of gpu_checks.py: the contract test for every implementation, collectives and the
+backend with several ranks on the one GPU, the kernels under compute-sanitizer. Then each codec's
+kernels are timed (gpu_timing.py). All of it goes to one CSV. Nothing is downloaded or installed.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import os
 import platform
 import re
 import subprocess
 import sys
-import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import pycomm
-from pycomm.bench.gpu_timing import bytes_moved, call_of, l2_bytes, measure, sets_needed, time_copy
+from pycomm.bench import gpu_checks
+from pycomm.bench.gpu_checks import Counts
+from pycomm.bench.gpu_timing import (
+    bytes_moved,
+    call_of,
+    l2_bytes,
+    measure,
+    sets_needed,
+    time_copy,
+    topk_of_torch,
+)
 from pycomm.codecs.implementations import Unavailable, implementation
 
 KINDS = ("native", "nvrtc", "triton", "reference")
@@ -43,10 +50,22 @@ SPECS = (
     "int4",
     "int4:rounding=stochastic",
     "int4:block=32",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "sign",
+    "ternary",
+    "randomk:100",
+    "topk:0.01",
+    "topk:0.01,values=int8,chunk=4096",
+    "rotate+int4",
+    "eden:bits=2",
+    "eden:bits=1",
+    "lossless",
 )
 NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one whose time is all bandwidth
+NO_TIMES = ("", 0, 0, 0.0, 0.0, 0.0, 0.0, "")
 REFERENCE_NUMEL = 1 << 22  # plain torch makes dozens of passes and temporaries
-CONTRACT = "tests/codecs/test_contract.py"
 
 
 @dataclass(frozen=True)
@@ -68,9 +87,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel, timed."""
+    """One kernel, timed; or, where kind is "check", what one suite said, and no times."""
 
-    kind: str  # native, nvrtc, triton or reference
+    kind: str  # native, nvrtc, triton, reference, torch; or check, where `codec` names the suite
     contract: str  # what the contract test said of this kind in this run: "767 passed"
     codec: str
     op: str
@@ -81,63 +100,6 @@ class Row:
     copy_gbps: float  # device-to-device copy of numel values: read and written
     share: float  # gbps / copy_gbps
     method: str  # graph, or events if it cannot be captured
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What pytest said."""
-
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-
-    def __str__(self) -> str:
-        parts = [f"{n} {name}" for name, n in dataclasses.asdict(self).items() if n]
-        return ", ".join(parts) or "no tests"
-
-    @property
-    def good(self) -> bool:
-        return self.passed > 0 and self.failed == 0 and self.skipped == 0
-
-
-# ------------------------------------------------------------------- the contract test
-
-
-def counts_of(junit: Path) -> Counts:
-    """Read pytest's JUnit report; none at all is a failure."""
-    if not junit.exists():
-        return Counts(failed=1)
-    suite = next(ElementTree.parse(junit).getroot().iter("testsuite")).attrib
-    total, skipped = int(suite["tests"]), int(suite["skipped"])
-    failed = int(suite["failures"]) + int(suite["errors"])
-    return Counts(total - failed - skipped, failed, skipped)
-
-
-def run_contract(kinds: Iterable[str]) -> dict[str, Counts]:
-    """Run the contract test of each kind on cuda, all at once; print the words of what fails."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        running = []
-        for kind in kinds:
-            junit, log = Path(folder, f"{kind}.xml"), Path(folder, f"{kind}.log")
-            command = [sys.executable, "-m", "pytest", CONTRACT, "-k", f"{kind}-cuda"]
-            # Without the project's options: they are strict about plugins that may not be here.
-            command += ["-q", "--tb=short", "--maxfail=20", "-o", "addopts=", f"--junitxml={junit}"]
-            with log.open("w") as out:
-                process = subprocess.Popen(
-                    command,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "TRITON_INTERPRET": "0"},
-                )
-            running.append((kind, process, junit, log))
-        for kind, process, junit, log in running:
-            process.wait()
-            found[kind] = counts_of(junit)
-            print(f"contract test, {kind} on cuda: {found[kind]}", flush=True)
-            if not found[kind].good:
-                print("\n".join(log.read_text().splitlines()[-40:]), flush=True)
-    return found
 
 
 # ----------------------------------------------------------------------------- results
@@ -163,6 +125,15 @@ def time_kernel(kind: str, spec: str, op: str, numel: int, copy: float, contract
         share=round(gbps / copy, 3),
         method=method,
     )
+
+
+def time_topk(numel: int) -> Row:
+    """Time torch.topk, which our top-k is compared with."""
+    seconds, method = measure([topk_of_torch(numel) for _ in range(2)])
+    moved, copy = 4 * numel, time_copy(numel)
+    gbps = 1e-9 * moved / seconds
+    times = (round(1e6 * seconds, 3), round(gbps, 1), round(copy, 1), round(gbps / copy, 3))
+    return Row("torch", "", "torch.topk 1 %", "topk", numel, moved, *times, method)
 
 
 def slug(device: str) -> str:
@@ -229,7 +200,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("bench/results"), help="folder of CSV")
     parser.add_argument("--kinds", type=_words(KINDS), default=KINDS, help="such as native,triton")
     parser.add_argument("--numel", type=int, nargs="+", default=NUMELS, help="values per call")
-    parser.add_argument("--no-contract", action="store_true", help="time without testing first")
+    parser.add_argument("--no-checks", action="store_true", help="time without testing first")
+    parser.add_argument("--no-times", action="store_true", help="test and time nothing")
     return parser.parse_args(arguments)
 
 
@@ -249,24 +221,48 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         print("pycomm.bench.gpu: torch sees no GPU here", file=sys.stderr)
         return 2
-    counts = {} if options.no_contract else run_contract(options.kinds)
     here = this_machine(" ".join(["python", "-m", "pycomm.bench.gpu", *arguments]))
-    rows: list[Row] = []
-    problems = [f"{kind}: {found}" for kind, found in counts.items() if not found.good]
-    for kind in options.kinds:
-        try:
-            implementation("quant", kind, "cuda")
-        except (ImportError, Unavailable) as reason:
-            problems.append(f"{kind} is missing: {reason}")
-            continue
+    counts = {} if options.no_checks else check(options.kinds)
+    rows = [Row("check", str(found), name, *NO_TIMES) for name, found in counts.items()]
+    problems = [f"{name}: {found}" for name, found in counts.items() if not found.good]
+    for kind in () if options.no_times else options.kinds:
+        said = str(counts.get(f"contract {kind}", "not run"))
         for numel in (REFERENCE_NUMEL,) if kind == "reference" else options.numel:
             copy = time_copy(numel)
-            for spec in SPECS:
-                rows += _time_codec(kind, spec, numel, copy, counts, problems)
+            for spec in specs_of(kind, problems):
+                rows += _time_codec(kind, spec, numel, copy, said, problems)
+    if not options.no_times:
+        rows += [time_topk(numel) for numel in options.numel]
     print(f"wrote {write(options.results, here, rows)}")
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def check(kinds: tuple[str, ...]) -> dict[str, Counts]:
+    """Return what every suite said, by its name; see gpu_checks.py for the order."""
+    found = gpu_checks.run([gpu_checks.contract(kind) for kind in kinds])
+    for suite in gpu_checks.ranks():
+        found |= gpu_checks.run([suite])
+    sanitizers = gpu_checks.sanitizers()
+    if not sanitizers:
+        print("compute-sanitizer is not on the PATH: memcheck and racecheck are left out")
+    return found | gpu_checks.run(sanitizers)
+
+
+def specs_of(kind: str, problems: list[str]) -> list[str]:
+    """Return what `kind` has kernels for; what it should have and lacks is a problem, told once."""
+    found = []
+    for spec in SPECS:
+        name = pycomm.codec(spec).name
+        try:
+            implementation(name, kind, "cuda")
+        except (ImportError, Unavailable) as reason:
+            problem = f"{kind} has no {name}: {reason}"
+            problems += [problem] if problem not in problems else []
+        else:
+            found.append(spec)
+    return found
 
 
 def _time_codec(
@@ -274,16 +270,15 @@ def _time_codec(
     spec: str,
     numel: int,
     copy: float,
-    counts: dict[str, Counts],
+    contract: str,
     problems: list[str],
 ) -> list[Row]:
     """Time the four calls; one that fails is a problem, and the others still count."""
-    contract = str(counts.get(kind, "not run"))
     rows = []
     for op in OPS:
         try:
             rows.append(time_kernel(kind, spec, op, numel, copy, contract))
-        except RuntimeError as error:
+        except (ImportError, RuntimeError, Unavailable) as error:
             problems.append(f"{kind} {spec} {op}: {error}")
     if rows:
         print(_line(rows), flush=True)

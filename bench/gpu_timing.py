@@ -39,8 +39,23 @@ def call_of(run: Any, codec: Codec, op: str, numel: int) -> Callable[[], None]:
     if op == "decode_add":
         return lambda: run.decode_add(codec, payload, x)
     residual = torch.randn_like(x) * 0.01 if op == "encode_feedback" else None
-    args = EncodeArgs(x, payload, residual, residual, RandomKey(seed=1), 0)
+    agreed = None
+    if codec.agrees:
+        agreed = torch.empty(-(-numel // codec.granule), device="cuda")
+        run.measure(codec, x, residual, agreed)
+    args = EncodeArgs(x, payload, residual, residual, RandomKey(seed=1), 0, agreed)
     return lambda: run.encode(codec, args)
+
+
+def topk_of_torch(numel: int) -> Callable[[], Any]:
+    """torch.topk of 1 % of the magnitudes, and the gather of their values: what a hook would do."""
+    x = torch.randn(numel, device="cuda")
+
+    def call() -> Any:
+        indices = x.abs().topk(max(1, numel // 100), sorted=False).indices
+        return x[indices]
+
+    return call
 
 
 def measure(calls: list[Callable[[], None]]) -> tuple[float, str]:

@@ -6,15 +6,18 @@ import csv
 import dataclasses
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 
 import pycomm
-from pycomm.bench import gpu
+from pycomm.bench import gpu, gpu_checks
 from pycomm.bench.gpu_timing import bytes_moved, sets_needed
+from pycomm.codecs.implementations import Unavailable
 from tests.codecs.test_contract import CUDA
 
+PASSED = gpu_checks.Counts(passed=767)
 MACHINE = gpu.Machine(*(field.name for field in dataclasses.fields(gpu.Machine)))
 
 
@@ -64,17 +67,17 @@ def test_counts_are_those_of_pytest(tmp_path):
     junit = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", f"--junitxml={junit}"]
     subprocess.run([*command, str(test)], capture_output=True, check=False)
-    counts = gpu.counts_of(junit)
-    assert counts == gpu.Counts(passed=2, failed=1, skipped=1)
+    counts = gpu_checks.counts_of(junit)
+    assert counts == gpu_checks.Counts(passed=2, failed=1, skipped=1)
     assert str(counts) == "2 passed, 1 failed, 1 skipped"
     assert not counts.good
 
 
 def test_no_report_and_no_tests_are_not_good(tmp_path):
-    assert not gpu.counts_of(tmp_path / "none.xml").good
-    assert not gpu.Counts().good
-    assert not gpu.Counts(passed=700, skipped=1).good
-    assert gpu.Counts(passed=767).good
+    assert not gpu_checks.counts_of(tmp_path / "none.xml").good
+    assert not gpu_checks.Counts().good
+    assert not gpu_checks.Counts(passed=700, skipped=1).good
+    assert gpu_checks.Counts(passed=767).good
 
 
 def row(kind: str, spec: str, op: str, numel: int, copy: float, contract: str) -> gpu.Row:
@@ -86,10 +89,11 @@ def pretend_gpu(monkeypatch):
     """A GPU whose kernels take no time, for the way through main()."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "this_machine", lambda command: MACHINE)
-    monkeypatch.setattr(gpu, "run_contract", lambda kinds: {k: gpu.Counts(767) for k in kinds})
+    monkeypatch.setattr(gpu_checks, "run", lambda suites: {s.name: PASSED for s in suites})
     monkeypatch.setattr(gpu, "implementation", lambda *names: None)
     monkeypatch.setattr(gpu, "time_copy", lambda numel: 8.0)
     monkeypatch.setattr(gpu, "time_kernel", row)
+    monkeypatch.setattr(gpu, "time_topk", lambda numel: row("torch", "", "topk", numel, 8.0, ""))
     return monkeypatch
 
 
@@ -97,17 +101,23 @@ def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path
     assert gpu.main(["--results", str(tmp_path)]) == 0
     with (tmp_path / "gpu-device.csv").open() as file:
         rows = list(csv.DictReader(file))
+    kinds = Counter(row["kind"] for row in rows)
     kernels = len(gpu.SPECS) * len(gpu.OPS)
-    assert len(rows) == (3 * len(gpu.NUMELS) + 1) * kernels
+    for kind in ("native", "nvrtc", "triton"):
+        assert kinds[kind] == len(gpu.NUMELS) * kernels
+    assert kinds["reference"] == kernels
+    assert kinds["torch"] == len(gpu.NUMELS)
+    assert kinds["check"] >= len(gpu.KINDS)
     assert {row["commit"] for row in rows} == {"commit"}
-    assert {row["contract"] for row in rows} == {"767 passed"}
+    assert {row["contract"] for row in rows if row["kind"] in gpu.KINDS} == {"767 passed"}
     assert list(rows[0])[:3] == ["kind", "contract", "codec"]
 
 
 def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
-    pretend_gpu.setattr(gpu, "run_contract", lambda kinds: {"triton": gpu.Counts(700, 67)})
+    failing = {"contract triton": gpu_checks.Counts(700, 67)}
+    pretend_gpu.setattr(gpu_checks, "run", lambda suites: failing)
     assert gpu.main(["--results", str(tmp_path), "--kinds", "triton"]) == 1
-    assert "triton: 700 passed, 67 failed" in capsys.readouterr().err
+    assert "contract triton: 700 passed, 67 failed" in capsys.readouterr().err
 
 
 def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys):
@@ -120,7 +130,41 @@ def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys
     assert gpu.main(["--results", str(tmp_path), "--kinds", "native", "--numel", "64"]) == 1
     assert "native int8 decode: illegal address" in capsys.readouterr().err
     with (tmp_path / "gpu-device.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == len(gpu.SPECS) * len(gpu.OPS) - 1
+        timed = [row for row in csv.DictReader(file) if row["kind"] == "native"]
+    assert len(timed) == len(gpu.SPECS) * len(gpu.OPS) - 1
+
+
+def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu, tmp_path, capsys):
+    def lacks(name, kind, device):
+        if name == "sign":
+            raise Unavailable("no kernels")
+
+    pretend_gpu.setattr(gpu, "implementation", lacks)
+    assert gpu.main(["--results", str(tmp_path), "--kinds", "native"]) == 1
+    assert capsys.readouterr().err.count("native has no sign: no kernels") == 1
+    with (tmp_path / "gpu-device.csv").open() as file:
+        codecs = {row["codec"] for row in csv.DictReader(file) if row["kind"] == "native"}
+    assert codecs == set(gpu.SPECS) - {"sign"}
+
+
+def test_a_tool_that_objects_fails_tests_that_pass(tmp_path, capfd):
+    test = tmp_path / "test_one.py"
+    test.write_text("def test_a(): pass\n")
+    objects = ["sh", "-c", '"$@"; echo found one; exit 86', "tool"]
+    suites = [gpu_checks.Suite("plain", [str(test)]), gpu_checks.Suite("mem", [str(test)], objects)]
+    found = gpu_checks.run(suites)
+    assert found["plain"] == gpu_checks.Counts(passed=1)
+    assert found["mem"] == gpu_checks.Counts(passed=1, failed=1)
+    assert "found one" in capfd.readouterr().out
+
+
+def test_sanitizers_run_where_they_are_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_checks.sanitizers() == []
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    assert [suite.name for suite in gpu_checks.sanitizers()] == ["memcheck", "racecheck"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,0 +1,124 @@
+"""What `make gpu` checks before it times anything: suites of pytest on cuda, and two sanitizers.
+
+The contract test runs once for every implementation, all at once, since each keeps one core of the
+host busy and the GPU little; what has several ranks runs alone after it, because its deadlines are
+those of a GPU that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTRACT = "tests/codecs/test_contract.py"
+RANKS = ("tests/collectives/test_device_gpu.py", "tests/torch/test_backend_cuda.py")
+SANITIZERS = ("memcheck", "racecheck")
+SANITIZED = "test_same_bytes and native-cuda and normal-257"
+SECONDS = 300  # for one suite
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What pytest said."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{n} {name}" for name, n in dataclasses.asdict(self).items() if n]
+        return ", ".join(parts) or "no tests"
+
+    @property
+    def good(self) -> bool:
+        return self.passed > 0 and self.failed == 0 and self.skipped == 0
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A run of pytest, under a tool or by itself."""
+
+    name: str
+    arguments: Sequence[str]
+    tool: Sequence[str] = ()
+
+    def start(self, folder: Path) -> tuple[subprocess.Popen[bytes], Path, Path]:
+        stem = self.name.replace(" ", "-")
+        junit, log = folder / f"{stem}.xml", folder / f"{stem}.log"
+        # Without the project's options: they are strict about plugins that may not be here.
+        plain = ["-q", "--tb=short", "--maxfail=20", "-o", "addopts=", f"--junitxml={junit}"]
+        command = [*self.tool, sys.executable, "-m", "pytest", *self.arguments, *plain]
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TRITON_INTERPRET": "0"},
+            )
+        return process, junit, log
+
+
+def contract(kind: str) -> Suite:
+    return Suite(f"contract {kind}", [CONTRACT, "-k", f"{kind}-cuda"])
+
+
+def ranks() -> list[Suite]:
+    """Collectives, and the backend under DDP and FSDP2, with several ranks on one GPU."""
+    return [Suite(Path(file).stem, [file]) for file in RANKS if Path(file).exists()]
+
+
+def sanitizers() -> list[Suite]:
+    """compute-sanitizer on every codec's kernels at a small size; if it is installed."""
+    tool = shutil.which("compute-sanitizer")
+    return [
+        Suite(
+            name,
+            [CONTRACT, "-k", SANITIZED],
+            [str(tool), f"--tool={name}", "--error-exitcode=86", "--print-limit=20"],
+        )
+        for name in SANITIZERS
+        if tool
+    ]
+
+
+def counts_of(junit: Path) -> Counts:
+    """Read pytest's JUnit report; none at all is a failure."""
+    if not junit.exists():
+        return Counts(failed=1)
+    suite = next(ElementTree.parse(junit).getroot().iter("testsuite")).attrib
+    total, skipped = int(suite["tests"]), int(suite["skipped"])
+    failed = int(suite["failures"]) + int(suite["errors"])
+    return Counts(total - failed - skipped, failed, skipped)
+
+
+def run(suites: Iterable[Suite]) -> dict[str, Counts]:
+    """Run suites side by side; print what each said, and the end of the text of what fails.
+
+    A suite whose tests pass and whose process does not end with 0 counts as one failure more: so
+    speaks a sanitizer. One that takes longer than `SECONDS` is ended and has failed.
+    """
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        running = [(suite, *suite.start(Path(folder))) for suite in suites]
+        for suite, process, junit, log in running:
+            try:
+                status = process.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                status = process.wait()
+            counts = counts_of(junit)
+            if status != 0 and counts.failed == 0:
+                counts = dataclasses.replace(counts, failed=1)
+            found[suite.name] = counts
+            print(f"{suite.name}: {counts}", flush=True)
+            if not counts.good:
+                print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+    return found
