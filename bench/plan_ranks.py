@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from pycomm.communicator import Communicator
+from pycomm.env import env
 from pycomm.plan.codecs import CODINGS
 
 BUDGET = 1.5  # seconds of one case, but for its fewest calls
 FEWEST, MOST = 2, 20
+PAUSE = 0.03  # before each call: a link's token bucket is full then, as it is after computing
 
 
 def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: str) -> None:
@@ -32,6 +34,7 @@ def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: s
                 count = FEWEST
                 while len(samples) <= count:  # the first call warms up, and says how many fit
                     data[:] = source
+                    time.sleep(PAUSE)
                     group.barrier()
                     begin = time.perf_counter()
                     if codec == "none":
@@ -81,7 +84,7 @@ def steps(codecs: Sequence[str], log: str, count: int = 6) -> None:
 
 
 def alone(log: str, count: int = 30) -> None:
-    """The parts of a step of one rank without any other."""
+    """The parts of a step without communication, while the other cores do the same."""
     import torch
 
     from pycomm.bench.training import Config, Transformer, batches, loss_of, standard_library
@@ -106,7 +109,8 @@ def alone(log: str, count: int = 30) -> None:
             part.append(clock[i + 1] - clock[i])
     forward, backward, update = (statistics.median(part[3:]) for part in parts)
     shapes = [list(p.shape) for p in net.parameters()]
-    write(log, forward=forward, backward=backward, optimizer=update, shapes=shapes)
+    if env().rank == 0:
+        write(log, forward=forward, backward=backward, optimizer=update, shapes=shapes)
 
 
 def write(log: str, **record: Any) -> None:

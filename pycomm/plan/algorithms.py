@@ -134,6 +134,7 @@ def all_reduce(cluster: Cluster, coding: Coding, algorithm: str, size: Size) -> 
     """
     if cluster.ranks == 1:
         return NOTHING
+    cluster = cluster.holding(size.values)
     if algorithm == "hierarchical":
         return _hierarchical(cluster, coding, size)
     link, cross = cluster.slowest, crossing(algorithm, cluster)
@@ -167,7 +168,7 @@ def _flat(
         work = coding_seconds(cluster, coding, n, size.values)
     waiting = rounds * link.latency
     latency = waiting + messages * link.message * cluster.slowdown
-    wire = sent * cross / link.rate
+    wire = max(0.0, sent * cross - link.burst) / link.rate
     busy = (moving + work) * cluster.slowdown
     seconds = waiting + _overlapped(algorithm, n, size, wire, moving, work, cluster.slowdown)
     return Cost(seconds, wire, busy / cluster.slowdown, sent, latency)

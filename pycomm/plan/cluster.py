@@ -7,6 +7,7 @@ what protocols take, meant for a first answer. ``plan probe`` measures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,8 @@ class Link:
     """seconds of a processor to send and to receive one message"""
     byte: float = 0.0
     """seconds of a processor to send and to receive one byte; 0 where a device does it"""
+    burst: float = 0.0
+    """bytes that pass at once after a pause, as a token bucket lets them"""
 
     @classmethod
     def of(cls, text: str, latency: float | None = None) -> Link:
@@ -75,14 +78,18 @@ class Rates:
     """encoding with error feedback: reads and writes a residual besides"""
     measured: bool = False
 
-    def scaled(self, factor: float) -> Rates:
-        """The same codec on something `factor` times as fast."""
-        return replace(
-            self,
-            encode=self.encode * factor,
-            decode=self.decode * factor,
-            decode_add=self.decode_add * factor,
-            encode_fed=self.encode_fed * factor,
+    def toward(self, other: Rates, share: float) -> Rates:
+        """Between the two: seconds per byte are a share of the way to the other's."""
+
+        def between(mine: float, others: float) -> float:
+            return 1 / ((1 - share) / mine + share / others)
+
+        return Rates(
+            encode=between(self.encode, other.encode),
+            decode=between(self.decode, other.decode),
+            decode_add=between(self.decode_add, other.decode_add),
+            encode_fed=between(self.encode_fed, other.encode_fed),
+            measured=self.measured,
         )
 
 
@@ -97,6 +104,27 @@ class Processor:
     """of codecs by name, where they were measured"""
     is_core: bool = True
     """a core of a CPU; else a device on which memory holds codecs back"""
+    far: Processor | None = None
+    """the same where no cache holds the buffers"""
+    span: tuple[float, float] = (0.0, 0.0)
+    """bytes of buffers on a machine of which figures are these, and the far ones"""
+
+    def at(self, footprint: float) -> Processor:
+        """The same with that many bytes of buffers: between near and far, as the logarithm is."""
+        if self.far is None:
+            return self
+        low, high = self.span
+        share = min(1.0, max(0.0, math.log(footprint / low) / math.log(high / low)))
+        memory = 1 / ((1 - share) / self.memory + share / self.far.memory)
+        known = self.rates.keys() & self.far.rates.keys()
+        rates = {name: self.rates[name].toward(self.far.rates[name], share) for name in known}
+        return replace(self, memory=memory, rates=rates, far=None)
+
+    def fed(self, name: str, rates: Rates) -> Processor:
+        """The same, where a codec's encoding takes what it takes with error feedback."""
+        mine = self.rates.get(name, rates)
+        known = {**self.rates, name: replace(mine, encode=mine.encode_fed)}
+        return replace(self, rates=known, far=self.far and self.far.fed(name, rates))
 
 
 # The bandwidths of a core of a server, and of an accelerator with HBM of which kernels reach 60 %.
@@ -151,6 +179,13 @@ class Cluster:
     def slowest(self) -> Link:
         """The link that an algorithm without levels is held back by."""
         return self.inter if self.nodes > 1 else self.intra
+
+    def holding(self, values: float) -> Cluster:
+        """The same, while every rank works on a buffer of so many float32."""
+        if self.processor.far is None:
+            return self
+        footprint = 4.0 * max(1.0, values) * self.machine
+        return replace(self, processor=self.processor.at(footprint))
 
     @property
     def slowdown(self) -> float:

@@ -79,17 +79,24 @@ class Engine:
 
 
 class Line:
-    """One direction of a link's end: bytes leave, or arrive, one message after the other."""
+    """One direction of a link's end: bytes leave, or arrive, one message after the other.
 
-    def __init__(self, engine: Engine, rate: float) -> None:
+    After a pause a burst passes at once: what a line has not used counts, up to so many bytes.
+    """
+
+    def __init__(self, engine: Engine, rate: float, burst: float = 0.0) -> None:
         self.engine, self.rate = engine, rate
-        self.free = 0.0
+        self.credit = burst / rate
+        self.free = -self.credit
 
     def take(self, size: float, earliest: float = 0.0) -> tuple[float, float]:
         """When a message that is here now begins and ends; it does not end before `earliest`."""
-        begin = max(self.engine.now, self.free)
-        self.free = max(begin + size / self.rate, earliest)
-        return begin, self.free
+        now = self.engine.now
+        begin = max(now, self.free)
+        self.free = max(
+            max(now - self.credit, self.free) + size / self.rate, earliest - self.credit
+        )
+        return begin, max(now, self.free, earliest)
 
 
 class Way:

@@ -33,7 +33,8 @@ class Network:
         device = [Thread(Cores(self.engine, 1.0)) for _ in ranks]
         self.computing = own if cluster.compute_on_cores else device
         nodes = [cluster.inter.rate / slow.get(node, 1.0) for node in range(cluster.nodes)]
-        self._node_lines = [[Line(self.engine, rate) for rate in nodes] for _ in range(2)]
+        burst = cluster.inter.burst
+        self._node_lines = [[Line(self.engine, rate, burst) for rate in nodes] for _ in range(2)]
         inside = [cluster.intra.rate] * cluster.ranks
         self._rank_lines = [[Line(self.engine, rate) for rate in inside] for _ in range(2)]
         self.sent = [0.0] * cluster.ranks

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pycomm.plan.algorithms import NOTHING, Size, algorithms, all_reduce
-from pycomm.plan.cluster import Cluster, Processor
+from pycomm.plan.cluster import Cluster
 from pycomm.plan.codecs import CODINGS, NONE, Coding
 from pycomm.plan.model import Model
 
@@ -56,10 +56,7 @@ def with_feedback(cluster: Cluster, coding: Coding) -> Cluster:
     if coding.exact or not coding.feedback:
         return cluster
     rates = coding.rates(cluster.processor)
-    fed = replace(rates, encode=rates.encode_fed)
-    known = {**cluster.processor.rates, coding.name: fed}
-    processor: Processor = replace(cluster.processor, rates=known)
-    return replace(cluster, processor=processor)
+    return replace(cluster, processor=cluster.processor.fed(coding.name, rates))
 
 
 def step(

@@ -12,18 +12,22 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from pycomm import _C
 from pycomm.communicator import Communicator, Store
-from pycomm.plan.cluster import Link, Rates
+from pycomm.pieces import built
+from pycomm.plan.algorithms import Size, all_reduce
+from pycomm.plan.cluster import Cluster, Link, Processor, Rates
 from pycomm.plan.codecs import CODINGS
 from pycomm.plan.probed import Probe, cores_of_process, machine_of_process
 
 SECONDS = 2.5  # of one level of links
 SHORT, FIRST, LONGEST = 8, 1 << 20, 64 << 20  # bytes of messages
-NUMEL = 4 << 20  # of the buffer that codecs work on: no cache holds it
+NUMELS = 1 << 18, 16 << 20  # of the buffers that codecs work on: caches hold the first
+PAUSE = 0.03  # seconds after which a token bucket is full again
 REPEAT = 0.06  # seconds of each call of a codec
 MANY = 256  # small messages that are on their way at once
 
@@ -71,32 +75,36 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None
         "inter": next((r for r in range(size) if nodes[r] != nodes[0]), None),
         "intra": next((r for r in range(1, size) if nodes[r] == nodes[0]), None),
     }
-    numel = max(1 << 16, int(NUMEL * effort) >> 16 << 16)
-    memory = _memory(numel)
+    sizes = [max(1 << 16, int(numel * effort) >> 16 << 16) for numel in NUMELS]
+    memory = _memory(sizes[0])
     links: dict[str, Link | None] = {}
+    pair: Communicator | None = None
     for level, partner in partners.items():
         links[level] = None
         if partner is not None and rank in (0, partner):
-            links[level] = _link(ranks, level, int(rank != 0), memory, SECONDS * effort)
+            links[level], group = _link(ranks, level, int(rank != 0), memory, SECONDS * effort)
+            pair = pair or group
         ranks.group.barrier()
-    codecs = {}
-    for coding in CODINGS.values():
-        if coding.spec:
-            ranks.group.barrier()
-            codecs[coding.name] = _rates(_C.Codec(coding.spec), numel, REPEAT * effort)
-    memory = _memory(numel)
-    machines = len(set(ranks.gather("machine", machine_of_process())))
+    measured = [_codecs(ranks, numel, effort) for numel in sizes]
+    machines = ranks.gather("machine", machine_of_process())
+    inter = links["inter"]
+    if pair is not None and inter is not None:
+        measured = [_in_use(pair, inter, found, effort) for found in measured]
     ranks.group.barrier()
     if rank != 0:
         return None
+    here = machines.count(machines[0])
     return Probe(
         ranks=size,
-        inter=links["inter"],
+        inter=inter,
         intra=links["intra"],
-        memory=memory,
-        codecs=codecs,
+        memory=measured[0].memory,
+        codecs=measured[0].rates,
+        far_memory=measured[1].memory,
+        far_codecs=measured[1].rates,
+        span=(4.0 * here * sizes[0], 4.0 * here * sizes[1]),
         cores=cores_of_process(),
-        machines=machines,
+        machines=len(set(machines)),
         nodes=len(set(nodes)),
         device=_C.simd_level(),
     )
@@ -105,7 +113,9 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None
 # -------------------------------------------------------------------------- links
 
 
-def _link(ranks: Ranks, level: str, member: int, memory: float, budget: float) -> Link:
+def _link(
+    ranks: Ranks, level: str, member: int, memory: float, budget: float
+) -> tuple[Link, Communicator]:
     """From all-reduces of two ranks, short and long.
 
     A short one waits for one message each way. Two shots between two ranks send a buffer of b bytes
@@ -131,13 +141,16 @@ def _link(ranks: Ranks, level: str, member: int, memory: float, budget: float) -
         rate = (length - FIRST) / (longer - seconds)
         per_byte = (longer_core - core) / (length - FIRST)
     message = min(short / 2, _message(groups["one_shot"]))
-    return Link(
+    rested, _ = _all_reduces(group, FIRST, 5, pause=PAUSE)
+    link = Link(
         name="probed",
         rate=rate,
         latency=max(0.0, short - message),
         message=message if level == "inter" else 0.0,
         byte=max(0.0, per_byte - 1 / memory) if level == "inter" else 0.0,
+        burst=max(0.0, seconds - rested) * rate if level == "inter" else 0.0,
     )
+    return link, group
 
 
 def _message(group: Communicator) -> float:
@@ -155,12 +168,17 @@ def _message(group: Communicator) -> float:
     return min(samples)
 
 
-def _all_reduces(group: Communicator, size: int, times: int) -> tuple[float, float]:
+def _all_reduces(
+    group: Communicator, size: int, times: int, *, pause: float = 0.0
+) -> tuple[float, float]:
     """Seconds of one all-reduce, and of a core in it: medians, and the same on both ranks."""
     data = group.allocate(size // 4)
     wall, core = [], []
     group.all_reduce(data)
     for _ in range(times):
+        if pause:
+            time.sleep(pause)
+            group.barrier()
         begin, begin_core = time.perf_counter(), time.process_time()
         group.all_reduce(data)
         wall.append(time.perf_counter() - begin)
@@ -174,10 +192,62 @@ def _all_reduces(group: Communicator, size: int, times: int) -> tuple[float, flo
 # -------------------------------------------------------------------------- codecs
 
 
+@dataclass(frozen=True)
+class Codecs:
+    """What a core does with buffers of one size."""
+
+    numel: int
+    memory: float
+    rates: dict[str, Rates]
+
+
+def _codecs(ranks: Ranks, numel: int, effort: float) -> Codecs:
+    """All codecs, on all ranks at the same time."""
+    rates = {}
+    for coding in CODINGS.values():
+        if coding.spec:
+            ranks.group.barrier()
+            rates[coding.name] = _rates(_C.Codec(coding.spec), numel, REPEAT * effort)
+    return Codecs(numel, _memory(numel), rates)
+
+
+def _in_use(group: Communicator, link: Link, found: Codecs, effort: float) -> Codecs:
+    """Charge decoding with what a core needs in an all-reduce beyond all that is known.
+
+    Long buffers are only as long as the link sends without a codec in half a second.
+    """
+    longest = int(link.rate * 0.5 * effort) // 4 >> 16 << 16
+    numel = max(1 << 16, min(found.numel, longest))
+    data, source = array.array("f", bytes(4 * numel)), _values(numel)
+    cluster = Cluster(2, link, processor=Processor("probed", found.memory, found.rates))
+    rates = dict(found.rates)
+    for name, known in found.rates.items():
+        coding, core = CODINGS[name], []
+        for _ in range(4):
+            data[:] = source
+            time.sleep(PAUSE)  # as between the buckets of a step: others had the caches
+            group.barrier()
+            begin = time.process_time()
+            group.core.all_reduce_coded(_C.buffer(data, True)[0], built(coding.spec, numel))
+            core.append(time.process_time() - begin)
+        way = "gather" if coding.combine == "gather" else "two_shot"
+        expected = all_reduce(cluster, coding, way, Size.of(numel, coding)).processor
+        decodings = 1.0 if way == "gather" else 1.5  # of the whole buffer, between two ranks
+        beyond = max(0.0, statistics.median(core[1:]) - expected) / decodings
+        rates[name] = replace(known, decode=1 / (1 / known.decode + beyond / (4 * numel)))
+    return replace(found, rates=rates)
+
+
 def _values(numel: int) -> array.array[float]:
-    """Normally distributed float32: a tile of them, again and again."""
-    tile = _tile()
-    return tile * (numel // len(tile))
+    """Normally distributed float32: a tile of them, each time a little larger, so that none are
+    equal, which top-k would take long to choose among."""
+    tile, out = _tile(), array.array("f", bytes(4 * numel))
+    source, target = (_C.buffer(b, False)[0] for b in (tile, out))
+    dtype, op = _C.DType.float32, _C.ReduceOp.premul_sum
+    for i in range(numel // len(tile)):
+        place = target + 4 * i * len(tile)
+        _C.reduce(dtype, op, [source], place, len(tile), factor=1 + i / 1024)
+    return out
 
 
 @cache

@@ -22,8 +22,13 @@ class Probe:
     intra: Link | None
     """between ranks of a node; None: every node had one rank"""
     memory: float
-    """bytes per second that a pass over memory reads and writes, on one core"""
+    """bytes per second that adding reads, on one core"""
     codecs: dict[str, Rates]
+    far_memory: float
+    far_codecs: dict[str, Rates]
+    """the same on larger buffers, which caches do not hold"""
+    span: tuple[float, float]
+    """bytes of those buffers on a machine, of the smaller and the larger ones"""
     cores: int
     """of one machine"""
     machines: int
@@ -43,7 +48,9 @@ class Probe:
             found = json.loads(Path(path).read_text())
             for level in ("inter", "intra"):
                 found[level] = Link(**found[level]) if found[level] else None
-            found["codecs"] = {name: Rates(**rates) for name, rates in found["codecs"].items()}
+            for name in ("codecs", "far_codecs"):
+                found[name] = {codec: Rates(**rates) for codec, rates in found[name].items()}
+            found["span"] = tuple(found["span"])
             return cls(**found)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} was not written by `plan probe`: {error}") from None
@@ -65,6 +72,9 @@ class Probe:
         ranks_per_machine = ranks_per_node
         if self.machines < self.nodes:
             ranks_per_machine = max(ranks_per_node, round(ranks / self.machines))
+        name = self.device or "probed"
+        far = Processor(name, self.far_memory, self.far_codecs)
+        processor = Processor(name, self.memory, self.codecs, far=far, span=self.span)
         inter = self.inter or self.intra
         intra = self.intra or LINKS["shm"]
         assert inter is not None
@@ -73,7 +83,7 @@ class Probe:
             ranks_per_node=ranks_per_node,
             inter=inter,
             intra=intra,
-            processor=Processor(self.device or "probed", self.memory, self.codecs),
+            processor=processor,
             cores=self.cores / ranks_per_machine,
             compute_on_cores=compute_on_cores,
             ranks_per_machine=ranks_per_machine,

@@ -19,9 +19,13 @@ class Schedule:
 
     def __init__(self, network: Network, coding: Coding) -> None:
         self.net, self.coding = network, coding
-        processor = network.cluster.processor
+        self._hold(1)
+
+    def _hold(self, values: int) -> None:
+        """Cores work as they do on a buffer of that size."""
+        processor = self.net.cluster.holding(values).processor
         self._memory = processor.memory
-        self._rates = None if coding.exact else coding.rates(processor)
+        self._rates = None if self.coding.exact else self.coding.rates(processor)
 
     def all_reduce(self, algorithm: str, size: Size, start: Tasks) -> Tasks:
         """Among all ranks.
@@ -32,6 +36,7 @@ class Schedule:
         everybody = list(range(self.net.cluster.ranks))
         if len(everybody) == 1:
             return start
+        self._hold(size.values)
         if self.coding.combine == "factors":
             return self._factors(algorithm, everybody, size, start)
         if algorithm == "hierarchical":
