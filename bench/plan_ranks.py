@@ -84,21 +84,26 @@ def steps(codecs: Sequence[str], log: str, count: int = 6) -> None:
 
 
 def alone(log: str, count: int = 30) -> None:
-    """The parts of a step without communication, while the other cores do the same."""
+    """The parts of a step under DDP of one rank, while the other cores do the same."""
     import torch
+    import torch.distributed as dist
 
+    from pycomm.bench.methods import Method
     from pycomm.bench.training import Config, Transformer, batches, loss_of, standard_library
 
     torch.set_num_threads(1)
+    dist.init_process_group("pycomm")
+    mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     config = Config()
     torch.manual_seed(0)
     net = Transformer(config)
+    wrapped = Method("").wrap(net, mine, sync=False)
     optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate)
     data = batches(standard_library()[0], config, 0, 1)
     parts: list[list[float]] = [[], [], []]
     for _ in range(3 + count):
         clock = [time.perf_counter()]
-        loss = loss_of(net, next(data))
+        loss = loss_of(wrapped, next(data))
         clock.append(time.perf_counter())
         loss.backward()
         clock.append(time.perf_counter())
@@ -111,6 +116,7 @@ def alone(log: str, count: int = 30) -> None:
     shapes = [list(p.shape) for p in net.parameters()]
     if env().rank == 0:
         write(log, forward=forward, backward=backward, optimizer=update, shapes=shapes)
+    dist.destroy_process_group()
 
 
 def write(log: str, **record: Any) -> None:

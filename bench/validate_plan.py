@@ -97,7 +97,7 @@ def probe(rate: str, path: Path) -> Probe:
 
 
 def alone() -> dict[str, Any]:
-    """A training step without communication: one on each core, since they share caches."""
+    """A training step of one rank: one on each core at the same time, since they share caches."""
     with netlab.Paced(len(os.sched_getaffinity(0)), netlab.UNLIMITED) as lab:
         return ask(lab, kind="alone")[0]
 
@@ -116,11 +116,14 @@ def predict_all_reduce(found: Probe, ranks: int, codec: str, size: int) -> tuple
 
 def model_of(parts: dict[str, Any]) -> Model:
     """The demo's model, with the parts of its step as they were measured."""
+    from pycomm.bench.methods import Method  # needs torch, as steps do
+
     compute = parts["forward"] + parts["backward"] + parts["optimizer"]
     return of_tensors(
         [tuple(shape) for shape in parts["shapes"]],
         compute,
         name="demo",
+        bucket_mb=Method.bucket_mb,
         forward=parts["forward"] / compute,
         backward=parts["backward"] / compute,
     )

@@ -54,31 +54,40 @@ class Model:
         return tuple((bucket, len(list(same))) for bucket, same in groupby(self.buckets))
 
 
-def of_count(count: int, compute: float, **options: Any) -> Model:
+def of_count(
+    count: int, compute: float, *, bucket_mb: float | None = None, **options: Any
+) -> Model:
     """A model of which only the number of parameters is known: buckets are full.
 
     Args:
         count: parameters.
         compute: seconds of a step of one rank.
+        bucket_mb: DDP's bucket_cap_mb, if it is given; the first bucket then has that size, too.
         options: fields of :class:`Model`.
     """
     value_bytes = options.get("value_bytes", 4)
-    buckets, left, size = [], count, FIRST_BUCKET
+    size, cap = _limits(bucket_mb)
+    buckets, left = [], count
     while left > 0:
         values = min(left, size // value_bytes)
         buckets.append(Bucket(values))
-        left, size = left - values, BUCKET
+        left, size = left - values, cap
     return Model(f"{units.format_count(count)} parameters", tuple(buckets), compute, **options)
 
 
 def of_tensors(
-    shapes: Iterable[tuple[int, ...]], compute: float, *, name: str = "model", **options: Any
+    shapes: Iterable[tuple[int, ...]],
+    compute: float,
+    *,
+    name: str = "model",
+    bucket_mb: float | None = None,
+    **options: Any,
 ) -> Model:
     """A model of known parameters, in the order of `module.parameters()`.
 
     DDP goes through them from the last to the first and closes a bucket once it is full.
     """
-    limit, value_bytes = FIRST_BUCKET, options.get("value_bytes", 4)
+    (limit, cap), value_bytes = _limits(bucket_mb), options.get("value_bytes", 4)
     buckets: list[Bucket] = []
     values = exact = 0
     for shape in reversed(list(shapes)):
@@ -89,12 +98,19 @@ def of_tensors(
         exact += numel if len(shape) < 2 else 0
         if values * value_bytes >= limit:
             buckets.append(Bucket(values, exact))
-            values, exact, limit = 0, 0, BUCKET
+            values, exact, limit = 0, 0, cap
     if values:
         buckets.append(Bucket(values, exact))
     if not buckets:
         raise ValueError(f"{name} has no parameters")
     return Model(name, tuple(buckets), compute, **options)
+
+
+def _limits(bucket_mb: float | None) -> tuple[int, int]:
+    """Bytes of DDP's first bucket and of the others."""
+    if bucket_mb is None:
+        return FIRST_BUCKET, BUCKET
+    return int(bucket_mb * 2**20), int(bucket_mb * 2**20)
 
 
 def of_text(text: str, compute: float | None, **options: Any) -> Model:

@@ -59,6 +59,7 @@ def add_what(parser: argparse.ArgumentParser, ranks: int | None = None) -> None:
     add("--intra-latency", type=_typed(units.parse_time))
     add("--compute", type=_typed(units.parse_time), help=HELP["compute"])
     add("--bf16", action="store_true", help="gradients have 16 bits, and codecs win less")
+    add("--bucket-mb", type=float, help="DDP's bucket_cap_mb, if it is given")
     add("--codec", type=_typed(_codings), help="comma-separated (all)")
     add("--max-error", type=float, help="largest relative squared error that is advised (0.3)")
     add("--processor", choices=list(PROCESSORS), default="core", help=HELP["processor"])
@@ -86,7 +87,9 @@ def _factor(text: str) -> tuple[int, float]:
 
 def model(options: argparse.Namespace) -> Model:
     value_bytes = 2 if options.bf16 else 4
-    return of_text(options.model, options.compute, value_bytes=value_bytes)
+    return of_text(
+        options.model, options.compute, value_bytes=value_bytes, bucket_mb=options.bucket_mb
+    )
 
 
 def cluster(options: argparse.Namespace, ranks: int) -> Cluster:

@@ -81,6 +81,8 @@ def test_buckets_are_ddps():
     model = of_tensors([(1000, 1000), (1000,), (600, 600), (10,)], 1.0)
     # From the last: 10 and 360,000 values pass 1 MiB; then 25 MiB are not reached.
     assert model.buckets == (Bucket(360_010, 10), Bucket(1_001_000, 1000))
+    # With bucket_cap_mb the first bucket is no smaller than the others.
+    assert of_tensors([(1000, 1000), (600, 600)], 1.0, bucket_mb=25).buckets == (Bucket(1_360_000),)
 
 
 def test_sixteen_bits_are_no_compression_of_bf16():

@@ -1,0 +1,38 @@
+"""The planner's examiner: errors, picks, and rows that can be judged again."""
+
+from __future__ import annotations
+
+from pycomm.bench.harness import Origin
+from pycomm.bench.validate_plan import Case, judge, load, picks, save
+
+
+def case(codec, predicted, measured, ranks=2):
+    return Case("all_reduce", "1gbit", ranks, 1 << 20, codec, "two_shot", predicted, measured)
+
+
+GOOD = [case("none", 10.0, 10.5), case("int8", 3.0, 2.9), case("int4", 2.9, 3.1)]
+
+
+def test_a_pick_may_be_a_tenth_slower_than_the_fastest():
+    assert picks(GOOD) == [True]  # int4 was predicted, int8 was fastest
+    slower = [*GOOD[:2], case("int4", 2.9, 3.3)]
+    assert picks(slower) == [False]
+    assert picks([*GOOD, *(case(c.codec, c.predicted, c.measured, 4) for c in slower)]) == [
+        True,
+        False,
+    ]
+
+
+def test_each_promise_is_held(capsys):
+    assert judge(GOOD)
+    assert not judge([case("none", 10.0, 15.0)])  # worst
+    assert not judge([case(c, 10.0, 12.0) for c in ("none", "int8")])  # median
+    assert not judge([case("none", 10.0, 10.0), case("int8", 9.9, 12.0)])  # picked
+    assert "promised" in capsys.readouterr().out
+
+
+def test_rows_come_back(tmp_path):
+    path = tmp_path / "plan.csv"
+    save(path, GOOD[:1], Origin.here("test"))
+    save(path, GOOD[1:], Origin.here("test"))
+    assert load(path) == GOOD
