@@ -93,7 +93,8 @@ def test_futures_run_their_callbacks_behind_the_operation(fakes, hold):
 def check_stuck(rank: int, ranks: int) -> None:
     x = slow(rank, FAKE, 3000 if rank == 1 else 0)
     work = dist.all_reduce(x, async_op=True)
-    with pytest.raises(Timeout) as caught:
+    # The other rank hears of it, or its own time is up in the same moment.
+    with pytest.raises(Timeout if rank == 1 else Error) as caught:
         work.wait(timedelta(seconds=10))
     if rank == 1:
         assert "rank 1 did not come to its all_reduce: what was queued before it" in str(
