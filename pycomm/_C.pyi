@@ -85,6 +85,9 @@ class FeedbackStorage:
     int8: ClassVar[FeedbackStorage]
     __members__: ClassVar[dict[str, FeedbackStorage]]
 
+class FeedbackScratch:
+    def __init__(self) -> None: ...
+
 class Codec:
     def __init__(self, spec: str) -> None: ...
     @property
@@ -137,6 +140,7 @@ class Codec:
         nesterov: _bool,
         error: tuple[int, int],
         momentum: tuple[int, int],
+        scratch: FeedbackScratch,
     ) -> None: ...
     def decode(self, payload: int, out: int, numel: int, *, stream: int | None = None) -> None: ...
     def decode_add(

@@ -69,11 +69,11 @@ feedback::Memory memory(std::pair<uintptr_t, uintptr_t> addresses) {
 
 void encode_fed(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, feedback::Kind kind,
                 feedback::Storage storage, float decay, bool nesterov,
-                std::pair<uintptr_t, uintptr_t> error, std::pair<uintptr_t, uintptr_t> momentum) {
+                std::pair<uintptr_t, uintptr_t> error, std::pair<uintptr_t, uintptr_t> momentum,
+                feedback::Scratch& scratch) {
   EncodeArgs args;
   args.in = {reinterpret_cast<const float*>(x), numel};
   args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
-  feedback::Scratch scratch;
   py::gil_scoped_release release;
   feedback::encode(codec, {kind, storage, decay, nesterov, memory(error), memory(momentum)}, args,
                    scratch);
@@ -107,6 +107,9 @@ void bind_codecs(py::module_& m) {
       .value("bf16", feedback::Storage::bfloat16)
       .value("int8", feedback::Storage::int8);
 
+  // Owned by the caller, who encodes again with it.
+  py::class_<feedback::Scratch>(m, "FeedbackScratch").def(py::init<>());
+
   py::class_<Codec>(m, "Codec")
       .def(py::init(&make_codec), py::arg("spec"))
       .def_property_readonly("name", &Codec::name)
@@ -125,7 +128,7 @@ void bind_codecs(py::module_& m) {
            py::arg("stream") = py::none())
       .def("encode_fed", &encode_fed, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("nesterov"),
-           py::arg("error"), py::arg("momentum"))
+           py::arg("error"), py::arg("momentum"), py::arg("scratch"))
       .def("measure", &measure, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("stream") = py::none())
       .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),

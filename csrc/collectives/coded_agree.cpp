@@ -1,9 +1,16 @@
 #include "collectives/coded_agree.h"
 
+#include <algorithm>
+
 #include "collectives/coded_coder.h"
 #include "collectives/dispatch.h"
 
 namespace pycomm::coded {
+namespace {
+
+constexpr size_t kSlice = 1 << 16;  ///< values
+
+}  // namespace
 
 Agreed::Agreed(const CodedArgs& args, const std::vector<Run>& values, size_t row_numel, size_t rows)
     : args_(args), values_(values), row_numel_(row_numel), rows_(rows), first_(args.pieces.size) {
@@ -19,19 +26,25 @@ Agreed::Agreed(const CodedArgs& args, const std::vector<Run>& values, size_t row
 
 void Agreed::agree(Exchange& ex) {
   if (numbers_.empty()) return;
-  feedback::Scratch scratch;
   for (size_t row = 0; row < rows_; row++) {
-    for (const Run& run : values_) {
-      const Piece& piece = args_.pieces[run.piece];
-      if (!piece.codec->agrees()) continue;
-      const Span<const float> in(args_.data.data + row * row_numel_ + piece.offset + run.offset,
-                                 run.numel);
-      measure_piece(piece, Hop::worker, {row, run.offset}, in, const_cast<float*>(of(run, row)),
-                    scratch);
-    }
+    for (const Run& run : values_) measure(run, row, ex.feedback_scratch());
   }
   dispatch::all_reduce(ex, Algo::direct, numbers_.data(), numbers_.size(),
                        {DType::float32, ReduceOp::max});
+}
+
+void Agreed::measure(const Run& run, size_t row, feedback::Scratch& scratch) {
+  const Piece& piece = args_.pieces[run.piece];
+  if (!piece.codec->agrees()) return;
+  const float* const data = args_.data.data + row * row_numel_ + piece.offset;
+  // Feedback may need copies of what is measured: they stay small.
+  const size_t granule = piece.codec->granule() * feedback::kBlock;
+  const size_t step = granule ? granule * ((kSlice + granule - 1) / granule) : run.numel;
+  for (size_t done = 0; done < run.numel; done += step) {
+    const Run part{run.piece, run.offset + done, std::min(step, run.numel - done)};
+    measure_piece(piece, Hop::worker, {row, part.offset}, {data + part.offset, part.numel},
+                  const_cast<float*>(of(part, row)), scratch);
+  }
 }
 
 const float* Agreed::of(const Run& run, size_t row) const {

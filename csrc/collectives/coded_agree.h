@@ -18,6 +18,8 @@ class Agreed {
   const float* of(const Run& run, size_t row) const;
 
  private:
+  void measure(const Run& run, size_t row, feedback::Scratch& scratch);
+
   const CodedArgs& args_;
   const std::vector<Run>& values_;
   size_t row_numel_, rows_;

@@ -38,7 +38,7 @@ class AllReduce {
         owned_(args.pieces, pick(args, values, false), n_, coded_segment(ex.segment_bytes())),
         shown_(args.pieces, pick(args, values, true), 1, coded_segment(ex.segment_bytes())),
         agreed_(args, values, args.data.size),
-        coder_(args, &agreed_, me_, n_),
+        coder_(args, &agreed_, me_, n_, ex.feedback_scratch()),
         outbox_(ex),
         decoded_(n_, 0) {
     for (int r = 0; r < n_; r++) inboxes_.emplace_back(ex, r);

@@ -37,8 +37,9 @@ void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const floa
 class Coder {
  public:
   /// `rank` of `ranks` encode the same values. `agreed` null: each is alone with its values.
-  Coder(const CodedArgs& args, const Agreed* agreed, int rank, int ranks)
-      : args_(args), agreed_(agreed), rank_(rank), ranks_(ranks) {}
+  Coder(const CodedArgs& args, const Agreed* agreed, int rank, int ranks,
+        feedback::Scratch& scratch)
+      : args_(args), agreed_(agreed), rank_(rank), ranks_(ranks), scratch_(scratch) {}
 
   /// Writes payloads one behind the other; returns their bytes.
   size_t encode(Hop hop, Span<const Run> runs, const float* values, uint8_t* out,
@@ -53,7 +54,7 @@ class Coder {
   const CodedArgs& args_;
   const Agreed* agreed_;
   int rank_, ranks_;
-  mutable feedback::Scratch scratch_;
+  feedback::Scratch& scratch_;
 };
 
 /// Of a result: adds what EF21 keeps of the steps before, and keeps the sum.

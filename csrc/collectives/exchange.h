@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "codecs/feedback.h"
 #include "collectives/mesh.h"
 #include "core/trace.h"
 
@@ -17,10 +18,13 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   /// At least `bytes`, aligned to a cache line. What it held before is gone.
   uint8_t* get(size_t bytes);
+  /// For what codecs with feedback work on; apart from the rest.
+  feedback::Scratch& feedback() { return feedback_; }
 
  private:
   uint8_t* data_ = nullptr;
   size_t size_ = 0;
+  feedback::Scratch feedback_;
 };
 
 /// The record of a running operation in the group's trace.
@@ -80,6 +84,7 @@ class Exchange {
 
   /// Memory until the end of the collective; one call only.
   uint8_t* scratch(size_t bytes) { return scratch_.get(bytes); }
+  feedback::Scratch& feedback_scratch() { return scratch_.feedback(); }
 
   uint64_t send(int peer, const void* data, size_t bytes) {
     return mesh_.send(Lane::collective, member(peer), tag_,

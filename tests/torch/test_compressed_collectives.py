@@ -24,14 +24,18 @@ MIXES = {
     "sum": ["randomk:every=10", "int4", "randomk:every=7,block=16,scale=unbiased"] * 2,
     "shared seed": ["quant:bits=4,rounding=correlated"] * 6,
     "variable": ["lossless", "int8", "lossless:dtype=bfloat16", "lossless", "lossless", "fp32"],
+    "agreed": ["ternary", "int4", "ternary:block=64", "fp32", "ternary:ranks=127", "ternary"],
     "exact": ["fp32"] * 6,
 }
+# Ternary measures a large piece slice by slice: 4 * 20011 values are two.
+TIMES = {"agreed": 4}
 
 
-def decisions(codecs: list[str]) -> list[Decision]:
+def decisions(mix: str) -> list[Decision]:
+    times = TIMES.get(mix, 1)
     return [
-        Decision(Parameter(f"p{i}", (numel,), torch.float32), pycomm.codec(codec), "test")
-        for i, (codec, numel) in enumerate(zip(codecs, SIZES, strict=True))
+        Decision(Parameter(f"p{i}", (times * numel,), torch.float32), pycomm.codec(codec), "test")
+        for i, (codec, numel) in enumerate(zip(MIXES[mix], SIZES, strict=True))
     ]
 
 
@@ -40,7 +44,7 @@ class Side:
 
     def __init__(self, mix: str, ranks: int, rows: int = 1) -> None:
         self.feedback = Residuals(Feedback(), ranks)
-        decided = decisions(MIXES[mix])
+        decided = decisions(mix)
         cpu = torch.device("cpu")
         self.bucket = Bucket(decided, range(len(decided)), self.feedback, cpu, rows=rows)
 

@@ -66,6 +66,7 @@ def test_cpp_and_torch_leave_the_same_bits(text, spec):
             nesterov=rule.nesterov,
             error=address["worker"],
             momentum=address.get("momentum", nothing),
+            scratch=_C.FeedbackScratch(),
         )
         assert same(mine, theirs)
         for role in ("worker", "momentum"):
