@@ -35,7 +35,7 @@ from pycomm.hooks.fsdp_seams import (
     units,
 )
 from pycomm.hooks.state import CompressionState
-from pycomm.policy import Decision, Policy, summary
+from pycomm.policy import Decision, Policy, agree_on_options, summary
 from pycomm.policy import agree as agree_on
 
 
@@ -84,8 +84,10 @@ class FSDPState(CompressionState):
         self.weights: dict[str, Decision] = {}
         """The codec of each parameter's weights, by name; none: exactly."""
         self._weight_buckets: dict[tuple[str, ...], Bucket] = {}
-        if weights is not None:
-            policy = Policy.of(weights)
+        policy = None if weights is None else Policy.of(weights)
+        terms = policy.terms() if policy else ["exactly"]
+        agree_on_options([f"weights: {term}" for term in terms], self.process_group)
+        if policy is not None:
             self.weights = {n: policy.decide(d.parameter) for n, d in self.decisions.items()}
             agree_on(list(self.weights.values()), self.process_group, self._device)
         for unit in self._units:

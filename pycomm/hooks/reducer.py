@@ -41,8 +41,9 @@ class BucketReducer:
         if process_group is None:
             raise Error("there is no process group: call init_process_group first")
         self.process_group: dist.ProcessGroup = process_group
-        self.plan = Plan(Policy.of(codec), process_group)
         rule = Feedback.of(feedback)
+        options = (f"feedback={rule}", f"seed={seed}")
+        self.plan = Plan(Policy.of(codec), process_group, options=options)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = 0

@@ -26,7 +26,8 @@ STATE_VERSION = 2
 class CompressionState(BucketReducer):
     """Codecs and feedback of the parameters that one group of ranks reduces.
 
-    Hooks of DDP, FSDP2 and the outer steps of LocalSGD are thin layers above it.
+    Collective: all ranks of the group make one. Hooks of DDP, FSDP2 and the outer steps of LocalSGD
+    are thin layers above it.
 
     Args:
         codec: a codec, its text ("int8", "quant:bits=4,block=64"), a `Policy`, or the text of one
@@ -40,6 +41,7 @@ class CompressionState(BucketReducer):
     Raises:
         Error: there is no process group.
         ValueError: an unknown codec or kind of feedback, or bad options.
+        WireMismatch: ranks were given different codecs, policies, feedback or seeds; on all ranks.
     """
 
     def __init__(

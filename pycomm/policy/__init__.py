@@ -6,7 +6,7 @@ training: the decision for each parameter, which may change between steps, on al
 
 from __future__ import annotations
 
-from pycomm.policy.agreement import agree, summary
+from pycomm.policy.agreement import agree, agree_on_options, summary
 from pycomm.policy.auto import Trial
 from pycomm.policy.guard import Guard
 from pycomm.policy.plan import Plan
@@ -25,5 +25,6 @@ __all__ = [
     "Rule",
     "Trial",
     "agree",
+    "agree_on_options",
     "summary",
 ]

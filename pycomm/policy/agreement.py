@@ -28,6 +28,24 @@ def summary(decisions: Iterable[Decision]) -> str:
     return "\n".join(lines)
 
 
+def agree_on_options(options: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Check that all ranks of a group were given the same options; collective.
+
+    Args:
+        options: a line for each, in the same order on all ranks.
+        group: whose ranks.
+
+    Raises:
+        WireMismatch: on all ranks alike; names the ranks and the first difference.
+    """
+    if group.size() == 1:
+        return
+    everybody: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everybody, list(options), group=group)
+    if any(theirs != everybody[0] for theirs in everybody):
+        raise WireMismatch(_difference(everybody))
+
+
 def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch.device) -> None:
     """Check that all ranks of a group have decided alike.
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pycomm import monitor
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
-from pycomm.policy.agreement import agree, summary
+from pycomm.policy.agreement import agree, agree_on_options, summary
 from pycomm.policy.auto import TRYING
 from pycomm.policy.checks import Checks
 from pycomm.policy.exchange import find_link, gather, tell
@@ -33,12 +33,16 @@ from pycomm.policy.steering import steering
 class Plan:
     """What a policy decides for the parameters of one model, equal on all ranks of a group.
 
-    Collective where a rule asks for the link; so all ranks make one.
+    Collective: all ranks make one.
 
     Args:
         policy: equal on all ranks.
         group: the ranks that reduce together.
+        options: what else must be equal on all ranks, a line for each.
         clock: seconds since some moment.
+
+    Raises:
+        WireMismatch: ranks have different policies or options; on all of them alike.
     """
 
     def __init__(
@@ -46,8 +50,11 @@ class Plan:
         policy: Policy,
         group: dist.ProcessGroup,
         *,
+        options: Sequence[str] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        # Before anything else: with other rules, ranks would call other collectives.
+        agree_on_options([*policy.terms(), *options], group)
         self.policy = policy
         self.group = group
         self.decisions: dict[str, Decision] = {}

@@ -199,6 +199,22 @@ class Policy:
             return cls(spec)
         return cls(**options(spec))
 
+    def terms(self) -> list[str]:
+        """Return what it says, a line for each field; equal for policies that decide alike."""
+
+        def parsed(schedule: Schedule) -> Schedule:
+            return tuple((begin, parse_codec(spec)) for begin, spec in schedule)
+
+        same = replace(
+            self,
+            codec=AUTO if self.codec == AUTO else parse_codec(self.codec),
+            rules=tuple(replace(rule, codec=parse_codec(rule.codec)) for rule in self.rules),
+            schedule=parsed(self.schedule),
+            epochs=parsed(self.epochs),
+            candidates=tuple(map(parse_codec, self.candidates)),
+        )
+        return [f"{f.name}={getattr(same, f.name)!r}" for f in fields(same)]
+
     @property
     def steered(self) -> bool:
         """Whether measurements choose the codecs that no rule chooses."""

@@ -400,15 +400,32 @@ def test_refusals(pool):
     pool.run(check_refusals)
 
 
-def check_different_codecs(rank: int, size: int) -> None:
+# What ranks 0 and 1 are given, and what both are told.
+DIFFERENT = [
+    (("int8", {}), ("int4", {}), "rank 0 has .codec=.*bits=8.*rank 1 has .codec=.*bits=4"),
+    (("auto", {}), ("int8", {}), "rank 0 has .codec='auto'., rank 1 has .*bits=8"),
+    (("int8", {}), (Policy("int8", (Rule(codec="int8", link="intra"),)), {}), "link='intra'"),
+    (("int8", {}), ("int8 guard=off", {}), "rank 1 has 'guard=None'"),
+    (("int8 50:int4", {}), ("int8 60:int4", {}), r"schedule=\(\(50.*schedule=\(\(60"),
+    (("int8", {}), ("int8", {"feedback": "ema:0.9"}), "rank 1 has .*ema"),
+    (("int8", {"seed": 1}), ("int8", {"seed": 2}), "rank 0 has 'seed=1', rank 1 has 'seed=2'"),
+]
+
+
+def check_different_options(rank: int, size: int) -> None:
     model = DistributedDataParallel(Chosen())
-    with pytest.raises(pycomm.WireMismatch, match=r"rank 0 has 'big .*bits=8.*rank 1 has .*bits=4"):
-        pycomm.compress(model, ["int8", "int4"][rank])
+    for *given, words in DIFFERENT:
+        spec, options = given[rank]
+        with pytest.raises(pycomm.WireMismatch, match=words):
+            pycomm.compress(model, spec, **options)
+    equal = [Policy("int8"), "int8"][rank]  # spelled differently, and the same
+    pycomm.compress(model, equal)
+    model(gradients(rank, 1)).backward()
 
 
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_different_codecs_are_named(pool, backend):
-    pool.run(check_different_codecs, backend=backend)
+def test_ranks_with_different_options_are_told_before_anything_is_sent(pool, backend):
+    pool.run(check_different_options, backend=backend)
 
 
 def test_layouts_cover_the_bucket_for_any_number_of_ranks():
