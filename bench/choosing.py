@@ -66,7 +66,7 @@ def codecs(path: Path) -> str:
     found: dict[str, dict[str, list[dict[str, str]]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["kind"] == "codec":
+            if (row["kind"], row["backend"]) == ("codec", "native"):
                 found.setdefault(row["codec"], {}).setdefault(row["op"], []).append(row)
     lines = []
     for codec, ops in found.items():

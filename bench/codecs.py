@@ -1,4 +1,4 @@
-"""Codecs on one core against memcpy in the same run.
+"""Codecs on one core against memcpy in the same run, and top-k against torch's.
 
 python -m pycomm.bench codecs
 python -m pycomm.bench codecs --codec int8,int4:block=64 -b 4M -e 4M
@@ -12,6 +12,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,14 +20,15 @@ from pycomm import _C
 from pycomm.bench import harness
 from pycomm.bench.harness import Origin, Row
 from pycomm.bench.report import Report
-from pycomm.codecs import ALIASES, CODECS
+from pycomm.codecs import ALIASES
 from pycomm.codecs import codec as parse_codec
 
-BLOCKS = 10
+BLOCKS = 6
 SECONDS = 0.05  # of one block
 COLUMNS = (
     ("codec", 40, ""),
-    ("op", 15, ""),
+    ("op", 20, ""),
+    ("backend", 10, ""),
     ("size", 5, ""),
     ("time_p50", 10, ".1f"),
     ("algbw", 7, ".2f"),
@@ -35,28 +37,58 @@ COLUMNS = (
     ("ratio", 6, ".2f"),
     ("err", 8, ".1e"),
 )
-DEFAULT = [*ALIASES, "int8:rounding=stochastic", "int4:rounding=stochastic"]
+DEFAULT = [
+    *ALIASES,
+    "int8:rounding=stochastic",
+    "int4:rounding=stochastic",
+    "int4:range=minmax,scale=bfloat16",
+    "mxfp4:scale=ceil",
+    "sign",
+    "topk:0.01",
+    "topk:0.01,sample=64",
+    "topk:0.01,values=int8,chunk=4096",
+    "randomk:100",
+    "randomk:100,block=32",
+    "ternary",
+    "rotate+fp32",
+    "rotate+int4",
+    "eden:bits=4",
+    "lossless",
+    "lossless:bfloat16",
+]
+FED = "int4"
+"""Every kind of feedback is timed with this codec, on one segment of a collective."""
+KINDS = {
+    "residual,bf16": ("residual", "bf16"),
+    "residual,int8": ("residual", "int8"),
+    "ema": ("ema", "float32"),
+    "ema,int8": ("ema", "int8"),
+    "momentum": ("momentum", "float32"),
+    "ef21": ("ef21", "float32"),
+}
+SEGMENT = 1 << 20  # bytes
+PEER = "topk:0.01"
+"""Beside it torch finds the same values."""
 
 Run = Callable[[], object]
 
 
 def specs(texts: Sequence[str]) -> list[str]:
     """Canonical texts of the codecs, once each; none: every codec and short name."""
-    covered = {parse_codec(text).name for text in DEFAULT}
-    chosen = texts or [*DEFAULT, *(name for name in CODECS if name not in covered)]
-    return list(dict.fromkeys(parse_codec(text).spec() for text in chosen))
+    return list(dict.fromkeys(parse_codec(text).spec() for text in texts or DEFAULT))
 
 
 class Calls:
     """What is timed: memcpy and a codec's calls, on buffers of their own."""
 
-    def __init__(self, codec: _C.Codec, numel: int) -> None:
+    def __init__(self, codec: _C.Codec, numel: int, *, fed: bool = False) -> None:
         # The core takes addresses, which keep nothing alive: the arrays stay here.
         self.x = x = np.random.default_rng(0).standard_normal(numel, dtype=np.float32)
         self.decoded = np.zeros_like(x)
         self.residual = np.zeros_like(x)
         self.target = np.empty_like(x)
         self.payload = np.zeros(codec.encoded_bytes(numel), np.uint8)
+        self.variable = codec.variable
         source, out, owed, code = (
             array.ctypes.data for array in (x, self.decoded, self.residual, self.payload)
         )
@@ -73,6 +105,29 @@ class Calls:
             "decode": lambda: codec.decode(code, out, numel),
             "decode_add": lambda: codec.decode_add(code, out, numel),
         }
+        self.momentum = np.zeros_like(x) if fed else None
+        for name in KINDS if fed else ():
+            self.runs[f"encode+{name}"] = self._fed(codec, name)
+
+    def _fed(self, codec: _C.Codec, name: str) -> Run:
+        assert self.momentum is not None
+        kind, storage = KINDS[name]
+        owed, speed = self.residual.ctypes.data, self.momentum.ctypes.data
+        options = {
+            "kind": getattr(_C.FeedbackKind, kind),
+            "storage": getattr(_C.FeedbackStorage, storage),
+            "decay": 0.9,
+            "nesterov": False,
+            "error": (owed, owed),
+            "momentum": (speed, speed) if kind == "momentum" else (0, 0),
+            "scratch": _C.FeedbackScratch(),
+        }
+        x, out = self.x.ctypes.data, self.payload.ctypes.data
+        return lambda: codec.encode_fed(x, len(self.x), out, **options)
+
+    def wire_bytes(self) -> int:
+        """What the last coding would send: payloads that vary say it in their first word."""
+        return int(self.payload[:4].view(np.uint32)[0]) if self.variable else self.payload.nbytes
 
     def error(self) -> float:
         """The relative L2 error of one coding."""
@@ -81,12 +136,12 @@ class Calls:
         return float(np.linalg.norm(self.decoded - self.x) / np.linalg.norm(self.x))
 
 
-def time_in_turns(runs: dict[str, Run]) -> dict[str, list[float]]:
+def time_in_turns(runs: dict[str, Run], blocks: int = BLOCKS) -> dict[str, list[float]]:
     """Microseconds per call, block by block in turns, so that all meet the same machine."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     clock = time.perf_counter_ns
     gc.disable()
-    for block in range(BLOCKS + 1):
+    for block in range(blocks + 1):
         for name, run in runs.items():
             end = clock() + SECONDS * 1e9
             while True:
@@ -101,36 +156,54 @@ def time_in_turns(runs: dict[str, Run]) -> dict[str, list[float]]:
     return samples
 
 
+def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float) -> Row:
+    """What a codec's call has taken, against `copy`, GB/s of memcpy."""
+    size, wire_bytes = calls.x.nbytes, calls.wire_bytes()
+    p50 = harness.quantile(times, 0.5)
+    rate = size / p50 / 1e3
+    return Row(
+        kind="codec",
+        op=op,
+        backend="native",
+        ranks=1,
+        size=size,
+        count=size // 4,
+        type="float32",
+        codec=spec,
+        iterations=len(times),
+        time_p50=p50,
+        time_p99=harness.quantile(times, 0.99),
+        algbw=rate,
+        copybw=copy,
+        of_copy=rate / copy,
+        ratio=size / wire_bytes,
+        wire_bytes=wire_bytes,
+    )
+
+
 def measure(spec: str, size: int, report: Report) -> None:
-    codec, numel = _C.Codec(spec), size // 4
-    calls = Calls(codec, numel)
+    codec = _C.Codec(spec)
+    fed = spec == parse_codec(FED).spec() and size <= SEGMENT
+    calls = Calls(codec, size // 4, fed=fed)
     err = calls.error()
     samples = time_in_turns(calls.runs)
     copy = size / harness.quantile(samples.pop("copy"), 0.5) / 1e3
-    for name, times in samples.items():
-        p50 = harness.quantile(times, 0.5)
-        rate = size / p50 / 1e3
-        report.add(
-            Row(
-                kind="codec",
-                op=name,
-                backend="native",
-                ranks=1,
-                size=size,
-                count=numel,
-                type="float32",
-                codec=spec,
-                iterations=len(times),
-                time_p50=p50,
-                time_p99=harness.quantile(times, 0.99),
-                algbw=rate,
-                copybw=copy,
-                of_copy=rate / copy,
-                ratio=size / codec.encoded_bytes(numel),
-                err=err,
-                wire_bytes=codec.encoded_bytes(numel),
-            )
-        )
+    for op, times in samples.items():
+        report.add(replace(row(spec, op, calls, times, copy), err=err))
+    if spec == parse_codec(PEER).spec():
+        measure_peer(spec, calls, copy, report)
+
+
+def measure_peer(spec: str, calls: Calls, copy: float, report: Report) -> None:
+    """What `torch.topk` takes to find the same values; torch is not needed for anything else."""
+    import torch
+
+    torch.set_num_threads(1)
+    x = torch.from_numpy(calls.x)
+    k = calls.wire_bytes() // 8
+    chosen = {"torch": lambda: torch.topk(x.abs(), k, sorted=False)}
+    times = time_in_turns(chosen, blocks=2)["torch"]
+    report.add(replace(row(spec, "encode", calls, times, copy), backend="torch.topk"))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

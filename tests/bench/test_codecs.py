@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from pycomm.bench import codecs
+from pycomm.codecs import CODECS
 
 
 def test_rows(tmp_path):
@@ -28,4 +29,14 @@ def test_rows(tmp_path):
 def test_every_codec_is_measured_by_default():
     chosen = codecs.specs([])
     assert len(set(chosen)) == len(chosen)
-    assert {spec.partition(":")[0] for spec in chosen} == set(codecs.CODECS)
+    assert {spec.partition(":")[0] for spec in chosen} == set(CODECS)
+
+
+def test_feedback_and_torch_are_measured_beside_a_codec(tmp_path):
+    out = tmp_path / "out.json"
+    assert codecs.main(["-b", "4K", "-e", "4K", "--codec", "int4,topk:0.01", "-J", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    ops = {row["op"] for row in rows if row["codec"].startswith("quant")}
+    assert {f"encode+{kind}" for kind in codecs.KINDS} < ops
+    assert [row["op"] for row in rows if row["backend"] == "torch.topk"] == ["encode"]
+    assert all(row["time_p50"] > 0 for row in rows)
