@@ -396,6 +396,81 @@ class Communicator:
     def recv(self, data: int, bytes: int, src: int, tag: int = 0) -> Request: ...
     def abort(self, reason: str) -> None: ...
 
+# -- ranks on GPUs (bind_device.cpp)
+
+def device_count() -> int: ...
+
+class DeviceGroup:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        index: int = -1,
+        *,
+        group: str = "default",
+        timeout: float = 300.0,
+        memory: Literal["auto", "device", "host"] = "auto",
+        staging_bytes: int = ...,
+        coded_bytes: int = ...,
+        blocks: int = 0,
+        first_meeting: int = 0,
+    ) -> None: ...
+    def describe(self) -> str: ...
+    def set_timeout(self, timeout: float) -> None: ...
+    def check(self) -> None: ...
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+    def all_reduce(
+        self,
+        data: int,
+        numel: int,
+        dtype: DType,
+        op: ReduceOp,
+        *,
+        factor: float = 1.0,
+        algo: Literal["auto", "one_shot", "two_shot", "ring"] = "auto",
+        stream: int = 0,
+    ) -> None: ...
+    def reduce_scatter(
+        self,
+        input: Parts,
+        out: int,
+        dtype: DType,
+        op: ReduceOp,
+        *,
+        factor: float = 1.0,
+        stream: int = 0,
+    ) -> None: ...
+    def reduce(
+        self,
+        input: int,
+        out: int,
+        numel: int,
+        dtype: DType,
+        op: ReduceOp,
+        root: int,
+        *,
+        factor: float = 1.0,
+        stream: int = 0,
+    ) -> None: ...
+    def all_gather(self, input: int, out: Parts, dtype: DType, *, stream: int = 0) -> None: ...
+    def all_to_all(self, input: Parts, out: Parts, dtype: DType, *, stream: int = 0) -> None: ...
+    def broadcast(
+        self, data: int, numel: int, dtype: DType, root: int, *, stream: int = 0
+    ) -> None: ...
+    def gather(
+        self, input: int, numel: int, out: Parts, dtype: DType, root: int, *, stream: int = 0
+    ) -> None: ...
+    def scatter(
+        self, input: Parts, out: int, numel: int, dtype: DType, root: int, *, stream: int = 0
+    ) -> None: ...
+    def barrier(self, *, stream: int = 0) -> None: ...
+    # With keywords average (not all_gather), seed, step, stream.
+    def all_reduce_coded(self, data: int, pieces: Pieces, **key: int) -> None: ...
+    def reduce_scatter_coded(self, input: int, out: int, pieces: Pieces, **key: int) -> None: ...
+    def all_gather_coded(self, input: int, out: int, pieces: Pieces, **key: int) -> None: ...
+
 # -- schedule (bind_schedule.cpp)
 
 def hop_seed(seed: int, rank: int) -> int: ...

@@ -3,9 +3,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 
+#include "binding/arguments.h"
 #include "binding/module.h"
 #include "binding/trace_records.h"
 #include "collectives/communicator.h"
@@ -19,15 +19,6 @@ namespace {
 
 using Release = py::gil_scoped_release;
 using Request = Communicator::Request;
-
-void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
-float* floats(uintptr_t address) { return reinterpret_cast<float*>(address); }
-uint8_t* bytes(uintptr_t address) { return reinterpret_cast<uint8_t*>(address); }
-
-/// Rounded up, so that a short limit does not become "none".
-Milliseconds milliseconds(double seconds) {
-  return Milliseconds(static_cast<int64_t>(std::ceil(seconds * 1e3)));
-}
 
 /// What a rank may be waiting for when it leaves needs the interpreter on other threads.
 std::shared_ptr<Communicator> meet(std::shared_ptr<Store> store, int rank, int size,
@@ -57,55 +48,6 @@ struct SharedArray {
     const auto bytes = static_cast<py::ssize_t>(size_of(dtype));
     return {memory.get(), bytes, format(), 1, {static_cast<py::ssize_t>(numel)}, {bytes}};
   }
-};
-
-/// A list of addresses and sizes in elements: one part per rank.
-class PartList {
- public:
-  explicit PartList(const std::vector<std::pair<uintptr_t, size_t>>& parts) {
-    for (const auto& [address, numel] : parts) {
-      inputs_.push_back({pointer(address), numel});
-      outputs_.push_back({pointer(address), numel});
-    }
-  }
-  ConstParts input() const { return inputs_; }
-  Parts output() const { return outputs_; }
-
- private:
-  std::vector<ConstPart> inputs_;
-  std::vector<Part> outputs_;
-};
-
-/// The pieces of a bucket, with the codecs kept alive. Built once, used in every step.
-class Pieces {
- public:
-  void add(size_t numel, const py::object& codec, uint32_t tensor, uintptr_t residual,
-           uintptr_t new_residual, uintptr_t owner_residual, uintptr_t new_owner_residual) {
-    Piece piece;
-    piece.offset = numel_;
-    piece.numel = numel;
-    piece.codec = codec.cast<const Codec*>();
-    piece.tensor = tensor;
-    piece.worker.error = {bytes(residual), bytes(new_residual)};
-    piece.owner.error = {bytes(owner_residual), bytes(new_owner_residual)};
-    pieces_.push_back(piece);
-    codecs_.push_back(codec);
-    numel_ += numel;
-  }
-  size_t numel() const { return numel_; }
-  size_t size() const { return pieces_.size(); }
-  /// Of values at an address: `rows` times the pieces, one behind the other.
-  CodedArgs args(uintptr_t data, int rows) const {
-    CodedArgs args;
-    args.data = {floats(data), numel_ * static_cast<size_t>(rows)};
-    args.pieces = {pieces_.data(), pieces_.size()};
-    return args;
-  }
-
- private:
-  std::vector<Piece> pieces_;
-  std::vector<py::object> codecs_;
-  size_t numel_ = 0;
 };
 
 /// Address, elements, bytes per element and format of a contiguous buffer.

@@ -8,5 +8,6 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bind_codecs(m);
   pycomm::bind_transports(m);
   pycomm::bind_communicator(m);
+  pycomm::bind_device(m);
   pycomm::bind_schedule(m);
 }

@@ -8,6 +8,7 @@ void bind_core(pybind11::module_& m);          // bind_core.cpp: enums, errors, 
 void bind_codecs(pybind11::module_& m);        // bind_codecs.cpp
 void bind_transports(pybind11::module_& m);    // bind_transports.cpp: stores, transports
 void bind_communicator(pybind11::module_& m);  // bind_communicator.cpp
+void bind_device(pybind11::module_& m);        // bind_device.cpp: groups of ranks on GPUs
 void bind_schedule(pybind11::module_& m);      // bind_schedule.cpp: schedule, queue, seeds of hops
 
 }  // namespace pycomm

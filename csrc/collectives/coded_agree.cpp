@@ -21,19 +21,23 @@ Agreed::Agreed(const CodedArgs& args, const std::vector<Run>& values, size_t row
         static_cast<ptrdiff_t>(each_) - static_cast<ptrdiff_t>(granules(codec, run.offset));
     each_ += granules(codec, run.numel);
   }
-  numbers_.resize(each_ * rows);
 }
 
 void Agreed::agree(Exchange& ex) {
-  if (numbers_.empty()) return;
-  for (size_t row = 0; row < rows_; row++) {
-    for (const Run& run : values_) measure(run, row, ex.feedback_scratch());
-  }
-  dispatch::all_reduce(ex, Algo::direct, numbers_.data(), numbers_.size(),
-                       {DType::float32, ReduceOp::max});
+  if (count() == 0) return;
+  numbers_.resize(count());
+  place_ = numbers_.data();
+  measure({}, ex.feedback_scratch());
+  dispatch::all_reduce(ex, Algo::direct, numbers(), count(), {DType::float32, ReduceOp::max});
 }
 
-void Agreed::measure(const Run& run, size_t row, feedback::Scratch& scratch) {
+void Agreed::measure(Stream stream, feedback::Scratch& scratch) {
+  for (size_t row = 0; row < rows_; row++) {
+    for (const Run& run : values_) measure(run, row, stream, scratch);
+  }
+}
+
+void Agreed::measure(const Run& run, size_t row, Stream stream, feedback::Scratch& scratch) {
   const Piece& piece = args_.pieces[run.piece];
   if (!piece.codec->agrees()) return;
   const float* const data = args_.data.data + row * row_numel_ + piece.offset;
@@ -43,14 +47,14 @@ void Agreed::measure(const Run& run, size_t row, feedback::Scratch& scratch) {
   for (size_t done = 0; done < run.numel; done += step) {
     const Run part{run.piece, run.offset + done, std::min(step, run.numel - done)};
     measure_piece(piece, Hop::worker, {row, part.offset}, {data + part.offset, part.numel},
-                  const_cast<float*>(of(part, row)), scratch);
+                  const_cast<float*>(of(part, row)), stream, scratch);
   }
 }
 
 const float* Agreed::of(const Run& run, size_t row) const {
   const Codec& codec = *args_.pieces[run.piece].codec;
   if (!codec.agrees()) return nullptr;
-  return numbers_.data() + row * each_ +
+  return place_ + row * each_ +
          (first_[run.piece] + static_cast<ptrdiff_t>(granules(codec, run.offset)));
 }
 

@@ -14,11 +14,17 @@ class Agreed {
   /// Measures and takes the largest over all ranks of `ex`, with messages of its own; uses the
   /// exchange's scratch.
   void agree(Exchange& ex);
+  /// The first half of it, on a stream.
+  void measure(Stream stream, feedback::Scratch& scratch);
+  /// All the numbers; they may be put elsewhere, where a stream reaches them.
+  size_t count() const { return each_ * rows_; }
+  float* numbers() const { return place_; }
+  void put(float* numbers) { place_ = numbers; }
   /// The numbers of a run of these values; null if its codec does not ask.
   const float* of(const Run& run, size_t row) const;
 
  private:
-  void measure(const Run& run, size_t row, feedback::Scratch& scratch);
+  void measure(const Run& run, size_t row, Stream stream, feedback::Scratch& scratch);
 
   const CodedArgs& args_;
   const std::vector<Run>& values_;
@@ -26,6 +32,7 @@ class Agreed {
   std::vector<ptrdiff_t> first_;  // per piece: place of its granule 0 in a row
   size_t each_ = 0;               // numbers of a row
   std::vector<float> numbers_;
+  float* place_ = nullptr;
 };
 
 }  // namespace pycomm::coded

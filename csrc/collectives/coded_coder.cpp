@@ -43,15 +43,16 @@ size_t granules(const Codec& codec, size_t numel) {
 }
 
 size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args,
-                    feedback::Scratch& scratch) {
+                    Packing packing, feedback::Scratch& scratch) {
   feedback::encode(*piece.codec, feedback_of(piece, hop, at), args, scratch);
-  return piece.codec->variable() ? used_bytes(args.out.data) : args.out.size;
+  const bool close = packing == Packing::close && piece.codec->variable();
+  return close ? used_bytes(args.out.data) : args.out.size;
 }
 
 void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
-                   feedback::Scratch& scratch) {
+                   Stream stream, feedback::Scratch& scratch) {
   feedback::measure(*piece.codec, feedback_of(piece, hop, at), in,
-                    {out, granules(*piece.codec, in.size)}, {}, scratch);
+                    {out, granules(*piece.codec, in.size)}, stream, scratch);
 }
 
 RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
@@ -87,17 +88,18 @@ size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t
     args.out = {out, codec.encoded_bytes(run.numel)};
     args.key = key(hop, piece, row);
     args.index = run.offset;
+    args.stream = stream_;
     args.summed = hop != Hop::worker && codec.combine() == Combine::sum;
     if (codec.agrees()) {
       if (agreed_ && (hop == Hop::worker || codec.combine() == Combine::sum)) {
         args.agreed = agreed_->of(run, row);
       } else {  // there is nobody to agree with
         measured.resize(granules(codec, run.numel));
-        measure_piece(piece, hop, at, args.in, measured.data(), scratch_);
+        measure_piece(piece, hop, at, args.in, measured.data(), stream_, scratch_);
         args.agreed = measured.data();
       }
     }
-    out += encode_piece(piece, hop, at, args, scratch_);
+    out += encode_piece(piece, hop, at, args, packing_, scratch_);
   }
   return static_cast<size_t>(out - begin);
 }
@@ -110,7 +112,8 @@ void Coder::decode(Span<const Run> runs, Span<const uint8_t> payload, float* val
     const Codec& codec = *piece.codec;
     const size_t most = codec.encoded_bytes(run.numel), left = payload.data + payload.size - in;
     size_t bytes = most;
-    if (codec.variable()) bytes = left < sizeof(uint32_t) ? 0 : used_bytes(in);
+    if (packing_ == Packing::close && codec.variable())
+      bytes = left < sizeof(uint32_t) ? 0 : used_bytes(in);
     if (bytes > left || bytes > most || bytes % 4 != 0 || (bytes == 0 && most > 0)) {
       throw WireMismatch("rank " + std::to_string(sender) + " sent a payload of " + codec.spec() +
                          " for " + std::to_string(run.numel) + " values that says it has " +
@@ -120,9 +123,9 @@ void Coder::decode(Span<const Run> runs, Span<const uint8_t> payload, float* val
     // Behind the used bytes there is memory for the rest: payloads only move together.
     const Span<float> out(values + piece.offset + run.offset, run.numel);
     if (add) {
-      codec.decode_add({in, most}, out, {});
+      codec.decode_add({in, most}, out, stream_);
     } else {
-      codec.decode({in, most}, out, {});
+      codec.decode({in, most}, out, stream_);
     }
     in += bytes;
   }

@@ -21,15 +21,21 @@ struct Place {
   size_t row, offset;
 };
 
+/// How the payloads of several runs lie.
+enum class Packing : uint8_t {
+  close,  ///< one behind the other: of one that is variable() what it uses
+  fixed,  ///< each where the most that the ones before can be ends; where the host cannot look
+};
+
 // Everything that feeds back goes through these two.
 
 /// Encodes values of a piece. `args` lacks only the residuals. Returns how many bytes of args.out
 /// are used.
 size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args,
-                    feedback::Scratch& scratch);
+                    Packing packing, feedback::Scratch& scratch);
 /// Codec::measure of values of a piece.
 void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
-                   feedback::Scratch& scratch);
+                   Stream stream, feedback::Scratch& scratch);
 
 /// What one rank of an operation does to values. A run of piece p lies at values + p.offset +
 /// run.offset. Where pieces have several rows (reduce_scatter: one for each owner), residuals have
@@ -38,10 +44,16 @@ class Coder {
  public:
   /// `rank` of `ranks` encode the same values. `agreed` null: each is alone with its values.
   Coder(const CodedArgs& args, const Agreed* agreed, int rank, int ranks,
-        feedback::Scratch& scratch)
-      : args_(args), agreed_(agreed), rank_(rank), ranks_(ranks), scratch_(scratch) {}
+        feedback::Scratch& scratch, Stream stream = {}, Packing packing = Packing::close)
+      : args_(args),
+        agreed_(agreed),
+        rank_(rank),
+        ranks_(ranks),
+        scratch_(scratch),
+        stream_(stream),
+        packing_(packing) {}
 
-  /// Writes payloads one behind the other; returns their bytes.
+  /// Returns the bytes of all payloads.
   size_t encode(Hop hop, Span<const Run> runs, const float* values, uint8_t* out,
                 size_t row = 0) const;
   /// Overwrites or adds. Throws WireMismatch if the payloads are not what `sender` may send.
@@ -55,6 +67,8 @@ class Coder {
   const Agreed* agreed_;
   int rank_, ranks_;
   feedback::Scratch& scratch_;
+  Stream stream_;
+  Packing packing_;
 };
 
 /// Of a result: adds what EF21 keeps of the steps before, and keeps the sum.

@@ -24,11 +24,14 @@ struct DeviceGroupOptions {
   std::string memory = "auto";
   /// Memory of each rank for what it shows: of exact collectives, and of those with codecs, whose
   /// payloads of one tensor that cannot be cut must fit.
-  size_t staging_bytes = size_t{32} << 20;
-  size_t coded_bytes = size_t{64} << 20;
+  size_t staging_bytes = kStagingBytes;
+  size_t coded_bytes = kCodedBytes;
+  static constexpr size_t kStagingBytes = size_t{32} << 20, kCodedBytes = size_t{64} << 20;
   /// Thread blocks of a collective; 0: chosen so that those of all ranks on a GPU run at once, as
   /// they wait for each other.
   int blocks = 0;
+  /// For tests: where the count of meetings starts, so that it soon passes 2^32.
+  uint32_t first_meeting = 0;
 };
 
 /// The largest group: eight or sixteen GPUs is what a host has.
@@ -55,8 +58,8 @@ class PYCOMM_API DeviceGroup {
   // Collectives; buffers are memory of our GPU, parts as those of Communicator. Bad arguments throw
   // Error at once; all else comes by check().
 
-  /// `algo` is "auto", "one_shot", "two_shot" or "ring". Auto takes the ring only where every order
-  /// of a sum gives the same bits.
+  /// `algo` is "auto", "one_shot", "two_shot" or "ring". Auto never takes the ring, whose sums have
+  /// another order, and which two_shot equals in bytes.
   void all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, Stream stream,
                   double factor = 1.0, const std::string& algo = "auto");
   void reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op, Stream stream,

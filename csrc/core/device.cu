@@ -67,8 +67,10 @@ std::shared_ptr<void> allocate(int index, size_t bytes) {
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes), "allocate memory of a device");
   std::shared_ptr<void> owned(memory, [](void* p) { cudaFree(p); });
-  check(cudaMemset(memory, 0, bytes), "clear memory of a device");
-  check(cudaDeviceSynchronize(), "clear memory of a device");
+  // On a stream of its own: kernels of others may be waiting for us.
+  const std::shared_ptr<void> stream = make_stream(index);
+  fill_zero(memory, bytes, {Device::cuda, stream.get()});
+  synchronize({Device::cuda, stream.get()});
   return owned;
 }
 

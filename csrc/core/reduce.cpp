@@ -13,7 +13,7 @@ namespace {
 
 using kernels::Kernel;
 
-/// What really runs: bools and bit ops are bytes, most complex ops are ops on twice as many floats.
+/// The loop, and what it is given.
 struct Plan {
   Kernel kernel;
   ReduceOp op;
@@ -73,8 +73,8 @@ Kernel kernel_of(DType dtype) {
       return kernels::fold_uint32;
     case DType::uint64:
       return kernels::fold_uint64;
-    case DType::boolean:
-      return kernels::fold_bits;
+    case DType::boolean:  // as bytes
+      break;
     case DType::complex64:
       return kernels::fold_complex64_prod;
     case DType::complex128:
@@ -84,15 +84,9 @@ Kernel kernel_of(DType dtype) {
 }
 
 Plan plan(const ReduceArgs& args) {
-  const DType dtype = args.dtype;
-  if (dtype == DType::boolean || is_bitwise(args.op)) {
-    return {kernels::fold_bits, bit_op(args.op), args.numel * size_of(dtype), 1};
-  }
-  if (is_complex(dtype) && args.op != ReduceOp::prod) {
-    const DType part = dtype == DType::complex64 ? DType::float32 : DType::float64;
-    return {kernel_of(part), args.op, args.numel * 2, size_of(part)};
-  }
-  return {kernel_of(dtype), args.op, args.numel, size_of(dtype)};
+  const Lowered lowered = lower(args.dtype, args.op);
+  return {is_bitwise(lowered.op) ? kernels::fold_bits : kernel_of(lowered.dtype), lowered.op,
+          args.numel * lowered.times, size_of(lowered.dtype)};
 }
 
 bool has_meaning(DType dtype, ReduceOp op) {
@@ -119,6 +113,14 @@ void check_reducible(DType dtype, ReduceOp op) {
       !has_meaning(dtype, op)) {
     throw Error(std::string(name(op)) + " has no meaning for " + name(dtype));
   }
+}
+
+Lowered lower(DType dtype, ReduceOp op) {
+  if (dtype == DType::boolean || is_bitwise(op)) return {DType::uint8, bit_op(op), size_of(dtype)};
+  if (is_complex(dtype) && op != ReduceOp::prod) {
+    return {dtype == DType::complex64 ? DType::float32 : DType::float64, op, 2};
+  }
+  return {dtype, op, 1};
 }
 
 bool is_order_free(DType dtype, ReduceOp op) {

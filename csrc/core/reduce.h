@@ -27,6 +27,15 @@ PYCOMM_API void check_reducible(DType dtype, ReduceOp op);
 /// minimum and maximum of floats, which may choose between 0 and -0 and between two NaNs.
 PYCOMM_API bool is_order_free(DType dtype, ReduceOp op);
 
+/// What really runs: bools and bit ops are bit ops on bytes, all complex ops but prod are ops on
+/// twice as many floats.
+struct Lowered {
+  DType dtype;
+  ReduceOp op;
+  size_t times;  ///< elements that an element becomes
+};
+Lowered lower(DType dtype, ReduceOp op);
+
 PYCOMM_API void reduce(const ReduceArgs& args);
 
 /// True if no value is Inf or NaN.

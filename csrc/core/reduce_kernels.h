@@ -4,10 +4,8 @@
 // that carry it (reduce_*.cpp). Everything is element-wise, so `out` may be one of the inputs;
 // ivdep tells the vectoriser, which would otherwise take its scalar path for exactly that case.
 #pragma once
-#include <type_traits>
-
-#include "core/floats.h"
 #include "core/reduce.h"
+#include "core/reduce_ops.h"
 
 #define PYCOMM_INLINE inline __attribute__((always_inline))
 
@@ -28,144 +26,6 @@ struct Block {
   ReduceOp op;
   double factor;
   int divisor;
-};
-
-// Element types: how one is stored, in what it accumulates (with what `divisor` and `factor` become
-// beside it), and how it goes there and back.
-
-template <typename T>
-struct Float {
-  using Stored = T;
-  using Acc = T;
-  using Scalar = T;
-  static PYCOMM_INLINE Acc load(Stored x) { return x; }
-  static PYCOMM_INLINE Stored store(Acc x) { return x; }
-};
-
-template <typename Format, typename Code>
-struct SmallFloat {
-  using Stored = Code;
-  using Acc = float;
-  using Scalar = float;
-  static PYCOMM_INLINE Acc load(Stored x) { return Format::decode(x); }
-  static PYCOMM_INLINE Stored store(Acc x) { return static_cast<Stored>(Format::encode(x)); }
-};
-
-template <typename T>
-struct Integer {
-  using Stored = T;
-  using Acc = T;
-  using Scalar = int;
-  static PYCOMM_INLINE Acc load(Stored x) { return x; }
-  static PYCOMM_INLINE Stored store(Acc x) { return x; }
-};
-
-template <typename T>
-struct ComplexValue {
-  T re, im;
-};
-
-template <typename T>
-struct Complex {
-  using Stored = ComplexValue<T>;
-  using Acc = ComplexValue<T>;
-  using Scalar = T;
-  static PYCOMM_INLINE Acc load(Stored x) { return x; }
-  static PYCOMM_INLINE Stored store(Acc x) { return x; }
-};
-
-// Ops: `scale` meets every input first, `fold` joins two, `finish` ends.
-
-/// Integers wrap: as unsigned of at least 32 bits, since int overflow (which two uint16 can reach
-/// by promotion) is undefined.
-template <typename T, bool kInteger = std::is_integral_v<T>>
-struct Wrapping {
-  using Type = T;
-};
-template <typename T>
-struct Wrapping<T, true> {
-  using Type = std::common_type_t<std::make_unsigned_t<T>, unsigned>;
-};
-
-struct Op {
-  template <typename Acc, typename Scalar>
-  static PYCOMM_INLINE Acc scale(Acc x, Scalar) {
-    return x;
-  }
-  template <typename Acc, typename Scalar>
-  static PYCOMM_INLINE Acc finish(Acc x, Scalar) {
-    return x;
-  }
-};
-
-struct Sum : Op {
-  template <typename Acc>
-  static PYCOMM_INLINE Acc fold(Acc a, Acc b) {
-    using W = typename Wrapping<Acc>::Type;
-    return static_cast<Acc>(static_cast<W>(a) + static_cast<W>(b));
-  }
-};
-
-struct Avg : Sum {
-  template <typename Acc, typename Scalar>
-  static PYCOMM_INLINE Acc finish(Acc x, Scalar divisor) {
-    return static_cast<Acc>(x / divisor);
-  }
-};
-
-struct PremulSum : Sum {
-  template <typename Acc, typename Scalar>
-  static PYCOMM_INLINE Acc scale(Acc x, Scalar factor) {
-    return x * factor;
-  }
-};
-
-struct Prod : Op {
-  template <typename Acc>
-  static PYCOMM_INLINE Acc fold(Acc a, Acc b) {
-    using W = typename Wrapping<Acc>::Type;
-    return static_cast<Acc>(static_cast<W>(a) * static_cast<W>(b));
-  }
-  template <typename T>
-  static PYCOMM_INLINE ComplexValue<T> fold(ComplexValue<T> a, ComplexValue<T> b) {
-    return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
-  }
-};
-
-// A NaN on either side wins; written so that both compile to one compare and one blend.
-struct Min : Op {
-  template <typename Acc>
-  static PYCOMM_INLINE Acc fold(Acc a, Acc b) {
-    return (b < a) | (b != b) ? b : a;
-  }
-};
-
-struct Max : Op {
-  template <typename Acc>
-  static PYCOMM_INLINE Acc fold(Acc a, Acc b) {
-    return (b > a) | (b != b) ? b : a;
-  }
-};
-
-struct Band : Op {
-  template <typename Acc>
-  static PYCOMM_INLINE Acc fold(Acc a, Acc b) {
-    return a & b;
-  }
-};
-
-struct Bor : Op {
-  template <typename Acc>
-  static PYCOMM_INLINE Acc fold(Acc a, Acc b) {
-    return a | b;
-  }
-};
-
-struct Bxor : Op {
-  template <typename Acc>
-  static PYCOMM_INLINE Acc fold(Acc a, Acc b) {
-    return a ^ b;
-  }
 };
 
 template <typename Type, typename Op>

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
 #include <system_error>
 
 #include "core/error.h"
@@ -81,6 +83,15 @@ bool send_fd(int socket, int fd) {
 }
 
 }  // namespace
+
+std::string host_id() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat network = {};
+  ::stat("/proc/self/ns/net", &network);
+  return boot + "/" + std::to_string(network.st_dev) + "/" + std::to_string(network.st_ino) + "/" +
+         std::to_string(::geteuid());
+}
 
 FileDescriptor::~FileDescriptor() {
   if (fd_ >= 0) ::close(fd_);

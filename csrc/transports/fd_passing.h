@@ -9,6 +9,11 @@
 
 namespace pycomm {
 
+/// Equal for processes that may share memory: same running kernel, same user, and same network
+/// namespace. Ranks in different ones stand for different hosts, and could not find each other's
+/// socket anyway.
+std::string host_id();
+
 /// Closes on destruction.
 class FileDescriptor {
  public:

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <fstream>
 #include <iterator>
 #include <set>
 #include <system_error>
@@ -32,18 +31,6 @@ constexpr Milliseconds kPatience(50);
 
 [[noreturn]] void throw_errno(const std::string& what) {
   throw Error("shm: cannot " + what + ": " + std::generic_category().message(errno));
-}
-
-/// Equal for processes that may share memory: same running kernel, same user, and same network
-/// namespace. Ranks in different ones stand for different hosts, and could not find each other's
-/// socket anyway.
-std::string host_id() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat network = {};
-  ::stat("/proc/self/ns/net", &network);
-  return boot + "/" + std::to_string(network.st_dev) + "/" + std::to_string(network.st_ino) + "/" +
-         std::to_string(::geteuid());
 }
 
 FileDescriptor make_segment(int ranks) {

@@ -1,0 +1,72 @@
+// What callers in Python pass to collectives: addresses, times in seconds, parts, pieces of a
+// bucket.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "collectives/communicator.h"
+
+namespace pycomm {
+
+inline void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+inline float* floats(uintptr_t address) { return reinterpret_cast<float*>(address); }
+inline uint8_t* bytes(uintptr_t address) { return reinterpret_cast<uint8_t*>(address); }
+
+/// Rounded up, so that a short limit does not become "none".
+inline Milliseconds milliseconds(double seconds) {
+  return Milliseconds(static_cast<int64_t>(std::ceil(seconds * 1e3)));
+}
+
+/// A list of addresses and sizes in elements: one part per rank.
+class PartList {
+ public:
+  explicit PartList(const std::vector<std::pair<uintptr_t, size_t>>& parts) {
+    for (const auto& [address, numel] : parts) {
+      inputs_.push_back({pointer(address), numel});
+      outputs_.push_back({pointer(address), numel});
+    }
+  }
+  ConstParts input() const { return inputs_; }
+  Parts output() const { return outputs_; }
+
+ private:
+  std::vector<ConstPart> inputs_;
+  std::vector<Part> outputs_;
+};
+
+/// The pieces of a bucket, with the codecs kept alive. Built once, used in every step.
+class Pieces {
+ public:
+  void add(size_t numel, const pybind11::object& codec, uint32_t tensor, uintptr_t residual,
+           uintptr_t new_residual, uintptr_t owner_residual, uintptr_t new_owner_residual) {
+    Piece piece;
+    piece.offset = numel_;
+    piece.numel = numel;
+    piece.codec = codec.cast<const Codec*>();
+    piece.tensor = tensor;
+    piece.worker.error = {bytes(residual), bytes(new_residual)};
+    piece.owner.error = {bytes(owner_residual), bytes(new_owner_residual)};
+    pieces_.push_back(piece);
+    codecs_.push_back(codec);
+    numel_ += numel;
+  }
+  size_t numel() const { return numel_; }
+  size_t size() const { return pieces_.size(); }
+  /// Of values at an address: `rows` times the pieces, one behind the other.
+  CodedArgs args(uintptr_t data, int rows) const {
+    CodedArgs args;
+    args.data = {floats(data), numel_ * static_cast<size_t>(rows)};
+    args.pieces = {pieces_.data(), pieces_.size()};
+    return args;
+  }
+
+ private:
+  std::vector<Piece> pieces_;
+  std::vector<pybind11::object> codecs_;
+  size_t numel_ = 0;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,27 @@
+// The collective kernels in a build without CUDA.
+#include "collectives/device_calls.h"
+#include "core/error.h"
+
+namespace pycomm::device::gpu {
+namespace {
+
+[[noreturn]] void fail() {
+  throw Error("collectives on cuda: this pycomm was built without CUDA; build it where nvcc is");
+}
+
+}  // namespace
+
+void move(const MoveCall&, int, Stream) { fail(); }
+void reduce_bits(const ReduceCall&, int, Stream) { fail(); }
+void reduce_float(const ReduceCall&, DType, int, Stream) { fail(); }
+void reduce_small_float(const ReduceCall&, DType, int, Stream) { fail(); }
+void reduce_integer(const ReduceCall&, DType, int, Stream) { fail(); }
+void divide(Span<float>, float, Stream) { fail(); }
+
+void load_move() { fail(); }
+void load_float() { fail(); }
+void load_small_float() { fail(); }
+void load_integer() { fail(); }
+void load_divide() { fail(); }
+
+}  // namespace pycomm::device::gpu

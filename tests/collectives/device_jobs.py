@@ -1,0 +1,265 @@
+"""What ranks of a device group do in tests, and what must come of it: for the CPU and for GPUs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import pycomm
+from pycomm import _C
+from tests.collectives.device_ranks import Buffer, Rank
+from tests.collectives.ways import floats, integers
+
+DType, ReduceOp = _C.DType, _C.ReduceOp
+ALGOS = ["one_shot", "two_shot", "ring"]
+SIZES = [0, 1, 3, 17, 1000, 4099, 30011]
+# Types with the numpy type that holds their bits.
+TYPES = {
+    "float32": "f4",
+    "float64": "f8",
+    "float16": "u2",
+    "bfloat16": "u2",
+    "float8_e4m3": "u1",
+    "float8_e5m2": "u1",
+    "int8": "i1",
+    "int16": "i2",
+    "int32": "i4",
+    "int64": "i8",
+    "uint8": "u1",
+    "uint16": "u2",
+    "uint32": "u4",
+    "uint64": "u8",
+    "bool": "u1",
+    "complex64": "c8",
+    "complex128": "c16",
+}
+OPS = ["sum", "avg", "premul_sum", "prod", "min", "max", "band", "bor", "bxor"]
+
+
+def has_meaning(dtype: str, op: str) -> bool:
+    try:
+        _C.check_reducible(getattr(DType, dtype), getattr(ReduceOp, op))
+    except pycomm.Error:
+        return False
+    return True
+
+
+def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
+    """Values over many magnitudes; of small floats all codes but those of Inf and NaN."""
+    random = np.random.default_rng([rank, numel, len(dtype)])
+    if dtype in ("float32", "float64"):
+        return floats(rank, numel).astype(TYPES[dtype])
+    if dtype.startswith("complex"):
+        return (floats(rank, numel) + 1j * floats(rank + 100, numel)).astype(TYPES[dtype])
+    if dtype == "bool":
+        return random.integers(0, 2, numel, dtype="u1")
+    if dtype == "float16":
+        return floats(rank, numel).clip(-6e4, 6e4).astype("f2").view("u2")
+    if dtype == "bfloat16":
+        return (floats(rank, numel).view("u4") >> 16).astype("u2")
+    if dtype.startswith("float8"):
+        sign = random.integers(0, 2, numel, dtype="u1") << 7
+        return sign | random.integers(0, 0x7B, numel, dtype="u1")
+    limits = np.iinfo(TYPES[dtype])
+    return random.integers(limits.min, limits.max, numel, dtype=TYPES[dtype], endpoint=True)
+
+
+def folded(inputs: list[np.ndarray], dtype: str, op: str, factor: float = 1.0) -> np.ndarray:
+    """In rank order, by the CPU's reduction."""
+    out = np.empty_like(inputs[0])
+    addresses = [x.ctypes.data for x in inputs]
+    _C.reduce(
+        getattr(DType, dtype),
+        getattr(ReduceOp, op),
+        addresses,
+        out.ctypes.data,
+        out.size,
+        factor=factor,
+    )
+    return out
+
+
+def reduce_all_types(c: Rank) -> int:
+    """Every type with every op that it has: the bits of the CPU's reduction in rank order."""
+    numel, factor, done = 391, 0.3, 0
+    for dtype in TYPES:
+        inputs = [contribution(r, numel, dtype) for r in range(c.size)]
+        for op in filter(lambda op: has_meaning(dtype, op), OPS):
+            want = folded(inputs, dtype, op, factor)
+            for algo in ("one_shot", "two_shot"):
+                x = c.put(inputs[c.rank])
+                kind = getattr(DType, dtype), getattr(ReduceOp, op)
+                c.call("all_reduce", x.address, numel, *kind, factor=factor, algo=algo)
+                got = x.get()
+                assert got.tobytes() == want.tobytes(), (dtype, op, algo)
+                done += 1
+    return done
+
+
+def reduce_sizes(c: Rank) -> None:
+    """Every algorithm at odd sizes, with memory that is not aligned to 16 bytes too."""
+    for numel in SIZES:
+        want = sum(integers(r, numel) for r in range(c.size))
+        for algo in ALGOS:
+            for shift in (0, 4):
+                x = c.put(integers(c.rank, numel), shift)
+                c.call("all_reduce", x.address, numel, DType.float32, ReduceOp.sum, algo=algo)
+                assert np.array_equal(x.get(), want), (numel, algo, shift)
+
+
+def part_sizes(c: Rank, numel: int) -> list[int]:
+    """Of each rank another, one of them none."""
+    return [(r * 7919 + 13) % (numel + 1) if r != 1 else 0 for r in range(c.size)]
+
+
+def parts(buffers: list[Buffer]) -> _C.Parts:
+    return _C.Parts([(b.address, b.shape[0]) for b in buffers])
+
+
+def reduce_and_scatter(c: Rank) -> None:
+    for numel in (5, 3001):
+        sizes = part_sizes(c, numel)
+        inputs = [[floats(r * 50 + p, n) for p, n in enumerate(sizes)] for r in range(c.size)]
+        ours = [c.put(x) for x in inputs[c.rank]]
+        out = c.put(np.zeros(sizes[c.rank], dtype="f4"))
+        c.call("reduce_scatter", parts(ours), out.address, DType.float32, ReduceOp.avg)
+        want = folded([inputs[r][c.rank] for r in range(c.size)], "float32", "avg")
+        assert out.get().tobytes() == want.tobytes(), numel
+        for root in range(c.size):
+            whole = [floats(r, numel) for r in range(c.size)]
+            x, y = c.put(whole[c.rank]), c.put(np.zeros(numel, dtype="f4"))
+            c.call("reduce", x.address, y.address, numel, DType.float32, ReduceOp.sum, root)
+            want = folded(whole, "float32", "sum") if root == c.rank else np.zeros(numel)
+            assert np.array_equal(y.get(), want), (numel, root)
+
+
+def moves(c: Rank) -> None:
+    """Every collective that moves data, with parts of all sizes."""
+    for numel in (1, 37, 9001):
+        sizes = part_sizes(c, numel)
+        mine = c.put(integers(c.rank, sizes[c.rank], "i4"))
+        out = [c.put(np.zeros(n, dtype="i4"), shift=4 * (r % 2)) for r, n in enumerate(sizes)]
+        c.call("all_gather", mine.address, parts(out), DType.int32)
+        for r, n in enumerate(sizes):
+            assert np.array_equal(out[r].get(), integers(r, n, "i4")), (numel, r)
+
+        def cell(a: int, b: int, numel: int = numel) -> np.ndarray:
+            return integers(a * 20 + b, (a * 31 + b * 17 + numel) % (numel + 1), "i8")
+
+        sent = [c.put(cell(c.rank, r)) for r in range(c.size)]
+        came = [c.put(np.zeros_like(cell(r, c.rank))) for r in range(c.size)]
+        c.call("all_to_all", parts(sent), parts(came), DType.int64)
+        for r in range(c.size):
+            assert np.array_equal(came[r].get(), cell(r, c.rank)), (numel, r)
+
+        for root in range(c.size):
+            x = c.put(integers(c.rank, numel, "i4"))
+            c.call("broadcast", x.address, numel, DType.int32, root)
+            assert np.array_equal(x.get(), integers(root, numel, "i4")), (numel, root)
+
+            y = c.put(np.zeros_like(cell(root, c.rank)))
+            c.call("scatter", parts(sent), y.address, y.shape[0], DType.int64, root)
+            assert np.array_equal(y.get(), cell(root, c.rank)), (numel, root)
+
+            own = sent[root]
+            out = [c.put(np.zeros_like(cell(r, root))) for r in range(c.size)]
+            c.call("gather", own.address, own.shape[0], parts(out), DType.int64, root)
+            for r in range(c.size if root == c.rank else 0):
+                assert np.array_equal(out[r].get(), cell(r, root)), (numel, r)
+        c.call("barrier")
+
+
+def mixture(c: Rank) -> None:
+    """Operations of all kinds close behind each other, queued before any is looked at."""
+    random = np.random.default_rng(5)  # alike on all ranks
+    checks = []
+    for step in range(60):
+        numel = int(random.integers(1, 6000))
+        kind = random.choice([*ALGOS, "all_gather", "barrier", "reduce_scatter"])
+        if kind == "barrier":
+            c.call("barrier")
+        elif kind == "all_gather":
+            out = [c.put(np.zeros(numel, dtype="f4")) for _ in range(c.size)]
+            x = c.put(integers(c.rank + step, numel))
+            c.call("all_gather", x.address, parts(out), DType.float32)
+            checks += [(step, b, integers(r + step, numel)) for r, b in enumerate(out)]
+        elif kind == "reduce_scatter":
+            ours = [c.put(integers(c.rank + p + step, numel)) for p in range(c.size)]
+            out = c.put(np.zeros(numel, dtype="f4"))
+            c.call("reduce_scatter", parts(ours), out.address, DType.float32, ReduceOp.sum)
+            want = sum(integers(r + c.rank + step, numel) for r in range(c.size))
+            checks.append((step, out, want))
+        else:
+            x = c.put(integers(c.rank + step, numel))
+            c.call("all_reduce", x.address, numel, DType.float32, ReduceOp.sum, algo=kind)
+            checks.append((step, x, sum(integers(r + step, numel) for r in range(c.size))))
+    for step, buffer, want in checks:
+        assert np.array_equal(buffer.get(), want), step
+
+
+# ------------------------------------------------------------------------------- codecs
+
+SEED, STEP = 0x1234567890ABCDEF, 11
+TENSORS = {7: 1000, 3: 1, 9: 4099, 4: 0, 1: 128, 2: 20011}
+# Codecs of every combine; those of granule 0 take a tensor whole.
+SPECS = [
+    "int8",
+    "int4:block=64,rounding=stochastic",
+    "fp16",
+    "sign",
+    "mxfp8",
+    "ternary:ranks=8",
+    "randomk:10",
+    "topk:0.05",
+    "lossless",
+]
+
+
+class Bucket:
+    """One rank's gradients and residuals, and the pieces that name them on its device."""
+
+    def __init__(self, c: Rank, specs: list[str], rows: int = 1, feedback: bool = True) -> None:
+        numel = sum(TENSORS.values())
+        random = np.random.default_rng([c.rank, rows])
+        sparse = random.random((rows, numel)) < 0.5
+        self.data = c.put((random.standard_normal((rows, numel)) * sparse).astype("f4"))
+        self.pieces, self.residuals = _C.Pieces(), []
+        self.codecs = [_C.Codec(pycomm.codec(spec).spec()) for spec in specs]
+        for i, (tensor, size) in enumerate(TENSORS.items()):
+            addresses = [0, 0]
+            if feedback:
+                kept = random.standard_normal((rows, size)).astype("f4") / 50
+                owner = np.zeros(size, dtype="f4")
+                self.residuals += [c.put(kept), c.put(owner)]
+                addresses = [buffer.address for buffer in self.residuals[-2:]]
+            self.pieces.add(
+                size,
+                self.codecs[i % len(specs)],
+                tensor=tensor,
+                residual=addresses[0],
+                new_residual=addresses[0],
+                owner_residual=addresses[1],
+                new_owner_residual=addresses[1],
+            )
+
+    def bytes(self, *results) -> list[bytes]:
+        """Of the results, and of the residuals that only this rank has written."""
+        return [buffer.get().tobytes() for buffer in (*results, *self.residuals)]
+
+
+KEY = {"seed": SEED, "step": STEP}
+
+
+def coded(c: Rank, specs: list[str], feedback: bool = True) -> list[list[bytes]]:
+    """All three operations with codecs; a piece has each of `specs` in turn."""
+    numel = sum(TENSORS.values())
+    first = Bucket(c, specs, 1, feedback)
+    c.call("all_reduce_coded", first.data.address, first.pieces, **KEY)
+
+    second = Bucket(c, specs, c.size, feedback)
+    out = c.put(np.zeros(numel, dtype="f4"))
+    c.call("reduce_scatter_coded", second.data.address, out.address, second.pieces, **KEY)
+
+    third = Bucket(c, specs, 1, feedback)
+    rows = c.put(np.zeros((c.size, numel), dtype="f4"))
+    c.call("all_gather_coded", third.data.address, rows.address, third.pieces, **KEY)
+    return [first.bytes(first.data), second.bytes(out), third.bytes(rows)]

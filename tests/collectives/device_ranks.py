@@ -1,0 +1,166 @@
+"""Ranks of a device group: threads, each with a GPU or, on the CPU, with memory that all share.
+
+A job gets a Rank and works on numpy arrays that it has put on the rank's device, so that one suite
+runs on both: on the CPU the kernels are those of the GPU, compiled by the C++ compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+
+from pycomm import _C
+
+Job = Callable[["Rank"], Any]
+ARENA = 64 << 20
+# Slots of a few kilobytes: whatever is larger goes in many rounds.
+OPTIONS = {"timeout": 20.0, "blocks": 3, "staging_bytes": 3 * 2 * 4096, "coded_bytes": 1 << 16}
+
+
+class Buffer:
+    """Memory of a rank's device with the bytes of an array, and a shift from aligned memory."""
+
+    def __init__(self, rank: Rank, array: np.ndarray, shift: int = 0) -> None:
+        self.rank, self.dtype, self.shape = rank, array.dtype, array.shape
+        flat = np.frombuffer(array.tobytes(), dtype=np.uint8)
+        self.shift, self.bytes = shift, flat.size
+        if rank.cuda:
+            self.memory = rank.take(flat.size + 16)
+            rank.copy(self.memory[shift : shift + flat.size], flat.copy())
+            start = self.memory.data_ptr()
+        else:
+            room = np.zeros(flat.size + 80, dtype=np.uint8)
+            self.memory = room[-room.ctypes.data % 16 :]
+            self.memory[shift : shift + flat.size] = flat
+            start = self.memory.ctypes.data
+        self.address = start + shift
+
+    def get(self) -> np.ndarray:
+        self.rank.synchronize()
+        flat = self.memory[self.shift : self.shift + self.bytes]
+        if self.rank.cuda:
+            flat = self.rank.fetch(flat)
+        return np.frombuffer(flat.tobytes(), dtype=self.dtype).reshape(self.shape)
+
+
+class Rank:
+    """One rank: `group` is its device group, `stream` where its work is queued."""
+
+    def __init__(self, store: _C.Store, rank: int, size: int, cuda: bool, options: dict[str, Any]):
+        self.rank, self.size, self.cuda, self.stream = rank, size, cuda, 0
+        if cuda:
+            import torch
+
+            self.torch_stream = torch.cuda.Stream()
+            self.stream = self.torch_stream.cuda_stream
+            # All memory before ranks meet: an allocation may wait for kernels of other ranks.
+            self.arena, self.used = torch.zeros(ARENA, dtype=torch.uint8, device="cuda"), 0
+            torch.cuda.synchronize()
+        index = 0 if cuda else -1
+        self.group = _C.DeviceGroup(store, rank, size, index, **{**OPTIONS, **options})
+
+    def put(self, array: np.ndarray, shift: int = 0) -> Buffer:
+        return Buffer(self, array, shift)
+
+    def take(self, size: int) -> Any:
+        begin = self.used
+        self.used += -(-size // 256) * 256
+        assert self.used <= ARENA, "the job needs a larger arena"
+        return self.arena[begin : begin + size]
+
+    def copy(self, to: Any, array: np.ndarray) -> None:
+        import torch
+
+        with torch.cuda.stream(self.torch_stream):
+            to.copy_(torch.from_numpy(array))
+
+    def fetch(self, tensor: Any) -> np.ndarray:
+        import torch
+
+        with torch.cuda.stream(self.torch_stream):
+            return tensor.cpu().numpy()
+
+    def call(self, op: str, *args: Any, **kwargs: Any) -> None:
+        getattr(self.group, op)(*args, **kwargs, stream=self.stream)
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            self.torch_stream.synchronize()
+        self.group.check()
+
+
+@contextlib.contextmanager
+def joined(store: _C.Store, rank: int, size: int, cuda: bool, options: Any) -> Iterator[Rank]:
+    one = Rank(store, rank, size, cuda, options)
+    try:
+        yield one
+    finally:
+        one.group.close()
+
+
+def attempt(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
+    """Run ``job(rank)`` on ranks that are threads; a rank's error is its outcome."""
+    store, outcomes = _C.Store.local(), [None] * size
+
+    def main(rank: int) -> None:
+        try:
+            with joined(store, rank, size, cuda, options) as one:
+                outcomes[rank] = job(one)
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 60
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "ranks did not end within 60 s"
+    return outcomes
+
+
+def run(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
+    """The same, but the first error of any rank is raised again."""
+    outcomes = attempt(size, job, cuda=cuda, **options)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+def _process_main(
+    folder: str, rank: int, size: int, cuda: bool, job: Job, options: Any, results: Any
+) -> None:
+    try:
+        with joined(_C.Store.file(folder), rank, size, cuda, options) as one:
+            results.put((rank, job(one)))
+    except Exception as error:
+        results.put((rank, f"{type(error).__name__}: {error}"))
+
+
+def run_processes(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
+    """The same with processes; an error comes as its text, which no job returns."""
+    context = get_context("spawn" if cuda else "fork")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(
+                target=_process_main, args=(folder, r, size, cuda, job, options, results)
+            )
+            for r in range(size)
+        ]
+        for process in processes:
+            process.start()
+        outcomes = dict(results.get(timeout=100) for _ in processes)
+        for process in processes:
+            process.join()
+    failed = {r: outcome for r, outcome in outcomes.items() if isinstance(outcome, str)}
+    assert not failed, failed
+    return [outcomes[r] for r in range(size)]
