@@ -35,11 +35,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is known of one model. None: not measured yet, or not at all.
-
-    There is no count of saturated values. Integers are scaled by the largest value of their block,
-    so nothing is cut off; what the rounded scales of MX and NVFP4 cut off is part of the error.
-    """
+    """What is known of one model. None: not measured yet, or not at all."""
 
     step: int
     step_seconds: float | None
@@ -60,6 +56,11 @@ class Report:
     """The largest |result - due| / |due|, where due includes what residuals owed."""
     residual: float | None
     """The largest |what residuals owed| / |exact|."""
+    sampled: int
+    """Values in those samples, of all ranks."""
+    saturated: int
+    """Those that were cut off, being larger than their block's scale can show: MX with floor
+    scales, NVFP4. Other scales follow from the largest value of a block, and cut nothing off."""
     check_every: int | None
     """Steps from one check to the next."""
     groups: tuple[Group, ...]
@@ -115,7 +116,8 @@ def text() -> str:
             lines.append(
                 f"  checks of {r.checked} parameters, every {r.check_every} steps: error up to "
                 f"{r.error:.3g}, cosine at least {r.cosine:.4g}, of the codec alone up to "
-                f"{r.coding:.3g}, residuals up to {r.residual:.3g} of a gradient"
+                f"{r.coding:.3g}, residuals up to {r.residual:.3g} of a gradient, "
+                f"{r.saturated} of {r.sampled} values saturated"
             )
         for g in r.groups:
             lines.append(f"  {g.codec} ({g.reason}): {g.parameters} parameters, {g.values} values")
@@ -145,6 +147,8 @@ _GAUGES = {
     "cosine": "Smallest cosine between a sampled averaged gradient and the exact one",
     "coding": "Largest relative L2 error of the codec alone",
     "residual": "Largest norm of what residuals owe, relative to the gradient",
+    "sampled": "Values in the last samples of all parameters",
+    "saturated": "Values in the last samples that their codec has cut off",
 }
 
 

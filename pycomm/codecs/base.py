@@ -117,6 +117,13 @@ class Codec(ABC):
         """Return the codec for a parameter of this shape: itself, unless the shape matters."""
         return self
 
+    def saturated(self, p: torch.Tensor) -> int:
+        """Return how many values (float32 [numel]) are beyond what their block's scale can show.
+
+        None, where scales follow from the largest value of a block.
+        """
+        return 0
+
     def implementation(self, device: str) -> Implementation:
         """Return who runs this codec on a device type."""
         return select(self.name, device)

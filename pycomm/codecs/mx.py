@@ -106,6 +106,21 @@ class MX(Codec):
     def reference_encode(
         self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
     ) -> torch.Tensor:
+        first, v = self._scaled(p)
+        if self.rounding == "stochastic":
+            words = random_words(key, index, v.numel(), p.device).view_as(v)
+            code = _encode(v, self.element, words)
+        else:
+            code = _encode(v, self.element)
+        return payload(*first, pack_bits(code.view(-1)[: p.numel()], self.element.bits))
+
+    def saturated(self, p: torch.Tensor) -> int:
+        """Return how many values become the element's largest because they are larger than it."""
+        _, v = self._scaled(p)
+        return int((v.abs() > self.element.top).sum())
+
+    def _scaled(self, p: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the sections of scales, and the values in units of them: float32 [blocks, ...]."""
         rows = split(p, self.granule)
         blocks = rows.view(-1, self.block)
         amax = blocks.abs().amax(dim=1)
@@ -116,13 +131,7 @@ class MX(Codec):
             scale, inv = self._scales(amax)
             first = [scale]
         # Without an inverse scale a block travels as zeros or as NaN.
-        v = torch.where(inv[:, None] > 0, blocks * inv[:, None], torch.zeros_like(blocks))
-        if self.rounding == "stochastic":
-            words = random_words(key, index, rows.numel(), p.device).view_as(v)
-            code = _encode(v, self.element, words)
-        else:
-            code = _encode(v, self.element)
-        return payload(*first, pack_bits(code.view(-1)[: p.numel()], self.element.bits))
+        return first, torch.where(inv[:, None] > 0, blocks * inv[:, None], torch.zeros_like(blocks))
 
     def _scales(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the E8M0 codes (uint8) and the inverse scales of blocks."""

@@ -20,11 +20,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from pycomm.codecs import Codec
 from pycomm.policy.guard import Guard
 from pycomm.policy.rules import Decision
 
 _MOST = 1 << 16  # values in one check
 _LEAST = 256
+_NUMBERS = 9  # of a parameter, in a check
 _RAREST = 1 << 12  # steps between two checks, at most
 _STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive multiples spread over any range
 
@@ -63,6 +65,10 @@ class Quality:
     """|result - due| / |due|: of the codec alone."""
     residual: float
     """|due - exact| / |exact|: what was owed from earlier steps."""
+    sampled: int = 0
+    """Values of all ranks that were looked at."""
+    saturated: int = 0
+    """Those that their codec cuts off on the way to the owner; see `Codec.saturated`."""
 
 
 class Probe:
@@ -73,13 +79,19 @@ class Probe:
         exact: float32 [rows, 2, values]: this rank's part of the gradients, and of what is due. A
             result of several rows goes to as many ranks.
         group: whose ranks.
+        counts: of each slice, this rank's values and how many of them its codec cuts off.
     """
 
     def __init__(
-        self, slices: Mapping[str, slice], exact: torch.Tensor, group: dist.ProcessGroup
+        self,
+        slices: Mapping[str, slice],
+        exact: torch.Tensor,
+        group: dist.ProcessGroup,
+        counts: Sequence[tuple[int, int]],
     ) -> None:
         self.names = list(slices)
         self._slices = list(slices.values())
+        self._counts = torch.tensor(counts, dtype=torch.float64)
         self._exact = exact
         self._row = group.rank() if len(exact) > 1 else 0
         self._work = dist.all_reduce(exact, group=group, async_op=True)
@@ -93,21 +105,22 @@ class Probe:
 
     def numbers(self) -> torch.Tensor:
         """Return |result - exact|^2, |exact|^2, |result|^2, result * exact, |result - due|^2,
-        |due|^2 and |due - exact|^2 of each parameter: float64 [parameters, 7].
+        |due|^2, |due - exact|^2 and the two counts of each parameter: float64 [parameters, 9].
 
         Zeros, if the bucket's reduction has not come to an end.
         """
         if self._work is not None:
             self._work.wait()
         if self._result is None:
-            return torch.zeros(len(self.names), 7, dtype=torch.float64)
+            return torch.zeros(len(self.names), _NUMBERS, dtype=torch.float64)
         sizes = [part.stop - part.start for part in self._slices]
         e, d = self._exact[self._row].cpu().double()
         r = self._result.cpu().double()
         off, lost, owed = r - e, r - d, d - e
         pairs = ((off, off), (e, e), (r, r), (r, e), (lost, lost), (d, d), (owed, owed))
         products = torch.stack([a * b for a, b in pairs])
-        return torch.stack([part.sum(dim=1) for part in torch.split(products, sizes, dim=1)])
+        sums = torch.stack([part.sum(dim=1) for part in torch.split(products, sizes, dim=1)])
+        return torch.cat((sums, self._counts), dim=1)
 
 
 class Sampler:
@@ -124,6 +137,7 @@ class Sampler:
         """Steps between checks; grows where checks cost too much."""
         self.wanted: dict[str, slice] = {}
         """What takes part in the current check: values of each parameter."""
+        self._codecs: dict[str, Codec] = {}  # of those
         self._group = group
         self._next = 0
         self._probes: list[Probe] = []
@@ -157,6 +171,7 @@ class Sampler:
             count = min(max(each, 1), lossy[name])
             begin = (step + i) * _STEP % 2**64 * (lossy[name] - count + 1) >> 64
             self.wanted[name] = slice(begin, begin + count)
+        self._codecs = {d.parameter.name: d.codec for d in decisions if d.parameter.name in chosen}
 
     def probe(
         self,
@@ -177,7 +192,7 @@ class Sampler:
             average: whether the result is the average; else it is the sum.
         """
         slices: dict[str, slice] = {}
-        gradients, debts = [], []
+        gradients, debts, counts = [], [], []
         ranks = self._group.size()
         table = values.detach().view(rows, -1)
         for piece in pieces:
@@ -194,10 +209,14 @@ class Sampler:
             debt = [torch.zeros_like(mine[0]) if one is None else one for one in known]
             gradients.append(mine)
             debts.append(mine + torch.stack(debt) * (1 if average else ranks))
+            # Blocks need not begin where they do in the payload: this is a sample.
+            sent = debts[-1] * (ranks if average else 1)
+            cut = sum(self._codecs[piece.name].saturated(row) for row in sent)
+            counts.append((sent.numel(), cut))
         if not slices:
             return None
         exact = torch.stack((torch.cat(gradients, dim=1), torch.cat(debts, dim=1)), dim=1)
-        probe = Probe(slices, exact, self._group)
+        probe = Probe(slices, exact, self._group, counts)
         self._probes.append(probe)
         return probe
 
@@ -214,7 +233,7 @@ class Sampler:
         return bool(self._probes)
 
     def collect(self) -> tuple[list[str], list[float]]:
-        """End a check; return its parameters and this rank's numbers, seven for each."""
+        """End a check; return its parameters and this rank's numbers, nine for each."""
         probes, self._probes = self._probes, []
         names = [name for probe in probes for name in probe.names]
         return names, torch.cat([probe.numbers() for probe in probes]).view(-1).tolist()
@@ -227,7 +246,8 @@ def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict
     """
     found = {}
     for i, name in enumerate(names):
-        off, exact, result, product, lost, due, owed = numbers[7 * i : 7 * i + 7]
+        sums = numbers[_NUMBERS * i : _NUMBERS * (i + 1)]
+        off, exact, result, product, lost, due, owed, sampled, saturated = sums
         if not all(map(math.isfinite, (off, lost, owed))) or not (exact > 0 and due > 0):
             continue
         found[name] = Quality(
@@ -236,5 +256,7 @@ def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict
             cosine=product / math.sqrt(exact * result) if result > 0 else 0.0,
             coding=math.sqrt(lost / due),
             residual=math.sqrt(owed / exact),
+            sampled=int(sampled),
+            saturated=int(saturated),
         )
     return found

@@ -65,7 +65,7 @@ def test_slices_lie_inside_and_wander():
 def numbers(result: torch.Tensor, exact: torch.Tensor, due: torch.Tensor) -> list[float]:
     pairs = [(result - exact,) * 2, (exact,) * 2, (result,) * 2, (result, exact)]
     pairs += [(result - due,) * 2, (due,) * 2, (due - exact,) * 2]
-    return [float(torch.dot(a, b)) for a, b in pairs]
+    return [*(float(torch.dot(a, b)) for a, b in pairs), float(len(exact)), 1.0]
 
 
 def test_numbers_become_errors_and_cosines():
@@ -77,6 +77,7 @@ def test_numbers_become_errors_and_cosines():
     assert found.cosine == pytest.approx(0.6)
     assert found.coding == pytest.approx(0.8)  # 8 of 10
     assert found.residual == pytest.approx(1.0)
+    assert (found.sampled, found.saturated) == (2, 1)
 
 
 @pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan")])
