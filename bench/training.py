@@ -165,7 +165,7 @@ def schedule(step: int, config: Config) -> float:
     """Linear warm-up, then a cosine to a tenth, which stays."""
     if step < config.warmup:
         return (step + 1) / config.warmup
-    done = min(1.0, (step - config.warmup) / (config.steps - config.warmup))
+    done = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
     return 0.55 + 0.45 * math.cos(math.pi * done)
 
 

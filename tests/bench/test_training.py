@@ -44,3 +44,8 @@ def test_learning_rate_rises_then_falls_to_a_tenth():
     assert factors[top] == 1.0
     assert factors == sorted(factors[: top + 1]) + sorted(factors[top + 1 :], reverse=True)
     assert abs(factors[-1] - 0.1) < 1e-12  # a cosine in float64
+
+
+def test_a_run_may_end_with_its_warm_up():
+    config = Config(steps=20, warmup=20)
+    assert [schedule(step, config) for step in (0, 19, 20)] == [0.05, 1, 1]
