@@ -40,8 +40,8 @@ def compress(
     Args:
         model: a model that one of these has wrapped, compiled or not.
         spec: a codec, its text ("int8", "topk:0.01,values=int8"), a `pycomm.Policy`, or the text of
-            one: "auto", "int4 warmup=100", and more in `Policy.of`. A codec
-            leaves norms, biases and tiny parameters exact.
+            one: "auto", "int4 warmup=100", and more in `Policy.of`. "dgc:0.01" is top-k with all
+            of Deep Gradient Compression. A codec leaves norms, biases and tiny parameters exact.
         feedback: what becomes of the error of each payload: True, it is added to the next; False;
             or a kind with options, "ema:0.9,storage=int8", see `pycomm.Feedback`.
         seed: of random rounding; equal on all ranks.

@@ -19,6 +19,7 @@ from pycomm.feedback.rule import EXACT
 from pycomm.hooks import powersgd, two_shot
 from pycomm.hooks.bucket import Bucket, Piece
 from pycomm.policy import Decision, Parameter, Plan, Policy
+from pycomm.policy.text import usual_feedback
 
 CODED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,6 +42,8 @@ class BucketReducer:
         if process_group is None:
             raise Error("there is no process group: call init_process_group first")
         self.process_group: dist.ProcessGroup = process_group
+        if isinstance(codec, str) and feedback is True:
+            feedback = usual_feedback(codec) or True
         rule = Feedback.of(feedback)
         options = (f"feedback={rule}", f"seed={seed}")
         self.plan = Plan(Policy.of(codec), process_group, options=options)

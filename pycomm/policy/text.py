@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 _TURN = re.compile(r"(epoch)?(\d+):(.+)")
+DGC = "dgc"
 _NUMBERS = ("warmup", "budget", "error")
 _WORDS = "warmup=, budget=, error=, guard=off, STEP:CODEC or epochN:CODEC"
 
@@ -19,6 +20,9 @@ def options(text: str) -> dict[str, Any]:
     words = text.split()
     if not words:
         raise ValueError('policy: the text is empty; give a codec, such as "int8"')
+    name, _, density = words[0].partition(":")
+    if name == DGC:
+        words[:1] = [f"topk:{density or '0.001'}", "warmup=dgc"]
     found: dict[str, Any] = {}
     if words[0].partition("=")[0] not in _NUMBERS:
         found["codec"] = words.pop(0)
@@ -37,6 +41,16 @@ def options(text: str) -> dict[str, Any]:
         else:
             raise ValueError(f"policy: {word!r} in {text!r} is none of {_WORDS}")
     return found
+
+
+def usual_feedback(text: str) -> str | None:
+    """Return the feedback that belongs to a method which the text calls by its name, such as "dgc".
+
+    "dgc:0.01" is Deep Gradient Compression (Lin et al. 2018): the largest values, their share
+    falling in the first epochs, and momentum that is kept here and not in the optimizer.
+    """
+    first = text.split() or [""]
+    return "momentum:0.9" if first[0].partition(":")[0] == DGC else None
 
 
 def _number(name: str, value: str) -> int | float:

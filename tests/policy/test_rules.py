@@ -89,6 +89,10 @@ def test_dgc_lets_the_density_fall_by_epochs():
         ("budget=4.5", Policy(budget=4.5)),
         ("error=0.1", Policy(error=0.1)),
         ("int8 guard=off", Policy("int8", guard=None)),
+        (
+            "dgc:0.01,values=int8 guard=off",
+            Policy("topk:0.01,values=int8", warmup="dgc", guard=None),
+        ),
     ],
 )
 def test_texts(text, policy):

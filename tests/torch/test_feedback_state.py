@@ -264,6 +264,26 @@ def test_accumulated_steps_lose_nothing(pool, options, compiled):
     pool.run(check_forms, options, compiled)
 
 
+def check_dgc(rank: int, size: int) -> None:
+    model = DistributedDataParallel(Chosen())
+    state = pycomm.compress(model, "dgc:0.01,values=float16")
+    assert state.residuals is not None
+    assert (state.residuals.rule.kind, state.residuals.rule.decay) == ("momentum", 0.9)
+    densities = []
+    for epoch in range(5):
+        state.set_epoch(epoch)
+        reduced(model, gradients(rank, epoch))
+        densities.append(state.decisions["big"].codec.density)
+    assert densities == [0.25, 0.0625, 0.015625, 0.01, 0.01]
+    own = pycomm.compress(DistributedDataParallel(Chosen()), "dgc", feedback="momentum:0.5,clip=1")
+    assert own.residuals is not None
+    assert own.residuals.rule.clip == 1
+
+
+def test_dgc_is_topk_with_its_warm_up_and_momentum(pool):
+    pool.run(check_dgc)
+
+
 # ------------------------------------------------------------- checkpoints, other worlds
 
 STEPS = 5
