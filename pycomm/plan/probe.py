@@ -212,9 +212,11 @@ def _codecs(ranks: Ranks, numel: int, effort: float) -> Codecs:
 
 
 def _in_use(group: Communicator, link: Link, found: Codecs, effort: float) -> Codecs:
-    """Charge decoding with what a core needs in an all-reduce beyond all that is known.
+    """Correct decoding by what a core needs in an all-reduce beyond all that is known, or less.
 
-    Long buffers are only as long as the link sends without a codec in half a second.
+    An all-reduce works on segments, which caches hold where they do not hold the buffer. Waiting
+    only adds to a core's time, so the least counts. Long buffers are only as long as the link sends
+    without a codec in half a second.
     """
     longest = int(link.rate * 0.5 * effort) // 4 >> 16 << 16
     numel = max(1 << 16, min(found.numel, longest))
@@ -233,8 +235,9 @@ def _in_use(group: Communicator, link: Link, found: Codecs, effort: float) -> Co
         way = "gather" if coding.combine == "gather" else "two_shot"
         expected = all_reduce(cluster, coding, way, Size.of(numel, coding)).processor
         decodings = 1.0 if way == "gather" else 1.5  # of the whole buffer, between two ranks
-        beyond = max(0.0, statistics.median(core[1:]) - expected) / decodings
-        rates[name] = replace(known, decode=1 / (1 / known.decode + beyond / (4 * numel)))
+        beyond = (min(core) - expected) / decodings / (4 * numel)
+        decode = max(1 / known.decode + beyond, 0.2 / known.decode)
+        rates[name] = replace(known, decode=1 / decode)
     return replace(found, rates=rates)
 
 
