@@ -10,15 +10,11 @@ kernels are timed (gpu_timing.py). All of it goes to one CSV. Nothing is downloa
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
-import platform
-import re
+import json
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +22,7 @@ import torch
 import pycomm
 from pycomm.bench import gpu_checks
 from pycomm.bench.gpu_checks import Counts
+from pycomm.bench.gpu_results import NO_TIMES, Row, this_machine, write
 from pycomm.bench.gpu_timing import (
     bytes_moved,
     call_of,
@@ -64,45 +61,7 @@ SPECS = (
     "lossless",
 )
 NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one whose time is all bandwidth
-NO_TIMES = ("", 0, 0, 0.0, 0.0, 0.0, 0.0, "")
 REFERENCE_NUMEL = 1 << 22  # plain torch makes dozens of passes and temporaries
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where the numbers come from; in every row."""
-
-    device: str
-    driver: str
-    cuda: str
-    torch: str
-    triton: str
-    cupy: str
-    python: str
-    pycomm: str
-    commit: str
-    date: str
-    command: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kernel, timed; or, where kind is "check", what one suite said, and no times."""
-
-    kind: str  # native, nvrtc, triton, reference, torch; or check, where `codec` names the suite
-    contract: str  # what the contract test said of this kind in this run: "767 passed"
-    codec: str
-    op: str
-    numel: int
-    bytes: int  # that the kernel must move
-    microseconds: float
-    gbps: float
-    copy_gbps: float  # device-to-device copy of numel values: read and written
-    share: float  # gbps / copy_gbps
-    method: str  # graph, or events if it cannot be captured
-
-
-# ----------------------------------------------------------------------------- results
 
 
 def time_kernel(kind: str, spec: str, op: str, numel: int, copy: float, contract: str) -> Row:
@@ -136,61 +95,27 @@ def time_topk(numel: int) -> Row:
     return Row("torch", "", "torch.topk 1 %", "topk", numel, moved, *times, method)
 
 
-def slug(device: str) -> str:
-    """A device's name as part of a file name: "NVIDIA H200" is nvidia-h200."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
-def write(folder: Path, machine: Machine, rows: list[Row]) -> Path:
-    """Write one CSV for this machine, one row per kernel."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"gpu-{slug(machine.device)}.csv"
-    fields = [f.name for f in (*dataclasses.fields(Row), *dataclasses.fields(Machine))]
-    with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, fields)
-        table.writeheader()
-        for row in rows:
-            table.writerow({**dataclasses.asdict(row), **dataclasses.asdict(machine)})
-    return path
-
-
-def this_machine(command: str) -> Machine:
-    def output(*words: str) -> str:
-        try:
-            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-
-    def version(module: str) -> str:
-        try:
-            return str(__import__(module).__version__)
-        except ImportError:
-            return "none"
-
-    release = re.search(r"release ([\d.]+)", output("nvcc", "--version"))
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return Machine(
-        device=torch.cuda.get_device_name(0),
-        driver=driver.partition("\n")[0],
-        cuda=release.group(1) if release else "none",
-        torch=torch.__version__,
-        triton=version("triton"),
-        cupy=version("cupy"),
-        python=platform.python_version(),
-        pycomm=_pycomm_version(),
-        commit=output("git", "describe", "--always", "--dirty"),
-        date=time.strftime("%Y-%m-%d", time.gmtime()),
-        command=command,
+def time_collectives(problems: list[str]) -> list[Row]:
+    """All-reduces of several ranks on this GPU, in a process of their own; see gpu_collectives."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pycomm.bench.gpu_collectives"],
+        env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-
-
-def _pycomm_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("pycomm")
-    except PackageNotFoundError:
-        return "staged"
+    if done.returncode != 0:
+        problems.append(f"collectives: {done.stderr.strip()}")
+    copy = time_copy(1 << 24)
+    rows = []
+    for line in map(json.loads, done.stdout.splitlines()):
+        op = f"all_reduce of {line['ranks']} {line['algo'] or 'coded'}"
+        share = round(line["gbps"] / copy, 3)
+        times = (line["microseconds"], round(line["gbps"], 1), round(copy, 1), share)
+        spec = line["codec"] or "none"
+        rows.append(Row("ranks", "", spec, op, line["numel"], line["bytes"], *times, "events"))
+        print(_line(rows[-1:]), flush=True)
+    return rows
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -233,6 +158,7 @@ def main(arguments: list[str]) -> int:
                 rows += _time_codec(kind, spec, numel, copy, said, problems)
     if not options.no_times:
         rows += [time_topk(numel) for numel in options.numel]
+        rows += time_collectives(problems)
     print(f"wrote {write(options.results, here, rows)}")
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)

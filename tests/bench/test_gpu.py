@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -12,13 +13,13 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.bench import gpu, gpu_checks
+from pycomm.bench import gpu, gpu_checks, gpu_collectives, gpu_results
 from pycomm.bench.gpu_timing import bytes_moved, sets_needed
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs.test_contract import CUDA
 
 PASSED = gpu_checks.Counts(passed=767)
-MACHINE = gpu.Machine(*(field.name for field in dataclasses.fields(gpu.Machine)))
+MACHINE = gpu_results.Machine(*(field.name for field in dataclasses.fields(gpu_results.Machine)))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,41 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(gpu, "time_copy", lambda numel: 8.0)
     monkeypatch.setattr(gpu, "time_kernel", row)
     monkeypatch.setattr(gpu, "time_topk", lambda numel: row("torch", "", "topk", numel, 8.0, ""))
+    monkeypatch.setattr(gpu, "time_collectives", lambda problems: [])
     return monkeypatch
+
+
+def test_ranks_of_the_processor_take_the_way_of_those_of_a_gpu(capsys):
+    assert gpu_collectives.main(["--device=cpu", "--ranks", "2", "--numel", "1000"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ways = [(line["codec"], line["algo"]) for line in lines]
+    assert ways == [("", "one_shot"), ("", "two_shot"), ("int8", ""), ("int4", "")]
+    assert all(line["gbps"] > 0 for line in lines)
+
+
+def test_traffic_is_what_ranks_read_and_write():
+    b = 4 * 1024
+    assert gpu_collectives.traffic(4, 1024, "", "one_shot") == 4 * (b + b + 4 * b + b)
+    assert gpu_collectives.traffic(4, 1024, "", "two_shot") == 4 * (2 * b + b + b // 4 + 2 * b)
+    k = pycomm.codec("int8").encoded_bytes(1024)
+    assert gpu_collectives.traffic(4, 1024, "int8", "") == 4 * (b + k + k + k // 4 + k + b)
+
+
+def test_what_ranks_say_becomes_rows(monkeypatch, capsys):
+    line = gpu_collectives.Line(4, "int8", "", 1024, 4096, 2.0, 6.0)
+    said = json.dumps(dataclasses.asdict(line))
+    done = subprocess.CompletedProcess([], 1, said + "\n", "4 ranks, int4: late")
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *a, **k: done)
+    monkeypatch.setattr(gpu, "time_copy", lambda numel: 8.0)
+    problems = []
+    (row,) = gpu.time_collectives(problems)
+    assert (row.kind, row.codec, row.op, row.share) == (
+        "ranks",
+        "int8",
+        "all_reduce of 4 coded",
+        0.75,
+    )
+    assert problems == ["collectives: 4 ranks, int4: late"]
 
 
 def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path):
@@ -174,4 +209,4 @@ def test_without_a_gpu_it_says_so(capsys):
 
 
 def test_file_is_named_after_the_device():
-    assert gpu.slug("NVIDIA GeForce RTX 4090") == "nvidia-geforce-rtx-4090"
+    assert gpu_results.slug("NVIDIA GeForce RTX 4090") == "nvidia-geforce-rtx-4090"

@@ -1,0 +1,167 @@
+"""Times all-reduces of several ranks on one GPU: each is a thread with a stream of its own.
+
+    CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER python -m pycomm.bench.gpu_collectives
+
+One GPU's memory carries what links between GPUs would, so the limit is its bandwidth: a line is the
+traffic of all ranks over the time of the slowest, as a share of a device-to-device copy. Written as
+JSON, a row per line, which `make gpu` puts into its CSV. On the CPU (`--device cpu`) the same
+kernels run on threads; that is for tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import pycomm
+from pycomm import _C
+
+RANKS = (2, 4, 8)
+CODECS = ("", "int8", "int4")  # "": exact
+ROUNDS = 20
+DEADLINE = 60.0  # seconds for all rounds of one line
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way of all ranks to reduce."""
+
+    ranks: int
+    codec: str
+    algo: str
+    numel: int
+    bytes: int  # that all ranks together read and write
+    microseconds: float
+    gbps: float
+
+
+def traffic(ranks: int, numel: int, codec: str, algo: str) -> int:
+    """Bytes that all ranks read and write in memory; see docs/algorithms.md, "On a GPU".
+
+    Exact, of b bytes: a rank reads its b and shows them (b); one_shot then reads n b and writes b;
+    two_shot reads b, its share of all ranks, writes b/n, and reads and writes b. With k bytes of
+    payload: reads b, writes k; reads k, writes k/n; reads k and writes b.
+    """
+    b = 4 * numel
+    if codec:
+        k = pycomm.codec(codec).encoded_bytes(numel)
+        return ranks * (2 * b + 3 * k + k // ranks)
+    if algo == "one_shot":
+        return ranks * (3 * b + ranks * b)
+    return ranks * (5 * b + b // ranks)
+
+
+class Rank:
+    """A thread's tensor, stream and group. All memory is there before ranks meet."""
+
+    def __init__(self, store: _C.Store, rank: int, ranks: int, numel: int, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.stream = torch.cuda.Stream() if self.cuda else None
+        self.tensor = torch.randn(numel, device=device)
+        if self.cuda:
+            torch.cuda.synchronize()
+        size = {} if self.cuda else {"staging_bytes": 1 << 20}
+        index = torch.cuda.current_device() if self.cuda else -1
+        self.group = _C.DeviceGroup(store, rank, ranks, index, timeout=DEADLINE, **size)
+
+    def call(self, codec: str, algo: str) -> Callable[[], None]:
+        x, numel, on = self.tensor.data_ptr(), self.tensor.numel(), {}
+        if self.stream is not None:
+            on = {"stream": self.stream.cuda_stream}
+        if not codec:
+            op = _C.ReduceOp.avg
+            return lambda: self.group.all_reduce(x, numel, _C.DType.float32, op, algo=algo, **on)
+        pieces = _C.Pieces()
+        pieces.add(numel, _C.Codec(pycomm.codec(codec).spec()))
+        return lambda: self.group.all_reduce_coded(x, pieces, **on)
+
+    def seconds(self, call: Callable[[], None]) -> list[float]:
+        """Each round's time on our stream, from the moment when all ranks have come."""
+        times = []
+        for _ in range(ROUNDS):
+            if self.stream is None:
+                self.group.barrier()
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+            else:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self.group.barrier(stream=self.stream.cuda_stream)
+                begin.record(self.stream)
+                call()
+                end.record(self.stream)
+                self.stream.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3)
+            self.group.check()
+        return times
+
+
+def measure(ranks: int, numel: int, codec: str, algo: str, device: str) -> Line:
+    """Time one way, on ranks that are threads.
+
+    Raises:
+        pycomm.Error: what the first rank to fail says.
+    """
+    store = _C.Store.local()
+    found: list[Any] = [None] * ranks
+
+    def main(rank: int) -> None:
+        try:
+            one = Rank(store, rank, ranks, numel, device)
+            try:
+                found[rank] = one.seconds(one.call(codec, algo))
+            finally:
+                one.group.close()
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE)
+    for rank, result in enumerate(found):
+        if not isinstance(result, list):
+            raise result or pycomm.Error(f"rank {rank} of {ranks} has not ended")
+    slowest = [max(times) for times in zip(*found, strict=True)]
+    seconds = statistics.median(slowest[ROUNDS // 4 :])
+    moved = traffic(ranks, numel, codec, algo)
+    return Line(ranks, codec, algo, numel, moved, round(1e6 * seconds, 3), 1e-9 * moved / seconds)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench.gpu_collectives", description="Times all-reduces on one GPU."
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--numel", type=int, default=1 << 24, help="float32 values of a rank")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    status = 0
+    for ranks in options.ranks:
+        for codec in CODECS:
+            for algo in ("",) if codec else ("one_shot", "two_shot"):
+                try:
+                    line = measure(ranks, options.numel, codec, algo, options.device)
+                    print(json.dumps(asdict(line)), flush=True)
+                except (pycomm.Error, RuntimeError) as error:
+                    print(f"{ranks} ranks, {codec or algo}: {error}", file=sys.stderr)
+                    status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

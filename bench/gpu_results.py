@@ -1,0 +1,108 @@
+"""The one CSV of `make gpu`: a row per measurement, with the machine that made it."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import platform
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the numbers come from; in every row."""
+
+    device: str
+    driver: str
+    cuda: str
+    torch: str
+    triton: str
+    cupy: str
+    python: str
+    pycomm: str
+    commit: str
+    date: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel, timed; or, where kind is "check", what one suite said, and no times."""
+
+    kind: str  # native, nvrtc, triton, reference, torch, ranks; or check: `codec` names the suite
+    contract: str  # what the contract test said of this kind in this run: "767 passed"
+    codec: str
+    op: str
+    numel: int
+    bytes: int  # that the kernel must move
+    microseconds: float
+    gbps: float
+    copy_gbps: float  # device-to-device copy of numel values: read and written
+    share: float  # gbps / copy_gbps
+    method: str  # graph, or events if it cannot be captured
+
+
+NO_TIMES = ("", 0, 0, 0.0, 0.0, 0.0, 0.0, "")  # the rest of a row of the kind "check"
+
+
+def slug(device: str) -> str:
+    """A device's name as part of a file name: "NVIDIA H200" is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def write(folder: Path, machine: Machine, rows: list[Row]) -> Path:
+    """Write one CSV for this machine, one row per kernel."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"gpu-{slug(machine.device)}.csv"
+    fields = [f.name for f in (*dataclasses.fields(Row), *dataclasses.fields(Machine))]
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, fields)
+        table.writeheader()
+        for row in rows:
+            table.writerow({**dataclasses.asdict(row), **dataclasses.asdict(machine)})
+    return path
+
+
+def this_machine(command: str) -> Machine:
+    def output(*words: str) -> str:
+        try:
+            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+
+    def version(module: str) -> str:
+        try:
+            return str(__import__(module).__version__)
+        except ImportError:
+            return "none"
+
+    release = re.search(r"release ([\d.]+)", output("nvcc", "--version"))
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return Machine(
+        device=torch.cuda.get_device_name(0),
+        driver=driver.partition("\n")[0],
+        cuda=release.group(1) if release else "none",
+        torch=torch.__version__,
+        triton=version("triton"),
+        cupy=version("cupy"),
+        python=platform.python_version(),
+        pycomm=_pycomm_version(),
+        commit=output("git", "describe", "--always", "--dirty"),
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        command=command,
+    )
+
+
+def _pycomm_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("pycomm")
+    except PackageNotFoundError:
+        return "staged"
