@@ -1,10 +1,12 @@
-// Enough of CUDA for g++ to run the kernels of csrc/codecs: a warp is 32 coroutines that meet at
-// every shuffle, and warps run one after the other.
+// Enough of CUDA for g++ to run the kernels of csrc/codecs: the threads of a block are coroutines
+// that meet at every shuffle of their warp and at every barrier of their block. Blocks run one
+// after the other, so shared memory is static.
 #pragma once
 #define __CUDACC_RTC__  // leaves out the launchers, as NVRTC does
 #define __host__
 #define __device__
 #define __global__
+#define __shared__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
@@ -29,84 +31,132 @@ struct Dim {
   unsigned x;
 };
 
-static Dim blockIdx, threadIdx;
+static Dim blockIdx, threadIdx, gridDim;
 
 namespace emulated {
 
 constexpr unsigned kLanes = 32, kThreads = 256;
 constexpr size_t kStack = 64 * 1024;
 
-struct Lane {
+/// What a thread waits for.
+enum class Wait { none, warp, block, end };
+
+struct Thread {
   ucontext_t context;
   alignas(16) char stack[kStack];
-  bool done;
+  Wait wait;
 };
 
-static Lane lanes[kLanes];
+static Thread threads[kThreads];
 static ucontext_t scheduler;
 static std::function<void()> body;
-static uint32_t exchanged[kLanes];
+/// Words in flight at the last two shuffles of each warp: a thread may begin the next one before
+/// others have read theirs.
+static uint32_t exchanged[2][kThreads];
+static bool turn[kThreads];
+static int votes[2][kThreads];
+static bool block_turn[kThreads];
 
 [[noreturn]] inline void die(const char* what) {
   std::fprintf(stderr, "emulated CUDA: %s\n", what);
   std::abort();
 }
 
-inline unsigned lane() { return threadIdx.x % kLanes; }
-
-inline void wait_for_warp() { swapcontext(&lanes[lane()].context, &scheduler); }
-
-inline void run_lane() {
-  body();
-  lanes[lane()].done = true;
+inline void wait(Wait what) {
+  threads[threadIdx.x].wait = what;
+  swapcontext(&threads[threadIdx.x].context, &scheduler);
 }
 
-inline void run_warp(unsigned first_thread) {
-  for (unsigned i = 0; i < kLanes; i++) {
-    lanes[i].done = false;
-    getcontext(&lanes[i].context);
-    lanes[i].context.uc_stack.ss_sp = lanes[i].stack;
-    lanes[i].context.uc_stack.ss_size = kStack;
-    lanes[i].context.uc_link = &scheduler;
-    makecontext(&lanes[i].context, run_lane, 0);
-  }
-  for (unsigned running = kLanes; running > 0;) {
-    for (unsigned i = 0; i < kLanes; i++) {
-      threadIdx.x = first_thread + i;
-      swapcontext(&scheduler, &lanes[i].context);
+inline void run_thread() {
+  body();
+  threads[threadIdx.x].wait = Wait::end;
+}
+
+/// Runs a warp until all its lanes are at a barrier of the block, or at their end.
+inline Wait run_warp(unsigned first) {
+  for (;;) {
+    for (unsigned i = first; i < first + kLanes; i++) {
+      threadIdx.x = i;
+      swapcontext(&scheduler, &threads[i].context);
     }
-    running = 0;
-    for (const Lane& l : lanes) running += !l.done;
-    if (running != 0 && running != kLanes) die("a lane left while others wait at a shuffle");
+    const Wait reached = threads[first].wait;
+    for (unsigned i = first; i < first + kLanes; i++) {
+      if (threads[i].wait != reached) die("the lanes of a warp wait for different things");
+    }
+    if (reached != Wait::warp) return reached;
+  }
+}
+
+inline void run_block() {
+  for (Thread& thread : threads) {
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack;
+    thread.context.uc_stack.ss_size = kStack;
+    thread.context.uc_link = &scheduler;
+    makecontext(&thread.context, run_thread, 0);
+  }
+  for (;;) {
+    const Wait reached = run_warp(0);
+    for (unsigned first = kLanes; first < kThreads; first += kLanes) {
+      if (run_warp(first) != reached) die("a warp left while others wait at a barrier");
+    }
+    if (reached == Wait::end) return;
   }
 }
 
 inline void launch(unsigned blocks, const std::function<void()>& kernel) {
   body = kernel;
-  for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
-    for (unsigned first = 0; first < kThreads; first += kLanes) run_warp(first);
-  }
+  gridDim.x = blocks;
+  for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) run_block();
 }
+
+/// Shows a word to the warp and returns the words of all its lanes.
+inline const uint32_t* exchange(unsigned mask, uint32_t value) {
+  if (mask != ~0u) die("a shuffle that is not of the whole warp");
+  const unsigned me = threadIdx.x;
+  uint32_t* words = exchanged[turn[me] = !turn[me]];
+  words[me] = value;
+  wait(Wait::warp);
+  return words + me / kLanes * kLanes;
+}
+
+inline unsigned lane() { return threadIdx.x % kLanes; }
 
 }  // namespace emulated
 
 inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int other) {
-  if (mask != ~0u) emulated::die("a shuffle that is not of the whole warp");
-  emulated::exchanged[emulated::lane()] = value;
-  emulated::wait_for_warp();
-  const uint32_t got = emulated::exchanged[emulated::lane() ^ other];
-  emulated::wait_for_warp();
-  return got;
+  return emulated::exchange(mask, value)[emulated::lane() ^ other];
 }
 
 inline uint32_t __shfl_sync(unsigned mask, uint32_t value, int from) {
-  if (mask != ~0u) emulated::die("a shuffle that is not of the whole warp");
-  emulated::exchanged[emulated::lane()] = value;
-  emulated::wait_for_warp();
-  const uint32_t got = emulated::exchanged[from];
-  emulated::wait_for_warp();
-  return got;
+  return emulated::exchange(mask, value)[from];
 }
+
+inline uint32_t __shfl_up_sync(unsigned mask, uint32_t value, unsigned by) {
+  const unsigned lane = emulated::lane();
+  return emulated::exchange(mask, value)[lane < by ? lane : lane - by];
+}
+
+inline uint32_t __ballot_sync(unsigned mask, bool vote) {
+  const uint32_t* votes = emulated::exchange(mask, vote);
+  uint32_t all = 0;
+  for (unsigned i = 0; i < emulated::kLanes; i++) all |= votes[i] << i;
+  return all;
+}
+
+inline int __syncthreads_or(int vote) {
+  const unsigned me = threadIdx.x;
+  int* votes = emulated::votes[emulated::block_turn[me] = !emulated::block_turn[me]];
+  votes[me] = vote;
+  emulated::wait(emulated::Wait::block);
+  return std::any_of(votes, votes + emulated::kThreads, [](int v) { return v != 0; });
+}
+
+inline void __syncthreads() { emulated::wait(emulated::Wait::block); }
+
+inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return (*to += value) - value; }
+inline void atomicOr(uint32_t* to, uint32_t value) { *to |= value; }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 
 template <typename Word>
 void __stcs(Word* to, const Word& value) {
