@@ -14,16 +14,19 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
-/// None is the CPU, a number is a cudaStream_t.
-Stream to_stream(std::optional<uintptr_t> handle) {
+/// None is the CPU, a number is a cudaStream_t. `scratch`: memory on cuda of scratch_bytes(numel).
+Stream to_stream(std::optional<uintptr_t> handle, const Codec& codec, size_t numel,
+                 uintptr_t scratch) {
   if (!handle) return {};
-  return {Device::cuda, reinterpret_cast<void*>(*handle)};
+  const size_t bytes = scratch ? codec.scratch_bytes(numel) : 0;
+  return {
+      Device::cuda, reinterpret_cast<void*>(*handle), {reinterpret_cast<uint8_t*>(scratch), bytes}};
 }
 
 void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
             uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint32_t rank,
             uint32_t ranks, uint64_t index, uintptr_t agreed, bool summed,
-            std::optional<uintptr_t> stream) {
+            std::optional<uintptr_t> stream, uintptr_t scratch) {
   EncodeArgs args;
   args.in = {reinterpret_cast<const float*>(x), numel};
   args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
@@ -33,7 +36,7 @@ void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintpt
   args.index = index;
   args.agreed = reinterpret_cast<const float*>(agreed);
   args.summed = summed;
-  args.stream = to_stream(stream);
+  args.stream = to_stream(stream, codec, numel, scratch);
   py::gil_scoped_release release;
   codec.encode(args);
 }
@@ -45,21 +48,22 @@ void measure(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintp
   py::gil_scoped_release release;
   codec.measure({reinterpret_cast<const float*>(x), numel},
                 reinterpret_cast<const float*>(residual), {reinterpret_cast<float*>(out), granules},
-                to_stream(stream));
+                to_stream(stream, codec, numel, 0));
 }
 
 void decode(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
-            std::optional<uintptr_t> stream) {
+            std::optional<uintptr_t> stream, uintptr_t scratch) {
   py::gil_scoped_release release;
   codec.decode({reinterpret_cast<const uint8_t*>(payload), codec.encoded_bytes(numel)},
-               {reinterpret_cast<float*>(out), numel}, to_stream(stream));
+               {reinterpret_cast<float*>(out), numel}, to_stream(stream, codec, numel, scratch));
 }
 
 void decode_add(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
-                std::optional<uintptr_t> stream) {
+                std::optional<uintptr_t> stream, uintptr_t scratch) {
   py::gil_scoped_release release;
   codec.decode_add({reinterpret_cast<const uint8_t*>(payload), codec.encoded_bytes(numel)},
-                   {reinterpret_cast<float*>(out), numel}, to_stream(stream));
+                   {reinterpret_cast<float*>(out), numel},
+                   to_stream(stream, codec, numel, scratch));
 }
 
 feedback::Memory memory(std::pair<uintptr_t, uintptr_t> addresses) {
@@ -121,20 +125,21 @@ void bind_codecs(py::module_& m) {
       .def_property_readonly("shared_seed", &Codec::shared_seed)
       .def_property_readonly("agrees", &Codec::agrees)
       .def("encoded_bytes", &Codec::encoded_bytes, py::arg("numel"))
+      .def("scratch_bytes", &Codec::scratch_bytes, py::arg("numel"))
       .def("encode", &encode, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("new_residual") = 0, py::arg("seed") = 0,
            py::arg("step") = 0, py::arg("tensor") = 0, py::arg("rank") = 0, py::arg("ranks") = 1,
            py::arg("index") = 0, py::arg("agreed") = 0, py::arg("summed") = false,
-           py::arg("stream") = py::none())
+           py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("encode_fed", &encode_fed, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("nesterov"),
            py::arg("error"), py::arg("momentum"), py::arg("scratch"))
       .def("measure", &measure, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("stream") = py::none())
       .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),
-           py::arg("stream") = py::none())
+           py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("decode_add", &decode_add, py::arg("payload"), py::arg("out"), py::arg("numel"),
-           py::kw_only(), py::arg("stream") = py::none());
+           py::kw_only(), py::arg("stream") = py::none(), py::arg("scratch") = 0);
 }
 
 }  // namespace pycomm

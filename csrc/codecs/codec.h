@@ -71,6 +71,13 @@ class PYCOMM_API Codec {
   /// All ranks encode with the same seed: what their payloads mean together depends on it.
   virtual bool shared_seed() const { return combine() == Combine::sum; }
 
+  /// On cuda, how much scratch memory the stream of a call on so many values must bring; its
+  /// contents mean nothing between calls.
+  virtual size_t scratch_bytes(size_t numel) const {
+    (void)numel;
+    return 0;
+  }
+
   /// Before they encode, ranks agree on the largest of what each has measured, one number for each
   /// granule of a tensor.
   virtual bool agrees() const { return false; }

@@ -33,12 +33,6 @@ namespace pycomm {
 
 enum class Device : uint8_t { cpu, cuda };
 
-/// Where work is queued. `handle` is a cudaStream_t on cuda and null on cpu.
-struct Stream {
-  Device device = Device::cpu;
-  void* handle = nullptr;
-};
-
 /// Non-owning run of `size` elements. Owners live above; nothing below frees.
 template <typename T>
 struct Span {
@@ -55,6 +49,15 @@ struct Span {
   T& operator[](size_t i) const { return data[i]; }
   T* begin() const { return data; }
   T* end() const { return data + size; }
+};
+
+/// Where work is queued. `handle` is a cudaStream_t on cuda and null on cpu.
+struct Stream {
+  Device device = Device::cpu;
+  void* handle = nullptr;
+  /// On cuda: memory for work that is queued here, aligned to 16 bytes. One call after the other
+  /// may use the same, since the work runs in order. Who asks for some says how much.
+  Span<uint8_t> scratch = {};
 };
 
 /// Element types. The numbers travel on the wire: append, never renumber.

@@ -90,6 +90,7 @@ class Native:
 
     def encode(self, codec: Codec, args: EncodeArgs) -> None:
         with _device(args.x):
+            scratch = _scratch(codec, args.x)
             codec.native.encode(
                 args.x.data_ptr(),
                 args.x.numel(),
@@ -105,23 +106,43 @@ class Native:
                 agreed=0 if args.agreed is None else args.agreed.data_ptr(),
                 summed=args.summed,
                 stream=_stream(args.x),
+                scratch=scratch.data_ptr(),
             )
 
     def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
         with _device(out):
+            scratch = _scratch(codec, out)
             codec.native.decode(
-                payload.data_ptr(), out.data_ptr(), out.numel(), stream=_stream(out)
+                payload.data_ptr(),
+                out.data_ptr(),
+                out.numel(),
+                stream=_stream(out),
+                scratch=scratch.data_ptr(),
             )
 
     def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
         with _device(out):
+            scratch = _scratch(codec, out)
             codec.native.decode_add(
-                payload.data_ptr(), out.data_ptr(), out.numel(), stream=_stream(out)
+                payload.data_ptr(),
+                out.data_ptr(),
+                out.numel(),
+                stream=_stream(out),
+                scratch=scratch.data_ptr(),
             )
 
 
 def _stream(x: torch.Tensor) -> int | None:
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+
+
+def _scratch(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+    """Scratch memory on cuda, from torch's caching allocator.
+
+    It may be freed as soon as the work is queued: who gets it next comes later on the same stream.
+    """
+    count = codec.native.scratch_bytes(x.numel()) if x.is_cuda else 0
+    return torch.empty(count, dtype=torch.uint8, device=x.device)
 
 
 def _device(x: torch.Tensor) -> AbstractContextManager[None]:
