@@ -7,6 +7,7 @@
 #include "codecs/quant.h"
 #include "codecs/randomk.h"
 #include "codecs/ternary.h"
+#include "codecs/topk.h"
 
 namespace pycomm::codecs {
 
@@ -51,5 +52,11 @@ void encode_cuda(const Format& format, const EncodeArgs& args);
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream);
 }  // namespace ternary
+
+namespace topk {
+void encode_cuda(const Format& format, const EncodeArgs& args);
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream);
+}  // namespace topk
 
 }  // namespace pycomm::codecs

@@ -6,6 +6,7 @@
 #include "codecs/cuda.h"
 #include "codecs/options.h"
 #include "codecs/registry.h"
+#include "codecs/topk_scratch.h"
 #include "codecs/topk_select.h"
 #include "core/error.h"
 #include "core/float16.h"
@@ -18,8 +19,6 @@ constexpr std::string_view kIndices[] = {"int32", "int16", "int12", "bitmap"};
 constexpr uint32_t kChunk12 = 4096;
 constexpr uint32_t kChunk16 = 65536;
 constexpr int kMaxStride = 65536;
-/// Of a payload of variable size: bytes used, values that travel.
-constexpr size_t kHeader = 8;
 
 // ------------------------------------------------------------------- encoding
 
@@ -268,14 +267,6 @@ void decode_record(const Record& record, const uint8_t* from, float* out) {
 
 // ---------------------------------------------------------------------- codec
 
-struct Format {
-  double density = 0.01;
-  Values values = Values::float32;
-  Indices indices = Indices::int32;
-  uint32_t chunk = 0;   ///< 0: the whole tensor is one record
-  uint32_t sample = 0;  ///< 0: exactly k; else the stride of the sample that finds the threshold
-};
-
 class TopK final : public Codec {
  public:
   explicit TopK(const Format& format) : format_(format) {}
@@ -294,20 +285,28 @@ class TopK final : public Codec {
 
   bool variable() const override { return format_.sample != 0; }
 
+  size_t scratch_bytes(size_t numel) const override {
+    if (numel == 0) return 0;
+    const size_t length = format_.length(numel);
+    const size_t k = variable() ? format_.most(numel) : format_.count(length);
+    return 4 * Layout(numel, length, k, format_.chunk != 0).words;
+  }
+
   size_t encoded_bytes(size_t numel) const override {
     if (numel == 0) return 0;
-    if (variable()) return kHeader + record_of(numel, most(numel)).bytes;
-    const size_t length = record_length(numel);
+    if (variable()) return kHeader + record_of(numel, format_.most(numel)).bytes;
+    const size_t length = format_.length(numel);
     const size_t rest = numel % length;
     return numel / length * record(length).bytes + (rest ? record(rest).bytes : 0);
   }
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
-    check_place(args.in.size, args.stream);
+    check_call(args.in.size, args.stream);
     if (args.in.size == 0) return;
+    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
     if (variable()) return encode_sampled(args);
-    Finder finder(record_length(args.in.size), void_bits(format_.values));
+    Finder finder(format_.length(args.in.size), void_bits(format_.values));
     uint8_t* to = args.out.data;
     for_each_record(args.in.size, [&](const Record& record, size_t first) {
       const bool feedback = args.residual != nullptr;
@@ -325,23 +324,15 @@ class TopK final : public Codec {
   }
 
  private:
-  size_t record_length(size_t numel) const { return format_.chunk ? format_.chunk : numel; }
-
-  size_t count_of(size_t n) const {
-    const double share = std::ceil(format_.density * static_cast<double>(n));
-    return std::max<size_t>(1, std::min(n, static_cast<size_t>(share)));
-  }
-  /// What a sampled threshold may choose: a quarter more.
-  size_t most(size_t n) const { return std::min(n, count_of(n) + (count_of(n) + 3) / 4); }
-
   Record record_of(size_t n, size_t k) const { return {format_.values, format_.indices, n, k}; }
-  Record record(size_t n) const { return record_of(n, count_of(n)); }
+  Record record(size_t n) const { return record_of(n, format_.count(n)); }
 
   void encode_sampled(const EncodeArgs& args) const {
     const Source from{args.in.data, args.residual, args.in.size};
     size_t k = 0;
-    const Cut cut = sampled_cut(from, format_.sample, count_of((from.n - 1) / format_.sample + 1),
-                                most(from.n), void_bits(format_.values), k);
+    const Cut cut =
+        sampled_cut(from, format_.sample, format_.count((from.n - 1) / format_.sample + 1),
+                    format_.most(from.n), void_bits(format_.values), k);
     const Record record = record_of(from.n, cut.is_void ? 1 : k);
     const uint32_t header[] = {static_cast<uint32_t>(kHeader + record.bytes),
                                static_cast<uint32_t>(record.k)};
@@ -355,7 +346,7 @@ class TopK final : public Codec {
     uint32_t header[2];
     std::memcpy(header, payload.data, kHeader);
     const size_t k = header[1];
-    if (k >= 1 && k <= most(out.size)) {
+    if (k >= 1 && k <= format_.most(out.size)) {
       const Record record = record_of(out.size, k);
       if (header[0] == kHeader + record.bytes) {
         return decode_record<kAdd>(record, payload.data + kHeader, out.data);
@@ -367,15 +358,19 @@ class TopK final : public Codec {
   /// Calls f(record, place of its first value).
   template <typename F>
   void for_each_record(size_t numel, F&& f) const {
-    const size_t length = record_length(numel);
+    const size_t length = format_.length(numel);
     const Record whole = record(length);
     size_t first = 0;
     for (; numel - first >= length; first += length) f(whole, first);
     if (first < numel) f(record(numel - first), first);
   }
 
-  void check_place(size_t numel, Stream stream) const {
-    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
+  void check_call(size_t numel, const Stream& stream) const {
+    if (stream.device == Device::cuda && stream.scratch.size < scratch_bytes(numel)) {
+      throw Error(spec() + ": the stream brings " + std::to_string(stream.scratch.size) +
+                  " bytes of scratch memory, but " + std::to_string(numel) + " values take " +
+                  std::to_string(scratch_bytes(numel)));
+    }
     if (format_.chunk == 0 && numel > UINT32_MAX) {
       throw Error(spec() + ": " + std::to_string(numel) +
                   " values in one tensor; use chunk=65536 beyond 2^32");
@@ -385,8 +380,9 @@ class TopK final : public Codec {
   template <bool kAdd>
   void decode_all(Span<const uint8_t> payload, Span<float> out, Stream stream) const {
     check_decode(*this, payload, out);
-    check_place(out.size, stream);
+    check_call(out.size, stream);
     if (out.size == 0) return;
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, kAdd, stream);
     if (variable()) return decode_sampled<kAdd>(payload, out);
     const uint8_t* from = payload.data;
     for_each_record(out.size, [&](const Record& record, size_t first) {
@@ -399,6 +395,13 @@ class TopK final : public Codec {
 };
 
 }  // namespace
+
+size_t Format::count(size_t n) const {
+  const auto share = static_cast<size_t>(std::ceil(density * static_cast<double>(n)));
+  return std::max<size_t>(1, std::min(n, share));
+}
+
+size_t Format::most(size_t n) const { return std::min(n, count(n) + (count(n) + 3) / 4); }
 
 std::unique_ptr<Codec> make(Options& options) {
   Format format;

@@ -13,8 +13,26 @@ constexpr float kTop8 = 127.0f;
 /// Adding then subtracting 1.5 * 2^23 rounds to nearest, ties to even, with plain float adds.
 constexpr float kRound = 12582912.0f;
 
+/// Of a payload of variable size: bytes used, values that travel.
+constexpr size_t kHeader = 8;
+
 enum class Values : uint8_t { float32, float16, int8, int2 };
 enum class Indices : uint8_t { int32, int16, int12, bitmap };
+
+struct Format {
+  double density = 0.01;
+  Values values = Values::float32;
+  Indices indices = Indices::int32;
+  uint32_t chunk = 0;   ///< 0: the whole tensor is one record
+  uint32_t sample = 0;  ///< 0: exactly k; else the stride of the sample that finds the threshold
+
+  /// How many values of n travel.
+  size_t count(size_t n) const;
+  /// What a sampled threshold may choose: a quarter more.
+  size_t most(size_t n) const;
+  /// Values of a record of a tensor; the last may be shorter.
+  size_t length(size_t numel) const { return chunk ? chunk : numel; }
+};
 
 /// Where the parts of a record are: n values of which k travel. A tensor is one record, or one for
 /// each chunk, one after the other.

@@ -1,7 +1,7 @@
 """Which CUDA kernel of csrc/codecs does what, and with which arguments; no CUDA is needed here.
 
 The C++ launchers (csrc/codecs/block_launch.h, cast.cu, randomk.cu) choose alike.
-`pycomm.codecs.nvrtc` starts the calls that are described here.
+`pycomm.codecs.nvrtc` starts the calls that are described here and in `cuda_topk`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SMALL, LARGE = 4, 16  # rows per tile: kSmall and kLarge of csrc/codecs/block_cu
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
 # Codecs that have kernels: csrc/codecs/<name>.cu
-SOURCES = ("cast", "mx", "quant", "randomk", "sign", "ternary")
+SOURCES = ("cast", "mx", "quant", "randomk", "sign", "ternary", "topk")
 NAMESPACE = "pycomm::codecs"
 TYPES = {
     "float32": "Float32",

@@ -13,12 +13,11 @@ import numpy
 import torch
 
 from pycomm.codecs.base import Codec, EncodeArgs
+from pycomm.codecs.cuda_calls import decode_calls, encode_calls, make_scratch
 from pycomm.codecs.cuda_kernels import (
     OPTIONS,
     THREADS,
     Call,
-    decode_call,
-    encode_call,
     include_folder,
     measure_call,
     source,
@@ -29,35 +28,39 @@ def measure(
     codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Write what ranks agree on before they encode."""
-    _launch(measure_call(codec, x, residual, out), x.device)
+    _launch([measure_call(codec, x, residual, out)], x.device)
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:
     """Write the payload and, if there is one, the new residual."""
-    _launch(encode_call(codec, args), args.x.device)
+    scratch = make_scratch(codec, args.x)
+    _launch(encode_calls(codec, args, scratch), args.x.device)
 
 
 def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     """out = decode(payload)."""
-    _launch(decode_call(codec, payload, out, add=False), out.device)
+    scratch = make_scratch(codec, out)
+    _launch(decode_calls(codec, payload, out, scratch, add=False), out.device)
 
 
 def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     """out = out + decode(payload)."""
-    _launch(decode_call(codec, payload, out, add=True), out.device)
+    scratch = make_scratch(codec, out)
+    _launch(decode_calls(codec, payload, out, scratch, add=True), out.device)
 
 
-def _launch(call: Call, device: torch.device) -> None:
-    """Start a kernel on torch's current stream of a device."""
-    if call.blocks == 0:
-        return
-    # An array of one element is passed by value.
-    content = bytes(call.params)
-    params = numpy.frombuffer(content, dtype=f"V{len(content)}")
+def _launch(calls: list[Call], device: torch.device) -> None:
+    """Start kernels, one after the other, on torch's current stream of a device."""
     handle = torch.cuda.current_stream(device).cuda_stream
     with cupy.cuda.Device(device.index), _stream(handle, device.index):
-        kernel = _kernel(call.source, call.kernel, device.index)
-        kernel((call.blocks,), (THREADS,), (params,))
+        for call in calls:
+            if call.blocks == 0:
+                continue
+            # An array of one element is passed by value.
+            content = bytes(call.params)
+            params = numpy.frombuffer(content, dtype=f"V{len(content)}")
+            kernel = _kernel(call.source, call.kernel, device.index)
+            kernel((call.blocks,), (THREADS,), (params,))
 
 
 @cache

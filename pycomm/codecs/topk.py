@@ -106,6 +106,10 @@ class TopK(Codec):
     def _bytes(self, numel: int) -> int:
         return sum(self._sections(numel, self.count(numel)))
 
+    def indices_at(self, numel: int) -> int:
+        """Where the indices of a record of ``numel`` values begin."""
+        return sum(self._sections(numel, self.count(numel))[:2])
+
     def _sections(self, numel: int, k: int) -> tuple[int, int, int]:
         """Bytes of scales, values and indices of a record of which ``k`` travel."""
         bits = numel if self.indices == "bitmap" else k * INDEX_BITS[self.indices]

@@ -1,7 +1,7 @@
 """Compiles every Triton kernel that a list of codecs starts, for GPUs that are not here.
 
 usage: python -m tests.codecs.compile_triton FOLDER ARCH...
-Writes FOLDER/<arch>-<spec>-<call>.ptx and .cubin.
+Writes FOLDER/<arch>-<spec>-<call>.ptx and .cubin; those of a call's further kernels have a number.
 
 The launchers of pycomm.triton_kernels run as on a GPU, with tensors of the CPU and with Triton's
 driver replaced by one that only names the architecture; every launch stops once its kernel is
@@ -46,6 +46,8 @@ SPECS = [
     "nvfp4",
     "sign",
     "ternary",
+    "topk:0.05,values=int8,chunk=4096",
+    "topk:0.01,sample=100",
     "randomk:100",
     "randomk:10,block=256,scale=unbiased",
 ]
@@ -106,10 +108,10 @@ def main(folder: Path, archs: list[int]) -> None:
         for spec, name, call in work:
             compiled.clear()
             call()
-            (kernel,) = compiled
-            stem = f"{arch}-{spec.replace(':', '-').replace('=', '-')}-{name}"
-            (folder / f"{stem}.ptx").write_text(kernel.asm["ptx"])
-            (folder / f"{stem}.cubin").write_bytes(kernel.asm["cubin"])
+            for number, kernel in enumerate(compiled):
+                stem = f"{arch}-{spec.replace(':', '-').replace('=', '-')}-{name}{number or ''}"
+                (folder / f"{stem}.ptx").write_text(kernel.asm["ptx"])
+                (folder / f"{stem}.cubin").write_bytes(kernel.asm["cubin"])
     print(f"triton {triton.__version__}")
 
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the codecs on the CPU: compiled by g++, each warp as 32 coroutines.
+"""The CUDA kernels of the codecs on the CPU: compiled by g++, each block as 256 coroutines.
 
 It shows without a GPU that kernels, launch shapes and parameter structs are right, and nothing
 about their speed or about what nvcc makes of them. It is an implementation like those of
@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import pycomm
+from pycomm.codecs import TopK, cuda_topk
 from pycomm.codecs.base import Codec, EncodeArgs
+from pycomm.codecs.cuda_calls import decode_calls, encode_calls, scratch_bytes
 from pycomm.codecs.cuda_kernels import (
     Call,
     EncodeParams,
-    decode_call,
     decode_kernel,
-    encode_call,
     encode_kernel,
     include_folder,
     measure_call,
@@ -41,6 +41,9 @@ def kernels(specs: list[str] = SPECS) -> dict[str, str]:
     for codec in map(pycomm.codec, specs):
         if codec.name in NO_CUDA:
             continue
+        if isinstance(codec, TopK):
+            names |= dict.fromkeys(cuda_topk.kernels(codec), "topk::TopkParams")
+            continue
         for flag in (False, True):
             names[encode_kernel(codec, flag)] = "EncodeParams"
             names[decode_kernel(codec, flag)] = "DecodeParams"
@@ -54,24 +57,33 @@ def kernels(specs: list[str] = SPECS) -> dict[str, str]:
 def measure(
     codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    _run(measure_call(codec, x, residual, out))
+    _run([measure_call(codec, x, residual, out)])
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:
-    _run(encode_call(codec, args))
+    scratch = _scratch(codec, args.x)
+    _run(encode_calls(codec, args, scratch))
 
 
 def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-    _run(decode_call(codec, payload, out, add=False))
+    scratch = _scratch(codec, out)
+    _run(decode_calls(codec, payload, out, scratch, add=False))
 
 
 def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-    _run(decode_call(codec, payload, out, add=True))
+    scratch = _scratch(codec, out)
+    _run(decode_calls(codec, payload, out, scratch, add=True))
 
 
-def _run(call: Call) -> None:
-    wrong = _library().run(call.kernel.encode(), call.blocks, ctypes.byref(call.params))
-    assert not wrong, f"{call.kernel} is not in kernels()"
+def _scratch(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+    """Memory that does not begin as zeros."""
+    return torch.full((scratch_bytes(codec, x.numel()),), 0xA5, dtype=torch.uint8)
+
+
+def _run(calls: list[Call]) -> None:
+    for call in calls:
+        wrong = _library().run(call.kernel.encode(), call.blocks, ctypes.byref(call.params))
+        assert not wrong, f"{call.kernel} is not in kernels()"
 
 
 @cache
@@ -87,6 +99,7 @@ def _library() -> ctypes.CDLL:
         '#include "codecs/randomk.cu"',
         '#include "codecs/sign.cu"',
         '#include "codecs/ternary.cu"',
+        '#include "codecs/topk.cu"',
         "using namespace pycomm::codecs;",
         'extern "C" int run(const char* name, unsigned blocks, const void* params) {',
     ]
@@ -95,6 +108,7 @@ def _library() -> ctypes.CDLL:
         lines.append(f'if (!strcmp(name, "{name}")) {{')
         lines.append(f"return emulated::launch(blocks, [=] {{ {start} }}), 0; }}")
     lines += ["return 1; }", 'extern "C" size_t encode_params() { return sizeof(EncodeParams); }']
+    lines += ['extern "C" size_t topk_params() { return sizeof(topk::TopkParams); }']
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
         source.write_text("\n".join(lines))
@@ -102,4 +116,5 @@ def _library() -> ctypes.CDLL:
         subprocess.run([compiler, *FLAGS, *include, str(source), "-o", str(binary)], check=True)
         library = ctypes.CDLL(str(binary))
     assert library.encode_params() == ctypes.sizeof(EncodeParams)
+    assert library.topk_params() == ctypes.sizeof(cuda_topk.TopkParams)
     return library

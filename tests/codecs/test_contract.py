@@ -33,6 +33,7 @@ REFERENCE = Reference()
 everywhere = pytest.mark.parametrize(
     ("kind", "device"), IMPLEMENTATIONS, ids=["-".join(pair) for pair in IMPLEMENTATIONS]
 )
+SPECS_OF_TOPK = [spec for spec in SPECS if spec.startswith("topk")]
 every_spec = pytest.mark.parametrize("spec", SPECS)
 
 
@@ -107,14 +108,14 @@ def combinations() -> Iterator[tuple[str, str, str, str]]:
     """Every spec and case on every implementation that has the codec.
 
     Triton's interpreter takes most of the time. It sees all cases with the first spec of a codec,
-    and each third with the others.
+    and each third with the others, and with topk, which has many kernels.
     """
     seen = set()
     for spec in SPECS:
         name = pycomm.codec(spec).name
         for (place, case), (kind, device) in product(enumerate(CASES), IMPLEMENTATIONS):
             lacks = {"triton": NO_TRITON, "emulated-cuda": NO_CUDA}.get(kind, set())
-            sampled = (kind, device) == ("triton", "cpu") and name in seen and place % 3
+            sampled = (kind, device) == ("triton", "cpu") and name in seen | {"topk"} and place % 3
             if name not in lacks and not sampled:
                 yield spec, kind, device, case
         seen.add(name)
@@ -154,6 +155,8 @@ def drawn(draw):
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(case=drawn())
 def test_same_bytes_of_drawn_values(spec, kind, device, case):
+    if (kind, device) == ("triton", "cpu") and spec in SPECS_OF_TOPK[1:]:
+        pytest.skip("many kernels in Triton's interpreter: one spec of topk is enough")
     check(spec, kind, device, *case)
 
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 import pycomm
 from pycomm import _C
+from pycomm.codecs import cuda_calls
 from pycomm.codecs.base import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference, native_codec
 from pycomm.errors import Error
-from tests.codecs.test_contract import check, check_decode, runner, same
+from tests.codecs.test_contract import IMPLEMENTATIONS, check, check_decode, runner, same
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 VALUES = ["float32", "float16", "int8", "int2"]
@@ -92,6 +93,35 @@ def test_same_bytes_whatever_the_search_meets(spec, case):
 def test_a_sampled_threshold_writes_the_same_bytes_on_both_sides(case, values):
     x = SEARCHED[case]
     check(f"topk:0.01,values={values},sample=100", "native", "cpu", x, 0.1 * NORMAL[-len(x) :])
+
+
+# Every pair of values and places, records of several tiles and the rest of one, slots that are too
+# small, and a sample that misleads.
+ON_GPUS = {
+    "topk:0.01": ("normal", "mostly-zero", "one-magnitude", "growing"),
+    "topk:0.3,values=int8": ("normal",),
+    "topk:0.02,values=int8,indices=int16": ("normal", "few-magnitudes", "inf-at-the-end"),
+    "topk:0.1,values=int2,indices=int12": ("normal", "one-magnitude"),
+    "topk:0.25,values=float16,chunk=65536": ("normal", "all-zero", "inf-at-the-end"),
+    "topk:0.01,sample=100": ("normal", "one-magnitude", "inf-at-the-end"),
+    "topk:0.05,values=int2,sample=1": ("few-magnitudes",),
+}
+PAIRS = [pair for pair in IMPLEMENTATIONS if pair[0] != "native"]
+
+
+@pytest.mark.parametrize(("kind", "device"), PAIRS)
+@pytest.mark.parametrize(("spec", "case"), [(s, c) for s, cs in ON_GPUS.items() for c in cs])
+def test_gpus_find_the_same_in_long_records(spec, case, kind, device):
+    # Triton's interpreter is slow: some tiles, and three chunks of 4096.
+    x = SEARCHED[case][-9000:] if (kind, device) == ("triton", "cpu") else SEARCHED[case]
+    check(spec, kind, device, x, 0.1 * NORMAL[-x.numel() :])
+
+
+def test_scratch_memory_is_what_the_kernels_are_told():
+    for codec in map(pycomm.codec, ON_GPUS):
+        for numel in (0, 1, 4095, 4097, 100_003):
+            assert cuda_calls.scratch_bytes(codec, numel) == codec.native.scratch_bytes(numel)
+            assert codec.native.scratch_bytes(numel) % 16 == 0
 
 
 @pytest.mark.parametrize("sample", [1, 10, 100])

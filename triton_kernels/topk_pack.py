@@ -1,0 +1,163 @@
+"""How chosen values travel, in Triton: a program writes 256 of them, which share their levels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pycomm.triton_kernels._math import (
+    INF_BITS,
+    NAN_BITS,
+    bits_float,
+    float_bits,
+    magnitude_bits,
+    owed,
+    scales,
+)
+from pycomm.triton_kernels.topk_select import COUNT, STATE, VOID
+
+GROUP = tl.constexpr(256)
+INT8_TOP = tl.constexpr(127.0)
+
+
+@triton.jit
+def padded(size):
+    return (size + 3) // 4 * 4
+
+
+@triton.jit
+def sections(n, k, VALUES: tl.constexpr, INDICES: tl.constexpr):
+    """Return where values and indices of a record begin, and its bytes."""
+    groups = (k + (GROUP - 1)) // GROUP
+    if VALUES == "float32":
+        values_at, size = groups * 0, 4 * k
+    elif VALUES == "float16":
+        values_at, size = groups * 0, 2 * k
+    elif VALUES == "int8":
+        values_at, size = groups * 4, k
+    else:
+        values_at, size = groups * 8, (k + 3) // 4
+    indices_at = values_at + padded(size)
+    if INDICES == "bitmap":
+        size = (n + 7) // 8
+    elif INDICES == "int32":
+        size = 4 * k
+    elif INDICES == "int16":
+        size = 2 * k
+    else:
+        size = (3 * k + 1) // 2
+    return values_at, indices_at, indices_at + padded(size)
+
+
+@triton.jit
+def store_bytes(byte_ptr, at, first, end, value):
+    """Store bytes at + first, at + first + 1, ... of a section of ``end`` bytes and its padding."""
+    tl.store(byte_ptr + at + first, value.to(tl.uint8), mask=first < padded(end))
+
+
+@triton.jit
+def store_values(
+    byte_ptr, half_ptr, word_ptr, at, values_at, group, p, mask, k, VALUES: tl.constexpr
+):
+    """Write the codes of a group and return the values of these; p is NaN in a void record."""
+    lane = tl.arange(0, GROUP)
+    j = group * GROUP + lane
+    nan = magnitude_bits(p) > INF_BITS
+    if VALUES == "float32":
+        value = p
+        tl.store(word_ptr + at // 4 + j, tl.where(nan, NAN_BITS, float_bits(p)), mask=mask)
+    elif VALUES == "float16":
+        code = tl.where(mask, p, 0.0).to(tl.float16)
+        value = code.to(tl.float32)
+        code = tl.where(nan & mask, 0x7E00, code.to(tl.int16, bitcast=True)).to(tl.int16)
+        tl.store(half_ptr + at // 2 + j, code, mask=j < (k + 1) // 2 * 2)
+    elif VALUES == "int8":
+        row = tl.reshape(tl.where(mask, p, 0.0), (1, GROUP))
+        scale, inv, used = scales(row, INT8_TOP)
+        tl.store(word_ptr + at // 4 + group, tl.sum(float_bits(tl.reshape(scale, (1,))), axis=0))
+        q = tl.where(used, row * inv + 12582912.0 - 12582912.0, 0.0)
+        value = tl.reshape(q * scale, (GROUP,))
+        code = tl.reshape(q, (GROUP,)).to(tl.int32)
+        store_bytes(byte_ptr, at + values_at, j, k, code & 0xFF)
+    else:
+        magnitude = magnitude_bits(p)
+        least = tl.min(tl.where(mask, magnitude, INF_BITS), axis=0)
+        most = tl.max(tl.where(mask, magnitude, 0), axis=0)
+        void = most > INF_BITS
+        least = tl.where(void, NAN_BITS, least)
+        tl.store(word_ptr + at // 4 + 2 * group, least)
+        tl.store(word_ptr + at // 4 + 2 * group + 1, most)
+        low, high, a = bits_float(least), bits_float(most), bits_float(magnitude)
+        upper = a - low > high - a
+        sign = (float_bits(p) >> 31) & 1
+        value = bits_float(tl.where(upper, most, least) ^ sign << 31)
+        code = tl.where(mask & (void == 0), upper.to(tl.int32) | sign << 1, 0)
+        four = tl.reshape(code, (GROUP // 4, 4)) << 2 * tl.arange(0, 4)[None, :]
+        first = group * (GROUP // 4) + tl.arange(0, GROUP // 4)
+        store_bytes(byte_ptr, at + values_at, first, (k + 3) // 4, tl.sum(four, axis=1))
+    return value
+
+
+@triton.jit
+def store_indices(byte_ptr, half_ptr, word_ptr, at, group, index, mask, k, INDICES: tl.constexpr):
+    j = group * GROUP + tl.arange(0, GROUP)
+    index = tl.where(mask, index, 0)
+    if INDICES == "int32":
+        tl.store(word_ptr + at // 4 + j, index, mask=mask)
+    elif INDICES == "int16":
+        tl.store(half_ptr + at // 2 + j, index.to(tl.int16), mask=j < (k + 1) // 2 * 2)
+    elif INDICES == "int12":
+        even, odd = tl.split(tl.reshape(index, (GROUP // 2, 2)))
+        first = 3 * (group * (GROUP // 2) + tl.arange(0, GROUP // 2))
+        both = even | odd << 12
+        for byte in tl.static_range(3):
+            store_bytes(byte_ptr, at, first + byte, (3 * k + 1) // 2, both >> 8 * byte & 0xFF)
+
+
+@triton.jit(do_not_specialize=["k", "last_k"])
+def pack_kernel(
+    state_ptr, p_ptr, index_ptr, residual_ptr, new_residual_ptr, byte_ptr, half_ptr, word_ptr,
+    numel, length, groups, k, last_k,
+    VALUES: tl.constexpr, INDICES: tl.constexpr, SAMPLED: tl.constexpr, FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    """Write a group of the chosen, and what they owe."""
+    record = tl.program_id(0).to(tl.int64) // groups
+    group = tl.program_id(0).to(tl.int64) % groups
+    n = tl.minimum(numel - record * length, length)
+    state_ptr += record * STATE
+    here = tl.load(state_ptr + COUNT).to(tl.int64) & 0xFFFFFFFF
+    void = tl.load(state_ptr + VOID) != 0
+    room = groups * GROUP
+    _, _, whole = sections(length, tl.zeros((), tl.int64) + k, VALUES, INDICES)
+    values_at, indices_at, size = sections(n, here, VALUES, INDICES)
+    at = record * whole
+    if SAMPLED:
+        at += 8
+    if group * GROUP < here:
+        j = group * GROUP + tl.arange(0, GROUP)
+        mask = j < here
+        there = mask & (void == 0)
+        nan = bits_float(tl.full((GROUP,), NAN_BITS, tl.int32))
+        p = tl.where(void, nan, tl.load(p_ptr + record * room + j, mask=there, other=0.0))
+        index = tl.load(index_ptr + record * room + j, mask=there, other=0)
+        value = store_values(
+            byte_ptr, half_ptr, word_ptr, at, values_at, group, p, mask, here, VALUES
+        )
+        store_indices(
+            byte_ptr, half_ptr, word_ptr, at + indices_at, group, index, mask, here, INDICES
+        )
+        if FEEDBACK:
+            place = record * length + (index.to(tl.int64) & 0xFFFFFFFF)
+            kept = tl.load(residual_ptr + place, mask=there, other=0.0)
+            tl.store(new_residual_ptr + place, owed(p, value, kept), mask=there)
+    if SAMPLED:
+        # All programs together clear what is not used.
+        _, _, most = sections(n, tl.zeros((), tl.int64) + k, VALUES, INDICES)
+        if group == 0:
+            tl.store(word_ptr, (size + 8).to(tl.int32))
+            tl.store(word_ptr + 1, here.to(tl.int32))
+        word = group * GROUP + tl.arange(0, GROUP)
+        first = (size + 8) // 4
+        while first < (most + 8) // 4:
+            tl.store(word_ptr + first + word, 0, mask=first + word < (most + 8) // 4)
+            first += room

@@ -1,0 +1,246 @@
+"""Finding the k largest magnitudes in Triton, exactly, and putting them in order.
+
+The bits of the magnitude are a radix key of 11, 11 and 9 bits: each digit of the k-th largest comes
+from a histogram. With chunks a program does all of a record. The programs of a whole tensor meet in
+scratch memory after each of three histograms, after counting around the cut, and after a scan of
+the counts; so they read the values five times, where CUDA's kernels keep candidates and read three
+times.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pycomm.triton_kernels._math import load_sum, magnitude_bits
+
+BINS = tl.constexpr(2048)
+# What is known of a record, int32: is it void, is its cut found, values that travel, the cut: the
+# smallest magnitude of which some travel, and how many of those that equal it.
+STATE = tl.constexpr(5)
+VOID, DONE, COUNT, CUT, TIES = (tl.constexpr(i) for i in range(5))
+
+
+@triton.jit
+def load_tile(
+    x_ptr, residual_ptr, start, at, n, stride, FEEDBACK: tl.constexpr, TILE: tl.constexpr
+):
+    """Return (p, residual, places in the record, mask) of a tile of a record of n values."""
+    place = at + tl.arange(0, TILE).to(tl.int64)
+    mask = place < n
+    p, residual = load_sum(x_ptr, residual_ptr, start + place * stride, mask, FEEDBACK)
+    return p, residual, place, mask
+
+
+@triton.jit
+def count_digits(bits, mask, prefix, LEVEL: tl.constexpr):
+    """Return the histogram of a digit, of those whose digits before are ``prefix``."""
+    if LEVEL == 0:
+        digit = bits >> 20
+    elif LEVEL == 1:
+        digit = (bits >> 9) & 2047
+        mask = mask & (bits >> 20 == prefix)
+    else:
+        digit = bits & 511
+        mask = mask & (bits >> 9 == prefix)
+    return tl.histogram(digit, BINS, mask=mask)
+
+
+@triton.jit
+def find_digit(bins, place):
+    """Return the bin of the place-th largest, and its place among those in the bin."""
+    count = bins.to(tl.int64) & 0xFFFFFFFF
+    from_here_up = tl.sum(count, axis=0) - tl.cumsum(count, axis=0) + count
+    found = tl.sum((from_here_up >= place).to(tl.int32), axis=0) - 1
+    above = tl.sum(tl.where(tl.arange(0, BINS) == found, from_here_up - count, 0), axis=0)
+    return found, place - above
+
+
+@triton.jit
+def any_beyond(bins, LIMIT: tl.constexpr):
+    """True if a magnitude makes the record void: both limits, 2^127 and Inf, begin a bin."""
+    return tl.sum(tl.where(tl.arange(0, BINS) >= LIMIT >> 20, bins, 0), axis=0) != 0
+
+
+@triton.jit
+def choose_tile(
+    p, residual, place, mask, cut, ties, equals, count, start, n,
+    p_ptr, index_ptr, bitmap_ptr, new_residual_ptr,
+    BITMAP: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Put the chosen of a tile into their places, and what is not chosen into the new residual.
+
+    ``equals``: values before that equal the cut; ``count``: chosen ones before. Returns both after.
+    """
+    bits = magnitude_bits(p)
+    equal = mask & (bits == cut)
+    rank = equals + tl.cumsum(equal.to(tl.int64), axis=0)  # from 1 on
+    chosen = mask & ((bits > cut) | (equal & (rank <= ties)))
+    to = count + tl.cumsum(chosen.to(tl.int64), axis=0) - 1
+    tl.store(p_ptr + to, p, mask=chosen)
+    tl.store(index_ptr + to, place.to(tl.int32), mask=chosen)
+    if BITMAP:
+        marks = tl.reshape(chosen.to(tl.int32), (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
+        word = tl.min(place, axis=0) // 32 + tl.arange(0, TILE // 32)
+        tl.store(bitmap_ptr + word, tl.sum(marks, axis=1), mask=word * 32 < n)
+    if FEEDBACK:
+        tl.store(new_residual_ptr + start + place, p, mask=mask & (chosen == 0))
+    equals += tl.sum(equal.to(tl.int64), axis=0)
+    return equals, count + tl.sum(chosen.to(tl.int64), axis=0)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["k", "last_k"])
+def chunks_kernel(
+    x_ptr, residual_ptr, new_residual_ptr, state_ptr, p_ptr, index_ptr, word_ptr, numel,
+    k, last_k, room, record_words, bitmap_at, last_bitmap_at,
+    LENGTH: tl.constexpr, LIMIT: tl.constexpr, BITMAP: tl.constexpr, FEEDBACK: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Choose the values of one record."""
+    record = tl.program_id(0).to(tl.int64)
+    start = record * LENGTH
+    n = tl.minimum(numel - start, LENGTH)
+    here = tl.where(n == LENGTH, k, last_k).to(tl.int64)
+    prefix = tl.zeros((), tl.int32)
+    left = here
+    void = tl.zeros((), tl.int1)
+    for level in tl.static_range(3):
+        bins = tl.zeros((BINS,), tl.int32)
+        at = tl.zeros((), tl.int64)
+        while at < n:
+            p, _, _, mask = load_tile(x_ptr, residual_ptr, start, at, n, 1, FEEDBACK, TILE)
+            bins += count_digits(magnitude_bits(p), mask, prefix, level)
+            at += TILE
+        digit, left = find_digit(bins, left)
+        if level == 0:
+            void = any_beyond(bins, LIMIT)
+            prefix = digit
+        else:
+            prefix = prefix << (11 if level == 1 else 9) | digit
+    state_ptr += record * STATE
+    tl.store(state_ptr + VOID, void.to(tl.int32))
+    tl.store(state_ptr + COUNT, here.to(tl.int32))
+    bitmap_ptr = word_ptr + record * record_words
+    bitmap_ptr += tl.where(n == LENGTH, bitmap_at, last_bitmap_at)
+    # In a void record nothing is above the cut and nothing ties.
+    cut = tl.where(void, 0x7FFFFFFF, prefix)
+    ties = tl.where(void, 0, left)
+    equals = tl.zeros((), tl.int64)
+    count = tl.zeros((), tl.int64)
+    at = tl.zeros((), tl.int64)
+    while at < n:
+        p, residual, place, mask = load_tile(x_ptr, residual_ptr, start, at, n, 1, FEEDBACK, TILE)
+        equals, count = choose_tile(
+            tl.where(void, residual, p), residual, place, mask, cut, ties, equals, count, start, n,
+            p_ptr + record * room, index_ptr + record * room, bitmap_ptr, new_residual_ptr,
+            BITMAP, FEEDBACK, TILE,
+        )  # fmt: skip
+        at += TILE
+
+
+@triton.jit(do_not_specialize=["k"])
+def histogram_kernel(
+    x_ptr, residual_ptr, state_ptr, bins_ptr, n, stride, k,
+    LEVEL: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add a tile to the histogram of a digit, after those of the digits before are complete."""
+    if tl.load(state_ptr + DONE) == 0:
+        prefix = tl.zeros((), tl.int32)
+        left = tl.zeros((), tl.int64) + k
+        for level in tl.static_range(LEVEL):
+            bins = tl.load(bins_ptr + level * BINS + tl.arange(0, BINS))
+            digit, left = find_digit(bins, left)
+            prefix = prefix << 11 | digit
+        at = tl.program_id(0).to(tl.int64) * TILE
+        p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, stride, FEEDBACK, TILE)
+        counts = count_digits(magnitude_bits(p), mask, prefix, LEVEL)
+        to = bins_ptr + LEVEL * BINS + tl.arange(0, BINS)
+        tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k"])
+def count_kernel(
+    x_ptr, residual_ptr, state_ptr, bins_ptr, around_ptr, tiles, n, k,
+    LIMIT: tl.constexpr, SAMPLED: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Count the values of a tile above the cut, and those that equal it.
+
+    SAMPLED: the cut is the threshold of a sample, which does not know what makes a record void.
+    """
+    if tl.load(state_ptr + DONE) == 0:
+        prefix = tl.zeros((), tl.int32)
+        left = tl.zeros((), tl.int64) + k
+        for level in tl.static_range(3):
+            bins = tl.load(bins_ptr + level * BINS + tl.arange(0, BINS))
+            digit, left = find_digit(bins, left)
+            prefix = prefix << (9 if level == 2 else 11) | digit
+        tile = tl.program_id(0)
+        at = tile.to(tl.int64) * TILE
+        p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, 1, FEEDBACK, TILE)
+        bits = magnitude_bits(p)
+        tl.store(around_ptr + tile, tl.sum((mask & (bits > prefix)).to(tl.int32), axis=0))
+        tl.store(around_ptr + tiles + tile, tl.sum((mask & (bits == prefix)).to(tl.int32), axis=0))
+        if SAMPLED:
+            beyond = tl.max(tl.where(mask, bits, 0), axis=0) >= LIMIT
+            tl.atomic_max(state_ptr + VOID, 1, mask=beyond)
+        if tile == 0:
+            tl.store(state_ptr + CUT, prefix)
+            tl.store(state_ptr + TIES, left.to(tl.int32))
+            if not SAMPLED:
+                bins = tl.load(bins_ptr + tl.arange(0, BINS))
+                tl.store(state_ptr + VOID, any_beyond(bins, LIMIT).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["k"])
+def scan_kernel(state_ptr, around_ptr, tiles, k, SAMPLED: tl.constexpr, SIZE: tl.constexpr):
+    """From counts of each tile to counts before it, and to what travels. One program."""
+    if tl.load(state_ptr + DONE) == 0:
+        greater = tl.zeros((), tl.int64)
+        equal = tl.zeros((), tl.int64)
+        at = tl.zeros((), tl.int64)
+        while at < tiles:
+            place = at + tl.arange(0, SIZE)
+            mask = place < tiles
+            above = tl.load(around_ptr + place, mask=mask, other=0).to(tl.int64)
+            ties = tl.load(around_ptr + tiles + place, mask=mask, other=0).to(tl.int64)
+            before = greater + tl.cumsum(above, axis=0) - above
+            tl.store(around_ptr + place, before.to(tl.int32), mask=mask)
+            before = equal + tl.cumsum(ties, axis=0) - ties
+            tl.store(around_ptr + tiles + place, before.to(tl.int32), mask=mask)
+            greater += tl.sum(above, axis=0)
+            equal += tl.sum(ties, axis=0)
+            at += SIZE
+        count = tl.zeros((), tl.int64) + k
+        if SAMPLED:
+            void = tl.load(state_ptr + VOID) != 0
+            few = greater + equal <= k
+            count = tl.where(void, 1, tl.where(few, greater + equal, count))
+            tl.store(state_ptr + TIES, equal.to(tl.int32))
+            tl.store(state_ptr + DONE, (void | few).to(tl.int32))
+        tl.store(state_ptr + COUNT, count.to(tl.int32))
+
+
+@triton.jit
+def choose_kernel(
+    x_ptr, residual_ptr, new_residual_ptr, state_ptr, around_ptr, tiles, p_ptr, index_ptr, n,
+    FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Put the chosen of a tile into their places."""
+    tile = tl.program_id(0)
+    void = tl.load(state_ptr + VOID) != 0
+    cut = tl.where(void, 0x7FFFFFFF, tl.load(state_ptr + CUT))
+    ties = tl.load(state_ptr + TIES).to(tl.int64) & 0xFFFFFFFF
+    ties = tl.where(void, 0, ties)
+    greater = tl.load(around_ptr + tile).to(tl.int64) & 0xFFFFFFFF
+    equals = tl.load(around_ptr + tiles + tile).to(tl.int64) & 0xFFFFFFFF
+    p, residual, place, mask = load_tile(
+        x_ptr, residual_ptr, 0, tile.to(tl.int64) * TILE, n, 1, FEEDBACK, TILE
+    )
+    choose_tile(
+        tl.where(void, residual, p), residual, place, mask, cut, ties,
+        equals, greater + tl.minimum(equals, ties), 0, n,
+        p_ptr, index_ptr, index_ptr, new_residual_ptr, False, FEEDBACK, TILE,
+    )  # fmt: skip
