@@ -6,6 +6,7 @@ import torch
 from torch._C import _distributed_c10d
 
 def set_stream_hold(device_type: str, hold: int) -> None: ...
+def set_host_addressable(device_type: str, addressable: bool) -> None: ...
 
 class Options(_distributed_c10d.Backend.Options):
     """Options of a "pycomm" process group: ``init_process_group("pycomm", pg_options=...)``."""
@@ -17,6 +18,7 @@ class Options(_distributed_c10d.Backend.Options):
     link_bytes_per_second: float
     secret: str
     blocking_wait: bool
+    device_path: str
     global_ranks_in_group: list[int]
     _timeout: timedelta
     def __init__(
@@ -30,6 +32,7 @@ class Options(_distributed_c10d.Backend.Options):
         link_bytes_per_second: float = ...,
         secret: str = ...,
         blocking_wait: bool = ...,
+        device_path: str = ...,
     ) -> None: ...
 
 class Work(_distributed_c10d.Work):

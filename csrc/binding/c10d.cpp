@@ -27,10 +27,11 @@ void communicator_option(Class& options, const char* name, T CommunicatorOptions
 }
 
 template <typename T>
-T one_of(const std::string& name, std::initializer_list<std::pair<const char*, T>> choices) {
+T one_of(const char* what, const std::string& name,
+         std::initializer_list<std::pair<const char*, T>> choices) {
   for (const auto& [known, value] : choices)
     if (name == known) return value;
-  throw Error("feedback: there is no " + name);
+  throw Error(std::string(what) + ": there is no " + name);
 }
 
 void add_part(Layout& layout, size_t offset, size_t numel, const std::string& codec,
@@ -40,12 +41,13 @@ void add_part(Layout& layout, size_t offset, size_t numel, const std::string& co
   using feedback::Kind;
   using feedback::Storage;
   Memories memories;
-  memories.kind = one_of<Kind>(kind, {{"residual", Kind::residual},
-                                      {"ema", Kind::ema},
-                                      {"momentum", Kind::momentum},
-                                      {"ef21", Kind::ef21}});
+  memories.kind = one_of<Kind>("feedback", kind,
+                               {{"residual", Kind::residual},
+                                {"ema", Kind::ema},
+                                {"momentum", Kind::momentum},
+                                {"ef21", Kind::ef21}});
   memories.storage = one_of<Storage>(
-      storage,
+      "feedback", storage,
       {{"float32", Storage::float32}, {"bf16", Storage::bfloat16}, {"int8", Storage::int8}});
   memories.decay = decay;
   memories.nesterov = nesterov;
@@ -91,7 +93,16 @@ void bind(py::module_& m) {
   communicator_option(options, "link_bytes_per_second",
                       &CommunicatorOptions::link_bytes_per_second);
   communicator_option(options, "secret", &CommunicatorOptions::secret);
-  options.def_readwrite("blocking_wait", &BackendOptions::blocking_wait);
+  options
+      .def_property(
+          "blocking_wait", [](const BackendOptions& self) { return self.device.blocking_wait; },
+          [](BackendOptions& self, bool value) { self.device.blocking_wait = value; })
+      .def_property(
+          "device_path", [](const BackendOptions& self) { return self.device.path; },
+          [](BackendOptions& self, const std::string& path) {
+            self.device.path =
+                one_of<std::string>("device_path", path, {{"auto", "auto"}, {"host", "host"}});
+          });
 
   // `hold`: the address of a function as core/stream_hold.h has it.
   m.def(
@@ -100,6 +111,12 @@ void bind(py::module_& m) {
         set_stream_hold(c10::Device(type).type(), reinterpret_cast<StreamHold>(hold));
       },
       py::arg("device_type"), py::arg("hold"));
+  m.def(
+      "set_host_addressable",
+      [](const std::string& type, bool addressable) {
+        set_host_addressable(c10::Device(type).type(), addressable);
+      },
+      py::arg("device_type"), py::arg("addressable"));
 
   py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_property_readonly("finite",
                                                                                      &Work::finite);

@@ -16,8 +16,7 @@ struct BackendOptions final : c10d::Backend::Options {
   explicit BackendOptions(Milliseconds timeout) : c10d::Backend::Options("pycomm", timeout) {}
 
   CommunicatorOptions communicator;  ///< its group and timeout are the base class's
-  /// On device tensors wait() blocks the host until the collective is done, and raises its error.
-  bool blocking_wait = false;
+  DeviceOptions device;
 };
 
 class Backend final : public c10d::Backend {
@@ -37,8 +36,11 @@ class Backend final : public c10d::Backend {
   intrusive_ptr<Options> getBackendOptions() override {
     return c10::make_intrusive<BackendOptions>(*options_);
   }
+  const Arguments& arguments() const { return arguments_; }
+  /// The route among devices, or null where their data go by way of the host.
+  std::shared_ptr<PeerRoute> peers(c10::Device device) const { return engine()->peers(device); }
   std::vector<int> levels() { return engine()->comm().levels(); }
-  std::string describe() { return engine()->comm().describe(); }
+  std::string describe() { return engine()->describe(); }
   py::dict trace() { return trace_records(engine()->comm().trace()); }
   uint64_t wire_bytes() { return engine()->comm().wire_bytes(); }
   uint64_t sent_bytes() { return engine()->comm().sent_bytes(); }
@@ -145,6 +147,9 @@ class Backend final : public c10d::Backend {
   template <typename F>
   WorkPtr issue(const Call& call, Tensors outputs, const Staging& staging, F op) {
     const auto engine = this->engine();
+    if constexpr (std::is_invocable_v<F, PeerRoute&>)
+      if (staging.peers())
+        return noted(engine->submit(call, std::move(outputs), staging.peers(), staging.used(), op));
     if (staging.on_device())
       return noted(engine->submit(call, std::move(outputs), staging.device(),
                                   {{staging.reads(), staging.writes(), std::move(op)}}));

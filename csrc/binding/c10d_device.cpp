@@ -4,7 +4,7 @@
 #include <limits>
 #include <map>
 
-#include "binding/c10d_engine.h"
+#include "binding/c10d_backend.h"
 
 namespace pycomm::torch_binding {
 namespace {
@@ -39,11 +39,14 @@ void set_stream_hold(c10::DeviceType type, StreamHold hold) {
 }
 
 at::Tensor Staging::mirror(const at::Tensor& t, bool reads, bool writes) {
-  if (device_ && *device_ != t.device())
-    arguments_.fail(call_, "all tensors must be on one device, got some on " + device_->str() +
-                               " and on " + t.device().str());
+  const bool first = !device_;
+  if (!first && *device_ != t.device())
+    backend_.arguments().fail(call_, "all tensors must be on one device, got some on " +
+                                         device_->str() + " and on " + t.device().str());
   device_ = t.device();
   if (t.is_cpu()) return t;
+  if (first && by_ == By::any) peers_ = backend_.peers(t.device());
+  if (peers_) return used_.emplace_back(t);
   Mirror mirror{t, pinned(t.sizes(), t.scalar_type())};
   if (reads) reads_.push_back(mirror);
   if (writes) writes_.push_back(mirror);
@@ -62,7 +65,8 @@ DeviceLane::DeviceLane(c10::Device device)
   open(0);
   const c10::StreamGuard on(deliver_);
   // A hold that is open already, to see whether this device takes any.
-  if (hold_ && !hold_(deliver_.native_handle(), word(), 0)) hold_ = nullptr;
+  void* stream = native_handle(deliver_, 0);
+  if (hold_ && !(stream && hold_(stream, word(), 0))) hold_ = nullptr;
 }
 
 DeviceLane::~DeviceLane() {
@@ -74,9 +78,15 @@ DeviceLane::~DeviceLane() {
   new at::Tensor(word_);
 }
 
-void DeviceLane::keep(const std::vector<Mirror>& mirrors, c10::Stream stream) const {
-  for (const auto& [device, host] : mirrors)
-    if (device.numel()) guard_.recordDataPtrOnStream(device.storage().data_ptr(), stream);
+void DeviceLane::keep(const Tensors& tensors, c10::Stream stream) const {
+  for (const at::Tensor& t : tensors)
+    if (t.numel()) guard_.recordDataPtrOnStream(t.storage().data_ptr(), stream);
+}
+
+void DeviceLane::follow_deliveries() {
+  c10::Event queued(device_.type());
+  queued.record(deliver_);
+  follow(queued);
 }
 
 void DeviceLane::begin() {
@@ -88,23 +98,28 @@ void DeviceLane::begin() {
 
 std::shared_ptr<c10::Event> DeviceLane::fetch(const std::vector<Mirror>& reads) {
   const c10::StreamGuard on(fetch_);
-  for (const auto& [device, host] : reads) host.copy_(device, /*non_blocking=*/true);
-  keep(reads, fetch_);
+  for (const auto& [device, host] : reads) {
+    host.copy_(device, /*non_blocking=*/true);
+    keep({device}, fetch_);
+  }
   auto fetched = std::make_shared<c10::Event>(device_.type());
   fetched->record(fetch_);
   return fetched;
 }
 
 uint32_t DeviceLane::hold() {
-  if (!hold_(deliver_.native_handle(), word(), ++holds_))
+  const c10::StreamGuard on(deliver_);
+  if (!hold_(native_handle(deliver_, 0), word(), ++holds_))
     throw Error("the stream of " + device_.str() + " takes no more work");
   return holds_;
 }
 
 void DeviceLane::deliver(const std::vector<Mirror>& writes) {
   const c10::StreamGuard on(deliver_);
-  for (const auto& [device, host] : writes) device.copy_(host, /*non_blocking=*/true);
-  keep(writes, deliver_);
+  for (const auto& [device, host] : writes) {
+    device.copy_(host, /*non_blocking=*/true);
+    keep({device}, deliver_);
+  }
 }
 
 // ------------------------------------------------------------------ operations
@@ -139,6 +154,8 @@ std::optional<c10::Device> Engine::used_device() {
 void Engine::await(const c10::Event& event, const Call& call, c10::Device device) {
   const Deadline deadline =
       Deadline::after(call.timeout.count() > 0 ? call.timeout : comm_.timeout());
+  // Else CUDA would make this thread, and with it us, a user of the first device, too.
+  const c10::DeviceGuard on(device);
   Patience patience;
   while (!event.query()) {
     if (aborted_) return;  // the communicator tells why
@@ -188,9 +205,12 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   if (lost_) std::rethrow_exception(lost_);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   DeviceLane& lane = this->lane(device);
+  if (lane.is_capturing())
+    throw Error("rank " + std::to_string(comm_.rank()) + ": " + call.name +
+                " goes by way of the host, so no graph can capture it");
   // A barrier is for the host. An operation out of a callback overtakes others, holds must not.
-  const bool held =
-      lane.can_hold() && !blocking_wait_ && call.type != OpType::BARRIER && !queue_.inside();
+  const bool held = lane.can_hold() && !device_options_.blocking_wait &&
+                    call.type != OpType::BARRIER && !queue_.inside();
 
   std::vector<const void*> read, written;
   for (const DevicePart& part : parts) {
@@ -198,9 +218,11 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
     add_memory(part.writes, written);
   }
   follow_deliveries(read, lane, lock);
-  auto work = make_work<DeviceWork>(true, call, std::move(outputs), lane.deliver_stream(), held);
+  auto work = make_work<DeviceWork>(true, call, std::move(outputs), lane.deliver_stream(), held,
+                                    device_options_.blocking_wait);
   const auto delivered = work->delivered();
   lane.begin();
+  if (call.type == OpType::BARRIER) lane.follow_deliveries();
   std::vector<std::shared_ptr<c10::Event>> fetched;
   std::vector<uint32_t> holds;
   for (const DevicePart& part : parts) fetched.push_back(lane.fetch(part.reads));

@@ -38,6 +38,40 @@ class Patience {
   int looks_ = 0;
 };
 
+class Backend;    // c10d_backend.h
+class PeerRoute;  // c10d_peers.h
+
+/// How a group treats device tensors.
+struct DeviceOptions {
+  /// "auto": among accelerators of one host by kernels, else by way of the host; or "host".
+  std::string path = "auto";
+  /// wait() blocks the host until the collective is done, and raises its error.
+  bool blocking_wait = false;
+};
+
+// What older versions of torch do not tell.
+
+/// What the device's own library knows the stream by; null if torch does not tell.
+template <typename S>
+auto native_handle(const S& stream, int) -> decltype(stream.native_handle()) {
+  return stream.native_handle();
+}
+template <typename S>
+void* native_handle(const S&, long) {
+  return nullptr;
+}
+
+/// From torch 2.13 on; before, the device's library complains by itself.
+template <typename G>
+auto is_capturing(const G& guard, c10::Stream stream, int)
+    -> decltype(guard.isStreamCapturing(stream)) {
+  return guard.isStreamCapturing(stream);
+}
+template <typename G>
+bool is_capturing(const G&, c10::Stream, long) {
+  return false;
+}
+
 /// How streams of a type of device are held; null if nobody knows.
 StreamHold stream_hold(c10::DeviceType type);
 /// For devices other than CUDA's, by whoever brings them.
@@ -61,9 +95,13 @@ struct DevicePart {
 
 /// The tensors of one call as the host sees them: CPU tensors themselves, and for device tensors
 /// pinned memory that will be filled from them, brought back into them, or both.
+///
+/// Where a route among the devices is open, tensors are themselves.
 class Staging {
  public:
-  Staging(const Arguments& arguments, const Call& call) : arguments_(arguments), call_(call) {}
+  enum class By { any, host };
+  Staging(const Backend& backend, const Call& call, By by = By::any)
+      : backend_(backend), call_(call), by_(by) {}
 
   at::Tensor in(const at::Tensor& t) { return mirror(t, true, false); }
   /// Written as a whole.
@@ -79,6 +117,10 @@ class Staging {
   c10::Device device() const { return *device_; }
   const std::vector<Mirror>& reads() const { return reads_; }
   const std::vector<Mirror>& writes() const { return writes_; }
+  /// Null if the data go by way of the host.
+  const std::shared_ptr<PeerRoute>& peers() const { return peers_; }
+  /// The tensors that go by it.
+  const Tensors& used() const { return used_; }
 
  private:
   at::Tensor mirror(const at::Tensor& t, bool reads, bool writes);
@@ -89,9 +131,12 @@ class Staging {
     return hosts;
   }
 
-  const Arguments& arguments_;
+  const Backend& backend_;
   const Call& call_;
+  const By by_;
   std::optional<c10::Device> device_;
+  std::shared_ptr<PeerRoute> peers_;
+  Tensors used_;
   std::vector<Mirror> reads_, writes_;
 };
 
@@ -104,9 +149,14 @@ class DeviceLane {
 
   c10::Stream current() const { return guard_.getStream(device_); }
   c10::Device device() const { return device_; }
+  bool is_capturing() const { return torch_binding::is_capturing(guard_, current(), 0); }
   /// Whether deliveries can be queued before there is something to deliver.
   bool can_hold() const { return hold_ != nullptr; }
 
+  /// The memory of these is used on `stream`: it is not given to others before that is over.
+  void keep(const Tensors& tensors, c10::Stream stream) const;
+  /// Later fetches come after all deliveries that are queued.
+  void follow_deliveries();
   /// Later fetches come after this.
   void follow(const c10::Event& event) { event.block(fetch_); }
   /// What is queued from here on comes after what is queued on the current stream.
@@ -123,8 +173,6 @@ class DeviceLane {
 
  private:
   uint32_t* word() const { return static_cast<uint32_t*>(word_.mutable_data_ptr()); }
-  /// The memory of these is used on `stream`: it is not given to others before that is over.
-  void keep(const std::vector<Mirror>& mirrors, c10::Stream stream) const;
 
   const c10::Device device_;
   const c10::impl::VirtualGuardImpl guard_;

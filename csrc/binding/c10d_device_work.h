@@ -46,8 +46,11 @@ class DeviceWork final : public Work {
   /// `held`: the delivery is queued when the operation is issued, behind a hold. Then wait() blocks
   /// only streams, and the future is complete from the start.
   DeviceWork(int rank, const Call& call, uint64_t seq, Tensors outputs, c10::Stream stream,
-             bool held)
-      : Work(rank, call, seq, std::move(outputs)), held_(held), delivery_(stream) {
+             bool held, bool blocking_wait)
+      : Work(rank, call, seq, std::move(outputs)),
+        held_(held),
+        blocking_wait_(blocking_wait),
+        delivery_(stream) {
     set_value(c10::IValue(), c10::NoneType::get());
     if (!held_) ended()->addCallback([this](Future&) { promise(); });
   }
@@ -63,27 +66,32 @@ class DeviceWork final : public Work {
     return Work::isCompleted() && (delivery_.is_done() || !Work::isSuccess());
   }
 
+  /// Throws if what runs on the device has failed.
+  void set_check(std::function<void()> check) { check_ = std::move(check); }
+
   /// The current stream waits. With a timeout the caller does too, as for operations whose delivery
   /// is not queued yet.
   bool wait(Milliseconds timeout = kNoTimeout) override {
     const Deadline deadline = Deadline::after(timeout);
-    const bool blocks = timeout.count() > 0;
-    if (blocks || !held_) {
+    const bool limited = timeout.count() > 0, blocks = limited || blocking_wait_;
+    if (limited || !held_) {
       Work::wait(timeout);
     } else if (const auto error = exception()) {
       std::rethrow_exception(error);
     }
     delivery_.block_current_stream();
     for (Patience patience; blocks && !delivery_.is_done(); patience.wait())
-      if (deadline.expired())
+      if (limited && deadline.expired())
         raise<Timeout>(describe() + " timed out: its results were not on " +
                        delivery_.device().str() + " within " + std::to_string(timeout.count()) +
                        " ms");
+    if (check_) with_python_errors(check_);
     return true;
   }
 
  private:
-  const bool held_;
+  const bool held_, blocking_wait_;
+  std::function<void()> check_;
   Delivery delivery_;
 };
 

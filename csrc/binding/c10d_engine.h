@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "binding/c10d_device_work.h"
+#include "binding/c10d_peers.h"
 #include "collectives/queue.h"
 
 namespace pycomm::torch_binding {
@@ -16,13 +17,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
-  /// `blocking_wait`: see BackendOptions.
   Engine(const intrusive_ptr<c10d::Store>& store, int rank, int size,
-         const CommunicatorOptions& options, bool blocking_wait)
+         const CommunicatorOptions& options, DeviceOptions device_options)
       : comm_(std::make_shared<TorchStore>(store), rank, size, options),
-        blocking_wait_(blocking_wait) {}
+        store_(std::make_shared<TorchStore>(store)),
+        group_(options.group),
+        device_options_(std::move(device_options)) {}
 
   Communicator& comm() { return comm_; }
+  std::string describe();
   uint64_t seq() const { return seq_; }
   c10d::ErrorType error() const { return error_; }
 
@@ -68,6 +71,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The same on the host's side of device tensors: behind the current stream.
   intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs, c10::Device device,
                                    const std::vector<DevicePart>& parts);
+  /// The route among devices, or null. The first time all ranks ask together.
+  std::shared_ptr<PeerRoute> peers(c10::Device device);
+  /// Queues op(route), which uses these tensors.
+  intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs,
+                                   const std::shared_ptr<PeerRoute>& route, const Tensors& used,
+                                   const std::function<void(PeerRoute&)>& op);
   /// Queues that what a receive has brought goes to its device.
   void deliver_peer(const Mirror& mirror, c10::Event& done);
   /// The device that was last used.
@@ -85,6 +94,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   /// Keeps the kind of an error for getError().
   void note(const std::exception_ptr& error) { error_ = error_type(error); }
+  void set_timeout(Milliseconds timeout);
   void time_operations() { timed_ = true; }
   /// `hook` is called after every operation, by the thread that ran it. Before the first of them.
   void set_hook(Hook hook) {
@@ -92,7 +102,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     timed_ = true;
   }
   void report(const Work& work) {
-    if (hook_) hook_(work.info());
+    // One that began before there was a hook was not timed, and may end while one is set.
+    if (work.is_timed() && hook_) hook_(work.info());
   }
 
   /// Waits until every collective that was issued has ended.
@@ -105,7 +116,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void finish();
   void abort(const std::string& why) noexcept {
     aborted_ = true;
-    comm_.abort("rank " + std::to_string(comm_.rank()) + " " + why);
+    const std::string reason = "rank " + std::to_string(comm_.rank()) + " " + why;
+    comm_.abort(reason);
+    abort_peers(reason);
   }
 
  private:
@@ -139,6 +152,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
                          std::unique_lock<std::mutex>& lock);
   /// Waits for what was queued on a device, as long as the operation may take.
   void await(const c10::Event& event, const Call& call, c10::Device device);
+  void abort_peers(const std::string& reason) noexcept;
+  std::shared_ptr<PeerRoute> open_peers(c10::Device device);
   void set_lost(std::exception_ptr error) {
     const std::lock_guard<std::mutex> lock(device_mutex_);
     if (!lost_) lost_ = std::move(error);
@@ -150,7 +165,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<intrusive_ptr<PeerWork>> wanted_;  ///< those that peer_waiter_ waits for
 
   Communicator comm_;
-  const bool blocking_wait_;
+  const std::shared_ptr<TorchStore> store_;
+  const std::string group_;
+  const DeviceOptions device_options_;
   std::atomic<bool> aborted_{false};
   std::mutex device_mutex_;  ///< held while the streams of lanes get work
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, bool>, std::unique_ptr<DeviceLane>> lanes_;
@@ -161,7 +178,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
   std::vector<Pending> pending_;  ///< deliveries that may not be done
   std::optional<c10::Device> used_device_;
-  std::exception_ptr lost_;  ///< of an operation for which only streams waited
+  std::exception_ptr lost_;   ///< of an operation for which only streams waited
+  std::mutex meeting_mutex_;  ///< held while a route is opened
+  std::mutex routes_mutex_;
+  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<PeerRoute>> peers_;
   std::atomic<uint64_t> seq_{0}, peer_seq_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::atomic<bool> timed_{false};

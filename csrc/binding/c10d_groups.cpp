@@ -19,7 +19,7 @@ Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
     for (const uint64_t r : options_->global_ranks_in_group) {
       communicator.global_ranks.push_back(static_cast<int>(r));
     }
-    engine_ = std::make_shared<Engine>(store, rank, size, communicator, options_->blocking_wait);
+    engine_ = std::make_shared<Engine>(store, rank, size, communicator, options_->device);
   });
 }
 
@@ -144,7 +144,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
 
 void Backend::setTimeout(Milliseconds timeout) {
   options_->timeout = timeout;
-  engine()->comm().set_timeout(timeout);
+  engine()->set_timeout(timeout);
 }
 
 c10d::ErrorType Backend::getError() {

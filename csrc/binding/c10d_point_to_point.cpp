@@ -19,7 +19,7 @@ WorkPtr Backend::post(const char* title, OpType type, Tensors& tensors, int peer
   const Call call(title, type, c10d::BarrierOptions());
   const at::Tensor& tensor = arguments_.only(call, tensors);
   if (tensor.is_cpu()) return noted(engine()->post(call, tensor, peer, tag));
-  Staging staging(arguments_, call);
+  Staging staging(*this, call, Staging::By::host);
   const at::Tensor host = type == OpType::SEND ? staging.in(tensor) : staging.out(tensor);
   return noted(engine()->post(call, tensor, staging, host, peer, tag));
 }

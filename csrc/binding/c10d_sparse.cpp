@@ -61,7 +61,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   if (!tensor.is_sparse() || !tensor.device().is_cpu())
     arguments_.fail(call, "takes a sparse COO tensor on the CPU");
   if (opts.reduceOp != c10d::ReduceOp::SUM) arguments_.fail(call, "can only sum");
-  return issue(call, {tensor}, Staging(arguments_, call),
+  return issue(call, {tensor}, Staging(*this, call),
                [=](Communicator& comm) { all_reduce(comm, tensor, call.timeout); });
 }
 

@@ -179,9 +179,24 @@ inline at::Tensor empty_for(const Tensors& tensors) {
   return at::empty({numel}, tensors.at(0).options());
 }
 
+/// Calls visit(part, t) with the part of `packed` that has the values of t, in its shape.
+template <typename F>
+void for_each_part(const at::Tensor& packed, const Tensors& tensors, const F& visit) {
+  int64_t offset = 0;
+  for (const at::Tensor& t : tensors) {
+    visit(packed.narrow(0, offset, t.numel()).view(t.sizes()), t);
+    offset += t.numel();
+  }
+}
+
 /// The values of all tensors, one after another.
 inline at::Tensor pack(const Tensors& tensors) {
   const at::Tensor packed = empty_for(tensors);
+  if (!packed.is_cpu()) {
+    for_each_part(packed, tensors,
+                  [](const at::Tensor& part, const at::Tensor& t) { part.copy_(t); });
+    return packed;
+  }
   auto* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
   for (const at::Tensor& t : tensors) {
     const Flat flat(t);
@@ -192,11 +207,8 @@ inline at::Tensor pack(const Tensors& tensors) {
 }
 
 inline void unpack(const at::Tensor& packed, const Tensors& tensors) {
-  int64_t offset = 0;
-  for (const at::Tensor& t : tensors) {
-    t.copy_(packed.narrow(0, offset, t.numel()).view(t.sizes()));
-    offset += t.numel();
-  }
+  for_each_part(packed, tensors,
+                [](const at::Tensor& part, const at::Tensor& t) { t.copy_(part); });
 }
 
 // -------------------------------------------------------------- operations

@@ -65,6 +65,7 @@ class Work : public c10d::Work {
 
   void start() { started_at_ = Clock::now(); }
   void stop() { completed_at_ = Clock::now(); }
+  bool is_timed() const { return completed_at_ != Clock::time_point(); }
 
   void complete() {
     if (!future_) return finish();
@@ -124,7 +125,7 @@ class Work : public c10d::Work {
   uint64_t getSequencenumber() const override { return seq_; }
   /// Milliseconds from the start of the operation itself to its end, without the time in the queue.
   float getDuration() const override {
-    if (completed_at_ == Clock::time_point())
+    if (!is_timed())
       raise(describe() + " was not timed; call _enable_collectives_timing() on its group first");
     return std::chrono::duration<float, std::milli>(completed_at_ - started_at_).count();
   }

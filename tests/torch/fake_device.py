@@ -42,11 +42,12 @@ def built() -> Path:
     return library
 
 
-def load(*, hold: bool) -> None:
-    """Load the device into this process. Again: only `hold` changes.
+def load(way: str) -> None:
+    """Load the device into this process. Again: only the way of its data changes.
 
     Args:
-        hold: whether pycomm knows how to hold the device's streams.
+        way: of collectives. "held": by way of the host, and pycomm knows how to hold the device's
+            streams; "late": it does not; "peers": kernels work on the peers' memory.
     """
     from pycomm import _build
 
@@ -66,5 +67,6 @@ def load(*, hold: bool) -> None:
         )
         torch._register_device_module(NAME, module)
         torch.utils.generate_methods_for_privateuse1_backend()
-    address = torch.ops.fakegpu.hold_address() if hold else 0
-    _build.load_c10d().set_stream_hold(NAME, address)
+    c10d = _build.load_c10d()
+    c10d.set_stream_hold(NAME, torch.ops.fakegpu.hold_address() if way == "held" else 0)
+    c10d.set_host_addressable(NAME, way == "peers")

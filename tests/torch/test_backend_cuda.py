@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,22 +19,48 @@ from device_checks import (
     check_order,
 )
 from parity import inputs, network
+from torch_pool import Pool
+
+import pycomm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+def on_gpu(rank: int, ranks: int, store: dist.Store, path: str, check: Callable[..., Any]) -> Any:
+    dist.init_process_group(
+        "pycomm",
+        store=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+        pg_options=pycomm.Options(device_path=path),
+    )
+    try:
+        return check(rank, ranks)
+    finally:
+        dist.destroy_process_group()
+
+
+PATHS = pytest.mark.parametrize("path", ["host", "auto"])
+
+
+def run(pool: Pool, path: str, check: Callable[..., Any], **more: Any) -> Any:
+    return pool.run(on_gpu, path, functools.partial(check, **more), backend=None, deadline=120)
+
+
+@PATHS
 @pytest.mark.parametrize(
     "check",
     [
         check_operations,
-        functools.partial(check_order, held=True),
+        functools.partial(check_order, way="held"),
         check_lifetimes,
         check_futures,
     ],
     ids=["operations", "order", "lifetimes", "futures"],
 )
-def test_operations_results_order_and_lifetimes(pool, check):
-    pool.run(functools.partial(check, device="cuda"), deadline=120)
+def test_operations_results_order_and_lifetimes(pool, check, path):
+    run(pool, path, check, device="cuda")
 
 
 def mean_of_ranks(ranks: int, steps: int) -> list[torch.Tensor]:
@@ -54,9 +82,10 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         torch.testing.assert_close(g, w)
 
 
-def test_ddp_trains_on_the_mean_of_the_gradients(pool):
+@PATHS
+def test_ddp_trains_on_the_mean_of_the_gradients(pool, path):
     want = mean_of_ranks(2, 3)
-    for got in pool.run(functools.partial(check_ddp, device="cuda"), deadline=120):
+    for got in run(pool, path, check_ddp, device="cuda"):
         close(got, want)
 
 
@@ -76,15 +105,17 @@ def check_fsdp(rank: int, ranks: int) -> list[torch.Tensor]:
     return [p.detach().full_tensor().cpu() for p in model.parameters()]
 
 
-def test_fsdp_trains_on_the_mean_of_the_gradients(pool):
+@PATHS
+def test_fsdp_trains_on_the_mean_of_the_gradients(pool, path):
     want = mean_of_ranks(2, 3)
-    for got in pool.run(check_fsdp, deadline=120):
+    for got in run(pool, path, check_fsdp):
         close(got, want)
 
 
-def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(pool):
-    want: Any = pool.run(functools.partial(check_compressed, device="cpu"), deadline=120)
-    got = pool.run(functools.partial(check_compressed, device="cuda"), deadline=120)
+@PATHS
+def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(pool, path):
+    want = run(pool, path, check_compressed, device="cpu")
+    got = run(pool, path, check_compressed, device="cuda")
     for mine, theirs in zip(got, want, strict=True):
         for g, w in zip(mine, theirs, strict=True):
             assert torch.equal(g, w)

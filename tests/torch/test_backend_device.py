@@ -28,6 +28,7 @@ from device_checks import (
 from parity import equal
 from torch_pool import Pool
 
+from pycomm import backend
 from pycomm.errors import Error, Timeout
 
 FAKE = "fakegpu"
@@ -44,9 +45,9 @@ def fakes() -> Iterator[Pool]:
 
 
 def on_device(
-    rank: int, ranks: int, store: dist.Store, hold: bool, timeout: float, check: Callable[..., Any]
+    rank: int, ranks: int, store: dist.Store, way: str, timeout: float, check: Callable[..., Any]
 ) -> Any:
-    fake_device.load(hold=hold)
+    fake_device.load(way)
     dist.init_process_group(
         GROUP, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
@@ -57,37 +58,37 @@ def on_device(
             dist.destroy_process_group()
 
 
-def run(fakes: Pool, check: Callable[..., Any], hold: bool = True, timeout: float = 20) -> Any:
-    return fakes.run(on_device, hold, timeout, check, backend=None)
+def run(fakes: Pool, check: Callable[..., Any], way: str = "held", timeout: float = 20) -> Any:
+    return fakes.run(on_device, way, timeout, check, backend=None)
 
 
 def run_on(
-    fakes: Pool, check: Callable[..., Any], hold: bool, device: str = FAKE, **more: Any
+    fakes: Pool, check: Callable[..., Any], way: str, device: str = FAKE, **more: Any
 ) -> Any:
-    return run(fakes, functools.partial(check, device=device, **more), hold)
+    return run(fakes, functools.partial(check, device=device, **more), way)
 
 
-HOLDS = pytest.mark.parametrize("hold", [True, False], ids=["held", "late"])
+WAYS = pytest.mark.parametrize("way", ["held", "late", "peers"])
 
 
-@HOLDS
-def test_every_operation_gives_what_it_gives_on_the_cpu(fakes, hold):
-    run_on(fakes, check_operations, hold)
+@WAYS
+def test_every_operation_gives_what_it_gives_on_the_cpu(fakes, way):
+    run_on(fakes, check_operations, way)
 
 
-@HOLDS
-def test_operations_are_in_the_order_of_streams(fakes, hold):
-    run_on(fakes, check_order, hold, held=hold)
+@WAYS
+def test_operations_are_in_the_order_of_streams(fakes, way):
+    run_on(fakes, functools.partial(check_order, way=way), way)
 
 
-@HOLDS
-def test_tensors_live_as_long_as_the_operation_needs_them(fakes, hold):
-    run_on(fakes, check_lifetimes, hold)
+@WAYS
+def test_tensors_live_as_long_as_the_operation_needs_them(fakes, way):
+    run_on(fakes, check_lifetimes, way)
 
 
-@HOLDS
-def test_futures_run_their_callbacks_behind_the_operation(fakes, hold):
-    run_on(fakes, check_futures, hold)
+@WAYS
+def test_futures_run_their_callbacks_behind_the_operation(fakes, way):
+    run_on(fakes, check_futures, way)
 
 
 def check_stuck(rank: int, ranks: int) -> None:
@@ -111,11 +112,12 @@ def test_a_stream_that_is_stuck_ends_the_group_in_time(fakes):
 
 
 def check_abort(rank: int, ranks: int) -> None:
+    x = slow(0, FAKE, 0)
+    dist.all_reduce(x)
     if rank == 1:
         time.sleep(0.2)
         dist.distributed_c10d._abort_process_group()
         return
-    x = slow(0, FAKE, 0)
     work = dist.all_reduce(x, async_op=True)
     work.wait()  # of streams only: the failure is still to come
     assert x.cpu().isnan().all()
@@ -129,6 +131,25 @@ def check_abort(rank: int, ranks: int) -> None:
 
 def test_what_failed_behind_a_stream_is_nan_and_raises_at_the_next_operation(fakes):
     run(fakes, check_abort)
+
+
+def check_abort_of_peers(rank: int, ranks: int) -> None:
+    x = slow(0, FAKE, 0)
+    dist.all_reduce(x)
+    assert "; on fakegpu:0 2 ranks: " in backend.find().describe()
+    if rank == 1:
+        time.sleep(0.2)
+        dist.distributed_c10d._abort_process_group()
+        return
+    work = dist.all_reduce(x, async_op=True)
+    with pytest.raises(Error, match="abort"):
+        work.wait()
+    with pytest.raises(Error, match="abort"):
+        dist.all_reduce(x, async_op=True)
+
+
+def test_an_abort_ends_kernels_that_wait_for_peers(fakes):
+    run(fakes, check_abort_of_peers, "peers")
 
 
 def check_arguments(rank: int, ranks: int) -> None:
@@ -149,7 +170,7 @@ def test_tensors_must_be_on_one_device(fakes):
 
 
 def check_split(rank: int, ranks: int, store: dist.Store) -> None:
-    fake_device.load(hold=True)
+    fake_device.load("held")
     device = torch.device(FAKE, 0)
     dist.init_process_group(
         GROUP,
@@ -175,13 +196,13 @@ def test_groups_are_split_where_a_device_is_bound(fakes):
     fakes.run(check_split, backend=None)
 
 
-@HOLDS
-def test_ddp_trains_as_on_the_cpu(fakes, hold):
-    want = run_on(fakes, check_ddp, hold, "cpu")
-    got = run_on(fakes, check_ddp, hold)
+@WAYS
+def test_ddp_trains_as_on_the_cpu(fakes, way):
+    want = run_on(fakes, check_ddp, way, "cpu")
+    got = run_on(fakes, check_ddp, way)
     assert equal(got, want)
 
 
 def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes):
-    want = run_on(fakes, check_compressed, True, "cpu")
-    assert equal(run_on(fakes, check_compressed, True), want)
+    want = run_on(fakes, check_compressed, "held", "cpu")
+    assert equal(run_on(fakes, check_compressed, "held"), want)

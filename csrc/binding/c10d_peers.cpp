@@ -1,0 +1,185 @@
+// Which ranks have a route among their accelerators, and the operations on it. A part of _c10d.
+#include "binding/c10d_peers.h"
+
+#include <fstream>
+#include <set>
+
+#include "binding/c10d_backend.h"
+#include "core/device.h"
+
+namespace pycomm::torch_binding {
+namespace {
+
+struct HostAddressable {
+  std::mutex mutex;
+  std::set<c10::DeviceType> types;
+};
+
+HostAddressable& host_addressable() {
+  static HostAddressable types;
+  return types;
+}
+
+bool is_host_addressable(c10::DeviceType type) {
+  auto& known = host_addressable();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  return known.types.count(type) > 0;
+}
+
+}  // namespace
+
+void set_host_addressable(c10::DeviceType type, bool addressable) {
+  auto& known = host_addressable();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  if (addressable) {
+    known.types.insert(type);
+  } else {
+    known.types.erase(type);
+  }
+}
+
+std::string peer_host(c10::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const bool cuda = device.is_cuda() && device::built() && device.index() < device::count() &&
+                    native_handle(guard.getStreamFromGlobalPool(device), 0);
+  if (!cuda && !is_host_addressable(device.type())) return "";
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  file >> boot;
+  return boot.empty() ? "" : c10::DeviceTypeName(device.type(), true) + " " + boot;
+}
+
+// ------------------------------------------------------------------ the route
+
+namespace {
+
+DeviceGroupOptions options_of(const std::string& group, Milliseconds timeout) {
+  DeviceGroupOptions options;
+  options.group = group;
+  options.timeout = timeout;
+  options.coded_bytes = 0;  // payloads are exchanged as bytes
+  return options;
+}
+
+}  // namespace
+
+PeerRoute::PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
+                     c10::Device device, Milliseconds timeout)
+    : device_(device),
+      group_(std::move(store), rank, size, device.is_cuda() ? device.index() : -1,
+             options_of(group, timeout)) {}
+
+PeerRoute::~PeerRoute() {
+  const auto wait = [this](Milliseconds limit) {
+    const Deadline deadline = Deadline::after(limit);
+    for (Patience patience; !last_->query() && !deadline.expired();) patience.wait();
+    return last_->query();
+  };
+  try {
+    if (!last_ || wait(Milliseconds(10000))) return;
+    group_.abort("rank " + std::to_string(rank()) + " left while operations were under way");
+    wait(Milliseconds(2000));
+  } catch (...) {  // a device in trouble: nothing runs there any more
+  }
+}
+
+Stream PeerRoute::stream() const {
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  if (device_.is_cuda()) return {Device::cuda, native_handle(current, 0)};
+  current.synchronize();
+  return {};
+}
+
+// ------------------------------------------------------------------ operations
+
+std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device) {
+  constexpr size_t kWord = 96;
+  if (device_options_.path == "host" || comm_.size() == 1) return nullptr;
+  const auto exchange = [&](std::string word) {
+    word.resize(kWord);
+    std::string words(kWord * comm_.size(), 0);
+    queue_.run([&] { comm_.all_gather(word.data(), words.data(), kWord, DType::uint8); });
+    for (int r = 0; r < comm_.size(); r++)
+      if (words.compare(r * kWord, kWord, word) != 0) return std::string();
+    return word.substr(0, word.find('\0'));
+  };
+  if (exchange(peer_host(device)).empty()) return nullptr;
+  std::shared_ptr<PeerRoute> route;
+  try {
+    route = std::make_shared<PeerRoute>(store_, comm_.rank(), comm_.size(), group_ + "/peers",
+                                        device, comm_.timeout());
+  } catch (const Error&) {  // no memory in common, though it is one host
+  }
+  return exchange(route ? "open" : "").empty() ? nullptr : route;
+}
+
+std::shared_ptr<PeerRoute> Engine::peers(c10::Device device) {
+  return with_python_errors([&] {
+    const WithoutGil without_gil;
+    const std::lock_guard<std::mutex> meeting(meeting_mutex_);
+    const std::pair<c10::DeviceType, c10::DeviceIndex> key{device.type(), device.index()};
+    {
+      const std::lock_guard<std::mutex> lock(routes_mutex_);
+      if (const auto found = peers_.find(key); found != peers_.end()) return found->second;
+    }
+    const auto route = open_peers(device);
+    const std::lock_guard<std::mutex> lock(routes_mutex_);
+    peers_[key] = route;
+    return route;
+  });
+}
+
+void Engine::abort_peers(const std::string& reason) noexcept {
+  const std::lock_guard<std::mutex> lock(routes_mutex_);
+  for (const auto& [device, route] : peers_)
+    if (route) route->abort(reason);
+}
+
+std::string Engine::describe() {
+  std::string text = comm_.describe();
+  const std::lock_guard<std::mutex> lock(routes_mutex_);
+  for (const auto& [device, route] : peers_) {
+    text += "; on " + c10::Device(device.first, device.second).str() + " ";
+    text += route ? route->describe() : "by way of the host";
+  }
+  return text;
+}
+
+void Engine::set_timeout(Milliseconds timeout) {
+  comm_.set_timeout(timeout);
+  const std::lock_guard<std::mutex> lock(routes_mutex_);
+  for (const auto& [device, route] : peers_)
+    if (route) route->set_timeout(timeout);
+}
+
+intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
+                                         const std::shared_ptr<PeerRoute>& route,
+                                         const Tensors& used,
+                                         const std::function<void(PeerRoute&)>& op) {
+  return with_python_errors([&] {
+    const WithoutGil without_gil;
+    const std::lock_guard<std::mutex> lock(device_mutex_);
+    route->check();
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    DeviceLane& lane = this->lane(used.at(0).device());
+    auto work = make_work<DeviceWork>(false, call, std::move(outputs), lane.deliver_stream(), true,
+                                      device_options_.blocking_wait);
+    work->set_check([route] { route->check(); });
+    work->start();
+    lane.begin();
+    lane.keep(used, lane.deliver_stream());
+    {
+      const c10::StreamGuard on(lane.deliver_stream());
+      op(*route);
+    }
+    work->delivered()->record(lane.deliver_stream());
+    route->set_last(work->delivered());
+    work->promise();
+    work->complete();
+    work->stop();
+    report(*work);
+    return work;
+  });
+}
+
+}  // namespace pycomm::torch_binding
