@@ -116,7 +116,7 @@ template <typename Machine>
 PYCOMM_KERNEL void copy(const Machine& m, uint8_t* to, const uint8_t* from, size_t bytes) {
   size_t done = 0;
   if (aligned(to) && aligned(from)) {
-    constexpr int kDepth = 8;  // accesses on their way at once
+    constexpr int kDepth = 4;  // accesses on their way at once
     const size_t n = bytes / sizeof(Bytes16), step = m.threads();
     auto* wide = reinterpret_cast<Bytes16*>(to);
     const auto* source = reinterpret_cast<const Bytes16*>(from);
