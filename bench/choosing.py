@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pycomm.bench.time_to_loss_results import Result, load, over, totals, with_loss
+from pycomm.bench.time_to_loss_results import Result, changes, load, over, totals, with_loss
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "docs" / "choosing.md"
@@ -46,15 +46,26 @@ def training(rows: Sequence[Result], model: str, rate: str) -> str:
 
 
 def losses(rows: Sequence[Result], model: str) -> str:
-    """One row per method: its loss against the exact run's, over the seeds that both have."""
+    """One row per method: its loss against the exact run's of the same seed, over the seeds."""
     found = [r for r in rows if (r.kind, r.model) == ("loss", model)]
     lines = []
     for method in dict.fromkeys(r.method for r in found):
         whole = with_loss(next(r for r in found if r.method == method), rows)
-        seeds = len({r.seed for r in found if r.method == method})
-        change = "" if whole.change is None else f"{whole.change * 100:+.2f} %"
-        lines.append([method, str(seeds), change, number(whole.steps_to_loss, 0)])
+        by_seed = changes(method, model, rows)
+        lines.append([
+            method, str(len(by_seed)), percent(by_seed), number(whole.steps_to_loss, 0)
+        ])  # fmt: skip
     return table(("method", "seeds", "loss", "steps to the exact loss"), lines)
+
+
+def percent(values: Sequence[float]) -> str:
+    """Their mean, and the standard error of the mean if there are at least two."""
+    if not values:
+        return ""
+    text = f"{statistics.fmean(values) * 100:+.2f}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values) / len(values) ** 0.5 * 100:.2f}"
+    return f"{text} %"
 
 
 def number(value: float | None, digits: int, factor: float = 1.0) -> str:

@@ -1,15 +1,15 @@
 """Ways to average gradients that are compared with each other: ours, and torch's own hooks."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP compares a hook's annotations with the types.
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK")
+HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,14 @@ class Method:
     feedback: str = ""
     """Of `pycomm.compress`: a kind, or "none"; empty: its default."""
     hook: str = ""
-    """One of torch's own communication hooks, as in `HOOKS`."""
+    """One of torch's own communication hooks, as in `HOOKS`, or `late_hook`."""
     bucket_mb: float = 25.0
     """DDP's bucket_cap_mb; its default is 25."""
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether its codec changes with the steps; then no step's time is that of all."""
+        return " " in self.codec
 
     def wrap(
         self, model: nn.Module, group: dist.ProcessGroup | None = None, *, sync: bool = True
@@ -62,6 +67,9 @@ def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGr
     if name == "fp16":
         model.register_comm_hook(group, default_hooks.fp16_compress_hook)
         return
+    if name == "late":
+        model.register_comm_hook(Late(group), late_hook)
+        return
     if name not in ("powersgd", "fp16-powersgd"):
         raise ValueError(f"unknown hook {text!r}: use one of {', '.join(HOOKS)}")
     state = powerSGD_hook.PowerSGDState(
@@ -75,6 +83,30 @@ def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGr
     model.register_comm_hook(state, hook)
 
 
+class Late:
+    """What `late_hook` keeps: its group, and each parameter's mean gradient of the step before."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.before: dict[int, torch.Tensor] = {}  # by id of the parameter
+
+
+def late_hook(state: Late, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Exact means that come one step late: what a delay alone does to a training.
+
+    The first step has its own.
+    """
+
+    def swap(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            now = gradient.clone()
+            gradient.copy_(state.before.get(id(parameter), now))
+            state.before[id(parameter)] = now
+        return future.value()
+
+    return default_hooks.allreduce_hook(state.group, bucket).then(swap)
+
+
 # Theirs first. PowerSGD on Gloo aborts with more than one bucket: its chained collectives start in
 # another order on every rank.
 ONE_BUCKET = 1000.0
@@ -84,6 +116,7 @@ METHODS = (
     Method("Gloo, PowerSGD rank 1", "gloo", hook="powersgd:1", bucket_mb=ONE_BUCKET),
     Method("Gloo, PowerSGD rank 4", "gloo", hook="powersgd:4", bucket_mb=ONE_BUCKET),
     Method("Gloo, fp16 PowerSGD rank 2", "gloo", hook="fp16-powersgd:2", bucket_mb=ONE_BUCKET),
+    Method("Gloo, fp32 one step late", "gloo", hook="late"),
     Method("pycomm, exact"),
     Method("pycomm, bf16", codec="bf16"),
     Method("pycomm, int8", codec="int8"),
@@ -94,6 +127,7 @@ METHODS = (
     Method("pycomm, EDEN 1 bit", codec="eden:bits=1"),
     Method("pycomm, sign", codec="sign"),
     Method("pycomm, top-k 1 %", codec="topk:0.01"),
+    Method("pycomm, top-k 25 to 1 %", codec="topk:0.25 21:topk:0.06 41:topk:0.015 61:topk:0.01"),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),
 )

@@ -6,7 +6,7 @@ Bits do not depend on the link, so losses and times are measured apart:
 
     losses  every method trains on two ranks on an unlimited loopback, once per seed, for a quarter
             more steps than the learning rate's schedule has; the loss on held-out text is taken on
-            the way
+            the way (256 windows), and at the end of the schedule (2048 windows)
     steps   two ranks on a real link (netlab.py) take steps with one method after the other, in one
             set of processes, over and over; the median counts
 
@@ -38,6 +38,7 @@ from pycomm.bench.harness import Origin
 from pycomm.bench.methods import METHODS, Method
 from pycomm.bench.time_to_loss_results import Result, load, save, show, totals
 from pycomm.bench.training import (
+    FINAL_WINDOWS,
     Config,
     Transformer,
     batches,
@@ -48,6 +49,7 @@ from pycomm.bench.training import (
 
 MODELS = {
     "demo": Config(),
+    "demo-beta0": Config(beta1=0.0),  # feedback delays, which momentum does not stand
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
 }
 RANKS = 2
@@ -94,7 +96,8 @@ def losses(model: str, methods: Sequence[Method], seeds: Sequence[int]) -> Itera
                 describe("loss", model, method),
                 seed=seed,
                 steps=base.steps,
-                loss=curve[base.steps],
+                windows=FINAL_WINDOWS,
+                loss=next(row["final"] for row in rows if "final" in row),
                 curve=" ".join(f"{step}:{loss:.6f}" for step, loss in curve.items()),
             )
 
@@ -229,8 +232,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.only in (None, "losses"):
             measure(losses(model, methods, [int(seed) for seed in args.seeds.split(",")]))
         if args.only in (None, "steps"):
-            for rate in args.rates.split(","):
-                measure(step_times(model, methods, rate, args.rounds, args.turn_seconds))
+            steady = [method for method in methods if not method.scheduled]
+            for rate in args.rates.split(",") if steady else ():
+                measure(step_times(model, steady, rate, args.rounds, args.turn_seconds))
     final = list(totals(rows))
     show(final)
     if args.csv and args.only == "totals":

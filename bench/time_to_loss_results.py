@@ -38,6 +38,8 @@ class Result:
     steps: int | None = None
     seconds: float | None = None
     wire_bytes: float | None = None
+    windows: int | None = None
+    """of held-out text, on which `loss` was taken; a curve is taken on 256"""
     loss: float | None = None
     change: float | None = None
     """of the loss at the end of the schedule, against float32's with the same seed, relative"""
@@ -75,22 +77,43 @@ def totals(rows: Sequence[Result]) -> Iterable[Result]:
             )
 
 
+def pairs(method: str, model: str, rows: Iterable[Result]) -> list[tuple[Result, Result]]:
+    """A method's trainings, one for each seed, and the exact one of the same seed.
+
+    Of trainings measured twice the last.
+    """
+    found = [r for r in rows if (r.kind, r.model) == ("loss", model)]
+    mine, exact = (
+        {r.seed: r for r in found if r.method == wanted} for wanted in (method, EXACT.label)
+    )
+    return [(mine[seed], exact[seed]) for seed in mine if seed in exact]
+
+
+def changes(method: str, model: str, rows: Iterable[Result]) -> list[float]:
+    """By seed: the loss at the end of the schedule against the exact one, relative.
+
+    On the same held-out text: where one of them was taken on less, by the curves.
+    """
+    return [
+        loss(mine) / loss(exact) - 1
+        if mine.windows == exact.windows
+        else curve_end(mine) / curve_end(exact) - 1
+        for mine, exact in pairs(method, model, rows)
+    ]
+
+
 def with_loss(row: Result, rows: Sequence[Result]) -> Result:
     """A row of steps with what the trainings of its method say, held against exact ones."""
-    mine, exact = (
-        {r.seed: r for r in rows if (r.kind, r.model, r.method) == ("loss", row.model, method)}
-        for method in (row.method, EXACT.label)
-    )
-    seeds = [seed for seed in mine if seed in exact]
-    if not seeds:
+    trained = pairs(row.method, row.model, rows)
+    if not trained:
         return replace(row, kind="total")
-    ends = [(loss(mine[seed]), loss(exact[seed])) for seed in seeds]
-    target = statistics.fmean(end for _, end in ends)
-    count = steps_to_loss([parse_curve(mine[seed].curve) for seed in seeds], target)
+    # Of the curves, which are taken on less text than the loss.
+    target = statistics.fmean(curve_end(exact) for _, exact in trained)
+    count = steps_to_loss([parse_curve(mine.curve) for mine, _ in trained], target)
     return replace(
         row,
         kind="total",
-        change=statistics.fmean(end / exact_end - 1 for end, exact_end in ends),
+        change=statistics.fmean(changes(row.method, row.model, rows)),
         steps_to_loss=count,
         seconds_to_loss=None if count is None or row.seconds is None else count * row.seconds,
     )
@@ -99,6 +122,11 @@ def with_loss(row: Result, rows: Sequence[Result]) -> Result:
 def loss(row: Result) -> float:
     assert row.loss is not None
     return row.loss
+
+
+def curve_end(row: Result) -> float:
+    """The curve's loss at the end of the schedule."""
+    return parse_curve(row.curve)[row.steps or 0]
 
 
 def parse_curve(text: str) -> dict[int, float]:
@@ -123,7 +151,7 @@ def save(path: Path, row: Result, origin: Origin) -> None:
 def load(path: Path) -> list[Result]:
     """The rows of a CSV that earlier runs have written; its totals are made anew."""
     texts = {"kind", "model", "method", "backend", "codec", "hook", "rate", "connection", "curve"}
-    whole = {"parameters", "seed", "steps"}
+    whole = {"parameters", "seed", "steps", "windows"}
     rows = []
     with path.open(newline="") as file:
         for line in csv.DictReader(file):

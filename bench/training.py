@@ -30,6 +30,8 @@ from torch import nn
 from pycomm.bench.methods import HOOKS, Method
 from pycomm.bench.netlab import interface_bytes
 
+WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the end of the schedule
+
 
 @dataclass(frozen=True)
 class Config:
@@ -44,6 +46,7 @@ class Config:
     extra: int = 0  # steps after the schedule's end, at its last learning rate
     warmup: int = 20
     learning_rate: float = 2e-3
+    beta1: float = 0.9  # AdamW's momentum
     evaluate_every: int = 10
     seed: int = 0
 
@@ -173,7 +176,8 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
     """Trains; yields what happened in each step, and at the end the result."""
     torch.manual_seed(config.seed)
     model = method.wrap(Transformer(config))
-    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.95))
+    betas = config.beta1, 0.95
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=betas)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     text, held_out = standard_library()
     data = batches(text, config, dist.get_rank(), dist.get_world_size())
@@ -191,13 +195,15 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
         sent.append(wire_bytes() - sent_before)
         row = {"step": step, "seconds": sum(seconds), "loss": loss.item()}
         if step % config.evaluate_every == 0 or step == 1:
-            row["held_out"] = evaluate(model.module, held_out, config, 256)
+            row["held_out"] = evaluate(model.module, held_out, config, WINDOWS)
+        if step == config.steps:
+            row["final"] = evaluate(model.module, held_out, config, FINAL_WINDOWS)
         yield row
     settled = len(seconds) // 10  # the first steps allocate, and DDP rebuilds its buckets
     yield {
         "step_seconds": statistics.median(seconds[settled:]),
         "wire_bytes": statistics.median(sent[settled:]),
-        "held_out": evaluate(model.module, held_out, config, 2048),
+        "held_out": evaluate(model.module, held_out, config, FINAL_WINDOWS),
     }
 
 

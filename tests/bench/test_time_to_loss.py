@@ -6,6 +6,8 @@ import json
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from pycomm.bench.harness import Origin
 from pycomm.bench.methods import METHODS, Method
@@ -13,6 +15,7 @@ from pycomm.bench.netlab import Paced, wait
 from pycomm.bench.time_to_loss_results import (
     EXACT,
     Result,
+    changes,
     load,
     save,
     steps_to_loss,
@@ -49,6 +52,33 @@ def test_totals_hold_each_method_against_the_float32_run():
     assert found[INT4.label].vs_fp16_hook == pytest.approx(4.0)
     assert found[INT4.label].vs_best_of_gloo == pytest.approx(4.0)
     assert found[INT4.label].change == pytest.approx(0.05)
+
+
+def test_losses_are_compared_on_the_same_text():
+    """One taken on less text is held against the curve, which both have on equally much."""
+    rows = [
+        row("loss", EXACT, seed=0, steps=20, windows=2048, loss=2.0, curve="10:3.0 20:2.5"),
+        row("loss", INT4, seed=0, steps=20, windows=2048, loss=2.1, curve="10:3.0 20:9.9"),
+        row("loss", FP16, seed=0, steps=20, windows=256, loss=2.6, curve="10:3.0 20:2.6"),
+        row("loss", FP16, seed=1, steps=20, windows=256, loss=9.9, curve="10:3.0 20:9.9"),
+    ]
+    assert changes(INT4.label, "demo", rows) == [pytest.approx(0.05)]
+    assert changes(FP16.label, "demo", rows) == [pytest.approx(0.04)]  # seed 1 has no exact run
+    assert changes(EXACT.label, "demo", rows) == [0.0]
+
+
+def test_late_means_are_those_of_the_step_before(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Method("", "gloo", hook="late").wrap(torch.nn.Linear(3, 1, bias=False))
+        seen = []
+        for x in (1.0, 2.0, 3.0):
+            model.zero_grad()
+            model(torch.full((1, 3), x)).sum().backward()
+            seen.append(model.module.weight.grad[0, 0].item())
+    finally:
+        dist.destroy_process_group()
+    assert seen == [1.0, 1.0, 2.0]
 
 
 def test_rows_survive_the_file(tmp_path):
