@@ -10,9 +10,11 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -42,13 +44,15 @@ constexpr size_t kStack = 64 * 1024;
 enum class Wait { none, warp, block, end };
 
 struct Thread {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf here;
   alignas(16) char stack[kStack];
+  bool started;
   Wait wait;
 };
 
 static Thread threads[kThreads];
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static std::function<void()> body;
 /// Words in flight at the last two shuffles of each warp: a thread may begin the next one before
 /// others have read theirs.
@@ -63,22 +67,32 @@ static bool block_turn[kThreads];
 }
 
 inline void wait(Wait what) {
-  threads[threadIdx.x].wait = what;
-  swapcontext(&threads[threadIdx.x].context, &scheduler);
+  Thread& self = threads[threadIdx.x];
+  self.wait = what;
+  if (_setjmp(self.here) == 0) _longjmp(scheduler, 1);
 }
 
-inline void run_thread() {
+inline void run_body() {
   body();
   threads[threadIdx.x].wait = Wait::end;
+  _longjmp(scheduler, 1);
+}
+
+/// Until the thread waits again. By jumps, which leave the mask of signals alone: that is several
+/// times as fast as swapcontext().
+inline void run_thread(unsigned index) {
+  threadIdx.x = index;
+  Thread& thread = threads[index];
+  if (_setjmp(scheduler) != 0) return;
+  if (thread.started) _longjmp(thread.here, 1);
+  thread.started = true;
+  setcontext(&thread.start);
 }
 
 /// Runs a warp until all its lanes are at a barrier of the block, or at their end.
 inline Wait run_warp(unsigned first) {
   for (;;) {
-    for (unsigned i = first; i < first + kLanes; i++) {
-      threadIdx.x = i;
-      swapcontext(&scheduler, &threads[i].context);
-    }
+    for (unsigned i = first; i < first + kLanes; i++) run_thread(i);
     const Wait reached = threads[first].wait;
     for (unsigned i = first; i < first + kLanes; i++) {
       if (threads[i].wait != reached) die("the lanes of a warp wait for different things");
@@ -89,11 +103,12 @@ inline Wait run_warp(unsigned first) {
 
 inline void run_block() {
   for (Thread& thread : threads) {
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack;
-    thread.context.uc_stack.ss_size = kStack;
-    thread.context.uc_link = &scheduler;
-    makecontext(&thread.context, run_thread, 0);
+    thread.started = false;
+    getcontext(&thread.start);
+    thread.start.uc_stack.ss_sp = thread.stack;
+    thread.start.uc_stack.ss_size = kStack;
+    thread.start.uc_link = nullptr;
+    makecontext(&thread.start, run_body, 0);
   }
   for (;;) {
     const Wait reached = run_warp(0);
