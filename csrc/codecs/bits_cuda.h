@@ -1,4 +1,4 @@
-// Codes of 2 to 8 bits as a little-endian bit string in CUDA, four codes to a lane. Compiled by
+// Codes of 1 to 8 bits as a little-endian bit string in CUDA, four codes to a lane. Compiled by
 // nvcc and NVRTC.
 #pragma once
 #include "core/cuda_vector.h"
@@ -6,9 +6,20 @@
 
 namespace pycomm::codecs {
 
-/// Eight neighbouring lanes have the codes of 32 values: `bits` whole words, of which each lane
-/// stores one. `chunk` holds the four codes of the lane's values from i on; a word takes parts of
-/// up to four chunks.
+/// Codes of one bit: eight neighbouring lanes have those of 32 values, one word. `chunk` holds the
+/// four of the lane's values from i on.
+__device__ __forceinline__ void store_bits(uint8_t* codes, size_t i, size_t numel, uint32_t chunk) {
+  uint32_t word = chunk << i % 32;
+#pragma unroll
+  for (int step = 1; step < 32 / cuda::kVector; step *= 2) {
+    word |= __shfl_xor_sync(~0u, word, step);
+  }
+  if (i % 32 == 0 && i < numel) reinterpret_cast<uint32_t*>(codes)[i / 32] = word;
+}
+
+/// Codes of more bits: eight neighbouring lanes have the codes of 32 values, `bits` whole words, of
+/// which each lane stores one. `chunk` holds the four codes of the lane's values from i on; a word
+/// takes parts of up to four chunks.
 __device__ __forceinline__ void store_codes(uint8_t* codes, size_t i, size_t numel, int bits,
                                             uint32_t chunk) {
   const int lane = threadIdx.x % cuda::kLanes, word = lane % 8, width = 4 * bits;

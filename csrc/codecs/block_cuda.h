@@ -20,10 +20,13 @@ struct EncodeParams {
   uint64_t group;  ///< place of in[0] in its tensor / 4: the counter of its random words
   uint32_t step;
   uint32_t tensor;
-  uint32_t block_bits;  ///< a block has 1 << block_bits values
-  uint32_t shift;       ///< what is added to every random word
-  uint32_t options;     ///< of the codec
-  const float* agreed;  ///< ternary: what the ranks agreed on, one per block
+  uint32_t block_bits;     ///< a block has 1 << block_bits values
+  uint32_t shift;          ///< what is added to every random word
+  uint32_t options;        ///< of the codec
+  const float* agreed;     ///< ternary: what the ranks agreed on, one per block
+  uint32_t* header;        ///< rotate, eden: where a payload begins
+  uint64_t key;            ///< rotate, eden: seed of the signs
+  uint32_t rotation_bits;  ///< rotate, eden: a rotation has 1 << rotation_bits values
 };
 
 /// Arguments of every decode kernel, likewise.
@@ -34,6 +37,9 @@ struct DecodeParams {
   uint64_t numel;
   uint32_t block_bits;
   uint32_t options;
+  const uint32_t* header;  ///< as when encoding
+  uint32_t rotation_bits;
+  uint32_t add;  ///< rotate, eden: 1 if values are added to out
 };
 
 /// The codes of four values, and what they stand for before the scale.

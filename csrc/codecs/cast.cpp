@@ -135,6 +135,7 @@ class Cast final : public PlanarCodec {
   }
   size_t encoded_bytes(size_t numel) const override { return cast::encoded_bytes(format_, numel); }
   size_t codes_offset(size_t numel) const override { return cast::codes_offset(format_, numel); }
+  PlanarFormat format() const override { return format_; }
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);

@@ -3,7 +3,9 @@
 #pragma once
 #include "codecs/cast.h"
 #include "codecs/codec.h"
+#include "codecs/eden.h"
 #include "codecs/mx.h"
+#include "codecs/planar.h"
 #include "codecs/quant.h"
 #include "codecs/randomk.h"
 #include "codecs/ternary.h"
@@ -20,6 +22,12 @@ void encode_cuda(const Format& format, const EncodeArgs& args);
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream);
 }  // namespace cast
+
+namespace eden {
+void encode_cuda(const Format& format, const EncodeArgs& args);
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream);
+}  // namespace eden
 
 namespace mx {
 void encode_cuda(const Format& format, const EncodeArgs& args);
@@ -38,6 +46,13 @@ void encode_cuda(const Format& format, const EncodeArgs& args);
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream);
 }  // namespace randomk
+
+/// A rotation has 1 << size_bits values.
+namespace rotate {
+void encode_cuda(int size_bits, const PlanarFormat& inner, const EncodeArgs& args);
+void decode_cuda(int size_bits, const PlanarFormat& inner, Span<const uint8_t> payload,
+                 Span<float> out, bool add, Stream stream);
+}  // namespace rotate
 
 namespace sign {
 void encode_cuda(uint32_t block, const EncodeArgs& args);

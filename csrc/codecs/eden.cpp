@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "codecs/bits.h"
+#include "codecs/cuda.h"
 #include "codecs/registry.h"
 #include "codecs/rotation_loops.h"
 #include "core/error.h"
@@ -166,31 +167,6 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   }
 }
 
-/// Calls f with the whole bits of a format and whether there is half a bit, as types.
-template <typename F>
-void with_bits(const Format& format, F&& f) {
-  using std::integral_constant;
-  const auto with_half = [&](auto bits) {
-    if (format.half_bits % 2) {
-      if constexpr (bits < 4) f(bits, std::true_type{});
-    } else {
-      if constexpr (bits > 0) f(bits, std::false_type{});
-    }
-  };
-  switch (format.half_bits / 2) {
-    case 0:
-      return with_half(integral_constant<int, 0>{});
-    case 1:
-      return with_half(integral_constant<int, 1>{});
-    case 2:
-      return with_half(integral_constant<int, 2>{});
-    case 3:
-      return with_half(integral_constant<int, 3>{});
-    case 4:
-      return with_half(integral_constant<int, 4>{});
-  }
-}
-
 class Eden final : public Codec {
  public:
   explicit Eden(const Format& format) : format_(format) {}
@@ -208,8 +184,8 @@ class Eden final : public Codec {
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
-    check_device(args.stream);
     if (args.in.size == 0) return;
+    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
     with_bits(format_, [&](auto bits, auto half) {
       (format_.mmse ? encode_all<bits, half, true> : encode_all<bits, half, false>)(format_, args);
     });
@@ -222,14 +198,12 @@ class Eden final : public Codec {
   }
 
  private:
-  void check_device(Stream stream) const {
-    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
-  }
-
   void decode_then(Then then, Span<const uint8_t> payload, Span<float> out, Stream stream) const {
     check_decode(*this, payload, out);
-    check_device(stream);
     if (out.size == 0) return;
+    if (stream.device == Device::cuda) {
+      return decode_cuda(format_, payload, out, then == Then::add, stream);
+    }
     with_bits(format_,
               [&](auto bits, auto half) { decode_all<bits, half>(format_, payload, out, then); });
   }

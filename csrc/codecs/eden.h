@@ -2,6 +2,10 @@
 // are best for the normal distribution. Wire format: docs/wire/eden.md. Everything that decides a
 // bit is here and in rotation.h, compiled by gcc, nvcc and NVRTC.
 #pragma once
+#ifndef __CUDACC_RTC__
+#include <type_traits>
+#endif
+
 #include "codecs/block.h"
 #include "codecs/rotation.h"
 #include "core/types.h"
@@ -24,9 +28,10 @@ constexpr uint32_t kChoiceTensor = 1;
 PYCOMM_HD size_t num_rotations(const Format& f, size_t numel) {
   return (numel + (size_t{1} << f.size_bits) - 1) >> f.size_bits;
 }
+PYCOMM_HD size_t scale_bytes(const Format& f, size_t numel) { return num_rotations(f, numel) * 4; }
 /// The payload is the header, the scales, then the codes of whole rotations.
 PYCOMM_HD size_t codes_offset(const Format& f, size_t numel) {
-  return numel == 0 ? 0 : sizeof(RotationHeader) + num_rotations(f, numel) * 4;
+  return numel == 0 ? 0 : sizeof(RotationHeader) + scale_bytes(f, numel);
 }
 /// Of one rotation; even, since a rotation has 32 values or more.
 PYCOMM_HD size_t code_bytes(const Format& f) {
@@ -106,5 +111,32 @@ PYCOMM_HD float exponent_of(float amax) { return bits_float(float_bits(amax) & k
 PYCOMM_HD float inverse_exponent(float exponent) {
   return bits_float((254u << 23) - float_bits(exponent));
 }
+
+#ifndef __CUDACC_RTC__
+/// Calls f with the whole bits of a format and whether there is half a bit, as types.
+template <typename F>
+void with_bits(const Format& format, F&& f) {
+  using std::integral_constant;
+  const auto with_half = [&](auto bits) {
+    if (format.half_bits % 2) {
+      if constexpr (bits < 4) f(bits, std::true_type{});
+    } else {
+      if constexpr (bits > 0) f(bits, std::false_type{});
+    }
+  };
+  switch (format.half_bits / 2) {
+    case 0:
+      return with_half(integral_constant<int, 0>{});
+    case 1:
+      return with_half(integral_constant<int, 1>{});
+    case 2:
+      return with_half(integral_constant<int, 2>{});
+    case 3:
+      return with_half(integral_constant<int, 3>{});
+    case 4:
+      return with_half(integral_constant<int, 4>{});
+  }
+}
+#endif
 
 }  // namespace pycomm::codecs::eden

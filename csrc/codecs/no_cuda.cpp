@@ -18,6 +18,11 @@ void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
 void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
 }  // namespace cast
 
+namespace eden {
+void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
+void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
+}  // namespace eden
+
 namespace mx {
 void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
 void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
@@ -32,6 +37,13 @@ namespace randomk {
 void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
 void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
 }  // namespace randomk
+
+namespace rotate {
+void encode_cuda(int, const PlanarFormat&, const EncodeArgs&) { fail(); }
+void decode_cuda(int, const PlanarFormat&, Span<const uint8_t>, Span<float>, bool, Stream) {
+  fail();
+}
+}  // namespace rotate
 
 namespace sign {
 void encode_cuda(uint32_t, const EncodeArgs&) { fail(); }

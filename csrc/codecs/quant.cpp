@@ -156,6 +156,7 @@ class Quant final : public PlanarCodec {
   size_t granule() const override { return format_.block; }
   size_t encoded_bytes(size_t numel) const override { return quant::encoded_bytes(format_, numel); }
   size_t codes_offset(size_t numel) const override { return quant::codes_offset(format_, numel); }
+  PlanarFormat format() const override { return format_; }
 
   bool shared_seed() const override { return format_.rounding == Rounding::correlated; }
 

@@ -75,14 +75,10 @@ bool plain(const Format& f) {
          f.rounding != Rounding::correlated;
 }
 
-uint32_t options(const Format& f) {
-  return static_cast<uint32_t>(f.bits) | (f.minmax ? kMinMax : 0) | (f.bfloat16 ? kBFloat16 : 0);
-}
-
 void encode_wide_cuda(const Format& format, size_t offset, const EncodeArgs& args) {
   EncodeParams params = encode_params(format.block, offset, args);
   params.shift = rank_shift(format.rounding, args.key.rank, args.key.ranks);
-  params.options = options(format);
+  params.options = options_of(format);
   cuda::dispatch(format.block <= kSmall * cuda::kRow, [&](auto small) {
     constexpr int kRows = small ? kSmall : kLarge;
     cuda::dispatch(format.rounding != Rounding::nearest, [&](auto random) {
@@ -111,7 +107,7 @@ void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> 
   const size_t offset = codes_offset(format, out.size);
   if (!plain(format)) {
     DecodeParams params = decode_params(format.block, offset, payload, out);
-    params.options = options(format);
+    params.options = options_of(format);
     return cuda::dispatch(add, [&](auto adds) {
       cuda::launch("quant", decode_wide<adds>, params, out.size, kSmall * cuda::kRow, stream);
     });

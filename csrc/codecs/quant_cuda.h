@@ -12,6 +12,9 @@ namespace pycomm::codecs::quant {
 constexpr uint32_t kMinMax = 1u << 8;
 constexpr uint32_t kBFloat16 = 1u << 9;
 
+PYCOMM_HD uint32_t options_of(const Format& f) {
+  return static_cast<uint32_t>(f.bits) | (f.minmax ? kMinMax : 0) | (f.bfloat16 ? kBFloat16 : 0);
+}
 __device__ __forceinline__ Format format_of(uint32_t options) {
   Format f;
   f.bits = static_cast<int>(options & 255);
@@ -52,6 +55,61 @@ __device__ __forceinline__ Scale load_scale(const Format& f, const float* scales
   return s;
 }
 
+/// The largest value of a row, and the largest complement of a value, in the unsigned order of
+/// to_order(); 0 is below every value, so what lies beyond the end does not count.
+__device__ __forceinline__ void extremes(const cuda::Vector<float>& p, size_t i, size_t numel,
+                                         uint32_t& high, uint32_t& low) {
+  high = low = 0;
+  for (int k = 0; k < cuda::kVector; k++) {
+    if (i + k >= numel) continue;
+    const uint32_t order = static_cast<uint32_t>(to_order(p.v[k])) ^ 0x80000000u;
+    high = max(high, order);
+    low = max(low, ~order);
+  }
+}
+
+/// From the extremes of a block.
+__device__ __forceinline__ Scale scale_of(const Format& f, uint32_t high, uint32_t low) {
+  const float most = from_order(static_cast<int32_t>(high ^ 0x80000000u));
+  const float least = from_order(static_cast<int32_t>(~low ^ 0x80000000u));
+  const uint32_t amax = max(magnitude_bits(most), magnitude_bits(least));
+  return f.minmax ? minmax_scale(f, least, most) : symmetric_scale(f, bits_float(amax));
+}
+
+/// The codes of the four values from value i on, and what they stand for.
+template <bool kRandom>
+__device__ __forceinline__ Encoded<uint32_t> encode_row(const Format& f, const Scale& s,
+                                                        const cuda::Vector<float>& p,
+                                                        const EncodeParams& args, size_t i,
+                                                        size_t numel) {
+  Random4 random{};
+  if (kRandom) random = random_words(args.seed, args.step, args.tensor, args.group + i / 4);
+  Encoded<uint32_t> out{};
+  for (int k = 0; k < cuda::kVector; k++) {
+    int q = 0;
+    if (s.used && i + k < numel) {
+      const float v = (f.minmax ? p.v[k] - s.low : p.v[k]) * s.inv;
+      q = kRandom ? round_randomly(v, random.word[k] + args.shift, top(f)) : round_nearest(v);
+    }
+    out.value.v[k] = f.minmax ? dequantize(q, s.unit, s.low) : dequantize(q, s.unit);
+    out.codes |= (static_cast<uint32_t>(q) & ((1u << f.bits) - 1)) << (k * f.bits);
+  }
+  return out;
+}
+
+/// The four values of a chunk of codes.
+__device__ __forceinline__ cuda::Vector<float> decode_row(const Format& f, const Scale& s,
+                                                          uint32_t chunk) {
+  const int sign = f.minmax ? 0 : 1 << (f.bits - 1);
+  cuda::Vector<float> value;
+  for (int k = 0; k < cuda::kVector; k++) {
+    const uint32_t code = (chunk >> (k * f.bits)) & ((1u << f.bits) - 1);
+    const int q = static_cast<int>(code ^ sign) - sign;
+    value.v[k] = f.minmax ? dequantize(q, s.unit, s.low) : dequantize(q, s.unit);
+  }
+  return value;
+}
+
 // ---------------------------------------------------------------- kernels
 
 template <int kRows, bool kRandom, bool kFeedback>
@@ -71,18 +129,10 @@ __global__ void __launch_bounds__(cuda::kThreads, 1) encode_wide(const EncodePar
     }
   }
 
-  // Largest value, and largest complement of a value, in the unsigned order of to_order(); 0 is
-  // below every value, so what lies beyond the end does not count.
   uint32_t high[kRows], low[kRows];
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    high[row] = low[row] = 0;
-    for (int k = 0; k < cuda::kVector; k++) {
-      if (tile.index(row) + k >= args.numel) continue;
-      const uint32_t order = static_cast<uint32_t>(to_order(p[row].v[k])) ^ 0x80000000u;
-      high[row] = max(high[row], order);
-      low[row] = max(low[row], ~order);
-    }
+    extremes(p[row], tile.index(row), args.numel, high[row], low[row]);
   }
   max_of_blocks(high, block);
   max_of_blocks(low, block);
@@ -90,34 +140,19 @@ __global__ void __launch_bounds__(cuda::kThreads, 1) encode_wide(const EncodePar
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
     const size_t i = tile.index(row);
-    const float most = from_order(static_cast<int32_t>(high[row] ^ 0x80000000u));
-    const float least = from_order(static_cast<int32_t>(~low[row] ^ 0x80000000u));
-    const uint32_t amax = max(magnitude_bits(most), magnitude_bits(least));
-    const Scale s = f.minmax ? minmax_scale(f, least, most) : symmetric_scale(f, bits_float(amax));
+    const Scale s = scale_of(f, high[row], low[row]);
     if (i % block == 0 && i < args.numel) {
       store_scale(f, args.scales, i >> args.block_bits, args.numel - i <= block, s);
     }
 
-    Random4 random{};
-    if (kRandom) random = random_words(args.seed, args.step, args.tensor, args.group + i / 4);
-    cuda::Vector<float> value{};
-    uint32_t chunk = 0;
-    for (int k = 0; k < cuda::kVector; k++) {
-      int q = 0;
-      if (s.used && i + k < args.numel) {
-        const float v = (f.minmax ? p[row].v[k] - s.low : p[row].v[k]) * s.inv;
-        q = kRandom ? round_randomly(v, random.word[k] + args.shift, top(f)) : round_nearest(v);
-      }
-      value.v[k] = f.minmax ? dequantize(q, s.unit, s.low) : dequantize(q, s.unit);
-      chunk |= (static_cast<uint32_t>(q) & ((1u << f.bits) - 1)) << (k * f.bits);
-    }
-    store_codes(args.codes, i, args.numel, f.bits, chunk);
+    const Encoded<uint32_t> encoded = encode_row<kRandom>(f, s, p[row], args, i, args.numel);
+    store_codes(args.codes, i, args.numel, f.bits, encoded.codes);
 
     if (kFeedback) {
       cuda::Vector<float> kept{};
       if (!(s.unit < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
-        p[row].v[k] = owed(p[row].v[k], value.v[k], kept.v[k]);
+        p[row].v[k] = owed(p[row].v[k], encoded.value.v[k], kept.v[k]);
       }
     }
   }
@@ -129,7 +164,6 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_wide(const DecodeParams
   const cuda::Tile<kSmall> tile(args.numel, args.out);
   if (tile.empty()) return;
   const Format f = format_of(args.options);
-  const int sign = f.minmax ? 0 : 1 << (f.bits - 1);
 
   uint32_t chunk[kSmall];
   Scale s[kSmall];
@@ -144,12 +178,9 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_wide(const DecodeParams
   if (kAdd) tile.load(args.out, out);
 #pragma unroll
   for (int row = 0; row < kSmall; row++) {
+    const cuda::Vector<float> value = decode_row(f, s[row], chunk[row]);
     for (int k = 0; k < cuda::kVector; k++) {
-      const uint32_t code = (chunk[row] >> (k * f.bits)) & ((1u << f.bits) - 1);
-      const int q = static_cast<int>(code ^ sign) - sign;
-      const float value =
-          f.minmax ? dequantize(q, s[row].unit, s[row].low) : dequantize(q, s[row].unit);
-      out[row].v[k] = kAdd ? out[row].v[k] + value : value;
+      out[row].v[k] = kAdd ? out[row].v[k] + value.v[k] : value.v[k];
     }
   }
   tile.store(args.out, args.numel, out);

@@ -1,6 +1,6 @@
 // rotate on the CPU: a segment at a time is rotated on the stack and goes through the inner codec.
 // Wire format: docs/wire/rotate.md.
-#include "codecs/planar.h"
+#include "codecs/cuda.h"
 #include "codecs/registry.h"
 #include "codecs/rotation_loops.h"
 #include "core/error.h"
@@ -58,8 +58,8 @@ class Rotate final : public Codec {
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
-    check_device(args.stream);
     if (args.in.size == 0) return;
+    if (args.stream.device == Device::cuda) return encode_cuda(size_bits_, inner_->format(), args);
     const RandomKey& key = args.key;
     const RotationHeader header{rotation_key(key.seed, key.step, key.tensor),
                                 args.index / kSignsPerWord};
@@ -96,12 +96,7 @@ class Rotate final : public Codec {
 
  private:
   size_t size() const { return size_t{1} << size_bits_; }
-  /// So many values are rotated: zeros fill the last block.
-  size_t rotated(size_t numel) const { return (numel + size() - 1) / size() * size(); }
-
-  void check_device(Stream stream) const {
-    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
-  }
+  size_t rotated(size_t numel) const { return rotated_values(numel, size_bits_); }
 
   /// Calls f(place in the payload, place in the piece, bytes) for the two sections of the segment
   /// of n values at `lo`.
@@ -116,8 +111,10 @@ class Rotate final : public Codec {
 
   void decode_then(Then then, Span<const uint8_t> payload, Span<float> out, Stream stream) const {
     check_decode(*this, payload, out);
-    check_device(stream);
     if (out.size == 0) return;
+    if (stream.device == Device::cuda) {
+      return decode_cuda(size_bits_, inner_->format(), payload, out, then == Then::add, stream);
+    }
     RotationHeader header;
     std::memcpy(&header, payload.data, kHeaderBytes);
     alignas(64) float y[kSegment];

@@ -24,10 +24,6 @@ struct Signs {
   size_t skip_;
 };
 
-PYCOMM_INLINE float signed_by(uint32_t signs, uint32_t i, float x) {
-  return bits_float(float_bits(x) ^ ((signs >> i) << 31));
-}
-
 /// One step: values half a block apart become neighbours, their sum and their difference. After
 /// log2(size) steps that is the transform in its natural order, and no step shuffles in a vector
 /// but where it stores.

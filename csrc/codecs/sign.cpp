@@ -109,6 +109,7 @@ class Sign final : public PlanarCodec {
   size_t granule() const override { return block_; }
   size_t encoded_bytes(size_t numel) const override { return sign::encoded_bytes(block_, numel); }
   size_t codes_offset(size_t numel) const override { return sign::codes_offset(block_, numel); }
+  PlanarFormat format() const override { return Format{block_}; }
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);

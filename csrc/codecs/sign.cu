@@ -1,5 +1,6 @@
 // sign in CUDA. Wire format: docs/wire/sign.md. Arithmetic: sign.h. Compiled by nvcc, or at run
 // time by NVRTC, which takes the kernels only.
+#include "codecs/bits_cuda.h"
 #include "codecs/block_cuda.h"
 #include "codecs/sign.h"
 
@@ -75,23 +76,18 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
     }
     if (i % kBlock == 0 && i < args.numel) args.scales[i / kBlock] = mean;
 
-    uint32_t word = 0;
+    uint32_t chunk = 0;
     if (used(mean)) {
-      for (int k = 0; k < cuda::kVector; k++) word |= quantize(p[row].v[k]) << (i % 32 + k);
+      for (int k = 0; k < cuda::kVector; k++) chunk |= quantize(p[row].v[k]) << k;
     }
+    store_bits(args.codes, i, args.numel, chunk);
     if (kFeedback) {
       cuda::Vector<float> kept{};
       if (!(mean < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
-        const float value = dequantize(word >> (i % 32 + k), mean);
-        p[row].v[k] = owed(p[row].v[k], value, kept.v[k]);
+        p[row].v[k] = owed(p[row].v[k], dequantize(chunk >> k, mean), kept.v[k]);
       }
     }
-#pragma unroll
-    for (int step = 1; step < 32 / cuda::kVector; step *= 2) {
-      word |= __shfl_xor_sync(~0u, word, step);
-    }
-    if (i % 32 == 0 && i < args.numel) reinterpret_cast<uint32_t*>(args.codes)[i / 32] = word;
   }
   if (kFeedback) tile.store(args.new_residual, args.numel, p);
 }

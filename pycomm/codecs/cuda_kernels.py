@@ -18,10 +18,14 @@ from pycomm._build import source_root
 from pycomm.codecs.base import Codec, EncodeArgs
 from pycomm.codecs.block import num_blocks, padded
 from pycomm.codecs.cast import Cast
+from pycomm.codecs.eden import Eden
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.mx import MX
+from pycomm.codecs.philox import derived_seed
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.randomk import HEADER, RandomK
+from pycomm.codecs.rotate import Rotate
+from pycomm.codecs.rotation import HEADER as ROTATION_HEADER
 from pycomm.codecs.sign import Sign
 from pycomm.codecs.ternary import Ternary
 
@@ -30,12 +34,13 @@ WARPS = 8
 LANES = 32
 ROW = 128
 SMALL, LARGE = 4, 16  # rows per tile: kSmall and kLarge of csrc/codecs/block_cuda.h
+ROTATION_TILE = 1024  # kTile of csrc/codecs/rotation_cuda.h
 
 # -default-device: what has no mark is device code, since NVRTC compiles nothing else.
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
 # Codecs that have kernels: csrc/codecs/<name>.cu
-SOURCES = ("cast", "mx", "quant", "randomk", "sign", "ternary", "topk")
+SOURCES = ("cast", "eden", "mx", "quant", "randomk", "rotate", "sign", "ternary", "topk")
 NAMESPACE = "pycomm::codecs"
 TYPES = {
     "float32": "Float32",
@@ -64,6 +69,9 @@ class EncodeParams(ctypes.Structure):
         ("shift", ctypes.c_uint32),
         ("options", ctypes.c_uint32),
         ("agreed", ctypes.c_uint64),
+        ("header", ctypes.c_uint64),
+        ("key", ctypes.c_uint64),
+        ("rotation_bits", ctypes.c_uint32),
     )
 
 
@@ -77,6 +85,9 @@ class DecodeParams(ctypes.Structure):
         ("numel", ctypes.c_uint64),
         ("block_bits", ctypes.c_uint32),
         ("options", ctypes.c_uint32),
+        ("header", ctypes.c_uint64),
+        ("rotation_bits", ctypes.c_uint32),
+        ("add", ctypes.c_uint32),
     )
 
 
@@ -97,21 +108,26 @@ def encode_call(codec: Codec, args: EncodeArgs) -> Call:
     numel = args.x.numel()
     payload = args.out.data_ptr()
     feedback = args.residual is not None
+    rotates = isinstance(codec, (Eden, Rotate))
+    inner = _inner(codec)
     params = EncodeParams(
         x=args.x.data_ptr(),
         residual=0 if args.residual is None else args.residual.data_ptr(),
         new_residual=0 if args.new_residual is None else args.new_residual.data_ptr(),
-        scales=payload,
+        scales=payload + ROTATION_HEADER if rotates else payload,
         codes=payload + _codes_offset(codec, numel),
         numel=numel,
         seed=codec.rank_seed(args.key) if isinstance(codec, Ternary) else args.key.seed,
         group=args.index // (codec.granule if isinstance(codec, RandomK) else 4),
         step=args.key.step,
         tensor=args.key.tensor,
-        block_bits=_block_bits(codec),
-        shift=codec.shift(args.key) if isinstance(codec, Quant) else 0,
-        options=_options(codec, args.summed),
+        block_bits=_block_bits(inner),
+        shift=inner.shift(args.key) if isinstance(inner, Quant) else 0,
+        options=_options(inner, args.summed),
         agreed=0 if args.agreed is None else args.agreed.data_ptr(),
+        header=payload,
+        key=derived_seed(args.key, 0) if rotates else 0,
+        rotation_bits=_rotation_bits(codec),
     )
     kernel = encode_kernel(codec, feedback, args.summed)
     return Call(codec.name, kernel, _grid(_tile(codec), numel), params)
@@ -135,15 +151,20 @@ def measure_call(
 def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> Call:
     """Return the launch that does ``Codec.decode`` or ``Codec.decode_add``."""
     numel = out.numel()
+    inner = _inner(codec)
+    rotates = isinstance(codec, (Eden, Rotate))
     params = DecodeParams(
-        scales=payload.data_ptr(),
+        scales=payload.data_ptr() + (ROTATION_HEADER if rotates else 0),
         codes=payload.data_ptr() + _codes_offset(codec, numel),
         out=out.data_ptr(),
         numel=numel,
-        block_bits=_block_bits(codec),
-        options=_options(codec),
+        block_bits=_block_bits(inner),
+        options=_options(inner),
+        header=payload.data_ptr(),
+        rotation_bits=_rotation_bits(codec),
+        add=add,
     )
-    tile = _tile(codec) if isinstance(codec, RandomK) else SMALL * ROW
+    tile = _tile(codec) if isinstance(codec, (Eden, RandomK, Rotate)) else SMALL * ROW
     return Call(codec.name, decode_kernel(codec, add), _grid(tile, numel), params)
 
 
@@ -155,6 +176,10 @@ def measure_kernel(codec: Codec) -> str:
 
 def encode_kernel(codec: Codec, feedback: bool, summed: bool = False) -> str:
     """Return the kernel's name in C++."""
+    if isinstance(codec, Rotate):
+        return f"{NAMESPACE}::rotate::encode_kernel<{_rotated(codec.inner)}>"
+    if isinstance(codec, Eden):
+        return f"{NAMESPACE}::eden::encode_kernel<{_whole_and_half(codec)}>"
     if isinstance(codec, Ternary):
         return f"{NAMESPACE}::ternary::encode_kernel<{_bool(summed)}, {_bool(feedback)}>"
     if isinstance(codec, Sign):
@@ -175,6 +200,10 @@ def encode_kernel(codec: Codec, feedback: bool, summed: bool = False) -> str:
 
 def decode_kernel(codec: Codec, add: bool) -> str:
     """Return the kernel's name in C++."""
+    if isinstance(codec, Rotate):
+        return f"{NAMESPACE}::rotate::decode_kernel<{_rotated(codec.inner, decode=True)}>"
+    if isinstance(codec, Eden):
+        return f"{NAMESPACE}::eden::decode_kernel<{_whole_and_half(codec)}>"
     if isinstance(codec, (Sign, Ternary)):
         return f"{NAMESPACE}::{codec.name}::decode_kernel<{_bool(add)}>"
     if isinstance(codec, RandomK):
@@ -186,6 +215,28 @@ def decode_kernel(codec: Codec, add: bool) -> str:
     if coder := _coder(codec, decode=True):
         return f"{NAMESPACE}::decode_blocks<{coder}, {_bool(add)}>"
     return f"{NAMESPACE}::cast::decode_plain<{_plain(codec)}, {_bool(add)}>"
+
+
+def _inner(codec: Codec) -> Codec:
+    """The codec behind the rotation, or the codec itself."""
+    return codec.inner if isinstance(codec, Rotate) else codec
+
+
+def _rotated(inner: Codec, decode: bool = False) -> str:
+    """The first template argument of the kernels of rotate."""
+    if isinstance(inner, Quant):
+        random = inner.rounding != "nearest" and not decode
+        return f"{NAMESPACE}::rotate::Quant<{_bool(random)}>"
+    if isinstance(inner, Sign):
+        return f"{NAMESPACE}::rotate::Sign"
+    if coder := _coder(inner):
+        return f"{NAMESPACE}::rotate::Blocks<{coder}>"
+    return f"{NAMESPACE}::rotate::Plain<{_plain(inner)}>"
+
+
+def _whole_and_half(codec: Eden) -> str:
+    """The first template arguments of the kernels of eden."""
+    return f"{int(codec.bits)}, {_bool(codec.bits != int(codec.bits))}"
 
 
 def _element(codec: MX) -> str:
@@ -208,6 +259,8 @@ def _options(codec: Codec, summed: bool = False) -> int:
         return codec.every | codec.block << 17 | scales << 30
     if isinstance(codec, Ternary):
         return codec.bits
+    if isinstance(codec, Eden):
+        return int(codec.scale == "mmse")
     if isinstance(codec, MX):
         return int(codec.scale == "ceil")
     if not isinstance(codec, Quant):
@@ -242,6 +295,10 @@ def _block_bits(codec: Codec) -> int:
     return max(_block(codec), 1).bit_length() - 1
 
 
+def _rotation_bits(codec: Codec) -> int:
+    return codec.size.bit_length() - 1 if isinstance(codec, (Eden, Rotate)) else 0
+
+
 def _rows(codec: Codec) -> int:
     if isinstance(codec, MX):
         return LARGE if codec.format == "nvfp4" else SMALL
@@ -260,12 +317,19 @@ def _tile(codec: Codec) -> int:
     if isinstance(codec, RandomK):
         lanes = min(1 << max(codec.granule // 4, 1).bit_length() - 1, LANES)
         return LANES // lanes * codec.granule
+    if isinstance(codec, (Eden, Rotate)):
+        return ROTATION_TILE
     return _rows(codec) * ROW
 
 
 def _codes_offset(codec: Codec, numel: int) -> int:
     if isinstance(codec, RandomK):
         return HEADER.size
+    if isinstance(codec, Eden):
+        return ROTATION_HEADER + 4 * num_blocks(numel, codec.size)
+    if isinstance(codec, Rotate):
+        rotated = num_blocks(numel, codec.size) * codec.size
+        return ROTATION_HEADER + _codes_offset(codec.inner, rotated)
     if isinstance(codec, Quant):
         return padded(codec.scale_bytes(numel))
     if isinstance(codec, MX):

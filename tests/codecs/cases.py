@@ -68,9 +68,25 @@ SPECS = [
     "nvfp4:rounding=stochastic",
 ]
 
+# What SPECS has not of rotations: blocks on both sides of a tile, every inner codec, every width.
+ROTATIONS = [
+    "rotate:size=32+fp32",
+    "rotate:size=512+fp16",
+    "rotate:size=2048+fp8_e4m3:block=32",
+    "rotate:size=128+fp8_e5m2:block=2048",
+    "rotate:size=256+sign:block=32",
+    "rotate:size=64+sign:block=2048",
+    "rotate:size=4096+int5:block=2048,range=minmax,scale=bfloat16,rounding=correlated",
+    "rotate:size=32+int3:block=64,scale=bfloat16",
+    *(f"eden:bits={bits},size=32" for bits in (0.5, 1.5, 2.5, 3)),
+    *(f"eden:bits={bits},size=256,scale=mmse" for bits in (0.5, 2.5, 4)),
+    *(f"eden:bits={bits},size=2048" for bits in (0.5, 1, 1.5)),
+    "eden:bits=3.5,size=512",
+]
+
 # Codecs without CUDA kernels, and those that have none in Triton either: on GPUs the next
 # implementation runs, at last the reference.
-NO_CUDA = {"eden", "lossless", "rotate"}
+NO_CUDA = {"lossless"}
 NO_TRITON = {"eden", "lossless", "rotate"}
 
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.

@@ -30,12 +30,12 @@ from pycomm.codecs.cuda_kernels import (
     measure_call,
     measure_kernel,
 )
-from tests.codecs.cases import NO_CUDA, SPECS
+from tests.codecs.cases import NO_CUDA, ROTATIONS, SPECS
 
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
 
 
-def kernels(specs: list[str] = SPECS) -> dict[str, str]:
+def kernels(specs: list[str] = SPECS + ROTATIONS) -> dict[str, str]:
     """Every kernel that these codecs start, with the name of its struct of arguments."""
     names = {}
     for codec in map(pycomm.codec, specs):
@@ -94,9 +94,11 @@ def _library() -> ctypes.CDLL:
     lines = [
         '#include "emulated_cuda.h"',
         '#include "codecs/cast.cu"',
+        '#include "codecs/eden.cu"',
         '#include "codecs/mx.cu"',
         '#include "codecs/quant.cu"',
         '#include "codecs/randomk.cu"',
+        '#include "codecs/rotate.cu"',
         '#include "codecs/sign.cu"',
         '#include "codecs/ternary.cu"',
         '#include "codecs/topk.cu"',

@@ -19,7 +19,7 @@ from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
 from tests.codecs import emulated_cuda
-from tests.codecs.cases import CASES, NO_CUDA, NO_TRITON, SPECS, agreed, bits
+from tests.codecs.cases import CASES, NO_CUDA, NO_TRITON, ROTATIONS, SPECS, agreed, bits
 
 # (implementation, device). Those of the CPU must work. With a GPU Triton's interpreter is off, and
 # an implementation that is not installed is skipped: `make gpu` wants them all.
@@ -29,6 +29,7 @@ IMPLEMENTATIONS = CPU[:2] + CUDA if torch.cuda.is_available() else CPU
 
 KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98, rank=2, ranks=5)
 REFERENCE = Reference()
+ROTATED = {"eden", "rotate"}
 
 everywhere = pytest.mark.parametrize(
     ("kind", "device"), IMPLEMENTATIONS, ids=["-".join(pair) for pair in IMPLEMENTATIONS]
@@ -108,17 +109,33 @@ def combinations() -> Iterator[tuple[str, str, str, str]]:
     """Every spec and case on every implementation that has the codec.
 
     Triton's interpreter takes most of the time. It sees all cases with the first spec of a codec,
-    and each third with the others, and with topk, which has many kernels.
+    and each third with the others, and with topk, which has many kernels; with rotations, which
+    are slow there, a third of these.
     """
     seen = set()
     for spec in SPECS:
         name = pycomm.codec(spec).name
+        every = (3 if name in seen | {"topk"} else 1) * (3 if name in ROTATED else 1)
         for (place, case), (kind, device) in product(enumerate(CASES), IMPLEMENTATIONS):
             lacks = {"triton": NO_TRITON, "emulated-cuda": NO_CUDA}.get(kind, set())
-            sampled = (kind, device) == ("triton", "cpu") and name in seen | {"topk"} and place % 3
-            if name not in lacks and not sampled:
+            left_out = (kind, device) == ("triton", "cpu") and place % every
+            if name not in lacks and not left_out:
                 yield spec, kind, device, case
         seen.add(name)
+
+
+def for_drawn() -> Iterator[tuple[str, str, str]]:
+    """Every spec on every implementation; in Triton's interpreter one rotation of each codec."""
+    seen = set()
+    for spec in SPECS:
+        name = pycomm.codec(spec).name
+        for kind, device in IMPLEMENTATIONS:
+            if not ((kind, device) == ("triton", "cpu") and name in seen & ROTATED):
+                yield spec, kind, device
+        seen.add(name)
+
+
+every_drawn = pytest.mark.parametrize(("spec", "kind", "device"), list(for_drawn()))
 
 
 @pytest.mark.parametrize(("spec", "kind", "device", "case"), list(combinations()), ids=str)
@@ -150,8 +167,7 @@ def drawn(draw):
     return x, residual
 
 
-@everywhere
-@every_spec
+@every_drawn
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(case=drawn())
 def test_same_bytes_of_drawn_values(spec, kind, device, case):
@@ -219,7 +235,12 @@ def test_every_combination_of_quants_options(codec, kind, device):
 
 
 @everywhere
-@every_spec
+@pytest.mark.parametrize("spec", ROTATIONS)
+def test_every_kind_of_rotation(spec, kind, device):
+    check(spec, kind, device, *CASES["normal-5001"])
+
+
+@every_drawn
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(numel=st.integers(1, 700), seed=st.integers(0, 2**31))
 def test_any_payload_decodes_the_same(spec, kind, device, numel, seed):

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+import pycomm
 from pycomm.codecs.cuda_kernels import OPTIONS, include_folder, source
 from tests.codecs import nvrtc_library
+from tests.codecs.cases import ROTATIONS, SPECS
 from tests.codecs.emulated_cuda import kernels
 from tests.codecs.ptx import ARCHS, cuobjdump, inexact, instructions
 
@@ -23,7 +25,17 @@ pytestmark = pytest.mark.timeout(600)  # the first test of a compiler waits for 
 
 CALLS = ("encode", "encode_feedback", "decode", "decode_add")
 # And how many kernels each has at least.
-SOURCES = {"cast": 20, "mx": 36, "quant": 30, "randomk": 4, "sign": 16, "ternary": 8, "topk": 25}
+SOURCES = {
+    "cast": 20,
+    "eden": 16,
+    "mx": 36,
+    "quant": 30,
+    "randomk": 4,
+    "rotate": 15,
+    "sign": 16,
+    "ternary": 8,
+    "topk": 25,
+}
 SCALED = [name for name in SOURCES if name != "randomk"]  # codecs of blocks with a scale
 TILED = [name for name in SCALED if name != "topk"]  # whose warps have a tile of rows each
 every_arch = pytest.mark.parametrize("arch", ARCHS)
@@ -213,7 +225,7 @@ def wide_accesses(folder: Path, name: str, arch: int) -> dict[str, tuple[int, in
 @every_arch
 @every_source
 def test_nvrtc_compiles_the_packaged_sources(name, arch):
-    wanted = [kernel for kernel in kernels() if f"::{name}::" in kernel]
+    wanted = list(kernels([spec for spec in SPECS + ROTATIONS if pycomm.codec(spec).name == name]))
     options = [*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}"]
     ptx = nvrtc_library.compile_to_ptx(source(name), wanted, options)
     assert ptx.count(".entry") == len(wanted)

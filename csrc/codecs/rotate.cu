@@ -1,0 +1,284 @@
+// rotate in CUDA: a tile is rotated in registers and goes from there through the inner codec. Wire
+// format: docs/wire/rotate.md. Compiled by nvcc, or at run time by NVRTC, which takes the kernels
+// only.
+#include "codecs/bits_cuda.h"
+#include "codecs/cast_cuda.h"
+#include "codecs/quant_cuda.h"
+#include "codecs/rotation_cuda.h"
+#include "codecs/sign.h"
+
+namespace pycomm::codecs::rotate {
+
+// ------------------------------------------------------------ inner codecs
+//
+// encode() writes scales and codes of a tile, of which `numel` values in all are there, and leaves
+// in y what they decode to; decode() reads them.
+
+/// cast without blocks.
+template <typename Type>
+struct Plain {
+  using Code = typename Type::Code;
+
+  __device__ static void encode(const EncodeParams& args, const Tile&, size_t numel, Values& y) {
+    auto* codes = reinterpret_cast<Code*>(args.codes);
+    cuda::Vector<Code> code[kTileRows];
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) {
+        code[row].v[k] = Type::encode(y[row].v[k]);
+        y[row].v[k] = Type::decode(code[row].v[k]);
+      }
+    }
+    Tile(numel, codes).store(codes, numel, code);
+  }
+
+  __device__ static void decode(const DecodeParams& args, const Tile&, size_t numel, Values& y) {
+    const auto* codes = reinterpret_cast<const Code*>(args.codes);
+    cuda::Vector<Code> code[kTileRows];
+    Tile(numel, codes).load(codes, code);
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = Type::decode(code[row].v[k]);
+    }
+  }
+};
+
+/// cast with blocks.
+template <typename Coder>
+struct Blocks {
+  using Codes = typename Coder::Codes;
+
+  __device__ static void encode(const EncodeParams& args, const Tile& tile, size_t numel,
+                                Values& y) {
+    const uint32_t block = 1u << args.block_bits;
+    uint32_t top[kTileRows];
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      top[row] = 0;
+      for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(y[row].v[k]));
+    }
+    max_of_tile(top, block);
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      const size_t i = tile.index(row);
+      const float amax = bits_float(top[row]);
+      const float s = scale(amax, Coder::kTop);
+      if (i % block == 0 && i < numel) args.scales[i >> args.block_bits] = s;
+      Encoded<Codes> encoded{};
+      if (used(amax)) encoded = Coder::encode(y[row], inv_scale(amax, Coder::kTop), args, i / 4);
+      if (i < numel) reinterpret_cast<Codes*>(args.codes)[i / 4] = encoded.codes;
+      for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = encoded.value.v[k] * s;
+    }
+  }
+
+  __device__ static void decode(const DecodeParams& args, const Tile& tile, size_t numel,
+                                Values& y) {
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      const size_t i = tile.index(row);
+      const bool there = i < numel;
+      const Codes codes = there ? reinterpret_cast<const Codes*>(args.codes)[i / 4] : 0;
+      y[row] = Coder::decode(codes, there ? args.scales[i >> args.block_bits] : 0.0f);
+    }
+  }
+};
+
+template <bool kRandom>
+struct Quant {
+  __device__ static void encode(const EncodeParams& args, const Tile& tile, size_t numel,
+                                Values& y) {
+    const quant::Format f = quant::format_of(args.options);
+    const uint32_t block = 1u << args.block_bits;
+    uint32_t high[kTileRows], low[kTileRows];
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      quant::extremes(y[row], tile.index(row), numel, high[row], low[row]);
+    }
+    max_of_tile(high, block);
+    max_of_tile(low, block);
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      const size_t i = tile.index(row);
+      const Scale s = quant::scale_of(f, high[row], low[row]);
+      if (i % block == 0 && i < numel) {
+        quant::store_scale(f, args.scales, i >> args.block_bits, numel - i <= block, s);
+      }
+      const Encoded<uint32_t> encoded = quant::encode_row<kRandom>(f, s, y[row], args, i, numel);
+      store_codes(args.codes, i, numel, f.bits, encoded.codes);
+      y[row] = encoded.value;
+    }
+  }
+
+  __device__ static void decode(const DecodeParams& args, const Tile& tile, size_t numel,
+                                Values& y) {
+    const quant::Format f = quant::format_of(args.options);
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      const size_t i = tile.index(row);
+      const bool there = i < numel;
+      const uint32_t chunk = there ? load_codes(args.codes, i, numel, f.bits) : 0;
+      const Scale s = there ? quant::load_scale(f, args.scales, i >> args.block_bits) : Scale{};
+      y[row] = quant::decode_row(f, s, chunk);
+    }
+  }
+};
+
+struct Sign {
+  __device__ static void encode(const EncodeParams& args, const Tile& tile, size_t numel,
+                                Values& y) {
+    const uint32_t block = 1u << args.block_bits;
+    Values magnitudes;
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) {
+        magnitudes[row].v[k] = bits_float(magnitude_bits(y[row].v[k]));
+      }
+    }
+    float sum[kTileRows];
+    add_halves(magnitudes, block, sum);
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      const size_t i = tile.index(row), begin = i >> args.block_bits << args.block_bits;
+      const size_t left = begin < numel ? numel - begin : 1;
+      const float mean = sign::mean_scale(sum[row], left < block ? left : block);
+      if (i == begin && i < numel) args.scales[i >> args.block_bits] = mean;
+      uint32_t chunk = 0;
+      if (used(mean)) {
+        for (int k = 0; k < cuda::kVector; k++) chunk |= sign::quantize(y[row].v[k]) << k;
+      }
+      store_bits(args.codes, i, numel, chunk);
+      for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = sign::dequantize(chunk >> k, mean);
+    }
+  }
+
+  __device__ static void decode(const DecodeParams& args, const Tile& tile, size_t numel,
+                                Values& y) {
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      const size_t i = tile.index(row);
+      const bool there = i < numel;
+      const uint32_t chunk = there ? load_codes(args.codes, i, numel, 1) : 0;
+      const float s = there ? args.scales[i >> args.block_bits] : 0.0f;
+      for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = sign::dequantize(chunk >> k, s);
+    }
+  }
+};
+
+// ---------------------------------------------------------------- kernels
+
+/// A warp whose tile is empty stays where others of its block have to meet.
+__device__ __forceinline__ bool alone(uint32_t rotation_bits, uint32_t block_bits) {
+  return max(1u << rotation_bits, 1u << block_bits) <= kTile;
+}
+
+template <typename Inner>
+__global__ void __launch_bounds__(cuda::kThreads, 1) encode_kernel(const EncodeParams args) {
+  const Tile tile(args.numel, args.in, args.residual, args.new_residual);
+  if (tile.empty() && alone(args.rotation_bits, args.block_bits)) return;
+  const RandomBits signs(write_header(args), first_of(tile));
+  Values y;
+  load_rotated(tile, args, signs, y);
+  Inner::encode(args, tile, rotated_values(args.numel, args.rotation_bits), y);
+  if (args.residual != nullptr) store_owed(tile, args, signs, y);
+}
+
+template <typename Inner>
+__global__ void __launch_bounds__(cuda::kThreads, 1) decode_kernel(const DecodeParams args) {
+  const Tile tile(args.numel, args.out);
+  if (tile.empty() && alone(args.rotation_bits, 0)) return;
+  const RandomBits signs(read_header(args), first_of(tile));
+  Values y;
+  Inner::decode(args, tile, rotated_values(args.numel, args.rotation_bits), y);
+  store_unrotated(tile, args, signs, y);
+}
+
+}  // namespace pycomm::codecs::rotate
+
+// -------------------------------------------------------------- launchers
+
+#ifndef __CUDACC_RTC__
+#include "codecs/cuda.h"
+#include "codecs/rotation_launch.h"
+
+namespace pycomm::codecs::rotate {
+namespace {
+
+/// What kernels ask of an inner codec.
+struct Part {
+  uint32_t block = 1;  ///< 1: it has no blocks
+  uint32_t options = 0;
+  uint32_t shift = 0;
+};
+
+Part part_of(const cast::Format& f, const RandomKey&) { return {f.block ? f.block : 1}; }
+Part part_of(const quant::Format& f, const RandomKey& key) {
+  return {f.block, quant::options_of(f), quant::rank_shift(f.rounding, key.rank, key.ranks)};
+}
+Part part_of(const sign::Format& f, const RandomKey&) { return {f.block}; }
+
+/// Calls f with the struct above that stands for the inner codec.
+template <typename F>
+void with_inner(const cast::Format& format, F&& f) {
+  switch (format.kind) {
+    case cast::Kind::float32:
+      return f(Plain<cast::Float32>());
+    case cast::Kind::float16:
+      return f(Plain<cast::Float16>());
+    case cast::Kind::bfloat16:
+      return f(Plain<cast::BFloat16>());
+    case cast::Kind::float8_e4m3:
+      return f(Blocks<cast::Coder<cast::Float8E4M3>>());
+    case cast::Kind::float8_e5m2:
+      return f(Blocks<cast::Coder<cast::Float8E5M2>>());
+  }
+}
+template <typename F>
+void with_inner(const quant::Format& format, F&& f) {
+  cuda::dispatch(format.rounding != quant::Rounding::nearest,
+                 [&](auto random) { f(Quant<random>()); });
+}
+template <typename F>
+void with_inner(const sign::Format&, F&& f) {
+  f(Sign());
+}
+
+}  // namespace
+
+void encode_cuda(int size_bits, const PlanarFormat& inner, const EncodeArgs& args) {
+  const size_t rotated = rotated_values(args.in.size, size_bits);
+  std::visit(
+      [&](const auto& format) {
+        const Part part = part_of(format, args.key);
+        EncodeParams params =
+            rotation_params(size_bits, part.block, codes_offset(format, rotated), args);
+        params.options = part.options;
+        params.shift = part.shift;
+        with_inner(format, [&](auto codec) {
+          cuda::launch("rotate", encode_kernel<decltype(codec)>, params, args.in.size, kTile,
+                       args.stream);
+        });
+      },
+      inner);
+}
+
+void decode_cuda(int size_bits, const PlanarFormat& inner, Span<const uint8_t> payload,
+                 Span<float> out, bool add, Stream stream) {
+  const size_t rotated = rotated_values(out.size, size_bits);
+  std::visit(
+      [&](auto format) {
+        if constexpr (std::is_same_v<decltype(format), quant::Format>) {
+          format.rounding = quant::Rounding::nearest;  // codes mean the same however they came
+        }
+        const Part part = part_of(format, {});
+        DecodeParams params = rotation_params(size_bits, part.block, codes_offset(format, rotated),
+                                              payload, out, add);
+        params.options = part.options;
+        with_inner(format, [&](auto codec) {
+          cuda::launch("rotate", decode_kernel<decltype(codec)>, params, out.size, kTile, stream);
+        });
+      },
+      inner);
+}
+
+}  // namespace pycomm::codecs::rotate
+#endif
