@@ -63,7 +63,7 @@ def halves_added(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
     Spelled out, since the order of tl.sum is that of the layout.
     """
-    for bits in tl.static_range(11):
+    for bits in tl.static_range(12):
         if COLUMNS >> bits > 1:
             halves = tl.reshape(x, (ROWS, 2, COLUMNS >> (bits + 1)))
             left, right = tl.split(tl.permute(halves, (0, 2, 1)))
@@ -144,7 +144,9 @@ def load_codes(
         at = place + byte
         part = tl.load(code_ptr + at, mask=at < code_bytes, other=0).to(tl.int64)
         word = word | part << (8 * byte)
-    word = tl.reshape(tl.join(word & ((1 << 4 * BITS) - 1), word >> (4 * BITS)), (ROWS, BLOCK // 4))
+    LOW: tl.constexpr = (1 << 4 * BITS) - 1
+    # Of 8 bits the highest code is where int64 has its sign, which the shift spreads.
+    word = tl.reshape(tl.join(word & LOW, (word >> (4 * BITS)) & LOW), (ROWS, BLOCK // 4))
     word = tl.reshape(tl.join(word & ((1 << 2 * BITS) - 1), word >> (2 * BITS)), (ROWS, BLOCK // 2))
     word = tl.reshape(tl.join(word & ((1 << BITS) - 1), word >> BITS), (ROWS, BLOCK))
     return word.to(tl.int32)

@@ -95,8 +95,7 @@ def decode_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    # Of 8 bits load_codes leaves the sign of its word above some codes.
-    q = load_codes(code_ptr, row, code_bytes, BITS, BLOCK, ROWS) & ((1 << BITS) - 1)
+    q = load_codes(code_ptr, row, code_bytes, BITS, BLOCK, ROWS)
     q = (q ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
     scale = tl.load(scale_ptr + row, mask=row * BLOCK < numel, other=0.0)
     add_or_not(out_ptr, offsets, offsets < numel, q.to(tl.float32) * scale, ADD)

@@ -21,7 +21,6 @@ from pycomm.codecs.cast import Cast
 from pycomm.codecs.eden import Eden
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.mx import MX
-from pycomm.codecs.philox import derived_seed
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.randomk import HEADER, RandomK
 from pycomm.codecs.rotate import Rotate
@@ -126,7 +125,7 @@ def encode_call(codec: Codec, args: EncodeArgs) -> Call:
         options=_options(inner, args.summed),
         agreed=0 if args.agreed is None else args.agreed.data_ptr(),
         header=payload,
-        key=derived_seed(args.key, 0) if rotates else 0,
+        key=codec.sign_key(args.key) if isinstance(codec, (Eden, Rotate)) else 0,
         rotation_bits=_rotation_bits(codec),
     )
     kernel = encode_kernel(codec, feedback, args.summed)

@@ -23,6 +23,7 @@ from pycomm.codecs.block import (
     payload,
     unpack_bits,
 )
+from pycomm.codecs.philox import derived_seed
 from pycomm.codecs.rotation import HEADER, check_size, header, random_bits, rotate, unrotate
 
 # Magnitudes of the Lloyd-Max levels of N(0, 1), and from where on the next one is nearer.
@@ -70,6 +71,10 @@ class Eden(Codec):
     @property
     def granule(self) -> int:
         return self.size
+
+    def sign_key(self, key: RandomKey) -> int:
+        """Return the key of the signs, which a payload begins with."""
+        return derived_seed(key, 0)
 
     def encoded_bytes(self, numel: int) -> int:
         rotations = -(-numel // self.size)

@@ -13,6 +13,7 @@ import torch
 
 from pycomm.codecs.base import Codec, Combine, RandomKey
 from pycomm.codecs.cast import Cast
+from pycomm.codecs.philox import derived_seed
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.rotation import HEADER, check_size, header, rotate, unrotate
 from pycomm.codecs.sign import Sign
@@ -47,6 +48,10 @@ class Rotate(Codec):
     @property
     def shared_seed(self) -> bool:
         return self.inner.shared_seed
+
+    def sign_key(self, key: RandomKey) -> int:
+        """Return the key of the signs, which a payload begins with."""
+        return derived_seed(key, 0)
 
     def encoded_bytes(self, numel: int) -> int:
         rotated = -(-numel // self.size) * self.size

@@ -1,0 +1,257 @@
+"""eden in Triton. Wire format: docs/wire/eden.md; numbers as in csrc/codecs/eden.h.
+
+A program takes a tile of whole rotations, a row each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pycomm.triton_kernels._launch import launch
+from pycomm.triton_kernels._math import (
+    HUGE,
+    INF_BITS,
+    NAN_BITS,
+    TINY,
+    add_or_not,
+    bits_float,
+    float_bits,
+    load_codes,
+    load_sum,
+    magnitude_bits,
+    owed,
+    store_codes,
+)
+from pycomm.triton_kernels._rotation import (
+    HEADER,
+    TILE,
+    WARPS,
+    header_of,
+    header_words,
+    load_header,
+    random_bits,
+    rotate,
+    shape,
+    store_header,
+    sums,
+    unrotate,
+)
+
+# By bits: magnitudes of the levels, and from where on the next one is nearer.
+LEVELS = tl.constexpr(
+    (
+        (0.0,),
+        (0.7978846,),
+        (0.45278, 1.5104176),
+        (0.2450942, 0.7560053, 1.3439093, 2.1519457),
+        (0.128395, 0.3880483, 0.6567591, 0.9423405, 1.2562312, 1.6180464, 2.0690172, 2.7325896),
+    )
+)
+BORDERS = tl.constexpr(
+    (
+        (),
+        (),
+        (0.9815988,),
+        (0.5005497, 1.0499573, 1.7479275),
+        (0.2582217, 0.5224037, 0.7995498, 1.0992858, 1.4371388, 1.8435318, 2.4008034),
+    )
+)
+
+# ---------------------------------------------------------------- kernels
+
+
+@triton.jit
+def level_of(place, BITS: tl.constexpr):
+    value = tl.full(place.shape, LEVELS[BITS][0], tl.float32)
+    for i in tl.static_range((1 << BITS) // 2 - 1):
+        value = tl.where(place > i, LEVELS[BITS][i + 1], value)
+    return value
+
+
+@triton.jit
+def quantize(u, inv, BITS: tl.constexpr):
+    """Return codes (int32), the place of a level and the sign on top, and what they stand for."""
+    if BITS == 0:
+        code = tl.zeros_like(float_bits(u))
+        value = tl.zeros_like(u)
+    else:
+        z = bits_float(magnitude_bits(u * inv))
+        place = tl.zeros_like(float_bits(u))
+        for i in tl.static_range((1 << BITS) // 2 - 1):
+            place += (z >= BORDERS[BITS][i]).to(tl.int32)
+        negative = (float_bits(u) >> 31) & 1
+        code = place | negative << (BITS - 1)
+        value = bits_float(float_bits(level_of(place, BITS)) | negative << 31)
+    return code, value
+
+
+@triton.jit
+def dequantize(code, BITS: tl.constexpr):
+    """Values of the lowest BITS bits of codes (int32)."""
+    if BITS == 0:
+        value = code.to(tl.float32) * 0.0
+    else:
+        level = level_of(code & ((1 << (BITS - 1)) - 1), BITS)
+        value = bits_float(float_bits(level) | (code >> (BITS - 1) & 1) << 31)
+    return value
+
+
+@triton.jit
+def halves_of(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Return the first and the second half of each row."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, SIZE // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def decoded(
+    code, scale, second, ROWS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    if HALF:
+        wide = dequantize(code >> BITS, BITS + 1) * scale
+        narrow = dequantize(code, BITS) * scale
+        pairs = tl.join(tl.where(second, narrow, wide), tl.where(second, wide, narrow))
+        value = tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS, SIZE))
+    else:
+        value = dequantize(code, BITS) * scale
+    return value
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high", "first_low", "first_high"])
+def encode_kernel(
+    x_ptr, residual_ptr, new_residual_ptr, payload_ptr, scale_ptr, code_ptr, numel, code_bytes,
+    key_low, key_high, first_low, first_high,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
+    BITS: tl.constexpr, HALF: tl.constexpr, MMSE: tl.constexpr, FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    store_header(payload_ptr, key_low, key_high, first_low, first_high)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    offsets = row * SIZE + tl.arange(0, SIZE)[None, :]
+    mask = offsets < numel
+    p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
+    signs = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 0)
+    y = rotate(p, signs, ROWS, SIZE, STEPS)
+
+    amax = bits_float(tl.max(magnitude_bits(y), axis=1, keep_dims=True))
+    used = (amax > TINY) & (amax < HUGE)
+    exponent = float_bits(tl.where(used, amax, 1.0)) & INF_BITS
+    u = tl.where(used, y * bits_float((254 << 23) - exponent), 0.0)
+    energy = tl.where(used, sums(u * u, ROWS, SIZE, STEPS), 1.0)
+    inv = tl.math.sqrt_rn(tl.math.div_rn(SIZE * 1.0, energy))
+    second = signs
+    if HALF:
+        choice = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 1)
+        second, _ = halves_of(choice, ROWS, SIZE)
+        second = second == 1
+        a, b = halves_of(u, ROWS, SIZE)
+        wide, narrow = tl.where(second, b, a), tl.where(second, a, b)
+        code, value = quantize(wide, inv, BITS + 1)
+        low, low_value = quantize(narrow, inv, BITS)
+        code = low | code << BITS
+        along = value * wide + low_value * narrow
+        square = value * value + low_value * low_value
+    else:
+        code, value = quantize(u, inv, BITS)
+        along, square = value * u, value * value
+    UNITS: tl.constexpr = SIZE // 2 if HALF else SIZE
+    UNIT_STEPS: tl.constexpr = STEPS - 1 if HALF else STEPS
+    total = tl.where(used, sums(along, ROWS, UNITS, UNIT_STEPS), 1.0)
+    if MMSE:
+        ratio = tl.math.div_rn(total, tl.where(used, sums(square, ROWS, UNITS, UNIT_STEPS), 1.0))
+    else:
+        ratio = tl.math.div_rn(energy, total)
+    nan = bits_float(tl.full(amax.shape, NAN_BITS, tl.int32))
+    unused = tl.where(amax <= TINY, 0.0, nan)
+    scale = tl.where(used, ratio * bits_float(exponent), unused)
+    code = tl.where(used, code, 0)
+
+    tl.store(scale_ptr + row, scale, mask=row * SIZE < numel)
+    UNIT_BITS: tl.constexpr = 2 * BITS + 1 if HALF else BITS
+    store_codes(code_ptr, row, code, code_bytes, UNIT_BITS, UNITS, ROWS)
+    if FEEDBACK:
+        y = decoded(code, scale, second, ROWS, SIZE, BITS, HALF)
+        left = owed(p, unrotate(y, signs, ROWS, SIZE, STEPS), residual)
+        tl.store(new_residual_ptr + offsets, left, mask=mask)
+
+
+@triton.jit
+def decode_kernel(
+    payload_ptr, scale_ptr, code_ptr, out_ptr, numel, code_bytes,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
+    BITS: tl.constexpr, HALF: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    key_low, key_high, first_low, first_high = load_header(payload_ptr)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    offsets = row * SIZE + tl.arange(0, SIZE)[None, :]
+    signs = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 0)
+    second = signs
+    if HALF:
+        choice = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 1)
+        second, _ = halves_of(choice, ROWS, SIZE)
+        second = second == 1
+    scale = tl.load(scale_ptr + row, mask=row * SIZE < numel, other=0.0)
+    UNIT_BITS: tl.constexpr = 2 * BITS + 1 if HALF else BITS
+    UNITS: tl.constexpr = SIZE // 2 if HALF else SIZE
+    code = load_codes(code_ptr, row, code_bytes, UNIT_BITS, UNITS, ROWS)
+    y = decoded(code, scale, second, ROWS, SIZE, BITS, HALF)
+    value = unrotate(y, signs, ROWS, SIZE, STEPS)
+    add_or_not(out_ptr, offsets, offsets < numel, value, ADD)
+
+
+# -------------------------------------------------------------- launchers
+
+
+def _sections(
+    codec: Any, payload: torch.Tensor, numel: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The header, as words; the scales; the codes."""
+    end = HEADER + 4 * triton.cdiv(numel, codec.size)
+    return header_of(payload), payload[HEADER:end].view(torch.float32), payload[end:]
+
+
+def encode(codec: Any, args: Any) -> None:
+    """Write the payload and, if there is one, the new residual: pycomm.codecs.base.EncodeArgs."""
+    numel = args.x.numel()
+    header, scale, codes = _sections(codec, args.out, numel)
+    launch(
+        encode_kernel,
+        triton.cdiv(numel, TILE),
+        *(args.x, args.residual, args.new_residual, header, scale, codes),
+        *(numel, codes.numel()),
+        *header_words(codec, args),
+        **shape(codec.size),
+        num_warps=WARPS,
+        BITS=int(codec.bits),
+        HALF=codec.bits != int(codec.bits),
+        MMSE=codec.scale == "mmse",
+        FEEDBACK=args.residual is not None,
+    )
+
+
+def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
+    """out = decode(payload)."""
+    _decode(codec, payload, out, add=False)
+
+
+def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
+    """out = out + decode(payload)."""
+    _decode(codec, payload, out, add=True)
+
+
+def _decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    numel = out.numel()
+    header, scale, codes = _sections(codec, payload, numel)
+    launch(
+        decode_kernel,
+        triton.cdiv(numel, TILE),
+        *(header, scale, codes, out, numel, codes.numel()),
+        **shape(codec.size),
+        num_warps=WARPS,
+        BITS=int(codec.bits),
+        HALF=codec.bits != int(codec.bits),
+        ADD=add,
+    )
