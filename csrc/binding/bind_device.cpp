@@ -4,6 +4,7 @@
 #include "binding/module.h"
 #include "collectives/device_group.h"
 #include "core/device.h"
+#include "core/error.h"
 
 namespace py = pybind11;
 

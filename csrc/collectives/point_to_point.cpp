@@ -27,7 +27,12 @@ Span<uint8_t> bytes_of(void* data, size_t bytes) { return {static_cast<uint8_t*>
 }  // namespace
 
 PointToPoint::PointToPoint(Mesh& mesh, Failure& failure, Trace& trace, std::function<void()> over)
-    : mesh_(mesh), failure_(failure), trace_(trace), over_(std::move(over)), peers_(mesh.size()) {}
+    : mesh_(mesh),
+      rank_(mesh.rank()),
+      failure_(failure),
+      trace_(trace),
+      over_(std::move(over)),
+      peers_(mesh.size()) {}
 
 void PointToPoint::close() {
   {
@@ -85,7 +90,7 @@ void PointToPoint::enter(Lock& lock) {
 void PointToPoint::post_send(const RequestPtr& request) {
   outstanding_++;
   const int dst = request->peer;
-  if (dst == mesh_.rank()) {  // kept like a message that came early
+  if (dst == rank_) {  // kept like a message that came early
     const auto match = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& posted) {
       return posted->matches(dst, request->tag);
     });
@@ -151,7 +156,7 @@ void PointToPoint::make_ready(int rank, const RequestPtr& request) {
 
 // Seldom, since a note costs as much as a short message.
 void PointToPoint::give_credit(int rank, uint64_t bytes) {
-  if (rank == mesh_.rank()) return;
+  if (rank == rank_) return;
   Peer& peer = peers_[rank];
   peer.credit += bytes + kMessageCost;
   if (peer.credit < kKeptBytes / 2 || peer.lost) return;
@@ -187,7 +192,7 @@ void PointToPoint::post_recv(const RequestPtr& request) {
   bool somebody = false;
   for (int r = 0; r < mesh_.size(); r++) {
     if (request->peer >= 0 && request->peer != r) continue;
-    if (r != mesh_.rank()) listen(r);
+    if (r != rank_) listen(r);
     if (peers_[r].lost) {
       lost = peers_[r].lost;
     } else {
@@ -202,7 +207,7 @@ void PointToPoint::post_recv(const RequestPtr& request) {
   const bool first = std::none_of(posted_.begin(), posted_.end(), [&](const RequestPtr& posted) {
     return posted->peer < 0 && posted->tag == request->tag;
   });
-  if (request->bytes > kEagerBytes && request->peer != mesh_.rank() && first) {
+  if (request->bytes > kEagerBytes && request->peer != rank_ && first) {
     make_ready(request->peer, request);
   }
 }
@@ -263,7 +268,7 @@ void PointToPoint::on_header(int rank) {
   if (header.kind == Kind::payload) {
     const auto place = peer.places.find(header.place);
     if (place == peer.places.end() || place->second->bytes != header.bytes) {
-      throw Error("rank " + std::to_string(mesh_.rank()) + ": rank " + std::to_string(rank) +
+      throw Error("rank " + std::to_string(rank_) + ": rank " + std::to_string(rank) +
                   " sends bytes for which there is no place; install the same pycomm");
     }
     peer.target = place->second;
@@ -384,7 +389,7 @@ void PointToPoint::lose(int rank, const std::exception_ptr& error) {
     message = broken ? unexpected_.erase(message) : std::next(message);
   }
   bool nobody = true;
-  for (int r = 0; r < mesh_.size(); r++) nobody &= r == mesh_.rank() || peers_[r].lost;
+  for (int r = 0; r < mesh_.size(); r++) nobody &= r == rank_ || peers_[r].lost;
   for (auto request = posted_.begin(); request != posted_.end();) {
     const bool hopeless = (*request)->peer == rank || ((*request)->peer < 0 && nobody);
     if (hopeless) finish(*request, rank, error);

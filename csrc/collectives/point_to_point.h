@@ -113,6 +113,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void serve();
 
   Mesh& mesh_;
+  const int rank_;  // requests may be asked when the mesh is gone
   Failure& failure_;
   Trace& trace_;
   const std::function<void()> over_;

@@ -32,8 +32,7 @@ class PointToPoint::Request final : public Communicator::Request {
   }
   OpTag describing_tag() const { return peer_tag(is_send ? Op::send : Op::recv, bytes, peer, tag); }
   std::string describe() const {
-    return "rank " + std::to_string(owner->mesh_.rank()) + ": " +
-           pycomm::describe(describing_tag());
+    return "rank " + std::to_string(owner->rank_) + ": " + pycomm::describe(describing_tag());
   }
   void expect(uint64_t theirs, int source) const {
     if (theirs == bytes) return;
