@@ -8,12 +8,13 @@ defines the kinds; csrc/codecs/feedback.h has the same in C++.
 from __future__ import annotations
 
 from pycomm.feedback.encode import add_mean, encode, measure
-from pycomm.feedback.reshard import reshard, sources
+from pycomm.feedback.reshard import Cut, reshard, sources
 from pycomm.feedback.residual import Residual
 from pycomm.feedback.residuals import Residuals
 from pycomm.feedback.rule import Feedback
 
 __all__ = [
+    "Cut",
     "Feedback",
     "Residual",
     "Residuals",

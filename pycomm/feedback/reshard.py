@@ -8,6 +8,7 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,26 @@ from pycomm.feedback import storage
 from pycomm.feedback.rule import Feedback
 
 Saved = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How ranks share a parameter: each has as many whole rows of its first dimension.
+
+    The last of them have fewer, or none, and zeros instead (FSDP2's padded shards). So the shards
+    in the order of ranks are the parameter, and then zeros.
+    """
+
+    shape: tuple[int, ...]
+    ranks: int
+
+    def numel(self) -> int:
+        """Return the values of one rank's shard, with padding."""
+        first, rest = (self.shape or (1,))[0], torch.Size(self.shape[1:]).numel()
+        return -(-first // self.ranks) * rest
+
+    def among(self, ranks: int) -> Cut:
+        return Cut(self.shape, ranks)
 
 
 def sources(rule: Feedback, before: int, rank: int, ranks: int) -> list[int]:
@@ -27,7 +48,13 @@ def sources(rule: Feedback, before: int, rank: int, ranks: int) -> list[int]:
     return mine or ([rank % before] if rule.kind == "ef21" else [])
 
 
-def reshard(rule: Feedback, saved: Sequence[Saved], before: int, ranks: int) -> dict[str, Any]:
+def reshard(
+    rule: Feedback,
+    saved: Sequence[Saved],
+    before: int,
+    ranks: int,
+    cuts: Mapping[str, Cut] | None = None,
+) -> dict[str, Any]:
     """Return the residuals of a rank that takes over those of some ranks.
 
     Args:
@@ -35,33 +62,54 @@ def reshard(rule: Feedback, saved: Sequence[Saved], before: int, ranks: int) -> 
         saved: what `Residuals.state_dict` has returned on the ranks that `sources` names.
         before: number of ranks that have saved.
         ranks: number of ranks that go on.
+        cuts: by name, how these share the parameters of a reduce-scatter.
 
     Raises:
-        ValueError: they are of a reduce-scatter, whose rows belong to ranks.
+        ValueError: a parameter is shared otherwise than by rows, or was another one; or the kind is
+            ef21, of whose mean each rank has its own shard.
     """
+    cuts = cuts or {}
     result: dict[str, Any] = {}
     for name in dict.fromkeys(name for state in saved for name in state):
         entries = [state[name] for state in saved if name in state]
         numel, rows, _, last_step = entries[0]["about"]
-        if rows > 1:
-            raise ValueError(
-                f"feedback: {name} was saved by {before} ranks that share it (FSDP); continue with "
-                f"as many, or without its residuals"
-            )
-        about = (numel, rows, "", last_step)
+        cut = cuts.get(name)
+        if rows > 1 or cut is not None:
+            _check_cut(rule, name, numel, rows, before, cut)
+        about = (numel, rows, "", last_step) if cut is None else (cut.numel(), ranks, "", last_step)
         if rule.kind == "ef21":
             # All ranks know this much of the mean gradient: say that each of theirs is this.
             mean = entries[0]["mean"].float().clone()
             result[name] = {"mean": mean, "worker": mean.clone(), "about": about}
         else:
-            result[name] = _moved(entries, numel, before, ranks) | {"about": about}
-        if "worker" in result[name]:
+            moved = _moved(entries, before, ranks)
+            if cut is not None:
+                moved = {role: _recut(values, cut) for role, values in moved.items()}
+            result[name] = moved | {"about": about}
+        if "worker" in result[name] and about[1] == 1:
             result[name]["owner"] = torch.zeros_like(result[name]["worker"])
     return result
 
 
+def _check_cut(
+    rule: Feedback, name: str, numel: int, rows: int, before: int, cut: Cut | None
+) -> None:
+    reason = ""
+    if cut is None:
+        reason = "not all of these ranks have whole rows of it"
+    elif rule.kind == "ef21":
+        reason = "feedback of kind ef21 knows of one shard's mean alone"
+    elif (numel, rows) != (cut.among(before).numel(), before):
+        reason = f"it had {rows} x {numel} values, not those of a parameter of {list(cut.shape)}"
+    if reason:
+        raise ValueError(
+            f"feedback: {name} was saved by {before} ranks that share it (FSDP), and {reason}; "
+            "continue with as many, or without its residuals"
+        )
+
+
 def _moved(
-    entries: Sequence[Mapping[str, Any]], numel: int, before: int, ranks: int
+    entries: Sequence[Mapping[str, Any]], before: int, ranks: int
 ) -> dict[str, torch.Tensor]:
     """A worker's error counts 1/ranks in the average, an owner's once."""
     share = ranks / before
@@ -73,6 +121,21 @@ def _moved(
     ):
         for entry in entries:
             if role in entry:
-                values = storage.load(entry[role], numel) * weight
+                numel, rows, *_ = entry["about"]
+                values = _load(entry[role], numel, 1 if role == "owner" else rows) * weight
                 moved[to] = moved[to] + values if to in moved else values
     return moved
+
+
+def _load(stored: torch.Tensor, numel: int, rows: int) -> torch.Tensor:
+    """Return float32 [rows * numel]."""
+    parts = [storage.part(stored, numel, row, 0, numel) for row in range(rows)]
+    return torch.cat([storage.load(part, numel) for part in parts])
+
+
+def _recut(values: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Give shards of another size the same values in the same order, and zeros after them."""
+    total = torch.Size(cut.shape).numel()
+    recut = values.new_zeros(cut.ranks * cut.numel())
+    recut[:total] = values[:total]
+    return recut

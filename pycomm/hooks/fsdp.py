@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.errors import Error
+from pycomm.feedback import Cut
 from pycomm.hooks import two_shot
 from pycomm.hooks.bucket import Bucket
 from pycomm.hooks.fsdp_seams import (
@@ -70,6 +71,7 @@ class FSDPState(CompressionState):
         self._ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self._shard_group = info.shard_process_group if self._ranks > 1 else None
         self._shards: dict[str, torch.Size] = {}  # by name: what a rank has of it, with padding
+        self._rows: set[str] = set()  # that ranks share by rows of their first dimension
         self._backward: int | None = None  # number of the one that is running
         self._reduced: set[str] = set()  # in this step
         self._waits: list[Callable[[], object]] = []  # for what is under way
@@ -79,6 +81,8 @@ class FSDPState(CompressionState):
                     raise Error(f"the model has two parameters of the name {name}")
                 self.add(name, parameter.sharded_param)
                 self._shards[name] = parameter.padded_sharded_param_size
+                if parameter.fsdp_placement.dim == 0:
+                    self._rows.add(name)
         self._refuse_factors()
         self.agree()
         self.weights: dict[str, Decision] = {}
@@ -254,6 +258,12 @@ class FSDPState(CompressionState):
         else:
             self._exchanges.finish()
             future.wait()
+
+    def _cuts(self) -> dict[str, Cut]:
+        if not self._scatters:
+            return {}
+        shapes = {name: self.decisions[name].parameter.shape for name in self._rows}
+        return {name: Cut(tuple(shape), self._ranks) for name, shape in shapes.items()}
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.codecs import Codec
-from pycomm.feedback import Feedback, reshard, sources
+from pycomm.feedback import Cut, Feedback, reshard, sources
 from pycomm.hooks.checkpoint import load_saved
 from pycomm.hooks.rates import Rates
 from pycomm.hooks.reducer import BucketReducer
@@ -142,9 +142,13 @@ class CompressionState(BucketReducer):
                 "has saved: ranks owe different things"
             )
         own = [saved[key] for key in needed]
-        self.residuals.load_state_dict(
-            own[0] if before == ranks else reshard(self.residuals.rule, own, before, ranks)
-        )
+        if before != ranks:
+            own = [reshard(self.residuals.rule, own, before, ranks, self._cuts())]
+        self.residuals.load_state_dict(own[0])
+
+    def _cuts(self) -> dict[str, Cut]:
+        """How ranks share the parameters; nothing: each has all of them."""
+        return {}
 
     def _needed(self, before: int) -> list[str]:
         """The entries that this rank takes over from `before` ranks."""
