@@ -64,6 +64,7 @@ def test_counts_are_those_of_pytest(tmp_path):
         "def test_b(): pass\n"
         "def test_c(): assert False\n"
         "def test_d(): pytest.skip('no')\n"
+        "def test_e(): pytest.skip('by design: it has no parts')\n"
     )
     junit = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", f"--junitxml={junit}"]

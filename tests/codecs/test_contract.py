@@ -47,10 +47,21 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     )
 
 
+def lacking(kind: str, device: str) -> set[str]:
+    """Names of the codecs of which there are no such kernels."""
+    if kind == "triton":
+        return NO_TRITON
+    return NO_CUDA if kind in ("emulated-cuda", "nvrtc") or (kind, device) == CUDA[1] else set()
+
+
+# `make gpu` counts what is skipped for any other reason as a failure.
+def skip_by_design(reason: str) -> None:
+    pytest.skip(f"by design: {reason}")
+
+
 def runner(codec: Codec, kind: str, device: str):
-    lacks = {"triton": NO_TRITON, "emulated-cuda": NO_CUDA}.get(kind, set())
-    if codec.name in lacks:
-        pytest.skip(f"{codec.spec()} has no such kernels")
+    if codec.name in lacking(kind, device):
+        skip_by_design(f"{codec.spec()} has no such kernels")
     if kind == "emulated-cuda":
         return emulated_cuda
     try:
@@ -117,7 +128,7 @@ def combinations() -> Iterator[tuple[str, str, str, str]]:
         name = pycomm.codec(spec).name
         every = (3 if name in seen | {"topk"} else 1) * (3 if name in ROTATED else 1)
         for (place, case), (kind, device) in product(enumerate(CASES), IMPLEMENTATIONS):
-            lacks = {"triton": NO_TRITON, "emulated-cuda": NO_CUDA}.get(kind, set())
+            lacks = lacking(kind, device)
             left_out = (kind, device) == ("triton", "cpu") and place % every
             if name not in lacks and not left_out:
                 yield spec, kind, device, case
@@ -172,7 +183,7 @@ def drawn(draw):
 @given(case=drawn())
 def test_same_bytes_of_drawn_values(spec, kind, device, case):
     if (kind, device) == ("triton", "cpu") and spec in SPECS_OF_TOPK[1:]:
-        pytest.skip("many kernels in Triton's interpreter: one spec of topk is enough")
+        skip_by_design("many kernels in Triton's interpreter: one spec of topk is enough")
     check(spec, kind, device, *case)
 
 
@@ -283,9 +294,9 @@ def test_alignment_does_not_matter(spec, kind, device):
 def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
     codec = pycomm.codec(spec)
     if codec.granule == 0:
-        pytest.skip("its tensors are not cut")
+        skip_by_design("its tensors are not cut")
     if codec.variable:
-        pytest.skip("its payloads have no places of their own")
+        skip_by_design("its payloads have no places of their own")
     run = runner(codec, kind, device)
     x = CASES["normal-5001"][0].to(device)
     cuts = [*range(0, 5001, codec.granule)[:3], 5001]
