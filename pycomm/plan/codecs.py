@@ -1,7 +1,7 @@
 """What is known of each codec without running it: bytes, error, and how payloads meet.
 
 Errors are relative squared errors of one coding of normally distributed values, 2^20 of them; rates
-are of one core of a Xeon with AVX-512 on 4 MiB. ``tests/plan/test_codecs.py`` holds bytes and
+are of one core of a Xeon with AVX-512 on 4 MiB. ``tests/plan/test_plan_codecs.py`` holds bytes and
 errors to the codecs themselves.
 """
 
