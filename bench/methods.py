@@ -124,6 +124,7 @@ METHODS = (
     Method("pycomm, int4 without feedback", codec="int4", feedback="none"),
     Method("pycomm, MXFP4", codec="mxfp4"),
     Method("pycomm, EDEN 2 bits", codec="eden:bits=2"),
+    Method("pycomm, EDEN 2 bits of 128", codec="eden:bits=2,size=128"),
     Method("pycomm, EDEN 1 bit", codec="eden:bits=1"),
     Method("pycomm, sign", codec="sign"),
     Method("pycomm, top-k 1 %", codec="topk:0.01"),
