@@ -30,7 +30,7 @@ UNBIASED = 3.0
 """How many times that error an unbiased codec may have: errors cancel over the steps, and EDEN with
 2 bits (error 0.5) trains as well as int4 (0.17), see docs/choosing.md."""
 AUTO_CANDIDATES = (
-    *("fp32", "bf16", "int8", "int4", "eden:bits=2", "eden:bits=1"),
+    *("fp32", "bf16", "int8", "int4", "eden:bits=2,size=128", "eden:bits=1"),
     *("sign", "topk:0.01", "powersgd:4"),
 )
 BIT_CANDIDATES = tuple(f"quant:bits={b}" for b in range(2, 9))
