@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
+from torch.utils.cpp_extension import include_paths, library_paths
 
 NAME = "fakegpu"
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -30,10 +30,10 @@ def built() -> Path:
             partial = library.with_suffix(".partial")
             command = [
                 *(os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-fPIC", "-shared"),
-                *(f"-isystem{path}" for path in cpp_extension.include_paths()),
+                *(f"-isystem{path}" for path in include_paths()),
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
                 *(str(SOURCE), "-o", str(partial)),
-                *(f"-L{path}" for path in cpp_extension.library_paths()),
+                *(f"-L{path}" for path in library_paths()),
                 *("-ltorch_cpu", "-lc10"),
             ]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
