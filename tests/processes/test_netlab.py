@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,9 +40,21 @@ else:
 """
 
 
-def open_or_skip(nodes: int) -> netlab.Lab:
+NETLAB = [sys.executable, "-m", "pycomm.bench.netlab"]
+
+# Says that it is up, and leaves a process in a session of its own, where no signal of ours comes.
+RUNAWAY = """
+import os, subprocess, sys, time
+child = [sys.executable, "-c", "import time; time.sleep(60)  # {mark}"]
+subprocess.Popen(child, start_new_session=True)
+os.write(1, b"up\\n")
+{then}
+"""
+
+
+def open_or_skip(nodes: int, rate: str = "80mbit", **options: Any) -> netlab.Netlab:
     try:
-        return netlab.Netlab(nodes, "80mbit")
+        return netlab.Netlab(nodes, rate, **options)
     except netlab.Unavailable as error:
         pytest.skip(f"no network namespaces: {error}")
 
@@ -80,30 +95,134 @@ def test_failing_rank_ends_the_wait_with_its_status():
     assert time.monotonic() - start < 30  # far less than rank 0 would sleep
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_behind(sent):
+def buckets(lab: netlab.Netlab, node: int) -> list[tuple[str, int]]:
+    """Bytes per second of each token bucket on a node; the switch is node -1."""
+    command = [*lab.wrap(node), "tc", "-j", "qdisc", "show"]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return [(q["dev"], q["options"]["rate"]) for q in found if q["kind"] == "tbf"]
+
+
+def test_nodes_have_rates_of_their_own_each_way():
+    rates = {1: "8mbit/16mbit", 2: "unlimited/24mbit"}
+    with open_or_skip(3, "80mbit", node_rates=rates) as lab:
+        assert [buckets(lab, node) for node in range(3)] == [
+            [("eth0", 10_000_000)],
+            [("eth0", 1_000_000)],
+            [],
+        ]
+        received = [("port0.0", 10_000_000), ("port0.1", 2_000_000), ("port0.2", 3_000_000)]
+        assert buckets(lab, -1) == received
+        assert "80mbit each way by tbf, node 1 8mbit/16mbit, node 2 unlimited/24mbit" in (
+            lab.describe()
+        )
+
+
+def test_rates_change_when_they_should():
+    with open_or_skip(2, "80mbit 0.1s:8mbit/16mbit 0.2s:unlimited") as lab:
+        seen = [(buckets(lab, 0), buckets(lab, -1))]
+        lab.start(["sleep", "60"])  # the clock starts here
+        deadline = time.monotonic() + 30
+        while seen[-1] != ([], []) and time.monotonic() < deadline:
+            seen.append((buckets(lab, 0), buckets(lab, -1)))
+    assert seen[0][0] == [("eth0", 10_000_000)]
+    assert seen[-1] == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rate": "fast"}, "cannot read the rate 'fast'"),
+        ({"rate": "1gbit", "node_rates": {2: "1mbit"}}, "no node 2: the nodes are 0 to 1"),
+        ({"rate": "1gbit", "node_rates": {1: "1gbit,1gbit"}}, "the same number of links"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        netlab.Netlab(2, **options)
+
+
+def test_root_is_not_needed():
+    with open_or_skip(2, user_namespace=True) as lab:
+        assert "user namespace" in lab.describe()
+        code = "import os; print(os.getuid(), os.readlink('/proc/self/ns/user'))"
+        ranks = lab.start([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        said = [rank.communicate()[0].decode().split() for rank in ranks]
+        assert [uid for uid, _ in said] == ["0", "0"]
+        assert os.readlink("/proc/self/ns/user") not in {space for _, space in said}
+
+
+def test_crashed_rank_ends_all_and_gives_the_status():
     open_or_skip(2).close()
-    mark = f"{os.getpid()}.{sent.value}"  # found in the command lines of the ranks
-    code = f"import os, time; os.write(1, b'up\\n'); time.sleep(60)  # {mark}"
-    command = [sys.executable, "-m", "pycomm.bench.netlab", "--", sys.executable, "-c", code]
-    lab = subprocess.Popen(
+    mark = f"{os.getpid()}.crash"
+    then = "os.abort() if os.environ['RANK'] == '1' else time.sleep(60)"
+    code = RUNAWAY.format(mark=mark, then=then)
+    done = subprocess.run(
+        [*NETLAB, "--", sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 128 + signal.SIGABRT
+    assert not processes_with(mark)
+    rows = [line.split()[:2] for line in done.stderr.splitlines()[-2:]]
+    assert rows == [["0", "eth0"], ["1", "eth0"]]  # what was sent is told all the same
+
+
+def test_bytes_are_told_and_a_missing_command_too():
+    open_or_skip(2).close()
+    done = subprocess.run([*NETLAB, "--", "no-such-command"], capture_output=True, text=True)
+    assert done.returncode == 127
+    assert "no-such-command: No such file or directory" in done.stderr
+    assert "sent bytes   received bytes" in done.stderr
+
+
+def test_mpirun_starts_its_ranks_on_the_nodes():
+    open_or_skip(2).close()
+    if not shutil.which("mpirun"):
+        pytest.skip("no mpirun (apt-get install openmpi-bin)")
+    script = "echo $OMPI_COMM_WORLD_RANK $OMPI_COMM_WORLD_SIZE $(readlink /proc/self/ns/net)"
+    command = [*NETLAB, "--mpi", "--", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.split() for line in done.stdout.splitlines())
+    assert [words[:2] for words in said] == [["0", "2"], ["1", "2"]]
+    assert len({space for *_, space in said} | {os.readlink("/proc/self/ns/net")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "who"),
+    [
+        (signal.SIGINT, "netlab"),
+        (signal.SIGTERM, "netlab"),
+        (signal.SIGKILL, "netlab"),
+        (signal.SIGKILL, "its parent"),
+    ],
+)
+def test_nothing_is_left_behind(sent, who):
+    open_or_skip(2).close()
+    mark = f"{os.getpid()}.{sent.value}.{len(who)}"  # found in the command lines of the ranks
+    code = RUNAWAY.format(mark=mark, then="time.sleep(60)")
+    command = [*NETLAB, "--", sys.executable, "-c", code]
+    if who == "its parent":
+        command = ["sh", "-c", '"$@"; exit', "sh", *command]
+    interfaces = set(netlab.interface_counts())
+    started = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         # A shell starts its background jobs deaf to SIGINT, and these tests may be one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert lab.stdout is not None
+    assert started.stdout is not None
     for _ in range(2):
-        assert lab.stdout.readline() == b"up\n"
-    spaces = namespaces_of_children(lab.pid)
-    assert len(spaces) >= 3  # a switch and two nodes, besides our own
-    lab.send_signal(sent)
-    lab.wait(30)
+        assert started.stdout.readline() == b"up\n"
+    assert len(processes_with(mark)) >= 4  # two ranks and two that they have started
+    spaces = {namespaces()[pid] for pid in descendants(started.pid)} - {namespaces()[os.getpid()]}
+    assert len(spaces) == 3  # a switch and two nodes
+    started.send_signal(sent)
+    started.wait(30)
     deadline = time.monotonic() + 30
     while processes_with(mark) or spaces & set(namespaces().values()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert set(netlab.interface_counts()) == interfaces
 
 
 def read_of_each_process(read: Callable[[Path], str]) -> dict[int, str]:
@@ -120,12 +239,15 @@ def namespaces() -> dict[int, str]:
     return read_of_each_process(lambda process: os.readlink(process / "ns/net"))
 
 
-def namespaces_of_children(parent: int) -> set[str]:
-    """Network namespaces of the children of a process, other than our own."""
-    status = read_of_each_process(lambda process: (process / "status").read_text())
-    spaces = namespaces()
-    children = {pid for pid, text in status.items() if f"PPid:\t{parent}\n" in text}
-    return {spaces[pid] for pid in children if pid in spaces} - {spaces[os.getpid()]}
+def descendants(ancestor: int) -> set[int]:
+    """Processes that a process has started, and those that they have."""
+    stats = read_of_each_process(lambda process: (process / "stat").read_text())
+    parents = {pid: int(text.rpartition(")")[2].split()[1]) for pid, text in stats.items()}
+    found, more = set(), {ancestor}
+    while more:
+        more = {pid for pid, parent in parents.items() if parent in more}
+        found |= more
+    return found
 
 
 def processes_with(mark: str) -> list[int]:

@@ -1,0 +1,203 @@
+"""Labs: nodes that ranks run on, whatever a node is, and what becomes of the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from pycomm.bench import keeper
+from pycomm.bench.rates import UNLIMITED
+
+Rank = subprocess.Popen[bytes]
+GRACE = 3.0  # seconds that a rank has to end after SIGTERM
+
+
+class Unavailable(RuntimeError):
+    """Namespaces cannot be made here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes over one interface of a node since the start, headers included."""
+
+    node: int
+    interface: str
+    sent: int
+    received: int
+
+
+class Lab(ABC):
+    """Nodes that ranks run on. A context manager: leaving it ends every rank."""
+
+    interface: str
+    master: str
+    congestion: str
+
+    def __init__(self, nodes: int, rate: str) -> None:
+        self.nodes, self.rate = nodes, rate
+        self._ranks: list[Rank] = []
+
+    @abstractmethod
+    def wrap(self, node: int) -> list[str]:
+        """The command that runs what follows it on a node."""
+
+    @abstractmethod
+    def traffic(self) -> list[Traffic]:
+        """What went over each interface of each node; empty: not counted."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for people."""
+
+    def sent_bytes(self, node: int) -> int | None:
+        """Bytes that a node has sent over its first link since the start; None: not counted."""
+        return next((t.sent for t in self.traffic() if t.node == node), None)
+
+    def environment(self) -> dict[str, str]:
+        """Where ranks meet, and over what; the same for all, and new with every call."""
+        names = {name: self.interface for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")}
+        return names | {"MASTER_ADDR": self.master, "MASTER_PORT": str(_free_port())}
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        ranks_per_node: int = 1,
+        env: Mapping[str, str] | None = None,
+        stdout: IO[bytes] | int | None = None,
+        stderr: IO[bytes] | int | None = None,
+    ) -> list[Rank]:
+        """Starts the command once per rank, with torchrun's variables added to `env`."""
+        base = dict(os.environ if env is None else env) | self.environment()
+        base |= {"WORLD_SIZE": str(self.nodes * ranks_per_node)}
+        base |= {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
+        started = []
+        for rank in range(self.nodes * ranks_per_node):
+            node, local_rank = divmod(rank, ranks_per_node)
+            place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node)}
+            started.append(self._keep(node, command, base | place, stdout, stderr))
+        return started
+
+    def _keep(
+        self,
+        node: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        stdout: IO[bytes] | int | None = None,
+        stderr: IO[bytes] | int | None = None,
+    ) -> Rank:
+        """Starts a command on a node, which ends with this process and with the lab."""
+        keep = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid())]
+        rank = subprocess.Popen(
+            [*self.wrap(node), *keep, *command], env=env, stdout=stdout, stderr=stderr
+        )
+        self._ranks.append(rank)
+        return rank
+
+    def stop(self) -> None:
+        """Ends every rank that still runs, and all that it has started: politely, then for sure."""
+        for sent in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL):
+            running = [rank for rank in self._ranks if rank.poll() is None]
+            for rank in running:
+                rank.send_signal(sent)
+            deadline = time.monotonic() + GRACE
+            while any(rank.poll() is None for rank in running) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        self._ranks = []
+
+    def close(self) -> None:
+        """Ends the ranks and takes the nodes down."""
+        self.stop()
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Paced(Lab):
+    """Nodes that are only processes: pycomm paces its own sockets. Other backends run unlimited."""
+
+    interface = "lo"
+    master = "127.0.0.1"
+    congestion = "of the system"
+
+    def wrap(self, node: int) -> list[str]:
+        return []
+
+    def traffic(self) -> list[Traffic]:
+        return []
+
+    def describe(self) -> str:
+        if self.rate == UNLIMITED:
+            return f"{self.nodes} processes on one machine"
+        return f"{self.nodes} processes on one machine, pycomm paces itself to {self.rate}"
+
+    def environment(self) -> dict[str, str]:
+        if self.rate == UNLIMITED:
+            return super().environment()
+        return super().environment() | {"PYCOMM_TRANSPORT": "tcp", "PYCOMM_LINK": self.rate}
+
+
+def wait(ranks: Sequence[Rank], *, watch: Callable[[], None] | None = None) -> int:
+    """Waits for all ranks; returns 0, or at once the exit status of the first that failed.
+
+    Args:
+        ranks: what `Lab.start` has returned.
+        watch: called all the while; what it raises ends the wait.
+    """
+    running = list(ranks)
+    while running:
+        for rank in running:
+            status = rank.poll()
+            if status:
+                return status if status > 0 else 128 - status
+        running = [rank for rank in running if rank.returncode is None]
+        if watch is not None:
+            watch()
+        time.sleep(0.05)
+    return 0
+
+
+def interface_counts(pid: int | str = "self") -> dict[str, tuple[int, int]]:
+    """Bytes sent and received so far by each interface of a process's network namespace."""
+    found = {}
+    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]:
+        name, _, counts = line.partition(":")
+        received, sent = counts.split()[0], counts.split()[8]
+        found[name.strip()] = (int(sent), int(received))
+    return found
+
+
+def interface_bytes(interface: str, pid: int | str = "self") -> int:
+    """Bytes sent so far by an interface of the network namespace of a process.
+
+    Raises:
+        ValueError: it has no such interface.
+    """
+    counts = interface_counts(pid)
+    if interface not in counts:
+        raise ValueError(f"process {pid} has no interface {interface}")
+    return counts[interface][0]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,67 @@
+"""How rates of links are written, for one node or for all.
+
+| text | meaning |
+| --- | --- |
+| `1gbit` | what a node sends, and what it receives, each at 1 Gbit/s (as `tc` writes it) |
+| `unlimited` | no limit |
+| `100mbit/1gbit` | it sends at 100 Mbit/s and receives at 1 Gbit/s |
+| `1gbit 30s:100mbit 60s:1gbit` | another rate from 30 seconds on, and from 60 |
+| `1gbit,200mbit` | two links, each with an interface of its own: eth0 and eth1 |
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+UNLIMITED = "unlimited"
+_RATE = re.compile(r"\d+(\.\d+)?[kmgt]?(bit|bps)")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of one link, both ways, from a moment on. Rates are texts that `tc` takes; None: no limit."""
+
+    since: float
+    """seconds after the first ranks have started"""
+    sent: str | None
+    received: str | None
+
+
+def parse(text: str) -> list[list[Rate]]:
+    """The rates of each link in the order of time, the first from the start on.
+
+    Raises:
+        ValueError: the text is something else; the message says what would be right.
+    """
+    return [_link(part) for part in text.split(",")]
+
+
+def _link(text: str) -> list[Rate]:
+    first, *later = text.split() or [""]
+    rates = [_from(0.0, first.removeprefix("0s:"))]
+    for entry in later:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)s:(.+)", entry)
+        if not found or float(found[1]) <= rates[-1].since:
+            raise ValueError(
+                f"cannot read {entry!r} in the rate {text!r}: want a later time and a rate, "
+                "such as 30s:100mbit"
+            )
+        rates.append(_from(float(found[1]), found[2]))
+    return rates
+
+
+def _from(since: float, text: str) -> Rate:
+    sent, slash, received = text.partition("/")
+    return Rate(since, _one_way(sent), _one_way(received if slash else sent))
+
+
+def _one_way(text: str) -> str | None:
+    if text == UNLIMITED:
+        return None
+    if not _RATE.fullmatch(text):
+        raise ValueError(
+            f"cannot read the rate {text!r}: want 200mbit, 1gbit, unlimited, or two of them "
+            "for sending and receiving, such as 100mbit/1gbit"
+        )
+    return text
