@@ -230,8 +230,12 @@ class Transport:
     def abort(self, why: str) -> None: ...
     def close(self) -> None: ...
 
+def interfaces() -> list[tuple[str, str]]: ...
 def choose_interfaces(
-    names: str, one_host: _bool, candidates: Sequence[tuple[str, str]]
+    names: str,
+    one_host: _bool,
+    candidates: Sequence[tuple[str, str]],
+    store_host: str = "",
 ) -> list[tuple[str, str]]: ...
 
 # -- communicator (bind_communicator.cpp): times are in seconds, 0 is the group's timeout

@@ -204,21 +204,30 @@ void bind_transports(py::module_& m) {
           py::call_guard<py::gil_scoped_release>());
 
   m.def(
+      "interfaces",
+      [] {
+        std::vector<std::pair<std::string, std::string>> found;
+        for (const auto& i : tcp::interfaces()) found.emplace_back(i.name, i.address.ip());
+        return found;
+      },
+      "Names and addresses of the interfaces that are up.");
+  m.def(
       "choose_interfaces",
       [](const std::string& names, bool one_host,
-         const std::vector<std::pair<std::string, std::string>>& candidates) {
+         const std::vector<std::pair<std::string, std::string>>& candidates,
+         const std::string& store_host) {
         std::vector<tcp::Interface> interfaces;
         for (const auto& [interface, ip] : candidates) {
           interfaces.push_back({interface, {}});
           if (!tcp::Address::parse(ip, interfaces.back().address)) throw Error("no address: " + ip);
         }
         std::vector<std::pair<std::string, std::string>> chosen;
-        for (const auto& i : tcp::choose_interfaces({names, "", one_host}, interfaces)) {
+        for (const auto& i : tcp::choose_interfaces({names, store_host, one_host}, interfaces)) {
           chosen.emplace_back(i.name, i.address.ip());
         }
         return chosen;
       },
-      py::arg("names"), py::arg("one_host"), py::arg("candidates"),
+      py::arg("names"), py::arg("one_host"), py::arg("candidates"), py::arg("store_host") = "",
       "Names and addresses of the interfaces that a group would use, of candidates (name, "
       "address).");
 }

@@ -13,7 +13,7 @@ struct Interface {
 };
 
 /// Interfaces that are up, one entry for each address that can be published; IPv4 first.
-std::vector<Interface> interfaces();
+PYCOMM_API std::vector<Interface> interfaces();
 
 /// Equal for two processes exactly if they reach each other by the loopback interface: same running
 /// kernel, same network namespace.
