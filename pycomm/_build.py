@@ -45,12 +45,11 @@ def load_c10d() -> ModuleType:
     loaded = sys.modules.get("pycomm._c10d")
     if loaded is not None:
         return loaded
-    stamp = PACKAGE / "_c10d.torch"
-    built_for = stamp.read_text().strip() if stamp.exists() else None
+    built_for = c10d_built_for()
     if built_for == torch.__version__:
         return importlib.import_module("pycomm._c10d")
 
-    folder = _folder(f"_c10d-torch{torch.__version__}-{_fingerprint()}")
+    folder = _folder(_folder_name(torch.__version__))
     binary = folder / BINARY
     if not binary.exists():
         with _locked(folder):
@@ -60,6 +59,29 @@ def load_c10d() -> ModuleType:
                 _compile(folder)
                 _say(f"built {binary}")
     return _import_from(binary)
+
+
+def c10d_built_for() -> str | None:
+    """The version of torch for which the `_c10d` beside the package is; None: there is none."""
+    stamp = PACKAGE / "_c10d.torch"
+    return stamp.read_text().strip() if stamp.exists() else None
+
+
+def find_c10d(version: str) -> Path | None:
+    """The `_c10d` that `load_c10d` would take with this torch; None: it would compile one."""
+    if c10d_built_for() == version:
+        return PACKAGE / BINARY
+    found = (home / _folder_name(version) / BINARY for home in _homes())
+    return next((binary for binary in found if binary.exists()), None)
+
+
+def _homes() -> tuple[Path, Path]:
+    """Where builds are kept: beside the package, or, if that cannot be written, of the user."""
+    return PACKAGE / "_built", Path.home() / ".cache" / "pycomm"
+
+
+def _folder_name(version: str) -> str:
+    return f"_c10d-torch{version}-{_fingerprint()}"
 
 
 def _fingerprint() -> str:
@@ -74,12 +96,12 @@ def _fingerprint() -> str:
 
 def _folder(name: str) -> Path:
     """A folder of that name that can be written, or that holds a build by somebody who could."""
-    beside = PACKAGE / "_built" / name
+    beside, of_user = (home / name for home in _homes())
     try:
         beside.mkdir(parents=True, exist_ok=True)
     except OSError:
-        beside = Path.home() / ".cache" / "pycomm" / name
-        beside.mkdir(parents=True, exist_ok=True)
+        of_user.mkdir(parents=True, exist_ok=True)
+        return of_user
     return beside
 
 

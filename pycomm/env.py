@@ -21,6 +21,9 @@ class Env:
     # RANK and WORLD_SIZE, as torchrun sets them; None where they are not set.
     rank: int | None = None
     world_size: int | None = None
+    # LOCAL_RANK and LOCAL_WORLD_SIZE, of this machine by torchrun's count: only the doctor looks.
+    local_rank: int | None = None
+    local_world_size: int | None = None
     # PYCOMM_TIMEOUT, the core's: whether somebody has set it.
     timeout_is_set: bool = False
 
@@ -64,6 +67,20 @@ def variables_of_rank(rank: int, size: int) -> dict[str, str]:
     return dict(os.environ) | {name: str(value) for name, value in names.items()}
 
 
+PREFIX = "PYCOMM_"
+
+
+def given(*others: str) -> dict[str, str]:
+    """Return the variables that are set and begin like ours, and those of `others` that are."""
+    names = [name for name in os.environ if name.startswith(PREFIX) or name in others]
+    return {name: os.environ[name] for name in sorted(names)}
+
+
+def with_only(*names: str) -> dict[str, str]:
+    """Return an environment in which, of what begins like ours, only these are set."""
+    return {k: v for k, v in os.environ.items() if k in names or not k.startswith(PREFIX)}
+
+
 @cache
 def env() -> Env:
     """Return the environment's settings."""
@@ -72,6 +89,8 @@ def env() -> Env:
         triton_interpret=os.environ.get("TRITON_INTERPRET") == "1",
         rank=_number("RANK"),
         world_size=_number("WORLD_SIZE"),
+        local_rank=_number("LOCAL_RANK"),
+        local_world_size=_number("LOCAL_WORLD_SIZE"),
         timeout_is_set=bool(os.environ.get("PYCOMM_TIMEOUT")),
     )
 

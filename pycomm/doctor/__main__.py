@@ -1,0 +1,163 @@
+"""The doctor's command line.
+
+python -m pycomm.doctor
+python -m pycomm.doctor --json - --no-self-test
+torchrun --nnodes 2 ... -m pycomm.doctor
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pycomm.doctor import installed, machine, network, probe, self_test, variables
+from pycomm.doctor.finding import LEVELS, STATUS, Finding, worst
+from pycomm.env import env, given
+
+MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
+
+
+def examine(
+    ranks_here: int = 0, ranks: int = 0, hosts: int = 0
+) -> tuple[list[Finding], dict[str, str]]:
+    """Look at everything but the self-test.
+
+    Args:
+        ranks_here: ranks of this machine; 0: not known.
+        ranks: of the job; 0: not known.
+        hosts: of the job; 0: not known.
+
+    Returns:
+        The findings, and the facts that all ranks of a job should share.
+    """
+    found = probe.look()
+    set_here = given(*variables.OTHERS)
+    core, torch = found["core"], found["torch"]
+    refused = {} if core.error else variables.refusals(set_here)
+    findings = installed.judge(found)
+    findings += variables.judge(
+        set_here, refused, torch.facts.get("impl", ""), torch.facts.get("no_effect", ())
+    )
+    findings += machine.judge(machine.look(), ranks_here, ranks)
+    facts = probe.platform_facts() | {
+        "torch": torch.facts.get("version", "none"),
+        "SIMD level": core.facts.get("simd", "none"),
+    }
+    if not core.error:
+        links = network.look(set_here)
+        findings += network.judge(links, hosts)
+        facts |= {"congestion control": links.congestion}
+        facts |= {"MTU": ", ".join(str(link.mtu) for link in links.far)}
+    shared = {name: value for name, value in set_here.items() if name in variables.SHARED}
+    return findings, facts | shared
+
+
+def alone(options: argparse.Namespace) -> list[Finding]:
+    """Examine this machine, and try ranks on it."""
+    findings, _ = examine()
+    if options.self_test:
+        bad = [f.name for f in findings if f.level == "problem" and blocks_ranks(f)]
+        if bad:
+            text = f"is left out: no rank can start before {', '.join(bad)} is mended"
+            findings.append(Finding("note", self_test.TOPIC, "self-test", text))
+        else:
+            findings += self_test.run(options.ranks)
+    return findings
+
+
+def blocks_ranks(finding: Finding) -> bool:
+    """Whether ranks of the core cannot start with this problem."""
+    return finding.name in ("core", "interface") or finding.name in variables.CORE
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print findings by topic, and what to do below those that are not well."""
+    print(f"pycomm doctor on {socket.gethostname()}: {describe_machine()}")
+    width = max(len(finding.name) for finding in findings)
+    for topic in dict.fromkeys(finding.topic for finding in findings):
+        print(f"\n{topic}")
+        for finding in (f for f in findings if f.topic == topic):
+            where = f" [{finding.where}]" if finding.where else ""
+            print(f"  {MARKS[finding.level]:<8}{finding.name:<{width}}  {finding.text}{where}")
+            if finding.advice:
+                print(f"{'':<{width + 12}}-> {finding.advice}")
+    print(f"\n{verdict(findings)}")
+
+
+def describe_machine() -> str:
+    return f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """One line that counts what is not well."""
+    counts = {level: sum(f.level == level for f in findings) for level in LEVELS}
+    said = [
+        f"{counts[level]} {level}{'s' * (counts[level] != 1)}"
+        for level in ("problem", "warning")
+        if counts[level]
+    ]
+    return ", ".join(said) or "all is well"
+
+
+def to_record(findings: Sequence[Finding]) -> dict[str, Any]:
+    """The report for programs."""
+    level = worst(findings)
+    return {
+        "host": socket.gethostname(),
+        "verdict": level if STATUS[level] else "ok",
+        "status": STATUS[level],
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.doctor",
+        description="Says what of pycomm is installed, how ranks would talk, what stands in the "
+        "way, and what to do about it. Under torchrun it compares the ranks and tries their group.",
+        epilog="Exit status: 0 all is well, 1 a problem, 3 only warnings.",
+    )
+    add = parser.add_argument
+    add("--json", metavar="FILE", help="write the report to this file too; - prints it instead")
+    add("--no-self-test", dest="self_test", action="store_false", help="start no ranks")
+    add("--ranks", type=int, default=2, help="of the self-test (2); under torchrun: all")
+    options = parser.parse_args(argv)
+    if options.ranks < 2:
+        parser.error(f"--ranks {options.ranks}: want at least 2")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    rank, ranks = env().rank, env().world_size
+    if rank is None or ranks is None or ranks == 1:
+        findings = alone(options)
+        status = STATUS[worst(findings)]
+    else:
+        from pycomm.doctor import job
+
+        here = env().local_world_size or 0
+        hosts = -(-ranks // here) if here else 0
+        findings, status = job.examine(
+            lambda: examine(here, ranks, hosts), rank, ranks, options.self_test
+        )
+    if findings and options.json != "-":
+        show(findings)
+    if findings and options.json:
+        text = json.dumps(to_record(findings), indent=1) + "\n"
+        if options.json == "-":
+            print(text, end="")
+        else:
+            Path(options.json).write_text(text)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

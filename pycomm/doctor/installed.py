@@ -1,0 +1,238 @@
+"""What is built and loads: the core, torch and the binary for it, CUDA, Triton, NVRTC."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from pycomm._build import PACKAGE
+from pycomm.doctor.finding import Finding
+from pycomm.doctor.probe import Outcome
+
+TOPIC = "installed"
+OLDEST_TORCH = (2, 11)
+BUILD = "build it with `pip install --no-build-isolation .`, or `make build` in a checkout"
+CUPY = 'pip install "pycomm[cuda13]" (or cuda12, as the driver has it)'
+
+
+def judge(found: Mapping[str, Outcome], package: Path = PACKAGE) -> list[Finding]:
+    """Findings from what the probes have said."""
+    return [
+        *_core(found["core"], package),
+        *_torch(found["torch"]),
+        *_c10d(found["c10d"], found["torch"]),
+        *_cuda(found),
+        *_triton(found["triton"]),
+        *_nvrtc(found["nvrtc"]),
+    ]
+
+
+def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
+    return Finding(level, TOPIC, name, text, advice)
+
+
+def _core(core: Outcome, package: Path) -> Iterator[Finding]:
+    if core.error:
+        absent = [name for name in ("libpycomm.so", "_C") if not _has(package, name)]
+        others = sorted(path.name for path in package.glob("_C.*.so"))
+        if absent == ["_C"] and others:
+            why = f"{others[0]} is for another Python; this is {sys.implementation.cache_tag}"
+        elif absent:
+            why = f"there is no {' and no '.join(absent)} in {package}"
+        else:
+            why = f"does not load: {core.error}"
+        yield _finding("problem", "core", why, BUILD)
+        return
+    simd = core.facts["simd"]
+    if simd == "default" and platform.machine() == "x86_64":
+        yield _finding(
+            "note",
+            "core",
+            "loads; this processor has no AVX2, so codecs run at a fraction of their speed",
+            "prefer machines with AVX2 (x86-64-v3) or AVX-512 for ranks that compress",
+        )
+    else:
+        yield _finding("ok", "core", f"loads; SIMD level {simd}")
+
+
+def _has(package: Path, name: str) -> bool:
+    names = [name + suffix for suffix in EXTENSION_SUFFIXES] if name == "_C" else [name]
+    return any((package / name).exists() for name in names)
+
+
+def _torch(torch: Outcome) -> Iterator[Finding]:
+    if torch.error:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        text = "is not installed" if torch.missing else f"does not load: {torch.error}"
+        yield _finding(
+            "problem",
+            "torch",
+            f"{text}; the backend and compression need it",
+            f"install torch {oldest} or newer: https://pytorch.org/get-started",
+        )
+        return
+    version = torch.facts["version"]
+    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if number < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        yield _finding(
+            "problem", "torch", f"{version} is too old", f"install torch {oldest} or newer"
+        )
+    elif not torch.facts["distributed"]:
+        yield _finding(
+            "problem",
+            "torch",
+            f"{version} was built without torch.distributed",
+            "install a build of torch that has it, such as the wheels of pytorch.org",
+        )
+    else:
+        yield _finding("ok", "torch", version)
+    if not torch.facts["entry_point"]:
+        yield _finding(
+            "warning",
+            "entry point",
+            'torch does not find the backend "pycomm" by itself: the package is only on the path',
+            f"import pycomm.backend before init_process_group, or install the package: {BUILD}",
+        )
+
+
+def _c10d(c10d: Outcome, torch: Outcome) -> Iterator[Finding]:
+    if torch.error:
+        return
+    name = "_c10d"
+    if c10d.error:
+        yield _finding(
+            "problem",
+            name,
+            f"does not load: {c10d.error}",
+            f"remove {PACKAGE / '_c10d.torch'} and it is compiled at its next use, or {BUILD}",
+        )
+        return
+    facts = c10d.facts
+    if facts["binary"]:
+        yield _finding("ok", name, f"is built for torch {facts['torch']}, and loads")
+        return
+    built_for = facts["built_for"]
+    text = f"is built for torch {built_for}, not for {facts['torch']}" if built_for else "is absent"
+    if facts["missing"]:
+        yield _finding(
+            "problem",
+            name,
+            f"{text}, and cannot be compiled here: there is no {', '.join(facts['missing'])}",
+            "install them: `pip install cmake ninja`, and a C++ compiler and Python's headers "
+            "from the system (g++, python3-dev)",
+        )
+    else:
+        yield _finding(
+            "warning",
+            name,
+            f"{text}: the first process group will wait about 30 s until it is compiled",
+            f"compile it now: {sys.executable} -c "
+            "'from pycomm._build import load_c10d; load_c10d()'",
+        )
+
+
+def _cuda(found: Mapping[str, Outcome]) -> Iterator[Finding]:
+    driver, torch, core = found["driver"], found["torch"], found["core"]
+    name = "CUDA"
+    if driver.error or driver.facts["error"] or not driver.facts["gpus"]:
+        yield _no_gpu(driver)
+        return
+    gpus, version = driver.facts["gpus"], driver.facts["version"]
+    text = f"{len(gpus)} GPUs ({', '.join(sorted(set(gpus)))})" if len(gpus) > 1 else gpus[0]
+    driver_is = f"driver for CUDA {version // 1000}.{version % 1000 // 10}"
+    if not torch.error and not torch.facts["cuda"]:
+        yield _finding(
+            "warning",
+            name,
+            f"{text}, {driver_is}, but this torch is built without CUDA",
+            "install a build of torch for CUDA to use them; nothing, if training is on the CPU",
+        )
+        return
+    if not torch.error and torch.facts["gpus"] < len(gpus):
+        yield _finding(
+            "problem",
+            name,
+            f"{text}, {driver_is}, of which torch {torch.facts['version']} sees "
+            f"{torch.facts['gpus']}",
+            f"install a torch for this driver: it is built for CUDA {torch.facts['cuda']}",
+        )
+        return
+    yield _finding("ok", name, f"{text}, {driver_is}")
+    yield _kernels(core, found["nvrtc"], found["triton"])
+
+
+def _no_gpu(driver: Outcome) -> Finding:
+    advice = "nothing, if there should be no GPU; else install NVIDIA's driver, or start the "
+    advice += "container with its GPUs (docker run --gpus all)"
+    if driver.missing:
+        return _finding("note", "CUDA", "there is no NVIDIA driver: ranks are on the CPU", advice)
+    if driver.error:
+        return _finding("problem", "CUDA", f"the driver does not load: {driver.error}", advice)
+    if driver.facts["error"] not in (0, 100):  # 100: no device
+        text = f"the driver answers with error {driver.facts['error']}"
+        return _finding("problem", "CUDA", text, "look into `nvidia-smi` and the kernel's log")
+    return _finding(
+        "note",
+        "CUDA",
+        "there is a driver and no GPU that this process may use",
+        "look at CUDA_VISIBLE_DEVICES and at the container's options, if there should be one",
+    )
+
+
+def _kernels(core: Outcome, nvrtc: Outcome, triton: Outcome) -> Finding:
+    """Who runs codecs on the GPU that is there."""
+    name = "CUDA kernels"
+    if not core.error and core.facts["cuda"]:
+        if core.facts["gpus"]:
+            return _finding("ok", name, "are compiled into the core")
+        return _finding(
+            "warning",
+            name,
+            "are compiled into the core, whose CUDA runtime finds no GPU",
+            "build pycomm with a CUDA toolkit that is not newer than the driver",
+        )
+    if not nvrtc.error:
+        text = "are compiled at first use, by NVRTC; GPUs of a host talk through pinned memory"
+    elif not triton.error:
+        text = "are Triton's; GPUs of a host talk through pinned memory"
+    else:
+        return _finding(
+            "warning",
+            name,
+            "are absent: codecs of CUDA tensors run as plain torch, which is slow",
+            f"build pycomm where nvcc is found, or {CUPY}",
+        )
+    return _finding("note", name, text, "build pycomm where nvcc is found, for the fast way")
+
+
+def _triton(triton: Outcome) -> Iterator[Finding]:
+    if triton.missing:
+        yield _finding("note", "Triton", "is not installed", "nothing: CUDA kernels do the same")
+    elif triton.error:
+        yield _finding(
+            "warning",
+            "Triton",
+            f"does not load: {triton.error}",
+            "install the version that this torch asks for, or remove it",
+        )
+    else:
+        yield _finding("ok", "Triton", triton.facts["version"])
+
+
+def _nvrtc(nvrtc: Outcome) -> Iterator[Finding]:
+    if nvrtc.missing:
+        yield _finding(
+            "note",
+            "NVRTC",
+            "CuPy, which brings it, is not installed",
+            f"nothing without a GPU, or if the core has CUDA kernels; else {CUPY}",
+        )
+    elif nvrtc.error:
+        yield _finding("warning", "NVRTC", f"CuPy does not load: {nvrtc.error}", CUPY)
+    else:
+        version = nvrtc.facts["version"]
+        yield _finding("ok", "NVRTC", f"CUDA {version} by CuPy {nvrtc.facts['cupy']}")

@@ -1,0 +1,234 @@
+"""What the system allows: cores, memory that ranks share, descriptors, reads between processes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pycomm.doctor.finding import Finding
+
+TOPIC = "this machine"
+MIB = 1 << 20
+SHARED_BYTES = 64 * MIB
+"""What is mapped to see whether ranks could share memory; a group of a few ranks takes as much."""
+FILES_PER_RANK = 4
+"""Descriptors that a group opens for each other rank: two sockets, and one each for meeting."""
+OTHER_FILES = 256
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts; sizes are in bytes, None is no limit."""
+
+    cores: int
+    """on which this process may run"""
+    quota: float | None
+    """cores of time that the container may use"""
+    open_files: int | None
+    locked_memory: int | None
+    address_space: int | None
+    overcommit: int
+    """vm.overcommit_memory: 2 refuses address space that is not backed"""
+    shm_free: int | None
+    """of /dev/shm; None: it is not there"""
+    memfd_error: str
+    """why memory cannot be shared; empty: it can"""
+    ptrace_scope: int | None
+    """kernel.yama.ptrace_scope; None: no such limit"""
+
+
+def look() -> Machine:
+    """Look at the machine that this process is on."""
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        quota=cpu_quota(),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        address_space=_limit(resource.RLIMIT_AS),
+        overcommit=int(_read("/proc/sys/vm/overcommit_memory") or 0),
+        shm_free=_free("/dev/shm"),
+        memfd_error=_memfd_error(),
+        ptrace_scope=_number("/proc/sys/kernel/yama/ptrace_scope"),
+    )
+
+
+def judge(machine: Machine, ranks_here: int, ranks: int) -> Iterator[Finding]:
+    """Findings for `ranks_here` ranks of this machine out of `ranks`; 0: not known."""
+    yield _cores(machine, ranks_here)
+    yield _files(machine, ranks)
+    if machine.memfd_error:
+        yield _finding(
+            "warning",
+            "shared memory",
+            f"cannot be had ({machine.memfd_error}): ranks of this machine talk by TCP",
+            "allow memfd_create and mmap in the container (its seccomp profile, its memory limit)",
+        )
+    else:
+        yield _finding("ok", "shared memory", "can be had (memfd); nothing is left after a crash")
+    if machine.address_space is not None or machine.overcommit == 2:
+        what = "vm.overcommit_memory=2" if machine.overcommit == 2 else "ulimit -v"
+        yield _finding(
+            "warning",
+            "address space",
+            f"{what}: DDP's buckets may not get the sparse memory in which peers reduce in place",
+            "ulimit -v unlimited, and sysctl vm.overcommit_memory=0 or 1",
+        )
+    yield _reads(machine)
+    yield _dev_shm(machine)
+    yield _finding(
+        "ok",
+        "locked memory",
+        f"{_size(machine.locked_memory)} (ulimit -l); pycomm locks none, CUDA's is not counted",
+    )
+
+
+def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
+    return Finding(level, TOPIC, name, text, advice)
+
+
+def _cores(machine: Machine, ranks_here: int) -> Finding:
+    cores, quota, name = machine.cores, machine.quota, "cores"
+    if quota is not None and quota < cores:
+        return _finding(
+            "warning",
+            name,
+            f"{cores}, of whose time the container may use that of {quota:g}: ranks that wait by "
+            "spinning use it up and are stopped in the middle of operations",
+            f"bind the container to whole cores (docker run --cpuset-cpus), or start at most "
+            f"{max(1, int(quota))} ranks and set PYCOMM_SPIN=0 and OMP_NUM_THREADS",
+        )
+    if ranks_here > cores:
+        return _finding(
+            "warning",
+            name,
+            f"{cores} for {ranks_here} ranks: they take turns, and every wait is for the scheduler",
+            f"start at most {cores} ranks here, or give the job more cores (taskset, cgroups)",
+        )
+    return _finding("ok", name, f"{cores}" + (f" for {ranks_here} ranks" if ranks_here else ""))
+
+
+def _files(machine: Machine, ranks: int) -> Finding:
+    name, limit = "open files", machine.open_files
+    needed = OTHER_FILES + FILES_PER_RANK * ranks
+    if limit is not None and limit < needed:
+        return _finding(
+            "problem" if ranks else "warning",
+            name,
+            f"{limit} (ulimit -n); {ranks or 'a few'} ranks want about {needed}",
+            f"ulimit -n {max(4096, 2 * needed)}, or LimitNOFILE= of the service",
+        )
+    return _finding("ok", name, f"{limit or 'no limit'} (ulimit -n)")
+
+
+def _reads(machine: Machine) -> Finding:
+    name = "reads between ranks"
+    if machine.ptrace_scope:
+        return _finding(
+            "note",
+            name,
+            f"kernel.yama.ptrace_scope={machine.ptrace_scope} forbids them: large tensors outside "
+            "of shared memory are copied twice, not once; DDP's buckets lie in shared memory",
+            "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE",
+        )
+    return _finding("ok", name, "no limit of yama; the self-test tries")
+
+
+def _dev_shm(machine: Machine) -> Finding:
+    name, free = "/dev/shm", machine.shm_free
+    if free is None or free < 64 * MIB:
+        text = "is absent" if free is None else f"has {_size(free)} free"
+        return _finding(
+            "note",
+            name,
+            f"{text}; pycomm does not use it, workers of torch's data loaders do",
+            "docker run --shm-size 8g, if there are such workers",
+        )
+    return _finding("ok", name, f"{_size(free)} free; pycomm does not use it")
+
+
+# ------------------------------------------------------------------------------- looking
+
+
+def _limit(kind: int) -> int | None:
+    soft = resource.getrlimit(kind)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(path: str) -> int | None:
+    text = _read(path)
+    return int(text) if text else None
+
+
+def _free(folder: str) -> int | None:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _memfd_error() -> str:
+    try:
+        fd = os.memfd_create("pycomm-doctor")
+    except OSError as error:
+        return f"memfd_create: {error.strerror}"
+    try:
+        os.ftruncate(fd, SHARED_BYTES)
+        with mmap.mmap(fd, SHARED_BYTES) as memory:
+            memory[0] = memory[-1] = 1
+    except OSError as error:
+        return f"mapping a memfd: {error.strerror}"
+    finally:
+        os.close(fd)
+    return ""
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Cores of time that the control groups of this process allow; None: no limit.
+
+    Both versions of control groups, from our own group up to the root, as far as it is mounted.
+
+    Args:
+        root: where /proc and /sys are; for tests.
+    """
+    found: list[float] = []
+    for line in _read(str(root / "proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            found += _quota_of(folder)
+    return min(found, default=None)
+
+
+def _quota_of(folder: Path) -> Iterator[float]:
+    quota, _, period = _read(str(folder / "cpu.max")).partition(" ")
+    if not quota:
+        quota = _read(str(folder / "cpu.cfs_quota_us"))
+        period = _read(str(folder / "cpu.cfs_period_us"))
+    if quota and quota not in ("max", "-1"):
+        yield int(quota) / int(period)
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "unlimited"
+    for unit, bytes_of in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
+        if count >= bytes_of:
+            return f"{count / bytes_of:.4g} {unit}"
+    return f"{count} bytes"

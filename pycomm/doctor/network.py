@@ -1,0 +1,159 @@
+"""Which network interface ranks on several machines would use, why, and what it is."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pycomm.doctor.finding import Finding
+
+TOPIC = "network"
+# As csrc/core/env.h has it: the first that is set counts.
+WISHES = ("PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SMALLEST_MTU = 1280
+"""bytes; what every IPv6 link must carry"""
+WIRE_USUALLY = 1500
+
+Interface = tuple[str, str]
+"""name and address"""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the system says of an interface; None: it does not."""
+
+    name: str
+    address: str
+    mtu: int | None
+    mbit: int | None
+
+
+@dataclass(frozen=True)
+class Network:
+    """Facts."""
+
+    up: list[Interface]
+    here: list[Interface] = field(default_factory=list)
+    """chosen if all ranks are on this machine"""
+    far: list[Link] = field(default_factory=list)
+    """chosen if they are on several"""
+    why: str = ""
+    """how `far` came to be chosen"""
+    error: str = ""
+    """why none fits"""
+    error_far: str = ""
+    """why none leads to other machines"""
+    congestion: str = ""
+
+
+def look(given: Mapping[str, str]) -> Network:
+    """Ask the core what it would choose with these variables."""
+    from pycomm import _C
+
+    up = _C.interfaces()
+    source = next((name for name in WISHES if given.get(name)), "")
+    wish, store = given.get(source, ""), given.get("MASTER_ADDR", "")
+    here: list[Interface] = []
+    far: list[Interface] = []
+    error = error_far = ""
+    try:
+        here = _C.choose_interfaces(wish, True, up)
+    except RuntimeError as failure:
+        error = _short(failure)
+    try:
+        far = _C.choose_interfaces(wish, False, up, store)
+    except RuntimeError as failure:
+        error_far = _short(failure)
+    if wish and not wish.startswith("^"):
+        why = f"{source}={wish} names it"
+    elif store and far and far[0][1] == _address_towards(store):
+        why = f"the route to MASTER_ADDR={store} goes there"
+    else:
+        why = "the first that is up and not of a container"
+    found = [Link(name, ip, *_properties(name)) for name, ip in far]
+    return Network(up, here, found, why, error, error_far, _congestion())
+
+
+def judge(network: Network, hosts: int) -> Iterator[Finding]:
+    """Findings for ranks on so many hosts; 0: not known."""
+    if network.error:
+        yield _finding(
+            "problem",
+            "interface",
+            network.error,
+            f"name one that is up: {_names(network.up)}; or unset the variable",
+        )
+        return
+    if network.here:
+        text = f"{_names(network.here)}, where all ranks are on this machine"
+        yield _finding("ok", "inside", text)
+    if not network.far:
+        level = "problem" if hosts > 1 else "note"
+        advice = "bring up an interface that other machines reach, or name it in PYCOMM_INTERFACE"
+        yield _finding(level, "interface", network.error_far, advice)
+        return
+    chosen = _names([(link.name, link.address) for link in network.far])
+    yield _finding("ok", "interface", f"{chosen} to other machines: {network.why}")
+    for link in network.far:
+        yield _link(link)
+    if network.congestion:
+        yield _finding("ok", "congestion", f"{network.congestion} controls TCP's rate")
+
+
+def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
+    return Finding(level, TOPIC, name, text, advice)
+
+
+def _link(link: Link) -> Finding:
+    rate = f", {link.mbit} Mbit/s by its driver" if link.mbit else ""
+    name = f"{link.name}"
+    if link.mtu is not None and link.mtu < SMALLEST_MTU:
+        return _finding(
+            "warning",
+            name,
+            f"MTU {link.mtu}{rate}: packets are small, and each costs the processor as much",
+            f"ip link set {link.name} mtu {WIRE_USUALLY}, if the way to the peers carries it",
+        )
+    return _finding("ok", name, f"MTU {link.mtu or 'unknown'}{rate}")
+
+
+def _names(interfaces: Sequence[Interface]) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in interfaces) or "none"
+
+
+def _address_towards(host: str) -> str:
+    """Our end of the route to a host; no packet is sent. Empty: there is none."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def _short(failure: RuntimeError) -> str:
+    """Without the list of interfaces, which the advice has."""
+    return str(failure).removeprefix("tcp: ").partition("; interfaces")[0]
+
+
+def _properties(name: str) -> tuple[int | None, int | None]:
+    return _number(name, "mtu"), _number(name, "speed")
+
+
+def _number(name: str, what: str) -> int | None:
+    """A number that the kernel knows of an interface; virtual ones have a speed of -1, or none."""
+    try:
+        value = int(Path("/sys/class/net", name, what).read_text())
+    except (OSError, ValueError):
+        return None
+    return value if value > 0 else None
+
+
+def _congestion() -> str:
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    except OSError:
+        return ""

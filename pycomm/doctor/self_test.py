@@ -1,0 +1,281 @@
+"""Ranks of this machine, as processes, all-reduce exactly and coded; results are held by `==`.
+
+    python -m pycomm.doctor.self_test RANK RANKS FOLDER
+
+is one rank; `run` starts all and makes findings of what they print.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pycomm.doctor.finding import Finding
+from pycomm.env import variables_of_rank
+
+if TYPE_CHECKING:
+    from pycomm import _C
+
+TOPIC = "self-test"
+CODEC = "quant:bits=8,block=256,rounding=nearest"
+BLOCK = 256
+NUMEL = 1 << 22
+"""of the large tensor, float32: 16 MiB, more than caches of cores hold"""
+SECONDS = 0.5
+"""of one measurement"""
+LIMIT = 30.0
+"""seconds until the self-test is given up"""
+SLOW_GBS = 0.05
+"""all-reduce in shared memory below this is not what hardware does"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one rank has seen of one way to talk."""
+
+    way: str
+    connection: str
+    exact: bool
+    coded: bool
+    latency_us: float
+    exact_gbs: float
+    coded_gbs: float
+    """bytes of the tensor over time, as `effbw` of the benchmarks"""
+
+
+# ------------------------------------------------------------------------------- one rank
+
+
+def pattern(numel: int) -> array[float]:
+    """Float32 integers from -127 to 127. Each block of int8's has 127, so that coding is exact."""
+    block = [127.0, *(float(i * 7 % 255 - 127) for i in range(1, BLOCK))]
+    return array("f", (block * (-(-numel // BLOCK)))[:numel])
+
+
+def share(rank: int) -> float:
+    """How often a rank brings the pattern."""
+    return float(rank % 4 + 1)
+
+
+def scaled(values: array[float], factor: float) -> array[float]:
+    return array("f", [value * factor for value in values])
+
+
+def check_and_time(
+    way: str,
+    connection: str,
+    rank: int,
+    ranks: int,
+    reduce: Callable[[array[float]], Any],
+    reduce_coded: Callable[[array[float]], Any],
+) -> Result:
+    """Reduce what is known, small and large, then time it. All ranks call this together.
+
+    Each rank brings a small multiple of the pattern. The sum over all ranks is another multiple,
+    so int8 holds both without loss.
+
+    Args:
+        way: name of the transport.
+        connection: what it says of itself.
+        rank: ours.
+        ranks: of the group.
+        reduce: sums an array over all ranks, in place.
+        reduce_coded: the same through CODEC.
+    """
+    right = {reduce: True, reduce_coded: True}
+    large = pattern(NUMEL)
+    for numel in (1, 1000, 1 << 18):
+        base = large[:numel]
+        want = scaled(base, sum(share(r) for r in range(ranks)))
+        for call in right:
+            mine = scaled(base, share(rank))
+            call(mine)
+            right[call] = right[call] and mine == want
+    small = array("f", [0.0, 0.0])
+    zeros = array("f", bytes(4 * NUMEL))
+    # Zeros stay zeros, however often they are added up.
+    latency = _fastest(lambda: reduce(small), ranks, reduce)
+    exact = _fastest(lambda: reduce(zeros), ranks, reduce)
+    coded = _fastest(lambda: reduce_coded(zeros), ranks, reduce)
+    size = zeros.itemsize * NUMEL
+    return Result(
+        way,
+        connection,
+        right[reduce],
+        right[reduce_coded],
+        latency * 1e6,
+        size / exact / 1e9,
+        size / coded / 1e9,
+    )
+
+
+def _fastest(call: Callable[[], Any], ranks: int, agree: Callable[[array[float]], Any]) -> float:
+    """Seconds of the fastest call, of as many as all ranks make in about SECONDS."""
+    begin = time.perf_counter()
+    for _ in range(3):
+        call()
+    mine = SECONDS * 3 / (time.perf_counter() - begin)
+    total = array("f", [min(mine, 2000.0)])
+    agree(total)
+    best = float("inf")
+    for _ in range(max(3, int(total[0] / ranks))):
+        begin = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def rank_main(rank: int, ranks: int, folder: str) -> None:
+    """Print a JSON line for each way to talk, and one for reads between processes."""
+    from pycomm import _C
+
+    store = _C.Store.file(folder)
+    print(json.dumps({"reads": _can_read(store, rank, ranks)}), flush=True)
+    for way in ("shm", "tcp"):
+        try:
+            result = _try(store, rank, ranks, way)
+            print(json.dumps(asdict(result)), flush=True)
+        except RuntimeError as error:
+            print(json.dumps({"way": way, "error": str(error).splitlines()[0]}), flush=True)
+
+
+def _try(store: _C.Store, rank: int, ranks: int, way: str) -> Result:
+    from pycomm import _C
+
+    options = _C.CommunicatorOptions()
+    options.group, options.transport, options.timeout = f"doctor-{way}", way, 15.0
+    group = _C.Communicator(store, rank, ranks, options)
+
+    def reduce(x: array[float]) -> None:
+        group.all_reduce(x.buffer_info()[0], len(x), _C.DType.float32, _C.ReduceOp.sum)
+
+    def reduce_coded(x: array[float]) -> None:
+        pieces = _C.Pieces()
+        pieces.add(len(x), _C.Codec(CODEC))
+        group.all_reduce_coded(x.buffer_info()[0], pieces, average=False)
+
+    return check_and_time(way, group.describe(), rank, ranks, reduce, reduce_coded)
+
+
+def _can_read(store: _C.Store, rank: int, ranks: int) -> str:
+    """Whether we may read the next rank's memory: "yes", or why not."""
+    word = b"pycomm doctor"
+    buffer = ctypes.create_string_buffer(word)
+    store.set(f"doctor/{rank}", f"{os.getpid()} {ctypes.addressof(buffer)}")
+    pid, address = map(int, store.get(f"doctor/{(rank + 1) % ranks}", 15.0).split())
+
+    class Span(ctypes.Structure):
+        _fields_ = [("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
+
+    into = ctypes.create_string_buffer(len(word))
+    local = Span(ctypes.addressof(into), len(word))
+    remote = Span(address, len(word))
+    libc = ctypes.CDLL(None, use_errno=True)
+    got = libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+    error = ctypes.get_errno()
+    # The others may still be reading ours.
+    store.set(f"doctor/{rank}/done", "1")
+    for other in range(ranks):
+        store.get(f"doctor/{other}/done", 15.0)
+    return "yes" if got == len(word) and into.raw == word else os.strerror(error)
+
+
+# ------------------------------------------------------------------------------- all ranks
+
+
+def run(ranks: int) -> list[Finding]:
+    """Start ranks on this machine and judge what they print."""
+    with tempfile.TemporaryDirectory(prefix="pycomm-doctor-") as folder:
+        command = [sys.executable, "-m", __name__]
+        started = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks), folder],
+                env=variables_of_rank(rank, ranks),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        deadline = time.monotonic() + LIMIT
+        said, cries = [], []
+        for process in started:
+            try:
+                out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, err = process.communicate()
+                err = f"did not end within {LIMIT:.0f} s"
+            said.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+            cries.append(err.strip().splitlines()[-1:] if process.returncode else [])
+    broken = {rank: words for rank, words in enumerate(cries) if words or not said[rank]}
+    if broken:
+        rank, words = next(iter(broken.items()))
+        text = f"rank {rank} ended: {' '.join(words) or 'without a word'}"
+        return [Finding("problem", TOPIC, "ranks", text, "mend what stands above, then try again")]
+    return list(judge(said))
+
+
+def judge(said: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
+    """Findings from every rank's lines."""
+    reads = {line["reads"] for lines in said for line in lines if "reads" in line}
+    if reads == {"yes"}:
+        text = "ranks may read each other's memory: large tensors are copied once"
+        yield Finding("ok", TOPIC, "reads", text)
+    else:
+        why = ", ".join(sorted(reads - {"yes"}))
+        yield Finding(
+            "note",
+            TOPIC,
+            "reads",
+            f"ranks may not read each other's memory ({why}): large tensors outside of shared "
+            "memory are copied twice",
+            "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE",
+        )
+    for way in ("shm", "tcp"):
+        lines = [line for rank in said for line in rank if line.get("way") == way]
+        errors = [line["error"] for line in lines if "error" in line]
+        if errors or len(lines) < len(said):
+            advice = "look at what stands above about shared memory and the interface"
+            yield Finding("problem", TOPIC, way, (errors or ["a rank said nothing"])[0], advice)
+            continue
+        yield from judge_results([Result(**line) for line in lines])
+
+
+def judge_results(results: Sequence[Result]) -> Iterator[Finding]:
+    """Findings from every rank's result of one way to talk."""
+    first = results[0]
+    wrong = [name for name in ("exact", "coded") if not all(getattr(r, name) for r in results)]
+    if wrong:
+        yield Finding(
+            "problem",
+            TOPIC,
+            first.way,
+            f"{' and '.join(wrong)} sums are WRONG ({first.connection})",
+            "do not train on this machine; test its memory, and tell us with this report",
+        )
+        return
+    latency = max(r.latency_us for r in results)
+    exact, coded = (min(getattr(r, f"{name}_gbs") for r in results) for name in ("exact", "coded"))
+    rates = (
+        f"exact and int8 all-reduces are right; 8 B in {latency:.1f} us, "
+        f"16 MiB at {exact:.2f} GB/s exact, {coded:.2f} GB/s in int8 ({first.connection})"
+    )
+    if first.way == "shm" and exact < SLOW_GBS:
+        advice = "look at what else runs here, and at the container's share of the processor"
+        yield Finding("warning", TOPIC, first.way, rates, advice)
+    else:
+        yield Finding("ok", TOPIC, first.way, rates)
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,394 @@
+"""`python -m pycomm.doctor`: what is wrong is found, says what to do, and decides the status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pycomm
+from pycomm import _build
+from pycomm import env as pages
+from pycomm.doctor import __main__ as cli
+from pycomm.doctor import finding, installed, job, machine, network, self_test, variables
+from pycomm.doctor.finding import Finding
+from pycomm.doctor.machine import Machine
+from pycomm.doctor.probe import Outcome
+
+PACKAGE = Path(pycomm.__file__).parent
+CLEAN = {
+    k: v
+    for k, v in os.environ.items()
+    if not k.startswith("PYCOMM_") and k not in ("RANK", "WORLD_SIZE")
+}
+WELL = {
+    "core": Outcome({"simd": "x86-64-v4", "cuda": False, "gpus": 0}),
+    "torch": Outcome(
+        {
+            "version": "2.13.0",
+            "distributed": True,
+            "entry_point": True,
+            "cuda": "",
+            "gpus": 0,
+            "nccl": False,
+            "no_effect": [],
+        }
+    ),
+    "c10d": Outcome(
+        {"torch": "2.13.0", "built_for": "2.13.0", "binary": "_c10d.so", "missing": []}
+    ),
+    "driver": Outcome(error="libcuda.so.1: cannot open", missing=True),
+    "triton": Outcome({"version": "3.6.0"}),
+    "nvrtc": Outcome(error="No module named 'cupy'", missing=True),
+}
+MACHINE = Machine(
+    cores=8,
+    quota=None,
+    open_files=65536,
+    locked_memory=None,
+    address_space=None,
+    overcommit=0,
+    shm_free=1 << 34,
+    memfd_error="",
+    ptrace_scope=None,
+)
+
+
+def level_of(findings, name: str) -> str:
+    return finding.worst(f for f in findings if f.name == name)
+
+
+# ------------------------------------------------------------------------------- the whole
+
+
+def test_without_torch_all_else_is_examined_and_ranks_are_tried(tmp_path):
+    hidden = tmp_path / "torch.py"
+    hidden.write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    env = CLEAN | {"PYTHONPATH": str(tmp_path), "PYCOMM_SOKETS": "4"}
+    command = [sys.executable, "-m", "pycomm.doctor", "--json", "-"]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    report = json.loads(outcome.stdout)
+    levels = {(f["topic"], f["name"]): f["level"] for f in report["findings"]}
+    assert levels["installed", "torch"] == "problem"
+    assert levels["installed", "core"] == "ok"
+    assert levels["self-test", "shm"] != "problem"
+    assert levels["self-test", "tcp"] == "ok"
+    (typo,) = (f for f in report["findings"] if f["name"] == "PYCOMM_SOKETS")
+    assert typo["level"] == "warning"
+    assert "PYCOMM_SOCKETS" in typo["advice"]
+    assert (outcome.returncode, report["verdict"]) == (1, "problem")
+
+
+def test_a_wrong_command_line_is_2():
+    with pytest.raises(SystemExit) as end:
+        cli.parse(["--ranks", "1"])
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("levels", "status"),
+    [([], 0), (["ok", "note"], 0), (["ok", "warning"], 3), (["problem", "warning"], 1)],
+)
+def test_the_worst_finding_decides_the_status(monkeypatch, capsys, levels, status):
+    found = [Finding("ok", "a", "first", "is there")]
+    found += [Finding(level, "a", "name", "is so", "do this") for level in levels]
+    monkeypatch.setattr(cli, "alone", lambda options: found)
+    monkeypatch.setattr(cli, "env", pages.Env)
+    assert cli.main([]) == status
+    said = capsys.readouterr().out
+    assert ("-> do this" in said) == bool(levels)
+    assert ("all is well" in said) == (status == 0)
+
+
+@pytest.mark.parametrize("level", ["warning", "problem"])
+def test_nothing_bad_is_said_without_advice(level):
+    with pytest.raises(ValueError, match="what to do"):
+        Finding(level, "topic", "name", "is broken")
+
+
+# ------------------------------------------------------------------------------- installed
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """The package in another folder, without its binaries."""
+    ignored = shutil.ignore_patterns("*.so", "*.torch", "__pycache__", "_built")
+    shutil.copytree(PACKAGE, tmp_path / "pycomm", ignore=ignored)
+    for name in ("CMakeLists.txt", "csrc"):
+        (tmp_path / name).symlink_to(_build.source_root() / name)
+    return tmp_path / "pycomm"
+
+
+def probed(name: str, package: Path, *others: str) -> Outcome:
+    """What a probe says in the copy. Without `site`, whose editable installs know the original."""
+    env = CLEAN | {"PYTHONPATH": os.pathsep.join(others), "HOME": str(package.parent)}
+    command = [sys.executable, "-S", "-m", "pycomm.doctor.probe", name]
+    said = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=env, cwd=package.parent
+    )
+    return Outcome(**json.loads(said.stdout.splitlines()[-1]))
+
+
+def test_missing_binaries_are_named(copied):
+    broken = WELL | {"core": probed("core", copied)}
+    (core,) = (f for f in installed.judge(broken, copied) if f.name == "core")
+    assert (core.level, "libpycomm.so and no _C" in core.text) == ("problem", True)
+    (copied / "_C.cpython-27-x86_64-linux-gnu.so").touch()
+    (copied / "libpycomm.so").touch()
+    (core,) = (f for f in installed.judge(broken, copied) if f.name == "core")
+    assert "_C.cpython-27-x86_64-linux-gnu.so is for another Python" in core.text
+
+
+def test_a_binary_for_another_torch_is_found(copied):
+    torch = pytest.importorskip("torch")
+    (copied / "_c10d.torch").write_text("1.13.1")
+    found = probed("c10d", copied, str(Path(torch.__file__).parent.parent))
+    assert (found.facts["built_for"], found.facts["binary"]) == ("1.13.1", "")
+    level = "problem" if found.facts["missing"] else "warning"
+    (c10d,) = (f for f in installed.judge(WELL | {"c10d": found}) if f.name == "_c10d")
+    assert (c10d.level, "for torch 1.13.1, not for" in c10d.text) == (level, True)
+    found.facts["missing"] = ["ninja"]
+    (c10d,) = (f for f in installed.judge(WELL | {"c10d": found}) if f.name == "_c10d")
+    assert (c10d.level, "no ninja" in c10d.text) == ("problem", True)
+
+
+GPU = {
+    "driver": Outcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2}),
+    "torch": Outcome(WELL["torch"].facts | {"cuda": "13.0", "gpus": 2}),
+    "nvrtc": Outcome({"version": "13.0", "cupy": "14.0"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "level"),
+    [
+        ({}, "CUDA", "note"),
+        (GPU, "CUDA", "ok"),
+        (GPU, "CUDA kernels", "note"),
+        (GPU | {"core": Outcome({"simd": "x", "cuda": True, "gpus": 2})}, "CUDA kernels", "ok"),
+        (
+            GPU | {"core": Outcome({"simd": "x", "cuda": True, "gpus": 0})},
+            "CUDA kernels",
+            "warning",
+        ),
+        (
+            GPU | {"nvrtc": Outcome(error="-"), "triton": Outcome(error="-")},
+            "CUDA kernels",
+            "warning",
+        ),
+        (GPU | {"torch": WELL["torch"]}, "CUDA", "warning"),
+        (
+            GPU | {"torch": Outcome(GPU["torch"].facts | {"gpus": 0})},
+            "CUDA",
+            "problem",
+        ),
+        ({"driver": Outcome({"error": 803, "version": 0, "gpus": []})}, "CUDA", "problem"),
+        ({"driver": Outcome({"error": 100, "version": 13000, "gpus": []})}, "CUDA", "note"),
+        ({"core": Outcome(error="crashed: SIGILL")}, "core", "problem"),
+        ({"torch": Outcome(WELL["torch"].facts | {"version": "2.4.1"})}, "torch", "problem"),
+        (
+            {"torch": Outcome(WELL["torch"].facts | {"entry_point": False})},
+            "entry point",
+            "warning",
+        ),
+        ({"c10d": Outcome(error="undefined symbol: _ZN3c10")}, "_c10d", "problem"),
+        ({"triton": Outcome(error="no module triton", missing=True)}, "Triton", "note"),
+        ({"triton": Outcome(error="crashed: SIGSEGV")}, "Triton", "warning"),
+    ],
+)
+def test_what_is_installed_is_judged(changed, name, level):
+    assert level_of(installed.judge(WELL | changed), name) == level
+
+
+# ------------------------------------------------------------------------------- variables
+
+
+def test_every_variable_of_the_pages_is_known():
+    # env.h and env.py are the documentation: these lists may not fall behind.
+    header = PACKAGE.parent / "csrc" / "core" / "env.h"
+    if not header.exists():
+        pytest.skip("installed without sources")
+    core = set(re.findall(r"/// (PYCOMM_[A-Z_]+):", header.read_text()))
+    python = set(re.findall(r"# (PYCOMM_[A-Z_]+):", Path(pages.__file__).read_text()))
+    assert set(variables.CORE) == core
+    assert set(variables.PYTHON) == python
+
+
+def test_the_core_says_what_is_wrong_with_a_variable():
+    given = {"PYCOMM_TRANSPORT": "udp", "PYCOMM_SOCKETS": "4", "PYCOMM_SECRET": "hush"}
+    for name, value in given.items():
+        os.environ[name] = value
+    try:
+        refused = variables.refusals(given)
+    finally:
+        for name in given:
+            del os.environ[name]
+    assert list(refused) == ["PYCOMM_TRANSPORT"]
+    found = list(variables.judge(given, refused))
+    assert level_of(found, "PYCOMM_TRANSPORT") == "problem"
+    assert level_of(found, "PYCOMM_SOCKETS") == "ok"
+    assert not any("hush" in f.text for f in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("PYCOMM_LINK", "1gbit", "note"),
+        ("PYCOMM_TRANSPORT", "auto", "ok"),
+        ("PYCOMM_TRACE", "/dev/null/nowhere", "problem"),
+        ("PYCOMM_IMPL", "triton", "problem"),
+        ("PYCOMM_RUN", "--codc int4", "problem"),
+        ("PYCOMM_CUDA", "OFF", "ok"),
+        ("PYCOMM_NONSENSE", "1", "warning"),
+    ],
+)
+def test_variables_are_judged(name, value, level):
+    found = list(variables.judge({name: value}, {}, "no triton", ["unrecognized arguments"]))
+    assert level_of(found, name) == level
+
+
+# ------------------------------------------------------------------------------- machine, network
+
+
+@pytest.mark.parametrize(
+    ("changed", "ranks_here", "name", "level"),
+    [
+        ({}, 8, "cores", "ok"),
+        ({}, 9, "cores", "warning"),
+        ({"quota": 1.5}, 0, "cores", "warning"),
+        ({"open_files": 200}, 0, "open files", "warning"),
+        ({"memfd_error": "denied"}, 0, "shared memory", "warning"),
+        ({"overcommit": 2}, 0, "address space", "warning"),
+        ({"address_space": 1 << 33}, 0, "address space", "warning"),
+        ({"ptrace_scope": 1}, 0, "reads between ranks", "note"),
+        ({"shm_free": 1 << 20}, 0, "/dev/shm", "note"),
+    ],
+)
+def test_limits_are_judged(changed, ranks_here, name, level):
+    facts = Machine(**{**vars(MACHINE), **changed})
+    assert level_of(machine.judge(facts, ranks_here, 0), name) == level
+
+
+def test_open_files_are_held_against_the_ranks_of_the_job():
+    assert level_of(machine.judge(Machine(**vars(MACHINE)), 8, 512), "open files") == "ok"
+    few = Machine(**{**vars(MACHINE), "open_files": 1024})
+    assert level_of(machine.judge(few, 8, 512), "open files") == "problem"
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"a/b/cpu.max": "max 100000"}, None),
+        ({"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),
+        ({"cpu/a/b/cpu.cfs_quota_us": "50000", "cpu/a/b/cpu.cfs_period_us": "100000"}, 0.5),
+    ],
+)
+def test_quotas_of_both_kinds_of_control_groups(tmp_path, files, quota):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/a\n3:cpu,cpuacct:/a/b\n0::/a/b\n")
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert machine.cpu_quota(tmp_path) == quota
+
+
+def test_an_interface_that_does_not_exist_is_a_problem():
+    found = list(network.judge(network.look({"PYCOMM_INTERFACE": "nope0"}), 0))
+    assert [(f.level, f.name) for f in found] == [("problem", "interface")]
+    assert "nope0" in found[0].text
+    assert "lo (127.0.0.1)" in found[0].advice
+
+
+def test_the_choice_of_an_interface_is_explained():
+    by_name = network.look({"GLOO_SOCKET_IFNAME": "lo"})
+    assert (by_name.far[0].name, by_name.why) == ("lo", "GLOO_SOCKET_IFNAME=lo names it")
+    assert level_of(network.judge(by_name, 0), "interface") == "ok"
+    only_loopback = network.Network([("lo", "127.0.0.1")], [("lo", "127.0.0.1")], error_far="none")
+    assert level_of(network.judge(only_loopback, 1), "interface") == "note"
+    assert level_of(network.judge(only_loopback, 2), "interface") == "problem"
+
+
+# ------------------------------------------------------------------------------- self-test, job
+
+
+def result(**changed: object) -> self_test.Result:
+    plain = {"way": "shm", "connection": "2 ranks", "exact": True, "coded": True}
+    rates = {"latency_us": 1.0, "exact_gbs": 5.0, "coded_gbs": 2.0}
+    return self_test.Result(**{**plain, **rates, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "level"),
+    [({}, "ok"), ({"coded": False}, "problem"), ({"exact_gbs": 0.01}, "warning")],
+)
+def test_wrong_sums_on_one_rank_are_a_problem(changed, level):
+    assert finding.worst(self_test.judge_results([result(), result(**changed)])) == level
+
+
+def test_int8_holds_the_pattern_and_its_sums_without_loss():
+    torch = pytest.importorskip("torch")
+    codec = pycomm.codec("int8")
+    for factor in (1, 3, 10, 499):
+        x = torch.tensor(self_test.pattern(1000)) * factor
+        assert torch.equal(codec.decode(codec.encode(x), 1000), x)
+
+
+def test_ranks_that_differ_are_told_apart():
+    reports = {
+        rank: job.Report(f"host{rank // 2}", {"pycomm": "0.1.0", "MTU": mtu} | extra)
+        for rank, (mtu, extra) in enumerate(
+            [("9000", {}), ("9000", {}), ("1500", {}), ("1500", {"PYCOMM_ALGO": "ring"})]
+        )
+    }
+    mtu, algo = job.differences(reports)
+    assert (mtu.level, mtu.text) == (
+        "warning",
+        "9000 on ranks 0-1 (host0); 1500 on ranks 2-3 (host1)",
+    )
+    assert (algo.level, algo.name) == ("problem", "PYCOMM_ALGO")
+    assert "not set on ranks 0-2" in algo.text
+    assert [f.level for f in job.differences({0: reports[0], 1: reports[1]})] == ["ok"]
+
+
+def test_findings_of_other_hosts_name_their_ranks():
+    bad = Finding("problem", "installed", "torch", "is not installed", "install it")
+    good = Finding("ok", "installed", "torch", "2.13.0")
+    reports = {0: job.Report("a", {}, [good]), 1: job.Report("b", {}, [bad])}
+    one, other = job.merged(reports)
+    assert (one, other.where) == (good, "rank 1 (b)")
+    assert [f.where for f in job.merged({0: reports[1], 1: reports[1]})] == [""]
+
+
+def test_a_job_is_tried_by_its_own_group():
+    pytest.importorskip("torch")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = """if True:
+        import os
+        from pycomm.doctor import job
+        rank = int(os.environ["RANK"])
+        findings, status = job.examine(lambda: ([], {}), rank, 2, True)
+        print(status, *(f"{f.topic}/{f.name}/{f.level}" for f in findings), sep=";")
+    """
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=CLEAN | place | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=100)[0].strip() for process in ranks]
+    assert said == ["0;between ranks/differences/ok;self-test/group/ok", "0"]
