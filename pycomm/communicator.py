@@ -41,6 +41,7 @@ class Communicator:
             (ranks are threads of this process).
         algo: "auto", or the algorithm of the operations that have it (``docs/algorithms.md``).
         sockets: TCP sockets per peer.
+        checksum: what TCP frames are checked by: "payload" (and header), or "header" alone.
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
         segment_bytes: for tests: pieces in which channels pipeline.
@@ -73,6 +74,7 @@ class Communicator:
         transport: str | None = None,
         algo: str | None = None,
         sockets: int | None = None,
+        checksum: str | None = None,
         interface: str | None = None,
         link_bytes_per_second: float | None = None,
         segment_bytes: int = 0,
@@ -87,6 +89,7 @@ class Communicator:
             "transport": transport,
             "algo": algo,
             "sockets": sockets,
+            "checksum": checksum,
             "interface": interface,
             "link_bytes_per_second": link_bytes_per_second,
         }

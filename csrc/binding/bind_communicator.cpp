@@ -77,6 +77,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("transport", &Options::transport)
       .def_readwrite("algo", &Options::algo)
       .def_readwrite("sockets", &Options::sockets)
+      .def_readwrite("checksum", &Options::checksum)
       .def_readwrite("interface", &Options::interface)
       .def_readwrite("link_bytes_per_second", &Options::link_bytes_per_second)
       .def_readwrite("secret", &Options::secret)

@@ -78,6 +78,7 @@ py::dict environment() {
   out["algo"] = values.algo;
   out["link_bytes_per_second"] = values.link_bytes_per_second;
   out["sockets"] = values.sockets;
+  out["checksum"] = values.checksum;
   out["interface"] = values.interface;
   out["master_addr"] = values.master_addr;
   out["timeout"] = values.timeout.count() / 1e3;
@@ -110,9 +111,13 @@ void bind_core(py::module_& m) {
       "crc32c",
       [](std::string_view data, uint32_t before) { return crc32c(bytes_of(data), before); },
       py::arg("data"), py::arg("before") = 0);
+  m.def("crc32c_ways", &crc32c_ways);
   m.def(
-      "crc32c_by_table", [](std::string_view data) { return crc32c_by_table(bytes_of(data)); },
-      py::arg("data"));
+      "crc32c_by",
+      [](const std::string& way, std::string_view data, uint32_t before) {
+        return crc32c_by(way, bytes_of(data), before);
+      },
+      py::arg("way"), py::arg("data"), py::arg("before") = 0);
   m.def(
       "sha256", [](std::string_view message) { return to_bytes(sha256(message)); },
       py::arg("message"));

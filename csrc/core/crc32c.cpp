@@ -1,21 +1,29 @@
-// CRC-32C by the processor's instruction where it has one, else by a table of eight bytes per step.
+// CRC-32C, as fast as the processor allows: 256 bytes per step by carry-less multiplication of
+// AVX-512 vectors, three interleaved streams of the crc32 instruction, or a table of eight bytes
+// per step.
+//
+// Folding as in V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
+// Instruction", Intel 2009. All polynomials here are bit-reflected, as CRC-32C is.
 #include "core/crc32c.h"
 
 #include <array>
 #include <cstring>
 
+#include "core/error.h"
+
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace pycomm {
 namespace {
 
+constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected 0x1edc6f41
+
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
 // tables[k][b]: what byte b does to the checksum after k more zero bytes.
 constexpr Tables make_tables() {
-  constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected 0x1edc6f41
   Tables tables{};
   for (uint32_t b = 0; b < 256; b++) {
     uint32_t crc = b;
@@ -45,8 +53,16 @@ uint32_t update_by_table(uint32_t crc, const uint8_t* p, size_t n) {
 }
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) uint32_t update_by_instruction(uint32_t crc, const uint8_t* p,
-                                                                 size_t n) {
+
+// x^n modulo the polynomial. The highest bit is x^0.
+constexpr uint32_t power_of_x(uint64_t n) {
+  uint32_t power = 0x80000000;
+  for (; n > 0; n--) power = power & 1 ? power >> 1 ^ kPolynomial : power >> 1;
+  return power;
+}
+
+__attribute__((target("sse4.2"))) uint32_t update_in_order(uint32_t crc, const uint8_t* p,
+                                                           size_t n) {
   uint64_t wide = crc;
   for (; n >= 8; p += 8, n -= 8) {
     uint64_t word;
@@ -57,24 +73,120 @@ __attribute__((target("sse4.2"))) uint32_t update_by_instruction(uint32_t crc, c
   for (; n > 0; p++, n--) crc = _mm_crc32_u8(crc, *p);
   return crc;
 }
+
+// The checksum as it is after 8 * `kBytes` more zero bits. The product is one bit short of its
+// place, and the instruction multiplies by x^32: hence the 33.
+template <uint64_t kBytes>
+__attribute__((target("sse4.2,pclmul"))) uint32_t after_zeros(uint32_t crc) {
+  constexpr uint32_t kFactor = power_of_x(8 * kBytes - 33);
+  const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi32_si128(static_cast<int>(crc)),
+                                               _mm_cvtsi32_si128(static_cast<int>(kFactor)), 0);
+  return static_cast<uint32_t>(_mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(product))));
+}
+
+// The instruction takes three cycles and starts every cycle: three independent streams keep it
+// busy.
+__attribute__((target("sse4.2,pclmul"))) uint32_t update_by_streams(uint32_t crc, const uint8_t* p,
+                                                                    size_t n) {
+  constexpr size_t kStream = 1024;
+  for (; n >= 3 * kStream; p += 3 * kStream, n -= 3 * kStream) {
+    uint64_t a = crc, b = 0, c = 0;
+    for (size_t i = 0; i < kStream; i += 8) {
+      uint64_t words[3];
+      for (size_t s = 0; s < 3; s++) std::memcpy(&words[s], p + s * kStream + i, 8);
+      a = _mm_crc32_u64(a, words[0]);
+      b = _mm_crc32_u64(b, words[1]);
+      c = _mm_crc32_u64(c, words[2]);
+    }
+    crc = after_zeros<2 * kStream>(static_cast<uint32_t>(a)) ^
+          after_zeros<kStream>(static_cast<uint32_t>(b)) ^ static_cast<uint32_t>(c);
+  }
+  return update_in_order(crc, p, n);
+}
+
+// Factors that move 128 bits `kBits` further: of the low half, which stands for the higher powers,
+// and of the high half. Shifted by one, since the product of two reflected words is one bit short.
+template <uint64_t kBits>
+__attribute__((target("avx512f"))) inline __m512i factors() {
+  constexpr auto kLow = static_cast<int64_t>(uint64_t{power_of_x(kBits + 32)} << 1);
+  constexpr auto kHigh = static_cast<int64_t>(uint64_t{power_of_x(kBits - 32)} << 1);
+  return _mm512_set_epi64(kHigh, kLow, kHigh, kLow, kHigh, kLow, kHigh, kLow);
+}
+
+__attribute__((target("avx512f,vpclmulqdq"))) inline __m512i fold(__m512i sum, __m512i by,
+                                                                  __m512i next) {
+  constexpr int kXor3 = 0x96;
+  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(sum, by, 0x00),
+                                   _mm512_clmulepi64_epi128(sum, by, 0x11), next, kXor3);
+}
+
+__attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2"))) uint32_t
+update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
+  constexpr size_t kVectors = 4, kStep = kVectors * 64;
+  if (n < 2 * kStep) return update_by_streams(crc, p, n);
+  __m512i sums[kVectors];
+  for (size_t v = 0; v < kVectors; v++) sums[v] = _mm512_loadu_si512(p + 64 * v);
+  sums[0] =
+      _mm512_xor_si512(sums[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
+  p += kStep;
+  n -= kStep;
+  for (const __m512i by = factors<8 * kStep>(); n >= kStep; p += kStep, n -= kStep) {
+    for (size_t v = 0; v < kVectors; v++) {
+      sums[v] = fold(sums[v], by, _mm512_loadu_si512(p + 64 * v));
+    }
+  }
+  const __m512i by = factors<512>();
+  __m512i sum = sums[0];
+  for (size_t v = 1; v < kVectors; v++) sum = fold(sum, by, sums[v]);
+  uint8_t rest[64];  // congruent to all so far
+  _mm512_storeu_si512(rest, sum);
+  return update_by_streams(update_in_order(0, rest, sizeof rest), p, n);
+}
+
 #endif
 
-uint32_t update(uint32_t crc, const uint8_t* p, size_t n) {
+using Update = uint32_t (*)(uint32_t crc, const uint8_t* p, size_t n);
+
+struct Way {
+  const char* name;
+  Update update;
+};
+
+// Those that this processor has, fastest first.
+std::vector<Way> ways() {
+  std::vector<Way> ways = {{"table", update_by_table}};
 #if defined(__x86_64__)
-  static const bool has_instruction = __builtin_cpu_supports("sse4.2");
-  if (has_instruction) return update_by_instruction(crc, p, n);
+  const auto add = [&](const char* name, Update update) {
+    ways.insert(ways.begin(), {name, update});
+  };
+  if (!__builtin_cpu_supports("sse4.2")) return ways;
+  add("instruction", update_in_order);
+  if (!__builtin_cpu_supports("pclmul")) return ways;
+  add("streams", update_by_streams);
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("vpclmulqdq")) return ways;
+  add("folding", update_by_folding);
 #endif
-  return update_by_table(crc, p, n);
+  return ways;
 }
 
 }  // namespace
 
 uint32_t crc32c(Span<const uint8_t> data, uint32_t before) {
+  static const Update update = ways().front().update;
   return ~update(~before, data.data, data.size);
 }
 
-uint32_t crc32c_by_table(Span<const uint8_t> data, uint32_t before) {
-  return ~update_by_table(~before, data.data, data.size);
+std::vector<std::string> crc32c_ways() {
+  std::vector<std::string> names;
+  for (const Way& way : ways()) names.emplace_back(way.name);
+  return names;
+}
+
+uint32_t crc32c_by(const std::string& name, Span<const uint8_t> data, uint32_t before) {
+  for (const Way& way : ways()) {
+    if (way.name == name) return ~way.update(~before, data.data, data.size);
+  }
+  throw Error("this processor has no CRC-32C by \"" + name + "\"");
 }
 
 }  // namespace pycomm

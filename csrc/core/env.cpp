@@ -76,6 +76,8 @@ Env read_env() {
   env.master_addr = read("MASTER_ADDR");
   env.timeout = read_seconds("PYCOMM_TIMEOUT", env.timeout);
   env.secret = read("PYCOMM_SECRET");
+  env.checksum =
+      read_word("PYCOMM_CHECKSUM", std::initializer_list<const char*>{"payload", "header"});
   env.spin = read_int("PYCOMM_SPIN", env.spin, -1, 1000000000);
   env.trace = read("PYCOMM_TRACE");
   env.trace_size = read_int("PYCOMM_TRACE_SIZE", env.trace_size, 0, 1000000);

@@ -21,6 +21,7 @@ class TcpTransport final : public Transport {
  public:
   TcpTransport(const Rendezvous& meeting, const std::vector<int>& peers, const TcpOptions& options)
       : peers_(peers),
+        checks_payload_(options.checks_payload),
         pacer_(options.link_bytes_per_second),
         control_(meeting.rank, options.standing),
         connector_(meeting, meet(meeting, peers, options)),
@@ -59,7 +60,8 @@ class TcpTransport final : public Transport {
   Channel& channel(int rank, Lane lane) override {
     auto& slot = channels_[static_cast<size_t>(rank)][static_cast<size_t>(lane)];
     if (!slot) {
-      slot = std::make_unique<TcpChannel>(rank, connector_, *pollers_[static_cast<size_t>(lane)]);
+      slot = std::make_unique<TcpChannel>(rank, connector_, *pollers_[static_cast<size_t>(lane)],
+                                          checks_payload_);
     }
     return *slot;
   }
@@ -109,6 +111,7 @@ class TcpTransport final : public Transport {
   }
 
   const std::vector<int> peers_;
+  const bool checks_payload_;
   Pacer pacer_;
   Control control_;
   std::array<std::unique_ptr<Poller>, kLanes> pollers_;

@@ -13,17 +13,17 @@
 #include <cerrno>
 #include <cstring>
 
+#include "core/crc32c.h"
 #include "transports/mismatch.h"
 
 namespace pycomm::tcp {
 namespace {
 
-// Frames of a message that several sockets share: small enough that all end about together, large
-// enough that headers and system calls vanish.
+// Frames: small enough that the sockets of a channel end about together, and that a frame stays in
+// the processor's cache from its checksum to its copy; large enough that headers and system calls
+// vanish.
 constexpr size_t kSmallestFrame = 128 << 10;
-constexpr size_t kLargestFrame = 1 << 20;
-// The largest frame of a channel with one socket; FrameHeader::length has 32 bits.
-constexpr size_t kFrameLimit = 1 << 30;
+constexpr size_t kLargestFrame = 256 << 10;
 // One system call moves at most this much, so that both directions keep flowing.
 constexpr size_t kCallLimit = 1 << 20;
 // Headers are read together with what follows: a small message takes one system call.
@@ -47,6 +47,7 @@ struct TcpChannel::Socket {
   bool reading = false;
   FrameHeader in;
   size_t in_done = 0;  // of its payload
+  uint32_t in_crc = 0;
   size_t wake_bytes = 1;
 
   // Bytes that were read ahead: stage[begin, end).
@@ -63,8 +64,8 @@ struct TcpChannel::Socket {
   }
 };
 
-TcpChannel::TcpChannel(int peer, Connector& connector, Poller& poller)
-    : peer_(peer), connector_(connector), poller_(poller) {}
+TcpChannel::TcpChannel(int peer, Connector& connector, Poller& poller, bool checks_payload)
+    : peer_(peer), connector_(connector), poller_(poller), checks_payload_(checks_payload) {}
 
 TcpChannel::~TcpChannel() = default;
 
@@ -154,7 +155,7 @@ bool TcpChannel::take_frame(Socket& socket) {
   if (cutting_ == outgoing_.size()) return false;
   Outgoing& message = outgoing_[cutting_];
   const size_t left = message.data.size - message.cut;
-  size_t length = std::min(left, kFrameLimit);
+  size_t length = std::min(left, kLargestFrame);
   if (sockets_.size() > 1) {
     const size_t share = left / (2 * sockets_.size());
     length = std::min(left, std::clamp(share, kSmallestFrame, kLargestFrame));
@@ -167,6 +168,9 @@ bool TcpChannel::take_frame(Socket& socket) {
   header.length = static_cast<uint32_t>(length);
   header.tag_hash = message.tag_hash;
   header.tag = message.tag;
+  header.checks = checks_payload_;
+  // The kernel copies the frame next: so it has to come from memory only once.
+  if (checks_payload_) header.payload = crc32c(message.data.sub(header.offset, length));
   seal(header);
   socket.out_done = 0;
   socket.writing = true;
@@ -246,10 +250,11 @@ bool TcpChannel::pull_header(Socket& socket) {
   std::memcpy(&socket.in, socket.stage.data() + socket.begin, sizeof(FrameHeader));
   socket.begin += sizeof(FrameHeader);
   const std::string flaw = flaw_of(socket.in, poller_.lane());
-  if (!flaw.empty()) throw Error(us_and_peer() + ": " + flaw);
-  if (socket.in.message <= received_) throw Error(us_and_peer() + ": a frame came twice");
+  if (!flaw.empty()) throw_damaged(flaw);
+  if (socket.in.message <= received_) throw_damaged("a frame came twice");
   socket.reading = true;
   socket.in_done = 0;
+  socket.in_crc = 0;
   return true;
 }
 
@@ -261,17 +266,22 @@ bool TcpChannel::pull_payload(Socket& socket) {
   if (socket.in_done == 0) check_frame(header, message);
   uint8_t* to = message.data.data + header.offset;
 
+  // What has just arrived is in the processor's cache.
+  const auto take_in = [&](size_t bytes) {
+    if (header.checks) socket.in_crc = crc32c({to + socket.in_done, bytes}, socket.in_crc);
+    socket.in_done += bytes;
+  };
   const size_t ahead = std::min(socket.staged(), header.length - socket.in_done);
   if (ahead > 0) {
     std::memcpy(to + socket.in_done, socket.stage.data() + socket.begin, ahead);
     socket.begin += ahead;
-    socket.in_done += ahead;
+    take_in(ahead);
   }
   const size_t left = header.length - socket.in_done;
   size_t bytes = 0;
   if (left > 0 && socket.ready.readable) {
     bytes = read(socket, {to + socket.in_done, left});
-    socket.in_done += bytes;
+    take_in(bytes);
   }
   if (socket.in_done < header.length) {
     const size_t rest = header.length - socket.in_done;
@@ -280,6 +290,11 @@ bool TcpChannel::pull_payload(Socket& socket) {
     return ahead + bytes > 0;
   }
   socket.wake_at(1);
+  if (header.checks && socket.in_crc != header.payload) {
+    throw_damaged("bytes " + std::to_string(header.offset) + " to " +
+                  std::to_string(header.offset + header.length) + " of " +
+                  std::to_string(header.size) + " were changed on their way");
+  }
   frame_read(socket);
   return true;
 }
@@ -290,7 +305,7 @@ void TcpChannel::check_frame(const FrameHeader& header, const Incoming& message)
                    {peer_, header.size, header.tag});
   }
   if (header.length > message.data.size - message.read || message.done) {
-    throw Error(us_and_peer() + ": a frame came twice");
+    throw_damaged("a frame came twice");
   }
 }
 
@@ -366,8 +381,10 @@ size_t TcpChannel::unacknowledged() const {
   return bytes;
 }
 
-std::string TcpChannel::us_and_peer() const {
-  return "rank " + std::to_string(poller_.rank()) + " and rank " + std::to_string(peer_);
+void TcpChannel::throw_damaged(const std::string& how) const {
+  throw Error("tcp: rank " + std::to_string(poller_.rank()) + " cannot use what came from rank " +
+              std::to_string(peer_) + " for " + describe(incoming_.front().tag) + ": " + how +
+              "; look for damaged memory or network hardware between the two");
 }
 
 void TcpChannel::throw_lost(const std::string& how) const {

@@ -15,7 +15,7 @@ namespace pycomm::tcp {
 
 class TcpChannel final : public Channel {
  public:
-  TcpChannel(int peer, Connector& connector, Poller& poller);
+  TcpChannel(int peer, Connector& connector, Poller& poller, bool checks_payload);
   ~TcpChannel() override;
 
   uint64_t send(const OpTag& tag, Span<const uint8_t> data) override;
@@ -63,12 +63,13 @@ class TcpChannel final : public Channel {
   size_t read(Socket& socket, Span<uint8_t> payload);
   void end_of(Socket& socket);
 
-  std::string us_and_peer() const;
+  [[noreturn]] void throw_damaged(const std::string& how) const;
   [[noreturn]] void throw_lost(const std::string& how) const;
 
   const int peer_;
   Connector& connector_;
   Poller& poller_;
+  const bool checks_payload_;
   bool opening_ = false;  // sockets have been asked for
   std::vector<std::unique_ptr<Socket>> sockets_;
   // Queues hold messages sent_ + 1, sent_ + 2, ... and received_ + 1, ... . A message leaves when

@@ -19,11 +19,14 @@ struct FrameHeader {
   uint64_t size = 0;     ///< of the message
   uint32_t length = 0;   ///< of this frame, without header
   uint32_t tag_hash = 0;
-  OpTag tag;  ///< in every frame, since frames of one message overtake each other
+  OpTag tag;              ///< in every frame, since frames of one message overtake each other
+  uint64_t received = 0;  ///< of what the other end has sent on this socket, so much has arrived
+  uint32_t checks = 0;    ///< 1: `payload` is meant
+  uint32_t payload = 0;   ///< CRC-32C of the payload
   uint32_t reserved = 0;
   uint32_t checksum = 0;  ///< CRC-32C of all before it
 };
-static_assert(sizeof(FrameHeader) == 112, "FrameHeader travels without padding");
+static_assert(sizeof(FrameHeader) == 128, "FrameHeader travels without padding");
 
 /// Sets version and checksum.
 void seal(FrameHeader& header);

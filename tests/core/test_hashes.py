@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pycomm.errors
 from pycomm import _C
 
 
@@ -43,9 +45,22 @@ def test_crc32c_continues(data, cut):
     assert _C.crc32c(data[cut:], _C.crc32c(data[:cut])) == _C.crc32c(data)
 
 
-@given(data=st.binary(max_size=100))
-def test_crc32c_by_table_equals_instruction(data):
-    assert _C.crc32c_by_table(data) == _C.crc32c(data)
+@pytest.mark.parametrize("way", _C.crc32c_ways())
+def test_crc32c_is_the_same_by_every_way(way):
+    data = random.Random(1).randbytes(8000)
+    # Ways change at 256, 512 and 3072 bytes; the table is checked against the bits above.
+    for size in [*range(0, 1100, 7), 3071, 3072, 3073, 6144, 6500, 8000 - 3]:
+        for start in (0, 3):
+            part, before = data[start : start + size], size * 0x9E3779B1 & 0xFFFFFFFF
+            assert _C.crc32c_by(way, part, before) == _C.crc32c_by("table", part, before)
+
+
+def test_crc32c_takes_the_fastest_way():
+    data = bytes(range(256)) * 5
+    assert _C.crc32c(data, 7) == _C.crc32c_by(_C.crc32c_ways()[0], data, 7)
+    assert _C.crc32c_ways()[-1] == "table"
+    with pytest.raises(pycomm.errors.Error, match="no CRC-32C by \"guess\""):
+        _C.crc32c_by("guess", data)
 
 
 @pytest.mark.parametrize(

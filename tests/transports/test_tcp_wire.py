@@ -15,13 +15,14 @@ import pytest
 
 import pycomm.errors
 from pycomm import _C
-from tests.transports.ranks import SECONDS, Rank, pattern, tag
+from tests.transports.ranks import SECONDS, Rank, pattern, tag, threads
 
 GROUP = "wire"
+MIB = 1 << 20
 SECRET = b"the secret"
 HELLO = struct.Struct("<8s4I4H32s")
 REPLY = struct.Struct("<2I32s")
-HEADER = struct.Struct("<I2H3Q2I64sI")  # the checksum follows
+HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # the checksum follows
 MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF
 CHALLENGE, WELCOME, WRONG_SECRET, WRONG_VERSION, WRONG_SHAPE = range(1, 6)
 
@@ -39,7 +40,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
 def hello(lane: int = 0, **change) -> bytes:
     values = dict(
         magic=MAGIC,
-        version=2,
+        version=3,
         size=2,
         rank=1,
         target=0,
@@ -79,13 +80,13 @@ def frame(
     size: int | None = None,
     tag_hash: int = 0,
     lane: int = 0,
-    version: int = 2,
+    version: int = 3,
     magic: int = 0x4D435950,
+    checks: int = 1,
 ) -> bytes:
     whole = len(payload) if size is None else size
-    head = HEADER.pack(
-        magic, version, lane, message, offset, whole, len(payload), tag_hash, bytes(64), 0
-    )
+    ids = magic, version, lane, message, offset, whole, len(payload), tag_hash
+    head = HEADER.pack(*ids, bytes(64), 0, checks, _C.crc32c(payload) if checks else 0, 0)
     return head + struct.pack("<I", _C.crc32c(head)) + payload
 
 
@@ -301,7 +302,7 @@ def test_listener_that_is_gone_is_a_lost_peer():
 # ------------------------------------------------------------------------------ frames
 
 
-@pytest.mark.parametrize("step", [1, 50, 112, 113, 1000])
+@pytest.mark.parametrize("step", [1, 50, 128, 129, 1000])
 def test_bytes_arrive_in_any_pieces(rank_0, our_hash, step):
     payload = pattern(3000, 1)
     data = frame(payload[:1000], size=3000, tag_hash=our_hash)
@@ -357,25 +358,57 @@ def test_false_frame_is_described(rank_0, our_hash, make, text):
         rank_0.expect(4)
 
 
-@pytest.mark.parametrize("byte", range(0, 112, 9))
+@pytest.mark.parametrize("byte", range(0, 128, 9))
 def test_damaged_header_is_found(rank_0, our_hash, byte):
     rank_0.connections[0].sendall(flipped(frame(b"1234", tag_hash=our_hash), byte))
     with pytest.raises(pycomm.errors.Error, match=r"no frame starts|checksum"):
         rank_0.expect(4)
 
 
+@pytest.mark.parametrize("byte", [0, 1, 2000, 2999])
+@pytest.mark.parametrize("cut", [3000, 1000], ids=["one frame", "two frames"])
+def test_damaged_payload_is_found_and_named(rank_0, our_hash, byte, cut):
+    payload = pattern(3000, 1)
+    damaged = flipped(payload, byte)
+    data = b""
+    for begin in range(0, 3000, cut):
+        good = frame(payload[begin : begin + cut], offset=begin, size=3000, tag_hash=our_hash)
+        data += good[:128] + damaged[begin : begin + cut]
+    rank_0.connections[0].sendall(data)
+    begin = byte // cut * cut
+    with pytest.raises(
+        pycomm.errors.Error,
+        match=rf"rank 0 .* from rank 1 for all_reduce #1 .*bytes {begin} to {begin + cut} of 3000",
+    ):
+        rank_0.expect(3000)
+
+
+def test_payload_that_is_not_checked_is_taken_as_it_is(rank_0, our_hash):
+    rank_0.connections[0].sendall(frame(b"1234", tag_hash=our_hash, checks=0))
+    assert rank_0.expect(4) == b"1234"
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_sender_says_what_is_checked(checked):
+    def body(me):
+        return me.exchange({1 - me.rank: pattern(3 * MIB, me.rank)}, tag())
+
+    got = threads(2, body, options=lambda rank: {"checks_payload": checked or rank == 0})
+    assert got == [{1: pattern(3 * MIB, 1)}, {0: pattern(3 * MIB, 0)}]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_bytes_never_pass_for_a_frame(rank_0, our_hash, seed):
     chance = random.Random(seed)
     data = bytearray(frame(b"1234", tag_hash=our_hash))
-    place = chance.randrange(112)
-    data[place : place + 16] = chance.randbytes(min(16, 112 - place))
+    place = chance.randrange(128)
+    data[place : place + 16] = chance.randbytes(min(16, 128 - place))
     rank_0.connections[0].sendall(data)
     with pytest.raises(pycomm.errors.Error, match=r"no frame starts|checksum"):
         rank_0.expect(4)
 
 
-@pytest.mark.parametrize("cut", [1, 111, 112, 115])
+@pytest.mark.parametrize("cut", [1, 127, 128, 131])
 def test_torn_frame_is_a_lost_peer(rank_0, our_hash, cut):
     rank_0.connections[0].sendall(frame(b"1234", tag_hash=our_hash)[:cut])
     for connection in rank_0.connections.values():
