@@ -155,6 +155,20 @@ class Codec:
 
 def codec_names() -> list[str]: ...
 def cuda_built() -> bool: ...
+def convert(
+    in_: int,
+    from_: DType,
+    out: int,
+    to: DType,
+    numel: int,
+    /,
+    *,
+    by: tuple[int, float],
+    clip: tuple[int, float],
+    divisor: float,
+    found_inf: int,
+    stream: int | None = None,
+) -> None: ...
 
 # -- stores (bind_transports.cpp)
 

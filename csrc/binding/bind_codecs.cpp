@@ -6,6 +6,7 @@
 
 #include "binding/module.h"
 #include "codecs/codec.h"
+#include "codecs/convert.h"
 #include "codecs/cuda.h"
 #include "codecs/feedback.h"
 
@@ -83,6 +84,24 @@ void encode_fed(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, fe
                    scratch);
 }
 
+void convert_addresses(uintptr_t in, DType from, uintptr_t out, DType to, size_t numel,
+                       std::pair<uintptr_t, float> by, std::pair<uintptr_t, float> clip,
+                       float divisor, uintptr_t found_inf, std::optional<uintptr_t> stream) {
+  ConvertArgs args;
+  args.in = reinterpret_cast<const void*>(in);
+  args.out = reinterpret_cast<void*>(out);
+  args.numel = numel;
+  args.from = from;
+  args.to = to;
+  args.by = {reinterpret_cast<const float*>(by.first), by.second};
+  args.clip = {reinterpret_cast<const float*>(clip.first), clip.second};
+  args.divisor = divisor;
+  args.found_inf = reinterpret_cast<float*>(found_inf);
+  if (stream) args.stream = {Device::cuda, reinterpret_cast<void*>(*stream)};
+  py::gil_scoped_release release;
+  convert(args);
+}
+
 const char* combine(const Codec& codec) {
   switch (codec.combine()) {
     case Combine::sum:
@@ -100,6 +119,10 @@ const char* combine(const Codec& codec) {
 void bind_codecs(py::module_& m) {
   m.def("codec_names", &codec_names);
   m.def("cuda_built", &codecs::cuda_built);
+  // A factor is an address or 0, and the number that holds if it is 0.
+  m.def("convert", &convert_addresses, py::arg("in"), py::arg("from"), py::arg("out"),
+        py::arg("to"), py::arg("numel"), py::kw_only(), py::arg("by"), py::arg("clip"),
+        py::arg("divisor"), py::arg("found_inf"), py::arg("stream") = py::none());
 
   py::enum_<feedback::Kind>(m, "FeedbackKind")
       .value("residual", feedback::Kind::residual)

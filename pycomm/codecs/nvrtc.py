@@ -28,28 +28,28 @@ def measure(
     codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Write what ranks agree on before they encode."""
-    _launch([measure_call(codec, x, residual, out)], x.device)
+    launch([measure_call(codec, x, residual, out)], x.device)
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:
     """Write the payload and, if there is one, the new residual."""
     scratch = make_scratch(codec, args.x)
-    _launch(encode_calls(codec, args, scratch), args.x.device)
+    launch(encode_calls(codec, args, scratch), args.x.device)
 
 
 def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     """out = decode(payload)."""
     scratch = make_scratch(codec, out)
-    _launch(decode_calls(codec, payload, out, scratch, add=False), out.device)
+    launch(decode_calls(codec, payload, out, scratch, add=False), out.device)
 
 
 def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     """out = out + decode(payload)."""
     scratch = make_scratch(codec, out)
-    _launch(decode_calls(codec, payload, out, scratch, add=True), out.device)
+    launch(decode_calls(codec, payload, out, scratch, add=True), out.device)
 
 
-def _launch(calls: list[Call], device: torch.device) -> None:
+def launch(calls: list[Call], device: torch.device) -> None:
     """Start kernels, one after the other, on torch's current stream of a device."""
     handle = torch.cuda.current_stream(device).cuda_stream
     with cupy.cuda.Device(device.index), _stream(handle, device.index):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import pycomm
 from pycomm.codecs.base import EncodeArgs, RandomKey
+from pycomm.codecs.convert import DTYPES
 from pycomm.codecs.implementations import implementation
 from tests.codecs import inexact_kernels
 
@@ -90,6 +92,16 @@ def calls(spec: str) -> Iterator[tuple[str, Any]]:
     yield "decode_add", lambda: run.decode_add(codec, payload, x)
 
 
+def conversions() -> Iterator[tuple[str, Any]]:
+    """The ways to convert, by name."""
+    from pycomm.triton_kernels.convert import convert
+
+    for source, target in product(DTYPES, DTYPES):
+        x, out = torch.zeros(NUMEL, dtype=source), torch.zeros(NUMEL, dtype=target)
+        name = f"{source}-{target}".replace("torch.", "")
+        yield name, lambda x=x, out=out: convert(x, out, 1.0, 1.0, 2.0, torch.zeros(1))
+
+
 def compile_only(compiled: list[Any]) -> None:
     """Makes every launch of a kernel end after its compilation, and keep what was compiled."""
     run = JITFunction.run
@@ -106,6 +118,7 @@ def main(folder: Path, archs: list[int]) -> None:
     compiled: list[Any] = []
     compile_only(compiled)
     work = [(spec, name, call) for spec in SPECS for name, call in calls(spec)]
+    work += [("convert", name, call) for name, call in conversions()]
     work += [("inexact", name, call) for name, call in inexact_kernels.calls()]
     for arch in archs:
         driver.set_active(NoGpu(arch))

@@ -109,6 +109,16 @@ def test_triton_kernels_are_exact(triton_folder, arch, call):
 
 
 @every_arch
+def test_triton_converts_exactly(triton_folder, arch):
+    compiled = sorted(triton_folder.glob(f"{arch}-convert-*.ptx"))
+    assert len(compiled) == 9
+    for file in compiled:
+        ptx = file.read_text()
+        assert inexact(ptx) == [], file.name
+        assert "div.rn.f32" in instructions(ptx)
+
+
+@every_arch
 def test_triton_divides_exactly(triton_folder, arch):
     for file in triton_folder.glob(f"{arch}-int*-encode.ptx"):
         assert instructions(file.read_text()).count("div.rn.f32") >= 2, file.name

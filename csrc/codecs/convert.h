@@ -1,0 +1,53 @@
+// Gradients from one float dtype to another, scaled on the way: out = cast(x * by * clip /
+// divisor), in float32, each operation rounded alone. It unscales and clips what AMP has scaled,
+// and it ends a collective with codecs: averaged, in the bucket's own dtype, and told if something
+// overflowed. Everything that decides a bit is here and in cast.h, compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "codecs/cast.h"
+
+namespace pycomm {
+
+/// A number, or where one will be when the work runs.
+struct Factor {
+  const float* at = nullptr;  ///< null: it is `value`
+  float value = 1.0f;
+};
+
+struct ConvertArgs {
+  const void* in = nullptr;
+  void* out = nullptr;  ///< may be `in`, of values of the same size
+  size_t numel = 0;
+  DType from = DType::float32, to = DType::float32;  ///< float32, float16 or bfloat16
+  Factor by, clip;
+  float divisor = 1.0f;
+  /// Becomes 1 if a value of `out` is Inf or NaN, else stays as it was; null: nobody asks.
+  float* found_inf = nullptr;
+  Stream stream;
+};
+
+/// Throws Error if a dtype is another.
+PYCOMM_API void convert(const ConvertArgs& args);
+
+namespace codecs::convert {
+
+/// The kernel's argument. pycomm/codecs/convert.py has the same struct.
+struct Params {
+  const void* in;
+  void* out;
+  uint64_t numel;
+  const float* by_at;
+  const float* clip_at;
+  float* found_inf;
+  float by;
+  float clip;
+  float divisor;
+};
+
+PYCOMM_HD float scaled(float x, float by, float clip, float divisor) {
+  return x * by * clip / divisor;
+}
+
+PYCOMM_HD bool is_finite(float x) { return magnitude_bits(x) < kInfBits; }
+
+}  // namespace codecs::convert
+}  // namespace pycomm

@@ -1,0 +1,252 @@
+"""Gradients from one float dtype to another, scaled on the way, in one pass over memory.
+
+It unscales and clips what AMP has scaled, and hooks end a collective with it: averaged, in the
+bucket's own dtype. The arithmetic is that of csrc/codecs/convert.h; who runs it is chosen like who
+runs a codec (`pycomm.codecs.implementations`), with the same bits from all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from pycomm.arrays import core_dtype
+from pycomm.codecs.cuda_kernels import NAMESPACE, ROW, SMALL, WARPS, Call
+from pycomm.codecs.implementations import ORDER, Unavailable, _device, _stream
+from pycomm.env import env
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TYPES = dict(zip(DTYPES, ("Float32", "Float16", "BFloat16"), strict=True))
+
+Factor = float | torch.Tensor
+# (x, out, by, clip, divisor, found_inf); everything is checked.
+Run = Callable[[torch.Tensor, torch.Tensor, Factor, Factor, float, "torch.Tensor | None"], None]
+
+
+def convert(
+    x: torch.Tensor,
+    out: torch.Tensor | torch.dtype | None = None,
+    *,
+    by: Factor = 1.0,
+    clip: Factor = 1.0,
+    divisor: float = 1.0,
+    found_inf: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply, divide and cast gradients, and tell whether they overflowed.
+
+    ``out = cast(x * by * clip / divisor)``, in float32 with each operation rounded alone. What
+    takes several passes over the gradients otherwise (unscale, look for Inf and NaN, clip, cast)
+    takes one. Nothing waits for the device: factors and flag can be tensors there.
+
+    Args:
+        x: float32, float16 or bfloat16, any shape, contiguous.
+        out: as many values of one of these dtypes, contiguous; or the dtype of a new tensor; None:
+            into ``x`` itself.
+        by: a number, or float32 with one value on the device of ``x``: the reciprocal of the loss
+            scale.
+        clip: another one: the most that the norm may be over the norm, if that is below 1.
+        divisor: a number, such as how many ranks were added up.
+        found_inf: float32 with one value, on the device of ``x``. Becomes 1 if a value of the
+            result is Inf or NaN, also where only the cast made it so; else it stays as it was, so
+            that it can serve several tensors. Optimizers with ``found_inf`` take it.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError: a dtype is another.
+        ValueError: a wrong size, device or layout.
+
+    Example:
+        >>> import torch, pycomm
+        >>> found_inf = torch.zeros(1)
+        >>> gradients = torch.tensor([1024.0, -512.0], dtype=torch.float16)
+        >>> pycomm.convert(gradients, torch.float32, by=1 / 1024, found_inf=found_inf)
+        tensor([ 1.0000, -0.5000])
+        >>> found_inf
+        tensor([0.])
+    """
+    if out is None:
+        out = x
+    elif isinstance(out, torch.dtype):
+        out = torch.empty_like(x, dtype=out)
+    for role, tensor in (("x", x), ("out", out)):
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{role} must be float32, float16 or bfloat16, not {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{role} must be contiguous")
+        if tensor.numel() != x.numel() or tensor.device != x.device:
+            raise ValueError(
+                f"out has {out.numel()} values on {out.device}, x has {x.numel()} on {x.device}"
+            )
+    for role, factor in (("by", by), ("clip", clip), ("found_inf", found_inf)):
+        if isinstance(factor, torch.Tensor):
+            _check_single(role, factor, x)
+    select(x.device.type)(x.detach(), out.detach(), by, clip, float(divisor), found_inf)
+    return out
+
+
+def _check_single(role: str, factor: torch.Tensor, x: torch.Tensor) -> None:
+    if factor.dtype != torch.float32 or factor.numel() != 1 or factor.device != x.device:
+        raise ValueError(
+            f"{role} must be float32 with one value on {x.device}, not {factor.dtype} with "
+            f"{factor.numel()} on {factor.device}"
+        )
+
+
+# ---------------------------------------------------------------- implementations
+
+
+def reference(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    by: Factor,
+    clip: Factor,
+    divisor: float,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """The definition, in plain torch."""
+    value = x.reshape(-1).float()
+    for factor in (by, clip):
+        value = value * torch.as_tensor(factor, dtype=torch.float32, device=x.device)
+    # torch multiplies by the reciprocal of a number.
+    value = value / value.new_tensor(divisor).expand_as(value)
+    out.view(-1).copy_(value)
+    if found_inf is not None:
+        found_inf.masked_fill_(~out.isfinite().all(), 1.0)
+
+
+def native(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    by: Factor,
+    clip: Factor,
+    divisor: float,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """csrc/codecs/convert.cpp, or convert.cu on torch's current stream."""
+    from pycomm import _C
+
+    with _device(x):
+        _C.convert(
+            x.data_ptr(),
+            core_dtype(x.dtype),
+            out.data_ptr(),
+            core_dtype(out.dtype),
+            x.numel(),
+            by=_factor(by),
+            clip=_factor(clip),
+            divisor=divisor,
+            found_inf=0 if found_inf is None else found_inf.data_ptr(),
+            stream=_stream(x),
+        )
+
+
+def _factor(factor: Factor) -> tuple[int, float]:
+    """An address, or 0 and the number that holds then."""
+    return (factor.data_ptr(), 1.0) if isinstance(factor, torch.Tensor) else (0, factor)
+
+
+class Params(ctypes.Structure):
+    """The struct of the same name in csrc/codecs/convert.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("numel", ctypes.c_uint64),
+        ("by_at", ctypes.c_uint64),
+        ("clip_at", ctypes.c_uint64),
+        ("found_inf", ctypes.c_uint64),
+        ("by", ctypes.c_float),
+        ("clip", ctypes.c_float),
+        ("divisor", ctypes.c_float),
+    )
+
+
+def kernel_name(source: torch.dtype, target: torch.dtype) -> str:
+    """Return the kernel's name in C++."""
+    types = f"{NAMESPACE}::cast::{_TYPES[source]}, {NAMESPACE}::cast::{_TYPES[target]}"
+    return f"{NAMESPACE}::convert::convert_kernel<{types}>"
+
+
+def cuda_call(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    by: Factor,
+    clip: Factor,
+    divisor: float,
+    found_inf: torch.Tensor | None,
+) -> Call:
+    """Return the launch of the CUDA kernel; csrc/codecs/convert.cu chooses alike."""
+    (by_at, by_value), (clip_at, clip_value) = _factor(by), _factor(clip)
+    params = Params(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        numel=x.numel(),
+        by_at=by_at,
+        clip_at=clip_at,
+        found_inf=0 if found_inf is None else found_inf.data_ptr(),
+        by=by_value,
+        clip=clip_value,
+        divisor=divisor,
+    )
+    blocks = -(-x.numel() // (WARPS * SMALL * ROW))
+    return Call("convert", kernel_name(x.dtype, out.dtype), blocks, params)
+
+
+def _nvrtc(x: torch.Tensor, *args: Any) -> None:
+    import_module("pycomm.codecs.nvrtc").launch([cuda_call(x, *args)], x.device)
+
+
+def implementation(kind: str, device: str) -> Run:
+    """Return one implementation for a device type.
+
+    Raises:
+        ImportError: it needs something that is not installed.
+        Unavailable: it is not built, or does not run on this device.
+        ValueError: there is no such kind.
+    """
+    if kind == "reference":
+        return reference
+    if kind == "native":
+        from pycomm import _C
+
+        if device == "cuda" and not _C.cuda_built():
+            raise Unavailable("native kernels on cuda: this pycomm was built without CUDA")
+        return native
+    if kind == "triton":
+        if device == "cpu" and not env().triton_interpret:
+            raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
+        run: Run = import_module("pycomm.triton_kernels.convert").convert
+        return run
+    if kind == "nvrtc":
+        if device != "cuda":
+            raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
+        import_module("pycomm.codecs.nvrtc")
+        return _nvrtc
+    raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
+
+
+def select(device: str) -> Run:
+    """Return the first implementation that is there, or the one that PYCOMM_IMPL names.
+
+    Raises:
+        Unavailable: the named one is not there, with the reason.
+    """
+    return _select(device, env().impl)
+
+
+@cache
+def _select(device: str, wanted: str) -> Run:
+    reasons = []
+    for kind in (wanted,) if wanted else ORDER.get(device, ("reference",)):
+        try:
+            return implementation(kind, device)
+        except (ImportError, Unavailable) as e:
+            reasons.append(f"{kind}: {e}")
+    raise Unavailable(f"nobody converts on {device}. " + "; ".join(reasons))

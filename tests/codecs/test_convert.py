@@ -1,0 +1,192 @@
+"""pycomm.convert: every implementation does to the bit what the reference does."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.codecs import convert as module
+from pycomm.codecs.cuda_kernels import OPTIONS, include_folder, source
+from pycomm.codecs.implementations import Unavailable
+from tests.codecs import nvrtc_library
+from tests.codecs.emulated_cuda import FLAGS
+from tests.codecs.ptx import ARCHS, inexact
+
+PAIRS = list(product(module.DTYPES, module.DTYPES))
+KINDS = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
+if torch.cuda.is_available():
+    KINDS = KINDS[:2] + [(kind, "cuda") for kind in ("reference", "native", "nvrtc", "triton")]
+SIZES = (0, 1, 127, 4096, 5003)
+everywhere = pytest.mark.parametrize(("kind", "device"), KINDS, ids=["-".join(k) for k in KINDS])
+every_pair = pytest.mark.parametrize(("source_type", "target_type"), PAIRS)
+
+
+def runner(kind: str, device: str) -> module.Run:
+    if kind == "emulated-cuda":
+        return emulated
+    try:
+        return module.implementation(kind, device)
+    except (ImportError, Unavailable) as reason:
+        if device == "cpu":
+            raise
+        pytest.skip(f"{kind} on {device}: {reason}")
+
+
+def emulated(x: torch.Tensor, *args) -> None:
+    call = module.cuda_call(x, *args)
+    wrong = kernels().run(call.kernel.encode(), call.blocks, ctypes.byref(call.params))
+    assert not wrong
+
+
+@cache
+def kernels() -> ctypes.CDLL:
+    """The CUDA kernels compiled by g++; see tests/codecs/emulated_cuda.py."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ to compile the CUDA kernels for the CPU")
+    lines = [
+        '#include "emulated_cuda.h"',
+        '#include "codecs/convert.cu"',
+        "using pycomm::codecs::convert::Params;",
+        'extern "C" int run(const char* name, unsigned blocks, const void* params) {',
+    ]
+    for name in (module.kernel_name(*pair) for pair in PAIRS):
+        start = f"{name}(*static_cast<const Params*>(params));"
+        lines.append(f'if (!strcmp(name, "{name}"))')
+        lines.append(f"return emulated::launch(blocks, [=] {{ {start} }}), 0;")
+    lines += ["return 1; }", 'extern "C" size_t params() { return sizeof(Params); }']
+    with tempfile.TemporaryDirectory() as folder:
+        file, binary = Path(folder, "convert.cpp"), Path(folder, "convert.so")
+        file.write_text("\n".join(lines))
+        include = (f"-I{Path(__file__).parent}", f"-I{include_folder()}")
+        subprocess.run([compiler, *FLAGS, *include, str(file), "-o", str(binary)], check=True)
+        library = ctypes.CDLL(str(binary))
+    assert library.params() == ctypes.sizeof(module.Params)
+    return library
+
+
+def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """All magnitudes, both signs, denormals, Inf and NaN."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (numel,), generator=torch.Generator().manual_seed(7))
+    x = bits.to(torch.int32).view(torch.float32)
+    x[::2] = torch.randn(x[::2].numel(), generator=torch.Generator().manual_seed(8))
+    return x.to(dtype)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    got, nan = got.cpu(), want.isnan()
+    bits = torch.int32 if want.dtype == torch.float32 else torch.int16
+    return torch.equal(got.isnan(), nan) and torch.equal(
+        got[~nan].view(bits), want[~nan].view(bits)
+    )
+
+
+@everywhere
+@every_pair
+def test_same_bits(kind, device, source_type, target_type):
+    run = runner(kind, device)
+    for numel in SIZES[::2] if kind == "triton" else SIZES:
+        for by, clip, divisor in ((1.0, 1.0, 1.0), (1 / 3, torch.tensor([0.7]), 7.0)):
+            x = values(numel, source_type)
+            want = torch.empty(numel, dtype=target_type)
+            want_found = torch.zeros(1)
+            module.reference(x, want, by, clip, divisor, want_found)
+            there = x.to(device)
+            got = torch.full_like(want, 12.0, device=device)
+            found = torch.zeros(1, device=device)
+            put = clip.to(device) if isinstance(clip, torch.Tensor) else clip
+            run(there, got, by, put, divisor, found)
+            assert same(got, want)
+            assert torch.equal(found.cpu(), want_found)
+            run(there, got, by, put, divisor, None)
+            assert same(got, want)
+            if source_type == target_type:
+                run(there, there, by, put, divisor, None)
+                assert same(there, want)
+
+
+@everywhere
+def test_what_is_not_aligned_and_what_overflows_in_the_cast(kind, device):
+    run = runner(kind, device)
+    x = torch.full((5000,), 65504.0, device=device)[1:]
+    out = torch.empty(5003, dtype=torch.float16, device=device)[3:-1]
+    found = torch.zeros(1, device=device)
+    run(x, out, 1.0, 1.0, 1.0, found)
+    assert not found.any()
+    x[4321] *= 2
+    run(x, out, 1.0, 1.0, 1.0, found)
+    assert found.item() == 1
+    assert out.isinf().nonzero().tolist() == [[4321]]
+    run(x[:10], out[:10], 1.0, 1.0, 1.0, found)
+    assert found.item() == 1  # of an earlier tensor
+    found.zero_()
+    run(x[:10], out[:10], float("inf"), 1.0, float("inf"), found)
+    assert found.item() == 1
+    found.zero_()
+    run(torch.ones(5, device=device), torch.empty(5, device=device), 2.0, 1.0, 1.0, found)
+    assert not found.any()
+
+
+def test_the_public_function_checks_and_allocates():
+    x = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    out = pycomm.convert(x, torch.float32, by=0.5)
+    assert out.dtype == torch.float32
+    assert out.tolist() == [[0.0, 0.5, 1.0], [1.5, 2.0, 2.5]]
+    assert pycomm.convert(x, divisor=2) is x
+    assert x[1, 2] == 2.5
+    with pytest.raises(TypeError, match="not torch"):
+        pycomm.convert(x.double())
+    with pytest.raises(ValueError, match="contiguous"):
+        pycomm.convert(x.t())
+    with pytest.raises(ValueError, match="out has 4 values"):
+        pycomm.convert(x, torch.empty(4))
+    with pytest.raises(ValueError, match="found_inf must be float32 with one value"):
+        pycomm.convert(x, found_inf=torch.zeros(2))
+
+
+def test_unscaling_is_that_of_a_grad_scaler():
+    gradients = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 65536
+    inverse, found = torch.tensor([1 / 65536]), torch.zeros(1)
+    theirs, their_found = gradients.clone(), torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([theirs], their_found, inverse)
+    assert torch.equal(pycomm.convert(gradients, by=inverse, found_inf=found), theirs)
+    assert torch.equal(found, their_found)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nvrtc_compiles_it_exactly(arch):
+    wanted = [module.kernel_name(*pair) for pair in PAIRS]
+    options = [*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}"]
+    ptx = nvrtc_library.compile_to_ptx(source("convert"), wanted, options)
+    assert ptx.count(".entry") == len(wanted)
+    assert inexact(ptx) == []
+
+
+def test_nvcc_spills_no_register(tmp_path):
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("there is no nvcc to compile csrc/codecs/convert.cu")
+    done = subprocess.run(
+        [
+            *(compiler, "-std=c++17", "-O3", "-fmad=false", "--threads=0", "-Xptxas=-v"),
+            *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS),
+            *(f"-I{include_folder()}", "-c", include_folder() / "codecs" / "convert.cu"),
+            *("-o", tmp_path / "convert.o"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", done.stderr)
+    assert spilled == [("0", "0", "0")] * len(PAIRS) * len(ARCHS)
