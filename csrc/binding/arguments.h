@@ -56,9 +56,9 @@ class Pieces {
   size_t numel() const { return numel_; }
   size_t size() const { return pieces_.size(); }
   /// Of values at an address: `rows` times the pieces, one behind the other.
-  CodedArgs args(uintptr_t data, int rows) const {
+  CodedArgs args(uintptr_t data, int rows, DType dtype = DType::float32) const {
     CodedArgs args;
-    args.data = {floats(data), numel_ * static_cast<size_t>(rows)};
+    args.data = {pointer(data), numel_ * static_cast<size_t>(rows), dtype};
     args.pieces = {pieces_.data(), pieces_.size()};
     return args;
   }

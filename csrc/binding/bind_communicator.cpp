@@ -163,8 +163,8 @@ void bind_communicator(py::module_& m) {
       .def(
           "all_reduce_coded",
           [](Self& c, uintptr_t data, const Pieces& pieces, bool average, uint64_t seed,
-             uint32_t step, double timeout) {
-            CodedArgs args = pieces.args(data, 1);
+             uint32_t step, DType dtype, double timeout) {
+            CodedArgs args = pieces.args(data, 1, dtype);
             args.average = average;
             args.seed = seed;
             args.step = step;
@@ -172,33 +172,34 @@ void bind_communicator(py::module_& m) {
             return c.all_reduce_coded(args, milliseconds(timeout));
           },
           py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
-          py::arg("seed") = 0, py::arg("step") = 0, py::arg("timeout") = 0.0)
+          py::arg("seed") = 0, py::arg("step") = 0, py::arg("dtype") = DType::float32,
+          py::arg("timeout") = 0.0)
       .def(
           "reduce_scatter_coded",
           [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, bool average,
-             uint64_t seed, uint32_t step, double timeout) {
-            CodedArgs args = pieces.args(in, c.size());
+             uint64_t seed, uint32_t step, DType dtype, double timeout) {
+            CodedArgs args = pieces.args(in, c.size(), dtype);
             args.average = average;
             args.seed = seed;
             args.step = step;
             const Release release;
-            return c.reduce_scatter_coded(args, floats(out), milliseconds(timeout));
+            return c.reduce_scatter_coded(args, pointer(out), milliseconds(timeout));
           },
           py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
           py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
-          py::arg("timeout") = 0.0)
+          py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
       .def(
           "all_gather_coded",
           [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, uint64_t seed,
-             uint32_t step, double timeout) {
-            CodedArgs args = pieces.args(in, 1);
+             uint32_t step, DType dtype, double timeout) {
+            CodedArgs args = pieces.args(in, 1, dtype);
             args.seed = seed;
             args.step = step;
             const Release release;
-            return c.all_gather_coded(args, floats(out), milliseconds(timeout));
+            return c.all_gather_coded(args, pointer(out), milliseconds(timeout));
           },
           py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(), py::arg("seed") = 0,
-          py::arg("step") = 0, py::arg("timeout") = 0.0)
+          py::arg("step") = 0, py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
       .def(
           "reduce_scatter",
           [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, ReduceOp op,

@@ -19,8 +19,10 @@ struct OwnedGroup {
     if (!group) throw Error("the group is closed");
     return *group;
   }
-  Stream stream(uintptr_t handle) const {
-    return {(**this).index() < 0 ? Device::cpu : Device::cuda, pointer(handle)};
+  Stream stream(uintptr_t handle, std::pair<uintptr_t, size_t> scratch = {}) const {
+    return {(**this).index() < 0 ? Device::cpu : Device::cuda,
+            pointer(handle),
+            {bytes(scratch.first), scratch.second}};
   }
 };
 
@@ -37,8 +39,8 @@ std::unique_ptr<OwnedGroup> make_group(std::shared_ptr<Store> store, int rank, i
 }
 
 CodedArgs coded_args(const Pieces& pieces, uintptr_t data, int rows, bool average, uint64_t seed,
-                     uint32_t step) {
-  CodedArgs args = pieces.args(data, rows);
+                     uint32_t step, DType dtype) {
+  CodedArgs args = pieces.args(data, rows, dtype);
   args.average = average;
   args.seed = seed;
   args.step = step;
@@ -46,38 +48,58 @@ CodedArgs coded_args(const Pieces& pieces, uintptr_t data, int rows, bool averag
 }
 
 void bind_coded(py::class_<OwnedGroup>& group) {
+  // Address and bytes, on a GPU at least coded_scratch_bytes.
+  const std::pair<uintptr_t, size_t> no_scratch{0, 0};
   group
       .def(
           "all_reduce_coded",
           [](const OwnedGroup& g, uintptr_t data, const Pieces& pieces, bool average, uint64_t seed,
-             uint32_t step, uintptr_t stream) {
+             uint32_t step, DType dtype, uintptr_t found_inf, uintptr_t stream,
+             std::pair<uintptr_t, size_t> scratch) {
             py::gil_scoped_release release;
-            (*g).all_reduce_coded(coded_args(pieces, data, 1, average, seed, step),
-                                  g.stream(stream));
+            (*g).all_reduce_coded(coded_args(pieces, data, 1, average, seed, step, dtype),
+                                  g.stream(stream, scratch), floats(found_inf));
           },
           py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
-          py::arg("seed") = 0, py::arg("step") = 0, py::arg("stream") = 0)
+          py::arg("seed") = 0, py::arg("step") = 0, py::arg("dtype") = DType::float32,
+          py::arg("found_inf") = 0, py::arg("stream") = 0, py::arg("scratch") = no_scratch)
       .def(
           "reduce_scatter_coded",
           [](const OwnedGroup& g, uintptr_t input, uintptr_t out, const Pieces& pieces,
-             bool average, uint64_t seed, uint32_t step, uintptr_t stream) {
+             bool average, uint64_t seed, uint32_t step, DType dtype, uintptr_t found_inf,
+             uintptr_t stream, std::pair<uintptr_t, size_t> scratch) {
             py::gil_scoped_release release;
-            (*g).reduce_scatter_coded(coded_args(pieces, input, (*g).size(), average, seed, step),
-                                      floats(out), g.stream(stream));
+            (*g).reduce_scatter_coded(
+                coded_args(pieces, input, (*g).size(), average, seed, step, dtype), pointer(out),
+                g.stream(stream, scratch), floats(found_inf));
           },
           py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
           py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
-          py::arg("stream") = 0)
+          py::arg("dtype") = DType::float32, py::arg("found_inf") = 0, py::arg("stream") = 0,
+          py::arg("scratch") = no_scratch)
       .def(
           "all_gather_coded",
           [](const OwnedGroup& g, uintptr_t input, uintptr_t out, const Pieces& pieces,
-             uint64_t seed, uint32_t step, uintptr_t stream) {
+             uint64_t seed, uint32_t step, DType dtype, uintptr_t found_inf, uintptr_t stream,
+             std::pair<uintptr_t, size_t> scratch) {
             py::gil_scoped_release release;
-            (*g).all_gather_coded(coded_args(pieces, input, 1, false, seed, step), floats(out),
-                                  g.stream(stream));
+            (*g).all_gather_coded(coded_args(pieces, input, 1, false, seed, step, dtype),
+                                  pointer(out), g.stream(stream, scratch), floats(found_inf));
           },
           py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(), py::arg("seed") = 0,
-          py::arg("step") = 0, py::arg("stream") = 0);
+          py::arg("step") = 0, py::arg("dtype") = DType::float32, py::arg("found_inf") = 0,
+          py::arg("stream") = 0, py::arg("scratch") = no_scratch)
+      .def(
+          "coded_scratch_bytes",
+          [](const OwnedGroup& g, const std::string& op, const Pieces& pieces, DType dtype) {
+            const bool scatters = op == "reduce_scatter";
+            const CodedArgs args = pieces.args(0, scatters ? (*g).size() : 1, dtype);
+            return (*g).coded_scratch_bytes(scatters             ? Op::reduce_scatter
+                                            : op == "all_gather" ? Op::all_gather
+                                                                 : Op::all_reduce,
+                                            args);
+          },
+          py::arg("op"), py::arg("pieces"), py::arg("dtype") = DType::float32);
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ void check_values(const Arguments& arguments, const Call& call, const at::Tensor
   if (!tensor.is_cpu())
     arguments.fail(call, "takes CPU tensors; on " + tensor.device().str() +
                              " encode there and exchange the payloads, as pycomm's hooks do");
-  if (!tensor.is_floating_point() || tensor.element_size() > 4)
+  const at::ScalarType type = tensor.scalar_type();
+  if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16)
     arguments.fail(
         call, std::string("takes float32 and 16-bit floats, not ") + tensor.dtype().name().data());
   if (static_cast<size_t>(tensor.numel()) != numel)
@@ -21,19 +22,28 @@ void check_values(const Arguments& arguments, const Call& call, const at::Tensor
                              " values, and by its layout " + std::to_string(numel));
 }
 
-/// A tensor's values as float32: where they are, or in a copy.
-class Floats {
+/// Where a tensor's values are; those of a copy, which finish() copies back, if they are not in one
+/// piece or of another dtype than is wanted.
+class Contiguous {
  public:
-  explicit Floats(const at::Tensor& tensor)
-      : tensor_(tensor), floats_(tensor.to(at::kFloat).contiguous()) {}
-  float* data() const { return floats_.mutable_data_ptr<float>(); }
+  Contiguous(const at::Tensor& tensor, at::ScalarType type)
+      : tensor_(tensor), whole_(tensor.to(type).contiguous()) {}
+  pycomm::Values values() const {
+    return {whole_.mutable_data_ptr(), static_cast<size_t>(whole_.numel()),
+            *find_dtype(whole_.scalar_type())};
+  }
   void finish() const {
-    if (!floats_.is_same(tensor_)) tensor_.copy_(floats_);
+    if (!whole_.is_same(tensor_)) tensor_.copy_(whole_);
   }
 
  private:
-  at::Tensor tensor_, floats_;
+  at::Tensor tensor_, whole_;
 };
+
+/// In which the two can be.
+at::ScalarType common_type(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() ? a.scalar_type() : at::kFloat;
+}
 
 }  // namespace
 
@@ -69,10 +79,10 @@ intrusive_ptr<Work> Backend::compressed_all_reduce(const at::Tensor& tensor,
   const Call call("pycomm:compressed all_reduce", OpType::ALLREDUCE, c10d::AllreduceOptions());
   check_values(arguments_, call, tensor, "the bucket", layout->numel());
   return compressed(call, tensor, layout, step, [=](Communicator& comm, CodedArgs& args) {
-    const Floats values(tensor);
-    args.data = {values.data(), layout->numel()};
+    const Contiguous bucket(tensor, tensor.scalar_type());
+    args.data = bucket.values();
     const bool finite = comm.all_reduce_coded(args);
-    values.finish();
+    bucket.finish();
     return finite;
   });
 }
@@ -90,9 +100,10 @@ intrusive_ptr<Work> Backend::compressed_reduce_scatter(const at::Tensor& output,
     arguments_.fail(call, "the layout has residuals of " + std::to_string(layout->rows()) +
                               " rows; make it as Layout(" + std::to_string(ranks) + ")");
   return compressed(call, output, layout, step, [=](Communicator& comm, CodedArgs& args) {
-    const Floats from(input), to(output);
-    args.data = {from.data(), ranks * row};
-    const bool finite = comm.reduce_scatter_coded(args, to.data());
+    const at::ScalarType type = common_type(input, output);
+    const Contiguous from(input, type), to(output, type);
+    args.data = from.values();
+    const bool finite = comm.reduce_scatter_coded(args, to.values().data);
     to.finish();
     return finite;
   });
@@ -109,9 +120,10 @@ intrusive_ptr<Work> Backend::compressed_all_gather(const at::Tensor& output,
   check_values(arguments_, call, input, "input", row);
   if (layout->rows() != 1) arguments_.fail(call, "the layout's residuals must have one row");
   return compressed(call, output, layout, step, [=](Communicator& comm, CodedArgs& args) {
-    const Floats from(input), to(output);
-    args.data = {from.data(), row};
-    const bool finite = comm.all_gather_coded(args, to.data());
+    const at::ScalarType type = common_type(input, output);
+    const Contiguous from(input, type), to(output, type);
+    args.data = from.values();
+    const bool finite = comm.all_gather_coded(args, to.values().data);
     to.finish();
     return finite;
   });

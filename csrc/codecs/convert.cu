@@ -48,6 +48,19 @@ namespace pycomm::codecs::convert {
 namespace {
 
 template <typename From>
+void load_from() {
+  const auto load = [](auto kernel) {
+    cudaFuncAttributes about{};
+    if (cudaFuncGetAttributes(&about, kernel) == cudaSuccess) return;
+    cudaGetLastError();  // the next launch shall not find it
+    throw Error("convert: cuda cannot load its kernels");
+  };
+  load(convert_kernel<From, cast::Float32>);
+  load(convert_kernel<From, cast::Float16>);
+  load(convert_kernel<From, cast::BFloat16>);
+}
+
+template <typename From>
 void launch_from(DType to, const Params& params, Stream stream) {
   const auto start = [&](auto kernel) {
     cuda::launch("convert", kernel, params, params.numel, kRows * cuda::kRow, stream);
@@ -63,6 +76,12 @@ void launch_from(DType to, const Params& params, Stream stream) {
 }
 
 }  // namespace
+
+void load_convert() {
+  load_from<cast::Float32>();
+  load_from<cast::Float16>();
+  load_from<cast::BFloat16>();
+}
 
 void convert_cuda(const ConvertArgs& args) {
   Params params{};

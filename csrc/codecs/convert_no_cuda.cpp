@@ -4,8 +4,15 @@
 
 namespace pycomm::codecs::convert {
 
-void convert_cuda(const ConvertArgs&) {
+namespace {
+
+[[noreturn]] void fail() {
   throw Error("convert: this pycomm was built without CUDA; build it where nvcc is found");
 }
+
+}  // namespace
+
+void convert_cuda(const ConvertArgs&) { fail(); }
+void load_convert() { fail(); }
 
 }  // namespace pycomm::codecs::convert

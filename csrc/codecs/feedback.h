@@ -61,7 +61,9 @@ class Scratch {
  public:
   /// One of kPlaces, at least `numel` values; what was in it is lost.
   PYCOMM_API float* get(size_t place, size_t numel);
-  static constexpr size_t kPlaces = 4;
+  static constexpr size_t kPlaces = 5;
+  /// The place that is not encode()'s own, for what its callers prepare.
+  static constexpr size_t kLanding = 4;
 
  private:
   struct Place {

@@ -40,6 +40,10 @@ void check(const char* op, const CodedArgs& args, size_t rows) {
     }
     end += p.numel;
   }
+  const DType dtype = args.data.dtype;
+  if (dtype != DType::float32 && dtype != DType::float16 && dtype != DType::bfloat16) {
+    throw Error(std::string(op) + ": takes float32, float16 and bfloat16, not " + name(dtype));
+  }
   if (rows * end != args.data.size) {
     throw Error(std::string(op) + ": the pieces cover " + std::to_string(rows * end) +
                 " elements of " + std::to_string(args.data.size));

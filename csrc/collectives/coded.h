@@ -1,4 +1,5 @@
-// Collectives on float32 values that travel encoded. An all-reduce takes two shots:
+// Collectives on floats that travel encoded; in between they are float32. An all-reduce takes two
+// shots:
 //
 //   1. every rank encodes its contribution, with its worker residual, and sends each owner its
 //      chunk;
@@ -40,7 +41,7 @@ PYCOMM_API uint64_t hop_seed(uint64_t seed, int rank);
 /// Between nodes of several ranks: exact inside a node, then every rank codes a shard of its node's
 /// sum as if nodes were ranks.
 bool all_reduce(Exchange& ex, Algo wanted, const CodedArgs& args);
-bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out);
-bool all_gather(Exchange& ex, const CodedArgs& args, float* out);
+bool reduce_scatter(Exchange& ex, const CodedArgs& args, void* out);
+bool all_gather(Exchange& ex, const CodedArgs& args, void* out);
 
 }  // namespace pycomm::coded

@@ -6,11 +6,6 @@
 #include "collectives/dispatch.h"
 
 namespace pycomm::coded {
-namespace {
-
-constexpr size_t kSlice = 1 << 16;  ///< values
-
-}  // namespace
 
 Agreed::Agreed(const CodedArgs& args, const std::vector<Run>& values, size_t row_numel, size_t rows)
     : args_(args), values_(values), row_numel_(row_numel), rows_(rows), first_(args.pieces.size) {
@@ -31,22 +26,34 @@ void Agreed::agree(Exchange& ex) {
   dispatch::all_reduce(ex, Algo::direct, numbers(), count(), {DType::float32, ReduceOp::max});
 }
 
-void Agreed::measure(Stream stream, feedback::Scratch& scratch) {
+void Agreed::measure(Stream stream, feedback::Scratch& scratch, float* room) {
   for (size_t row = 0; row < rows_; row++) {
-    for (const Run& run : values_) measure(run, row, stream, scratch);
+    for (const Run& run : values_) measure(run, row, stream, scratch, room);
   }
 }
 
-void Agreed::measure(const Run& run, size_t row, Stream stream, feedback::Scratch& scratch) {
+void Agreed::measure(const Run& run, size_t row, Stream stream, feedback::Scratch& scratch,
+                     float* room) {
   const Piece& piece = args_.pieces[run.piece];
   if (!piece.codec->agrees()) return;
-  const float* const data = args_.data.data + row * row_numel_ + piece.offset;
-  // Feedback may need copies of what is measured: they stay small.
+  // Copies of what is measured stay small.
   const size_t granule = piece.codec->granule() * feedback::kBlock;
   const size_t step = granule ? granule * ((kSlice + granule - 1) / granule) : run.numel;
   for (size_t done = 0; done < run.numel; done += step) {
     const Run part{run.piece, run.offset + done, std::min(step, run.numel - done)};
-    measure_piece(piece, Hop::worker, {row, part.offset}, {data + part.offset, part.numel},
+    ConvertArgs widen;
+    widen.in = args_.data.at(row * row_numel_ + piece.offset + part.offset);
+    auto* in = static_cast<const float*>(widen.in);
+    if (args_.data.dtype != DType::float32) {
+      float* const wide = room ? room : scratch.get(feedback::Scratch::kLanding, part.numel);
+      widen.from = args_.data.dtype;
+      widen.out = wide;
+      widen.numel = part.numel;
+      widen.stream = stream;
+      convert(widen);
+      in = wide;
+    }
+    measure_piece(piece, Hop::worker, {row, part.offset}, {in, part.numel},
                   const_cast<float*>(of(part, row)), stream, scratch);
   }
 }

@@ -14,8 +14,10 @@ class Agreed {
   /// Measures and takes the largest over all ranks of `ex`, with messages of its own; uses the
   /// exchange's scratch.
   void agree(Exchange& ex);
-  /// The first half of it, on a stream.
-  void measure(Stream stream, feedback::Scratch& scratch);
+  /// The first half of it, on a stream. Values of 16 bits become float32 in `room`, of kSlice
+  /// values; on the CPU in `scratch`, if that is null.
+  void measure(Stream stream, feedback::Scratch& scratch, float* room = nullptr);
+  static constexpr size_t kSlice = 1 << 16;
   /// All the numbers; they may be put elsewhere, where a stream reaches them.
   size_t count() const { return each_ * rows_; }
   float* numbers() const { return place_; }
@@ -24,7 +26,7 @@ class Agreed {
   const float* of(const Run& run, size_t row) const;
 
  private:
-  void measure(const Run& run, size_t row, Stream stream, feedback::Scratch& scratch);
+  void measure(const Run& run, size_t row, Stream stream, feedback::Scratch& scratch, float* room);
 
   const CodedArgs& args_;
   const std::vector<Run>& values_;

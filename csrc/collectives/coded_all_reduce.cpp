@@ -3,6 +3,7 @@
 #include "collectives/coded.h"
 #include "collectives/coded_agree.h"
 #include "collectives/coded_coder.h"
+#include "collectives/coded_landing.h"
 #include "collectives/coded_stream.h"
 #include "collectives/dispatch.h"
 #include "collectives/rails.h"
@@ -10,9 +11,6 @@
 
 namespace pycomm::coded {
 namespace {
-
-constexpr auto kRecoded = [](Combine combine) { return combine == Combine::recode; };
-constexpr auto kUndivided = [](Combine combine) { return combine != Combine::recode; };
 
 /// Those runs whose codec's combine is `gather`, or the others.
 std::vector<Run> pick(const CodedArgs& args, const std::vector<Run>& values, bool gathered) {
@@ -31,14 +29,13 @@ class AllReduce {
   AllReduce(Exchange& ex, const CodedArgs& args, const std::vector<Run>& values, int divisor)
       : ex_(ex),
         args_(args),
-        data_(args.data.data),
         n_(ex.size()),
         me_(ex.rank()),
-        divisor_(divisor),
         owned_(args.pieces, pick(args, values, false), n_, coded_segment(ex.segment_bytes())),
         shown_(args.pieces, pick(args, values, true), 1, coded_segment(ex.segment_bytes())),
         agreed_(args, values, args.data.size),
         coder_(args, &agreed_, me_, n_, ex.feedback_scratch()),
+        landing_(args, args.data.data, divisor, ex.feedback_scratch(), &found_inf_),
         outbox_(ex),
         decoded_(n_, 0) {
     for (int r = 0; r < n_; r++) inboxes_.emplace_back(ex, r);
@@ -60,7 +57,7 @@ class AllReduce {
     for (size_t s = 0; s < owned_.count(me_); s++) own_segment(s);
     ex_.wait_until([this] { return decode_arrived(); });
     ex_.wait_all();
-    return finite_;
+    return found_inf_ == 0.0f;
   }
 
  private:
@@ -99,8 +96,9 @@ class AllReduce {
         const int owner = ex_.after(i);
         if (s >= owned_.count(owner)) continue;
         const Segment& segment = owned_.at(owner, s);
+        const Span<const Run> runs = owned_.runs(segment);
         const size_t bytes =
-            coder_.encode(Hop::worker, owned_.runs(segment), data_, payload(segment));
+            coder_.encode(Hop::worker, runs, landing_.read(runs), payload(segment));
         if (owner == me_) {
           own_bytes_.push_back(bytes);
         } else {
@@ -115,27 +113,30 @@ class AllReduce {
     for (size_t s = 0; s < shown_.count(0); s++) {
       const Segment& segment = shown_.at(0, s);
       uint8_t* out = gathered(me_, s);
-      shown_bytes_.push_back(coder_.encode(Hop::worker, shown_.runs(segment), data_, out));
+      const Span<const Run> runs = shown_.runs(segment);
+      shown_bytes_.push_back(coder_.encode(Hop::worker, runs, landing_.read(runs), out));
       send_to_all(segment, out, shown_bytes_[s]);
     }
   }
 
-  // The sum grows in `data` itself: our contribution there is encoded by now.
+  // A float32 sum grows in the data themselves: our contribution there is encoded by now.
   void own_segment(size_t s) {
     const Segment& segment = mine(s);
+    const Span<const Run> runs = owned_.runs(segment);
     for (int i = 1; i < n_; i++) {
       ex_.wait_until([&] {
         decode_arrived();
         return inboxes_[ex_.after(i)].arrived(s);
       });
     }
+    const Floats sum = landing_.room(runs);
     for (int r = 0; r < n_; r++) {
       const Span<const uint8_t> in =
           r == me_ ? Span<const uint8_t>(payload(segment), own_bytes_[s]) : inboxes_[r].payload(s);
-      coder_.decode(owned_.runs(segment), in, data_, r > 0, ex_.member(r));
+      coder_.decode(runs, in, sum, r > 0, ex_.member(r));
     }
-    divide(args_, owned_.runs(segment), data_, divisor_, kRecoded);
-    const size_t bytes = coder_.encode(Hop::owner, owned_.runs(segment), data_, payload(segment));
+    landing_.average(runs, sum, recoded);
+    const size_t bytes = coder_.encode(Hop::owner, runs, sum, payload(segment));
     send_to_all(segment, payload(segment), bytes);
     decode_result(segment, {payload(segment), bytes}, me_);
   }
@@ -161,8 +162,10 @@ class AllReduce {
   }
 
   void decode_result(const Segment& segment, Span<const uint8_t> in, int owner) {
-    coder_.decode(owned_.runs(segment), in, data_, false, ex_.member(owner));
-    finish(owned_.runs(segment));
+    const Span<const Run> runs = owned_.runs(segment);
+    const Floats result = landing_.room(runs);
+    coder_.decode(runs, in, result, false, ex_.member(owner));
+    landing_.finish(runs, result, undivided);
   }
 
   // In rank order. Our own values there are encoded.
@@ -173,30 +176,27 @@ class AllReduce {
         if (!inboxes_[ex_.after(i)].arrived(number)) return false;
       }
       const Span<const Run> runs = shown_.runs(shown_.at(0, s));
+      const Floats sum = landing_.room(runs);
       for (int r = 0; r < n_; r++) {
         const Span<const uint8_t> in = r == me_
                                            ? Span<const uint8_t>(gathered(r, s), shown_bytes_[s])
                                            : inboxes_[r].payload(number);
-        coder_.decode(runs, in, data_, r > 0, ex_.member(r));
+        coder_.decode(runs, in, sum, r > 0, ex_.member(r));
       }
-      finish(runs);
+      landing_.finish(runs, sum, undivided);
     }
     return next_shown_ == shown_.count(0);
   }
 
-  void finish(Span<const Run> runs) {
-    divide(args_, runs, data_, divisor_, kUndivided);
-    finite_ &= finite(args_, runs, data_);
-  }
-
   Exchange& ex_;
   const CodedArgs& args_;
-  float* const data_;
-  const int n_, me_, divisor_;
+  const int n_, me_;
   const Layout owned_;  // a chunk for each rank
   const Layout shown_;  // the same for all
   Agreed agreed_;
   const Coder coder_;
+  float found_inf_ = 0.0f;
+  const Landing landing_;
   std::deque<Inbox> inboxes_;  // per rank
   Outbox outbox_;
   uint8_t* payloads_ = nullptr;
@@ -206,7 +206,6 @@ class AllReduce {
   std::vector<size_t> shown_bytes_;  // of what we show
   std::vector<size_t> decoded_;      // per owner: segments of the result
   size_t next_shown_ = 0;
-  bool finite_ = true;
 };
 
 // The node's exact sum, of which the rank at each place has a shard; coded all-reduces of the
@@ -217,7 +216,7 @@ bool by_nodes(Exchange& ex, const CodedArgs& args, const std::vector<Run>& value
   const int shards = ex.topology().narrowest();
   std::vector<ConstPart> inputs;
   std::vector<Part> outputs;
-  float* place = args.data.data;
+  auto* place = static_cast<float*>(args.data.data);
   std::vector<Run> ours;
   for (int p = 0; p < node.size(); p++) {
     const std::vector<Run> shard =
@@ -236,18 +235,48 @@ bool by_nodes(Exchange& ex, const CodedArgs& args, const std::vector<Run>& value
   }
   node.all_gather(own, Parts(outputs).of(sizeof(float)));
   node.end();
-  return all_finite(args.data);
+  return all_finite({static_cast<float*>(args.data.data), args.data.size});
+}
+
+// What nodes add up exactly is float32 as a whole.
+bool by_nodes_wide(Exchange& ex, CodedArgs args, const std::vector<Run>& values) {
+  const Values bucket = args.data;
+  std::vector<Piece> pieces(args.pieces.begin(), args.pieces.end());
+  for (Piece& piece : pieces) piece.mean = {};  // added to the result, where all of it is
+  const std::unique_ptr<float[]> wide(bucket.dtype == DType::float32 ? nullptr
+                                                                     : new float[bucket.size]);
+  ConvertArgs widen;
+  if (wide) {
+    widen.in = bucket.data;
+    widen.from = bucket.dtype;
+    widen.out = args.data.data = wide.get();
+    args.data.dtype = DType::float32;
+    widen.numel = bucket.size;
+    convert(widen);
+  }
+  const Span<const Piece> with_means = args.pieces;
+  args.pieces = {pieces.data(), pieces.size()};
+  bool finite = by_nodes(ex, args, values);
+  add_means(with_means, static_cast<float*>(args.data.data));
+  if (wide) {
+    float found_inf = 0.0f;
+    ConvertArgs narrow = widen;
+    std::swap(narrow.from, narrow.to);
+    narrow.in = wide.get();
+    narrow.out = bucket.data;
+    narrow.found_inf = &found_inf;
+    convert(narrow);
+    finite = found_inf == 0.0f;
+  }
+  return finite;
 }
 
 }  // namespace
 
 bool all_reduce(Exchange& ex, Algo wanted, const CodedArgs& args) {
   const std::vector<Run> values = values_of(args.pieces);
-  const bool finite = dispatch::by_levels(ex, wanted)
-                          ? by_nodes(ex, args, values)
-                          : AllReduce(ex, args, values, ex.size()).run();
-  add_means(args.pieces, args.data.data);
-  return finite;
+  if (dispatch::by_levels(ex, wanted)) return by_nodes_wide(ex, args, values);
+  return AllReduce(ex, args, values, ex.size()).run();
 }
 
 }  // namespace pycomm::coded

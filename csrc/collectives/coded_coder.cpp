@@ -24,10 +24,6 @@ size_t used_bytes(const uint8_t* payload) {
   return bytes;
 }
 
-PYCOMM_SIMD void divide_by(float* x, size_t n, float by) {
-  for (size_t i = 0; i < n; i++) x[i] = x[i] / by;
-}
-
 PYCOMM_SIMD void add_mean(const feedback::Memory& mean, Span<float> x) {
   const auto* old = reinterpret_cast<const float*>(mean.old);
   auto* fresh = reinterpret_cast<float*>(mean.fresh);
@@ -75,16 +71,16 @@ RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
   return key;
 }
 
-size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t* out,
-                     size_t row) const {
+size_t Coder::encode(Hop hop, Span<const Run> runs, Floats values, uint8_t* out, size_t row) const {
   uint8_t* const begin = out;
+  float* packed = values.data;
   std::vector<float> measured;
   for (const Run& run : runs) {
     const Piece& piece = args_.pieces[run.piece];
     const Codec& codec = *piece.codec;
     const Place at{row, run.offset};
     EncodeArgs args;
-    args.in = {values + piece.offset + run.offset, run.numel};
+    args.in = {values.of(piece, run, packed), run.numel};
     args.out = {out, codec.encoded_bytes(run.numel)};
     args.key = key(hop, piece, row);
     args.index = run.offset;
@@ -104,9 +100,10 @@ size_t Coder::encode(Hop hop, Span<const Run> runs, const float* values, uint8_t
   return static_cast<size_t>(out - begin);
 }
 
-void Coder::decode(Span<const Run> runs, Span<const uint8_t> payload, float* values, bool add,
+void Coder::decode(Span<const Run> runs, Span<const uint8_t> payload, Floats values, bool add,
                    int sender) const {
   const uint8_t* in = payload.data;
+  float* packed = values.data;
   for (const Run& run : runs) {
     const Piece& piece = args_.pieces[run.piece];
     const Codec& codec = *piece.codec;
@@ -121,7 +118,7 @@ void Coder::decode(Span<const Run> runs, Span<const uint8_t> payload, float* val
                          std::to_string(std::min(most, left)));
     }
     // Behind the used bytes there is memory for the rest: payloads only move together.
-    const Span<float> out(values + piece.offset + run.offset, run.numel);
+    const Span<float> out(values.of(piece, run, packed), run.numel);
     if (add) {
       codec.decode_add({in, most}, out, stream_);
     } else {
@@ -135,15 +132,6 @@ void add_means(Span<const Piece> pieces, float* values) {
   for (const Piece& piece : pieces) {
     if (piece.mean) add_mean(piece.mean, {values + piece.offset, piece.numel});
   }
-}
-
-void divide(Span<float> x, float by) { divide_by(x.data, x.size, by); }
-
-bool finite(const CodedArgs& args, Span<const Run> runs, const float* values) {
-  for (const Run& run : runs) {
-    if (!all_finite({values + args.pieces[run.piece].offset + run.offset, run.numel})) return false;
-  }
-  return true;
 }
 
 }  // namespace pycomm::coded

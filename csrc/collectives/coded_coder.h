@@ -1,6 +1,7 @@
 // Encodes and decodes the runs of a coded operation: with which random numbers, which residual and
 // which agreed numbers.
 #pragma once
+#include "codecs/convert.h"
 #include "collectives/coded_layout.h"
 
 namespace pycomm::coded {
@@ -11,6 +12,19 @@ class Agreed;  // coded_agree.h
 enum class Hop : uint8_t {
   worker,  ///< what a rank contributes
   owner,   ///< what an owner sends back
+};
+
+/// The float32 values of runs.
+struct Floats {
+  float* data;
+  bool packed;  ///< one run behind the other; else each at data + piece.offset + run.offset
+
+  /// Of one run; `next`, at first `data`, goes on to the one behind it.
+  float* of(const Piece& piece, const Run& run, float*& next) const {
+    if (!packed) return data + piece.offset + run.offset;
+    next += run.numel;
+    return next - run.numel;
+  }
 };
 
 /// Granules of a tensor of `numel` values; one if it cannot be cut.
@@ -37,9 +51,8 @@ size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeAr
 void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
                    Stream stream, feedback::Scratch& scratch);
 
-/// What one rank of an operation does to values. A run of piece p lies at values + p.offset +
-/// run.offset. Where pieces have several rows (reduce_scatter: one for each owner), residuals have
-/// as many, and each row has random numbers of its own.
+/// What one rank of an operation does to values. Where pieces have several rows (reduce_scatter:
+/// one for each owner), residuals have as many, and each row has random numbers of its own.
 class Coder {
  public:
   /// `rank` of `ranks` encode the same values. `agreed` null: each is alone with its values.
@@ -54,10 +67,9 @@ class Coder {
         packing_(packing) {}
 
   /// Returns the bytes of all payloads.
-  size_t encode(Hop hop, Span<const Run> runs, const float* values, uint8_t* out,
-                size_t row = 0) const;
+  size_t encode(Hop hop, Span<const Run> runs, Floats values, uint8_t* out, size_t row = 0) const;
   /// Overwrites or adds. Throws WireMismatch if the payloads are not what `sender` may send.
-  void decode(Span<const Run> runs, Span<const uint8_t> payload, float* values, bool add,
+  void decode(Span<const Run> runs, Span<const uint8_t> payload, Floats values, bool add,
               int sender) const;
 
  private:
@@ -71,25 +83,7 @@ class Coder {
   Packing packing_;
 };
 
-/// Of a result: adds what EF21 keeps of the steps before, and keeps the sum.
+/// Of a float32 result: adds what EF21 keeps of the steps before, and keeps the sum.
 void add_means(Span<const Piece> pieces, float* values);
-
-void divide(Span<float> x, float by);
-
-/// If asked to average: divides the values whose codec's combine choose() picks.
-template <typename Choose>
-void divide(const CodedArgs& args, Span<const Run> runs, float* values, int by,
-            const Choose& choose) {
-  if (!args.average) return;
-  for (const Run& run : runs) {
-    const Piece& piece = args.pieces[run.piece];
-    if (choose(piece.codec->combine())) {
-      divide({values + piece.offset + run.offset, run.numel}, static_cast<float>(by));
-    }
-  }
-}
-
-/// True if no value of the runs is Inf or NaN.
-bool finite(const CodedArgs& args, Span<const Run> runs, const float* values);
 
 }  // namespace pycomm::coded

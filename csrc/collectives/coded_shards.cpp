@@ -3,6 +3,7 @@
 #include "collectives/coded.h"
 #include "collectives/coded_agree.h"
 #include "collectives/coded_coder.h"
+#include "collectives/coded_landing.h"
 #include "collectives/coded_stream.h"
 #include "collectives/dispatch.h"
 
@@ -26,7 +27,7 @@ bool all_agree(Exchange& ex, bool finite) {
 
 }  // namespace
 
-bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out) {
+bool reduce_scatter(Exchange& ex, const CodedArgs& args, void* out) {
   const int n = ex.size(), me = ex.rank();
   const size_t row = row_numel(args);
   const std::vector<Run> values = values_of(args.pieces);
@@ -52,10 +53,11 @@ bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out) {
   std::vector<size_t> own(count);
   for (size_t s = 0; s < count; s++) {
     const Segment& segment = layout.at(0, s);
+    const Span<const Run> runs = layout.runs(segment);
     for (int i = 1; i <= n; i++) {
       const int owner = ex.after(i);
-      const size_t bytes = coder.encode(Hop::worker, layout.runs(segment),
-                                        args.data.data + owner * row, place(owner, s), owner);
+      const Landing from(args, args.data.at(owner * row), n, ex.feedback_scratch(), nullptr);
+      const size_t bytes = coder.encode(Hop::worker, runs, from.read(runs), place(owner, s), owner);
       if (owner == me) {
         own[s] = bytes;
       } else {
@@ -64,24 +66,24 @@ bool reduce_scatter(Exchange& ex, const CodedArgs& args, float* out) {
       }
     }
   }
-  bool fine = true;
+  float found_inf = 0.0f;
+  const Landing to(args, out, n, ex.feedback_scratch(), &found_inf);
   for (size_t s = 0; s < count; s++) {
     const Span<const Run> runs = layout.runs(layout.at(0, s));
+    const Floats sum = to.room(runs);
     for (int r = 0; r < n; r++) {
       if (r != me) ex.wait_until([&] { return inboxes[r].arrived(s); });
       coder.decode(runs,
-                   r == me ? Span<const uint8_t>(place(me, s), own[s]) : inboxes[r].payload(s), out,
+                   r == me ? Span<const uint8_t>(place(me, s), own[s]) : inboxes[r].payload(s), sum,
                    r > 0, ex.member(r));
     }
-    divide(args, runs, out, n, [](Combine) { return true; });
-    fine &= finite(args, runs, out);
+    to.finish(runs, sum, all);
   }
-  add_means(args.pieces, out);
   ex.wait_all();
-  return all_agree(ex, fine);
+  return all_agree(ex, found_inf == 0.0f);
 }
 
-bool all_gather(Exchange& ex, const CodedArgs& args, float* out) {
+bool all_gather(Exchange& ex, const CodedArgs& args, void* out) {
   ex.note_algo("one_shot");
   const int n = ex.size(), me = ex.rank();
   const size_t row = row_numel(args);
@@ -98,17 +100,24 @@ bool all_gather(Exchange& ex, const CodedArgs& args, float* out) {
     }
   }
 
-  bool fine = true;
+  float found_inf = 0.0f;
+  const Landing from(args, args.data.data, n, ex.feedback_scratch(), nullptr);
+  std::vector<Landing> to;
+  for (int r = 0; r < n; r++) {
+    const Values rows{out, row * n, args.data.dtype};
+    to.emplace_back(args, rows.at(r * row), n, ex.feedback_scratch(), &found_inf);
+  }
   const auto decode = [&](int r, size_t s, Span<const uint8_t> payload) {
     const Span<const Run> runs = layout.runs(layout.at(0, s));
-    coder.decode(runs, payload, out + r * row, false, ex.member(r));
-    fine &= finite(args, runs, out + r * row);
+    const Floats values = to[r].room(runs);
+    coder.decode(runs, payload, values, false, ex.member(r));
+    to[r].finish(runs, values, none);
   };
   Outbox outbox(ex);
   for (size_t s = 0; s < count; s++) {
     const Segment& segment = layout.at(0, s);
-    const size_t bytes =
-        coder.encode(Hop::worker, layout.runs(segment), args.data.data, place(me, s));
+    const Span<const Run> runs = layout.runs(segment);
+    const size_t bytes = coder.encode(Hop::worker, runs, from.read(runs), place(me, s));
     for (int i = 1; i < n; i++) {
       outbox.send(ex.after(i), place(me, s), bytes, segment.variable);
     }
@@ -128,7 +137,7 @@ bool all_gather(Exchange& ex, const CodedArgs& args, float* out) {
     return all;
   });
   ex.wait_all();
-  return fine;
+  return found_inf == 0.0f;
 }
 
 }  // namespace pycomm::coded

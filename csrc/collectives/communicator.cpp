@@ -153,7 +153,7 @@ class Communicator::Impl {
   template <typename Body>
   bool exchange_coded(Op op, const CodedArgs& args, Milliseconds timeout, const Body& body) {
     const ReduceOp redop = args.average ? ReduceOp::avg : ReduceOp::sum;
-    OpTag tag = make_tag(op, args.data.size, DType::float32, redop);
+    OpTag tag = make_tag(op, args.data.size, args.data.dtype, redop);
     tag.codec = coded::signature(args);
     coded::label(args).copy(tag.label, sizeof tag.label - 1);
     bool result = false;
@@ -288,7 +288,7 @@ bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout)
   });
 }
 
-bool Communicator::reduce_scatter_coded(const CodedArgs& args, float* out, Milliseconds timeout) {
+bool Communicator::reduce_scatter_coded(const CodedArgs& args, void* out, Milliseconds timeout) {
   const auto ranks = static_cast<size_t>(size());
   impl_->check_buffer(Op::reduce_scatter, args.data.data, args.data.size);
   impl_->check_buffer(Op::reduce_scatter, out, args.data.size / ranks);
@@ -297,7 +297,7 @@ bool Communicator::reduce_scatter_coded(const CodedArgs& args, float* out, Milli
                                [&](Exchange& ex) { return coded::reduce_scatter(ex, args, out); });
 }
 
-bool Communicator::all_gather_coded(const CodedArgs& args, float* out, Milliseconds timeout) {
+bool Communicator::all_gather_coded(const CodedArgs& args, void* out, Milliseconds timeout) {
   impl_->check_buffer(Op::all_gather, args.data.data, args.data.size);
   impl_->check_buffer(Op::all_gather, out, args.data.size);
   coded::check("all_gather_coded", args, 1);

@@ -61,8 +61,20 @@ struct Piece {
   feedback::Memory mean;
 };
 
+/// Floats that a coded operation reads and writes: float32, float16 or bfloat16. It reckons in
+/// float32 and rounds a result once.
+struct Values {
+  void* data = nullptr;
+  size_t size = 0;  ///< elements
+  DType dtype = DType::float32;
+
+  uint8_t* at(size_t element) const {
+    return static_cast<uint8_t*>(data) + element * size_of(dtype);
+  }
+};
+
 struct CodedArgs {
-  Span<float> data;
+  Values data;
   Span<const Piece> pieces;
   bool average = true;  ///< the float32 sum is divided once by the number of ranks
   uint64_t seed = 0;    ///< equal on all ranks; the rank is mixed in
@@ -102,15 +114,15 @@ class PYCOMM_API Communicator {
 
   void all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, double factor = 1.0,
                   Milliseconds timeout = {});
-  /// Float32 all-reduce with codecs. Returns true if every value of the result is finite (the same
-  /// answer on all ranks).
+  /// All-reduce with codecs. Returns true if every value of the result is finite (the same answer
+  /// on all ranks), also as 16 bits.
   bool all_reduce_coded(const CodedArgs& args, Milliseconds timeout = {});
   /// The first half of it: `args.data` has a row for each rank, laid out as the pieces say, and
-  /// `out` gets the sum or average of our rows. `out` may be our row of the data.
-  bool reduce_scatter_coded(const CodedArgs& args, float* out, Milliseconds timeout = {});
+  /// `out`, of the same dtype, gets the sum or average of our rows. It may be our row of the data.
+  bool reduce_scatter_coded(const CodedArgs& args, void* out, Milliseconds timeout = {});
   /// Row r of `out` gets what rank r has encoded of its row, `args.data`, also on rank r itself.
   /// `args.data` may be our row of `out`.
-  bool all_gather_coded(const CodedArgs& args, float* out, Milliseconds timeout = {});
+  bool all_gather_coded(const CodedArgs& args, void* out, Milliseconds timeout = {});
   /// `out` gets the reduced part of this rank. Part r has one size on all ranks, but parts may
   /// differ.
   void reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,

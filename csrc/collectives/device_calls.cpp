@@ -1,7 +1,7 @@
 // Starts the collective kernels: those of a GPU on its stream, those of the CPU here and now.
 #include "collectives/device_calls.h"
 
-#include "collectives/coded_coder.h"
+#include "codecs/cuda_convert.h"
 #include "collectives/device_move.h"
 #include "collectives/device_reduce.h"
 
@@ -53,12 +53,7 @@ void load_kernels() {
   gpu::load_float();
   gpu::load_small_float();
   gpu::load_integer();
-  gpu::load_divide();
-}
-
-void divide(Span<float> x, float by, Stream stream) {
-  if (stream.device == Device::cuda) return gpu::divide(x, by, stream);
-  coded::divide(x, by);
+  codecs::convert::load_convert();
 }
 
 }  // namespace pycomm::device

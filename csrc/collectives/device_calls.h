@@ -60,8 +60,6 @@ void start(const ReduceCall& call, DType dtype, int blocks, Stream stream);
 /// Loads all kernels onto the current GPU. To be done before any runs: loading one may wait for
 /// those that run, and they for a rank that loads.
 void load_kernels();
-/// x[i] = x[i] / by.
-void divide(Span<float> x, float by, Stream stream);
 
 // The kernels on a GPU, each set a file (device_move.cu, device_reduce_*.cu); in a build without
 // CUDA they throw (device_calls_no_cuda.cpp).
@@ -71,13 +69,11 @@ void reduce_bits(const ReduceCall& call, int blocks, Stream stream);
 void reduce_float(const ReduceCall& call, DType dtype, int blocks, Stream stream);
 void reduce_small_float(const ReduceCall& call, DType dtype, int blocks, Stream stream);
 void reduce_integer(const ReduceCall& call, DType dtype, int blocks, Stream stream);
-void divide(Span<float> x, float by, Stream stream);
 
 void load_move();
 void load_float();
 void load_small_float();
 void load_integer();
-void load_divide();
 }  // namespace gpu
 
 }  // namespace pycomm::device

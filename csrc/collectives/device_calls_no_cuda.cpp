@@ -16,12 +16,10 @@ void reduce_bits(const ReduceCall&, int, Stream) { fail(); }
 void reduce_float(const ReduceCall&, DType, int, Stream) { fail(); }
 void reduce_small_float(const ReduceCall&, DType, int, Stream) { fail(); }
 void reduce_integer(const ReduceCall&, DType, int, Stream) { fail(); }
-void divide(Span<float>, float, Stream) { fail(); }
 
 void load_move() { fail(); }
 void load_float() { fail(); }
 void load_small_float() { fail(); }
 void load_integer() { fail(); }
-void load_divide() { fail(); }
 
 }  // namespace pycomm::device::gpu

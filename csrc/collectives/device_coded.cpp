@@ -19,6 +19,7 @@
 #include "collectives/coded.h"
 #include "collectives/coded_agree.h"
 #include "collectives/coded_coder.h"
+#include "collectives/coded_landing.h"
 #include "collectives/device_group_impl.h"
 
 namespace pycomm {
@@ -26,15 +27,16 @@ namespace {
 
 using coded::Agreed;
 using coded::Coder;
+using coded::Floats;
 using coded::Hop;
+using coded::Landing;
 using coded::Layout;
 using coded::Run;
 using coded::Segment;
 
 constexpr size_t kAlign = 256;
-constexpr auto kAll = [](Combine) { return true; };
-constexpr auto kRecoded = [](Combine combine) { return combine == Combine::recode; };
-constexpr auto kUndivided = [](Combine combine) { return combine != Combine::recode; };
+
+size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 std::vector<Run> pick(const CodedArgs& args, bool gathered) {
   std::vector<Run> result;
@@ -49,147 +51,39 @@ size_t row_numel(const CodedArgs& args) {
   return args.pieces.size == 0 ? 0 : args.pieces.end()[-1].offset + args.pieces.end()[-1].numel;
 }
 
-void divide(const CodedArgs& args, Span<const Run> runs, float* values, int by, Stream stream,
-            bool (*choose)(Combine)) {
-  if (!args.average) return;
-  for (const Run& run : runs) {
-    const Piece& piece = args.pieces[run.piece];
-    if (!choose(piece.codec->combine())) continue;
-    device::divide({values + piece.offset + run.offset, run.numel}, static_cast<float>(by), stream);
-  }
-}
-
 }  // namespace
 
-/// One operation with codecs.
-class DeviceGroup::Impl::Coded {
+/// How an operation with codecs is cut, and the memory that it works in.
+class DeviceGroup::Impl::Cuts {
  public:
-  /// `rows` of the data, of which each rank encodes all or its own.
-  Coded(Impl& group, Op op, const CodedArgs& args, size_t rows, Stream stream)
+  Cuts(const Impl& group, Op op, const CodedArgs& args)
       : group_(group),
         op_(op),
         args_(args),
-        stream_(stream),
-        n_(group.size()),
-        me_(group.rank()),
-        place_bytes_(group.coded_bytes() / (n_ + 3) / kAlign * kAlign),
-        values_(coded::values_of(args.pieces)),
-        agreed_(args, values_, row_numel(args), rows),
-        coder_(args, &agreed_, me_, n_, group.scratch(), stream, coded::Packing::fixed) {
-    coded::check(name(op), args, rows);
-    if (group.index() >= 0) check_feedback();
-    OpTag tag;
-    tag.op = op;
-    tag.numel = args.data.size;
-    tag.redop = args.average ? ReduceOp::avg : ReduceOp::sum;
-    tag.codec = coded::signature(args);
-    coded::label(args).copy(tag.label, sizeof tag.label - 1);
-    call_ = group.begin(tag, stream);
+        place_bytes_(group.coded_bytes() / (group.size() + 3) / kAlign * kAlign),
+        owned_(layout(op == Op::all_reduce ? pick(args, false) : std::vector<Run>(), group.size())),
+        shown_(layout(op == Op::all_reduce ? pick(args, true) : coded::values_of(args.pieces), 1)) {
+    look(owned_, group.size());
+    look(shown_, 1);
   }
 
-  void all_reduce() {
-    agree();
-    const Layout owned = layout(pick(args_, false), n_), shown = layout(pick(args_, true), 1);
-    size_t stages = shown.count(0);
-    for (int r = 0; r < n_; r++) stages = std::max(stages, owned.count(r));
-    for (size_t s = 0; s < stages; s++) {
-      for (int i = 1; i <= n_; i++) {
-        const int owner = (me_ + i) % n_;  // not all to the same rank at once
-        if (s < owned.count(owner)) encode(Hop::worker, owned, owner, s, data(), inbox(owner, me_));
-      }
-      meet();
-      if (s < owned.count(me_)) {
-        sum(owned, me_, s, [&](int r) { return inbox(me_, r); }, data());
-        divide(args_, owned.runs(owned.at(me_, s)), data(), n_, stream_, kRecoded);
-        encode(Hop::owner, owned, me_, s, data(), result(me_));
-      }
-      if (s < shown.count(0)) encode(Hop::worker, shown, 0, s, data(), own(me_));
-      meet();
-      for (int i = 0; i < n_; i++) {
-        const int owner = (me_ + i) % n_;
-        if (s >= owned.count(owner)) continue;
-        decode(owned, owner, s, result(owner), data(), false);
-        divide(args_, owned.runs(owned.at(owner, s)), data(), n_, stream_, kUndivided);
-      }
-      if (s < shown.count(0)) {
-        sum(shown, 0, s, [&](int r) { return own(r); }, data());
-        divide(args_, shown.runs(shown.at(0, s)), data(), n_, stream_, kUndivided);
-      }
-    }
-  }
+  /// What all ranks share in: a chunk for each of them, and what each shows to all.
+  const Layout& owned() const { return owned_; }
+  const Layout& shown() const { return shown_; }
+  /// Of a payload in what a rank shows.
+  size_t place_bytes() const { return place_bytes_; }
+  /// Of the scratch memory of a GPU's stream: float32 of values of 16 bits, then what codecs need.
+  size_t landing_bytes() const { return aligned(landing_numel_ * sizeof(float)); }
+  size_t scratch_bytes() const { return landing_bytes() + codec_bytes_; }
 
-  void reduce_scatter(float* out) {
-    agree();
-    const Layout layout = this->layout(values_, 1);
-    for (size_t s = 0; s < layout.count(0); s++) {
-      for (int i = 1; i <= n_; i++) {
-        const int owner = (me_ + i) % n_;
-        const float* const row = data() + static_cast<size_t>(owner) * row_numel(args_);
-        encode(Hop::worker, layout, 0, s, row, inbox(owner, me_), static_cast<size_t>(owner));
-      }
-      meet();
-      sum(layout, 0, s, [&](int r) { return inbox(me_, r); }, out);
-      divide(args_, layout.runs(layout.at(0, s)), out, n_, stream_, kAll);
-      meet();
-    }
-  }
-
-  void all_gather(float* out) {
-    const Layout layout = this->layout(values_, 1);
-    for (size_t s = 0; s < layout.count(0); s++) {
-      meet();
-      const Coder alone(args_, nullptr, me_, n_, group_.scratch(), stream_, coded::Packing::fixed);
-      alone.encode(Hop::worker, layout.runs(layout.at(0, s)), data(), own(me_));
-      meet();
-      for (int i = 0; i < n_; i++) {
-        const int r = (me_ + i) % n_;
-        decode(layout, 0, s, own(r), out + static_cast<size_t>(r) * row_numel(args_), false);
-      }
-    }
+  [[noreturn]] void too_large(size_t bytes) const {
+    group_.fail(op_, "needs places of " + std::to_string(bytes) +
+                         " bytes, but of coded_bytes = " + std::to_string(group_.coded_bytes()) +
+                         " one of " + std::to_string(group_.size() + 3) + " has " +
+                         std::to_string(place_bytes_));
   }
 
  private:
-  // Codecs with other feedback keep what they work on in memory of the host.
-  void check_feedback() const {
-    for (const Piece& piece : args_.pieces) {
-      for (const feedback::Feedback* one : {&piece.worker, &piece.owner}) {
-        const bool plain = one->kind == feedback::Kind::residual &&
-                           one->storage == feedback::Storage::float32 && !one->momentum;
-        if (*one && !plain) {
-          group_.fail(op_, "on a GPU takes feedback of kind residual in float32 only");
-        }
-      }
-      if (piece.mean) group_.fail(op_, "on a GPU has no EF21");
-      if (piece.codec->agrees() && op_ == Op::all_gather) {
-        group_.fail(op_, "on a GPU does not take " + piece.codec->spec());
-      }
-    }
-  }
-
-  float* data() const { return args_.data.data; }
-  uint8_t* place(int rank, int index) const {
-    return group_.coded(rank) + static_cast<size_t>(index) * place_bytes_;
-  }
-  uint8_t* inbox(int rank, int from) const { return place(rank, from); }
-  uint8_t* result(int rank) const { return place(rank, n_); }
-  uint8_t* own(int rank) const { return place(rank, n_ + 1); }
-  float* numbers() const { return reinterpret_cast<float*>(place(me_, n_ + 2)); }
-
-  void meet() { group_.meet(call_, stream_); }
-
-  void agree() {
-    if (agreed_.count() == 0) return;
-    if (agreed_.count() * sizeof(float) > place_bytes_) too_large(agreed_.count() * sizeof(float));
-    agreed_.put(numbers());
-    agreed_.measure(stream_, group_.scratch());
-    OpTag tag;
-    tag.op = Op::all_reduce;
-    tag.numel = agreed_.count();
-    tag.redop = ReduceOp::max;
-    const device::ReduceAlgo algo = group_.choose(tag.numel * sizeof(float));
-    group_.all_reduce(agreed_.numbers(), tag, algo, 1.0, stream_);
-  }
-
   /// In segments of which each fits in a place.
   Layout layout(const std::vector<Run>& values, int owners) const {
     for (size_t numel = std::max<size_t>(1, coded::numel_of(values));; numel = (numel + 1) / 2) {
@@ -204,53 +98,258 @@ class DeviceGroup::Impl::Coded {
       if (numel == 1) too_large(most);
     }
   }
-  [[noreturn]] void too_large(size_t bytes) const {
-    group_.fail(op_, "needs places of " + std::to_string(bytes) + " bytes, but of coded_bytes = " +
-                         std::to_string(group_.coded_bytes()) + " one of " +
-                         std::to_string(n_ + 3) + " has " + std::to_string(place_bytes_));
+
+  void look(const Layout& layout, int owners) {
+    for (int r = 0; r < owners; r++) {
+      for (size_t s = 0; s < layout.count(r); s++) {
+        size_t numel = 0;
+        for (const Run& run : layout.runs(layout.at(r, s))) {
+          numel += run.numel;
+          const Codec& codec = *args_.pieces[run.piece].codec;
+          codec_bytes_ = std::max(codec_bytes_, codec.scratch_bytes(run.numel));
+          if (codec.agrees()) numel = std::max(numel, Agreed::kSlice);
+        }
+        if (args_.data.dtype != DType::float32) landing_numel_ = std::max(landing_numel_, numel);
+      }
+    }
   }
 
-  void encode(Hop hop, const Layout& layout, int owner, size_t s, const float* values, uint8_t* out,
-              size_t row = 0) const {
-    coder_.encode(hop, layout.runs(layout.at(owner, s)), values, out, row);
+  const Impl& group_;
+  const Op op_;
+  const CodedArgs& args_;
+  const size_t place_bytes_;
+  size_t landing_numel_ = 0, codec_bytes_ = 0;
+  const Layout owned_, shown_;
+};
+
+/// One operation with codecs.
+class DeviceGroup::Impl::Coded {
+ public:
+  /// `rows` of the data, of which each rank encodes all or its own. `out`: where results go.
+  Coded(Impl& group, Op op, const CodedArgs& args, void* out, size_t rows, Stream stream,
+        float* found_inf)
+      : group_(group),
+        op_(op),
+        args_(args),
+        out_{out, args.data.size, args.data.dtype},
+        stream_(stream),
+        found_inf_(found_inf),
+        n_(group.size()),
+        me_(group.rank()),
+        cuts_(checked(group, op, args, rows)),
+        room_(stream.scratch.data ? reinterpret_cast<float*>(stream.scratch.data) : nullptr),
+        values_(coded::values_of(args.pieces)),
+        agreed_(args, values_, row_numel(args), rows),
+        coder_(args, &agreed_, me_, n_, group.scratch(), of_codecs(), coded::Packing::fixed) {
+    OpTag tag;
+    tag.op = op;
+    tag.numel = args.data.size;
+    tag.dtype = args.data.dtype;
+    tag.redop = args.average ? ReduceOp::avg : ReduceOp::sum;
+    tag.codec = coded::signature(args);
+    coded::label(args).copy(tag.label, sizeof tag.label - 1);
+    call_ = group.begin(tag, stream);
   }
-  void decode(const Layout& layout, int owner, size_t s, const uint8_t* payload, float* values,
+
+  void all_reduce() {
+    agree();
+    const Layout &owned = cuts_.owned(), &shown = cuts_.shown();
+    const Landing landing = landing_at(args_.data.data, found_inf_);
+    size_t stages = shown.count(0);
+    for (int r = 0; r < n_; r++) stages = std::max(stages, owned.count(r));
+    for (size_t s = 0; s < stages; s++) {
+      for (int i = 1; i <= n_; i++) {
+        const int owner = (me_ + i) % n_;  // not all to the same rank at once
+        if (s < owned.count(owner)) encode(owned, owner, s, landing, inbox(owner, me_));
+      }
+      meet();
+      if (s < owned.count(me_)) {
+        const Span<const Run> runs = owned.runs(owned.at(me_, s));
+        const Floats total = sum(owned, me_, s, [&](int r) { return inbox(me_, r); }, landing);
+        landing.average(runs, total, coded::recoded);
+        coder_.encode(Hop::owner, runs, total, result(me_));
+      }
+      if (s < shown.count(0)) encode(shown, 0, s, landing, own(me_));
+      meet();
+      for (int i = 0; i < n_; i++) {
+        const int owner = (me_ + i) % n_;
+        if (s < owned.count(owner)) take(owned, owner, s, result(owner), landing, coded::undivided);
+      }
+      if (s < shown.count(0)) {
+        const Floats total = sum(shown, 0, s, [&](int r) { return own(r); }, landing);
+        landing.finish(shown.runs(shown.at(0, s)), total, coded::undivided);
+      }
+    }
+  }
+
+  void reduce_scatter() {
+    agree();
+    const Layout& layout = cuts_.shown();
+    const Landing to = landing_at(out_.data, found_inf_);
+    for (size_t s = 0; s < layout.count(0); s++) {
+      for (int i = 1; i <= n_; i++) {
+        const auto owner = static_cast<size_t>((me_ + i) % n_);
+        const Landing row = landing_at(args_.data.at(owner * row_numel(args_)), nullptr);
+        encode(layout, 0, s, row, inbox(static_cast<int>(owner), me_), owner);
+      }
+      meet();
+      const Floats total = sum(layout, 0, s, [&](int r) { return inbox(me_, r); }, to);
+      to.finish(layout.runs(layout.at(0, s)), total, coded::all);
+      meet();
+    }
+    if (found_inf_) all_reduce_max(found_inf_, 1);  // what one owner knows, all must know
+  }
+
+  void all_gather() {
+    const Layout& layout = cuts_.shown();
+    const Landing from = landing_at(args_.data.data, nullptr);
+    const Coder alone(args_, nullptr, me_, n_, group_.scratch(), of_codecs(),
+                      coded::Packing::fixed);
+    for (size_t s = 0; s < layout.count(0); s++) {
+      meet();
+      const Span<const Run> runs = layout.runs(layout.at(0, s));
+      alone.encode(Hop::worker, runs, from.read(runs), own(me_));
+      meet();
+      for (int i = 0; i < n_; i++) {
+        const int r = (me_ + i) % n_;
+        const Landing row =
+            landing_at(out_.at(static_cast<size_t>(r) * row_numel(args_)), found_inf_);
+        take(layout, 0, s, own(r), row, coded::none);
+      }
+    }
+  }
+
+ private:
+  /// Throws Error if an operation cannot be.
+  static Cuts checked(const Impl& group, Op op, const CodedArgs& args, size_t rows) {
+    coded::check(name(op), args, rows);
+    if (group.index() >= 0) check_feedback(group, op, args);
+    return Cuts(group, op, args);
+  }
+  // Codecs with other feedback keep what they work on in memory of the host.
+  static void check_feedback(const Impl& group, Op op, const CodedArgs& args) {
+    for (const Piece& piece : args.pieces) {
+      for (const feedback::Feedback* one : {&piece.worker, &piece.owner}) {
+        const bool plain = one->kind == feedback::Kind::residual &&
+                           one->storage == feedback::Storage::float32 && !one->momentum;
+        if (*one && !plain) {
+          group.fail(op, "on a GPU takes feedback of kind residual in float32 only");
+        }
+      }
+      if (piece.mean) group.fail(op, "on a GPU has no EF21");
+      if (piece.codec->agrees() && op == Op::all_gather) {
+        group.fail(op, "on a GPU does not take " + piece.codec->spec());
+      }
+    }
+  }
+
+  /// The stream with the scratch memory of codecs.
+  Stream of_codecs() const {
+    if (stream_.device == Device::cpu) return stream_;
+    if (stream_.scratch.size < cuts_.scratch_bytes()) {
+      group_.fail(op_, "takes " + std::to_string(cuts_.scratch_bytes()) +
+                           " bytes of scratch memory, and the stream brings " +
+                           std::to_string(stream_.scratch.size));
+    }
+    Stream stream = stream_;
+    const size_t landing = cuts_.landing_bytes();
+    stream.scratch = stream_.scratch.sub(landing, stream_.scratch.size - landing);
+    return stream;
+  }
+  Landing landing_at(const void* values, float* found_inf) const {
+    return {args_, values, n_, group_.scratch(), found_inf, stream_, room_};
+  }
+
+  uint8_t* place(int rank, int index) const {
+    return group_.coded(rank) + static_cast<size_t>(index) * cuts_.place_bytes();
+  }
+  uint8_t* inbox(int rank, int from) const { return place(rank, from); }
+  uint8_t* result(int rank) const { return place(rank, n_); }
+  uint8_t* own(int rank) const { return place(rank, n_ + 1); }
+  float* numbers() const { return reinterpret_cast<float*>(place(me_, n_ + 2)); }
+
+  void meet() { group_.meet(call_, stream_); }
+
+  void all_reduce_max(float* numbers, size_t numel) {
+    OpTag tag;
+    tag.op = Op::all_reduce;
+    tag.numel = numel;
+    tag.redop = ReduceOp::max;
+    group_.all_reduce(numbers, tag, group_.choose(numel * sizeof(float)), 1.0, stream_);
+  }
+
+  void agree() {
+    if (agreed_.count() == 0) return;
+    const size_t bytes = agreed_.count() * sizeof(float);
+    if (bytes > cuts_.place_bytes()) cuts_.too_large(bytes);
+    agreed_.put(numbers());
+    agreed_.measure(stream_, group_.scratch(), room_);
+    all_reduce_max(agreed_.numbers(), agreed_.count());
+  }
+
+  void encode(const Layout& layout, int owner, size_t s, const Landing& from, uint8_t* out,
+              size_t row = 0) const {
+    const Span<const Run> runs = layout.runs(layout.at(owner, s));
+    coder_.encode(Hop::worker, runs, from.read(runs), out, row);
+  }
+  void decode(const Layout& layout, int owner, size_t s, const uint8_t* payload, Floats values,
               bool add) const {
     const Segment& segment = layout.at(owner, s);
     coder_.decode(layout.runs(segment), {payload, segment.bytes}, values, add, owner);
   }
+  /// One payload is the result.
+  void take(const Layout& layout, int owner, size_t s, const uint8_t* payload, const Landing& to,
+            bool (*choose)(Combine)) const {
+    const Span<const Run> runs = layout.runs(layout.at(owner, s));
+    const Floats values = to.room(runs);
+    decode(layout, owner, s, payload, values, false);
+    to.finish(runs, values, choose);
+  }
   /// In rank order.
   template <typename Payload>
-  void sum(const Layout& layout, int owner, size_t s, const Payload& payload, float* values) const {
+  Floats sum(const Layout& layout, int owner, size_t s, const Payload& payload,
+             const Landing& at) const {
+    const Floats values = at.room(layout.runs(layout.at(owner, s)));
     for (int r = 0; r < n_; r++) decode(layout, owner, s, payload(r), values, r > 0);
+    return values;
   }
 
   Impl& group_;
   const Op op_;
   const CodedArgs& args_;
+  const Values out_;
   const Stream stream_;
+  float* const found_inf_;
   const int n_, me_;
-  const size_t place_bytes_;
+  const Cuts cuts_;
+  float* const room_;
   const std::vector<Run> values_;
   Agreed agreed_;
   const Coder coder_;
   device::Call call_;
 };
 
-void DeviceGroup::all_reduce_coded(const CodedArgs& args, Stream stream) {
-  const device::Guard guard(index());
-  Impl::Coded(*impl_, Op::all_reduce, args, 1, stream).all_reduce();
+size_t DeviceGroup::coded_scratch_bytes(Op op, const CodedArgs& args) const {
+  const size_t bytes = Impl::Cuts(*impl_, op, args).scratch_bytes();
+  return index() < 0 ? 0 : bytes;
 }
 
-void DeviceGroup::reduce_scatter_coded(const CodedArgs& args, float* out, Stream stream) {
+void DeviceGroup::all_reduce_coded(const CodedArgs& args, Stream stream, float* found_inf) {
   const device::Guard guard(index());
-  Impl::Coded(*impl_, Op::reduce_scatter, args, static_cast<size_t>(size()), stream)
-      .reduce_scatter(out);
+  Impl::Coded(*impl_, Op::all_reduce, args, args.data.data, 1, stream, found_inf).all_reduce();
 }
 
-void DeviceGroup::all_gather_coded(const CodedArgs& args, float* out, Stream stream) {
+void DeviceGroup::reduce_scatter_coded(const CodedArgs& args, void* out, Stream stream,
+                                       float* found_inf) {
   const device::Guard guard(index());
-  Impl::Coded(*impl_, Op::all_gather, args, 1, stream).all_gather(out);
+  const auto rows = static_cast<size_t>(size());
+  Impl::Coded(*impl_, Op::reduce_scatter, args, out, rows, stream, found_inf).reduce_scatter();
+}
+
+void DeviceGroup::all_gather_coded(const CodedArgs& args, void* out, Stream stream,
+                                   float* found_inf) {
+  const device::Guard guard(index());
+  Impl::Coded(*impl_, Op::all_gather, args, out, 1, stream, found_inf).all_gather();
 }
 
 }  // namespace pycomm

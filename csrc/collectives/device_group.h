@@ -75,12 +75,18 @@ class PYCOMM_API DeviceGroup {
   /// What is queued behind it starts when all ranks have come here.
   void barrier(Stream stream);
 
-  // With codecs, on float32; pieces as those of Communicator. Feedback is of kind residual, stored
-  // as float32 in memory of our GPU.
+  // With codecs; dtypes and pieces as those of Communicator. On a GPU feedback is of kind residual,
+  // stored as float32 in its memory. `found_inf`, in memory of our GPU, becomes 1 if a value of the
+  // result is Inf or NaN on any rank, else stays as it was; null: nobody asks.
 
-  void all_reduce_coded(const CodedArgs& args, Stream stream);
-  void reduce_scatter_coded(const CodedArgs& args, float* out, Stream stream);
-  void all_gather_coded(const CodedArgs& args, float* out, Stream stream);
+  /// How much scratch memory the stream of such an operation must bring. Throws Error if a tensor
+  /// that cannot be cut does not fit in coded_bytes.
+  size_t coded_scratch_bytes(Op op, const CodedArgs& args) const;
+  void all_reduce_coded(const CodedArgs& args, Stream stream, float* found_inf = nullptr);
+  void reduce_scatter_coded(const CodedArgs& args, void* out, Stream stream,
+                            float* found_inf = nullptr);
+  void all_gather_coded(const CodedArgs& args, void* out, Stream stream,
+                        float* found_inf = nullptr);
 
   /// Throws what a kernel has reported since the start, if anything: Timeout that names the rank it
   /// waited for and the operation, WireMismatch, or Error with the reason of an abort. After that

@@ -15,7 +15,8 @@ namespace pycomm {
 
 class DeviceGroup::Impl {
  public:
-  class Coded;  // device_coded.cpp
+  class Cuts;  // device_coded.cpp
+  class Coded;
 
   Impl(const Rendezvous& meeting, int index, DeviceGroupOptions options);
   ~Impl();

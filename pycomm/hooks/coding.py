@@ -7,7 +7,7 @@ coded_coder.h, on the codecs' tensor interface.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import lcm
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pycomm import feedback
 from pycomm.codecs import RandomKey
+from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.hooks.bucket import Piece
 
@@ -125,20 +126,27 @@ class Coder:
         self.agreed = agreed
 
     def encode(
-        self, runs: Sequence[Run], values: torch.Tensor, *, worker: bool, row: int = 0
+        self,
+        runs: Sequence[Run],
+        values: Iterable[torch.Tensor],
+        device: torch.device,
+        *,
+        worker: bool,
+        row: int = 0,
     ) -> torch.Tensor:
         """Return the payloads of some runs, one behind the other (uint8 [bytes that are used]).
 
         Args:
             runs: what to encode.
-            values: float32 [numel of the bucket].
+            values: float32 of each run; see `widened`.
+            device: where they are.
             worker: as a contribution, with the worker's residual; else as an owner's result.
             row: of the residuals, where they have one for each owner; each has random numbers of
                 its own.
         """
-        out = torch.empty(total_bytes(runs), dtype=torch.uint8, device=values.device)
+        out = torch.empty(total_bytes(runs), dtype=torch.uint8, device=device)
         at = 0
-        for run in runs:
+        for run, floats in zip(runs, values, strict=True):
             codec, payload = run.piece.codec, out[at : at + run.bytes]
             agreed = None
             if codec.agrees and self.agreed is not None and (worker or codec.combine == "sum"):
@@ -149,7 +157,7 @@ class Coder:
             # What an owner adds to a sum of the codec's own kind must not be lost: it has no error.
             if residual is None or not (worker or codec.combine != "sum"):
                 codec.encode(
-                    run.of(values),
+                    floats,
                     payload,
                     key=key,
                     index=run.begin,
@@ -159,7 +167,7 @@ class Coder:
             else:
                 feedback.encode(
                     codec,
-                    run.of(values),
+                    floats,
                     payload,
                     residual,
                     worker=worker,
@@ -172,15 +180,20 @@ class Coder:
         return out[:at]
 
     def decode(
-        self, runs: Sequence[Run], payload: torch.Tensor, values: torch.Tensor, *, add: bool
+        self,
+        runs: Sequence[Run],
+        payload: torch.Tensor,
+        values: Sequence[torch.Tensor],
+        *,
+        add: bool,
     ) -> None:
-        """Write the values of some runs, or add to them.
+        """Write the values of some runs, float32 of each, or add to them.
 
         Raises:
             WireMismatch: a payload's own words about its size cannot be true.
         """
         at = 0
-        for run in runs:
+        for run, floats in zip(runs, values, strict=True):
             codec, part = run.piece.codec, payload[at : at + run.bytes]
             used = run.bytes
             if codec.variable:
@@ -193,7 +206,7 @@ class Coder:
                 padded = payload.new_zeros(run.bytes)
                 padded[:used] = part[:used]
                 part = padded
-            (codec.decode_add if add else codec.decode)(part, run.of(values))
+            (codec.decode_add if add else codec.decode)(part, floats)
             at += used
 
     def _key(self, piece: Piece, worker: bool, row: int) -> RandomKey:
@@ -210,6 +223,37 @@ class Coder:
         return RandomKey(seed, self.step, piece.tensor, rank, ranks)
 
 
+# Float32 values of a bucket are encoded and decoded where they lie. Of a bucket of 16 bits each run
+# is widened when its turn comes and narrowed in the end, so there is no float32 copy of the bucket.
+
+
+def widened(runs: Sequence[Run], values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the float32 of each run of a bucket, one at a time."""
+    for run in runs:
+        part = run.of(values)
+        yield part if part.dtype == torch.float32 else convert(part, torch.float32)
+
+
+def landing(runs: Sequence[Run], values: torch.Tensor) -> list[torch.Tensor]:
+    """Return where each run of a bucket can be decoded; what is there means nothing."""
+    parts = [run.of(values) for run in runs]
+    return [
+        p if p.dtype == torch.float32 else torch.empty_like(p, dtype=torch.float32) for p in parts
+    ]
+
+
+def finish(
+    runs: Sequence[Run],
+    parts: Sequence[torch.Tensor],
+    values: torch.Tensor,
+    divisors: Sequence[int],
+    found_inf: torch.Tensor,
+) -> None:
+    """Divide what has landed and put it in the bucket; the flag tells of Inf and NaN there."""
+    for run, part, divisor in zip(runs, parts, divisors, strict=True):
+        convert(part, run.of(values), divisor=divisor, found_inf=found_inf)
+
+
 def agree(
     pieces: Sequence[Piece], rows: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dict[tuple[int, int], torch.Tensor]:
@@ -217,7 +261,7 @@ def agree(
 
     Args:
         pieces: of a bucket.
-        rows: float32 [numel of the bucket] each.
+        rows: floats of 16 or 32 bits [numel of the bucket] each.
         group: where to agree.
 
     Returns:
@@ -229,7 +273,7 @@ def agree(
     measured = {}
     for row, values in enumerate(rows):
         for piece in wanted:
-            part = values[piece.offset : piece.offset + piece.numel]
+            (part,) = widened(whole([piece]), values)
             numbers = feedback.measure(piece.codec, part, piece.residual, row=row)
             measured[piece.offset, row] = numbers
     ours = torch.cat(list(measured.values()))
@@ -249,11 +293,6 @@ def gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     result = tensor.new_empty(group.size(), tensor.numel())
     gather(result.view(-1), tensor, group=group)
     return result
-
-
-def divide(values: torch.Tensor, ranks: int) -> None:
-    """Divide in place, exactly: torch multiplies by the reciprocal of a number."""
-    values.div_(values.new_tensor(float(ranks)).expand_as(values))
 
 
 def _used(payload: torch.Tensor) -> int:

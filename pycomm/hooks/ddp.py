@@ -97,8 +97,8 @@ def compress_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
 
     Args:
         state: codec and feedback; the same on all ranks.
-        bucket: float32, or 16-bit floats, which are converted to float32 and back. Other dtypes are
-            averaged as they are.
+        bucket: float32, or 16-bit floats, which are added up in float32 and rounded once. Other
+            dtypes are averaged as they are.
 
     Returns:
         A future of the bucket's tensor.

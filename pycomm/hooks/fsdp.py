@@ -198,10 +198,9 @@ class FSDPState(CompressionState):
                 if probe is not None:
                     probe.finish(output)
             return
-        result = output if output.dtype == torch.float32 else output.float()
         finite = two_shot.reduce_scatter(
-            result,
-            input.float(),
+            output,
+            input,
             bucket,
             group,
             seed=self.seed,
@@ -209,8 +208,6 @@ class FSDPState(CompressionState):
             average=average,
         )
         self._finite.append(lambda: bool(finite))
-        if result is not output:
-            output.copy_(result)
         if probe is not None:
             probe.finish(output)
 
@@ -241,10 +238,7 @@ class FSDPState(CompressionState):
                 output, input, bucket.native, bucket.sides, self.seed, self.step
             )
             return work
-        result = output if output.dtype == torch.float32 else output.float()
-        two_shot.all_gather(result, input.float(), bucket, group, seed=self.seed, step=self.step)
-        if result is not output:
-            output.copy_(result)
+        two_shot.all_gather(output, input, bucket, group, seed=self.seed, step=self.step)
         return None
 
     def all_reduce(

@@ -89,8 +89,8 @@ class BucketReducer:
 
         Args:
             tensor: the gradients of the named parameters, one behind the other. float32, or 16-bit
-                floats, which are converted to float32 and back. Other dtypes are averaged as they
-                are.
+                floats, which are added up in float32 and rounded once. Other dtypes are averaged as
+                they are.
             names: as they were added; equal on all ranks.
 
         Returns:
@@ -153,12 +153,12 @@ class BucketReducer:
             if probe is None:
                 return coded
             return coded.then(lambda future: probe.finish(future.value()))
-        values = tensor.float().contiguous()
+        values = tensor.contiguous()
         finite = two_shot.all_reduce(
             values, bucket, self.process_group, seed=self.seed, step=self.step
         )
         self._finite.append(lambda: bool(finite))
-        if values.data_ptr() != tensor.data_ptr():
+        if values is not tensor:
             tensor.copy_(values)
         if probe is not None:
             probe.finish(tensor)

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.feedback import add_mean
 from pycomm.hooks.bucket import Bucket
@@ -22,11 +23,13 @@ from pycomm.hooks.coding import (
     Run,
     agree,
     chunks,
-    divide,
+    finish,
     gather_equal,
     is_variable,
+    landing,
     total_bytes,
     whole,
+    widened,
 )
 
 
@@ -45,7 +48,7 @@ def all_reduce(
     there is no owner ("gather").
 
     Args:
-        values: float32 [bucket.numel], contiguous; holds the result afterwards.
+        values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
         bucket: what lies where, with which residual.
         group: any process group whose backend has all_to_all_single and all_gather.
         seed: equal on all ranks.
@@ -57,45 +60,70 @@ def all_reduce(
     Raises:
         WireMismatch: a rank sends payloads of impossible sizes.
     """
+    if values.dtype != torch.float32 and any(p.residual and p.residual.mean for p in bucket.pieces):
+        # EF21 adds to all of the result before it is rounded.
+        wide = convert(values, torch.float32)
+        all_reduce(wide, bucket, group, seed=seed, step=step)
+        found_inf = _flag(values)
+        convert(wide, values, found_inf=found_inf)
+        return found_inf[0] == 0
     rank, ranks = group.rank(), group.size()
     agreed = agree(bucket.pieces, [values], group)
     coder = Coder(rank, ranks, seed=seed, step=step, agreed=agreed)
+    found_inf = _flag(values)
 
     dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
     if dense:
-        _reduce_dense(values, chunks(dense, ranks), coder, group)
+        _reduce_dense(values, chunks(dense, ranks), coder, group, found_inf)
     shown = whole([p for p in bucket.pieces if p.codec.combine == "gather"])
     if shown:
-        ours, most = coder.encode(shown, values, worker=True), [total_bytes(shown)] * ranks
+        ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
+        most, sums = [total_bytes(shown)] * ranks, landing(shown, values)
         for r, payload in enumerate(_all_gather(ours, most, is_variable(shown), group)):
-            coder.decode(shown, payload, values, add=r > 0)
-        for run in shown:
-            divide(run.of(values), ranks)
+            coder.decode(shown, payload, sums, add=r > 0)
+        finish(shown, sums, values, [ranks] * len(shown), found_inf)
+    _add_means(bucket, values, found_inf)
+    return found_inf[0] == 0
+
+
+def _flag(like: torch.Tensor) -> torch.Tensor:
+    """For `convert`: whether something has overflowed."""
+    return torch.zeros(1, dtype=torch.float32, device=like.device)
+
+
+def _add_means(bucket: Bucket, values: torch.Tensor, found_inf: torch.Tensor) -> None:
     for piece in bucket.pieces:
-        add_mean(piece.residual, values[piece.offset : piece.offset + piece.numel])
-    return values.isfinite().all()
+        if piece.residual is not None and piece.residual.mean is not None:
+            part = values[piece.offset : piece.offset + piece.numel]
+            add_mean(piece.residual, part)
+            convert(part, found_inf=found_inf)
 
 
 def _reduce_dense(
-    values: torch.Tensor, owned: list[list[Run]], coder: Coder, group: dist.ProcessGroup
+    values: torch.Tensor,
+    owned: list[list[Run]],
+    coder: Coder,
+    group: dist.ProcessGroup,
+    found_inf: torch.Tensor,
 ) -> None:
     """Two shots: to the owners, who add, and back to all."""
     rank, ranks = group.rank(), group.size()
     variable = any(is_variable(runs) for runs in owned)
     mine = owned[rank]
-    sent = [coder.encode(runs, values, worker=True) for runs in owned]
+    sent = [coder.encode(runs, widened(runs, values), values.device, worker=True) for runs in owned]
+    sums = landing(mine, values)
     for r, payload in enumerate(_all_to_all(sent, total_bytes(mine), variable, group)):
-        coder.decode(mine, payload, values, add=r > 0)
-    for run in mine:
+        coder.decode(mine, payload, sums, add=r > 0)
+    for run, part in zip(mine, sums, strict=True):
         if run.piece.codec.combine == "recode":
-            divide(run.of(values), ranks)
-    result = coder.encode(mine, values, worker=False)
+            convert(part, divisor=ranks)
+    result = coder.encode(mine, sums, values.device, worker=False)
     results = _all_gather(result, [total_bytes(runs) for runs in owned], variable, group)
     for runs, payload in zip(owned, results, strict=True):
-        coder.decode(runs, payload, values, add=False)
-        for run in runs:
-            if run.piece.codec.combine == "sum":
-                divide(run.of(values), ranks)
+        parts = landing(runs, values)
+        coder.decode(runs, payload, parts, add=False)
+        divisors = [ranks if run.piece.codec.combine == "sum" else 1 for run in runs]
+        finish(runs, parts, values, divisors, found_inf)
 
 
 def reduce_scatter(
@@ -116,8 +144,8 @@ def reduce_scatter(
     encoded as a tensor of its own, with index 0 at its start and random numbers that depend on r.
 
     Args:
-        output: float32 [bucket.numel], contiguous.
-        input: float32 [ranks, bucket.numel], contiguous.
+        output: floats of 16 or 32 bits [bucket.numel], contiguous.
+        input: likewise [ranks, bucket.numel], contiguous.
         bucket: what lies where in a row; made with ``rows=ranks``.
         group: any process group whose backend has all_to_all_single and all_reduce.
         seed: equal on all ranks.
@@ -135,16 +163,23 @@ def reduce_scatter(
     agreed = agree(bucket.pieces, rows, group)
     coder = Coder(rank, ranks, seed=seed, step=step, agreed=agreed)
     runs = whole(bucket.pieces)
-    sent = [coder.encode(runs, values, worker=True, row=r) for r, values in enumerate(rows)]
+    sent = [
+        coder.encode(runs, widened(runs, values), values.device, worker=True, row=r)
+        for r, values in enumerate(rows)
+    ]
+    means = any(piece.residual and piece.residual.mean for piece in bucket.pieces)
+    result = output.float() if means else output  # EF21 adds to it before it is rounded
+    sums = landing(runs, result)
     for r, payload in enumerate(_all_to_all(sent, total_bytes(runs), is_variable(runs), group)):
-        coder.decode(runs, payload, output, add=r > 0)
-    if average:
-        divide(output, ranks)
-    for piece in bucket.pieces:
-        add_mean(piece.residual, output[piece.offset : piece.offset + piece.numel])
-    finite = output.isfinite().all().to(torch.uint8)
+        coder.decode(runs, payload, sums, add=r > 0)
+    found_inf = _flag(output)
+    finish(runs, sums, result, [ranks if average else 1] * len(runs), found_inf)
+    _add_means(bucket, result, found_inf)
+    if result is not output:
+        convert(result, output, found_inf=found_inf)
+    finite = (found_inf == 0).to(torch.uint8)
     dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
-    return finite.bool()
+    return finite[0] == 1
 
 
 def all_gather(
@@ -161,8 +196,8 @@ def all_gather(
     Our own row goes through the codec too, so all ranks have the same bits.
 
     Args:
-        output: float32 [ranks, bucket.numel], contiguous.
-        input: float32 [bucket.numel], contiguous; may be our row of the output.
+        output: floats of 16 or 32 bits [ranks, bucket.numel], contiguous.
+        input: likewise [bucket.numel], contiguous; may be our row of the output.
         bucket: what lies where in a row.
         group: any process group whose backend has all_gather.
         seed: equal on all ranks.
@@ -177,11 +212,14 @@ def all_gather(
     rank, ranks = group.rank(), group.size()
     coder = Coder(rank, ranks, seed=seed, step=step)
     runs = whole(bucket.pieces)
-    ours = coder.encode(runs, input, worker=True)
+    ours = coder.encode(runs, widened(runs, input), input.device, worker=True)
     payloads = _all_gather(ours, [total_bytes(runs)] * ranks, is_variable(runs), group)
+    found_inf = _flag(output)
     for values, payload in zip(output.view(ranks, -1), payloads, strict=True):
-        coder.decode(runs, payload, values, add=False)
-    return output.isfinite().all()
+        parts = landing(runs, values)
+        coder.decode(runs, payload, parts, add=False)
+        finish(runs, parts, values, [1] * len(runs), found_inf)
+    return found_inf[0] == 0
 
 
 def _all_to_all(

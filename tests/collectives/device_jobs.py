@@ -214,14 +214,38 @@ SPECS = [
 ]
 
 
-class Bucket:
-    """One rank's gradients and residuals, and the pieces that name them on its device."""
+def converted(array: np.ndarray, source: str, target: str) -> np.ndarray:
+    """Floats of one dtype as another; those that numpy does not know as uint16."""
+    dtypes = _C.DType.__members__
+    out = np.empty(array.shape, dtype="f4" if target == "float32" else "u2")
+    array = np.ascontiguousarray(array)
+    addresses = array.ctypes.data, dtypes[source], out.ctypes.data, dtypes[target]
+    one = (0, 1.0)
+    _C.convert(*addresses, array.size, by=one, clip=one, divisor=1.0, found_inf=0)
+    return out
 
-    def __init__(self, c: Rank, specs: list[str], rows: int = 1, feedback: bool = True) -> None:
+
+class Bucket:
+    """One rank's gradients and residuals, and the pieces that name them on its device.
+
+    Gradients have values of `dtype`; if `wide` they are float32.
+    """
+
+    def __init__(
+        self,
+        c: Rank,
+        specs: list[str],
+        rows: int = 1,
+        feedback: bool = True,
+        dtype: str = "float32",
+        wide: bool = False,
+    ) -> None:
         numel = sum(TENSORS.values())
         random = np.random.default_rng([c.rank, rows])
         sparse = random.random((rows, numel)) < 0.5
-        self.data = c.put((random.standard_normal((rows, numel)) * sparse).astype("f4"))
+        data = (random.standard_normal((rows, numel)) * sparse).astype("f4")
+        data = converted(data, "float32", dtype)
+        self.data = c.put(converted(data, dtype, "float32") if wide else data)
         self.pieces, self.residuals = _C.Pieces(), []
         self.codecs = [_C.Codec(pycomm.codec(spec).spec()) for spec in specs]
         for i, (tensor, size) in enumerate(TENSORS.items()):
@@ -249,17 +273,40 @@ class Bucket:
 KEY = {"seed": SEED, "step": STEP}
 
 
-def coded(c: Rank, specs: list[str], feedback: bool = True) -> list[list[bytes]]:
-    """All three operations with codecs; a piece has each of `specs` in turn."""
+def coded(
+    c: Rank, specs: list[str], feedback: bool = True, dtype: str = "float32", wide: bool = False
+) -> list[list[bytes]]:
+    """All three operations with codecs; a piece has each of `specs` in turn.
+
+    `wide`: on float32 with values of `dtype`, to which the results are rounded in the end.
+    """
     numel = sum(TENSORS.values())
-    first = Bucket(c, specs, 1, feedback)
-    c.call("all_reduce_coded", first.data.address, first.pieces, **KEY)
+    travels = "float32" if wide else dtype
+    options = {**KEY, "dtype": _C.DType.__members__[travels]}
+    empty = np.zeros(numel * c.size, dtype="f4" if travels == "float32" else "u2")
 
-    second = Bucket(c, specs, c.size, feedback)
-    out = c.put(np.zeros(numel, dtype="f4"))
-    c.call("reduce_scatter_coded", second.data.address, out.address, second.pieces, **KEY)
+    def call(op: str, bucket: Bucket, *out: int) -> None:
+        more = {}
+        if c.cuda:
+            name = op.removesuffix("_coded")
+            scratch = c.group.coded_scratch_bytes(name, bucket.pieces, options["dtype"])
+            more["scratch"] = (c.take(scratch).data_ptr(), scratch)
+        c.call(op, bucket.data.address, *out, bucket.pieces, **options, **more)
 
-    third = Bucket(c, specs, 1, feedback)
-    rows = c.put(np.zeros((c.size, numel), dtype="f4"))
-    c.call("all_gather_coded", third.data.address, rows.address, third.pieces, **KEY)
-    return [first.bytes(first.data), second.bytes(out), third.bytes(rows)]
+    def ended(bucket: Bucket, result: Buffer) -> list[bytes]:
+        values = result.get()
+        if wide:
+            values = converted(values, "float32", dtype)
+        return [values.tobytes(), *bucket.bytes()]
+
+    first = Bucket(c, specs, 1, feedback, dtype, wide)
+    call("all_reduce_coded", first)
+
+    second = Bucket(c, specs, c.size, feedback, dtype, wide)
+    out = c.put(empty[:numel])
+    call("reduce_scatter_coded", second, out.address)
+
+    third = Bucket(c, specs, 1, feedback, dtype, wide)
+    rows = c.put(empty)
+    call("all_gather_coded", third, rows.address)
+    return [ended(first, first.data), ended(second, out), ended(third, rows)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import pycomm
+from pycomm import _C
 from tests import ranks as channels
 from tests.collectives import device_jobs as jobs
 from tests.collectives.device_ranks import Rank, run
@@ -24,8 +26,13 @@ class OnChannels(Rank):
         pass
 
 
-def by_channels(ranks, specs, **options):
-    return channels.run(ranks, lambda c: jobs.coded(OnChannels(c), specs, **options))
+def by_channels(ranks, specs, segment=0, nodes=(), **options):
+    return channels.run(
+        ranks,
+        lambda c: jobs.coded(OnChannels(c), specs, **options),
+        segment_bytes=segment,
+        nodes=list(nodes),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -36,6 +43,43 @@ def test_bytes_of_the_communicator(ranks, feedback):
     want = by_channels(ranks, specs, feedback=feedback)
     got = run(ranks, lambda c: jobs.coded(c, specs, feedback), coded_bytes=1 << 21)
     assert got == want
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("specs", [jobs.SPECS[:6], jobs.SPECS[6:]], ids=["recoded", "others"])
+def test_small_floats_are_rounded_once(dtype, specs):
+    """As if the bucket were float32 all the way, over channels and over peers' memory."""
+    options = {"feedback": specs is not jobs.SPECS[6:], "dtype": dtype}
+    want = by_channels(3, specs, wide=True, **options)
+    assert by_channels(3, specs, **options) == want
+    assert by_channels(3, specs, segment=1 << 10, **options) == want
+    assert run(3, lambda c: jobs.coded(c, specs, **options), coded_bytes=1 << 21) == want
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_small_floats_of_several_nodes(dtype):
+    nodes = [0, 0, 1, 1]
+    want = by_channels(4, ["int8", "fp16"], nodes=nodes, wide=True, dtype=dtype)
+    assert by_channels(4, ["int8", "fp16"], nodes=nodes, dtype=dtype) == want
+
+
+@pytest.mark.parametrize(("dtype", "overflows"), [("float16", True), ("bfloat16", False)])
+def test_what_only_the_cast_makes_infinite_is_found_on_all_ranks(dtype, overflows):
+    """40000 on two ranks: their sum is no float16."""
+
+    def job(c):
+        values = jobs.converted(np.full(70, 40000, dtype="f4"), "float32", dtype)
+        data, flag, pieces = c.put(values), c.put(np.zeros(1, dtype="f4")), _C.Pieces()
+        codec = _C.Codec("cast:dtype=float32")
+        pieces.add(70, codec, tensor=1)
+        options = {**jobs.KEY, "dtype": _C.DType.__members__[dtype], "average": False}
+        if isinstance(c, OnChannels):
+            return c.group.all_reduce_coded(data.address, pieces, **options)
+        c.call("all_reduce_coded", data.address, pieces, found_inf=flag.address, **options)
+        return flag.get()[0] == 0
+
+    assert channels.run(2, lambda c: job(OnChannels(c))) == [not overflows] * 2
+    assert run(2, job) == [not overflows] * 2
 
 
 @pytest.mark.parametrize("spec", ["int8", "randomk:10", "lossless"])

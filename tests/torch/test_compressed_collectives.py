@@ -60,10 +60,13 @@ class Side:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return torch.equal(a.view(bits), b.view(bits))
 
 
-def compare(rank: int, ranks: int, mix: str, op: str) -> list[str]:
+def compare(
+    rank: int, ranks: int, mix: str, op: str, dtype: torch.dtype = torch.float32
+) -> list[str]:
     """Run some steps in C++ and on Gloo; return digests of the results, for ranks to compare."""
     gloo = dist.new_group(backend="gloo")
     native = backend.find()
@@ -74,20 +77,20 @@ def compare(rank: int, ranks: int, mix: str, op: str) -> list[str]:
     generator = torch.Generator().manual_seed(rank)
     digests = []
     for step in range(STEPS):
-        x = torch.randn(rows, numel, generator=generator)
+        x = torch.randn(rows, numel, generator=generator).to(dtype)
         layout = ours.bucket.native
         if op == "all_reduce":
             a, b = x[0].clone(), x[0].clone()
             work = native.compressed_all_reduce(a, layout, ours.bucket.sides, **ours.step(step))
             finite = two_shot.all_reduce(b, theirs.bucket, gloo, **theirs.step(step))
         elif op == "reduce_scatter":
-            a, b = torch.empty(numel), torch.empty(numel)
+            a, b = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
             work = native.compressed_reduce_scatter(
                 a, x, layout, ours.bucket.sides, **ours.step(step)
             )
             finite = two_shot.reduce_scatter(b, x, theirs.bucket, gloo, **theirs.step(step))
         else:
-            a, b = torch.empty(ranks, numel), torch.empty(ranks, numel)
+            a, b = torch.empty(2, ranks, numel, dtype=dtype)
             work = native.compressed_all_gather(
                 a, x[0], layout, ours.bucket.sides, **ours.step(step)
             )
@@ -111,6 +114,38 @@ def compare(rank: int, ranks: int, mix: str, op: str) -> list[str]:
 def test_any_backend_gives_the_bits_of_cpp(pool, ranks, mix, op):
     outcomes = pool.run(compare, mix, op, ranks=ranks)
     assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("mix", ["recode", "gather", "agreed"])
+def test_small_floats_likewise(pool, mix, op, dtype):
+    pool.run(compare, mix, op, dtype, ranks=2)
+
+
+def small_floats(rank: int, ranks: int, dtype: torch.dtype, backend_name: str) -> None:
+    """Against float32 all the way, rounded in the end."""
+    side, wide = Side("recode", ranks), Side("recode", ranks)
+    for step in range(STEPS):
+        x = torch.randn(side.bucket.numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        want = x.float()
+        group = dist.group.WORLD
+        assert two_shot.all_reduce(want, wide.bucket, group, **wide.step(step))
+        if backend_name == "pycomm":
+            backend.find().compressed_all_reduce(
+                x, side.bucket.native, side.bucket.sides, **side.step(step)
+            ).wait()
+        else:
+            assert two_shot.all_reduce(x, side.bucket, group, **side.step(step))
+        assert same(x, want.to(dtype))
+        side.commit()
+        wide.commit()
+
+
+@pytest.mark.parametrize("name", ["pycomm", "gloo"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_floats_are_rounded_once(pool, dtype, name):
+    pool.run(small_floats, dtype, name, backend=name)
 
 
 def half_precision(rank: int, ranks: int) -> None:
