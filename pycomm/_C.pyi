@@ -155,20 +155,7 @@ class Codec:
 
 def codec_names() -> list[str]: ...
 def cuda_built() -> bool: ...
-def convert(
-    in_: int,
-    from_: DType,
-    out: int,
-    to: DType,
-    numel: int,
-    /,
-    *,
-    by: tuple[int, float],
-    clip: tuple[int, float],
-    divisor: float,
-    found_inf: int,
-    stream: int | None = None,
-) -> None: ...
+def convert(*buffers: Any, **factors: Any) -> None: ...
 
 # -- stores (bind_transports.cpp)
 
