@@ -82,9 +82,9 @@ class Backend final : public c10d::Backend {
   /// Rank 0 names the ranks that do not come, all of them or the first. The group goes on.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
-  // With codecs and feedback, on float32 and 16-bit floats, which are rounded once. The future holds
-  // the output; Work::finite tells, once complete, whether no value of it is Inf or NaN on any
-  // rank. They need the GIL to be called.
+  // With codecs and feedback, on float32 and 16-bit floats, which are rounded once. The future
+  // holds the output; Work::finite tells, once complete, whether no value of it is Inf or NaN on
+  // any rank. They need the GIL to be called.
 
   intrusive_ptr<Work> compressed_all_reduce(const at::Tensor& tensor,
                                             std::shared_ptr<const Layout> layout,
