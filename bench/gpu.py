@@ -58,6 +58,7 @@ SPECS = (
     "rotate+int4",
     "eden:bits=2",
     "eden:bits=1",
+    "lossless",
 )
 NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one whose time is all bandwidth
 REFERENCE_NUMEL = 1 << 22  # plain torch makes dozens of passes and temporaries

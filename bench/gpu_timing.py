@@ -20,7 +20,10 @@ SECONDS = 0.08  # per kernel
 
 
 def bytes_moved(codec: Codec, op: str, numel: int) -> int:
-    """Bytes that must cross the memory bus: each input read once, each output written once."""
+    """Bytes that must cross the memory bus: each input read once, each output written once.
+
+    A variable payload is written whole, zeros behind what is used.
+    """
     floats = {"encode": 1, "encode_feedback": 3, "decode": 1, "decode_add": 2}[op]
     return 4 * numel * floats + codec.encoded_bytes(numel)
 

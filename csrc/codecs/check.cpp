@@ -48,4 +48,12 @@ void check_decode(const Codec& codec, Span<const uint8_t> payload, Span<float> o
   check_size(codec, "payload", payload.size, out.size);
 }
 
+void check_scratch(const Codec& codec, size_t numel, const Stream& stream) {
+  const size_t want = codec.scratch_bytes(numel);
+  if (stream.device != Device::cuda || stream.scratch.size >= want) return;
+  throw Error(codec.spec() + ": the stream brings " + std::to_string(stream.scratch.size) +
+              " bytes of scratch memory, but " + std::to_string(numel) + " values take " +
+              std::to_string(want));
+}
+
 }  // namespace pycomm::codecs

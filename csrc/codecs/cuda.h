@@ -29,6 +29,11 @@ void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> 
                  Stream stream);
 }  // namespace eden
 
+namespace lossless {
+void encode_cuda(bool wide, const EncodeArgs& args);
+void decode_cuda(bool wide, Span<const uint8_t> payload, Span<float> out, bool add, Stream stream);
+}  // namespace lossless
+
 namespace mx {
 void encode_cuda(const Format& format, const EncodeArgs& args);
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "codecs/bits.h"
+#include "codecs/cuda.h"
 #include "codecs/loops.h"
 #include "codecs/options.h"
 #include "codecs/registry.h"
@@ -12,130 +13,143 @@
 namespace pycomm::codecs::lossless {
 namespace {
 
-/// Codes of a block and as many escaped exponents.
-constexpr size_t kLargestPart = 2 * kBlock;
+/// How many of a block's offsets are `limit` or more, fewer than all; those beyond its end are 0.
+/// Each of 64 bytes counts for itself, then the sum of the bytes of a word is in its highest one.
+PYCOMM_INLINE uint32_t count_from(const uint8_t* __restrict offset, uint8_t limit) {
+  alignas(64) uint8_t count[64] = {};
+  for (size_t i = 0; i < kBlock; i += 64) {
+    for (size_t k = 0; k < 64; k++) count[k] += offset[i + k] >= limit;
+  }
+  uint64_t sum = 0, word;
+  for (size_t k = 0; k < 64; k += 8) {
+    std::memcpy(&word, count + k, 8);
+    sum += word;
+  }
+  return static_cast<uint32_t>(sum * 0x0101010101010101u >> 56);
+}
 
-/// The exponents of one block on the wire: its largest, the bits of an offset, its part of the
-/// stream.
-struct Part {
-  uint8_t top;
-  uint8_t width;
-  size_t size;
-  alignas(64) uint8_t bytes[kLargestPart];
+/// Calls f(i) for each byte of `marks` that is 1, in order; others are 0. They are kBlock bytes, of
+/// which few are marked.
+template <typename F>
+PYCOMM_INLINE void for_each_marked(const uint8_t* marks, F&& f) {
+  for (size_t i = 0; i < kBlock; i += 8) {
+    uint64_t word;
+    std::memcpy(&word, marks + i, 8);
+    for (; word != 0; word &= word - 1) f(i + static_cast<size_t>(__builtin_ctzll(word)) / 8);
+  }
+}
+
+/// Codes of 2 to 8 bits; pack() and unpack() know those of less than 8.
+PYCOMM_INLINE void pack_codes(uint32_t width, uint8_t* code, size_t n, uint8_t* out) {
+  if (width == kWhole) {
+    std::memcpy(out, code, n);
+  } else {
+    pack(static_cast<int>(width), code, n, out);
+  }
+}
+PYCOMM_INLINE void unpack_codes(uint32_t width, const uint8_t* in, size_t n, uint8_t* code) {
+  if (width == kWhole) {
+    std::memcpy(code, in, n);
+  } else {
+    unpack(static_cast<int>(width), in, n, code);
+  }
+}
+
+/// Writes the stream from both ends.
+struct Writer {
+  uint8_t* codes;
+  uint8_t* escaped;
+
+  /// The head and the part of the stream of a block of n values. `exponent` has 0 beyond them.
+  PYCOMM_INLINE void write(const uint8_t* __restrict exponent, size_t n, uint8_t* __restrict head) {
+    alignas(64) uint8_t offset[kBlock];
+    alignas(64) uint8_t mark[kBlock];
+    uint8_t top = 0, any = 0;
+    for (size_t i = 0; i < kBlock; i++) top = exponent[i] > top ? exponent[i] : top;
+    for (size_t i = 0; i < kBlock; i++) offset[i] = static_cast<uint8_t>(top - exponent[i]);
+    for (size_t i = n; i < kBlock; i++) offset[i] = 0;
+    for (size_t i = 0; i < kBlock; i++) any |= offset[i];
+    const Choice choice = choose(n, any == 0, [&](uint32_t width) {
+      return count_from(offset, static_cast<uint8_t>(largest_code(width)));
+    });
+    head[0] = top;
+    head[1] = static_cast<uint8_t>(choice.width);
+    head[2] = static_cast<uint8_t>(choice.escaped);
+    if (choice.width == 0) return;
+    const auto largest = static_cast<uint8_t>(largest_code(choice.width));
+    if (choice.escaped > 0) {
+      for (size_t i = 0; i < kBlock; i++) mark[i] = offset[i] >= largest;
+      for_each_marked(mark, [&](size_t i) { *--escaped = exponent[i]; });
+    }
+    for (size_t i = 0; i < kBlock; i++) offset[i] = offset[i] < largest ? offset[i] : largest;
+    pack_codes(choice.width, offset, num_blocks(n, kGroup) * kGroup, codes);
+    codes += 4 * code_words(choice.width, n);
+  }
 };
 
-PYCOMM_INLINE uint8_t escape_of(uint32_t width) { return static_cast<uint8_t>((1u << width) - 1); }
-
-/// The width with the fewest bits, the smallest of equals.
-PYCOMM_INLINE uint8_t best_width(const uint8_t* __restrict offset, size_t n) {
-  uint32_t any = 0;
-  for (size_t i = 0; i < n; i++) any |= offset[i];
-  if (any == 0) return 0;
-  uint8_t best = kRaw;
-  size_t least = 8 * n;
-  for (uint32_t width = kRaw - 1; width >= 2; width--) {
-    const uint8_t escape = escape_of(width);
-    uint32_t escaped = 0;
-    for (size_t i = 0; i < n; i++) escaped += offset[i] >= escape;
-    const size_t bits = width * n + 8 * size_t{escaped};
-    if (bits <= least) {
-      least = bits;
-      best = static_cast<uint8_t>(width);
-    }
-  }
-  return best;
-}
-
-PYCOMM_INLINE void encode_exponents(const uint8_t* __restrict exponent, size_t n, Part& part) {
-  alignas(64) uint8_t offset[kBlock];
-  alignas(64) uint8_t code[kBlock];
-  uint8_t top = 0;
-  for (size_t i = 0; i < n; i++) top = exponent[i] > top ? exponent[i] : top;
-  for (size_t i = 0; i < n; i++) offset[i] = static_cast<uint8_t>(top - exponent[i]);
-  part.top = top;
-  part.width = best_width(offset, n);
-  part.size = 0;
-  if (part.width == 0) return;
-  if (part.width == kRaw) {
-    std::memcpy(part.bytes, exponent, n);
-    part.size = n;
-    return;
-  }
-  const uint8_t escape = escape_of(part.width);
-  for (size_t i = 0; i < n; i++) code[i] = offset[i] < escape ? offset[i] : escape;
-  pack(part.width, code, n, part.bytes);
-  part.size = (n * part.width + 7) / 8;
-  // Written for all, kept for those that are escaped: no jumps.
-  uint8_t* to = part.bytes + part.size;
-  for (size_t i = 0; i < n; i++) {
-    *to = exponent[i];
-    to += offset[i] >= escape;
-  }
-  part.size = static_cast<size_t>(to - part.bytes);
-}
-
-/// Reads the stream; behind its end there are bytes of ones.
-class Stream {
+/// Reads the stream from both ends; beyond them there are bytes of ones.
+class Reader {
  public:
-  Stream(const uint8_t* from, size_t size) : from_(from), left_(size) {}
+  Reader(const uint8_t* begin, const uint8_t* end) : begin_(begin), end_(end) {}
 
-  /// The next kLargestPart bytes, of which `take` says how many were read.
-  const uint8_t* peek() {
-    if (left_ >= kLargestPart) return from_;
-    std::memcpy(end_, from_, left_);
-    std::memset(end_ + left_, 0xff, kLargestPart - left_);
-    return end_;
-  }
-  void take(size_t bytes) {
-    bytes = std::min(bytes, left_);
-    from_ += bytes;
-    left_ -= bytes;
+  /// The exponents of a block of n values.
+  PYCOMM_INLINE void read(const uint8_t* head, size_t n, uint8_t* __restrict exponent) {
+    const uint8_t top = head[0];
+    const uint32_t width = width_of(head[1]);
+    if (width == 0) {
+      std::memset(exponent, top, kBlock);
+      escaped_ += head[2];
+      return;
+    }
+    alignas(64) uint8_t code[kBlock] = {};
+    alignas(64) uint8_t mark[kBlock];
+    unpack_codes(width, codes(), n, code);
+    for (size_t i = 0; i < kBlock; i++) exponent[i] = static_cast<uint8_t>(top - code[i]);
+    if (escapes(width)) {
+      const auto largest = static_cast<uint8_t>(largest_code(width));
+      uint8_t any = 0;
+      for (size_t i = 0; i < kBlock; i++) any |= mark[i] = code[i] == largest;
+      for (size_t i = n; i < kBlock; i++) mark[i] = 0;
+      size_t next = escaped_;
+      if (any) for_each_marked(mark, [&](size_t i) { exponent[i] = escaped(next++); });
+    }
+    codes_ += 4 * code_words(width, n);
+    escaped_ += head[2];
   }
 
  private:
-  const uint8_t* from_;
-  size_t left_;
-  uint8_t end_[kLargestPart];
-};
+  size_t size() const { return static_cast<size_t>(end_ - begin_); }
 
-PYCOMM_INLINE void decode_exponents(uint8_t top, uint32_t width, Stream& stream, size_t n,
-                                    uint8_t* __restrict exponent) {
-  if (width == 0) {
-    std::memset(exponent, top, n);
-    return;
+  /// The next kBlock bytes.
+  const uint8_t* codes() {
+    const size_t left = size() - std::min(codes_, size());
+    if (left >= kBlock) return begin_ + codes_;
+    std::memcpy(rest_, end_ - left, left);
+    std::memset(rest_ + left, 0xff, kBlock - left);
+    return rest_;
   }
-  const uint8_t* from = stream.peek();
-  if (width == 1 || width >= kRaw) {  // 1 is never written
-    std::memcpy(exponent, from, n);
-    stream.take(n);
-    return;
+  uint8_t escaped(size_t i) const {
+    return i < size() ? end_[-1 - static_cast<ptrdiff_t>(i)] : 0xff;
   }
-  alignas(64) uint8_t code[kBlock];
-  unpack(static_cast<int>(width), from, n, code);
-  const uint8_t escape = escape_of(width);
-  uint32_t escaped = 0;
-  for (size_t i = 0; i < n; i++) escaped += code[i] == escape;
-  for (size_t i = 0; i < n; i++) exponent[i] = static_cast<uint8_t>(top - code[i]);
-  const uint8_t* next = from + (n * width + 7) / 8;
-  if (escaped > 0) {
-    for (size_t i = 0; i < n; i++) {
-      exponent[i] = code[i] == escape ? *next : exponent[i];
-      next += code[i] == escape;
-    }
-  }
-  stream.take(static_cast<size_t>(next - from));
-}
+
+  const uint8_t* begin_;
+  const uint8_t* end_;
+  size_t codes_ = 0, escaped_ = 0;  // of the blocks before
+  uint8_t rest_[kBlock];
+};
 
 template <bool kWide, bool kFeedback>
 PYCOMM_SIMD void encode_all(const EncodeArgs& args) {
   const Layout at(args.in.size, kWide);
   uint8_t* out = args.out.data;
-  uint8_t* stream = out + at.stream;
-  // The padding of each section of fixed size is in its last word.
-  for (size_t end : {at.low, at.blocks, at.stream}) std::memset(out + end - 4, 0, 4);
+  uint8_t* const end = out + args.out.size;
+  // The header and the padding of each section of fixed size.
+  for (size_t from : {size_t{0}, at.low - 16, at.heads - 16, at.stream - 16}) {
+    std::memset(out + from, 0, 16);
+  }
+  Writer stream{out + at.stream, end};
   alignas(64) uint32_t bits[kBlock];
   alignas(64) uint8_t exponent[kBlock];
-  Part part;
   for (size_t lo = 0; lo < args.in.size; lo += kBlock) {
     const size_t n = std::min<size_t>(kBlock, args.in.size - lo);
     const float* x = args.in.data + lo;
@@ -143,26 +157,26 @@ PYCOMM_SIMD void encode_all(const EncodeArgs& args) {
     float* owes = args.new_residual + (kFeedback ? lo : 0);
     for (size_t i = 0; i < n; i++) {
       const float p = kFeedback ? x[i] + residual[i] : x[i];
-      bits[i] = kWide ? wide_bits(p) : short_bits(p);
+      bits[i] = value_bits(p, kWide);
       if (kFeedback) owes[i] = owed(p, bits_float(bits[i]), residual[i]);
     }
+    for (size_t i = n; i < kBlock; i++) bits[i] = 0;
     uint8_t* __restrict high = out + at.high + lo;
-    for (size_t i = 0; i < n; i++) {
-      high[i] = static_cast<uint8_t>((bits[i] >> 24 & 0x80) | (bits[i] >> 16 & 0x7f));
-    }
+    for (size_t i = 0; i < n; i++) high[i] = static_cast<uint8_t>(high_of(bits[i]));
     if (kWide) {
       auto* __restrict low = reinterpret_cast<uint16_t*>(out + at.low) + lo;
       for (size_t i = 0; i < n; i++) low[i] = static_cast<uint16_t>(bits[i]);
     }
-    for (size_t i = 0; i < n; i++) exponent[i] = static_cast<uint8_t>(bits[i] >> 23);
-    encode_exponents(exponent, n, part);
-    out[at.blocks + lo / kBlock * 2] = part.top;
-    out[at.blocks + lo / kBlock * 2 + 1] = part.width;
-    std::memcpy(stream, part.bytes, part.size);
-    stream += part.size;
+    for (size_t i = 0; i < kBlock; i++) exponent[i] = static_cast<uint8_t>(bits[i] >> 23);
+    stream.write(exponent, n, out + at.heads + lo / kBlock * kHead);
   }
-  const size_t used = padded(static_cast<size_t>(stream - out));
-  std::memset(stream, 0, static_cast<size_t>(out + args.out.size - stream));
+  // The two ends of the stream come together, with less than a word of padding between them.
+  const auto escaped = static_cast<size_t>(end - stream.escaped);
+  const size_t used = padded(static_cast<size_t>(stream.codes - out) + escaped);
+  uint8_t* const to = out + used - escaped;
+  std::memmove(to, stream.escaped, escaped);
+  std::memset(stream.codes, 0, static_cast<size_t>(to - stream.codes));
+  std::memset(out + used, 0, static_cast<size_t>(end - out) - used);
   const auto header = static_cast<uint32_t>(used);
   std::memcpy(out, &header, sizeof header);
 }
@@ -172,20 +186,16 @@ PYCOMM_SIMD void decode_all(Span<const uint8_t> payload, Span<float> out) {
   const Layout at(out.size, kWide);
   uint32_t used;
   std::memcpy(&used, payload.data, sizeof used);
-  const size_t end = std::max(at.stream, std::min<size_t>(used, payload.size));
-  Stream stream(payload.data + at.stream, end - at.stream);
+  Reader stream(payload.data + at.stream, payload.data + at.end(used));
   alignas(64) uint8_t exponent[kBlock];
   for (size_t lo = 0; lo < out.size; lo += kBlock) {
     const size_t n = std::min<size_t>(kBlock, out.size - lo);
-    const uint8_t* block = payload.data + at.blocks + lo / kBlock * 2;
-    decode_exponents(block[0], block[1], stream, n, exponent);
+    stream.read(payload.data + at.heads + lo / kBlock * kHead, n, exponent);
     const uint8_t* __restrict high = payload.data + at.high + lo;
     const auto* __restrict low = reinterpret_cast<const uint16_t*>(payload.data + at.low) + lo;
     float* __restrict to = out.data + lo;
     for (size_t i = 0; i < n; i++) {
-      const uint32_t sign_mantissa = (high[i] & 0x80u) << 24 | (high[i] & 0x7fu) << 16;
-      const uint32_t rest = kWide ? low[i] : 0;
-      const float value = bits_float(sign_mantissa | uint32_t{exponent[i]} << 23 | rest);
+      const float value = value_of(high[i], exponent[i], kWide ? low[i] : 0);
       to[i] = kAdd ? to[i] + value : value;
     }
   }
@@ -206,35 +216,40 @@ class Lossless final : public Codec {
   size_t encoded_bytes(size_t numel) const override {
     return numel == 0 ? 0 : Layout(numel, wide_).bytes;
   }
+  size_t scratch_bytes(size_t numel) const override {
+    return numel == 0 ? 0 : Scratch(numel).bytes;
+  }
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
-    check_place(args.out.size, args.stream);
+    check_call(args.in.size, args.stream);
     if (args.in.size == 0) return;
+    if (args.stream.device == Device::cuda) return encode_cuda(wide_, args);
     if (args.residual) {
       (wide_ ? encode_all<true, true> : encode_all<false, true>)(args);
     } else {
       (wide_ ? encode_all<true, false> : encode_all<false, false>)(args);
     }
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, pycomm::Stream stream) const override {
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
     check_decode(*this, payload, out);
-    check_place(payload.size, stream);
+    check_call(out.size, stream);
     if (out.size == 0) return;
+    if (stream.device == Device::cuda) return decode_cuda(wide_, payload, out, false, stream);
     (wide_ ? decode_all<true, false> : decode_all<false, false>)(payload, out);
   }
-  void decode_add(Span<const uint8_t> payload, Span<float> out,
-                  pycomm::Stream stream) const override {
+  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
     check_decode(*this, payload, out);
-    check_place(payload.size, stream);
+    check_call(out.size, stream);
     if (out.size == 0) return;
+    if (stream.device == Device::cuda) return decode_cuda(wide_, payload, out, true, stream);
     (wide_ ? decode_all<true, true> : decode_all<false, true>)(payload, out);
   }
 
  private:
-  void check_place(size_t bytes, pycomm::Stream stream) const {
-    if (stream.device == Device::cuda) throw Error(spec() + ": it has no CUDA kernels");
-    if (bytes > UINT32_MAX) {
+  void check_call(size_t numel, const Stream& stream) const {
+    check_scratch(*this, numel, stream);
+    if (encoded_bytes(numel) > UINT32_MAX) {
       throw Error(spec() + ": a payload counts its bytes in 32 bits; cut the tensor");
     }
   }

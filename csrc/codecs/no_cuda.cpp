@@ -23,6 +23,11 @@ void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
 void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
 }  // namespace eden
 
+namespace lossless {
+void encode_cuda(bool, const EncodeArgs&) { fail(); }
+void decode_cuda(bool, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
+}  // namespace lossless
+
 namespace mx {
 void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
 void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }

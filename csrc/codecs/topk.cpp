@@ -366,11 +366,7 @@ class TopK final : public Codec {
   }
 
   void check_call(size_t numel, const Stream& stream) const {
-    if (stream.device == Device::cuda && stream.scratch.size < scratch_bytes(numel)) {
-      throw Error(spec() + ": the stream brings " + std::to_string(stream.scratch.size) +
-                  " bytes of scratch memory, but " + std::to_string(numel) + " values take " +
-                  std::to_string(scratch_bytes(numel)));
-    }
+    check_scratch(*this, numel, stream);
     if (format_.chunk == 0 && numel > UINT32_MAX) {
       throw Error(spec() + ": " + std::to_string(numel) +
                   " values in one tensor; use chunk=65536 beyond 2^32");

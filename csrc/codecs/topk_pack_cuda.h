@@ -32,12 +32,6 @@ __device__ __forceinline__ Record record_of(const TopkParams& args, size_t n, si
   return {static_cast<Values>(args.values), static_cast<Indices>(args.indices), n, k};
 }
 
-__device__ __forceinline__ uint32_t warp_of_block() { return threadIdx.x / cuda::kLanes; }
-__device__ __forceinline__ size_t warp_of_grid() {
-  return size_t{blockIdx.x} * cuda::kWarps + warp_of_block();
-}
-__device__ __forceinline__ bool leads_grid() { return blockIdx.x == 0 && threadIdx.x == 0; }
-
 // -------------------------------------------------------------------- writing
 
 constexpr int kLaneValues = kGroup / cuda::kLanes;

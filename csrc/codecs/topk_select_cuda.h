@@ -8,6 +8,7 @@
 // its range again. In the last pass it walks over its range in the order of the indices.
 #pragma once
 #include "codecs/topk_scratch.h"
+#include "codecs/warp_cuda.h"
 #include "core/cuda_vector.h"
 
 namespace pycomm::codecs::topk {
@@ -16,7 +17,6 @@ constexpr int kFirstShift = 20;
 constexpr int kSecondShift = 9;
 constexpr int kRows = 4;
 constexpr size_t kStep = kRows * cuda::kRow;  ///< ranges of warps begin at multiples of it
-constexpr uint32_t kAll = ~0u;                ///< all lanes of a warp
 
 /// p = x + residual of a record, or every so many-th x of it.
 template <bool kFeedback>
@@ -74,14 +74,6 @@ struct Input {
     }
   }
 };
-
-__device__ __forceinline__ uint32_t lanes_below() { return (1u << threadIdx.x % cuda::kLanes) - 1; }
-
-__device__ __forceinline__ uint32_t sum_of_warp(uint32_t x) {
-#pragma unroll
-  for (int lane = 1; lane < cuda::kLanes; lane *= 2) x += __shfl_xor_sync(kAll, x, lane);
-  return x;
-}
 
 /// Sets the histogram to zero; the block waits.
 __device__ __forceinline__ void clear_bins(uint32_t* bins) {

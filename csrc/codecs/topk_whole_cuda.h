@@ -139,34 +139,9 @@ __global__ void __launch_bounds__(cuda::kThreads) sampled_kernel(const TopkParam
 
 /// From counts of each warp to counts before it, and to what travels. One block.
 __global__ void __launch_bounds__(cuda::kThreads) scan_kernel(const TopkParams args) {
-  __shared__ uint2 sums[cuda::kThreads];
   if (is_done(args)) return;
   const Scratch scratch(args, false);
-  const size_t warps = (args.numel + kTile - 1) / kTile;
-  const size_t share = (warps + cuda::kThreads - 1) / cuda::kThreads;
-  const size_t begin = threadIdx.x * share < warps ? threadIdx.x * share : warps;
-  const size_t end = begin + share < warps ? begin + share : warps;
-  uint2 sum{0, 0};
-#pragma unroll 8
-  for (size_t warp = begin; warp < end; warp++) {
-    sum.x += scratch.around[warp].x;
-    sum.y += scratch.around[warp].y;
-  }
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  uint2 before{0, 0}, total{0, 0};
-  for (uint32_t other = 0; other < cuda::kThreads; other++) {
-    if (other == threadIdx.x) before = total;
-    total.x += sums[other].x;
-    total.y += sums[other].y;
-  }
-#pragma unroll 8
-  for (size_t warp = begin; warp < end; warp++) {
-    const uint2 here = scratch.around[warp];
-    scratch.around[warp] = before;
-    before.x += here.x;
-    before.y += here.y;
-  }
+  const uint2 total = scan_in_place(scratch.around, (args.numel + kTile - 1) / kTile);
   if (threadIdx.x != 0) return;
   State* state = scratch.state;
   state->k = static_cast<uint32_t>(args.k);

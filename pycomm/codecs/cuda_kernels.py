@@ -1,7 +1,8 @@
 """Which CUDA kernel of csrc/codecs does what, and with which arguments; no CUDA is needed here.
 
 The C++ launchers (csrc/codecs/block_launch.h, cast.cu, randomk.cu) choose alike.
-`pycomm.codecs.nvrtc` starts the calls that are described here and in `cuda_topk`.
+`pycomm.codecs.nvrtc` starts the calls that are described here, in `cuda_topk` and in
+`cuda_lossless`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ ROTATION_TILE = 1024  # kTile of csrc/codecs/rotation_cuda.h
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
 # Codecs that have kernels: csrc/codecs/<name>.cu
-SOURCES = ("cast", "eden", "mx", "quant", "randomk", "rotate", "sign", "ternary", "topk")
+SOURCES = (
+    *("cast", "eden", "lossless", "mx", "quant", "randomk", "rotate", "sign", "ternary", "topk"),
+)
 NAMESPACE = "pycomm::codecs"
 TYPES = {
     "float32": "Float32",

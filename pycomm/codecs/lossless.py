@@ -11,11 +11,13 @@ from typing import ClassVar, Literal
 import torch
 
 from pycomm.codecs.base import Codec, Combine, RandomKey
-from pycomm.codecs.block import NAN, num_blocks, pack_bits, padded, payload, unpack_bits
+from pycomm.codecs.block import NAN, num_blocks, pack_bits, padded, unpack_bits
 
 BLOCK = 256
-RAW = 8  # bits of an offset: the exponents stand there as they are
-WIDTHS = (0, *range(2, 9))
+GROUP = 32  # the codes of so many values are whole words
+HEAD = 3  # bytes of a block: its largest exponent, the bits of a code, how many are escaped
+WHOLE = 8  # bits of a code that holds every offset
+WIDTHS = range(2, WHOLE + 1)  # beside 0, for equal exponents
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Lossless(Codec):
 
     name: ClassVar[str] = "lossless"
     combine: ClassVar[Combine] = "recode"
-    wire_version: ClassVar[int] = 1
+    wire_version: ClassVar[int] = 2
 
     dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -41,90 +43,109 @@ class Lossless(Codec):
         return True
 
     def encoded_bytes(self, numel: int) -> int:
-        return sum(self._sections(numel)) if numel else 0
+        return sum(self.sections(numel)) if numel else 0
 
-    def _sections(self, numel: int) -> tuple[int, int, int, int, int]:
-        """Bytes of the count, of the three sections of fixed size, and the most of the stream."""
-        low = padded(2 * numel) if self.dtype == "float32" else 0
-        return 4, padded(numel), low, padded(2 * num_blocks(numel, BLOCK)), padded(numel)
+    def sections(self, numel: int) -> tuple[int, int, int, int, int]:
+        """Bytes of the header, of the three sections of fixed size, and the most of the stream."""
+        low = padded16(2 * numel) if self.dtype == "float32" else 0
+        heads = padded16(HEAD * num_blocks(numel, BLOCK))
+        return 16, padded16(numel), low, heads, num_blocks(numel, GROUP) * GROUP
 
     def reference_encode(
         self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
     ) -> torch.Tensor:
+        out = p.new_zeros(self.encoded_bytes(p.numel()), dtype=torch.uint8)
         if p.numel() == 0:
-            return p.new_empty(0, dtype=torch.uint8)
+            return out
         value = p if self.dtype == "float32" else p.to(torch.bfloat16).to(torch.float32)
         bits = value.view(torch.int32).clone()
         bits[p.isnan()] = NAN
-        high = (bits >> 24 & 0x80 | bits >> 16 & 0x7F).to(torch.uint8)
-        low = (bits & 0xFFFF).to(torch.int32).view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
-        exponent = (bits >> 23 & 0xFF).to(torch.uint8)
-        heads, stream = [], []
-        for part in torch.split(exponent, BLOCK):
-            width, coded = _code(part)
-            heads += [int(part.max()), width]
-            stream += coded
-        count = p.new_zeros(4, dtype=torch.uint8)
-        fixed = (count, high, low) if self.dtype == "float32" else (count, high)
-        out = payload(*fixed, torch.tensor(heads, dtype=torch.uint8, device=p.device), *[
-            torch.cat([high[:0], *stream])
-        ])  # fmt: skip
-        out[:4].view(torch.int32)[0] = out.numel()
-        return torch.cat((out, out.new_zeros(self.encoded_bytes(p.numel()) - out.numel())))
+        header, high, low, heads, stream = torch.split(out, list(self.sections(p.numel())))
+        high[: p.numel()] = bits >> 24 & 0x80 | bits >> 16 & 0x7F
+        if self.dtype == "float32":
+            low.view(torch.int16)[: p.numel()] = bits & 0xFFFF
+
+        there, groups = _blocks(p)
+        exponent = torch.zeros_like(there, dtype=torch.int64)
+        exponent[there] = (bits >> 23 & 0xFF).to(torch.int64)
+        top = exponent.amax(dim=1, keepdim=True)
+        offset = torch.where(there, top - exponent, 0)
+        # Bytes of a block at each width, and the width itself: the smallest of equals.
+        size = [
+            (4 * w * groups + (w < WHOLE) * (offset >= (1 << w) - 1).sum(dim=1)) << 4 | w
+            for w in WIDTHS
+        ]
+        width = torch.where(offset.any(dim=1), torch.stack(size).amin(dim=0) & 15, 0)
+        largest, far = _escapes(width)
+        far = there & far & (offset >= largest)
+        code = offset.minimum(largest).to(torch.uint8)
+        begin, codes_end = _sums(4 * width * groups)
+        for w in WIDTHS:
+            chosen = width == w
+            byte = torch.arange(BLOCK * w // 8, device=p.device)
+            packed = pack_bits(code[chosen].view(-1), w).view(-1, byte.numel())
+            inside = byte < 4 * w * groups[chosen, None]
+            stream[(begin[chosen, None] + byte)[inside]] = packed[inside]
+        escaped = exponent[far].to(torch.uint8)
+        end = padded(codes_end + escaped.numel())
+        stream[end - escaped.numel() : end] = escaped.flip(0)
+        head = torch.stack((top.view(-1), width, far.sum(dim=1)), dim=1)
+        heads[: head.numel()] = head.view(-1)
+        header.view(torch.int32)[0] = out.numel() - stream.numel() + end
+        return out
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         if numel == 0:
             return torch.empty(0, device=payload.device)
-        count, high, low, heads, stream = torch.split(payload, list(self._sections(numel)))
-        used = (int(count.view(torch.int32)) & 0xFFFFFFFF) - payload.numel() + stream.numel()
-        stream = stream[: max(used, 0)]
-        exponents = []
-        for begin in range(0, numel, BLOCK):
-            top, width = heads[begin // BLOCK * 2 :][:2].tolist()
-            # Behind the end there are bytes of ones.
-            part = torch.cat((stream[: 2 * BLOCK], stream.new_full((2 * BLOCK,), 0xFF)))
-            exponent, taken = _decode(top, width, part, min(BLOCK, numel - begin))
-            exponents.append(exponent)
-            stream = stream[taken:]
-        bits = (high[:numel].to(torch.int32) & 0x80) << 24 | torch.cat(exponents) << 23
-        bits |= (high[:numel].to(torch.int32) & 0x7F) << 16
+        header, high, low, heads, stream = torch.split(payload, list(self.sections(numel)))
+        used = int(header.view(torch.int32)[0]) & 0xFFFFFFFC
+        stream = stream[: max(used - payload.numel() + stream.numel(), 0)]
+        end = stream.numel()
+        stream = torch.cat((stream, stream.new_full((1,), 0xFF)))  # of what is not there
+
+        there, groups = _blocks(high[:numel])
+        top, width, count = heads[: HEAD * len(there)].view(-1, HEAD).to(torch.int64).unbind(dim=1)
+        width = torch.where((width == 1) | (width > WHOLE), WHOLE, width)
+        begin, _ = _sums(4 * width * groups)
+        code = torch.zeros_like(there, dtype=torch.int64)
+        for w in WIDTHS:
+            chosen = width == w
+            place = begin[chosen, None] + torch.arange(BLOCK * w // 8, device=payload.device)
+            packed = stream[place.clamp(max=end)].view(-1)
+            code[chosen] = unpack_bits(packed, w, packed.numel() * 8 // w).view(-1, BLOCK).long()
+        largest, far = _escapes(width)
+        far = there & far & (code == largest)
+        before, _ = _sums(count)
+        place = end - before[:, None] - far.cumsum(dim=1)
+        escaped = stream[torch.where(far & (place >= 0), place, end)]
+        exponent = torch.where(far, escaped.long(), (top[:, None] - code) & 0xFF)[there]
+
+        upper = high[:numel].to(torch.int64)
+        bits = (upper & 0x80) << 24 | exponent << 23 | (upper & 0x7F) << 16
         if self.dtype == "float32":
-            bits |= low[: 2 * numel].view(torch.int16).to(torch.int32) & 0xFFFF
+            bits |= low.view(torch.int16)[:numel].to(torch.int64) & 0xFFFF
         return bits.to(torch.int32).view(torch.float32)
 
 
-def _code(exponent: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-    """Return the width of the offsets of a block, and its part of the stream."""
-    offset = exponent.max() - exponent
-
-    def escaped(width: int) -> torch.Tensor:
-        return offset >= (1 << width) - 1
-
-    def bits(width: int) -> int:
-        if width == 0:
-            return 0 if not bool(offset.any()) else 1 << 30
-        extra = 0 if width == RAW else 8 * int(escaped(width).sum())
-        return width * exponent.numel() + extra
-
-    width = min(WIDTHS, key=bits)  # the first of equals
-    if width == 0:
-        return width, []
-    if width == RAW:
-        return width, [exponent]
-    code = offset.clamp(max=(1 << width) - 1)
-    return width, [pack_bits(code, width), exponent[escaped(width)]]
+def padded16(size: int) -> int:
+    """Bytes of a section: the next multiple of 16."""
+    return -(-size // 16) * 16
 
 
-def _decode(top: int, width: int, part: torch.Tensor, numel: int) -> tuple[torch.Tensor, int]:
-    """Return the exponents (int32) of a block, and how many bytes of the stream they took."""
-    if width == 0:
-        return torch.full((numel,), top, dtype=torch.int32, device=part.device), 0
-    if width not in WIDTHS or width == RAW:
-        return part[:numel].to(torch.int32), numel
-    code = unpack_bits(part, width, numel).to(torch.int32)
-    exponent = (top - code) & 0xFF
-    escaped = code == (1 << width) - 1
-    begin = -(-numel * width // 8)
-    end = begin + int(escaped.sum())
-    exponent[escaped] = part[begin:end].to(torch.int32)
-    return exponent, end
+def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which places of the blocks have a value [blocks, BLOCK], and their groups [blocks]."""
+    numel = values.numel()
+    place = torch.arange(num_blocks(numel, BLOCK) * BLOCK, device=values.device)
+    there = (place < numel).view(-1, BLOCK)
+    return there, (there.sum(dim=1) + GROUP - 1) // GROUP
+
+
+def _escapes(width: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest code of each block, and if it says that an exponent is escaped."""
+    return ((1 << width) - 1)[:, None], ((width > 0) & (width < WHOLE))[:, None]
+
+
+def _sums(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the sums of the sizes before each one, and of all."""
+    sums = sizes.cumsum(dim=0)
+    return sums - sizes, int(sums[-1])

@@ -84,11 +84,6 @@ ROTATIONS = [
     "eden:bits=3.5,size=512",
 ]
 
-# Codecs without CUDA kernels, and those that have none in Triton either: on GPUs the next
-# implementation runs, at last the reference.
-NO_CUDA = {"lossless"}
-NO_TRITON = {"lossless"}
-
 # Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.
 SIZES = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2047, 5001]
 

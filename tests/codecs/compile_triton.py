@@ -52,6 +52,8 @@ SPECS = [
     "eden2",
     "eden:bits=1.5,size=4096,scale=mmse",
     "ternary",
+    "lossless",
+    "lossless:bfloat16",
     "topk:0.05,values=int8,chunk=4096",
     "topk:0.01,sample=100",
     "randomk:100",

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.codecs import TopK, cuda_topk
+from pycomm.codecs import Lossless, TopK, cuda_lossless, cuda_topk
 from pycomm.codecs.base import Codec, EncodeArgs
 from pycomm.codecs.cuda_calls import decode_calls, encode_calls, scratch_bytes
 from pycomm.codecs.cuda_kernels import (
@@ -30,7 +30,7 @@ from pycomm.codecs.cuda_kernels import (
     measure_call,
     measure_kernel,
 )
-from tests.codecs.cases import NO_CUDA, ROTATIONS, SPECS
+from tests.codecs.cases import ROTATIONS, SPECS
 
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
 
@@ -39,10 +39,11 @@ def kernels(specs: list[str] = SPECS + ROTATIONS) -> dict[str, str]:
     """Every kernel that these codecs start, with the name of its struct of arguments."""
     names = {}
     for codec in map(pycomm.codec, specs):
-        if codec.name in NO_CUDA:
-            continue
         if isinstance(codec, TopK):
             names |= dict.fromkeys(cuda_topk.kernels(codec), "topk::TopkParams")
+            continue
+        if isinstance(codec, Lossless):
+            names |= dict.fromkeys(cuda_lossless.kernels(codec), "lossless::LosslessParams")
             continue
         for flag in (False, True):
             names[encode_kernel(codec, flag)] = "EncodeParams"
@@ -95,6 +96,7 @@ def _library() -> ctypes.CDLL:
         '#include "emulated_cuda.h"',
         '#include "codecs/cast.cu"',
         '#include "codecs/eden.cu"',
+        '#include "codecs/lossless.cu"',
         '#include "codecs/mx.cu"',
         '#include "codecs/quant.cu"',
         '#include "codecs/randomk.cu"',
@@ -111,6 +113,7 @@ def _library() -> ctypes.CDLL:
         lines.append(f"return emulated::launch(blocks, [=] {{ {start} }}), 0; }}")
     lines += ["return 1; }", 'extern "C" size_t encode_params() { return sizeof(EncodeParams); }']
     lines += ['extern "C" size_t topk_params() { return sizeof(topk::TopkParams); }']
+    lines += ['extern "C" size_t lossless_params() { return sizeof(lossless::LosslessParams); }']
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
         source.write_text("\n".join(lines))
@@ -119,4 +122,5 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(binary))
     assert library.encode_params() == ctypes.sizeof(EncodeParams)
     assert library.topk_params() == ctypes.sizeof(cuda_topk.TopkParams)
+    assert library.lossless_params() == ctypes.sizeof(cuda_lossless.LosslessParams)
     return library

@@ -19,7 +19,7 @@ from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
 from tests.codecs import emulated_cuda
-from tests.codecs.cases import CASES, NO_CUDA, NO_TRITON, ROTATIONS, SPECS, agreed, bits
+from tests.codecs.cases import CASES, ROTATIONS, SPECS, agreed, bits
 
 # (implementation, device). Those of the CPU must work. With a GPU Triton's interpreter is off, and
 # an implementation that is not installed is skipped: `make gpu` wants them all.
@@ -47,21 +47,12 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     )
 
 
-def lacking(kind: str, device: str) -> set[str]:
-    """Names of the codecs of which there are no such kernels."""
-    if kind == "triton":
-        return NO_TRITON
-    return NO_CUDA if kind in ("emulated-cuda", "nvrtc") or (kind, device) == CUDA[1] else set()
-
-
 # `make gpu` counts what is skipped for any other reason as a failure.
 def skip_by_design(reason: str) -> None:
     pytest.skip(f"by design: {reason}")
 
 
 def runner(codec: Codec, kind: str, device: str):
-    if codec.name in lacking(kind, device):
-        skip_by_design(f"{codec.spec()} has no such kernels")
     if kind == "emulated-cuda":
         return emulated_cuda
     try:
@@ -117,20 +108,18 @@ def check_decode(codec: Codec, run, device: str, payload: torch.Tensor, numel: i
 
 
 def combinations() -> Iterator[tuple[str, str, str, str]]:
-    """Every spec and case on every implementation that has the codec.
+    """Every spec and case on every implementation.
 
     Triton's interpreter takes most of the time. It sees all cases with the first spec of a codec,
-    and each third with the others, and with topk, which has many kernels; with rotations, which
-    are slow there, a third of these.
+    and each third with the others, and with topk and lossless, which have many kernels; with
+    rotations, which are slow there, a third of these.
     """
     seen = set()
     for spec in SPECS:
         name = pycomm.codec(spec).name
-        every = (3 if name in seen | {"topk"} else 1) * (3 if name in ROTATED else 1)
+        every = (3 if name in seen | {"topk", "lossless"} else 1) * (3 if name in ROTATED else 1)
         for (place, case), (kind, device) in product(enumerate(CASES), IMPLEMENTATIONS):
-            lacks = lacking(kind, device)
-            left_out = (kind, device) == ("triton", "cpu") and place % every
-            if name not in lacks and not left_out:
+            if not ((kind, device) == ("triton", "cpu") and place % every):
                 yield spec, kind, device, case
         seen.add(name)
 

@@ -28,6 +28,7 @@ CALLS = ("encode", "encode_feedback", "decode", "decode_add")
 SOURCES = {
     "cast": 20,
     "eden": 16,
+    "lossless": 7,
     "mx": 36,
     "quant": 30,
     "randomk": 4,
@@ -36,7 +37,8 @@ SOURCES = {
     "ternary": 8,
     "topk": 25,
 }
-SCALED = [name for name in SOURCES if name != "randomk"]  # codecs of blocks with a scale
+# Codecs of blocks with a scale.
+SCALED = [name for name in SOURCES if name not in ("randomk", "lossless")]
 TILED = [name for name in SCALED if name != "topk"]  # whose warps have a tile of rows each
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 every_source = pytest.mark.parametrize("name", SOURCES)
@@ -100,7 +102,7 @@ def triton_folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("call", CALLS)
 def test_triton_kernels_are_exact(triton_folder, arch, call):
     compiled = sorted(triton_folder.glob(f"{arch}-*-{call}*.ptx"))
-    assert len([file for file in compiled if file.stem.endswith(f"-{call}")]) == 26
+    assert len([file for file in compiled if file.stem.endswith(f"-{call}")]) == 28
     for file in compiled:
         ptx = file.read_text()
         assert inexact(ptx) == [], file.name
@@ -211,6 +213,18 @@ def test_topk_moves_16_bytes_at_a_time(nvcc, arch):
         if re.search("first|second|third|exact|sampled|choose|encode_chunks", kernel):
             assert loads >= (8 if feedback else 4), kernel
         if "fill" in kernel or ("choose" in kernel and feedback):
+            assert stores >= 4, kernel
+
+
+@every_arch
+def test_lossless_moves_16_bytes_at_a_time(nvcc, arch):
+    for kernel, (loads, stores) in wide_accesses(nvcc("lossless"), "lossless", arch).items():
+        flag = "Lb1E" in kernel  # with feedback, or added to what is there
+        if "head_kernel" in kernel:
+            assert loads >= (8 if flag else 4), kernel
+            assert stores >= (4 if flag else 0), kernel
+        if "decode_kernel" in kernel:
+            assert loads >= (4 if flag else 0), kernel
             assert stores >= 4, kernel
 
 
