@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <numeric>
 
 #include "collectives/coded.h"
@@ -74,6 +75,15 @@ OpTag make_tag(Op op, const BasicParts<T>& parts, int ranks, DType dtype,
   }
   label.copy(tag.label, sizeof tag.label - 1);
   return tag;
+}
+
+/// " in all_reduce #7 (...)" or " after all_reduce #7", for the middle of a sentence.
+std::string doing(const Standing& standing) {
+  if (standing.inside()) return " in " + describe(standing.call);
+  if (standing.waits.op != Op::none) return " in " + describe(standing.waits);
+  if (standing.completed == 0) return "";
+  return std::string(" after ") + name(standing.completed_op) + " #" +
+         std::to_string(standing.completed);
 }
 
 }  // namespace
@@ -166,12 +176,17 @@ class Communicator::Impl {
   [[noreturn]] void over(Lane lane) {
     const std::exception_ptr thrown = from_reason(std::current_exception());
     if (!failure_.happened()) {
-      const std::exception_ptr error = mesh_.aborted() ? thrown : explained(thrown, mesh_, lane);
-      // What another rank has said meanwhile is the cause.
-      const std::exception_ptr cause = mesh_.aborted();
-      failure_.set(cause ? cause : error);
-      mesh_.abort(to_reason(cause ? cause : error));
-      trace_->set_error(failure_.text());
+      try {
+        const std::exception_ptr error = mesh_.aborted() ? thrown : explained(thrown, mesh_, lane);
+        // What another rank has said meanwhile is the cause.
+        const std::exception_ptr cause = mesh_.aborted();
+        failure_.set(cause ? cause : error);
+        mesh_.abort(to_reason(cause ? cause : error));
+        trace_->set_error(failure_.text());
+      } catch (const std::bad_alloc&) {  // not enough for long words
+        failure_.set(thrown);
+        mesh_.abort("out of memory");
+      }
     }
     failure_.rethrow();
     std::abort();  // not reached: an error is set
@@ -179,7 +194,8 @@ class Communicator::Impl {
 
   void abort(const std::string& reason) noexcept {
     if (in_child()) return;  // the parent's group goes on
-    const std::string text = "rank " + std::to_string(rank()) + " was aborted: " + reason;
+    const std::string text = "rank " + std::to_string(rank()) + " was aborted" +
+                             doing(mesh_.standing().load()) + ": " + reason;
     failure_.set(std::make_exception_ptr(Error(text)));
     mesh_.abort(text);
     trace_->set_error(text);

@@ -1,6 +1,7 @@
 #include "collectives/failure.h"
 
 #include <cstdlib>
+#include <new>
 #include <typeinfo>
 
 #include "collectives/mesh.h"
@@ -51,6 +52,11 @@ std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane l
     return std::make_exception_ptr(WireMismatch(text(e.what())));
   } catch (const PeerLost& e) {
     return std::make_exception_ptr(PeerLost(e.rank, text(e.what())));
+  } catch (const std::bad_alloc&) {
+    const Standing own = mesh.standing().load();
+    return std::make_exception_ptr(Error("rank " + std::to_string(mesh.rank()) +
+                                         ": no memory is left for " +
+                                         describe(own.inside() ? own.call : own.waits)));
   } catch (...) {
     return error;
   }
