@@ -3,6 +3,7 @@
 #   make demo         train a small model over a 200 Mbit/s link, with and without pycomm
 #   make test         all tests, with the counts of each tier
 #   make lint         ruff, mypy, clang-format
+#   make soak         what takes long: a thousand faults at random moments
 #   make bench        all-reduce beside Gloo
 #   make conformance  PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
 #   make trainers     Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
@@ -21,7 +22,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # CUDA kernels take minutes to compile and are of no use without a GPU: PYCOMM_CUDA=ON asks for them.
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-.PHONY: build demo test lint bench conformance trainers gpu docs asan tsan clean
+.PHONY: build demo test lint soak bench conformance trainers gpu docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -37,6 +38,10 @@ lint: $(VENV)/run.stamp $(VENV)/dev.stamp
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+soak: build $(VENV)/dev.stamp
+	$(PY) -m tests.faults.injection --seed 7 --cases 1000
+	$(PY) -m tests.faults.injection --seed 8 --cases 1000 --faults kill,_exit
 
 bench: build
 	$(PY) -m pycomm.bench all_reduce -b 8 -e 64M -f 4 -p 2 --backend pycomm,gloo

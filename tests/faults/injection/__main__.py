@@ -1,0 +1,93 @@
+"""The command line: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from tests.faults.injection.case import FAULTS, PHASES, draw
+from tests.faults.injection.judge import DEATH, DEATHS, breaches, latest
+from tests.faults.injection.play import play
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.injection", description=__doc__)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--case", type=int, help="play this one alone, and show all of it")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seconds", type=float, help="stop after this time")
+    parser.add_argument("--transport", default="shm,tcp")
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--json", type=Path, help="write every case here")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    numbers = range(args.first, args.first + args.cases)
+    if args.case is not None:
+        numbers = range(args.case, args.case + 1)
+    choice = {
+        "transports": args.transport.split(","),
+        "faults": args.faults.split(","),
+        "phases": args.phases.split(","),
+    }
+    start = time.monotonic()
+    took: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    counts: dict[tuple[str, str, str], int] = defaultdict(int)
+    rows, bad, hung, late, deaths = [], 0, 0, 0, 0
+    for number in numbers:
+        if args.seconds is not None and time.monotonic() - start > args.seconds:
+            break
+        case = draw(args.seed, number, **choice)
+        played = play(case)
+        wrong, seconds = breaches(played), latest(played)
+        key = (case.fault, case.transport, case.phase)
+        counts[key] += 1
+        if seconds is not None:
+            took[key].append(seconds)
+        bad += bool(wrong)
+        hung += bool(played.hung)
+        deaths += case.fault in DEATHS
+        late += case.fault in DEATHS and case.phase == "steady" and (seconds or 0.0) > DEATH
+        rows.append(
+            {
+                "case": number,
+                "what": str(case),
+                "wrong": wrong,
+                "seconds": seconds,
+                "said": played.said,
+            }
+        )
+        if wrong:
+            print(f"{case}\n  " + "\n  ".join(wrong), flush=True)
+            if played.stacks:
+                print(played.stacks, flush=True)
+        if args.case is not None:
+            print(json.dumps(rows[-1], indent=1))
+    if args.json:
+        args.json.write_text(json.dumps({"seed": args.seed, **choice, "cases": rows}))
+    print(f"{'fault':<8}{'transport':<10}{'phase':<10}{'cases':>6}{'p50 ms':>9}{'max ms':>9}")
+    for key in sorted(counts):
+        times = took[key]
+        p50, most = (statistics.median(times), max(times)) if times else (0.0, 0.0)
+        fault, transport, phase = key
+        shown = f"{p50 * 1e3:>9.1f}{most * 1e3:>9.1f}" if times else f"{'-':>9}{'-':>9}"
+        print(f"{fault:<8}{transport:<10}{phase:<10}{counts[key]:>6}{shown}")
+    print(
+        f"{len(rows)} cases of seed {args.seed} in {time.monotonic() - start:.0f} s: "
+        f"{len(rows) - bad} as promised, {bad} not, {hung} hung; {deaths} deaths, "
+        f"{late} told later than {DEATH} s"
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

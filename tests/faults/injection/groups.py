@@ -1,0 +1,184 @@
+"""Groups of ranks as the cases use them: pycomm without torch, and process groups of torch."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from typing import Any, Protocol
+
+import numpy as np
+
+from pycomm.communicator import Communicator, Store
+from tests.faults.injection.case import Call
+
+
+class Group(Protocol):
+    """What a rank does with a group. `call` says whether the result is right."""
+
+    completed: int
+
+    def call(self, call: Call, async_op: bool) -> bool: ...
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def expected(call: Call, rank: int, ranks: int) -> Any:
+    """What a call yields where every rank r gives r + 1, and in an all_to_all 10 r + part."""
+    if call.op in ("all_reduce", "reduce_scatter"):
+        return ranks * (ranks + 1) / 2
+    if call.op == "all_gather":
+        return np.arange(1, ranks + 1)[:, None]
+    if call.op == "all_to_all":
+        return (10 * np.arange(ranks) + rank)[:, None]
+    return call.root + 1 if call.op == "broadcast" else (rank - 1) % ranks + 1
+
+
+class CoreGroup:
+    """A `Communicator`. An async call is one on another thread, as a process group makes it."""
+
+    def __init__(
+        self, folder: str, name: str, rank: int, ranks: int, transport: str, timeout: float
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.completed = 0
+        self._core = Communicator(
+            Store.file(folder), rank, ranks, group=name, transport=transport, timeout=timeout
+        )
+        self.describe = self._core.describe
+
+    def set_timeout(self, seconds: float) -> None:
+        self._core.timeout = seconds
+
+    def call(self, call: Call, async_op: bool) -> bool:
+        if not async_op:
+            right = self._call(call)
+        else:
+            outcome: list[Any] = []
+
+            def run() -> None:
+                try:
+                    outcome.append(self._call(call))
+                except BaseException as error:
+                    outcome.append(error)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+            if isinstance(outcome[0], BaseException):
+                raise outcome[0]
+            right = outcome[0]
+        self.completed += call.op != "send_recv"
+        return right
+
+    def _call(self, call: Call) -> bool:
+        core, rank, ranks, codec = self._core, self.rank, self.ranks, call.codec
+        one = np.full(call.numel, rank + 1, np.float32)
+        many = np.full((ranks, call.numel), rank + 1, np.float32)
+        out = one
+        if call.op == "all_reduce":
+            core.all_reduce_coded(one, codec, average=False) if codec else core.all_reduce(one)
+        elif call.op == "reduce_scatter":
+            if codec:
+                core.reduce_scatter_coded(many, one, codec, average=False)
+            else:
+                core.reduce_scatter(many, one)
+        elif call.op == "all_gather":
+            core.all_gather_coded(one, many, codec) if codec else core.all_gather(one, many)
+            out = many
+        elif call.op == "all_to_all":
+            many[:] = (10 * rank + np.arange(ranks))[:, None]
+            out = np.empty_like(many)
+            core.all_to_all(list(many), list(out))
+        elif call.op == "broadcast":
+            core.broadcast(one, call.root)
+        else:
+            out = np.empty_like(one)
+            took = core.recv(out, (rank - 1) % ranks)
+            gave = core.send(one, (rank + 1) % ranks)
+            took.wait()
+            gave.wait()
+        if codec:  # what these codecs lose is not our question
+            return bool(np.isfinite(out).all())
+        return bool((out == expected(call, rank, ranks)).all())
+
+    def abort(self, reason: str) -> None:
+        self._core.abort(reason)
+
+    def close(self) -> None:
+        self._core.close()
+
+
+class TorchGroup:
+    """A process group of torch: of pycomm's backend, or Gloo's. It makes calls without codecs."""
+
+    def __init__(
+        self, folder: str, name: str, rank: int, ranks: int, backend: str, timeout: float
+    ) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.ranks, self._backend = rank, ranks, backend
+        self.completed = 0
+        limit = datetime.timedelta(seconds=timeout)
+        if dist.is_initialized():
+            self._group = dist.new_group(timeout=limit)
+            return
+        store = dist.FileStore(f"{folder}/{name}", ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        self._group = dist.group.WORLD
+
+    def set_timeout(self, seconds: float) -> None:
+        import torch.distributed as dist
+
+        limit = datetime.timedelta(seconds=seconds)
+        dist.distributed_c10d._set_pg_timeout(limit, self._group)
+
+    def call(self, call: Call, async_op: bool) -> bool:
+        import torch
+        import torch.distributed as dist
+
+        group, rank, ranks = self._group, self.rank, self.ranks
+        one = torch.full((call.numel,), float(rank + 1))
+        many = torch.full((ranks, call.numel), float(rank + 1))
+        out, works = one, []
+        if call.op == "all_reduce":
+            works = [dist.all_reduce(one, group=group, async_op=async_op)]
+        elif call.op == "reduce_scatter":
+            works = [dist.reduce_scatter_tensor(one, many, group=group, async_op=async_op)]
+        elif call.op == "all_gather":
+            works = [dist.all_gather_into_tensor(many, one, group=group, async_op=async_op)]
+            out = many
+        elif call.op == "all_to_all":
+            many[:] = (10.0 * rank + torch.arange(ranks))[:, None]
+            out = torch.empty_like(many)
+            works = [dist.all_to_all_single(out, many, group=group, async_op=async_op)]
+        elif call.op == "broadcast":
+            works = [dist.broadcast(one, call.root, group=group, async_op=async_op)]
+        else:
+            out = torch.empty_like(one)
+            works = [
+                dist.irecv(out, (rank - 1) % ranks, group=group),
+                dist.isend(one, (rank + 1) % ranks, group=group),
+            ]
+        for work in works:
+            if work is not None:
+                work.wait()
+        self.completed += call.op != "send_recv"
+        return bool((out.numpy() == expected(call, rank, ranks)).all())
+
+    def abort(self, reason: str) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def make_group(
+    world: str, folder: str, name: str, rank: int, ranks: int, transport: str, timeout: float
+) -> CoreGroup | TorchGroup:
+    """Meet the other ranks. `world` is "core", or the name of a backend of torch.distributed."""
+    if world == "core":
+        return CoreGroup(folder, name, rank, ranks, transport, timeout)
+    return TorchGroup(folder, name, rank, ranks, world, timeout)

@@ -1,0 +1,86 @@
+"""What must hold after a case; every breach in words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tests.faults.injection.case import Case
+from tests.faults.injection.play import Played
+
+DEATH = 0.2
+"""Seconds from a death to the last survivor's error; what the library promises."""
+DEATHS = ("kill", "raise", "exit", "_exit")
+KINDS = {
+    "kill": {"PeerLost"},
+    "raise": {"PeerLost"},
+    "exit": {"PeerLost"},
+    "_exit": {"PeerLost"},
+    "socket": {"PeerLost", None},  # or it has healed
+    "stop": {"Timeout"},
+    "slow": {None},
+    "memory": {"Error", None},  # or it had kept enough
+    "abort": {"Error"},
+}
+
+
+def survivors(case: Case) -> list[int]:
+    return [rank for rank in range(case.ranks) if rank not in case.leavers]
+
+
+def breaches(played: Played) -> list[str]:
+    """Everything that is not as it must be; times aside, see `latest`."""
+    case = played.case
+    wrong = [f"rank {rank} hangs" for rank in played.hung]
+    for rank in survivors(case):
+        if broken := played.word(rank, "broken"):
+            wrong.append(f"rank {rank}: {broken['text']}")
+            continue
+        over = played.word(rank, "over")
+        if over is not None:
+            wrong += [f"rank {rank}: {what}" for what in _of_error(case, over, rank)]
+        if left := played.word(rank, "left"):
+            wrong += [f"rank {rank} leaves behind {n} {what}" for what, n in left["leaks"].items()]
+    return wrong
+
+
+def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
+    kind, text = over.get("error"), over.get("text", "")
+    allowed = set(KINDS[case.fault])
+    if case.phase == "shutdown":
+        allowed |= {None}  # its part may be done
+    if case.phase in ("init", "split"):
+        allowed |= {"Timeout"}  # who is not connected yet can only wait
+    wrong = []
+    if kind not in allowed:
+        return [f"{kind}, not {allowed}: {text}"]
+    if kind is None:
+        return []
+    if case.fault == "socket":  # of two ends of a cut line neither is more to blame
+        return [] if re.search(r"rank \d", text) else [f"names nobody: {text}"]
+    names = re.search(rf"rank\(?s?\)?[^\n]*\b{case.victim}\b", text)
+    if not names or (kind == "PeerLost" and over["named"] != case.victim):
+        wrong.append(f"does not name rank {case.victim}: {text}")
+    operating = case.phase in ("steady", "shutdown") and over["op"]
+    if operating and not _names_call(over, text):
+        wrong.append(f"does not name {over['op']} #{over['seq']}: {text}")
+    return wrong
+
+
+def _names_call(over: dict[str, Any], text: str) -> bool:
+    if over["op"] == "send_recv" and re.search(r"\b(send|recv)\b", text):
+        return True
+    if over["error"] == "Error":  # an abort tells where the rank was that aborted
+        return bool(re.search(r"#\d+\b|\b(send|recv)\b", text))
+    # Who tells us may be a call behind or ahead of us.
+    near = "|".join(str(over["seq"] + d) for d in (-1, 0, 1))
+    return bool(re.search(rf"#({near})\b", text))
+
+
+def latest(played: Played) -> float | None:
+    """Seconds from the fault to the last survivor's error; None where there was none."""
+    overs = [played.word(rank, "over") for rank in survivors(played.case)]
+    times = [over["at"] for over in overs if over and over.get("error")]
+    if not times or played.at is None:
+        return None
+    return max(times) - played.at

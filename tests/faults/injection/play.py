@@ -1,0 +1,127 @@
+"""Plays a case: forks its ranks, brings the fault about, gathers what the ranks say."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.faults.injection.case import FROM_OUTSIDE, Case
+from tests.faults.injection.rank import Rank, go_on
+
+LIMIT = 20.0
+"""Seconds after which ranks that still run hang."""
+
+
+@dataclass
+class Played:
+    """What came of a case, by rank."""
+
+    case: Case
+    at: float | None = None
+    """of the fault; monotonic seconds of this machine"""
+    said: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    hung: list[int] = field(default_factory=list)
+    stacks: str = ""
+
+    def word(self, rank: int, word: str) -> dict[str, Any] | None:
+        return self.said.get(rank, {}).get(word)
+
+
+def _rank_process(case: Case, rank: int, folder: str, pipe: int) -> None:
+    """The life of a forked rank. Never returns."""
+    log = open(f"{folder}/rank{rank}.log", "w")  # noqa: SIM115 - to the end of the process
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    faulthandler.dump_traceback_later(LIMIT - 2, file=log)
+
+    def say(word: str, **facts: Any) -> None:
+        line = json.dumps({"rank": rank, "word": word, **facts}) + "\n"
+        os.write(pipe, line.encode())  # whole: it is shorter than PIPE_BUF
+
+    code = 0
+    try:
+        Rank(case, rank, folder, say).main()
+        if rank not in case.leavers:
+            say("on", took=go_on(case, rank, folder))
+    except SystemExit:
+        code = 3
+    except BaseException as error:
+        say("broken", text=f"{type(error).__name__}: {error}"[:1500])
+        traceback.print_exc()
+        code = 1
+    log.flush()
+    os._exit(code)
+
+
+def play(case: Case) -> Played:
+    """Play a case to its end, in at most `LIMIT` seconds. No process outlives it."""
+    played = Played(case)
+    with tempfile.TemporaryDirectory(prefix="pycomm-faults-") as folder:
+        reader, writer = os.pipe()
+        children: dict[int, int] = {}
+        sys.stdout.flush()
+        for rank in range(case.ranks):
+            pid = os.fork()
+            if pid == 0:
+                os.close(reader)
+                _rank_process(case, rank, folder, writer)
+            children[rank] = pid
+        os.close(writer)
+        try:
+            _watch(played, reader, children)
+        finally:
+            os.close(reader)
+            for pid in children.values():
+                os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is ours
+                os.waitpid(pid, 0)
+        for rank in played.hung:
+            with open(f"{folder}/rank{rank}.log") as log:
+                played.stacks += f"rank {rank}:\n{log.read()}"
+    return played
+
+
+def _watch(played: Played, reader: int, children: dict[int, int]) -> None:
+    """Read what ranks say until all that can have come to their end; hit the victim."""
+    case = played.case
+    outside = case.fault in FROM_OUTSIDE
+    waited = {rank for rank in children if not (rank == case.victim and case.leavers)}
+    end = time.monotonic() + LIMIT
+    strike = None
+    buffer = b""
+    while waited and time.monotonic() < end:
+        now = time.monotonic()
+        if strike is not None and now >= strike:
+            number = signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP
+            played.at = time.monotonic()
+            os.kill(children[case.victim], number)
+            strike = None
+        until = end if strike is None else strike
+        ready, _, _ = select.select([reader], [], [], max(0.0, until - time.monotonic()))
+        if not ready:
+            continue
+        block = os.read(reader, 1 << 16)
+        if not block:
+            break
+        *lines, buffer = (buffer + block).split(b"\n")
+        for line in lines:
+            facts = json.loads(line)
+            rank, word = facts.pop("rank"), facts.pop("word")
+            words = played.said.setdefault(rank, {})
+            words[word] = facts
+            if word == "fault":
+                played.at = facts["at"]
+            if word in ("on", "broken"):
+                waited.discard(rank)
+            if word == "ready" and outside and played.at is None and strike is None:
+                if all(played.word(r, "ready") for r in children):
+                    strike = time.monotonic() + case.delay
+    played.hung = sorted(waited)

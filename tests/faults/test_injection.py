@@ -1,0 +1,60 @@
+"""A sample of the faults that `make soak` plays a thousand of; and the judge can say no."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.injection.case import FAULTS, draw
+from tests.faults.injection.judge import breaches
+from tests.faults.injection.play import Played, play
+
+SEED = 7
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_told_by_name_and_leaves_nothing_behind(fault, transport):
+    case = draw(SEED, 0, transports=[transport], faults=[fault], phases=["steady"])
+    played = play(case)
+    assert breaches(played) == [], f"{case}\n{played.stacks}"
+
+
+@pytest.mark.parametrize("phase", ["init", "split", "shutdown"])
+def test_a_death_outside_of_the_steady_state(phase):
+    case = draw(SEED, 1, transports=["shm", "tcp"], faults=["kill"], phases=[phase])
+    assert case.phase == phase
+    assert breaches(play(case)) == [], str(case)
+
+
+def test_a_case_is_its_seed_and_number():
+    ways = {"transports": ["shm", "tcp"]}
+    assert draw(1, 5, **ways) == draw(1, 5, **ways)
+    assert len({draw(1, number, **ways) for number in range(50)}) == 50
+
+
+TRUE = "rank {} died: its process is gone\n  rank 0 waits: in {} #5 (10 float32)"
+
+
+@pytest.mark.parametrize(
+    ("facts", "breach"),
+    [
+        ({"error": None}, "not {'PeerLost'}"),
+        ({"error": "Timeout"}, "not {'PeerLost'}"),
+        ({"named": 9}, "does not name rank"),
+        ({"text": "somebody died in all_reduce #5"}, "does not name rank"),
+        ({"seq": 7}, "does not name"),
+        ({"leaks": {"threads": 1}}, "leaves behind 1 threads"),
+    ],
+)
+def test_the_judge_finds(facts, breach):
+    case = draw(SEED, 0, transports=["shm"], faults=["kill"], phases=["steady"])
+    other = (case.victim + 1) % case.ranks
+    op = next(call.op for call in case.calls)
+    over = {"error": "PeerLost", "named": case.victim, "op": "barrier", "seq": 5}
+    over["text"] = TRUE.format(case.victim, op)
+    said = {"over": over, "left": {"leaks": {}}}
+    assert breaches(Played(case, said={other: said})) == []
+    said = {"over": over | facts, "left": {"leaks": facts.get("leaks", {})}}
+    found = breaches(Played(case, said={other: said}))
+    assert len(found) == 1
+    assert breach in found[0]
