@@ -19,6 +19,8 @@ PY := $(VENV)/bin/python
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PIP := $(PY) -m pip install -qq --no-compile
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# Compilers and ranks take turns on the processor; a file's tests stay together, since they share what they start.
+TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 # CUDA kernels take minutes to compile and are of no use without a GPU: PYCOMM_CUDA=ON asks for them.
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
@@ -31,7 +33,7 @@ demo: build
 	$(PY) -m pycomm.bench.demo
 
 test: build $(VENV)/dev.stamp
-	$(PY) -m pytest --quiet
+	$(PY) -m pytest --quiet $(TWO_AT_A_TIME)
 
 lint: $(VENV)/run.stamp $(VENV)/dev.stamp
 	$(PY) -m ruff check .

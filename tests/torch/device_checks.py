@@ -163,7 +163,7 @@ def check_order(rank: int, ranks: int, device: str, way: str) -> None:
     held = way == "held"
     dist.all_reduce(slow(rank, device, 0))  # so that no first time counts
     started = time.monotonic()
-    x = slow(rank, device, 300)
+    x = slow(rank, device, 1000)
     work = dist.all_reduce(x, async_op=True)
     assert way == "peers" or not work.is_completed()
     if held:
@@ -172,7 +172,7 @@ def check_order(rank: int, ranks: int, device: str, way: str) -> None:
     if held:
         copy.copy_(x)
         x.fill_(-1.0)
-        assert time.monotonic() - started < 0.25
+        assert time.monotonic() - started < 0.9
     else:
         work.wait()
         copy.copy_(x)

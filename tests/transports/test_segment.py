@@ -119,7 +119,7 @@ def test_a_rank_that_dies_is_named_on_its_channels():
         start = time.monotonic()
         with pytest.raises(PeerLost, match="rank 1 died"):
             exchange(transport, 0, [(1, _C.OpTag("send"), None, data)])
-        assert time.monotonic() - start < 0.2
+        assert time.monotonic() - start < 5  # by its death, not by the group's deadline
 
     good(processes(2, job))
 
@@ -149,7 +149,7 @@ def test_workers_forked_from_a_rank_do_not_keep_it_alive():
         start = time.monotonic()
         with pytest.raises(PeerLost, match="rank 1 died"):
             exchange(transport, 0, [(1, _C.OpTag("send"), None, np.zeros(8, np.uint8))])
-        assert time.monotonic() - start < 0.2
+        assert time.monotonic() - start < 2  # the worker still sleeps
 
     good(processes(2, job))
 
