@@ -1,29 +1,53 @@
 """The benchmarks' command line.
 
-python -m pycomm.bench all_reduce -b 8 -e 64M -f 4 -p 2 --backend pycomm,gloo
+python -m pycomm.bench all_reduce -b 8 -e 128M -f 4 -p 2 --backend pycomm,gloo
 python -m pycomm.bench codecs
-python -m pycomm.bench time_to_loss
+python -m pycomm.bench training --models demo --rates 100mbit
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
-from pycomm.bench import collectives
+from pycomm.bench.arguments import unknown
+from pycomm.bench.operations import OPERATIONS
+
+# Subcommands, and what they do; the rest are collectives.
+SUBCOMMANDS = {
+    "codecs": ("codecs", "each codec on one core, beside memcpy"),
+    "training": ("time_to_loss", "steps and losses of real models with each codec, and torch's"),
+}
+OLDER_NAMES = {"time_to_loss": "training"}
+HELP = f"""usage: python -m pycomm.bench OP [options]
+
+Collectives, in nccl-tests' words; backends take turns iteration by iteration:
+  {", ".join(OPERATIONS)}
+
+Other measurements:
+{chr(10).join(f"  {word:<10} {what}" for word, (_, what) in SUBCOMMANDS.items())}
+
+python -m pycomm.bench OP --help has the options of each; docs/bench.md the columns."""
 
 
-def main() -> int:
-    argv = sys.argv[1:]
-    if argv[:1] == ["codecs"]:
-        from pycomm.bench import codecs  # needs torch, which collectives of the core do not
+def main(argv: Sequence[str]) -> int:
+    word = OLDER_NAMES.get(argv[0], argv[0]) if argv else "--help"
+    if word in ("-h", "--help"):
+        print(HELP)
+        return 0
+    if word in SUBCOMMANDS:
+        run: Callable[[list[str]], int]
+        run = import_module(f"pycomm.bench.{SUBCOMMANDS[word][0]}").main  # these need torch
+        return run(list(argv[1:]))
+    if not word.startswith("-") and word not in OPERATIONS:
+        known = [*OPERATIONS, *SUBCOMMANDS]
+        print(f"python -m pycomm.bench: {unknown('benchmark', word, known)}", file=sys.stderr)
+        return 2
+    from pycomm.bench import collectives
 
-        return codecs.main(argv[1:])
-    if argv[:1] == ["time_to_loss"]:
-        from pycomm.bench import time_to_loss
-
-        return time_to_loss.main(argv[1:])
     return collectives.main(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

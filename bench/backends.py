@@ -1,42 +1,56 @@
 """Who runs a collective: pycomm's core, or backends of torch.distributed, in the same processes.
 
 `pycomm` is the core without torch, `pycomm:ring` and the like the same with this algorithm,
-`pycomm-torch` a backend of torch, `gloo` its own, `mpi` whatever library mpirun belongs to. Those
-with `-shared` work on memory that the group has allocated, so that peers address it in place.
+`pycomm-torch` a backend of torch, `gloo` and `nccl` its own, `mpi` whatever library mpirun belongs
+to. Those with `-shared` work on memory that the group has allocated, so that peers address it in
+place.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pycomm import _C
-from pycomm.bench.operations import STORAGE, Array, Case, Run
+from pycomm.bench import coded
+from pycomm.bench.operations import Array, Case, Run
 
 NAMES = (
-    *("pycomm", "pycomm-shared", "pycomm-torch", "pycomm-torch-shared", "gloo", "mpi"),
+    *("pycomm", "pycomm-shared", "pycomm-torch", "pycomm-torch-shared", "gloo", "mpi", "nccl"),
     *(f"pycomm:{algo}" for algo in _C.ALGOS),
 )
-# What torch.distributed calls them.
-TORCH_NAMES = {"pycomm-torch": "pycomm", "pycomm-torch-shared": "pycomm", "gloo": "gloo"}
 
 
 class Backend(ABC):
     """One way to run every operation of :mod:`pycomm.bench.operations`."""
 
     name: str
+    has_codecs = False
 
     def buffers(self, case: Case) -> tuple[Array, Array]:
         """Zeros for the input and the output of `case`, which are one where it is in place."""
         return case.buffers()
 
+    def refuses(self, case: Case) -> str:
+        """Why this backend cannot do it; empty: it can."""
+        return ""
+
     @abstractmethod
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
         """A call that does the operation once, from `x` to `y`. Only what it needs stays in it."""
+
+    def load(self, x: Array, y: Array) -> None:
+        """Bring buffers that were prepared to where the operation works."""
+        return  # it works on them
+
+    def fetch(self, x: Array, y: Array) -> None:
+        """Bring them back."""
+        return
 
     @abstractmethod
     def sent_bytes(self) -> int | None:
@@ -50,6 +64,8 @@ class Backend(ABC):
 
 
 class Core(Backend):
+    has_codecs = True
+
     def __init__(self, name: str, store: _C.Store, rank: int, ranks: int) -> None:
         self.name = name
         options = _C.CommunicatorOptions()
@@ -61,14 +77,7 @@ class Core(Backend):
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
         if codec == "none":
             return case.op.core(self.communicator, case, x, y)
-        pieces = _C.Pieces()
-        pieces.add(case.count, _C.Codec(codec))
-        reduce, address = self.communicator.all_reduce_coded, x.ctypes.data
-
-        def run() -> None:
-            reduce(address, pieces)
-
-        return run
+        return coded.core_run(self.communicator, case, x, y, codec)
 
     def sent_bytes(self) -> int:
         return self.communicator.sent_bytes()
@@ -89,53 +98,6 @@ class SharedCore(Core):
         )
 
 
-class Torch(Backend):
-    def __init__(self, name: str, group: Any) -> None:
-        self.name = name
-        self.group = group
-
-    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
-        import torch
-        import torch.distributed as dist
-
-        tensors = [torch.from_numpy(array) for array in (x, y)]
-        if case.dtype == "bfloat16":
-            tensors = [tensor.view(torch.bfloat16) for tensor in tensors]
-        return case.op.torch(dist, self.group, case, *tensors)
-
-    def sent_bytes(self) -> int | None:
-        return None
-
-    def describe(self) -> str:
-        import torch
-
-        return f"torch {torch.__version__} {TORCH_NAMES[self.name]}"
-
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-class SharedTorch(Torch):
-    """The same on memory of the group's allocate_tensor(): where DDP keeps its buckets."""
-
-    def buffers(self, case: Case) -> tuple[Array, Array]:
-        import torch
-
-        cpu = torch.device("cpu")
-        backend = self.group._get_backend(cpu)
-        dtype = getattr(torch, case.dtype)
-
-        def allocate(numel: int) -> Array:
-            tensor = backend.allocate_tensor(numel, dtype=dtype, device=cpu)
-            array: Array = tensor.view(torch.uint8).numpy().view(STORAGE[case.dtype])
-            return array
-
-        return case.buffers(allocate)
-
-
 def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[Backend]:
     """Meet the other ranks in every backend, in the order of the names."""
     backends: list[Backend] = []
@@ -148,23 +110,23 @@ def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[B
 
             backends.append(Mpi())
         else:
-            kind = SharedTorch if name == "pycomm-torch-shared" else Torch
-            backends.append(kind(name, _torch_group(TORCH_NAMES[name], folder, rank, ranks)))
+            from pycomm.bench.torch_backends import make
+
+            backends.append(make(name, folder, rank, ranks))
     return backends
 
 
-def _torch_group(backend: str, folder: Path, rank: int, ranks: int) -> Any:
-    """The default group, or a further group beside it."""
-    import torch.distributed as dist
+def missing(names: Sequence[str], ranks_here: int) -> str:
+    """Why a backend cannot be used on this machine, and what to do; empty: all can."""
+    with_torch = [name for name in names if name in ("gloo", "nccl") or "-torch" in name]
+    if with_torch and importlib.util.find_spec("torch") is None:
+        return f"--backend {with_torch[0]} needs torch, which is not installed here"
+    if "mpi" in names and shutil.which("mpirun") is None:
+        return "--backend mpi needs an MPI library: there is no mpirun (apt install openmpi-bin)"
+    if "mpi" in names and importlib.util.find_spec("mpi4py") is None:
+        return "--backend mpi needs mpi4py: pip install mpi4py, or pycomm[mpi]"
+    if "nccl" in names:
+        from pycomm.bench.torch_backends import no_nccl
 
-    from pycomm import takeover
-
-    if backend == "pycomm":
-        import pycomm.backend  # noqa: F401  (torch knows the name by itself where it is installed)
-
-    with takeover.released():  # whatever PYCOMM_TAKEOVER says
-        if dist.is_initialized():
-            return dist.new_group(backend=backend)
-        store = dist.FileStore(str(folder / "torch"), ranks)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-        return dist.group.WORLD
+        return no_nccl(ranks_here)
+    return ""

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from pycomm import _C
-from pycomm.bench import harness
+from pycomm.bench import arguments, harness
 from pycomm.bench.harness import Origin, Row
 from pycomm.bench.report import Report
 from pycomm.codecs import ALIASES
@@ -207,22 +207,25 @@ def measure_peer(spec: str, calls: Calls, copy: float, report: Report) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pycomm.bench codecs", description=__doc__)
-    add = parser.add_argument
-    add("-b", dest="first", type=harness.size_argument, default="1M", help="smallest size (1M)")
-    add("-e", dest="last", type=harness.size_argument, default="64M", help="largest size (64M)")
-    add("-f", dest="factor", type=float, default=64, help="factor between sizes (64)")
-    add("--codec", default="", help="comma-separated; options of one with semicolons (all)")
-    add("-J", "--json", help="write all rows to this file")
-    add("--csv", help="append all rows to this file")
-    return parser.parse_args(argv)
+    parser = arguments.Parser(
+        prog="python -m pycomm.bench codecs", description=__doc__.split("\n")[0]
+    )
+    arguments.add_sizes(parser, "1M", "64M", 64)
+    parser.add_argument(
+        "--codec",
+        type=arguments.real_codecs,
+        metavar="CODEC,...",
+        help=f"of {', '.join(ALIASES)} and so on, with options (all)",
+    )
+    arguments.add_files(parser)
+    options = parser.parse_args(argv)
+    options.sizes = arguments.checked_sizes(parser, options)
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    texts = [text.replace(";", ",") for text in options.codec.split(",") if text]
-    chosen = specs(texts)
-    sizes = list(harness.sizes(options.first, options.last, options.factor))
+    chosen, sizes = specs(options.codec or []), options.sizes
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "codecs", *argv]))
     report = Report(COLUMNS, len(chosen) * len(sizes))

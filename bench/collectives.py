@@ -1,11 +1,11 @@
 """Collectives of several backends side by side, in nccl-tests' words.
 
-    python -m pycomm.bench all_reduce -b 8 -e 64M -f 4 -p 2 --backend pycomm,gloo
+    python -m pycomm.bench all_reduce -b 8 -e 128M -f 4 -p 2 --backend pycomm,gloo
     torchrun --nproc-per-node 4 -m pycomm.bench all_gather --backend pycomm-torch,gloo
 
-Without torchrun it starts its own ranks. All backends run in the same processes and take turns, a
-block of iterations each, so that whatever else the machine does meets all of them alike. The time
-of an iteration is that of its slowest rank. docs/bench.md explains the columns.
+Without torchrun it starts its own ranks. All backends run in the same processes and take turns,
+iteration by iteration, so that whatever else the machine does meets all of them alike. The time of
+an iteration is that of its slowest rank. docs/bench.md explains the columns.
 """
 
 from __future__ import annotations
@@ -18,33 +18,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from pycomm.bench import backends, harness, mpi
+from pycomm.bench import arguments, backends, coded, harness, mpi
 from pycomm.bench.harness import Origin
-from pycomm.bench.measure import BLOCKS, Rank
+from pycomm.bench.measure import STEPS, Rank
 from pycomm.bench.operations import ALIASES, OPERATIONS, REDUCTIONS, STORAGE
 from pycomm.bench.report import Report, ratios
 from pycomm.env import env
 
-COLUMNS = (
-    ("size", 6, ""),
-    ("count", 9, "d"),
-    ("type", 8, ""),
-    ("redop", 5, ""),
-    ("backend", 12, ""),
-    ("codec", 8, ""),
-    ("time_p50", 10, ".2f"),
-    ("time_p99", 10, ".2f"),
-    ("algbw", 7, ".3f"),
-    ("busbw", 7, ".3f"),
-    ("effbw", 7, ".3f"),
-    ("wrong", 6, "d"),
-    ("ratio", 6, ".2f"),
-    ("err", 8, ".1e"),
-    ("wire_bytes", 9, ".0f"),
-)
+
+def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
+    """Of the table: name, width, format."""
+    return (
+        ("size", 7, ""),
+        ("count", 9, "d"),
+        ("type", 8, ""),
+        ("redop", 5, ""),
+        ("backend", max(map(len, ["backend", *options.backend])), ""),
+        ("codec", max(map(len, ["codec", *options.codec])), ""),
+        ("time_p50", 10, ".2f"),
+        ("time_p99", 10, ".2f"),
+        ("algbw", 7, ".3f"),
+        ("busbw", 7, ".3f"),
+        ("effbw", 7, ".3f"),
+        ("wrong", 6, "d"),
+        ("ratio", 6, ".2f"),
+        ("err", 8, ".1e"),
+        ("wire_bytes", 9, ".0f"),
+        ("cpu_seconds", 8, ".2e"),
+    )
 
 
 def print_ratios(report: Report, baseline: str) -> None:
@@ -53,12 +57,14 @@ def print_ratios(report: Report, baseline: str) -> None:
     if not found:
         return
     report.note(f"\n# times better than {baseline} (p50, p99: shorter; effbw: higher)")
-    report.note(f"{'size':>6} {'backend':>12} {'codec':>8} {'p50':>8} {'p99':>8} {'effbw':>8}")
+    wide = max(len(row.backend) for row in found), max(5, *(len(row.codec) for row in found))
+    head = f"{'size':>7} {'backend':>{wide[0]}} {'codec':>{wide[1]}}"
+    report.note(f"{head} {'p50':>8} {'p99':>8} {'effbw':>8}")
     for row in found:
         values = (row.time_p50, row.time_p99, row.effbw)
         cells = " ".join(f"{value:>7.1f}x" if value else f"{'-':>8}" for value in values)
         size = harness.format_size(row.size)
-        report.note(f"{size:>6} {row.backend:>12} {row.codec:>8} {cells}")
+        report.note(f"{size:>7} {row.backend:>{wide[0]}} {row.codec:>{wide[1]}} {cells}")
     report.rows += found
 
 
@@ -67,7 +73,7 @@ def rank_main(
 ) -> int:
     origin = Origin.here(command)
     member = Rank(options, rank, ranks, folder)
-    report = Report(COLUMNS, len(options.sizes) * BLOCKS, quiet=rank != 0)
+    report = Report(columns(options), sum(1 for _ in member.cases()) * STEPS, quiet=rank != 0)
     with report.progress():
         connections = [f"{b.name}: {b.describe()}" for b in member.backends]
         where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
@@ -132,66 +138,108 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _list_of(*known: str) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if known and name not in known]
-        if unknown or len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"{text!r}: want one or more of {', '.join(known)}")
-        return names
-
-    return parse
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench", description=__doc__.split("\n")[0]
+    parser = arguments.Parser(
+        prog="python -m pycomm.bench",
+        description=__doc__.split("\n")[0],
+        epilog="Other words in place of the collective: codecs, training; each has its own --help.",
     )
     add = parser.add_argument
-    add("op", choices=OPERATIONS, help="the collective")
     add(
-        "-b",
-        dest="first",
-        type=harness.size_argument,
-        default="8",
-        help="smallest size in bytes (8)",
+        "op",
+        type=arguments.one_of("collective", OPERATIONS),
+        metavar="OP",
+        help=f"one of {', '.join(OPERATIONS)}",
+    )
+    arguments.add_sizes(parser, "8", "64M", 2)
+    count, some = arguments.count, arguments.all_or_one_of
+    add(
+        *("-n", "--iters"),
+        dest="iterations",
+        type=count,
+        default=0,
+        metavar="N",
+        help="iterations that are timed (as many as fit half a second, at least 20)",
     )
     add(
-        "-e",
-        dest="last",
-        type=harness.size_argument,
-        default="64M",
-        help="largest size, always measured (64M)",
+        *("-w", "--warmup_iters"),
+        dest="warmup",
+        type=count,
+        default=5,
+        metavar="N",
+        help="iterations before them (5)",
     )
-    add("-f", dest="factor", type=float, default=4, help="factor between sizes (4)")
-    add("-n", dest="iterations", type=int, default=0, help="iterations (as fit half a second)")
-    add("-w", dest="warmup", type=int, default=5, help="warm-up iterations (5)")
-    add("-c", dest="check", type=int, default=1, choices=(0, 1), help="check results (1)")
-    add("-d", dest="dtype", default="float32", choices=[*STORAGE, *ALIASES], help="element type")
-    add("-o", dest="redop", default="sum", choices=REDUCTIONS, help="reduction (sum)")
-    add("-p", dest="ranks", type=int, default=2, help="ranks to start, without torchrun (2)")
+    add(
+        *("-c", "--check"),
+        dest="check",
+        type=count,
+        default=1,
+        metavar="N",
+        help="iterations whose results are checked; 0: none (1)",
+    )
+    add(
+        *("-d", "--datatype"),
+        dest="dtypes",
+        type=some("type", [*STORAGE, *ALIASES]),
+        default="float",
+        metavar="TYPE",
+        help=f"of elements: {', '.join([*STORAGE, *ALIASES])}, or all (float)",
+    )
+    add(
+        *("-o", "--op"),
+        dest="redops",
+        type=some("reduction", REDUCTIONS),
+        default="sum",
+        metavar="REDOP",
+        help=f"{', '.join(REDUCTIONS)}, or all (sum)",
+    )
+    add(
+        "-p", "--ranks", dest="ranks", type=count, default=2, metavar="N", help="ranks to start (2)"
+    )
+    add(
+        "--backend",
+        type=arguments.some_of("backend", backends.NAMES),
+        default="pycomm",
+        metavar="NAME,...",
+        help=f"of {', '.join(backends.NAMES)}; they take turns (pycomm)",
+    )
+    add(
+        "--codec",
+        type=arguments.codecs,
+        default="none",
+        metavar="CODEC,...",
+        help="none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)",
+    )
+    add(
+        "--turn",
+        type=count,
+        default=1,
+        metavar="N",
+        help="iterations that a backend makes back to back in its turn (1)",
+    )
     add("--pin", type=int, default=1, choices=(0, 1), help="a core for each rank, if enough (1)")
-    add("-J", "--json", help="write all rows to this file")
-    add("--csv", help="append all rows to this file")
-    add("--backend", type=_list_of(*backends.NAMES), default="pycomm", help="comma-separated")
-    add("--codec", type=_list_of(), default="none", help="of pycomm all_reduce: none,int8,...")
+    arguments.add_files(parser)
     add("--store", help="folder where ranks meet: shared by all nodes, if there are several")
     options = parser.parse_args(argv)
-    options.dtype = ALIASES.get(options.dtype, options.dtype)
-    if options.last < options.first:
-        parser.error(f"-e {options.last} is smaller than -b {options.first}")
-    if options.factor <= 1:
-        parser.error(f"-f {options.factor:g} must be larger than 1")
-    coded = options.codec != ["none"]
-    if coded and (options.op, options.dtype) != ("all_reduce", "float32"):
-        parser.error("--codec is for all_reduce of float32")
-    if coded and "pycomm" not in options.backend:
-        parser.error("--codec is for the backend pycomm")
-    options.sizes = sorted(
-        {*harness.sizes(options.first, options.last, options.factor), options.last}
-    )
+    options.sizes = arguments.checked_sizes(parser, options)
+    options.dtypes = list(dict.fromkeys(ALIASES.get(name, name) for name in options.dtypes))
+    if options.ranks < 1:
+        parser.error("-p 0 starts nothing: want at least 1")
+    if options.turn < 1:
+        parser.error("--turn 0 lets no backend do anything: want at least 1")
+    if options.codec != ["none"]:
+        _check_codecs(parser, options)
     options.baseline = "gloo" if "gloo" in options.backend else options.backend[-1]
     return options
+
+
+def _check_codecs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.op not in coded.CORE:
+        parser.error(f"--codec is for {', '.join(coded.CORE)}; {options.op} has no coded form")
+    if options.dtypes != ["float32"]:
+        parser.error(f"--codec is for -d float, not for {', '.join(options.dtypes)}")
+    if not any(name.startswith("pycomm") for name in options.backend):
+        parser.error("--codec is for backends of pycomm: add one to --backend")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -199,6 +247,12 @@ def main(argv: Sequence[str]) -> int:
     rank, ranks = env().rank, env().world_size
     if rank is None and "mpi" in options.backend:
         rank, ranks = mpi.started_by_mpirun() or (None, None)
+    started = rank is None or ranks is None
+    here = options.ranks if started else int(os.environ.get("LOCAL_WORLD_SIZE", ranks or 1))
+    reason = backends.missing(options.backend, here)
+    if reason:
+        print(f"python -m pycomm.bench: {reason}", file=sys.stderr)
+        return 2
     if rank is None or ranks is None:
         return launch(argv, options.ranks, "mpi" in options.backend)
     folder = Path(options.store) if options.store else _meeting_place(os.getppid())

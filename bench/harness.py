@@ -6,7 +6,6 @@ is only ever appended to, and in JSON.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -36,14 +35,6 @@ def parse_size(text: str) -> int:
     if not size.is_integer():
         raise ValueError(f"cannot read the size {text!r}: want bytes such as 8, 64K or 1.5M")
     return int(size)
-
-
-def size_argument(text: str) -> int:
-    """parse_size for argparse, which prints this error."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def format_size(size: int) -> str:
@@ -112,16 +103,19 @@ class Origin:
 
 @dataclass(frozen=True)
 class Row:
-    """One result. Times are in microseconds, rates in GB/s (10^9 bytes); None: no meaning here.
+    """One result, of whichever benchmark; docs/bench.md says how each column comes about.
+
+    Times are in microseconds, rates in GB/s (10^9 bytes); None: no meaning here.
 
     Kinds:
         time: a collective.
         ratio: one backend over another, which `vs` names; `time_p50`, `time_p99` and `effbw` hold
             how many times better the first is.
-        train: a phase of a training step; `wire_bytes` leave a rank's interface, `ratio` is those
-            of `vs` over them, `wrong` counts steps whose losses differ from those of `vs`.
         codec: one core; `algbw` counts float32 bytes, `copybw` is memcpy's in the same run and
             `of_copy` the one over the other.
+        train: a phase of a training step; `wire_bytes` leave a rank's interface, `ratio` is those
+            of `vs` over them, `wrong` counts steps whose losses differ from those of `vs`.
+        loss, step, total: of `bench training`: one training, steps on a link, and both together.
     """
 
     kind: str
@@ -144,9 +138,35 @@ class Row:
     ratio: float | None = None
     err: float | None = None
     wire_bytes: float | None = None
+    cpu_seconds: float | None = None
+    """user and system time of all threads of all ranks, per call"""
     copybw: float | None = None
     of_copy: float | None = None
     connection: str = ""
+
+    # Of trainings; `count` is their parameters.
+    model: str = ""
+    parameters: int | None = None
+    method: str = ""
+    hook: str = ""
+    """torch's own communication hook"""
+    rate: str = ""
+    """of the link, as tc writes it"""
+    seed: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    """of a step, the median"""
+    windows: int | None = None
+    """of held-out text, on which `loss` was taken; a curve is taken on 256"""
+    loss: float | None = None
+    change: float | None = None
+    """of the loss at the end of the schedule, against float32's with the same seed, relative"""
+    steps_to_loss: float | None = None
+    seconds_to_loss: float | None = None
+    vs_fp16_hook: float | None = None
+    vs_best_of_gloo: float | None = None
+    curve: str = ""
+    """ "step:loss" at every evaluation"""
 
 
 COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
@@ -159,21 +179,36 @@ def record(row: Row, origin: Origin) -> dict[str, Any]:
 def append_csv(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Append rows to a CSV, which is made with its header if it is not there.
 
+    A file of an earlier version, which has some of the columns, gets the others, empty.
+
     Raises:
-        ValueError: the file has other columns.
+        ValueError: the file has a column that we do not know.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists() or path.stat().st_size == 0
-    if not new:
+    header: list[str] | None = None
+    if path.exists() and path.stat().st_size > 0:
         with path.open(newline="") as file:
-            header = next(csv.reader(file))
+            reader = csv.DictReader(file)
+            header, earlier = list(reader.fieldnames or ()), list(reader)
+        strange = sorted(set(header) - set(COLUMNS))
+        if strange:
+            raise ValueError(f"{path} has other columns ({', '.join(strange)}): use another file")
         if header != COLUMNS:
-            raise ValueError(f"{path} has other columns than this version writes: use another file")
+            _write_csv(path, earlier)
+    if header is None:
+        _write_csv(path, ())
     with path.open("a", newline="") as file:
+        csv.DictWriter(file, COLUMNS).writerows(records)
+
+
+def _write_csv(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Written beside it first, so that no row is lost if we are ended."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
+        writer.writeheader()
         writer.writerows(records)
+    partial.replace(path)
 
 
 def write_json(path: Path, records: Sequence[dict[str, Any]]) -> None:

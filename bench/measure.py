@@ -1,27 +1,28 @@
-"""What one rank measures: verification, then iterations of all backends in turns."""
+"""What one rank measures: verification, then all backends in turns, iteration by iteration."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from pycomm import _C
-from pycomm.bench import backends, harness
+from pycomm.bench import arguments, backends, coded, harness
 from pycomm.bench.backends import Backend
 from pycomm.bench.harness import Row
 from pycomm.bench.operations import OPERATIONS, Array, Case, Run, make_case
 from pycomm.bench.report import Report
 
-BLOCKS = 10  # of iterations per backend, taken in turns
-SECONDS = 0.5  # that all iterations of one backend at one size take, unless -n says how many
+SECONDS = 0.5  # that the iterations of the slowest backend at one size take, unless -n is given
 FEWEST, MOST = 20, 5000  # iterations
+STEPS = 10  # of the progress bar, for each case
 
 
 @dataclass
@@ -36,8 +37,12 @@ class Variant:
     """what `run` works on: the core takes addresses, which keep nothing alive"""
     wrong: int = 0
     err: float | None = None
-    sent: int | None = None
+    sent: float | None = None
+    """bytes per call, on the rank that sends most"""
     samples: list[float] = field(default_factory=list)
+    """microseconds"""
+    cpu_seconds: float = 0.0
+    """of all ranks, per call"""
 
 
 class Rank:
@@ -50,7 +55,7 @@ class Rank:
         control.group = "bench-control"
         self.control = _C.Communicator(_C.Store.file(str(folder)), rank, ranks, control)
         self.backends = backends.connect(options.backend, folder, rank, ranks)
-        self.specs = {codec: _spec(codec) for codec in options.codec}
+        self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
         if options.pin:
             _pin(rank, ranks)
 
@@ -59,25 +64,27 @@ class Rank:
             backend.close()
         del self.control
 
-    def agree(self, values: Array, op: str) -> Array:
+    def agree(self, values: Sequence[float] | Array, op: str) -> Array:
         """Reduce float64 values over the ranks."""
-        values = np.ascontiguousarray(values, np.float64)
+        values = np.array(values, np.float64)
         member = _C.ReduceOp.__members__[op]
         self.control.all_reduce(values.ctypes.data, values.size, _C.DType.float64, member)
         return values
 
+    def cases(self) -> Iterator[tuple[int, Case | None]]:
+        """Every size, type and reduction; None where a size leaves nothing for so many ranks."""
+        op, options = OPERATIONS[self.options.op], self.options
+        redops = options.redops if op.reduces else [""]
+        for dtype, redop, size in itertools.product(options.dtypes, redops, options.sizes):
+            yield (
+                size,
+                make_case(op, size, dtype=dtype, redop=redop, rank=self.rank, ranks=self.ranks),
+            )
+
     def run(self, report: Report) -> bool:
         """Measure everything; True if every result was right."""
         right = True
-        for size in self.options.sizes:
-            case = make_case(
-                OPERATIONS[self.options.op],
-                size,
-                dtype=self.options.dtype,
-                redop=self.options.redop,
-                rank=self.rank,
-                ranks=self.ranks,
-            )
+        for size, case in self.cases():
             if case is None:
                 report.note(f"# {harness.format_size(size)}: too small for {self.ranks} ranks")
                 continue
@@ -87,90 +94,123 @@ class Rank:
         return right
 
     def measure(self, case: Case, report: Report) -> list[Row]:
-        variants = self.variants(case)
+        variants = self.variants(case, report)
+        if not variants:
+            return []
         for variant in variants:
-            if self.options.check:
+            for _ in range(self.options.check):
                 self.verify(case, variant)
         self.make_time_buffers(case, variants)
-        for variant in variants:
-            self.time(variant, max(1, self.options.warmup))
-        counts = [self.iterations(variant) for variant in variants]
-        for block in range(BLOCKS):
-            for variant, count in zip(variants, counts, strict=True):
-                share = count * (block + 1) // BLOCKS - count * block // BLOCKS
-                before = variant.backend.sent_bytes()
-                variant.samples += self.time(variant, share + 1)[1:]  # the first has cold caches
-                after = variant.backend.sent_bytes()
-                if before is not None and after is not None:
-                    variant.sent = (variant.sent or 0) + after - before
-            report.advance(f"{harness.format_size(case.size)}, block {block + 1} of {BLOCKS}")
+        slowest = max(self.warm_up(variant) for variant in variants)
+        count = self.options.iterations
+        count = count or max(FEWEST, min(MOST, int(SECONDS / max(slowest, 1e-9))))
+        self.time_in_turns(variants, count, report, harness.format_size(case.size))
         return [self.row(case, variant) for variant in variants]
 
-    def variants(self, case: Case) -> list[Variant]:
+    def variants(self, case: Case, report: Report) -> list[Variant]:
         found = []
         for backend in self.backends:
+            refused = backend.refuses(case)
+            if refused:
+                report.note(f"# {harness.format_size(case.size)}: {refused}")
+                continue
             for codec in self.options.codec:
-                coded = codec != "none"
-                if coded and (backend.name != "pycomm" or case.dtype != "float32"):
-                    continue
-                found.append(Variant(backend, codec, self.specs[codec], run=lambda: None))
+                if codec == "none" or backend.has_codecs:
+                    found.append(Variant(backend, codec, self.specs[codec], run=lambda: None))
         return found
 
     def verify(self, case: Case, variant: Variant) -> None:
-        """One run on values whose result is known. Sets `wrong` and, with a codec, `err`."""
+        """One run on values whose result is known. Adds to `wrong`; with a codec, sets `err`."""
         x, y = variant.backend.buffers(case)
         run = variant.backend.prepare(case, x, y, variant.spec)
-        if variant.codec == "none":
-            x[:] = case.stored(case.inputs(self.rank))
-            run()
+        exact = variant.codec == "none"
+        x[:] = case.stored(case.inputs(self.rank)) if exact else coded.inputs(case, self.rank)
+        variant.backend.load(x, y)
+        run()
+        variant.backend.fetch(x, y)
+        if exact:
             ours = not case.op.to_root or self.rank == 0
             wrong = int(np.count_nonzero(y != case.expected())) if ours else 0
+            variant.wrong += int(self.agree([wrong], "sum")[0])
         else:
-            x[:] = _gradient(case.count, self.rank)
-            run()
-            mean = sum(_gradient(case.count, r).astype(np.float64) for r in range(self.ranks))
-            mean /= self.ranks
-            variant.err = float(np.linalg.norm(x - mean) / np.linalg.norm(mean))
-            # All ranks must have the same bits, and an error of 1 would be that of sending nothing.
-            checksum = _C.crc32c(x.tobytes())
-            low, high = (self.agree(np.array([checksum]), op)[0] for op in ("min", "max"))
-            wrong = 0 if low == high and variant.err < 1 else case.count
-        variant.wrong = int(self.agree(np.array([wrong]), "sum")[0])
+            variant.wrong += self.verify_coded(case, variant, y)
+
+    def verify_coded(self, case: Case, variant: Variant, y: Array) -> int:
+        """All elements are wrong if the error is too large for the codec, or if ranks differ."""
+        want = coded.expected(case)
+        distances = [np.sum((y - want) ** 2), np.sum(want**2)]
+        error, norm = self.agree(distances, "sum")
+        variant.err = float(np.sqrt(error / norm))
+        most = self.agree([coded.most_error(case, variant.spec)], "max")[0]
+        same = True
+        if case.op.name != "reduce_scatter":  # there each rank has a part of its own
+            checksum = _C.crc32c(y.tobytes())
+            low, high = (self.agree([checksum], op)[0] for op in ("min", "max"))
+            same = bool(low == high)
+        return 0 if same and variant.err <= most else case.count
 
     def make_time_buffers(self, case: Case, variants: Sequence[Variant]) -> None:
         """Zeros for exact sums, which would overflow in time; an average of gradients does not."""
         for variant in variants:
             x, y = variant.backend.buffers(case)
-            if variant.codec != "none":
-                x[:] = _gradient(case.count, self.rank)
             variant.run = variant.backend.prepare(case, x, y, variant.spec)
+            if variant.codec != "none":
+                x[:] = coded.inputs(case, self.rank)
+                variant.backend.load(x, y)
             variant.buffers = (x, y)
 
-    def time(self, variant: Variant, count: int) -> list[float]:
-        """Microseconds of each of `count` iterations, on its slowest rank."""
-        run, clock = variant.run, time.perf_counter_ns
-        samples = np.empty(count)
-        gc.disable()
+    def warm_up(self, variant: Variant) -> float:
+        """Run without a protocol; return seconds per call, equal on all ranks."""
+        count = max(1, self.options.warmup)
+        before = variant.backend.sent_bytes()
         self.control.barrier()
-        for i in range(count):
-            begin = clock()
-            run()
-            samples[i] = clock() - begin
-        gc.enable()
-        return [float(sample) / 1e3 for sample in self.agree(samples, "max")]
+        begin = time.perf_counter()
+        for _ in range(count):
+            variant.run()
+        seconds = (time.perf_counter() - begin) / count
+        after = variant.backend.sent_bytes()
+        if before is not None and after is not None:
+            variant.sent = float(self.agree([(after - before) / count], "max")[0])
+        return float(self.agree([seconds], "max")[0])
 
-    def iterations(self, variant: Variant) -> int:
-        if self.options.iterations:
-            return int(self.options.iterations)
-        once = harness.quantile(self.time(variant, 5), 0.5)  # equal on all ranks
-        return max(FEWEST, min(MOST, int(SECONDS * 1e6 / once)))
+    def time_in_turns(
+        self, variants: Sequence[Variant], count: int, report: Report, what: str
+    ) -> None:
+        """Time `count` iterations of each variant, in rounds in which each has one turn.
+
+        A turn is a barrier, a call that does not count, after which the ranks are in step and the
+        backend's memory is back in the caches, and `--turn` calls that do: one, unless asked.
+        """
+        clock, cpu_clock, barrier = time.perf_counter_ns, time.process_time_ns, self.control.barrier
+        walls = np.empty((len(variants), count))
+        cpus = np.zeros(len(variants))
+        runs = [variant.run for variant in variants]
+        starts = range(0, count, self.options.turn)
+        gc.disable()
+        for start in starts:
+            end = min(count, start + self.options.turn)
+            for v, run in enumerate(runs):
+                barrier()
+                cpu_begin = cpu_clock()
+                run()
+                for i in range(start, end):
+                    begin = clock()
+                    run()
+                    walls[v, i] = clock() - begin
+                cpus[v] += cpu_clock() - cpu_begin
+            report.advance(what, end * STEPS // count - start * STEPS // count)
+        gc.enable()
+        calls = count + len(starts)
+        for variant, wall, cpu in zip(variants, walls, cpus, strict=True):
+            variant.samples = [float(sample) / 1e3 for sample in self.agree(wall, "max")]
+            variant.cpu_seconds = float(self.agree([cpu], "sum")[0]) / calls / 1e9
 
     def row(self, case: Case, variant: Variant) -> Row:
         p50 = harness.quantile(variant.samples, 0.5)
         rate = case.size / p50 / 1e3
-        payload = 1.0
-        if variant.codec != "none":
-            payload = case.size / _C.Codec(variant.spec).encoded_bytes(case.count)
+        exact = variant.codec == "none"
+        ratio = 1.0 if exact else coded.ratio(case, variant.spec)
+        averages = case.op.reduces and not exact
         return Row(
             kind="time",
             op=case.op.name,
@@ -179,37 +219,21 @@ class Rank:
             size=case.size,
             count=case.count,
             type=case.dtype,
-            redop="avg" if variant.codec != "none" else case.redop,
+            redop="avg" if averages else case.redop,
             codec=variant.codec,
             iterations=len(variant.samples),
             time_p50=p50,
             time_p99=harness.quantile(variant.samples, 0.99),
-            algbw=rate / payload,
-            busbw=rate / payload * case.op.bus_factor(self.ranks),
+            algbw=rate / ratio,
+            busbw=rate / ratio * case.op.bus_factor(self.ranks),
             effbw=rate,
             wrong=variant.wrong if self.options.check else None,
-            ratio=payload,
+            ratio=ratio,
             err=variant.err,
-            wire_bytes=None
-            if variant.sent is None
-            else variant.sent / (len(variant.samples) + BLOCKS),
+            wire_bytes=variant.sent,
+            cpu_seconds=variant.cpu_seconds,
             connection=variant.backend.describe(),
         )
-
-
-def _gradient(count: int, rank: int) -> Array:
-    """What a codec meets in training: values near a normal distribution, different on each rank."""
-    return np.random.default_rng(rank).standard_normal(count, dtype=np.float32)
-
-
-def _spec(codec: str) -> str:
-    """The core's text of a codec. Short names are pycomm.codecs', which needs torch."""
-    canonical = "+" not in codec and codec.partition(":")[0] in _C.codec_names()
-    if codec == "none" or canonical:
-        return codec
-    from pycomm.codecs import codec as parse
-
-    return parse(codec).spec()
 
 
 def _pin(rank: int, ranks: int) -> None:

@@ -41,9 +41,9 @@ class Report:
     def note(self, text: str) -> None:
         self._print(text)
 
-    def advance(self, what: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, description=what)
+    def advance(self, what: str, steps: int = 1) -> None:
+        if self._bar is not None and steps > 0:
+            self._bar.update(self._bar.task_ids[0], advance=steps, description=what)
 
     @contextmanager
     def progress(self) -> Iterator[None]:
@@ -74,6 +74,7 @@ TITLES = {
     "time_p99": "p99(us)",
     "wrong": "#wrong",
     "wire_bytes": "wire(B)",
+    "cpu_seconds": "cpu(s)",
     "of_copy": "of copy",
 }
 
@@ -101,21 +102,34 @@ def _progress_bar(steps: int) -> Any:
 
 
 def ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
-    """Each row against the exact row of `baseline` of the same op and size."""
-    base = {(r.op, r.size): r for r in rows if r.backend == baseline and r.codec == "none"}
+    """Each row against the exact row of `baseline` of the same case.
+
+    Codecs average; they are held against sums where there is no exact average.
+    """
+
+    def case(row: Row, redop: str) -> tuple[object, ...]:
+        return row.op, row.size, row.type, redop
+
+    exact = [r for r in rows if r.kind == "time" and r.backend == baseline and r.codec == "none"]
+    base = {case(r, r.redop): r for r in exact}
+    for row in rows:
+        if row.codec != "none" and case(row, "sum") in base:
+            base.setdefault(case(row, row.redop), base[case(row, "sum")])
     return [
         replace(
             row,
             kind="ratio",
             vs=baseline,
-            time_p50=_over(base[row.op, row.size].time_p50, row.time_p50),
-            time_p99=_over(base[row.op, row.size].time_p99, row.time_p99),
-            effbw=_over(row.effbw, base[row.op, row.size].effbw),
+            time_p50=_over(other.time_p50, row.time_p50),
+            time_p99=_over(other.time_p99, row.time_p99),
+            effbw=_over(row.effbw, other.effbw),
             algbw=None,
             busbw=None,
         )
         for row in rows
-        if row.kind == "time" and row.backend != baseline and (row.op, row.size) in base
+        if row.kind == "time" and row.backend != baseline
+        for other in [base.get(case(row, row.redop))]
+        if other is not None
     ]
 
 

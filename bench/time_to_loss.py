@@ -1,6 +1,6 @@
 """Time to the loss of the float32 run, for every method, model and link rate.
 
-    python -m pycomm.bench time_to_loss --models demo,25m --csv training-cpu.csv
+    python -m pycomm.bench training --models demo,25m --csv bench/results/training-cpu.csv
 
 Bits do not depend on the link, so losses and times are measured apart:
 
@@ -21,6 +21,7 @@ import gc
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -29,14 +30,15 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pycomm.bench import netlab
-from pycomm.bench.harness import Origin
+from pycomm.bench import arguments, netlab
+from pycomm.bench.harness import Origin, append_csv, record, write_json
 from pycomm.bench.methods import METHODS, Method
-from pycomm.bench.time_to_loss_results import Result, load, save, show, totals
+from pycomm.bench.time_to_loss_results import RANKS, Result, load, show, to_row, totals
 from pycomm.bench.training import (
     FINAL_WINDOWS,
     Config,
@@ -52,7 +54,6 @@ MODELS = {
     "demo-beta0": Config(beta1=0.0),  # feedback delays, which momentum does not stand
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
 }
-RANKS = 2
 SETTLE = 3  # steps after a change of the method that are not timed: DDP makes new buckets
 
 
@@ -190,59 +191,83 @@ def describe(kind: str, model: str, method: Method) -> Result:
     return Result(kind, model, size, method.label, method.backend, method.codec, method.hook)
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench time_to_loss",
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = arguments.Parser(
+        prog="python -m pycomm.bench training",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--models", default="demo", help=f"of {', '.join(MODELS)}")
-    add("--rates", default="100mbit,1gbit", help="of the links, as tc writes them")
+    known = ", ".join(MODELS)
+    add("--models", type=arguments.some_of("model", MODELS), default="demo", help=f"of {known}")
+    add("--rates", type=arguments.rates, default="100mbit,1gbit", help="of links, as tc has them")
     add("--methods", default="", help="only those in whose label this pattern is found")
     add("--only", choices=("losses", "steps", "totals"), help="totals: from what --csv holds")
     add("--seeds", default="0,1,2", help="of the trainings")
-    add("--rounds", type=int, default=3, help="turns of every method on a link")
-    add("--csv", type=Path, help="append all rows to this file")
+    add("--rounds", type=arguments.count, default=3, help="turns of every method on a link")
     add("--turn-seconds", type=float, default=6.0, help="of timed steps a turn, but at least two")
+    arguments.add_files(parser)
     add("--rank", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.rank:
-        chosen = json.loads(args.rank)
+    options = parser.parse_args(argv)
+    if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
+        parser.error(f"--seeds {options.seeds}: want whole numbers joined by commas")
+    options.seeds = [int(seed) for seed in options.seeds.split(",")]
+    try:
+        options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
+    except re.error as error:
+        parser.error(f"--methods {options.methods!r} is no pattern: {error}")
+    if not options.methods:
+        labels = "; ".join(method.label for method in METHODS)
+        parser.error(f"--methods fits none of these: {labels}")
+    if options.only == "totals" and not (options.csv and Path(options.csv).exists()):
+        parser.error("--only totals reads what --csv holds, and there is no such file")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    if options.rank:
+        chosen = json.loads(options.rank)
         methods = [m for m in METHODS if m.label in chosen["methods"]]
-        time_on_this_rank(
-            chosen["model"], methods, chosen["rounds"], args.turn_seconds, Path(chosen["log"])
-        )
+        log = Path(chosen["log"])
+        time_on_this_rank(chosen["model"], methods, chosen["rounds"], options.turn_seconds, log)
         return 0
 
-    methods = [m for m in METHODS if re.search(args.methods, m.label)]
-    origin = Origin.here(" ".join(["python -m pycomm.bench time_to_loss", *argv]))
-    rows = load(args.csv) if args.csv and args.csv.exists() else []
+    methods = options.methods
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "training", *argv]))
+    csv_path = Path(options.csv) if options.csv else None
+    rows = load(csv_path) if csv_path and csv_path.exists() else []
+    records: list[dict[str, Any]] = []
+
+    def keep(result: Result) -> None:
+        records.append(record(to_row(result), origin))
+        if csv_path:
+            append_csv(csv_path, records[-1:])
 
     def measure(results: Iterable[Result]) -> None:
         for row in results:
             rows.append(row)
             value = f"loss {row.loss:.4f}" if row.loss else f"{(row.seconds or 0) * 1e3:.1f} ms"
             print(f"{row.kind} {row.model} {row.rate} {row.method}: {value}", flush=True)
-            if args.csv:
-                save(args.csv, row, origin)
+            keep(row)
 
-    for model in args.models.split(","):
-        if args.only in (None, "losses"):
-            measure(losses(model, methods, [int(seed) for seed in args.seeds.split(",")]))
-        if args.only in (None, "steps"):
+    for model in options.models:
+        if options.only in (None, "losses"):
+            measure(losses(model, methods, options.seeds))
+        if options.only in (None, "steps"):
             steady = [method for method in methods if not method.scheduled]
-            for rate in args.rates.split(",") if steady else ():
-                measure(step_times(model, steady, rate, args.rounds, args.turn_seconds))
+            for rate in options.rates if steady else ():
+                measure(step_times(model, steady, rate, options.rounds, options.turn_seconds))
     final = list(totals(rows))
     show(final)
-    if args.csv and args.only == "totals":
+    if options.only == "totals":
         for row in final:
-            save(args.csv, row, origin)
+            keep(row)
+    if options.json:
+        write_json(Path(options.json), records)
     return 0
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,15 +9,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench.harness import Origin
+from pycomm.bench.harness import Row
 from pycomm.bench.methods import METHODS
 
+RANKS = 2
+NO_CODEC = "none"  # in a file
 EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the CSV. Times are in seconds; None: not measured in this kind of row.
+    """What was found. Times are in seconds; None: not measured in this kind of result.
 
     Kinds:
         loss: one training; `curve` holds "step:loss" at every evaluation.
@@ -138,14 +140,13 @@ def over(a: float | None, b: float | None) -> float | None:
     return a / b if a and b else None
 
 
-def save(path: Path, row: Result, origin: Origin) -> None:
-    new = not path.exists()
-    record = asdict(row) | asdict(origin)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(record))
-        if new:
-            writer.writeheader()
-        writer.writerow(record)
+def to_row(result: Result) -> Row:
+    """In the schema of all benchmarks."""
+    values = asdict(result) | {"codec": result.codec or NO_CODEC}
+    size = 4 * result.parameters
+    return Row(
+        op="training", ranks=RANKS, size=size, count=result.parameters, type="float32", **values
+    )
 
 
 def load(path: Path) -> list[Result]:
@@ -162,6 +163,8 @@ def load(path: Path) -> list[Result]:
                     values[name] = text
                 else:
                     values[name] = (int if name in whole else float)(text) if text else None
+            if values["codec"] == NO_CODEC:
+                values["codec"] = ""
             rows.append(Result(**values))
     return [row for row in rows if row.kind != "total"]
 

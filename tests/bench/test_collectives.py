@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -12,8 +15,10 @@ import numpy as np
 import pytest
 
 from pycomm import _C
-from pycomm.bench import collectives, measure
-from pycomm.bench.operations import OPERATIONS, STORAGE, make_case
+from pycomm.bench import __main__ as cli
+from pycomm.bench import arguments, backends, coded, collectives, harness, measure
+from pycomm.bench.operations import OPERATIONS, REDUCTIONS, STORAGE, make_case
+from pycomm.bench.report import Report
 
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
@@ -32,7 +37,7 @@ def rows_of(tmp_path, *arguments: str) -> list[dict]:
 @pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (3, 4 / 3)])
 def test_all_reduce_rows(tmp_path, ranks, factor):
     rows = rows_of(tmp_path, "all_reduce", "-b", "8", "-e", "5000", "-f", "16", "-p", str(ranks))
-    assert [row["size"] for row in rows] == [8, 128, 2048, 5000]
+    assert [row["size"] for row in rows] == [8, 128, 2048]  # as nccl-tests: no size is larger
     for row in rows:
         assert (row["kind"], row["op"], row["backend"]) == ("time", "all_reduce", "pycomm")
         assert (row["ranks"], row["wrong"], row["iterations"]) == (ranks, 0, 10)
@@ -40,6 +45,9 @@ def test_all_reduce_rows(tmp_path, ranks, factor):
         assert row["time_p99"] >= row["time_p50"] > 0
         assert row["algbw"] == row["effbw"] == row["size"] / row["time_p50"] / 1e3
         assert row["busbw"] == pytest.approx(row["algbw"] * factor)
+        assert 0 < row["cpu_seconds"] < 1
+        assert row["wire_bytes"] > 0
+        assert list(row) == harness.COLUMNS
 
 
 @pytest.mark.parametrize("op", sorted(set(OPERATIONS) - {"all_reduce"}))
@@ -65,13 +73,38 @@ def test_expected_values_are_the_core_s(dtype, redop):
     assert np.array_equal(out, case.expected())
 
 
-def test_codecs_are_rows_of_their_own(tmp_path):
-    none, int8 = rows_of(tmp_path, "all_reduce", "-b", "64K", "-e", "64K", "--codec", "none,int8")
+@pytest.mark.parametrize("op", coded.CORE)
+def test_codecs_are_rows_of_their_own(tmp_path, op):
+    size = ("-b", "64K", "-e", "64K", "-c", "2")
+    codecs = ("none", "quant:bits=8", "topk:density=0.01,values=int8")
+    none, int8, topk = rows_of(tmp_path, op, *size, "--codec", ",".join(codecs))
     assert (none["codec"], none["ratio"], none["err"]) == ("none", 1.0, None)
-    assert (int8["codec"], int8["redop"], int8["wrong"]) == ("int8", "avg", 0)
+    averages = "" if op == "all_gather" else "avg"
+    assert (int8["codec"], int8["redop"], int8["wrong"]) == (codecs[1], averages, 0)
     assert int8["ratio"] == pytest.approx(4 / (1 + 4 / 256))
     assert 0.001 < int8["err"] < 0.02
     assert int8["effbw"] == pytest.approx(int8["algbw"] * int8["ratio"])
+    assert none["wire_bytes"] > 3 * int8["wire_bytes"] > 9 * topk["wire_bytes"] > 0
+    assert (topk["codec"], topk["wrong"]) == (codecs[2], 0)
+
+
+def test_the_backend_of_torch_has_codecs_too(tmp_path):
+    size = ("-b", "4K", "-e", "4K", "--backend", "pycomm-torch,gloo")
+    rows = rows_of(tmp_path, "reduce_scatter", *size, "--codec", "none,quant:bits=4")
+    assert [(r["backend"], r["codec"]) for r in rows if r["kind"] == "time"] == [
+        ("pycomm-torch", "none"),
+        ("pycomm-torch", "quant:bits=4"),
+        ("gloo", "none"),
+    ]
+    assert all(row["wrong"] == 0 for row in rows)
+
+
+def test_all_types_and_reductions(tmp_path):
+    size = ("-b", "64", "-e", "64", "-d", "all", "-o", "all")
+    rows = rows_of(tmp_path, "all_reduce", *size, "-w", "1")
+    cases = {(row["type"], row["redop"]) for row in rows}
+    assert cases == {(dtype, redop) for dtype in STORAGE for redop in REDUCTIONS}
+    assert all(row["wrong"] == 0 for row in rows)
 
 
 def test_backends_take_turns_and_are_compared(tmp_path):
@@ -85,34 +118,71 @@ def test_backends_take_turns_and_are_compared(tmp_path):
     assert rows[2]["time_p50"] == pytest.approx(rows[1]["time_p50"] / rows[0]["time_p50"])
 
 
-def test_wrong_results_are_counted(monkeypatch):
-    class Broken(measure.Backend):
-        name = "pycomm"
+class Fake(measure.Backend):
+    """Does what a test says."""
 
-        def prepare(self, case, x, y, codec="none"):
-            def run() -> None:
-                y[:] = case.expected()
-                y[3:5] += 1
+    name = "pycomm"
 
-            return run
+    def __init__(self, run) -> None:
+        self.run = run
 
-        def sent_bytes(self):
-            return None
+    def prepare(self, case, x, y, codec="none"):
+        return lambda: self.run(case, x, y)
 
-        def describe(self):
-            return "broken"
+    def sent_bytes(self):
+        return None
 
-        def close(self): ...
+    def describe(self):
+        return "fake"
 
+    def close(self): ...
+
+
+def alone() -> measure.Rank:
     member = measure.Rank.__new__(measure.Rank)
     member.rank, member.ranks = 0, 1
     member.control = _C.Communicator(None, 0, 1, _C.CommunicatorOptions())
-    case = make_case(
-        OPERATIONS["all_reduce"], 400, dtype="float32", redop="sum", rank=0, ranks=1
-    )  # fmt: skip
-    variant = measure.Variant(Broken(), "none", "none", run=lambda: None)
-    member.verify(case, variant)
+    return member
+
+
+def case_of(op: str, size: int = 4096):
+    return make_case(OPERATIONS[op], size, dtype="float32", redop="sum", rank=0, ranks=1)
+
+
+def test_wrong_results_are_counted():
+    def broken(case, x, y) -> None:
+        y[:] = case.expected()
+        y[3:5] += 1
+
+    variant = measure.Variant(Fake(broken), "none", "none", run=lambda: None)
+    alone().verify(case_of("all_reduce"), variant)
     assert variant.wrong == 2
+
+
+@pytest.mark.parametrize(("loss", "wrong"), [(0.005, 0), (0.5, 1024)])
+def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
+    def lossy(case, x, y) -> None:
+        y *= 1 + loss
+
+    variant = measure.Variant(Fake(lossy), "int8", arguments.core_spec("int8"), run=lambda: None)
+    alone().verify(case_of("all_reduce"), variant)
+    assert variant.wrong == wrong
+    assert variant.err == pytest.approx(loss, rel=1e-3)  # y is float32
+
+
+@pytest.mark.parametrize(("turn", "order"), [(1, "aabb" * 3), (2, "aaabbb" + "aabb")])
+def test_backends_have_their_turns_iteration_by_iteration(turn, order):
+    calls = []
+    variants = [
+        measure.Variant(Fake(None), "none", "none", run=lambda name=name: calls.append(name))
+        for name in "ab"
+    ]
+    report = Report((), steps=10, quiet=True)
+    member = alone()
+    member.options = argparse.Namespace(turn=turn)
+    member.time_in_turns(variants, 3, report, "")
+    assert "".join(calls) == order
+    assert [len(variant.samples) for variant in variants] == [3, 3]
 
 
 def test_a_wrong_row_ends_with_1(monkeypatch, capsys, tmp_path):
@@ -129,25 +199,60 @@ def test_a_rank_that_fails_ends_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "hint"),
+    ("words", "hint"),
     [
-        (["all_scatter"], "invalid choice"),
+        (["all_redcue"], "did you mean all_reduce? Use one of all_reduce, reduce_scatter,"),
         (["all_reduce", "-b", "x"], "cannot read the size"),
         (["all_reduce", "-b", "8K", "-e", "8"], "smaller than"),
         (["all_reduce", "-f", "1"], "larger than 1"),
-        (
-            ["all_reduce", "--backend", "nccl"],
-            "one or more of pycomm, pycomm-shared, pycomm-torch,",
-        ),
-        (["broadcast", "--codec", "int8"], "--codec is for all_reduce of float32"),
-        (["all_reduce", "--codec", "int8", "-d", "half"], "--codec is for all_reduce of float32"),
-        (["all_reduce", "--codec", "int8", "--backend", "gloo"], "--codec is for the backend"),
+        (["all_reduce", "-n", "many"], "want a whole number"),
+        (["all_reduce", "-p", "0"], "want at least 1"),
+        (["all_reduce", "--backend", "glo"], "did you mean gloo? Use one of pycomm, pycomm-shared"),
+        (["all_reduce", "--backend", "gloo,gloo"], "names something twice"),
+        (["all_reduce", "-d", "flaot"], "did you mean float? Use one of float32, float64"),
+        (["all_reduce", "-o", "summ"], "did you mean sum? Use one of sum, avg"),
+        (["all_reduce", "--codec", "int9"], "did you mean int8? Use one of none, int8, int7"),
+        (["all_reduce", "--codec", "topk:0.01,valus=int8"], "unknown option 'valus'"),
+        (["broadcast", "--codec", "int8"], "--codec is for all_reduce, reduce_scatter, all_gather"),
+        (["all_reduce", "--codec", "int8", "-d", "half"], "--codec is for -d float"),
+        (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
+        (["codecs", "--codec", "none"], "'none' is no codec"),
+        (["training", "--models", "dmeo"], "did you mean demo?"),
+        (["training", "--rates", "fast"], 'cannot read the rate "fast"'),
+        (["training", "--methods", "zip"], "fits none of these: Gloo, fp32;"),
     ],
 )
-def test_bad_arguments_are_explained(capsys, arguments, hint):
-    with pytest.raises(SystemExit):
-        collectives.parse(arguments)
-    assert hint in capsys.readouterr().err
+def test_typos_get_one_line_that_lists_what_is_possible(capsys, words, hint):
+    try:
+        status = cli.main(words)
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "")
+    assert hint in said.err
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["all_reduce"], ["codecs"], ["training"]])
+def test_help(capsys, words):
+    with contextlib.suppress(SystemExit):
+        cli.main([*words, "--help"])
+    assert "python -m pycomm.bench" in capsys.readouterr().out
+
+
+def test_what_a_machine_lacks_is_named(monkeypatch):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() == 0:
+        assert "needs a GPU" in backends.missing(["pycomm", "nccl"], 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert "2 ranks, 1 GPU" in backends.missing(["nccl"], 2)
+    assert backends.missing(["nccl"], 1) == ""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "no mpirun" in backends.missing(["mpi"], 2)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "needs torch" in backends.missing(["gloo"], 2)
+    assert backends.missing(["pycomm", "pycomm:ring"], 2) == ""
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from pycomm.bench import harness
 from pycomm.bench.harness import COLUMNS, Origin, Row
 from pycomm.bench.report import Report, ratios
 
+RESULTS = Path(harness.__file__).parent / "results"
 ROW = Row("time", "all_reduce", "pycomm", ranks=2, size=8, count=2, type="float32", time_p50=2.0)
 
 
@@ -68,6 +70,26 @@ def test_csv_of_another_schema_is_left_alone(tmp_path):
     assert path.read_text() == "a,b\n1,2\n"
 
 
+def test_csv_of_an_earlier_version_gets_the_new_columns(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_text('op,size,curve\nall_reduce,8,"1:2 3:4"\n')
+    harness.append_csv(path, [harness.record(ROW, Origin.here("command"))])
+    with path.open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert list(first) == COLUMNS
+    assert (first["op"], first["size"], first["curve"]) == ("all_reduce", "8", "1:2 3:4")
+    assert (first["command"], second["command"]) == ("", "command")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old.csv"]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)
+def test_committed_results_say_where_they_come_from(path):
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name in ("time", "command", "commit", "device", "pycomm", "python"):
+        assert all(row[name] for row in rows), name
+
+
 def test_json_has_the_same_rows(tmp_path):
     path = tmp_path / "out.json"
     harness.write_json(path, [harness.record(ROW, Origin.here("command"))])
@@ -81,7 +103,10 @@ def test_ratios_compare_with_the_exact_row_of_the_same_size():
     ours = replace(ROW, time_p50=2.0, time_p99=8.0, effbw=3.0)
     coded = replace(ours, codec="int8", effbw=9.0)
     other = replace(ours, size=16)  # gloo has no such row
-    found = ratios([gloo, ours, coded, other], "gloo")
+    averaged = replace(ours, redop="avg", codec="int4", effbw=None)  # gloo has sums alone
+    found = ratios([replace(r, redop="sum") for r in (gloo, ours, coded, other)], "gloo")
+    (against_sum,) = ratios([replace(gloo, redop="sum"), averaged], "gloo")
+    assert (against_sum.codec, against_sum.time_p50) == ("int4", 20.0)
     assert [(r.kind, r.backend, r.vs, r.codec) for r in found] == [
         ("ratio", "pycomm", "gloo", "none"),
         ("ratio", "pycomm", "gloo", "int8"),

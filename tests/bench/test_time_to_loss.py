@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pycomm.bench.harness import Origin
+from pycomm.bench.harness import Origin, append_csv, record
 from pycomm.bench.methods import METHODS, Method
 from pycomm.bench.netlab import Paced, wait
 from pycomm.bench.time_to_loss_results import (
@@ -17,8 +17,8 @@ from pycomm.bench.time_to_loss_results import (
     Result,
     changes,
     load,
-    save,
     steps_to_loss,
+    to_row,
     totals,
 )
 
@@ -88,7 +88,7 @@ def test_rows_survive_the_file(tmp_path):
         row("step", INT4, rate="1gbit", seconds=0.25, wire_bytes=10.0),
     ]
     for each in [*rows, row("total", INT4)]:
-        save(path, each, Origin.here("test"))
+        append_csv(path, [record(to_row(each), Origin.here("test"))])
     assert load(path) == rows
 
 
