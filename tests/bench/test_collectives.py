@@ -50,6 +50,17 @@ def test_all_reduce_rows(tmp_path, ranks, factor):
         assert list(row) == harness.COLUMNS
 
 
+def test_wire_bytes_are_those_of_the_derivation(tmp_path, monkeypatch):
+    monkeypatch.setitem(CLEAN, "PYCOMM_TRANSPORT", "tcp")
+    size = ("-b", "64K", "-e", "64K", "-p", "4", "--codec", "none,quant:bits=8")
+    rows = {op: rows_of(tmp_path, op, *size) for op in ("all_reduce", "reduce_scatter")}
+    for op, shares in (("all_reduce", 6), ("reduce_scatter", 3)):
+        for row in rows[op]:
+            share = row["size"] / row["ratio"] / 4  # of one rank; codes of a part are as long
+            headers = row["wire_bytes"] - shares * share
+            assert 0 < headers <= 2 * shares * 128 + 64  # scales of blocks that a part cuts
+
+
 @pytest.mark.parametrize("op", sorted(set(OPERATIONS) - {"all_reduce"}))
 def test_every_operation_is_right(tmp_path, op):
     backends = ["pycomm", "pycomm-shared"]
