@@ -4,7 +4,7 @@
 #   make test         all tests, with the counts of each tier
 #   make lint         ruff, mypy, clang-format
 #   make soak         what takes long: a thousand faults at random moments
-#   make bench        all-reduce beside Gloo
+#   make bench        measure the CPU's part of bench/results anew, in half an hour; then figures and a report
 #   make conformance  PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
 #   make trainers     Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
 #   make gpu          on a machine with a GPU and no network: build, check and time the kernels
@@ -46,7 +46,9 @@ soak: build $(VENV)/dev.stamp
 	$(PY) -m tests.faults.injection --seed 8 --cases 1000 --faults kill,_exit
 
 bench: build
-	$(PY) -m pycomm.bench all_reduce -b 8 -e 64M -f 4 -p 2 --backend pycomm,gloo
+	@$(PY) -m pycomm.bench.refresh; status=$$?; \
+	  $(PY) -m pycomm.bench.choosing && $(PY) -m pycomm.bench.plot \
+	    && $(PY) -m pycomm.bench report --html build/report.html && exit $$status
 
 conformance: build $(VENV)/dev.stamp
 	$(PY) -m tests.conformance

@@ -3,6 +3,7 @@
 python -m pycomm.bench all_reduce -b 8 -e 128M -f 4 -p 2 --backend pycomm,gloo
 python -m pycomm.bench codecs
 python -m pycomm.bench training --models demo --rates 100mbit
+python -m pycomm.bench report
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pycomm.bench.operations import OPERATIONS
 # Subcommands, and what they do; the rest are collectives.
 SUBCOMMANDS = {
     "codecs": ("codecs", "each codec on one core, beside memcpy"),
+    "report": ("report_page", "all figures as one interactive page, from bench/results"),
     "training": ("time_to_loss", "steps and losses of real models with each codec, and torch's"),
 }
 OLDER_NAMES = {"time_to_loss": "training"}

@@ -1,8 +1,9 @@
-"""Writes the measured tables of docs/choosing.md from bench/results/.
+"""Writes the measured tables of docs/choosing.md and README.md from bench/results/.
 
     python -m pycomm.bench.choosing
 
-A table stands between two comments that name it, and nothing else on the page is touched.
+A table stands between two comments that name it, and nothing else on the page is touched. (plot.py
+draws the figures.)
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pycomm.bench import tables
 from pycomm.bench.time_to_loss_results import Result, changes, load, over, totals, with_loss
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parent / "docs" / "choosing.md"
-TRAINING, CODECS = FOLDER / "results/training-cpu.csv", FOLDER / "results/codecs-cpu.csv"
+PAGE, README = FOLDER.parent / "docs" / "choosing.md", FOLDER.parent / "README.md"
+TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
+DEMO = tables.RESULTS / "demo-cpu.csv"
 NUMERIC = "--:"
 
 
@@ -94,6 +97,23 @@ def codecs(path: Path) -> str:
     return table(head, lines)
 
 
+def demo(path: Path) -> str:
+    """One row per run of the demo."""
+    rows = tables.newest(tables.read(path), "run")
+    first = float(rows[0]["step_seconds"])
+    lines = [
+        [
+            row["run"],
+            f"{float(row['step_seconds']) * 1e3:.0f} ms",
+            f"{float(row['wire_bytes']) / 1e6:.2f} MB",
+            f"{float(row['loss']):.4f}",
+            f"{first / float(row['step_seconds']):.2f} x",
+        ]
+        for row in rows
+    ]
+    return table(("run", "step", "wire per step", "held-out loss", "speed-up"), lines)
+
+
 OPS = ("encode", "encode+residual", "decode", "decode_add")
 
 
@@ -117,6 +137,7 @@ def main() -> int:
     for model in dict.fromkeys(r.model for r in rows if r.kind == "loss"):
         write(PAGE, f"losses {model}", losses(rows, model))
     write(PAGE, "codecs", codecs(CODECS))
+    write(README, "demo", demo(DEMO))
     return 0
 
 

@@ -3,14 +3,15 @@
     python -m pycomm.bench.demo
 
 Two ranks with one torch thread each, on a link of 200 Mbit/s (netlab.py), run the same training
-(training.py) once per row: same weights, data and steps. Then a table, and a picture of the loss
-against wall time.
+(training.py) once per row: same weights, data and steps. Then a table, and from it a picture of the
+loss against wall time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pycomm.bench import netlab, plot
+from pycomm import charts
+from pycomm.bench import figures, netlab, tables
+from pycomm.bench.harness import Origin
 from pycomm.bench.training import Config, Transformer
 
 HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
@@ -136,14 +139,41 @@ def verdict(done: list[Run]) -> list[str]:
     return lines
 
 
-def figure(done: list[Run], rate: str, config: Config) -> plot.Figure:
+def records(
+    done: list[Run], lab: netlab.Lab, config: Config, origin: Origin
+) -> list[dict[str, Any]]:
+    """A row per run for a table of results; `curve` has "seconds:loss" of every evaluation."""
     size = sum(p.numel() for p in Transformer(config).parameters())
-    return plot.Figure(
-        title="Loss against wall time",
-        subtitle=f"Byte-level transformer of {size / 1e6:.1f} million parameters, DDP on 2 ranks, "
-        f"a link of {spell(rate)}; the same {config.steps} steps in every run",
-        curves=[plot.Curve(run.label, run.seconds, run.held_out) for run in done],
-    )
+    return [
+        {
+            "run": run.label,
+            "backend": run.backend,
+            "codec": run.codec or "none",
+            "rate": lab.rate,
+            "connection": lab.describe(),
+            "parameters": size,
+            "steps": config.steps,
+            "step_seconds": run.step_seconds,
+            "wire_bytes": run.result["wire_bytes"],
+            "loss": run.loss,
+            "curve": " ".join(
+                f"{seconds:.4f}:{loss:.6f}"
+                for seconds, loss in zip(run.seconds, run.held_out, strict=True)
+            ),
+            **vars(origin),
+        }
+        for run in done
+    ]
+
+
+def draw(done: list[Run], table: Path, folder: Path) -> list[Path]:
+    """The table's picture, as a PNG and as a page that needs no network."""
+    chart = figures.loss(tables.read(table))
+    png, page = folder / "loss.png", folder / "loss.html"
+    charts.save_png(chart, png)
+    section = charts.Section(chart, verdict(done), table=rows(done))
+    charts.save_page("pycomm: the demo", "Point at a line for its figures.", [section], page)
+    return [table, png, page]
 
 
 def spell(rate: str) -> str:
@@ -192,7 +222,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=Config.steps)
     parser.add_argument("--paced", action="store_true", help="no namespaces: pycomm paces itself")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for pictures")
+    parser.add_argument("--csv", type=Path, help="append the table to this file, too")
     args = parser.parse_args()
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.demo", *sys.argv[1:]]))
     config = Config(steps=args.steps)
 
     console = Console()
@@ -210,12 +242,14 @@ def main() -> int:
             return 1
     show(done, f"2 ranks, {spell(args.rate)}, {config.steps} steps", console)
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    picture = figure(done, args.rate, config)
-    png, page = args.out / "loss.png", args.out / "loss.html"
-    plot.save_png(picture, png)
-    plot.save_html(picture, page, rows(done))
-    console.print(f"pictures: {png.resolve()}\n          {page.resolve()}", soft_wrap=True)
+    made = records(done, lab, config, origin)
+    if args.csv:
+        tables.append(args.csv, made)
+    table = args.out / "demo.csv"
+    table.unlink(missing_ok=True)
+    tables.append(table, made)
+    files = "\n       ".join(str(path.resolve()) for path in draw(done, table, args.out))
+    console.print(f"files: {files}", soft_wrap=True)
     return 0
 
 

@@ -34,7 +34,7 @@ PYTHON_LAYERS = (
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
     {"_autoload", "arrays", "pieces", "takeover"},
-    {"_build", "errors", "env", "_C", "_c10d"},
+    {"_build", "charts", "errors", "env", "_C", "_c10d"},
 )
 MAX_LINES = 500
 

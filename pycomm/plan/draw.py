@@ -1,40 +1,55 @@
-"""Pictures of a sweep: a page by plotly, a PNG by matplotlib. Both are optional."""
+"""Charts of a sweep: steps against the rate of links and the number of ranks."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from pycomm.charts import Axis, Chart, Panel, Section, Series, save_page
+from pycomm.charts import save_png as save_chart
 from pycomm.plan.show import describe
-from pycomm.plan.sweep import Curves, Sweep
+from pycomm.plan.sweep import FASTEST, Curves, Sweep
 from pycomm.plan.units import format_rate, format_time
 
-# Colours of Okabe and Ito, which also people who do not see all colours can tell apart.
-COLOURS = ("#000000", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-DASHES = ("solid", "dash")
-INK, PAPER, GRID = "#222222", "#ffffff", "#e6e6e6"
+TITLE = "Predicted steps"
+ADVISED = "advised"
+SAME = 1.01  # curves that never differ by more share a line
 
 
-def _style(index: int) -> tuple[str, str]:
-    return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
+def chart(
+    by_rate: Curves,
+    by_ranks: Curves,
+    crossovers: Mapping[str, float | None],
+    subtitle: str,
+    titles: tuple[str, str],
+) -> Chart:
+    """Both axes of a sweep beside each other.
+
+    Args:
+        by_rate, by_ranks: its curves.
+        crossovers: bytes per second below which each codec pays.
+        subtitle: what is predicted.
+        titles: what stays the same along each axis.
+    """
+    lines = _shared_lines(by_rate, by_ranks)
+    left = _panel(by_rate, lines, titles[0], "rate between nodes", format_rate, 8)
+    right = _panel(by_ranks, lines, titles[1], "ranks", "{:.0f} ranks".format, 1)
+    low, high = left.y.limits or (0.0, 1.0)
+    inside = {rate for rate in crossovers.values() if rate is not None and rate < FASTEST}
+    guides = [
+        Series("a codec's last rate to pay", (8 * rate, 8 * rate), (low, high))
+        for rate in sorted(inside)
+    ]
+    left = Panel(left.x, left.y, left.series, left.title, _apart(guides))
+    return Chart(TITLE, subtitle, (left, right))
 
 
-def _order(curves: Curves) -> list[str]:
-    """Codecs with no codec first, then as they stand at the slowest or smallest place."""
-    return sorted(curves.steps, key=lambda codec: (codec != "none", curves.steps[codec][0]))
-
-
-def _axes(found: Sweep) -> tuple[tuple[Curves, list[float], str, str], ...]:
-    ranks, rate = found.cluster.ranks, format_rate(found.cluster.slowest.rate)
-    by_rate, by_ranks = found.by_rate, found.by_ranks
-    return (
-        (by_rate, [8 * r for r in by_rate.at], "bit/s between nodes", f"{ranks} ranks"),
-        (by_ranks, list(by_ranks.at), "ranks", f"{rate} between nodes"),
-    )
-
-
-def _spell(curves: Curves, place: float) -> str:
-    return format_rate(place) if curves.axis == "rate" else f"{place:.0f} ranks"
+def of_sweep(found: Sweep) -> Chart:
+    rate = format_rate(found.cluster.slowest.rate)
+    titles = (f"{found.cluster.ranks} ranks", f"{rate} between nodes")
+    subtitle = describe(found.model, found.cluster)
+    return chart(found.by_rate, found.by_ranks, found.crossovers, subtitle, titles)
 
 
 def save_html(found: Sweep, path: Path) -> None:
@@ -43,47 +58,10 @@ def save_html(found: Sweep, path: Path) -> None:
     Raises:
         ImportError: plotly is not there.
     """
-    from plotly import graph_objects
-    from plotly.subplots import make_subplots
-
-    axes = _axes(found)
-    figure: Any = make_subplots(rows=1, cols=2, subplot_titles=[title for *_, title in axes])
-    order = _order(found.by_rate)
-    for column, (curves, places, label, _) in enumerate(axes, start=1):
-        words = [_spell(curves, place) for place in curves.at]
-        for index, codec in enumerate(order):
-            colour, dash = _style(index)
-            name = "no codec" if codec == "none" else codec
-            text = [
-                f"{name}, {word}: {format_time(step)}"
-                for word, step in zip(words, curves.steps[codec], strict=True)
-            ]
-            line = graph_objects.Scatter(
-                x=places,
-                y=[1e3 * step for step in curves.steps[codec]],
-                name=name,
-                legendgroup=codec,
-                showlegend=column == 1,
-                mode="lines",
-                line={"color": colour, "dash": dash, "width": 3 if codec == "none" else 2},
-                text=text,
-                hovertemplate="%{text}<extra></extra>",
-            )
-            figure.add_trace(line, row=1, col=column)
-        grid = {"gridcolor": GRID, "row": 1, "col": column}
-        figure.update_xaxes(type="log", title=label, **grid)
-        figure.update_yaxes(type="log", title="ms a step" if column == 1 else None, **grid)
-    marks = [rate for rate in found.crossovers.values() if rate is not None]
-    for rate in {round(rate, -3) for rate in marks if rate < found.by_rate.at[-1]}:
-        figure.add_vline(x=8 * rate, line={"color": GRID, "dash": "dot"}, row=1, col=1)
-    figure.update_layout(
-        title=describe(found.model, found.cluster),
-        plot_bgcolor=PAPER,
-        paper_bgcolor=PAPER,
-        font={"color": INK},
-        legend={"title": "click to hide"},
-    )
-    figure.write_html(path, include_plotlyjs="inline", full_html=True)
+    pays = [("codec", "shortens the step")]
+    pays += [(codec, _pays(rate)) for codec, rate in found.crossovers.items()]
+    intro = "Grey bands follow what is advised. Point at a line for its figures."
+    save_page("pycomm: a plan's sweep", intro, [Section(of_sweep(found), table=pays)], path)
 
 
 def save_png(found: Sweep, path: Path) -> None:
@@ -92,32 +70,76 @@ def save_png(found: Sweep, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not there.
     """
-    import matplotlib
+    save_chart(of_sweep(found), path)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    canvas, drawn = pyplot.subplots(1, 2, figsize=(13, 5.6), dpi=120, facecolor=PAPER)
-    order = _order(found.by_rate)
-    for axes, (curves, places, label, title) in zip(drawn, _axes(found), strict=True):
-        for index, codec in enumerate(order):
-            colour, dash = _style(index)
-            axes.plot(
-                places,
-                [1e3 * step for step in curves.steps[codec]],
-                color=colour,
-                linestyle="--" if dash == "dash" else "-",
-                linewidth=2.6 if codec == "none" else 1.6,
-                label="no codec" if codec == "none" else codec,
-            )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel(label)
-        axes.set_title(title, fontsize=10)
-        axes.grid(color=GRID)
-    drawn[0].set_ylabel("ms a step")
-    drawn[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False)
-    canvas.suptitle(describe(found.model, found.cluster), fontsize=11, color=INK)
-    canvas.tight_layout()
-    canvas.savefig(path)
-    pyplot.close(canvas)
+def _pays(below: float | None) -> str:
+    if below is None:
+        return "nowhere from 10 Mbit/s to 400 Gbit/s"
+    return f"below {format_rate(below)}" if below < FASTEST else "at every rate up to 400 Gbit/s"
+
+
+def _shared_lines(by_rate: Curves, by_ranks: Curves) -> dict[str, str]:
+    """The name of the line that stands for each codec that has one, no codec first."""
+
+    def course(codec: str) -> list[float]:
+        return [*by_rate.steps[codec], *by_ranks.steps[codec]]
+
+    groups: list[list[str]] = []
+    order = sorted(by_rate.steps, key=lambda codec: (codec != "none", -by_rate.steps[codec][0]))
+    for codec in order:
+        for group in groups:
+            pairs = zip(course(group[0]), course(codec), strict=True)
+            if all(max(a, b) <= SAME * min(a, b) for a, b in pairs):
+                group.append(codec)
+                break
+        else:
+            groups.append([codec])
+    return {
+        group[0]: ", ".join("no codec" if codec == "none" else codec for codec in group)
+        for group in groups
+    }
+
+
+def _panel(
+    curves: Curves,
+    lines: Mapping[str, str],
+    title: str,
+    label: str,
+    spell: Callable[[float], str],
+    factor: float,
+) -> Panel:
+    places = [factor * place for place in curves.at]
+    words = [spell(place) for place in curves.at]
+
+    def series(name: str, steps: Sequence[float], base: bool = False) -> Series:
+        hover = [
+            f"{name}, {word}: {format_time(step)}" for word, step in zip(words, steps, strict=True)
+        ]
+        return Series(name, places, list(steps), hover, base=base)
+
+    advised = [curves.steps[codec][i] for i, codec in enumerate(curves.best)]
+    found = [series(ADVISED, advised, base=True)]
+    found += [series(name, curves.steps[codec]) for codec, name in lines.items()]
+    low = min(min(line.y) for line in found)
+    high = max(max(line.y) for line in found)
+    y = Axis("step", True, ticks(low, high, format_time), (low / 1.15, high * 1.15))
+    x_ticks = ticks(places[0], places[-1], lambda place: spell(place / factor).split(" ranks")[0])
+    return Panel(Axis(label, True, x_ticks), y, found, title)
+
+
+def _apart(guides: Sequence[Series]) -> list[Series]:
+    """Lines that a picture can tell apart: 5 % and more from the one before."""
+    kept: list[Series] = []
+    for guide in guides:
+        if not kept or guide.x[0] > 1.05 * kept[-1].x[0]:
+            kept.append(guide)
+    return kept
+
+
+def ticks(low: float, high: float, spell: Callable[[float], str]) -> list[tuple[float, str]]:
+    """Places of a logarithmic axis: powers of ten, on a short axis also 2 and 5 times these."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high / low < 100 else (1,)
+    places = [step * 10.0**power for power in powers for step in steps]
+    return [(place, spell(place)) for place in places if 0.8 * low <= place <= 1.25 * high]

@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("rich", reason="the demo's display: pip install pycomm[bench]")
 pytest.importorskip("matplotlib", reason="the demo's picture: pip install pycomm[bench]")
 
-from pycomm.bench import demo, plot
+from pycomm.bench import demo, tables
+from pycomm.bench.harness import Origin
+from pycomm.bench.netlab import Paced
 
 
 class Bar:
@@ -65,13 +67,18 @@ def test_rate_is_spelled_for_people():
     assert [demo.spell(rate) for rate in ("200mbit", "1.5gbit")] == ["200 Mbit/s", "1.5 Gbit/s"]
 
 
-def test_pictures_are_complete_and_need_no_network(tmp_path):
-    done = three_runs()
-    figure = demo.figure(done, "200mbit", demo.Config())
-    plot.save_png(figure, tmp_path / "loss.png")
-    plot.save_html(figure, tmp_path / "loss.html", demo.rows(done))
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "loss.html").read_text()
-    assert "pycomm, int4" in page
-    assert "3.00 x" in page
-    assert 'src="http' not in page
+def test_pictures_show_the_table_and_need_no_network(tmp_path):
+    done, table = three_runs(), tmp_path / "demo.csv"
+    made = demo.records(done, Paced(2, "200mbit"), demo.Config(), Origin.here("demo"))
+    tables.append(table, made)
+    row = tables.read(table)[2]
+    assert (row["run"], row["rate"], row["curve"]) == (
+        "pycomm, int4", "200mbit", "0.1000:5.000000 0.3000:2.010000",
+    )  # fmt: skip
+    assert row["command"] == "demo"
+    _, png, page = demo.draw(done, table, tmp_path)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert "pycomm, int4" in text
+    assert "3.00 x" in text
+    assert 'src="http' not in text

@@ -1,0 +1,90 @@
+"""What a chart shows, without a word on how it is drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+# Colours of Okabe and Ito, which also people who do not see all colours can tell apart, without
+# their yellow, which is too pale for a line. More series than colours also differ in dashes.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#8c6d31")
+BASE = "#6e6e6e"
+INK, FAINT, PAPER, GRID = "#222222", "#555555", "#ffffff", "#e6e6e6"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line or set of points."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    hover: Sequence[str] = ()
+    """what a page says of each point; empty: label and figures"""
+    kind: Literal["line", "points"] = "line"
+    base: bool = False
+    """what all others are held against: grey, wide and behind them"""
+
+
+@dataclass(frozen=True)
+class Axis:
+    label: str
+    log: bool = False
+    ticks: Sequence[tuple[float, str]] = ()
+    """places and what stands there; empty: as the library likes"""
+    limits: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    title: str = ""
+    guides: Sequence[Series] = ()
+    """thin grey lines to compare with; their labels are in the legend once"""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Panels beside each other under one title."""
+
+    title: str
+    subtitle: str
+    panels: Sequence[Panel]
+    labels: Literal["legend", "ends"] = "legend"
+    """where names stand in a picture: "ends": where the lines end, for a few lines in one panel"""
+
+    def digest(self) -> str:
+        """Of all that is shown: equal for equal charts, on every machine."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Look:
+    """Of one series, the same in all panels and in both libraries."""
+
+    colour: str
+    dashed: bool
+    marker: int
+    """index of a shape"""
+
+
+def looks(chart: Chart) -> dict[str, Look]:
+    """How each label looks, by the order in which labels appear."""
+    order = dict.fromkeys(series.label for series in _all(chart) if not series.base)
+    found = {
+        label: Look(COLOURS[i % len(COLOURS)], i // len(COLOURS) % 2 == 1, i)
+        for i, label in enumerate(order)
+    }
+    return found | {s.label: Look(BASE, False, 0) for s in _all(chart) if s.base}
+
+
+def _all(chart: Chart) -> Iterator[Series]:
+    return (series for panel in chart.panels for series in panel.series)

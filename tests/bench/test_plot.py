@@ -1,0 +1,96 @@
+"""Figures are what their tables say, and every figure that a page shows can be made again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
+
+from pycomm.bench import plot, tables
+from pycomm.bench.figures import FIGURES, Figure
+from pycomm.charts import Axis, Chart, Panel, Series, save_png
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_committed_figures_are_up_to_date():
+    wrong = plot.faults(ROOT)
+    assert not wrong, f"{wrong}: python -m pycomm.bench.plot"
+
+
+def lines(rows: list[tables.Row]) -> Chart:
+    x, y = ([float(row[name]) for row in rows] for name in ("x", "y"))
+    return Chart("A", "b", [Panel(Axis("x"), Axis("y", log=True), [Series("c", x, y)])])
+
+
+FIGURE = Figure("line", "line.csv", lines, "make line")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A tree whose one figure is drawn and shown."""
+    for folder in ("docs/img", "bench/results"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "README.md").write_text("![A line](docs/img/line.png)\n")
+    tables.append(tmp_path / "bench/results/line.csv", [{"x": 1, "y": 2}, {"x": 2, "y": 3}])
+    save_png(FIGURE.of(tmp_path / "bench/results"), tmp_path / "docs/img/line.png")
+    assert plot.faults(tmp_path, [FIGURE]) == []
+    return tmp_path
+
+
+def test_newer_table_is_noticed(checkout):
+    tables.append(checkout / "bench/results/line.csv", [{"x": 3, "y": 4}])
+    assert plot.faults(checkout, [FIGURE]) == [
+        "line.png shows something else than line.csv: draw it again"
+    ]
+
+
+def test_figure_that_nothing_makes_is_noticed(checkout):
+    shutil.copy(checkout / "docs/img/line.png", checkout / "docs/img/other.png")
+    (checkout / "docs/page.md").write_text("![Other](img/other.png)\n")
+    assert plot.faults(checkout, [FIGURE]) == [
+        "docs/page.md shows other.png, which nothing makes",
+        "other.png lies in docs/img, and nothing makes it",
+    ]
+
+
+def test_figure_that_is_not_shown_or_not_drawn_is_noticed(checkout):
+    (checkout / "docs/img/line.png").unlink()
+    assert plot.faults(checkout, [FIGURE]) == ["line.png has not been drawn"]
+    (checkout / "README.md").write_text("")
+    assert "line.png is on no page" in plot.faults(checkout, [FIGURE])
+
+
+def test_every_table_has_the_command_that_makes_it():
+    for figure in FIGURES:
+        assert figure.command.startswith("python -m pycomm.bench")
+        assert figure.table in figure.command
+
+
+def test_newest_rows_and_the_widest_run():
+    rows = [
+        {"command": c, "backend": b, "size": s, "time": t}
+        for c, b, s, t in [
+            ("both", "a", "1", "2026-01-01T01"),
+            ("both", "b", "1", "2026-01-01T02"),
+            ("one", "a", "1", "2026-01-03T01"),
+            ("both", "a", "1", "2026-01-02T01"),
+            ("both", "b", "1", "2026-01-02T02"),
+        ]
+    ]
+    assert [row["time"] for row in tables.newest(rows, "backend")] == [
+        "2026-01-03T01",
+        "2026-01-02T02",
+    ]
+    assert tables.widest_run(rows, "backend") == rows[3:]
+
+
+def test_table_with_other_columns_is_left_alone(tmp_path):
+    path = tmp_path / "x.csv"
+    tables.append(path, [{"a": 1}])
+    with pytest.raises(ValueError, match="other columns"):
+        tables.append(path, [{"b": 1}])
+    assert tables.read(path) == [{"a": "1"}]
