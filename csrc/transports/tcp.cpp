@@ -28,6 +28,7 @@ class TcpTransport final : public Transport {
         channels_(static_cast<size_t>(meeting.size)) {
     connector_.connect_all(control_);
     control_.on_ask([this](int rank, int lane) { connector_.open(rank, lane); });
+    control_.on_cut([this](const Broken& broken) { connector_.reopen(broken); });
     for (uint16_t lane = 0; lane < kLanes; lane++) {
       pollers_[lane] = std::make_unique<Poller>(lane, meeting.rank, control_, pacer_,
                                                 !connector_.mesh().crowded);
@@ -37,13 +38,10 @@ class TcpTransport final : public Transport {
 
   ~TcpTransport() override {
     if (connector_.forked() || control_.aborted()) return;
+    heal();
     connector_.stop();
     control_.say_goodbye();
-    for (auto& lanes : channels_) {
-      for (auto& channel : lanes) {
-        if (channel) channel->finish();
-      }
-    }
+    for_each_channel([](TcpChannel& channel) { channel.finish(); });
     // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
     const auto deadline = Deadline::after(kLinger);
     while (anybody_needs_us() && !deadline.expired()) {
@@ -97,6 +95,35 @@ class TcpTransport final : public Transport {
   }
 
  private:
+  template <typename Use>
+  void for_each_channel(const Use& use) {
+    for (auto& lanes : channels_) {
+      for (auto& channel : lanes) {
+        if (channel) use(*channel);
+      }
+    }
+  }
+
+  // What was cut off at the last moment may be all that a peer waits for, and without a goodbye we
+  // would seem to die.
+  void heal() noexcept {
+    const auto deadline = Deadline::after(kLinger);
+    for (bool wounded = true; wounded && !deadline.expired() && !control_.aborted();) {
+      control_.poll();
+      wounded = control_.cut_off();
+      try {
+        for_each_channel([&](TcpChannel& channel) {
+          if (!channel.wounded()) return;
+          channel.heal();
+          wounded = true;
+        });
+      } catch (const std::exception&) {  // what cannot be healed is the peer's to report
+        return;
+      }
+      if (wounded) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+
   // Somebody who has left reads no more, whatever is on its way.
   bool anybody_needs_us() {
     control_.poll();

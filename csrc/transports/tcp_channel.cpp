@@ -15,6 +15,7 @@
 
 #include "core/crc32c.h"
 #include "transports/mismatch.h"
+#include "transports/tcp_channel_socket.h"
 
 namespace pycomm::tcp {
 namespace {
@@ -26,43 +27,16 @@ constexpr size_t kSmallestFrame = 128 << 10;
 constexpr size_t kLargestFrame = 256 << 10;
 // One system call moves at most this much, so that both directions keep flowing.
 constexpr size_t kCallLimit = 1 << 20;
-// Headers are read together with what follows: a small message takes one system call.
-constexpr size_t kStage = 2048;
 // While a long frame comes in we are woken for so much at once, not for every packet.
 constexpr size_t kWakeBytes = 256 << 10;
+// Frames carry acknowledgements for the other direction. Where none goes that way for so many
+// bytes, a frame without payload does.
+constexpr size_t kAcknowledgeBytes = 1 << 20;
+// So little is copied at once when it is written, which ends the send; more when nothing else is to
+// be done and no acknowledgement has come.
+constexpr size_t kKeepAtOnce = 16 << 10;
 
 }  // namespace
-
-struct TcpChannel::Socket {
-  Fd fd;
-  Readiness ready;
-  bool ended = false;  // for reading
-
-  // The frame being written: header, then payload.
-  bool writing = false;
-  FrameHeader out;
-  size_t out_done = 0;
-
-  // The frame being read, once its header is here.
-  bool reading = false;
-  FrameHeader in;
-  size_t in_done = 0;  // of its payload
-  uint32_t in_crc = 0;
-  size_t wake_bytes = 1;
-
-  // Bytes that were read ahead: stage[begin, end).
-  std::array<uint8_t, kStage> stage;
-  size_t begin = 0, end = 0;
-
-  size_t staged() const { return end - begin; }
-
-  // Readable means from now on: so many bytes are there, or the end.
-  void wake_at(size_t bytes) {
-    if (bytes == wake_bytes) return;
-    wake_bytes = bytes;
-    set_wake_bytes(fd.get(), bytes);
-  }
-};
 
 TcpChannel::TcpChannel(int peer, Connector& connector, Poller& poller, bool checks_payload)
     : peer_(peer), connector_(connector), poller_(poller), checks_payload_(checks_payload) {}
@@ -99,6 +73,7 @@ bool TcpChannel::progress() {
   if (poller_.control().aborted()) poller_.control().check();
   if (outgoing_.empty() && incoming_.empty()) return false;
   if (sockets_.empty() && !connected()) return false;
+  if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
   if (advance()) return true;
   bool moved = false;
   if (poller_.polls() == polls_seen_) {
@@ -106,11 +81,11 @@ bool TcpChannel::progress() {
     moved = advance();
   }
   polls_seen_ = poller_.polls();
-  if (!moved) {
-    if (!incoming_.empty()) poller_.expect(incoming_.front().data.size - incoming_.front().read);
-    if (!outgoing_.empty()) poller_.expect(outgoing_.front().data.size - outgoing_.front().written);
-  }
-  return moved;
+  if (moved || let_go()) return true;
+  if (cuts_ > 0) look_for_loss();
+  if (!incoming_.empty()) poller_.expect(incoming_.front().data.size - incoming_.front().read);
+  if (!outgoing_.empty()) poller_.expect(outgoing_.front().data.size - outgoing_.front().cut);
+  return false;
 }
 
 // Takes the sockets as soon as they stand.
@@ -123,17 +98,19 @@ bool TcpChannel::connected() {
     if (!obstacle.empty()) throw_lost(obstacle);
     if (!connector_.ready(peer_, lane)) return false;
   }
-  for (Fd& fd : connector_.take(peer_, lane)) {
+  for (int number = 0; number < connector_.mesh().sockets; number++) {
     sockets_.push_back(std::make_unique<Socket>());
-    sockets_.back()->fd = std::move(fd);
-    poller_.watch(sockets_.back()->fd.get(), sockets_.back()->ready);
+    sockets_.back()->number = number;
   }
+  cuts_ = connector_.mesh().sockets;
+  adopt_connections();
   return true;
 }
 
 bool TcpChannel::advance() {
   bool moved = false;
   for (auto& socket : sockets_) {
+    if (socket->greeting && !greet(*socket)) continue;
     moved |= pull(*socket);
     moved |= push(*socket);
   }
@@ -144,15 +121,26 @@ bool TcpChannel::advance() {
 
 bool TcpChannel::push(Socket& socket) {
   bool moved = false;
-  while (socket.ready.writable && (socket.writing || take_frame(socket)) && write(socket)) {
+  while (socket.ready.writable && !socket.greeting &&
+         (!socket.out.all_written() || take_frame(socket)) && write(socket)) {
     moved = true;
-    if (socket.writing) break;  // a long frame: let others move, too
+    if (!socket.out.all_written()) break;  // a long frame: let others move, too
   }
   return moved;
 }
 
 bool TcpChannel::take_frame(Socket& socket) {
-  if (cutting_ == outgoing_.size()) return false;
+  FrameHeader header;
+  header.lane = poller_.lane();
+  header.received = socket.arrived;
+  if (cutting_ == outgoing_.size()) {
+    if (socket.arrived - socket.acknowledged < kAcknowledgeBytes) return false;
+    socket.acknowledged = socket.arrived;
+    seal(header);
+    socket.out.push(header, nullptr);
+    return true;
+  }
+  socket.acknowledged = socket.arrived;
   Outgoing& message = outgoing_[cutting_];
   const size_t left = message.data.size - message.cut;
   size_t length = std::min(left, kLargestFrame);
@@ -160,8 +148,6 @@ bool TcpChannel::take_frame(Socket& socket) {
     const size_t share = left / (2 * sockets_.size());
     length = std::min(left, std::clamp(share, kSmallestFrame, kLargestFrame));
   }
-  FrameHeader& header = socket.out;
-  header.lane = poller_.lane();
   header.message = sent_ + cutting_ + 1;
   header.offset = message.cut;
   header.size = message.data.size;
@@ -172,8 +158,8 @@ bool TcpChannel::take_frame(Socket& socket) {
   // The kernel copies the frame next: so it has to come from memory only once.
   if (checks_payload_) header.payload = crc32c(message.data.sub(header.offset, length));
   seal(header);
-  socket.out_done = 0;
-  socket.writing = true;
+  socket.out.push(header, message.data.data + header.offset);
+  message.frames++;
   message.cut += length;
   if (message.cut == message.data.size) cutting_++;
   return true;
@@ -181,49 +167,44 @@ bool TcpChannel::take_frame(Socket& socket) {
 
 // One system call. False if the socket or the pacer takes nothing now.
 bool TcpChannel::write(Socket& socket) {
-  const FrameHeader& header = socket.out;
-  const size_t all = sizeof header + header.length;
-  const size_t wanted = std::min(all - socket.out_done, kCallLimit);
-  const size_t granted = poller_.pacer().take(wanted);
+  std::array<iovec, 2> parts;
+  size_t count = 0;
+  size_t granted = poller_.pacer().take(socket.out.next(parts, count, kCallLimit));
   if (granted == 0) {
     poller_.starve();
     return false;
   }
-  std::array<iovec, 2> parts;
-  size_t count = 0;
-  size_t room = granted;
-  if (socket.out_done < sizeof header) {
-    const size_t bytes = std::min(sizeof header - socket.out_done, room);
-    parts[count++] = {reinterpret_cast<uint8_t*>(&socket.out) + socket.out_done, bytes};
-    room -= bytes;
-  }
-  if (room > 0) {
-    const auto& data = outgoing_[header.message - sent_ - 1].data;
-    const size_t skip = std::max(socket.out_done, sizeof header) - sizeof header;
-    parts[count++] = {const_cast<uint8_t*>(data.data) + header.offset + skip, room};
-  }
+  socket.out.next(parts, count, granted);
   msghdr call = {};
   call.msg_iov = parts.data();
   call.msg_iovlen = count;
   const ssize_t n = ::sendmsg(socket.fd.get(), &call, MSG_DONTWAIT | MSG_NOSIGNAL);
+  const int error = errno;
   const size_t bytes = n > 0 ? static_cast<size_t>(n) : 0;
   poller_.pacer().give_back(granted - bytes);
   if (n < 0) {
-    if (errno == EINTR) return false;
-    if (errno != EAGAIN) throw_lost(error_text(errno));
+    if (error != EINTR && error != EAGAIN) cut(socket, error_text(error));
+    if (error == EAGAIN) socket.ready.writable = false;
+    return false;
   }
   if (bytes < granted) socket.ready.writable = false;
   poller_.count_sent(bytes);
-  socket.out_done += bytes;
-  if (socket.out_done == all) frame_written(socket);
+  socket.out.wrote(bytes);
+  if (socket.out.all_written() && socket.out.in_use() <= kKeepAtOnce) keep(socket);
   return bytes > 0;
 }
 
-void TcpChannel::frame_written(Socket& socket) {
-  socket.writing = false;
-  Outgoing& message = outgoing_[socket.out.message - sent_ - 1];
-  message.written += socket.out.length;
-  message.done = message.written == message.data.size;
+void TcpChannel::keep(Socket& socket) {
+  socket.out.keep([this](const FrameHeader& header) { released(header); });
+}
+
+// A frame's memory is no longer in use. Messages leave in order.
+void TcpChannel::released(const FrameHeader& header) {
+  if (header.message == 0) return;
+  const size_t place = header.message - sent_ - 1;
+  Outgoing& message = outgoing_[place];
+  message.frames--;
+  message.done = message.frames == 0 && place < cutting_;
   while (!outgoing_.empty() && outgoing_.front().done) {
     outgoing_.pop_front();
     sent_++;
@@ -235,22 +216,35 @@ void TcpChannel::frame_written(Socket& socket) {
 
 bool TcpChannel::pull(Socket& socket) {
   bool moved = false;
-  while (!incoming_.empty() && (socket.reading || pull_header(socket)) && pull_payload(socket)) {
+  // What we wait for may be an acknowledgement.
+  while (!(incoming_.empty() && outgoing_.empty()) && (socket.reading || pull_header(socket)) &&
+         pull_payload(socket)) {
     moved = true;
     if (socket.reading) break;  // a long frame: let others move, too
   }
   return moved;
 }
 
-bool TcpChannel::pull_header(Socket& socket) {
+bool TcpChannel::has_header(Socket& socket) {
   while (socket.staged() < sizeof(FrameHeader)) {
     if (!socket.ready.readable) return false;
     if (read(socket, {}) == 0) return false;
   }
-  std::memcpy(&socket.in, socket.stage.data() + socket.begin, sizeof(FrameHeader));
-  socket.begin += sizeof(FrameHeader);
-  const std::string flaw = flaw_of(socket.in, poller_.lane());
-  if (!flaw.empty()) throw_damaged(flaw);
+  return true;
+}
+
+bool TcpChannel::pull_header(Socket& socket) {
+  do {
+    if (!has_header(socket)) return false;
+    std::memcpy(&socket.in, socket.stage.data() + socket.begin, sizeof(FrameHeader));
+    socket.begin += sizeof(FrameHeader);
+    const std::string flaw = flaw_of(socket.in, poller_.lane());
+    if (!flaw.empty()) throw_damaged(flaw);
+    const auto release = [this](const FrameHeader& header) { released(header); };
+    if (!socket.out.acknowledge(socket.in.received, release)) {
+      throw_damaged("it acknowledges what was not sent");
+    }
+  } while (socket.in.message == 0);
   if (socket.in.message <= received_) throw_damaged("a frame came twice");
   socket.reading = true;
   socket.in_done = 0;
@@ -343,36 +337,31 @@ size_t TcpChannel::read(Socket& socket, Span<uint8_t> payload) {
   const ssize_t n = ::recvmsg(socket.fd.get(), &call, MSG_DONTWAIT);
   if (n < 0) {
     if (errno == EINTR) return 0;
-    if (errno != EAGAIN) throw_lost(error_text(errno));
-    socket.ready.readable = socket.ready.ends;
+    if (errno == EAGAIN) {
+      socket.ready.readable = socket.ready.ends;
+    } else {
+      cut(socket, error_text(errno));
+    }
     return 0;
   }
   if (n == 0) {
-    end_of(socket);
+    cut(socket, "it closed the connection");
     return 0;
   }
   const auto bytes = static_cast<size_t>(n);
+  socket.arrived += bytes;
   // Less than asked for: the socket is empty, and epoll tells when there is more.
   if (bytes < room) socket.ready.readable = socket.ready.ends;
   if (bytes > direct) socket.end += bytes - direct;
   return direct > 0 ? std::min(bytes, direct) : bytes;
 }
 
-// The peer sends nothing more on this socket. That is a loss only if something is still to come.
-void TcpChannel::end_of(Socket& socket) {
-  socket.ended = true;
-  socket.ready.readable = false;
-  socket.ready.ends = false;
-  const bool torn = socket.reading || socket.staged() > 0;
-  const bool all_ended =
-      std::all_of(sockets_.begin(), sockets_.end(), [](const auto& other) { return other->ended; });
-  if (torn || all_ended) throw_lost("it closed the connection");
-}
-
 // ------------------------------------------------------------------------------ the end
 
 void TcpChannel::finish() {
-  for (auto& socket : sockets_) ::shutdown(socket->fd.get(), SHUT_WR);
+  for (auto& socket : sockets_) {
+    if (socket->fd) ::shutdown(socket->fd.get(), SHUT_WR);
+  }
 }
 
 size_t TcpChannel::unacknowledged() const {
@@ -382,8 +371,11 @@ size_t TcpChannel::unacknowledged() const {
 }
 
 void TcpChannel::throw_damaged(const std::string& how) const {
+  const OpTag tag = !incoming_.empty()   ? incoming_.front().tag
+                    : !outgoing_.empty() ? outgoing_.front().tag
+                                         : OpTag();
   throw Error("tcp: rank " + std::to_string(poller_.rank()) + " cannot use what came from rank " +
-              std::to_string(peer_) + " for " + describe(incoming_.front().tag) + ": " + how +
+              std::to_string(peer_) + " for " + describe(tag) + ": " + how +
               "; look for damaged memory or network hardware between the two");
 }
 

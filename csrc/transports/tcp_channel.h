@@ -1,5 +1,6 @@
 // The channel to one peer on one lane: two queues of messages, spread over several sockets, which
-// are connected when one of the two ranks first sends.
+// are connected when one of the two ranks first sends, and again when a connection is cut while the
+// peer lives.
 #pragma once
 #include <deque>
 #include <memory>
@@ -26,16 +27,20 @@ class TcpChannel final : public Channel {
 
   /// Says on all sockets that nothing more will come. The kernel still delivers what was sent.
   void finish();
-  /// Bytes that the peer has not acknowledged.
+  /// Bytes that the peer's host has not acknowledged.
   size_t unacknowledged() const;
+  /// A connection is cut, and the peer may need bytes that went with it. Call heal() until not.
+  bool wounded() const;
+  /// Connects again and repeats, without looking at what callers wait for.
+  void heal();
 
  private:
   struct Outgoing {
     OpTag tag;
     uint32_t tag_hash;
     Span<const uint8_t> data;
-    size_t cut = 0;      ///< bytes that have a frame
-    size_t written = 0;  ///< bytes of frames that are written
+    size_t cut = 0;     ///< bytes that have a frame
+    size_t frames = 0;  ///< of them, those in use
     bool done = false;
   };
   struct Incoming {
@@ -48,20 +53,26 @@ class TcpChannel final : public Channel {
   struct Socket;
 
   bool connected();
+  void adopt_connections();
   bool advance();
+  bool let_go();
+  void cut(Socket& socket, const std::string& how);
+  bool greet(Socket& socket);
+  void look_for_loss() const;
 
   bool push(Socket& socket);
   bool take_frame(Socket& socket);
   bool write(Socket& socket);
-  void frame_written(Socket& socket);
+  void keep(Socket& socket);
+  void released(const FrameHeader& header);
 
   bool pull(Socket& socket);
   bool pull_header(Socket& socket);
+  bool has_header(Socket& socket);
   bool pull_payload(Socket& socket);
   void check_frame(const FrameHeader& header, const Incoming& message) const;
   void frame_read(Socket& socket);
   size_t read(Socket& socket, Span<uint8_t> payload);
-  void end_of(Socket& socket);
 
   [[noreturn]] void throw_damaged(const std::string& how) const;
   [[noreturn]] void throw_lost(const std::string& how) const;
@@ -79,6 +90,7 @@ class TcpChannel final : public Channel {
   uint64_t sent_ = 0, received_ = 0;
   size_t cutting_ = 0;  // first of outgoing_ that has bytes without a frame
   uint64_t polls_seen_ = 0;
+  int cuts_ = 0;  // sockets without a connection
 };
 
 }  // namespace pycomm::tcp

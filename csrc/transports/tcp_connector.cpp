@@ -15,8 +15,6 @@
 namespace pycomm::tcp {
 namespace {
 
-using Clock = Deadline::Clock;
-
 // How long a connection may take for its handshake, which is four small messages. Late peers are
 // not hurt: they try again.
 constexpr auto kHandshakeLimit = std::chrono::seconds(10);
@@ -93,7 +91,7 @@ Connector::Connector(const Rendezvous& meeting, Mesh mesh)
     links_.back()->peer = peer;
     by_rank_[static_cast<size_t>(peer.rank)] = links_.back().get();
     for (Way& way : links_.back()->ways) {
-      way.sockets.resize(static_cast<size_t>(mesh_.sockets));
+      way.places.resize(static_cast<size_t>(mesh_.sockets));
       way.missing = mesh_.sockets;
     }
   }
@@ -183,6 +181,7 @@ void Connector::run() {
     if (control_->aborted()) return;
     try {
       grant_wishes();
+      mend();
       turn();
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -227,9 +226,15 @@ bool Connector::ready(int rank, int lane) const {
   return link(rank).ways[static_cast<size_t>(lane)].ready.load(std::memory_order_acquire);
 }
 
-std::vector<Fd> Connector::take(int rank, int lane) {
+bool Connector::fresh(int rank, int lane) const {
+  return link(rank).ways[static_cast<size_t>(lane)].has_fresh.load(std::memory_order_acquire);
+}
+
+std::vector<Connection> Connector::take(int rank, int lane) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return std::move(link(rank).ways[static_cast<size_t>(lane)].sockets);
+  Way& way = link(rank).ways[static_cast<size_t>(lane)];
+  way.has_fresh.store(false, std::memory_order_relaxed);
+  return std::exchange(way.fresh, {});
 }
 
 // A turn of the thread is over when we have the mutex: connections that a peer has used, and so has
@@ -293,17 +298,35 @@ void Connector::turn() {
 }
 
 void Connector::join(Link& link, const Hello& hello, Fd fd) {
+  if (hello.lane == kCallBack) {  // from a lower rank
+    reopen({link.peer.rank, kControl, 0, hello.generation});
+    return;
+  }
+  Place& place = this->place({link.peer.rank, hello.lane, hello.socket, 0});
+  // An equal one replaces ours if its end did not see that ours stood.
+  if (place.stood && hello.generation < place.generation) return;
+  const bool first = !place.stood;
+  place.stood = true;
+  place.broken = false;
+  place.generation = hello.generation;
+  place.since = Clock::now();
   choose_congestion_control(fd.get());
   if (hello.lane == kControl) {
     congestion_control_ = tcp::congestion_control(fd.get());
-    link.control = std::move(fd);
+    if (control_ == nullptr) {
+      link.control = std::move(fd);
+    } else {
+      control_->renew(link.peer.rank, hello.generation, std::move(fd));
+      ask_again(link);
+    }
     return;
   }
   choose_send_buffer(fd.get());
   Way& way = link.ways[hello.lane];
-  if (way.missing == 0 || way.sockets[hello.socket]) return;  // it came twice
-  way.sockets[hello.socket] = std::move(fd);
-  if (--way.missing > 0) return;
+  way.fresh.push_back({hello.socket, hello.generation, std::move(fd)});
+  if (first) way.missing--;
+  if (way.missing > 0) return;
+  way.has_fresh.store(true, std::memory_order_release);
   way.ready.store(true, std::memory_order_release);
   if (on_ready_) on_ready_(hello.lane);
 }
@@ -351,26 +374,40 @@ void Connector::note_refusal(const Stranger& stranger, bool over) {
 
 // ------------------------------------------------------------------------------ whom we call
 
-void Connector::connect(Link& link, uint16_t lane) {
+Hello Connector::hello_to(const Link& link, uint16_t lane) const {
   Hello hello;
   hello.size = static_cast<uint32_t>(size_);
   hello.rank = static_cast<uint32_t>(rank_);
   hello.target = static_cast<uint32_t>(link.peer.rank);
   hello.sockets = static_cast<uint16_t>(mesh_.sockets);
   hello.lane = lane;
+  return hello;
+}
+
+void Connector::connect(Link& link, uint16_t lane) {
+  Hello hello = hello_to(link, lane);
   const int count = lane == kControl ? 1 : mesh_.sockets;
   for (int i = 0; i < count; i++) {
     hello.socket = static_cast<uint16_t>(i);
-    outgoing_.emplace_back();
-    outgoing_.back().link = &link;
-    outgoing_.back().hello = hello;
-    outgoing_.back().way = static_cast<size_t>(i);
+    connect(link, hello, Clock::now());
   }
+}
+
+void Connector::connect(Link& link, const Hello& hello, Clock::time_point when) {
+  outgoing_.emplace_back();
+  outgoing_.back().link = &link;
+  outgoing_.back().hello = hello;
+  outgoing_.back().way = hello.socket;
+  outgoing_.back().wake = when;
 }
 
 void Connector::serve(Outgoing& out) {
   const Peer& peer = out.link->peer;
   int error = 0;
+  if (out.hello.lane == kCallBack && !out.link->control_place.broken) {
+    out.over = true;
+    return;
+  }
   if (!out.fd) {
     if (Clock::now() < out.wake) return;
     // The sockets go round the interfaces: our i-th to the peer's i-th. The route decides by which
@@ -400,8 +437,13 @@ void Connector::serve(Outgoing& out) {
       return retry(out, error);
     case Progress::over:
       if (out.handshake->state() == Handshake::State::refused) {
+        // Of one that has been in the group before: somebody else has its port now.
+        if (out.hello.generation > 0 || out.hello.lane == kCallBack) return give_up(out);
         throw Error("tcp: rank " + std::to_string(rank_) + " cannot join: " + name_of(*out.link) +
                     ": " + out.handshake->problem());
+      }
+      if (out.hello.lane == kCallBack) {
+        return retry(out, 0);  // until its call comes
       }
       join(*out.link, out.hello, std::move(out.fd));
       out.over = true;
@@ -413,16 +455,21 @@ void Connector::serve(Outgoing& out) {
 void Connector::retry(Outgoing& out, int error) {
   last_error_ = name_of(*out.link) + ": " +
                 (error == 0 ? "it closed the connection during the handshake" : error_text(error));
-  if (error == ECONNREFUSED) {
-    out.link->obstacle = last_error_ + "; it died or gave up, or a firewall stands between";
-    out.over = true;
-    troubled_ = true;
-  }
+  if (error == ECONNREFUSED) give_up(out);
   out.fd.reset();
+  out.ready = false;
   out.handshake.reset();
   out.way++;
   out.wake = Clock::now() + out.pause;
   out.pause = std::min(out.pause * 2, kLastRetry);
+}
+
+// Its listener is gone, and so is its process.
+void Connector::give_up(Outgoing& out) {
+  out.link->obstacle = last_error_ + "; it died or gave up, or a firewall stands between";
+  out.over = true;
+  troubled_ = true;
+  if (control_ != nullptr) control_->refused(out.link->peer.rank);
 }
 
 }  // namespace pycomm::tcp

@@ -1,9 +1,14 @@
 // Makes connections and accepts them: those of control when the group starts, those of a lane when
-// one of its two ranks first sends.
+// one of its two ranks first sends, and any of them again when it is cut.
 //
-// Of two ranks the higher connects to the lower; a lower rank that wants to send asks for it over
-// the control connection. After the set-up a thread does this, since a rank must be reachable
+// Of two ranks the higher connects to the lower; a lower rank that wants a connection asks for it
+// over the control connection, or, if that is the one that is cut, by a connection of its own that
+// says no more (kCallBack). After the set-up a thread does this, since a rank must be reachable
 // whatever its callers do. It sleeps while nothing is to be connected.
+//
+// Whether a peer is dead or only cut off shows when we connect: the kernel of a dead process
+// refuses at once, that of a living one does not. A silent network leaves it open; then the
+// deadlines of operations decide.
 #pragma once
 #include <sys/types.h>
 
@@ -24,6 +29,13 @@
 namespace pycomm::tcp {
 
 class Control;
+
+/// A connection of a lane, the `generation`th after the first of this socket.
+struct Connection {
+  int socket = 0;
+  uint32_t generation = 0;
+  Fd fd;
+};
 
 class Connector {
  public:
@@ -50,10 +62,14 @@ class Connector {
 
   /// Sockets of the lane are needed. Returns at once.
   void open(int rank, int lane);
+  /// This connection is cut. Returns at once; a new one comes by take(), unless the peer is dead.
+  void reopen(const Broken& broken);
   /// True once the sockets of the lane stand.
   bool ready(int rank, int lane) const;
-  /// The sockets of the lane, once.
-  std::vector<Fd> take(int rank, int lane);
+  /// True if there are connections to take.
+  bool fresh(int rank, int lane) const;
+  /// All of the lane at first, then those that are made again; each once.
+  std::vector<Connection> take(int rank, int lane);
   /// There is an obstacle to somebody.
   bool troubled() const { return troubled_.load(std::memory_order_acquire); }
   /// Why there will be no sockets to this peer, which is `gone` or not; empty if there may be.
@@ -61,15 +77,25 @@ class Connector {
   std::string obstacle(int rank, int lane, bool gone);
 
  private:
+  using Clock = Deadline::Clock;
+  struct Place {  // of a connection that may be made again
+    bool stood = false;
+    bool broken = false;  // and a new one is on its way
+    uint32_t generation = 0;
+    Clock::time_point since{};
+    Milliseconds pause{0};  // before it is made again: grows while connections do not last
+  };
   struct Way {  // the connections of one lane
-    std::vector<Fd> sockets;
+    std::vector<Place> places;
+    std::vector<Connection> fresh;
     int missing = 0;
     bool wanted = false;  // we connect, or have asked the peer to
-    std::atomic<bool> ready{false};
+    std::atomic<bool> ready{false}, has_fresh{false};
   };
   struct Link {
     Peer peer;
     Fd control;
+    Place control_place;
     std::array<Way, kLanes> ways;
     std::string obstacle;
   };
@@ -79,15 +105,22 @@ class Connector {
   struct Stranger;
 
   Link& link(int rank) const { return *by_rank_[static_cast<size_t>(rank)]; }
+  Place& place(const Broken& broken) const;
   void run();
   void wait();
   void turn();
   void grant_wishes();
+  void mend();
+  void mend(const Broken& broken);
+  void ask_again(Link& link);
+  Hello hello_to(const Link& link, uint16_t lane) const;
   void connect(Link& link, uint16_t lane);
+  void connect(Link& link, const Hello& hello, Clock::time_point when);
   void accept_all(const Fd& listener);
   void serve(Stranger& stranger);
   void serve(Outgoing& out);
   void retry(Outgoing& out, int error);
+  void give_up(Outgoing& out);
   void join(Link& link, const Hello& hello, Fd fd);
   void note_refusal(const Stranger& stranger, bool over);
   std::string name_of(const Link& link) const;
@@ -114,6 +147,7 @@ class Connector {
 
   std::mutex wishes_mutex_;
   std::vector<std::pair<int, int>> wishes_;  // rank and lane
+  std::vector<Broken> broken_ones_;
   std::atomic<bool> troubled_{false}, stop_{false};
   std::unique_ptr<std::thread> thread_;
 };

@@ -36,8 +36,10 @@ struct Control::Notice {
 
   uint32_t magic = kMagic;
   Kind kind;
-  uint32_t lane = 0;     // to be connected
-  char text[1008] = {};  // why, zero-terminated; or the bytes of a Standing
+  uint32_t lane = 0;    // to be connected:
+  int32_t socket = -1;  // this one again, or for the first time all of them
+  uint32_t generation = 0;
+  char text[1000] = {};  // why, zero-terminated; or the bytes of a Standing
   uint32_t checksum = 0;
 
   uint32_t compute() const {
@@ -49,6 +51,7 @@ struct Control::Peer {
   int rank;
   Address address;
   Fd fd;
+  uint32_t generation = 0;
   std::atomic<State> state{State::here};
   Clock::time_point died_at{};
   Standing standing;      // what it last said
@@ -75,13 +78,37 @@ void Control::add(int rank, const Address& address, Fd fd) {
   peer->rank = rank;
   peer->address = address;
   peer->fd = std::move(fd);
+  watch(*peer);
+  peers_.push_back(std::move(peer));
+}
+
+void Control::watch(Peer& peer) {
   epoll_event event = {};
   event.events = EPOLLIN;
-  event.data.ptr = peer.get();
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer->fd.get(), &event) != 0) {
+  event.data.ptr = &peer;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer.fd.get(), &event) != 0) {
     throw Error("tcp: cannot watch a connection: " + error_text(errno));
   }
-  peers_.push_back(std::move(peer));
+}
+
+void Control::renew(int rank, uint32_t generation, Fd fd) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Peer& peer = *find(rank);
+  if (peer.state != State::here && peer.state != State::cut) return;
+  peer.fd = std::move(fd);
+  peer.generation = generation;
+  peer.in_done = 0;
+  watch(peer);
+  peer.state.store(State::here, std::memory_order_release);
+}
+
+void Control::refused(int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Peer& peer = *find(rank);
+  take_in(peer);
+  if (peer.state != State::here && peer.state != State::cut) return;
+  peer.died_at = Clock::now();
+  peer.state.store(State::died, std::memory_order_release);
 }
 
 Control::Peer* Control::find(int rank) const {
@@ -91,7 +118,14 @@ Control::Peer* Control::find(int rank) const {
 }
 
 bool Control::gone(int rank) const {
-  return find(rank)->state.load(std::memory_order_acquire) != State::here;
+  const State state = find(rank)->state.load(std::memory_order_acquire);
+  return state == State::left || state == State::died;
+}
+
+bool Control::cut_off() const {
+  return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+    return peer->state.load(std::memory_order_acquire) == State::cut;
+  });
 }
 
 void Control::poll() {
@@ -123,8 +157,8 @@ void Control::take_in(Peer& peer) {
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.fd.get(), nullptr);
     peer.fd.reset();
     if (peer.state != State::here) return;
-    peer.died_at = Clock::now();
-    peer.state.store(State::died, std::memory_order_release);
+    peer.state.store(State::cut, std::memory_order_release);
+    if (on_cut_) on_cut_({peer.rank, kControl, 0, peer.generation});
   }
 }
 
@@ -133,7 +167,11 @@ void Control::on_notice(Peer& peer, const Notice& notice) {
     case Notice::Kind::goodbye:
       return peer.state.store(State::left, std::memory_order_release);
     case Notice::Kind::connect:
-      if (on_ask_ && notice.lane < kLanes) on_ask_(peer.rank, static_cast<int>(notice.lane));
+      if (notice.lane >= kLanes) return;
+      if (notice.socket < 0 && on_ask_) on_ask_(peer.rank, static_cast<int>(notice.lane));
+      if (notice.socket >= 0 && on_cut_) {
+        on_cut_({peer.rank, static_cast<int>(notice.lane), notice.socket, notice.generation});
+      }
       return;
     case Notice::Kind::abort:
       return end_group(notice);
@@ -210,6 +248,16 @@ void Control::ask_to_connect(int rank, int lane) noexcept {
   tell(*find(rank), notice);
 }
 
+void Control::ask_to_connect(const Broken& broken) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Notice notice(Notice::Kind::connect);
+  notice.lane = static_cast<uint32_t>(broken.lane);
+  notice.socket = broken.socket;
+  notice.generation = broken.generation;
+  notice.checksum = notice.compute();
+  tell(*find(broken.rank), notice);
+}
+
 void Control::abort(const std::string& reason) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   Notice notice;
@@ -259,8 +307,10 @@ void Control::throw_lost(int rank, const std::string& what) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (aborted()) throw_aborted();
-      if (peer.state != State::here || Clock::now() >= end) break;
-      wait.fd = peer.fd.get();
+      // It may have left because of another, of which we do not know yet whether it is dead.
+      const bool known = peer.state == State::died || (peer.state == State::left && !cut_off());
+      if (known || Clock::now() >= end) break;
+      wait.fd = peer.fd.get();  // or none
     }
     ::poll(&wait, 1, 5);
   }

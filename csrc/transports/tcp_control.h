@@ -1,5 +1,6 @@
 // One connection per peer for what must not wait behind data: aborts, partings, requests to
-// connect, and the silence of a peer that has died.
+// connect, and the silence of a peer that has died. One that is cut while the peer lives is made
+// again (tcp_connector.h); what was on its way is lost, so what matters is said again.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "core/types.h"
+#include "transports/tcp_handshake.h"
 #include "transports/tcp_socket.h"
 #include "transports/transport.h"
 
@@ -26,8 +28,18 @@ class Control {
   void add(int rank, const Address& address, Fd fd);
   /// At set-up only. What to do when a peer asks us to connect a lane; called from any thread.
   void on_ask(std::function<void(int rank, int lane)> connect) { on_ask_ = std::move(connect); }
+  /// At set-up only. What to do when a connection is cut: one of control, or one of which a peer
+  /// tells us; called from any thread.
+  void on_cut(std::function<void(const Broken&)> reopen) { on_cut_ = std::move(reopen); }
   /// Asks a higher rank to connect a lane with us.
   void ask_to_connect(int rank, int lane) noexcept;
+  /// Asks a higher rank to make a connection of a lane again.
+  void ask_to_connect(const Broken& broken) noexcept;
+
+  /// The connection that replaces one that was cut.
+  void renew(int rank, uint32_t generation, Fd fd);
+  /// The peer's listener is closed: it has died, unless it has said goodbye.
+  void refused(int rank);
 
   /// Becomes readable when there is something for poll(), and stays so once somebody has aborted.
   int wait_fd() const { return epoll_.get(); }
@@ -40,6 +52,9 @@ class Control {
   void check();
   /// True if the peer has said goodbye or has died.
   bool gone(int rank) const;
+
+  /// True while a connection is cut and not yet made again.
+  bool cut_off() const;
 
   /// Tells all peers and ourselves. Only the first call counts. Who hears of an abort passes it on,
   /// so that it reaches all before the first of them leaves.
@@ -60,11 +75,12 @@ class Control {
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
 
  private:
-  enum class State : uint8_t { here, left, died };
+  enum class State : uint8_t { here, cut, left, died };
   struct Peer;
   struct Notice;
 
   Peer* find(int rank) const;
+  void watch(Peer& peer);
   void take_in(Peer& peer);
   void on_notice(Peer& peer, const Notice& notice);
   void end_group(const Notice& notice) noexcept;
@@ -80,6 +96,7 @@ class Control {
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::function<void(int, int)> on_ask_;
+  std::function<void(const Broken&)> on_cut_;
   std::atomic<bool> aborted_{false};
   std::string abort_text_;  // written once, before aborted_
   std::atomic<uint64_t> sent_bytes_{0};

@@ -28,7 +28,7 @@ std::string flaw_of(const FrameHeader& header, uint16_t lane) {
            std::to_string(kWireVersion);
   }
   if (header.lane != lane) return "a frame is on the wrong lane";
-  if (header.message == 0) return "a frame has no message number";
+  if (header.message == 0 && header.length > 0) return "a frame has no message number";
   if (header.offset > header.size || header.length > header.size - header.offset ||
       (header.length == 0 && header.size != 0)) {
     return "a frame does not fit into its message";

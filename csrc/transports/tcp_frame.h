@@ -14,7 +14,7 @@ struct FrameHeader {
   uint32_t magic = kMagic;
   uint16_t version = 0;
   uint16_t lane = 0;
-  uint64_t message = 0;  ///< number of the message in its channel and direction, from 1
+  uint64_t message = 0;  ///< number in its channel and direction, from 1; 0: only acknowledges
   uint64_t offset = 0;   ///< of this frame in its message
   uint64_t size = 0;     ///< of the message
   uint32_t length = 0;   ///< of this frame, without header

@@ -112,11 +112,13 @@ void Handshake::on_proof() {
   }
   const auto rank = static_cast<uint32_t>(rank_);
   const auto size = static_cast<uint32_t>(size_);
-  const bool known_use = hello_.lane == kControl
+  const bool calls_back = hello_.lane == kCallBack;
+  const bool known_use = hello_.lane == kControl || calls_back
                              ? hello_.socket == 0
                              : hello_.lane < kLanes && hello_.socket < hello_.sockets;
   if (hello_.size != size || hello_.sockets != static_cast<uint32_t>(sockets_) ||
-      hello_.target != rank || hello_.rank <= rank || hello_.rank >= size || !known_use) {
+      hello_.target != rank || hello_.rank == rank || (hello_.rank < rank) != calls_back ||
+      hello_.rank >= size || !known_use) {
     return refuse(Verdict::wrong_shape,
                   "rank " + std::to_string(hello_.rank) + " of " + std::to_string(hello_.size) +
                       " wants " + std::to_string(hello_.sockets) + " sockets, we are " +

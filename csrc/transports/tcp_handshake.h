@@ -23,6 +23,17 @@ namespace pycomm::tcp {
 constexpr uint32_t kWireVersion = 3;
 /// Number of a connection that carries aborts and partings instead of a lane.
 constexpr uint16_t kControl = 0xffff;
+/// Number of a connection by which a lower rank asks a higher one to make the control connection
+/// again. It ends with the handshake.
+constexpr uint16_t kCallBack = 0xfffe;
+
+/// A connection that was cut and is to be made again.
+struct Broken {
+  int rank;
+  int lane;  ///< or kControl
+  int socket;
+  uint32_t generation;
+};
 
 /// What a connection is for. Travels as it is.
 struct Hello {
@@ -35,9 +46,11 @@ struct Hello {
   uint16_t socket = 0;
   uint16_t sockets = 0;  ///< per lane; equal on all ranks
   uint16_t reserved = 0;
+  uint32_t generation = 0;  ///< 0 for the first connection of this socket, then counting
+  uint32_t unused = 0;
   uint8_t nonce[32] = {};
 };
-static_assert(sizeof(Hello) == 64, "Hello travels without padding");
+static_assert(sizeof(Hello) == 72, "Hello travels without padding");
 
 class Handshake {
  public:
@@ -49,7 +62,7 @@ class Handshake {
 
   /// The side that connects. `hello` without nonce.
   Handshake(std::string secret, std::string group, const Hello& hello);
-  /// The side that listens; it accepts ranks above its own.
+  /// The side that listens; it accepts ranks above its own, and for kCallBack those below.
   Handshake(std::string secret, std::string group, int rank, int size, int sockets);
 
   State state() const { return state_; }
@@ -99,7 +112,7 @@ class Handshake {
   std::string problem_;
   Hello hello_;
   Digest challenge_ = {};  // the listening side's nonce
-  std::array<uint8_t, 64> in_ = {}, out_ = {};
+  std::array<uint8_t, sizeof(Hello)> in_ = {}, out_ = {};
   size_t in_done_ = 0, in_size_ = 0, out_done_ = 0, out_size_ = 0;
   int step_ = 0;  // messages that have arrived
 };

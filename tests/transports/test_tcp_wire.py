@@ -20,7 +20,7 @@ from tests.transports.ranks import SECONDS, Rank, pattern, tag, threads
 GROUP = "wire"
 MIB = 1 << 20
 SECRET = b"the secret"
-HELLO = struct.Struct("<8s4I4H32s")
+HELLO = struct.Struct("<8s4I4H2I32s")
 REPLY = struct.Struct("<2I32s")
 HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # the checksum follows
 MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF
@@ -48,6 +48,8 @@ def hello(lane: int = 0, **change) -> bytes:
         socket=0,
         sockets=1,
         reserved=0,
+        generation=0,
+        unused=0,
         nonce=os.urandom(32),
     )
     return HELLO.pack(*{**values, **change}.values())

@@ -1,0 +1,114 @@
+// How a channel goes on after a connection was cut, and when it must not wait for one.
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "transports/tcp_channel_socket.h"
+
+namespace pycomm::tcp {
+
+// Takes the first connections, and those that stand for ones that were cut.
+void TcpChannel::adopt_connections() {
+  for (Connection& fresh : connector_.take(peer_, poller_.lane())) {
+    Socket& socket = *sockets_[static_cast<size_t>(fresh.socket)];
+    if (!socket.fd) cuts_--;
+    socket.fd = std::move(fresh.fd);
+    socket.generation = fresh.generation;
+    socket.ready = {};
+    socket.wake_bytes = 1;
+    socket.greeting = fresh.generation > 0;
+    socket.greeted = 0;
+    poller_.watch(socket.fd.get(), socket.ready);
+    if (!socket.greeting) continue;
+    Resume ours;
+    ours.generation = socket.generation;
+    ours.received = socket.arrived;
+    seal(ours);
+    // It is the first on this connection, so there is room.
+    const ssize_t n = ::send(socket.fd.get(), &ours, sizeof ours, MSG_DONTWAIT | MSG_NOSIGNAL);
+    socket.acknowledged = socket.arrived;
+    if (n != sizeof ours) cut(socket, "it was cut as soon as it stood");
+  }
+}
+
+// The peer says how far it is, and we go on from there. True when it has.
+bool TcpChannel::greet(Socket& socket) {
+  auto* bytes = reinterpret_cast<uint8_t*>(&socket.theirs);
+  while (socket.ready.readable && socket.greeted < sizeof socket.theirs) {
+    const ssize_t n = ::recv(socket.fd.get(), bytes + socket.greeted,
+                             sizeof socket.theirs - socket.greeted, MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) {
+      socket.ready.readable = socket.ready.ends;
+      return false;
+    }
+    if (n <= 0) {
+      cut(socket, n < 0 ? error_text(errno) : "it closed the connection");
+      return false;
+    }
+    socket.greeted += static_cast<size_t>(n);
+  }
+  if (socket.greeted < sizeof socket.theirs) return false;
+  if (!is_sound(socket.theirs) || socket.theirs.generation != socket.generation ||
+      !socket.out.may_resume_at(socket.theirs.received)) {
+    throw_damaged("after a connection was cut it wants to go on where we cannot");
+  }
+  socket.out.acknowledge(socket.theirs.received,
+                         [this](const FrameHeader& header) { released(header); });
+  socket.out.resume_at(socket.theirs.received);
+  socket.greeting = false;
+  return true;
+}
+
+// The streams stay as they are: a new connection goes on with them, if the peer lives.
+void TcpChannel::cut(Socket& socket, const std::string& how) {
+  socket.fd.reset();
+  socket.ready = {false, false, false};
+  socket.greeting = false;
+  socket.cut_by = how;
+  cuts_++;
+  if (poller_.control().gone(peer_)) return;
+  connector_.reopen({peer_, poller_.lane(), socket.number, socket.generation});
+}
+
+// With nothing else to do, takes what the peer has not acknowledged into copies: then callers have
+// their memory back. A peer that is gone has what it wanted, as far as it was written.
+bool TcpChannel::let_go() {
+  if (outgoing_.empty() || cutting_ < outgoing_.size()) return false;
+  const bool gone = cuts_ > 0 && poller_.control().gone(peer_);
+  for (const auto& socket : sockets_) {
+    if (!socket->out.all_written() || socket->greeting || (!socket->fd && !gone)) return false;
+  }
+  const uint64_t before = sent_;
+  for (auto& socket : sockets_) keep(*socket);
+  return sent_ > before;
+}
+
+// A rank that has left or died sends nothing more, and takes nothing.
+void TcpChannel::look_for_loss() const {
+  if (connector_.troubled()) connector_.obstacle(peer_, poller_.lane(), false);
+  if (!poller_.control().gone(peer_)) return;
+  for (const auto& socket : sockets_) {
+    if (socket->fd) continue;
+    const bool torn = socket->reading || socket->staged() > 0 || !socket->out.all_written();
+    if (torn || cuts_ == static_cast<int>(sockets_.size())) throw_lost(socket->cut_by);
+  }
+}
+
+bool TcpChannel::wounded() const {
+  return cuts_ > 0 && !poller_.control().gone(peer_) &&
+         std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
+           return !socket->out.all_acknowledged() && (!socket->fd || socket->greeting);
+         });
+}
+
+void TcpChannel::heal() {
+  poller_.poll();
+  if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
+  for (auto& socket : sockets_) {
+    if (!socket->greeting || greet(*socket)) push(*socket);
+  }
+}
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,167 @@
+"""A network that cuts connections: every connection between ranks goes through a proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pycomm import _C
+from pycomm.communicator import Communicator
+
+TIMEOUT = 30.0
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class Proxy:
+    """Forwards connections to an address, until told otherwise."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.target = address
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.lock = threading.Lock()
+        self.accepted = 0
+        self.silent = False  # take connections, and forward nothing
+        self.limit = -1  # cut every connection after so many bytes
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self.listener.accept()[0]
+                self.accepted += 1
+                if self.silent:
+                    with self.lock:
+                        self.pairs.append((client, client))
+                    continue
+                try:
+                    server = socket.create_connection(self.target)
+                except OSError:  # the process is gone: so are we
+                    self.listener.close()
+                    self._reset(client)
+                    return
+                for each in (client, server):
+                    each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with self.lock:
+                    self.pairs.append((client, server))
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        left = max(0, self.limit)
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self.silent:
+                    continue
+                sink.sendall(data[: left if self.limit >= 0 else None])
+                left -= len(data)
+                if self.limit >= 0 and left <= 0:
+                    self._reset(source)
+                    self._reset(sink)
+                    return
+            sink.shutdown(socket.SHUT_WR)
+
+    @staticmethod
+    def _reset(end: socket.socket) -> None:
+        """Both ends see a reset, and what is under way is lost."""
+        with contextlib.suppress(OSError):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+            end.shutdown(socket.SHUT_RD)  # wakes the thread that reads
+        end.close()
+
+    def cut(self, chance: random.Random | None = None) -> int:
+        """Reset one of the connections, or all. Returns how many."""
+        with self.lock:
+            chosen = self.pairs[:]
+            if chance and chosen:
+                chosen = [chosen[chance.randrange(len(chosen))]]
+            for pair in chosen:
+                self.pairs.remove(pair)
+        for pair in chosen:
+            for end in pair:
+                self._reset(end)
+        return len(chosen)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.cut()
+
+
+class Network:
+    """Stores of some ranks, whose addresses are those of proxies."""
+
+    def __init__(self, size: int, group: str) -> None:
+        self.size = size
+        self.stores = [_C.Store.local() for _ in range(size)]
+        self.proxies: dict[int, Proxy] = {}
+        for rank in range(size):
+            threading.Thread(target=self._copy, args=(group, rank), daemon=True).start()
+
+    def _copy(self, group: str, rank: int) -> None:
+        with contextlib.suppress(Exception):
+            for topic in ("here", "tcp-host", "tcp-card"):
+                key = f"{group}/{topic}/{rank}"
+                word = self.stores[rank].get(key, TIMEOUT).decode()
+                if topic == "tcp-card":
+                    address, _, secret = word.partition(" ")
+                    ip, port = address.rsplit(":", 1)
+                    self.proxies[rank] = Proxy((ip, int(port)))
+                    word = "{}:{} ".format(*self.proxies[rank].address) + secret
+                for other in range(self.size):
+                    if other != rank:
+                        self.stores[other].set(key, word)
+
+    def cut(self, chance: random.Random | None = None) -> int:
+        proxies = list(self.proxies.values())
+        if chance:
+            return chance.choice(proxies).cut(chance)
+        return sum(proxy.cut() for proxy in proxies)
+
+    def close(self) -> None:
+        for proxy in self.proxies.values():
+            proxy.close()
+
+
+def run(
+    size: int,
+    job: Callable[[Communicator, Network], Any],
+    *,
+    weather: Callable[[Network], Any] = lambda network: time.sleep(0.01),
+    **options: Any,
+) -> list[Any]:
+    """Run ``job(communicator, network)`` on threads, while ``weather(network)`` is called again
+    and again; return what each rank returned or raised."""
+    network = Network(size, "default")
+    outcomes: list[Any] = [None] * size
+    options = {"transport": "tcp", "timeout": TIMEOUT, **options}
+    together = threading.Barrier(size)
+
+    def rank_main(rank: int) -> None:
+        try:
+            with Communicator(network.stores[rank], rank, size, **options) as communicator:
+                together.wait()
+                outcomes[rank] = job(communicator, network)
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 2 * TIMEOUT
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
+        if together.broken or together.n_waiting or len(network.proxies) < size:
+            time.sleep(0.01)
+            continue
+        weather(network)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    network.close()
+    return outcomes

@@ -1,0 +1,145 @@
+"""Connections that are cut while both processes live are made again, and nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+
+import pycomm
+from pycomm.errors import Timeout
+from tests.transports import proxy
+
+ROUNDS = 12
+SIZES = [1, 1000, 60_000, 300_000]
+
+
+def good(outcomes):
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+def storm(seed: int, pause: float):
+    """Cut a connection at random, again and again."""
+    chance = random.Random(seed)
+    cuts = itertools.count()
+
+    def weather(network):
+        time.sleep(chance.uniform(0, 2 * pause))
+        if network.cut(chance):
+            next(cuts)
+
+    weather.cuts = cuts
+    return weather
+
+
+def exact(c, network):
+    """Sums of integers, so that the order of additions does not matter."""
+    for seq, size in itertools.product(range(ROUNDS), SIZES):
+        x = np.arange(size, dtype=np.float32) % 1000 + c.rank + seq
+        c.all_reduce(x)
+        ranks = c.size
+        want = ranks * (np.arange(size, dtype=np.float32) % 1000 + seq) + sum(range(ranks))
+        assert np.array_equal(x, want)
+        root = np.full(size, seq if c.rank == 0 else -1, np.float32)
+        c.broadcast(root, 0)
+        assert (root == seq).all()
+    return True
+
+
+@pytest.mark.parametrize(("ranks", "sockets"), [(2, 1), (2, 3), (3, 2)])
+def test_collectives_go_on_when_connections_are_cut(ranks, sockets, seed=1):
+    weather = storm(seed, 0.03)
+    good(proxy.run(ranks, exact, weather=weather, sockets=sockets))
+    assert next(weather.cuts) > 0
+
+
+def coded(c, network):
+    """What a coded all-reduce gives, call by call."""
+    values = np.random.default_rng(c.rank)
+    results = []
+    for _, codec in itertools.product(range(20), ("int4", "int8", "topk:0.01")):
+        x = values.standard_normal(100_000).astype(np.float32)
+        c.all_reduce_coded(x, pycomm.codec(codec))
+        results.append(x)
+    return results
+
+
+def test_coded_collectives_give_the_same_bytes():
+    calm = good(proxy.run(2, coded))
+    weather = storm(7, 0.01)
+    stormy = good(proxy.run(2, coded, weather=weather))
+    assert next(weather.cuts) > 0
+    for before, after in zip(calm, stormy, strict=True):
+        assert all(np.array_equal(b, a) for b, a in zip(before, after, strict=True))
+
+
+def test_all_connections_cut_between_calls():
+    def job(c, network):
+        for seq in range(20):
+            x = np.full(1000, seq, np.float32)
+            c.all_reduce(x)
+            assert (x == 2 * seq).all()
+            c.barrier()
+            if c.rank == 0:
+                network.cut()
+        return True
+
+    good(proxy.run(2, job))
+
+
+def test_words_that_were_cut_off_at_the_end_are_repeated():
+    def job(c, network):
+        for seq in range(10):
+            x = np.full(200_000, seq, np.float32)
+            c.broadcast(x, 0)
+            if c.rank == 0 and seq == 9:
+                network.cut()  # rank 0 has nothing more to do: it repeats while it leaves
+            assert (x == seq).all()
+        return True
+
+    good(proxy.run(2, job))
+
+
+def test_a_cut_that_outlasts_the_deadline_is_a_timeout_that_says_where():
+    def job(c, network):
+        x = np.ones(100_000, np.float32)
+        c.all_reduce(x)
+        c.barrier()
+        if c.rank == 0:
+            for each in network.proxies.values():
+                each.silent = True
+            network.cut()
+        start = time.monotonic()
+        with pytest.raises(Timeout, match=r"all_reduce #3 .*within the timeout of 500 ms") as error:
+            c.all_reduce(x, timeout=0.5)
+        assert time.monotonic() - start < 2
+        return str(error.value)
+
+    for rank, text in enumerate(good(proxy.run(2, job))):
+        assert f"rank {1 - rank} does not answer" in text
+
+
+def test_connections_that_do_not_last_are_not_made_ever_faster():
+    def job(c, network):
+        x = np.ones(100_000, np.float32)
+        c.all_reduce(x)
+        c.barrier()
+        if c.rank == 0:
+            for each in network.proxies.values():
+                each.limit = 150  # which is hardly more than a handshake
+            network.cut()
+            network.before = sum(each.accepted for each in network.proxies.values())
+        with pytest.raises(Timeout):
+            c.all_reduce(x, timeout=1.5)
+        return sum(each.accepted for each in network.proxies.values()) - network.before
+
+    # Two sockets and control, each after 20, 40, 80, 100, 100 ... ms: about 20 of each, and as many
+    # that ask rank 1 to call back. Without pauses there would be thousands.
+    counts = good(proxy.run(2, job, sockets=2))
+    assert all(10 < count < 300 for count in counts), counts
