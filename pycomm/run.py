@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm import _autoload, takeover
 from pycomm.compress import compress
 from pycomm.env import at_import, hand_on_run
-from pycomm.policy import PROTECT, Policy, Rule
+from pycomm.policy import PROTECT, Policy, Rule, usual_feedback
 
 logger = logging.getLogger("pycomm")
 
@@ -50,7 +50,7 @@ class Compression:
     """What happens to every DistributedDataParallel and fully_shard; None: nothing."""
 
     policy: Policy | None = None
-    feedback: bool = True
+    feedback: bool | str = True
     seed: int = 0
 
 
@@ -147,7 +147,10 @@ def apply(options: Sequence[str]) -> None:
     if given.codec is None and (rules or given.no_feedback or given.seed is not None):
         parser.error("--rule, --no-feedback and --seed are about compression: give a --codec")
     policy = None
+    feedback: bool | str = not given.no_feedback
     if given.codec is not None:
+        if feedback:
+            feedback = usual_feedback(given.codec) or True
         chosen = (Rule(codec=spec, name=name, reason=f"--rule {name}") for name, spec in rules)
         policy = replace(Policy.of(given.codec), rules=(*chosen, *PROTECT))
     backend = (given.backend or "pycomm").lower()
@@ -172,7 +175,7 @@ def apply(options: Sequence[str]) -> None:
         # Tensors on a GPU stay with NCCL.
         names = ["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"]
         takeover.install(names, backend)
-    _compression = Compression(policy, not given.no_feedback, given.seed or 0)
+    _compression = Compression(policy, feedback, given.seed or 0)
     if policy is not None:
         _compress_every_ddp()
         _compress_every_fsdp()

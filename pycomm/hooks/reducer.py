@@ -18,8 +18,7 @@ from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks import powersgd, two_shot
 from pycomm.hooks.bucket import Bucket, Piece
-from pycomm.policy import Decision, Parameter, Plan, Policy
-from pycomm.policy.text import usual_feedback
+from pycomm.policy import Decision, Parameter, Plan, Policy, usual_feedback
 
 CODED = (torch.float32, torch.float16, torch.bfloat16)
 

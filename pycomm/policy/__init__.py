@@ -11,6 +11,7 @@ from pycomm.policy.auto import Trial
 from pycomm.policy.guard import Guard
 from pycomm.policy.plan import Plan
 from pycomm.policy.rules import AUTO, EXACT, PROTECT, Decision, Moment, Parameter, Policy, Rule
+from pycomm.policy.text import usual_feedback
 
 __all__ = [
     "AUTO",
@@ -27,4 +28,5 @@ __all__ = [
     "agree",
     "agree_on_options",
     "summary",
+    "usual_feedback",
 ]

@@ -98,6 +98,27 @@ def test_a_script_finds_and_leaves_what_it_does_under_python(tmp_path, form, end
         assert ours.stderr.splitlines()[-4:] == plain.stderr.splitlines()[-4:]
 
 
+FEEDBACK = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from pycomm import run
+options = [["--codec", "dgc:0.01"], ["--codec", "dgc:0.01", "--rule", "head.*=int8"],
+           ["--codec", "dgc:0.01", "--no-feedback"], ["--codec", "topk:0.01"]]
+for number, words in enumerate(options):
+    run.apply(words)
+    if number == 0:
+        dist.init_process_group(init_method="file://" + sys.argv[1], rank=0, world_size=1)
+    ((_, state),) = DistributedDataParallel(torch.nn.Linear(100, 100))._comm_hooks
+    print(state.residuals and state.residuals.rule.kind)
+"""
+
+
+def test_dgc_has_its_momentum_with_rules_and_without(tmp_path):
+    (tmp_path / "script.py").write_text(FEEDBACK)
+    done = python("script.py", str(tmp_path / "store"), folder=tmp_path)
+    assert done.stdout.split() == ["momentum", "momentum", "None", "residual"], done.stderr
+
+
 SPAWNS = """
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 def rank(index, store):
