@@ -90,7 +90,9 @@ class FSDPState(CompressionState):
         self._weight_buckets: dict[tuple[str, ...], Bucket] = {}
         policy = None if weights is None else Policy.of(weights)
         terms = policy.terms() if policy else ["exactly"]
-        agree_on_options([f"weights: {term}" for term in terms], self.process_group)
+        # Shards gather the weights, and replicas compute with the same.
+        groups = [g for g in (self._shard_group, self.process_group) if g is not None]
+        agree_on_options([f"weights: {term}" for term in terms], *dict.fromkeys(groups))
         if policy is not None:
             self.weights = {n: policy.decide(d.parameter) for n, d in self.decisions.items()}
             agree_on(list(self.weights.values()), self.process_group, self._device)

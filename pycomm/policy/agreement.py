@@ -28,20 +28,24 @@ def summary(decisions: Iterable[Decision]) -> str:
     return "\n".join(lines)
 
 
-def agree_on_options(options: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Check that all ranks of a group were given the same options; collective.
+def agree_on_options(options: Sequence[str], *groups: dist.ProcessGroup) -> None:
+    """Check that all ranks of a group, or of a mesh of ranks, were given the same; collective.
 
     Args:
         options: a line for each, in the same order on all ranks.
-        group: whose ranks.
+        groups: whose ranks; of a mesh the groups along its dimensions, the last one first.
 
     Raises:
         WireMismatch: on all ranks alike; names the ranks and the first difference.
     """
-    if group.size() == 1:
-        return
-    everybody: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everybody, list(options), group=group)
+    everybody = [list(options)]
+    for group in groups:
+        if group.size() == 1:
+            continue
+        # Nobody judges before all have heard of all: who has raised would leave others waiting.
+        gathered: list[list[list[str]]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(gathered, everybody, group=group)
+        everybody = [theirs for part in gathered for theirs in part]
     if any(theirs != everybody[0] for theirs in everybody):
         raise WireMismatch(_difference(everybody))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -457,3 +458,29 @@ def check_refusals(rank: int, size: int) -> None:
 
 def test_refusals(pool):
     pool.run(check_refusals)
+
+
+def check_other_weights(rank: int, size: int, shape: str, given: list[str | None]) -> list[str]:
+    """What each rank is told, before the parameters have travelled."""
+    model = sharded(size, shape)
+    with pytest.raises(pycomm.WireMismatch) as told:
+        pycomm.compress(model, "int8", weights=given[rank])
+    assert not any("CompressedAllGather" in repr(vars(unit)) for unit in model.modules())
+    return [str(told.value)]
+
+
+EXACT = "rank {} has .weights: exactly"
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "differs"),
+    [
+        ("fsdp", ["int8", None], EXACT.format(1)),
+        ("fsdp", ["bf16", "int4"], r"rank 0 has .weights: .*bfloat16.*rank 1 has .weights: "),
+        ("hsdp", ["int8", None, "int8", None], EXACT.format(1)),  # replicas agree, shards do not
+        ("hsdp", ["int8", "int8", "int8", None], EXACT.format(3)),
+    ],
+)
+def test_other_weights_are_told_on_all_ranks(pool, shape, given, differs):
+    told = pool.run(check_other_weights, shape, given, ranks=len(given))
+    assert all(re.search(differs, text) for (text,) in told), told
