@@ -63,13 +63,16 @@ def _timeout(given: timedelta, of_options: timedelta) -> timedelta:
     return given
 
 
-def find(group: dist.ProcessGroup | None = None) -> Backend | None:
-    """Return the pycomm backend that moves a group's CPU tensors, or None if it is another one.
+def find(
+    group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Backend | None:
+    """Return the pycomm backend that moves a group's tensors, or None if it is another one.
 
-    Where pycomm moves both, it is the same for CUDA tensors.
+    Where pycomm moves both, it is the same for CPU and CUDA tensors.
 
     Args:
         group: a process group; None means the default group.
+        device: of the tensors; None: the CPU.
 
     Example:
         >>> import pycomm.backend, torch.distributed as dist
@@ -81,8 +84,8 @@ def find(group: dist.ProcessGroup | None = None) -> Backend | None:
     if group is None:
         return None
     try:
-        backend: Any = group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # a group that has no backend for CPU tensors
+        backend: Any = group._get_backend(device or torch.device("cpu"))
+    except RuntimeError:  # a group that has no backend for such tensors
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return backend if type(backend).__module__ == "pycomm._c10d" else None

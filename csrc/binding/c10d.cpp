@@ -142,6 +142,7 @@ void bind(py::module_& m) {
       .def("get_error", &Backend::getError)
       .def(
           "perform_nocolor_split", [](const Backend&, const py::object&) {}, py::arg("device"))
+      .def("compresses", &Backend::compresses, py::arg("op"), py::arg("tensor"), py::arg("layout"))
       .def(
           "compressed_all_reduce",
           [](Backend& b, const at::Tensor& tensor, std::shared_ptr<const Layout> layout,

@@ -86,6 +86,11 @@ class Backend final : public c10d::Backend {
   // holds the output; Work::finite tells, once complete, whether no value of it is Inf or NaN on
   // any rank. They need the GIL to be called.
 
+  /// Whether they take tensors of this one's device and dtype: of the CPU, and of accelerators that
+  /// reach each other's memory, for all_reduce, reduce_scatter or all_gather. All ranks ask
+  /// together, and get one answer.
+  bool compresses(const std::string& op, const at::Tensor& tensor,
+                  const std::shared_ptr<const Layout>& layout);
   intrusive_ptr<Work> compressed_all_reduce(const at::Tensor& tensor,
                                             std::shared_ptr<const Layout> layout,
                                             const CodedStep& step);
@@ -159,11 +164,10 @@ class Backend final : public c10d::Backend {
     engine->submit(work, std::move(op));
     return noted(work);
   }
-  /// Queues op(communicator, args), which sets the values of args and returns Work::finite.
-  template <typename Op>
-  intrusive_ptr<Work> compressed(const Call& call, const at::Tensor& output,
-                                 const std::shared_ptr<const Layout>& layout, const CodedStep& step,
-                                 Op op);
+  intrusive_ptr<Work> compressed(const Call& call, Op op, const at::Tensor& output,
+                                 const at::Tensor& input,
+                                 const std::shared_ptr<const Layout>& layout,
+                                 const CodedStep& step);
   /// An all-reduce of a large tensor of a device in parts.
   WorkPtr all_reduce_in_parts(const Call& call, const at::Tensor& tensor, const at::Tensor& host,
                               DType dtype, const Reduction& reduction);

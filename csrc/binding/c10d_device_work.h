@@ -69,6 +69,20 @@ class DeviceWork final : public Work {
   /// Throws if what runs on the device has failed.
   void set_check(std::function<void()> check) { check_ = std::move(check); }
 
+  /// Of a compressed operation: becomes other than zero on the device if a value is Inf or NaN.
+  void set_found_inf(at::Tensor flag) { found_inf_ = std::move(flag); }
+  /// Blocks until that is known.
+  bool finite() override {
+    try {
+      wait();
+      const bool finite = found_inf_.defined() && found_inf_.item<float>() == 0.0f;
+      if (check_) check_();
+      return finite;
+    } catch (...) {  // it failed, and what is there is no result
+      return false;
+    }
+  }
+
   /// The current stream waits. With a timeout the caller does too, as for operations whose delivery
   /// is not queued yet.
   bool wait(Milliseconds timeout = kNoTimeout) override {
@@ -92,6 +106,7 @@ class DeviceWork final : public Work {
  private:
   const bool held_, blocking_wait_;
   std::function<void()> check_;
+  at::Tensor found_inf_;
   Delivery delivery_;
 };
 

@@ -72,7 +72,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs, c10::Device device,
                                    const std::vector<DevicePart>& parts);
   /// The route among devices, or null. The first time all ranks ask together.
-  std::shared_ptr<PeerRoute> peers(c10::Device device);
+  std::shared_ptr<PeerRoute> peers(c10::Device device,
+                                   PeerRoute::Kind kind = PeerRoute::Kind::exact);
   /// Queues op(route), which uses these tensors.
   intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs,
                                    const std::shared_ptr<PeerRoute>& route, const Tensors& used,
@@ -153,7 +154,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Waits for what was queued on a device, as long as the operation may take.
   void await(const c10::Event& event, const Call& call, c10::Device device);
   void abort_peers(const std::string& reason) noexcept;
-  std::shared_ptr<PeerRoute> open_peers(c10::Device device);
+  std::shared_ptr<PeerRoute> open_peers(c10::Device device, PeerRoute::Kind kind);
   void set_lost(std::exception_ptr error) {
     const std::lock_guard<std::mutex> lock(device_mutex_);
     if (!lost_) lost_ = std::move(error);
@@ -181,7 +182,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::exception_ptr lost_;   ///< of an operation for which only streams waited
   std::mutex meeting_mutex_;  ///< held while a route is opened
   std::mutex routes_mutex_;
-  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<PeerRoute>> peers_;
+  std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, PeerRoute::Kind>,
+           std::shared_ptr<PeerRoute>>
+      peers_;
   std::atomic<uint64_t> seq_{0}, peer_seq_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::atomic<bool> timed_{false};

@@ -43,6 +43,18 @@ class Layout {
   size_t size() const { return parts_.size(); }
   size_t numel() const { return parts_.empty() ? 0 : parts_.back().offset + parts_.back().numel; }
 
+  /// True if residuals are there, or there are none.
+  bool is_on(c10::Device device) const { return !device_ || *device_ == device; }
+
+  /// Adds all residuals to a list.
+  void list_residuals(std::vector<at::Tensor>& tensors) const {
+    for (const Part& part : parts_) {
+      const Memories& m = part.memories;
+      for (const Memories::Pair* pair : {&m.worker, &m.owner, &m.momentum, &m.mean})
+        if (*pair) tensors.insert(tensors.end(), (*pair)->begin(), (*pair)->end());
+    }
+  }
+
   /// `sides` has one entry for each parameter.
   std::vector<Piece> pieces(const std::vector<Sides>& sides) const {
     std::vector<Piece> pieces;
@@ -81,15 +93,19 @@ class Layout {
     return {static_cast<const uint8_t*>((*pair)[sides.old].const_data_ptr()),
             static_cast<uint8_t*>((*pair)[sides.fresh].mutable_data_ptr())};
   }
-  static void check(const Memories::Pair& pair, size_t bytes) {
+  void check(const Memories::Pair& pair, size_t bytes) {
     if (!pair) return;
-    for (const at::Tensor& t : *pair)
-      if (!t.is_contiguous() || !t.is_cpu() || t.nbytes() != bytes)
-        throw Error("a residual must be a contiguous CPU tensor of " + std::to_string(bytes) +
+    for (const at::Tensor& t : *pair) {
+      if (!t.is_contiguous() || t.nbytes() != bytes)
+        throw Error("a residual must be a contiguous tensor of " + std::to_string(bytes) +
                     " bytes");
+      if (!device_) device_ = t.device();
+      if (*device_ != t.device()) throw Error("all residuals must be on one device");
+    }
   }
 
   size_t rows_;
+  std::optional<c10::Device> device_;  ///< of the residuals
   std::vector<Part> parts_;
 };
 

@@ -53,21 +53,49 @@ std::string peer_host(c10::Device device) {
 
 namespace {
 
-DeviceGroupOptions options_of(const std::string& group, Milliseconds timeout) {
+/// For what ranks agree on beside their payloads: few numbers.
+constexpr size_t kStagingOfCoded = size_t{2} << 20;
+
+DeviceGroupOptions options_of(const std::string& group, PeerRoute::Kind kind,
+                              Milliseconds timeout) {
   DeviceGroupOptions options;
   options.group = group;
   options.timeout = timeout;
-  options.coded_bytes = 0;  // payloads are exchanged as bytes
+  if (kind == PeerRoute::Kind::exact) {
+    options.coded_bytes = 0;
+  } else {
+    options.staging_bytes = kStagingOfCoded;
+  }
   return options;
 }
 
 }  // namespace
 
 PeerRoute::PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
-                     c10::Device device, Milliseconds timeout)
+                     c10::Device device, Kind kind, Milliseconds timeout)
     : device_(device),
       group_(std::move(store), rank, size, device.is_cuda() ? device.index() : -1,
-             options_of(group, timeout)) {}
+             options_of(group, kind, timeout)) {}
+
+bool PeerRoute::can_code(Op op, const CodedArgs& args) const {
+  try {
+    group_.coded_scratch_bytes(op, args);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+void PeerRoute::code(Op op, const CodedArgs& args,
+                     const std::function<void(DeviceGroup&, Stream)>& call) {
+  const size_t bytes = group_.coded_scratch_bytes(op, args);
+  // Of torch's allocator: who gets it next comes later on the same stream.
+  const at::Tensor scratch =
+      at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device_));
+  Stream stream = this->stream();
+  stream.scratch = {static_cast<uint8_t*>(scratch.mutable_data_ptr()), bytes};
+  call(group_, stream);
+}
 
 PeerRoute::~PeerRoute() {
   const auto wait = [this](Milliseconds limit) {
@@ -92,7 +120,7 @@ Stream PeerRoute::stream() const {
 
 // ------------------------------------------------------------------ operations
 
-std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device) {
+std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kind kind) {
   constexpr size_t kWord = 96;
   if (device_options_.path == "host" || comm_.size() == 1) return nullptr;
   const auto exchange = [&](std::string word) {
@@ -106,23 +134,24 @@ std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device) {
   if (exchange(peer_host(device)).empty()) return nullptr;
   std::shared_ptr<PeerRoute> route;
   try {
-    route = std::make_shared<PeerRoute>(store_, comm_.rank(), comm_.size(), group_ + "/peers",
-                                        device, comm_.timeout());
+    const char* const name = kind == PeerRoute::Kind::exact ? "/peers" : "/coded";
+    route = std::make_shared<PeerRoute>(store_, comm_.rank(), comm_.size(), group_ + name, device,
+                                        kind, comm_.timeout());
   } catch (const Error&) {  // no memory in common, though it is one host
   }
   return exchange(route ? "open" : "").empty() ? nullptr : route;
 }
 
-std::shared_ptr<PeerRoute> Engine::peers(c10::Device device) {
+std::shared_ptr<PeerRoute> Engine::peers(c10::Device device, PeerRoute::Kind kind) {
   return with_python_errors([&] {
     const WithoutGil without_gil;
     const std::lock_guard<std::mutex> meeting(meeting_mutex_);
-    const std::pair<c10::DeviceType, c10::DeviceIndex> key{device.type(), device.index()};
+    const std::tuple key{device.type(), device.index(), kind};
     {
       const std::lock_guard<std::mutex> lock(routes_mutex_);
       if (const auto found = peers_.find(key); found != peers_.end()) return found->second;
     }
-    const auto route = open_peers(device);
+    const auto route = open_peers(device, kind);
     const std::lock_guard<std::mutex> lock(routes_mutex_);
     peers_[key] = route;
     return route;
@@ -131,16 +160,18 @@ std::shared_ptr<PeerRoute> Engine::peers(c10::Device device) {
 
 void Engine::abort_peers(const std::string& reason) noexcept {
   const std::lock_guard<std::mutex> lock(routes_mutex_);
-  for (const auto& [device, route] : peers_)
+  for (const auto& [key, route] : peers_)
     if (route) route->abort(reason);
 }
 
 std::string Engine::describe() {
   std::string text = comm_.describe();
   const std::lock_guard<std::mutex> lock(routes_mutex_);
-  for (const auto& [device, route] : peers_) {
-    text += "; on " + c10::Device(device.first, device.second).str() + " ";
-    text += route ? route->describe() : "by way of the host";
+  for (const auto& [key, route] : peers_) {
+    const auto [type, index, kind] = key;
+    text += "; on " + c10::Device(type, index).str();
+    if (kind == PeerRoute::Kind::coded) text += " with codecs";
+    text += " " + (route ? route->describe() : "by way of the host");
   }
   return text;
 }
@@ -148,7 +179,7 @@ std::string Engine::describe() {
 void Engine::set_timeout(Milliseconds timeout) {
   comm_.set_timeout(timeout);
   const std::lock_guard<std::mutex> lock(routes_mutex_);
-  for (const auto& [device, route] : peers_)
+  for (const auto& [key, route] : peers_)
     if (route) route->set_timeout(timeout);
 }
 

@@ -16,9 +16,11 @@ std::string peer_host(c10::Device device);
 /// Has the calls of a Communicator that operations use. They queue work on the current stream.
 class PeerRoute {
  public:
+  /// What it is for: operations on data as they are, or with codecs.
+  enum class Kind { exact, coded };
   /// All ranks together. Throws Error if they share no memory.
   PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
-            c10::Device device, Milliseconds timeout);
+            c10::Device device, Kind kind, Milliseconds timeout);
   /// Lets what is queued end first.
   ~PeerRoute();
   PeerRoute(const PeerRoute&) = delete;
@@ -59,6 +61,11 @@ class PeerRoute {
   void scatter(const ConstParts& in, void* out, size_t numel, DType dtype, int root, Milliseconds) {
     group_.scatter(in, out, numel, dtype, root, stream());
   }
+
+  /// Whether such an operation can be, and with codecs of this route's kind.
+  bool can_code(Op op, const CodedArgs& args) const;
+  /// Calls op(group, stream) with the scratch memory of an operation with codecs.
+  void code(Op op, const CodedArgs& args, const std::function<void(DeviceGroup&, Stream)>& call);
 
   /// What is queued last.
   void set_last(std::shared_ptr<c10::Event> event) { last_ = std::move(event); }

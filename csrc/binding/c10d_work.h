@@ -140,7 +140,7 @@ class Work : public c10d::Work {
 
   void set_finite(bool finite) { finite_ = finite; }
   /// Of a compressed operation: it has come through, and no value of the result is Inf or NaN.
-  bool finite() const { return isSuccess() && finite_; }
+  virtual bool finite() { return isSuccess() && finite_; }
 
  protected:
   /// Complete when this rank's part is done.

@@ -219,13 +219,14 @@ class DeviceGroup::Impl::Coded {
     }
   }
 
- private:
   /// Throws Error if an operation cannot be.
   static Cuts checked(const Impl& group, Op op, const CodedArgs& args, size_t rows) {
     coded::check(name(op), args, rows);
     if (group.index() >= 0) check_feedback(group, op, args);
     return Cuts(group, op, args);
   }
+
+ private:
   // Codecs with other feedback keep what they work on in memory of the host.
   static void check_feedback(const Impl& group, Op op, const CodedArgs& args) {
     for (const Piece& piece : args.pieces) {
@@ -330,7 +331,8 @@ class DeviceGroup::Impl::Coded {
 };
 
 size_t DeviceGroup::coded_scratch_bytes(Op op, const CodedArgs& args) const {
-  const size_t bytes = Impl::Cuts(*impl_, op, args).scratch_bytes();
+  const size_t rows = op == Op::reduce_scatter ? static_cast<size_t>(size()) : 1;
+  const size_t bytes = Impl::Coded::checked(*impl_, op, args, rows).scratch_bytes();
   return index() < 0 ? 0 : bytes;
 }
 

@@ -79,8 +79,9 @@ class PYCOMM_API DeviceGroup {
   // stored as float32 in its memory. `found_inf`, in memory of our GPU, becomes 1 if a value of the
   // result is Inf or NaN on any rank, else stays as it was; null: nobody asks.
 
-  /// How much scratch memory the stream of such an operation must bring. Throws Error if a tensor
-  /// that cannot be cut does not fit in coded_bytes.
+  /// How much scratch memory the stream of such an operation must bring. Throws Error if it cannot
+  /// be: by its feedback, or since a tensor that cannot be cut does not fit in coded_bytes. The
+  /// answer is that of all ranks.
   size_t coded_scratch_bytes(Op op, const CodedArgs& args) const;
   void all_reduce_coded(const CodedArgs& args, Stream stream, float* found_inf = nullptr);
   void reduce_scatter_coded(const CodedArgs& args, void* out, Stream stream,

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual, Residuals
 from pycomm.policy import Decision
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
-    from pycomm._c10d import Layout
+    from pycomm._c10d import Backend, Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,7 @@ class Bucket:
             text += f";levels={','.join(map(str, levels))}"
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self._native: Layout | None = None
+        self._taken: bool | None = None  # by a backend on a device
 
     @property
     def native(self) -> Layout:
@@ -97,6 +100,23 @@ class Bucket:
                     options |= {"decay": rule.decay, "nesterov": rule.nesterov}
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
         return self._native
+
+    def taken_by(self, group: dist.ProcessGroup, op: str, tensor: torch.Tensor) -> Backend | None:
+        """Return the backend that does an operation in C++; None: hooks exchange the payloads.
+
+        All ranks ask together, for the first time.
+
+        Args:
+            group: that reduces or gathers.
+            op: "all_reduce", "reduce_scatter" or "all_gather".
+            tensor: has the values; always of one dtype and device.
+        """
+        native = backend.find(group, tensor.device)
+        if native is None or tensor.is_cpu:
+            return native
+        if self._taken is None:
+            self._taken = native.compresses(op, tensor, self.native)
+        return native if self._taken else None
 
     @property
     def sides(self) -> list[tuple[int, int]]:

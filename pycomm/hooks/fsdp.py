@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
-from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut
@@ -185,7 +184,7 @@ class FSDPState(CompressionState):
         bucket = self._bucket(tuple(names), input.device)
         self._use(bucket.pieces, bucket, input)
         probe = self.plan.probe(input, bucket.pieces, self._owed, rows=self._ranks, average=average)
-        native = backend.find(group) if input.is_cpu else None
+        native = bucket.taken_by(group, "reduce_scatter", output)
         if native is not None:
             work = native.compressed_reduce_scatter(
                 output, input, bucket.native, bucket.sides, self.seed, self.step, average
@@ -234,7 +233,7 @@ class FSDPState(CompressionState):
             decisions = [self.part(self.weights[name]) for name in key]
             numbers = [self._numbers[name] for name in key]
             bucket = self._weight_buckets[key] = Bucket(decisions, numbers, None, input.device)
-        native = backend.find(group) if input.is_cpu else None
+        native = bucket.taken_by(group, "all_gather", output)
         if native is not None:
             work: dist.Work = native.compressed_all_gather(
                 output, input, bucket.native, bucket.sides, self.seed, self.step

@@ -142,13 +142,15 @@ class BucketReducer:
         self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
         probe = self.plan.probe(tensor, bucket.pieces, self._owed)
-        native = backend.find(self.process_group) if tensor.is_cpu else None
+        native = bucket.taken_by(self.process_group, "all_reduce", tensor)
         if native is not None:
             work = native.compressed_all_reduce(
                 tensor, bucket.native, bucket.sides, self.seed, self.step
             )
             self._finite.append(lambda: work.finite)
             coded: torch.futures.Future[torch.Tensor] = work.get_future()
+            if not tensor.is_cpu:  # such a future holds a list
+                coded = coded.then(lambda future: future.value()[0])
             if probe is None:
                 return coded
             return coded.then(lambda future: probe.finish(future.value()))

@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,10 @@ from parity import inputs, network
 from torch import nn
 
 import pycomm
+from pycomm import backend
+from pycomm.feedback import Feedback, Residuals
+from pycomm.hooks.bucket import Bucket, Piece
+from pycomm.policy import Decision, Parameter
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -284,3 +289,52 @@ def check_compressed(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
         ddp.zero_grad()
         ddp(x).sum().backward()
     return [p.grad.cpu() for p in model.parameters()]
+
+
+SPECS = ["int8", "fp32", "quant:bits=4,block=64,rounding=stochastic", "ternary", "randomk:every=10"]
+# Rows of what goes in and of what comes out; 0: one for each rank.
+ROWS = {"all_reduce": (1, 1), "reduce_scatter": (0, 1), "all_gather": (1, 0)}
+
+
+def check_compressed_collectives(
+    rank: int, ranks: int, device: str, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Three steps of each, with feedback: results, residuals, and what they say of overflow."""
+    native = backend.find(device=torch.device(device))
+    seen = []
+    for op, rows in ROWS.items():
+        rows_in, rows_out = (n or ranks for n in rows)
+        specs = SPECS if op != "all_gather" else SPECS[:3]
+        decisions = [
+            Decision(Parameter(f"p{i}", (1000 + i,), torch.float32), pycomm.codec(spec), "test")
+            for i, spec in enumerate(specs)
+        ]
+        residuals = Residuals(Feedback(), ranks)
+        there = torch.device(device)
+        bucket = Bucket(decisions, range(len(specs)), residuals, there, rows=rows_in)
+        for step in range(3):
+            given = torch.randn(rows_in, bucket.numel, generator=generator(rank, step))
+            if step == 2 and rank == 1:
+                given[rows_in - 1, 7] = float("inf")
+            x = given.to(dtype).to(device)
+            out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
+            assert bucket.taken_by(dist.group.WORLD, op, out) is native
+            options = {"seed": 5, "step": step}
+            call = getattr(native, f"compressed_{op}")
+            tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
+            work = call(*tensors, bucket.native, bucket.sides, **options)
+            work.wait()
+            assert work.finite == (step < 2)
+            if work.finite:
+                residuals.commit(bucket.fed)
+            seen.append(out.cpu().nan_to_num(0.25))
+        seen += [p.residual.current(role).cpu() for p in bucket.pieces for role, _ in kept(p)]
+    return seen
+
+
+def kept(piece: Piece) -> list[tuple[str, Any]]:
+    return list(piece.residual.pairs()) if piece.residual else []
+
+
+def generator(rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * rank + step)

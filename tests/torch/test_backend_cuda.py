@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from device_checks import (
     check_compressed,
+    check_compressed_collectives,
     check_ddp,
     check_futures,
     check_lifetimes,
@@ -110,6 +111,15 @@ def test_fsdp_trains_on_the_mean_of_the_gradients(pool, path):
     want = mean_of_ranks(2, 3)
     for got in run(pool, path, check_fsdp):
         close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compressed_collectives_among_peers_have_the_bits_of_the_cpu(pool, dtype):
+    want = run(pool, "auto", check_compressed_collectives, device="cpu", dtype=dtype)
+    got = run(pool, "auto", check_compressed_collectives, device="cuda", dtype=dtype)
+    for mine, theirs in zip(got, want, strict=True):
+        for g, w in zip(mine, theirs, strict=True):
+            assert torch.equal(g, w)
 
 
 @PATHS

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from device_checks import (
     check_compressed,
+    check_compressed_collectives,
     check_ddp,
     check_futures,
     check_lifetimes,
@@ -28,8 +29,12 @@ from device_checks import (
 from parity import equal
 from torch_pool import Pool
 
+import pycomm
 from pycomm import backend
 from pycomm.errors import Error, Timeout
+from pycomm.feedback import Feedback, Residuals
+from pycomm.hooks.bucket import Bucket
+from pycomm.policy import Decision, Parameter
 
 FAKE = "fakegpu"
 GROUP = "cpu:pycomm,fakegpu:pycomm"
@@ -203,6 +208,30 @@ def test_ddp_trains_as_on_the_cpu(fakes, way):
     assert equal(got, want)
 
 
-def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes):
-    want = run_on(fakes, check_compressed, "held", "cpu")
-    assert equal(run_on(fakes, check_compressed, "held"), want)
+@pytest.mark.parametrize("way", ["held", "peers"])
+def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes, way):
+    want = run_on(fakes, check_compressed, way, "cpu")
+    assert equal(run_on(fakes, check_compressed, way), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compressed_collectives_among_peers_have_the_bits_of_the_cpu(fakes, dtype):
+    want = run_on(fakes, check_compressed_collectives, "peers", "cpu", dtype=dtype)
+    assert equal(run_on(fakes, check_compressed_collectives, "peers", dtype=dtype), want)
+
+
+def check_refused(rank: int, ranks: int) -> None:
+    native, there = backend.find(), torch.device(FAKE)
+    decision = Decision(Parameter("p", (64,), torch.float32), pycomm.codec("int8"), "test")
+    x = torch.ones(64, device=FAKE)
+    on_cpu = Bucket([decision], [0], Residuals(Feedback(), ranks), torch.device("cpu"))
+    with pytest.raises(Error, match="its residuals are elsewhere"):
+        native.compressed_all_reduce(x, on_cpu.native, on_cpu.sides, seed=1, step=1)
+    bucket = Bucket([decision], [0], None, there)
+    assert bucket.taken_by(dist.group.WORLD, "all_reduce", x) is None
+    with pytest.raises(Error, match="needs ranks that reach each other's memory"):
+        native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
+
+
+def test_compressed_collectives_are_refused_where_there_are_no_peers(fakes):
+    run(fakes, check_refused)
