@@ -17,7 +17,8 @@ from pycomm.bench.operations import Array, Case, Run
 
 SAMPLE = 1 << 16  # values on which a codec's loss is taken, besides those of the case
 SLACK = 1.5  # one sample's loss by another's
-ROUNDING = 1e-6  # of float32 sums, relative
+# Relative, of sums in float32 and of results that are stored.
+ROUNDING = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def _pieces(count: int, spec: str) -> _C.Pieces:
@@ -28,17 +29,17 @@ def _pieces(count: int, spec: str) -> _C.Pieces:
 
 def _core_all_reduce(c: _C.Communicator, case: Case, x: int, y: int, spec: str) -> Run:
     pieces = _pieces(case.count, spec)
-    return lambda: c.all_reduce_coded(x, pieces)
+    return lambda: c.all_reduce_coded(x, pieces, dtype=case.core_dtype)
 
 
 def _core_reduce_scatter(c: _C.Communicator, case: Case, x: int, y: int, spec: str) -> Run:
     pieces = _pieces(case.count, spec)
-    return lambda: c.reduce_scatter_coded(x, y, pieces)
+    return lambda: c.reduce_scatter_coded(x, y, pieces, dtype=case.core_dtype)
 
 
 def _core_all_gather(c: _C.Communicator, case: Case, x: int, y: int, spec: str) -> Run:
     pieces = _pieces(case.count, spec)
-    return lambda: c.all_gather_coded(x, y, pieces)
+    return lambda: c.all_gather_coded(x, y, pieces, dtype=case.core_dtype)
 
 
 CORE: dict[str, Callable[[_C.Communicator, Case, int, int, str], Run]] = {
@@ -76,14 +77,16 @@ def gradient(count: int, rank: int) -> Array:
 
 
 def inputs(case: Case, rank: int) -> Array:
-    return gradient(case.op.parts(case.ranks)[0] * case.count, rank)
+    """A rank's input, as it is stored."""
+    return case.stored(gradient(case.op.parts(case.ranks)[0] * case.count, rank))
 
 
 def expected(case: Case) -> Array:
     """The exact result on this rank, in float64."""
+    every = (case.values(inputs(case, rank)) for rank in range(case.ranks))
     if case.op.name == "all_gather":
-        return np.concatenate([inputs(case, r) for r in range(case.ranks)]).astype(np.float64)
-    mean = sum(inputs(case, r).astype(np.float64) for r in range(case.ranks)) / case.ranks
+        return np.concatenate(list(every))
+    mean = sum(every) / case.ranks
     return case.part(mean, case.rank) if case.op.name == "reduce_scatter" else mean
 
 
@@ -111,7 +114,7 @@ def most_error(case: Case, spec: str) -> float:
     v + v (1 + v).
     """
     v = max(one_coding(spec, case.count, case.rank)[0], one_coding(spec, SAMPLE, 0)[0])
-    return SLACK * (2 * v + v * v) + ROUNDING
+    return SLACK * (2 * v + v * v) + ROUNDING[case.dtype]
 
 
 def ratio(case: Case, spec: str) -> float:

@@ -236,8 +236,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _check_codecs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.op not in coded.CORE:
         parser.error(f"--codec is for {', '.join(coded.CORE)}; {options.op} has no coded form")
-    if options.dtypes != ["float32"]:
-        parser.error(f"--codec is for -d float, not for {', '.join(options.dtypes)}")
+    if not set(options.dtypes) & set(coded.ROUNDING):
+        known = ", ".join(coded.ROUNDING)
+        parser.error(f"--codec is for {known}, not for -d {', '.join(options.dtypes)}")
     if not any(name.startswith("pycomm") for name in options.backend):
         parser.error("--codec is for backends of pycomm: add one to --backend")
 

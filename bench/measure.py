@@ -115,7 +115,7 @@ class Rank:
                 report.note(f"# {harness.format_size(case.size)}: {refused}")
                 continue
             for codec in self.options.codec:
-                if codec == "none" or backend.has_codecs:
+                if codec == "none" or (backend.has_codecs and case.dtype in coded.ROUNDING):
                     found.append(Variant(backend, codec, self.specs[codec], run=lambda: None))
         return found
 
@@ -138,7 +138,7 @@ class Rank:
     def verify_coded(self, case: Case, variant: Variant, y: Array) -> int:
         """All elements are wrong if the error is too large for the codec, or if ranks differ."""
         want = coded.expected(case)
-        distances = [np.sum((y - want) ** 2), np.sum(want**2)]
+        distances = [np.sum((case.values(y) - want) ** 2), np.sum(want**2)]
         error, norm = self.agree(distances, "sum")
         variant.err = float(np.sqrt(error / norm))
         most = self.agree([coded.most_error(case, variant.spec)], "max")[0]

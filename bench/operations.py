@@ -90,6 +90,12 @@ class Case:
         bits = values.astype(np.float32).view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
+    def values(self, stored: Array) -> Array:
+        """What is stored, in float64."""
+        if self.dtype != "bfloat16":
+            return stored.astype(np.float64)
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
     def expected(self) -> Array:
         return self.stored(self.op.expected(self, self.inputs))
 

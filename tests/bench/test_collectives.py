@@ -50,6 +50,15 @@ def test_all_reduce_rows(tmp_path, ranks, factor):
         assert list(row) == harness.COLUMNS
 
 
+@pytest.mark.parametrize("dtype", ["half", "bfloat16"])
+def test_codecs_take_16_bit_floats(tmp_path, dtype):
+    size = ("-b", "64K", "-e", "64K", "-d", dtype, "--codec", "none,quant:bits=4")
+    none, int4 = rows_of(tmp_path, "all_reduce", *size)
+    assert (none["wrong"], int4["wrong"]) == (0, 0)
+    assert int4["ratio"] == pytest.approx(2 / (1 / 2 + 4 / 128))
+    assert 0.05 < int4["err"] < 0.3
+
+
 def test_wire_bytes_are_those_of_the_derivation(tmp_path, monkeypatch):
     monkeypatch.setitem(CLEAN, "PYCOMM_TRANSPORT", "tcp")
     size = ("-b", "64K", "-e", "64K", "-p", "4", "--codec", "none,quant:bits=8")
@@ -225,7 +234,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "--codec", "int9"], "did you mean int8? Use one of none, int8, int7"),
         (["all_reduce", "--codec", "topk:0.01,valus=int8"], "unknown option 'valus'"),
         (["broadcast", "--codec", "int8"], "--codec is for all_reduce, reduce_scatter, all_gather"),
-        (["all_reduce", "--codec", "int8", "-d", "half"], "--codec is for -d float"),
+        (["all_reduce", "--codec", "int8", "-d", "int"], "--codec is for float32, float16"),
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
         (["codecs", "--codec", "none"], "'none' is no codec"),
         (["training", "--models", "dmeo"], "did you mean demo?"),
