@@ -55,8 +55,7 @@ def examine(
         findings += network.judge(links, hosts)
         facts |= {"congestion control": links.congestion}
         facts |= {"MTU": ", ".join(str(link.mtu) for link in links.far)}
-    shared = {name: value for name, value in set_here.items() if name in variables.SHARED}
-    return findings, facts | shared
+    return findings, facts | variables.shared(set_here)
 
 
 def alone(options: argparse.Namespace) -> list[Finding]:

@@ -115,9 +115,9 @@ def _report(look: Look) -> Report:
     if env().local_rank:
         import torch
 
-        names = (*variables.SHARED, "PYCOMM_LINK")
-        facts = {name: value for name, value in given().items() if name in names}
-        return Report(host, probe.platform_facts() | {"torch": torch.__version__} | facts)
+        return Report(
+            host, probe.platform_facts() | {"torch": torch.__version__} | variables.shared(given())
+        )
     findings, facts = look()
     return Report(host, facts, findings)
 

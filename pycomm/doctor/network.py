@@ -46,6 +46,8 @@ class Network:
     """why none fits"""
     error_far: str = ""
     """why none leads to other machines"""
+    store_error: str = ""
+    """why MASTER_ADDR leads nowhere"""
     congestion: str = ""
 
 
@@ -74,11 +76,18 @@ def look(given: Mapping[str, str]) -> Network:
     else:
         why = "the first that is up and not of a container"
     found = [Link(name, ip, *_properties(name)) for name, ip in far]
-    return Network(up, here, found, why, error, error_far, _congestion())
+    return Network(up, here, found, why, error, error_far, _store_error(store), _congestion())
 
 
 def judge(network: Network, hosts: int) -> Iterator[Finding]:
     """Findings for ranks on so many hosts; 0: not known."""
+    if network.store_error:
+        yield _finding(
+            "problem",
+            "MASTER_ADDR",
+            network.store_error,
+            "give the address of rank 0's host, or a name that every host resolves (/etc/hosts)",
+        )
     if network.error:
         yield _finding(
             "problem",
@@ -131,6 +140,15 @@ def _address_towards(host: str) -> str:
             with socket.socket(family, kind) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
+    return ""
+
+
+def _store_error(host: str) -> str:
+    try:
+        if host:
+            socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"{host} is not known here: {error.strerror}"
     return ""
 
 

@@ -98,7 +98,7 @@ def c10d() -> Facts:
 def driver() -> Facts:
     """NVIDIA's driver, asked without torch or the CUDA runtime."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": []}
+    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": [], "apart": 0}
     number = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
         facts["version"] = number.value
@@ -108,6 +108,11 @@ def driver() -> Facts:
             cuda.cuDeviceGet(ctypes.byref(device), index)
             cuda.cuDeviceGetName(name, len(name), device)
             facts["gpus"].append(name.value.decode())
+            for peer in range(index):
+                other, reaches = ctypes.c_int(), ctypes.c_int()
+                cuda.cuDeviceGet(ctypes.byref(other), peer)
+                cuda.cuDeviceCanAccessPeer(ctypes.byref(reaches), device, other)
+                facts["apart"] += reaches.value == 0
     return facts
 
 

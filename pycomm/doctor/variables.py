@@ -112,6 +112,11 @@ def _can_be_written(folder: Path) -> bool:
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
+def shared(given: Mapping[str, str]) -> dict[str, str]:
+    """Those that must be equal on all ranks."""
+    return {name: value for name, value in given.items() if name in SHARED}
+
+
 def refusals(given: Mapping[str, str]) -> dict[str, str]:
     """What the core says against each variable, asked one at a time: it stops at the first."""
     program = (

@@ -160,7 +160,7 @@ def test_a_binary_for_another_torch_is_found(copied):
 
 
 GPU = {
-    "driver": Outcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2}),
+    "driver": Outcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2, "apart": 0}),
     "torch": Outcome(WELL["torch"].facts | {"cuda": "13.0", "gpus": 2}),
     "nvrtc": Outcome({"version": "13.0", "cupy": "14.0"}),
 }
@@ -171,6 +171,12 @@ GPU = {
     [
         ({}, "CUDA", "note"),
         (GPU, "CUDA", "ok"),
+        (GPU, "GPU peers", "ok"),
+        (
+            GPU | {"driver": Outcome(GPU["driver"].facts | {"apart": 1})},
+            "GPU peers",
+            "note",
+        ),
         (GPU, "CUDA kernels", "note"),
         (GPU | {"core": Outcome({"simd": "x", "cuda": True, "gpus": 2})}, "CUDA kernels", "ok"),
         (
@@ -306,6 +312,12 @@ def test_an_interface_that_does_not_exist_is_a_problem():
     assert [(f.level, f.name) for f in found] == [("problem", "interface")]
     assert "nope0" in found[0].text
     assert "lo (127.0.0.1)" in found[0].advice
+
+
+def test_a_store_that_nobody_knows_is_a_problem():
+    found = list(network.judge(network.look({"MASTER_ADDR": "no-such-host.invalid"}), 2))
+    assert level_of(found, "MASTER_ADDR") == "problem"
+    assert network.look({"MASTER_ADDR": "127.0.0.1"}).store_error == ""
 
 
 def test_the_choice_of_an_interface_is_explained():
