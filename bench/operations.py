@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _C
+from pycomm.bench import torch_calls
 
 Array = np.ndarray[Any, Any]
 Inputs = Callable[[int], Array]  # a rank's input, in float64
@@ -196,73 +197,6 @@ def _core_sendrecv(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
     return run
 
 
-def _torch_redop(dist: Any, case: Case) -> Any:
-    return {"prod": dist.ReduceOp.PRODUCT}.get(case.redop) or getattr(
-        dist.ReduceOp, case.redop.upper()
-    )
-
-
-def _newer(dist: Any, name: str, old: str) -> Any:
-    """torch 2.13 renames some; the old names warn."""
-    return getattr(dist, name, None) or getattr(dist, old)
-
-
-def _torch_all_reduce(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
-    op = _torch_redop(dist, case)
-    return lambda: dist.all_reduce(x, op, group)
-
-
-def _torch_reduce_scatter(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
-    op = _torch_redop(dist, case)
-    reduce_scatter = _newer(dist, "reduce_scatter_single", "reduce_scatter_tensor")
-    return lambda: reduce_scatter(y, x, op, group)
-
-
-def _torch_all_gather(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
-    all_gather = _newer(dist, "all_gather_single", "all_gather_into_tensor")
-    return lambda: all_gather(y, x, group)
-
-
-def _torch_reduce(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
-    op = _torch_redop(dist, case)
-
-    def run() -> None:  # torch's is in place: the copy keeps the input for the next time
-        y.copy_(x)
-        dist.reduce(y, 0, op, group)
-
-    return run
-
-
-def _torch_gather(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
-    parts = list(y.chunk(case.ranks)) if case.rank == 0 else None
-    return lambda: dist.gather(x, parts, 0, group)
-
-
-def _torch_scatter(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
-    parts = list(x.chunk(case.ranks)) if case.rank == 0 else None
-    return lambda: dist.scatter(y, parts, 0, group)
-
-
-def _torch_sendrecv(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
-    after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
-    if x.is_cuda:  # there one after the other would wait for the other rank's other one
-        pair = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, y, before, group)]
-
-        def run_together() -> None:
-            for work in dist.batch_isend_irecv(pair):
-                work.wait()
-
-        return run_together
-
-    def run() -> None:
-        receive = dist.irecv(y, before, group)
-        send = dist.isend(x, after, group)
-        send.wait()
-        receive.wait()
-
-    return run
-
-
 def _shares(ranks: int) -> float:
     return (ranks - 1) / ranks
 
@@ -281,7 +215,7 @@ OPERATIONS = {
             in_place=True,
             expected=lambda case, inputs: case.reduced(inputs),
             core=_core_all_reduce,
-            torch=_torch_all_reduce,
+            torch=torch_calls.all_reduce,
             reduces=True,
         ),
         Operation(
@@ -291,7 +225,7 @@ OPERATIONS = {
             in_place=False,
             expected=lambda case, inputs: case.part(case.reduced(inputs), case.rank),
             core=_core_reduce_scatter,
-            torch=_torch_reduce_scatter,
+            torch=torch_calls.reduce_scatter,
             reduces=True,
         ),
         Operation(
@@ -301,7 +235,7 @@ OPERATIONS = {
             in_place=False,
             expected=lambda case, inputs: np.concatenate([inputs(r) for r in range(case.ranks)]),
             core=_core_all_gather,
-            torch=_torch_all_gather,
+            torch=torch_calls.all_gather,
         ),
         Operation(
             name="broadcast",
@@ -310,7 +244,7 @@ OPERATIONS = {
             in_place=True,
             expected=lambda case, inputs: inputs(0),
             core=_core_broadcast,
-            torch=lambda dist, group, case, x, y: lambda: dist.broadcast(x, 0, group),
+            torch=torch_calls.broadcast,
         ),
         Operation(
             name="reduce",
@@ -319,7 +253,7 @@ OPERATIONS = {
             in_place=False,
             expected=lambda case, inputs: case.reduced(inputs),
             core=_core_reduce,
-            torch=_torch_reduce,
+            torch=torch_calls.reduce,
             reduces=True,
             to_root=True,
         ),
@@ -330,7 +264,7 @@ OPERATIONS = {
             in_place=False,
             expected=_all_to_all_expected,
             core=_core_all_to_all,
-            torch=lambda dist, group, case, x, y: lambda: dist.all_to_all_single(y, x, group=group),
+            torch=torch_calls.all_to_all,
         ),
         Operation(
             name="gather",
@@ -339,7 +273,7 @@ OPERATIONS = {
             in_place=False,
             expected=lambda case, inputs: np.concatenate([inputs(r) for r in range(case.ranks)]),
             core=_core_gather,
-            torch=_torch_gather,
+            torch=torch_calls.gather,
             to_root=True,
         ),
         Operation(
@@ -349,7 +283,7 @@ OPERATIONS = {
             in_place=False,
             expected=lambda case, inputs: case.part(inputs(0), case.rank),
             core=_core_scatter,
-            torch=_torch_scatter,
+            torch=torch_calls.scatter,
         ),
         Operation(
             name="sendrecv",
@@ -358,7 +292,7 @@ OPERATIONS = {
             in_place=False,
             expected=lambda case, inputs: inputs((case.rank - 1) % case.ranks),
             core=_core_sendrecv,
-            torch=_torch_sendrecv,
+            torch=torch_calls.sendrecv,
         ),
     )
 }

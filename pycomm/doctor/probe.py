@@ -1,8 +1,8 @@
-"""Looks at one part of the installation, in a process of its own: loading a wrong binary may crash.
+"""Looks at parts of the installation, in processes of their own: loading a wrong binary may crash.
 
-    python -m pycomm.doctor.probe core
+    python -m pycomm.doctor.probe torch c10d triton
 
-prints its facts as one line of JSON, or ends with a traceback. `look` runs several side by side.
+prints the facts of each as a line of JSON, until it ends. `look` runs such processes side by side.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -138,6 +138,10 @@ PROBES: dict[str, Callable[[], Facts]] = {
 }
 
 
+GROUPS = (("core",), ("torch", "c10d", "triton"), ("driver",), ("nvrtc",))
+"""what runs in one process: three of them import torch, which takes a second or two"""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one probe has said."""
@@ -149,51 +153,73 @@ class Outcome:
     """it is not installed, as opposed to broken"""
 
 
-def look(names: Iterable[str] = tuple(PROBES)) -> dict[str, Outcome]:
-    """Run probes side by side; without our variables, which are judged one by one."""
-    command = [sys.executable, "-m", __name__]
-    plain, read_by_torch = with_only(), with_only(*AT_IMPORT, "PYCOMM_IMPL")
-    started = {
-        name: subprocess.Popen(
-            [*command, name],
-            env=read_by_torch if name == "torch" else plain,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in names
-    }
+def look(groups: Iterable[Sequence[str]] = GROUPS) -> dict[str, Outcome]:
+    """Run probes, those of a group in one process.
+
+    If a process crashes, the probe that it was at is to blame, and those after it are run alone.
+    """
+    started = [(names, _start(names)) for names in groups]
     deadline = time.monotonic() + SECONDS
-    return {name: _outcome(process, deadline) for name, process in started.items()}
+    found: dict[str, Outcome] = {}
+    for names, process in started:
+        found |= _outcomes(names, process, deadline)
+        rest = [name for name in names if name not in found]
+        if rest:
+            found |= look([[name] for name in rest])
+    return found
 
 
-def _outcome(process: subprocess.Popen[str], deadline: float) -> Outcome:
+def _start(names: Sequence[str]) -> subprocess.Popen[str]:
+    """Without our variables, which are judged one by one, but for those that torch's import reads.
+
+    PYCOMM_IMPL is looked at there, too.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, *names],
+        env=with_only(*AT_IMPORT, "PYCOMM_IMPL") if "torch" in names else with_only(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _outcomes(
+    names: Sequence[str], process: subprocess.Popen[str], deadline: float
+) -> dict[str, Outcome]:
+    """What a process has said, up to the probe at which it ended."""
+    late = ""
     try:
         said, cries = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
-        return Outcome(error=f"did not end within {SECONDS:.0f} s")
-    if process.returncode < 0:
-        return Outcome(error=f"crashed: {signal.Signals(-process.returncode).name}")
-    if process.returncode > 0:
-        return Outcome(error=(cries.strip().splitlines() or ["ended without a word"])[-1])
-    answer = json.loads(said.strip().splitlines()[-1])
-    return Outcome(answer["facts"], answer["error"], answer["missing"])
+        said, cries = process.communicate()
+        late = f"did not end within {SECONDS:.0f} s"
+    lines = [line for line in said.splitlines() if line.startswith('{"probe": ')]
+    found = {}
+    for name, line in zip(names, lines, strict=False):
+        answer = json.loads(line)
+        found[name] = Outcome(answer["facts"], answer["error"], answer["missing"])
+    if len(found) < len(names):
+        last = (cries.strip().splitlines() or ["ended without a word"])[-1]
+        code = process.returncode
+        crash = f"crashed: {signal.Signals(-code).name}" if code < 0 else last
+        found[names[len(found)]] = Outcome(error=late or crash)
+    return found
 
 
-def main(name: str) -> None:
-    """Print what a probe has found, or why it could not."""
-    answer: Facts = {"facts": {}, "error": "", "missing": False}
-    try:
-        answer["facts"] = PROBES[name]()
-    except ModuleNotFoundError as error:
-        absent = (error.name or "").partition(".")[0] in ("torch", "triton", "cupy")
-        answer |= {"error": str(error), "missing": absent}
-    except (ImportError, OSError, Error, AttributeError, RuntimeError) as error:
-        absent = name == "driver" and "libcuda.so.1: cannot open" in str(error)
-        answer |= {"error": f"{error}".strip().splitlines()[0], "missing": absent}
-    print(json.dumps(answer))
+def main(names: Sequence[str]) -> None:
+    """Print what each probe has found, or why it could not."""
+    for name in names:
+        answer: Facts = {"probe": name, "facts": {}, "error": "", "missing": False}
+        try:
+            answer["facts"] = PROBES[name]()
+        except ModuleNotFoundError as error:
+            absent = (error.name or "").partition(".")[0] in ("torch", "triton", "cupy")
+            answer |= {"error": str(error), "missing": absent}
+        except (ImportError, OSError, Error, AttributeError, RuntimeError) as error:
+            absent = name == "driver" and "libcuda.so.1: cannot open" in str(error)
+            answer |= {"error": f"{error}".strip().splitlines()[0], "missing": absent}
+        print(json.dumps(answer), flush=True)
 
 
 def platform_facts() -> dict[str, str]:
@@ -211,4 +237,4 @@ def platform_facts() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

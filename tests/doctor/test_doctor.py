@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pycomm
 from pycomm import _build
 from pycomm import env as pages
 from pycomm.doctor import __main__ as cli
-from pycomm.doctor import finding, installed, job, machine, network, self_test, variables
+from pycomm.doctor import finding, installed, job, machine, network, probe, self_test, variables
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.machine import Machine
 from pycomm.doctor.probe import Outcome
@@ -133,7 +134,33 @@ def probed(name: str, package: Path, *others: str) -> Outcome:
     said = subprocess.run(
         command, capture_output=True, text=True, timeout=100, env=env, cwd=package.parent
     )
-    return Outcome(**json.loads(said.stdout.splitlines()[-1]))
+    answer = json.loads(said.stdout.splitlines()[-1])
+    assert answer.pop("probe") == name
+    return Outcome(**answer)
+
+
+@pytest.mark.parametrize(
+    ("program", "errors"),
+    [
+        (
+            'print(\'{"probe": 1, "facts": {}, "error": "", "missing": false}\', flush=True);'
+            "os.kill(os.getpid(), 11)",
+            {"torch": "", "c10d": "crashed: SIGSEGV"},
+        ),
+        ("raise SystemExit('no such option')", {"torch": "no such option"}),
+        ("time.sleep(60)", {"torch": "did not end within 60 s"}),
+    ],
+)
+def test_the_probe_that_crashes_is_to_blame(program, errors):
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import os, time; {program}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + (0.5 if "sleep" in program else 20)
+    found = probe._outcomes(["torch", "c10d", "triton"], process, deadline)
+    assert {name: outcome.error for name, outcome in found.items()} == errors
 
 
 def test_missing_binaries_are_named(copied):
