@@ -15,6 +15,7 @@ constexpr size_t kMaxBytes = 700;
 enum class Role {
   died,
   left,
+  stopped,
   silent,
   missing,
   differs,
@@ -31,6 +32,7 @@ struct Words {
 constexpr Words kWords[] = {
     {" died", " died"},
     {" has left", " have left"},
+    {" is stopped", " are stopped"},
     {" does not answer", " do not answer"},
     {" is missing", " are missing"},
     {" differs", " differ"},
@@ -74,6 +76,8 @@ Role role_of(const Sighting& sighting, const OpTag& common, bool mismatch) {
       return Role::died;
     case Sighting::Presence::left:
       return Role::left;
+    case Sighting::Presence::stopped:
+      return Role::stopped;
     case Sighting::Presence::silent:
       return Role::silent;
     case Sighting::Presence::here:

@@ -3,6 +3,16 @@
 #include <numeric>
 
 namespace pycomm {
+namespace {
+
+Timeout not_complete(const Rendezvous& meeting, const std::string& topic,
+                     const std::string& missing) {
+  return Timeout("rank " + std::to_string(meeting.rank) + ": group \"" + meeting.group +
+                 "\" is not complete after " + std::to_string(meeting.deadline.limit().count()) +
+                 " ms, rank(s) that did not come (" + topic + "): " + missing);
+}
+
+}  // namespace
 
 std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& topic,
                                   const std::vector<int>& ranks, const std::string& word) {
@@ -24,9 +34,16 @@ std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& 
     }
   }
   if (missing.empty()) return words;
-  throw Timeout("rank " + std::to_string(meeting.rank) + ": group \"" + meeting.group +
-                "\" is not complete after " + std::to_string(meeting.deadline.limit().count()) +
-                " ms, rank(s) that did not come (" + topic + "): " + missing);
+  throw not_complete(meeting, topic, missing);
+}
+
+std::string word_of(const Rendezvous& meeting, const std::string& topic, int rank) {
+  try {
+    return meeting.store->get(meeting.group + "/" + topic + "/" + std::to_string(rank),
+                              meeting.deadline);
+  } catch (const Timeout&) {
+    throw not_complete(meeting, topic, std::to_string(rank));
+  }
 }
 
 std::vector<int> all_ranks(const Rendezvous& meeting) {

@@ -12,4 +12,7 @@ namespace pycomm {
 std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& topic,
                                   const std::vector<int>& ranks, const std::string& word);
 
+/// What `rank` alone sets under such a key. Throws Timeout that names it.
+std::string word_of(const Rendezvous& meeting, const std::string& topic, int rank);
+
 }  // namespace pycomm

@@ -87,9 +87,10 @@ Sighting SegmentTransport::look(int rank) {
   const int place = memory_.place(rank);
   Sighting sighting;
   sighting.standing = segment_.board(place).standing.load();
-  sighting.presence = watch_.left(place)   ? Sighting::Presence::left
-                      : watch_.died(place) ? Sighting::Presence::died
-                                           : Sighting::Presence::here;
+  sighting.presence = watch_.left(place)      ? Sighting::Presence::left
+                      : watch_.died(place)    ? Sighting::Presence::died
+                      : watch_.stopped(place) ? Sighting::Presence::stopped
+                                              : Sighting::Presence::here;
   return sighting;
 }
 

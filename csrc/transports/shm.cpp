@@ -23,6 +23,7 @@ namespace {
 
 /// What a candidate says once it has the segment; anything else is why it has not.
 constexpr char kYes[] = "yes";
+constexpr char kName[] = "shm/name";  ///< of the socket that hands out the segment
 constexpr char kWords[] = "shm/word";
 /// The name that is given when there is no segment.
 constexpr char kNobody[] = "nobody";
@@ -71,7 +72,7 @@ std::shared_ptr<void> map_segment(FileDescriptor file, int ranks, bool& heaps) {
 
 /// Where the maker of a segment, of whom each host has one, says how to get it.
 std::string key(const Rendezvous& meeting, const std::vector<int>& candidates) {
-  return meeting.group + "/shm/name/" + std::to_string(candidates.front());
+  return meeting.group + "/" + kName + "/" + std::to_string(candidates.front());
 }
 
 /// Maps the segment and takes our place in it.
@@ -120,7 +121,7 @@ void hand_out(const Rendezvous& meeting, const std::vector<int>& candidates, FdS
 /// The lowest rank makes the segment, the others fetch it. Throws Error if we cannot have it.
 SharedMemory share(const Rendezvous& meeting, const std::vector<int>& candidates) {
   if (meeting.rank != candidates.front()) {
-    const std::string name = meeting.store->get(key(meeting, candidates), meeting.deadline);
+    const std::string name = word_of(meeting, kName, candidates.front());
     return join(meeting, candidates, receive_fd(name, meeting.deadline));
   }
   try {

@@ -61,8 +61,9 @@ PYCOMM_API std::vector<int> all_ranks(const Rendezvous& meeting);
 
 /// What we know of a rank, for the texts of errors.
 struct Sighting {
-  /// Silent: it does not answer; what is known of it is old.
-  enum class Presence : uint8_t { here, silent, left, died };
+  /// Silent: it does not answer; what is known of it is old. Stopped: its process is, by a signal
+  /// or a debugger.
+  enum class Presence : uint8_t { here, silent, stopped, left, died };
   Presence presence = Presence::silent;
   Standing standing;
 };

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <string>
 #include <system_error>
 
 #include "core/deadline.h"
@@ -85,6 +87,16 @@ bool Watch::died(int rank) const {
   if (std::find(watched_.begin(), watched_.end(), rank) == watched_.end()) return false;
   struct flock lock = one_byte(rank);
   return ::fcntl(lock_fd_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK && !left(rank);
+}
+
+bool Watch::stopped(int rank) const {
+  const Board& board = segment_.board(rank);
+  if (board.process[1] != segment_.board(self_).process[1]) return false;
+  std::ifstream file("/proc/" + std::to_string(board.process[0]) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  const size_t name_end = line.rfind(") ");  // a name may hold anything
+  return name_end != std::string::npos && (line[name_end + 2] == 'T' || line[name_end + 2] == 't');
 }
 
 void Watch::check_deaths() const {

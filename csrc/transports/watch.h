@@ -35,6 +35,9 @@ class Watch {
   }
   /// Asks the kernel.
   bool died(int rank) const;
+  /// Its process does not run until somebody lets it (SIGSTOP, a debugger). False if not known:
+  /// containers do not see each other's processes.
+  bool stopped(int rank) const;
   /// The rank has left; but if there was a death or an abort before, that is what is thrown.
   [[noreturn]] void throw_left(int rank);
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.faults.injection.case import FAULTS, draw
-from tests.faults.injection.judge import breaches
+from tests.faults.injection.case import FAULTS, Call, draw
+from tests.faults.injection.judge import breaches, survivors
 from tests.faults.injection.play import Played, play
 
 SEED = 7
@@ -17,6 +19,15 @@ def test_a_fault_is_told_by_name_and_leaves_nothing_behind(fault, transport):
     case = draw(SEED, 0, transports=[transport], faults=[fault], phases=["steady"])
     played = play(case)
     assert breaches(played) == [], f"{case}\n{played.stacks}"
+
+
+def test_a_stopped_process_is_told_so():
+    case = draw(SEED, 0, transports=["shm"], faults=["stop"], phases=["steady"])
+    case = replace(case, calls=(Call("send_recv", 100),))  # where all ranks wait for each other
+    played = play(case)
+    assert breaches(played) == []
+    for rank in survivors(case):
+        assert f"rank {case.victim} is stopped" in played.said[rank]["over"]["text"]
 
 
 @pytest.mark.parametrize("phase", ["init", "split", "shutdown"])
@@ -41,7 +52,7 @@ TRUE = "rank {} died: its process is gone\n  rank 0 waits: in {} #5 (10 float32)
         ({"error": None}, "not {'PeerLost'}"),
         ({"error": "Timeout"}, "not {'PeerLost'}"),
         ({"named": 9}, "does not name rank"),
-        ({"text": "somebody died in all_reduce #5"}, "does not name rank"),
+        ({"text": "rank 7 died in all_reduce #5"}, "does not name rank"),
         ({"seq": 7}, "does not name"),
         ({"leaks": {"threads": 1}}, "leaves behind 1 threads"),
     ],

@@ -58,8 +58,7 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
         return []
     if case.fault == "socket":  # of two ends of a cut line neither is more to blame
         return [] if re.search(r"rank \d", text) else [f"names nobody: {text}"]
-    names = re.search(rf"rank\(?s?\)?[^\n]*\b{case.victim}\b", text)
-    if not names or (kind == "PeerLost" and over["named"] != case.victim):
+    if case.victim not in _blamed(text) or (kind == "PeerLost" and over["named"] != case.victim):
         wrong.append(f"does not name rank {case.victim}: {text}")
     operating = case.phase in ("steady", "shutdown") and over["op"]
     if operating and not _names_call(over, text):
@@ -67,11 +66,28 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
     return wrong
 
 
+def _blamed(text: str) -> set[int]:
+    """The ranks of which a text says what is wrong with them."""
+    lists = re.findall(r"did not come \([^)]+\): ([\d, ]+)", text)
+    lists += re.findall(r"(?:no connection with|cannot join:) ranks? (\d+)", text)
+    verbs = "is|are|has|have|does|do|died|left|was|aborted|differs|differ"
+    lists += re.findall(rf"\branks? (\d[\d, -]*)(?: \([^)]*\))? (?:{verbs})\b", text)
+    lists += re.findall(r"^rank (\d+): no memory", text)
+    ranks = set()
+    for part in ",".join(lists).replace(" ", "").split(","):
+        first, _, last = part.partition("-")
+        if first:
+            ranks |= set(range(int(first), int(last or first) + 1))
+    return ranks
+
+
 def _names_call(over: dict[str, Any], text: str) -> bool:
     if over["op"] == "send_recv" and re.search(r"\b(send|recv)\b", text):
         return True
     if over["error"] == "Error":  # an abort tells where the rank was that aborted
         return bool(re.search(r"#\d+\b|\b(send|recv)\b", text))
+    if over["op"] == "broadcast":  # a root runs ahead of the others, who say where they are
+        return "broadcast #" in text
     # Who tells us may be a call behind or ahead of us.
     near = "|".join(str(over["seq"] + d) for d in (-1, 0, 1))
     return bool(re.search(rf"#({near})\b", text))

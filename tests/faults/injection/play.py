@@ -121,7 +121,6 @@ def _watch(played: Played, reader: int, children: dict[int, int]) -> None:
                 played.at = facts["at"]
             if word in ("on", "broken"):
                 waited.discard(rank)
-            if word == "ready" and outside and played.at is None and strike is None:
-                if all(played.word(r, "ready") for r in children):
-                    strike = time.monotonic() + case.delay
+            if word == "ready" and outside and all(played.word(r, word) for r in children):
+                strike = time.monotonic() + case.delay
     played.hung = sorted(waited)
