@@ -137,7 +137,7 @@ class Rank:
         if case.phase == "shutdown":
             self.run(case.calls[0])
             return
-        lasts = case.fault in ("slow", "memory")
+        lasts = case.fault in ("slow", "memory", "socket")
         for number in itertools.count():
             if self.is_victim and time.monotonic() >= self.due:
                 self.due = float("inf")
