@@ -45,10 +45,10 @@ def mpi() -> str:
 def commands() -> list[tuple[str, str]]:
     """Tables, and what fills them: `python -m pycomm.bench`, these words, and --csv TABLE."""
     return [
-        ("all_reduce-cpu.csv", " all_reduce -b 8 -e 64M -f 4 -p 2 --backend pycomm,gloo -n 30"),
+        ("all_reduce-cpu.csv", " all_reduce -b 8 -e 64M -f 2 -p 2 --backend pycomm,gloo -n 30"),
         (
             "collectives-cpu.csv",
-            f" all_reduce -b 8 -e 64M -f 4 -p 2 -n 20 --backend pycomm,pycomm-shared,gloo{mpi()}",
+            f" all_reduce -b 8 -e 64M -f 2 -p 2 -n 20 --backend pycomm,pycomm-shared,gloo{mpi()}",
         ),
         *(
             (
