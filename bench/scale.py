@@ -16,7 +16,6 @@ Times are medians on rank 0, in microseconds.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import multiprocessing
 import os
@@ -33,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _C
-from pycomm.bench import harness
+from pycomm.bench import harness, tables
 from pycomm.bench.harness import Origin
 
 # Name in torch.distributed (none: the core alone), and PYCOMM_TRANSPORT.
@@ -193,17 +192,9 @@ def main(argv: Sequence[str]) -> int:
                 row |= measure(backend, ranks)
                 show(row)
                 if options.csv:
-                    save(Path(options.csv), {name: row[name] for name in COLUMNS} | origin)
+                    record = {name: row[name] for name in COLUMNS} | origin
+                    tables.append(Path(options.csv), [record])
     return 0
-
-
-def save(path: Path, row: dict[str, Any]) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

@@ -83,9 +83,19 @@ def test_sweep_is_one_page_that_needs_nothing(browser, tmp_path, monkeypatch):
     look(browser, page, shown)
 
 
-def test_report_says_which_tables_are_missing(tmp_path, capsys):
-    assert report_page.main(["--results", str(tmp_path), "--html", str(tmp_path / "x.html")]) == 1
+def test_report_has_what_there_is_and_says_what_is_missing(tmp_path, capsys):
+    page, pictures, results = (tmp_path / name for name in ("x.html", "pictures", "results"))
+    results.mkdir()
+    options = ["--results", str(results), "--html", str(page), "--png", str(pictures)]
+    assert report_page.main(options) == 1
     said = capsys.readouterr().err
     for figure in FIGURES:
         assert f"{figure.table}: {figure.command}" in said
-    assert not (tmp_path / "x.html").exists()
+    assert not page.exists()
+
+    there = next(figure for figure in FIGURES if figure.name == "error")
+    shutil.copy(RESULTS / there.table, results)
+    assert report_page.main(options) == 0
+    assert there.command in page.read_text()
+    assert [path.name for path in pictures.iterdir()] == ["error.png"]
+    assert there.table not in capsys.readouterr().err

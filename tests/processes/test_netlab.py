@@ -187,19 +187,21 @@ def test_mpirun_starts_its_ranks_on_the_nodes():
 
 
 @pytest.mark.parametrize(
-    ("sent", "who"),
+    ("sent", "who", "status"),
     [
-        (signal.SIGINT, "netlab"),
-        (signal.SIGTERM, "netlab"),
-        (signal.SIGKILL, "netlab"),
-        (signal.SIGKILL, "its parent"),
+        (signal.SIGINT, "netlab", 130),
+        (signal.SIGTERM, "netlab", 143),
+        (signal.SIGKILL, "netlab", -signal.SIGKILL),
+        (signal.SIGKILL, "netlab of a user", -signal.SIGKILL),
+        (signal.SIGKILL, "its parent", -signal.SIGKILL),
     ],
 )
-def test_nothing_is_left_behind(sent, who):
-    open_or_skip(2).close()
+def test_nothing_is_left_behind(sent, who, status):
+    user = ["--user-namespace"] if "user" in who else []
+    open_or_skip(2, user_namespace=bool(user)).close()
     mark = f"{os.getpid()}.{sent.value}.{len(who)}"  # found in the command lines of the ranks
     code = RUNAWAY.format(mark=mark, then="time.sleep(60)")
-    command = [*NETLAB, "--", sys.executable, "-c", code]
+    command = [*NETLAB, *user, "--", sys.executable, "-c", code]
     if who == "its parent":
         command = ["sh", "-c", '"$@"; exit', "sh", *command]
     interfaces = set(netlab.interface_counts())
@@ -217,7 +219,7 @@ def test_nothing_is_left_behind(sent, who):
     spaces = {namespaces()[pid] for pid in descendants(started.pid)} - {namespaces()[os.getpid()]}
     assert len(spaces) == 3  # a switch and two nodes
     started.send_signal(sent)
-    started.wait(30)
+    assert started.wait(30) == status
     deadline = time.monotonic() + 30
     while processes_with(mark) or spaces & set(namespaces().values()):
         assert time.monotonic() < deadline
