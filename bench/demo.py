@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pycomm import charts
-from pycomm.bench import figures, netlab, tables
+from pycomm.bench import charts, netlab, tables
 from pycomm.bench.harness import Origin
 from pycomm.bench.training import Config, Transformer
+from pycomm.charts import Section, save_page, save_png
 
 HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
 
@@ -168,11 +168,11 @@ def records(
 
 def draw(done: list[Run], table: Path, folder: Path) -> list[Path]:
     """The table's picture, as a PNG and as a page that needs no network."""
-    chart = figures.loss(tables.read(table))
+    chart = charts.loss(tables.read(table))
     png, page = folder / "loss.png", folder / "loss.html"
-    charts.save_png(chart, png)
-    section = charts.Section(chart, verdict(done), table=rows(done))
-    charts.save_page("pycomm: the demo", "Point at a line for its figures.", [section], page)
+    save_png(chart, png)
+    section = Section(chart, verdict(done), table=rows(done))
+    save_page("pycomm: the demo", "Point at a line for its figures.", [section], page)
     return [table, png, page]
 
 

@@ -177,12 +177,13 @@ def test_mpirun_starts_its_ranks_on_the_nodes():
     open_or_skip(2).close()
     if not shutil.which("mpirun"):
         pytest.skip("no mpirun (apt-get install openmpi-bin)")
-    script = "echo $OMPI_COMM_WORLD_RANK $OMPI_COMM_WORLD_SIZE $(readlink /proc/self/ns/net)"
+    names = ("OMPI_COMM_WORLD_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+    script = f"echo {' '.join(f'${name}' for name in names)} $(readlink /proc/self/ns/net)"
     command = [*NETLAB, "--mpi", "--", "sh", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     said = sorted(line.split() for line in done.stdout.splitlines())
-    assert [words[:2] for words in said] == [["0", "2"], ["1", "2"]]
+    assert [words[:-1] for words in said] == [["0", "0", "2", "0", "0"], ["1", "1", "2", "0", "1"]]
     assert len({space for *_, space in said} | {os.readlink("/proc/self/ns/net")}) == 3
 
 
