@@ -28,6 +28,7 @@ def save_png(chart: Chart, path: Path) -> None:
     from matplotlib import pyplot
 
     plain = {"font.size": 11, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": FAINT}
+    plain |= {"xtick.labelsize": 9.5, "ytick.labelsize": 9.5}
     with matplotlib.rc_context(plain):
         count = len(chart.panels)
         canvas, drawn = pyplot.subplots(

@@ -38,8 +38,7 @@ def chart(
     low, high = left.y.limits or (0.0, 1.0)
     inside = {rate for rate in crossovers.values() if rate is not None and rate < FASTEST}
     guides = [
-        Series("a codec's last rate to pay", (8 * rate, 8 * rate), (low, high))
-        for rate in sorted(inside)
+        Series("last rate to pay", (8 * rate, 8 * rate), (low, high)) for rate in sorted(inside)
     ]
     left = Panel(left.x, left.y, left.series, left.title, _apart(guides))
     return Chart(TITLE, subtitle, (left, right))
@@ -61,7 +60,8 @@ def save_html(found: Sweep, path: Path) -> None:
     pays = [("codec", "shortens the step")]
     pays += [(codec, _pays(rate)) for codec, rate in found.crossovers.items()]
     intro = "Grey bands follow what is advised. Point at a line for its figures."
-    save_page("pycomm: a plan's sweep", intro, [Section(of_sweep(found), table=pays)], path)
+    section = Section(of_sweep(found), [f"Advised: {found.advised()}."], table=pays)
+    save_page("pycomm: a plan's sweep", intro, [section], path)
 
 
 def save_png(found: Sweep, path: Path) -> None:

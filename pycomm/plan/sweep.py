@@ -77,6 +77,13 @@ class Sweep:
                 lines.append(f"{codec} pays below {format_rate(rate)}")
         return lines
 
+    def advised(self) -> str:
+        """The intervals in words."""
+        return ", ".join(
+            f"{'no codec' if codec == NONE.name else codec} to {format_rate(high)}"
+            for codec, _, high in self.intervals()
+        )
+
     def record(self) -> dict[str, Any]:
         """Everything, for JSON."""
         curves = {

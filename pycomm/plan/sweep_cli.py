@@ -59,11 +59,7 @@ def report(found: Sweep, cluster: Cluster) -> None:
     table(found.by_ranks, f"step by ranks, {rate}", lambda ranks: f"{ranks:.0f}")
     for line in found.sentences():
         print(f"- {line}")
-    intervals = [
-        f"{'no codec' if codec == 'none' else codec} to {format_rate(high)}"
-        for codec, _, high in found.intervals()
-    ]
-    print(f"advised: {', '.join(intervals)}")
+    print(f"advised: {found.advised()}")
 
 
 def table(curves: Curves, title: str, spell: Callable[[float], str]) -> None:

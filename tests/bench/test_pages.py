@@ -19,7 +19,7 @@ from pycomm.plan import draw
 from pycomm.plan.__main__ import main as plan
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SWEEP = ["sweep", "350M", "--link", "10gbe", "--compute", "300ms", "--codec", "int8,int4"]
+SWEEP = ["sweep", "350M", "--link", "100gbe", "--compute", "300ms", "--codec", "int8,int4"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def look(browser: Any, path: Path, charts: list[Chart]) -> None:
     for i, chart in enumerate(charts):
         lines = [s for panel in chart.panels for s in (*panel.guides, *panel.series)]
         drawn = page.locator(f"#chart{i} .scatterlayer .trace")
-        drawn.first.wait_for()
+        drawn.last.wait_for()
         assert drawn.count() == len(lines), chart.title
         names = page.locator(f"#chart{i} .legend .legendtext").all_text_contents()
         assert sorted(names) == sorted({line.label for line in lines}), chart.title
