@@ -108,7 +108,10 @@ def _cores(machine: Machine, ranks_here: int) -> Finding:
             f"{cores} for {ranks_here} ranks: they take turns, and every wait is for the scheduler",
             f"start at most {cores} ranks here, or give the job more cores (taskset, cgroups)",
         )
-    return _finding("ok", name, f"{cores}" + (f" for {ranks_here} ranks" if ranks_here else ""))
+    plural = "s" * (ranks_here != 1)
+    return _finding(
+        "ok", name, f"{cores} for {ranks_here} rank{plural}" if ranks_here else f"{cores}"
+    )
 
 
 def _files(machine: Machine, ranks: int) -> Finding:

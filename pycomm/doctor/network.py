@@ -88,6 +88,10 @@ def judge(network: Network, hosts: int) -> Iterator[Finding]:
             network.store_error,
             "give the address of rank 0's host, or a name that every host resolves (/etc/hosts)",
         )
+    if not network.up:
+        text = "no interface is up, not even loopback: ranks meet by shared memory alone"
+        yield _finding("problem", "interface", text, "ip link set lo up, and start a network")
+        return
     if network.error:
         yield _finding(
             "problem",

@@ -354,6 +354,7 @@ def test_the_choice_of_an_interface_is_explained():
     only_loopback = network.Network([("lo", "127.0.0.1")], [("lo", "127.0.0.1")], error_far="none")
     assert level_of(network.judge(only_loopback, 1), "interface") == "note"
     assert level_of(network.judge(only_loopback, 2), "interface") == "problem"
+    assert level_of(network.judge(network.Network([], error="none"), 0), "interface") == "problem"
 
 
 # ------------------------------------------------------------------------------- self-test, job
