@@ -9,11 +9,8 @@ python -m pycomm.bench report
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-
-from pycomm.bench.arguments import unknown
-from pycomm.bench.operations import OPERATIONS
 
 # Subcommands, and what they do; the rest are collectives.
 SUBCOMMANDS = {
@@ -22,26 +19,43 @@ SUBCOMMANDS = {
     "training": ("time_to_loss", "steps and losses of real models with each codec, and torch's"),
 }
 OLDER_NAMES = {"time_to_loss": "training"}
-HELP = f"""usage: python -m pycomm.bench OP [options]
+OPTIONAL = ("matplotlib", "mpi4py", "numpy", "plotly", "torch")
+"""packages that not every installation has, nor every measurement needs"""
+HELP = """usage: python -m pycomm.bench OP [options]
 
 Collectives, in nccl-tests' words; backends take turns iteration by iteration:
-  {", ".join(OPERATIONS)}
+  {operations}
 
 Other measurements:
-{chr(10).join(f"  {word:<10} {what}" for word, (_, what) in SUBCOMMANDS.items())}
+{subcommands}
 
 python -m pycomm.bench OP --help has the options of each; docs/bench.md the columns."""
 
 
 def main(argv: Sequence[str]) -> int:
+    try:
+        return run(argv)
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        how = "" if error.name == "torch" else ': pip install "pycomm[bench]"'
+        print(f"python -m pycomm.bench: this needs {error.name}, which is not installed{how}",
+              file=sys.stderr)  # fmt: skip
+        return 2
+
+
+def run(argv: Sequence[str]) -> int:
+    from pycomm.bench.arguments import unknown
+    from pycomm.bench.operations import OPERATIONS
+
     word = OLDER_NAMES.get(argv[0], argv[0]) if argv else "--help"
     if word in ("-h", "--help"):
-        print(HELP)
+        lines = [f"  {name:<10} {what}" for name, (_, what) in SUBCOMMANDS.items()]
+        print(HELP.format(operations=", ".join(OPERATIONS), subcommands="\n".join(lines)))
         return 0
     if word in SUBCOMMANDS:
-        run: Callable[[list[str]], int]
-        run = import_module(f"pycomm.bench.{SUBCOMMANDS[word][0]}").main  # these need torch
-        return run(list(argv[1:]))
+        status: int = import_module(f"pycomm.bench.{SUBCOMMANDS[word][0]}").main(list(argv[1:]))
+        return status
     if not word.startswith("-") and word not in OPERATIONS:
         known = [*OPERATIONS, *SUBCOMMANDS]
         print(f"python -m pycomm.bench: {unknown('benchmark', word, known)}", file=sys.stderr)

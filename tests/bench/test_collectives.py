@@ -260,6 +260,18 @@ def test_help(capsys, words):
     assert "python -m pycomm.bench" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("module", ["torch", "numpy"])
+def test_a_package_that_is_missing_is_named(tmp_path, module):
+    hidden = f"raise ModuleNotFoundError('No module named {module}', name='{module}')\n"
+    (tmp_path / f"{module}.py").write_text(hidden)
+    command = [sys.executable, "-m", "pycomm.bench", "codecs", "--help"]
+    environment = CLEAN | {"PYTHONPATH": str(tmp_path)}
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    assert f"this needs {module}, which is not installed" in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
 def test_what_a_machine_lacks_is_named(monkeypatch):
     torch = pytest.importorskip("torch")
     if torch.cuda.device_count() == 0:
