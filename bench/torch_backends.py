@@ -91,8 +91,8 @@ class Nccl(Torch):
 
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
         host = self.tensors(case, x, y)
-        source = host[0].to(self.device)
-        target = source if x is y else host[1].to(self.device)
+        source = torch.zeros_like(host[0], device=self.device)
+        target = source if x is y else torch.zeros_like(host[1], device=self.device)
         self._on_gpu = {x.ctypes.data: (host[0], source), y.ctypes.data: (host[1], target)}
         call = case.op.torch(dist, self.group, case, source, target)
         stream = torch.cuda.current_stream(self.device)

@@ -190,6 +190,35 @@ def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
     assert variant.err == pytest.approx(loss, rel=1e-3)  # y is float32
 
 
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_results_on_a_gpu_are_brought_back(monkeypatch, tmp_path, op):
+    torch = pytest.importorskip("torch")
+    from pycomm.bench import torch_backends
+
+    class Stream:
+        waits = 0
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    gloo = torch_backends.make("gloo", tmp_path, 0, 1)
+    try:
+        nccl = torch_backends.Nccl("nccl", gloo.group)
+        nccl.device = torch.device("cpu")  # other memory than the host's arrays, as a GPU has
+        variant = measure.Variant(nccl, "none", "none", run=lambda: None)
+        alone().verify(case_of(op), variant)
+        assert (variant.wrong, stream.waits) == (0, 1)
+        monkeypatch.setattr(nccl, "fetch", lambda x, y: None)
+        monkeypatch.setattr(nccl, "load", lambda x, y: None)
+        alone().verify(case_of("all_gather"), variant)
+        assert variant.wrong > 0  # so the copies were what made it right
+    finally:
+        gloo.close()
+
+
 @pytest.mark.parametrize(("turn", "order"), [(1, "aabb" * 3), (2, "aaabbb" + "aabb")])
 def test_backends_have_their_turns_iteration_by_iteration(turn, order):
     calls = []
