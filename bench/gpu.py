@@ -26,12 +26,14 @@ from pycomm.bench.gpu_results import NO_TIMES, Row, this_machine, write
 from pycomm.bench.gpu_timing import (
     bytes_moved,
     call_of,
+    conversion_of,
     l2_bytes,
     measure,
     sets_needed,
     time_copy,
     topk_of_torch,
 )
+from pycomm.codecs import convert
 from pycomm.codecs.implementations import Unavailable, implementation
 
 KINDS = ("native", "nvrtc", "triton", "reference")
@@ -60,6 +62,11 @@ SPECS = (
     "eden:bits=1",
     "lossless",
 )
+CONVERSIONS = (
+    (torch.float32, torch.float32),  # unscale and clip in place of torch's passes
+    (torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16),  # the end of a compressed all-reduce
+)
 NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one whose time is all bandwidth
 REFERENCE_NUMEL = 1 << 22  # plain torch makes dozens of passes and temporaries
 
@@ -86,6 +93,20 @@ def time_kernel(kind: str, spec: str, op: str, numel: int, copy: float, contract
     )
 
 
+def time_conversion(
+    kind: str, source: torch.dtype, target: torch.dtype, numel: int, copy: float, contract: str
+) -> Row:
+    """Time `pycomm.convert` from one dtype to another."""
+    run = convert.implementation(kind, "cuda")
+    moved = numel * (source.itemsize + target.itemsize)
+    calls = range(sets_needed(moved, l2_bytes()))
+    seconds, method = measure([conversion_of(run, source, target, numel) for _ in calls])
+    gbps = 1e-9 * moved / seconds
+    times = (round(1e6 * seconds, 3), round(gbps, 1), round(copy, 1), round(gbps / copy, 3))
+    name = f"{source} to {target}".replace("torch.", "")
+    return Row(kind, contract, name, "convert", numel, moved, *times, method)
+
+
 def time_topk(numel: int) -> Row:
     """Time torch.topk, which our top-k is compared with."""
     seconds, method = measure([topk_of_torch(numel) for _ in range(2)])
@@ -109,7 +130,7 @@ def time_collectives(problems: list[str]) -> list[Row]:
     copy = time_copy(1 << 24)
     rows = []
     for line in map(json.loads, done.stdout.splitlines()):
-        op = f"all_reduce of {line['ranks']} {line['algo'] or 'coded'}"
+        op = f"all_reduce of {line['ranks']} {line['algo'] or 'coded'} {line['dtype']}"
         share = round(line["gbps"] / copy, 3)
         times = (line["microseconds"], round(line["gbps"], 1), round(copy, 1), share)
         spec = line["codec"] or "none"
@@ -154,6 +175,7 @@ def main(arguments: list[str]) -> int:
         said = str(counts.get(f"contract {kind}", "not run"))
         for numel in (REFERENCE_NUMEL,) if kind == "reference" else options.numel:
             copy = time_copy(numel)
+            rows += _time_conversions(kind, numel, copy, said, problems)
             for spec in specs_of(kind, problems):
                 rows += _time_codec(kind, spec, numel, copy, said, problems)
     if not options.no_times:
@@ -189,6 +211,20 @@ def specs_of(kind: str, problems: list[str]) -> list[str]:
         else:
             found.append(spec)
     return found
+
+
+def _time_conversions(
+    kind: str, numel: int, copy: float, contract: str, problems: list[str]
+) -> list[Row]:
+    rows = []
+    for source, target in CONVERSIONS:
+        try:
+            rows.append(time_conversion(kind, source, target, numel, copy, contract))
+        except (ImportError, RuntimeError, Unavailable) as error:
+            problems.append(f"{kind} convert {source} to {target}: {error}")
+    if rows:
+        print(_line(rows), flush=True)
+    return rows
 
 
 def _time_codec(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONTRACT = "tests/codecs/test_contract.py"
+CONVERT = "tests/codecs/test_convert.py"
 RANKS = ("tests/collectives/test_device_gpu.py", "tests/torch/test_backend_cuda.py")
 SANITIZERS = ("memcheck", "racecheck")
 SANITIZED = "test_same_bytes and native-cuda and normal-257"
@@ -67,7 +68,7 @@ class Suite:
 
 
 def contract(kind: str) -> Suite:
-    return Suite(f"contract {kind}", [CONTRACT, "-k", f"{kind}-cuda"])
+    return Suite(f"contract {kind}", [CONTRACT, CONVERT, "-k", f"{kind}-cuda"])
 
 
 def ranks() -> list[Suite]:

@@ -18,15 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import torch
 
 import pycomm
 from pycomm import _C
+from pycomm.arrays import core_dtype
 
 RANKS = (2, 4, 8)
 CODECS = ("", "int8", "int4")  # "": exact
+DTYPES = (torch.float32, torch.bfloat16)
 ROUNDS = 20
 DEADLINE = 60.0  # seconds for all rounds of one line
 
@@ -38,20 +41,24 @@ class Line:
     ranks: int
     codec: str
     algo: str
+    dtype: str
     numel: int
     bytes: int  # that all ranks together read and write
     microseconds: float
     gbps: float
 
 
-def traffic(ranks: int, numel: int, codec: str, algo: str) -> int:
+def traffic(
+    ranks: int, numel: int, codec: str, algo: str, dtype: torch.dtype = torch.float32
+) -> int:
     """Bytes that all ranks read and write in memory; see docs/algorithms.md, "On a GPU".
 
     Exact, of b bytes: a rank reads its b and shows them (b); one_shot then reads n b and writes b;
     two_shot reads b, its share of all ranks, writes b/n, and reads and writes b. With k bytes of
-    payload: reads b, writes k; reads k, writes k/n; reads k and writes b.
+    payload: reads b, writes k; reads k, writes k/n; reads k and writes b. The float32 of 16-bit
+    values is not counted: it need not leave the cache.
     """
-    b = 4 * numel
+    b = dtype.itemsize * numel
     if codec:
         k = pycomm.codec(codec).encoded_bytes(numel)
         return ranks * (2 * b + 3 * k + k // ranks)
@@ -63,10 +70,24 @@ def traffic(ranks: int, numel: int, codec: str, algo: str) -> int:
 class Rank:
     """A thread's tensor, stream and group. All memory is there before ranks meet."""
 
-    def __init__(self, store: _C.Store, rank: int, ranks: int, numel: int, device: str) -> None:
+    def __init__(
+        self,
+        store: _C.Store,
+        rank: int,
+        ranks: int,
+        numel: int,
+        device: str,
+        codec: str,
+        dtype: torch.dtype,
+    ) -> None:
         self.cuda = device == "cuda"
         self.stream = torch.cuda.Stream() if self.cuda else None
-        self.tensor = torch.randn(numel, device=device)
+        self.tensor = torch.randn(numel, device=device).to(dtype)
+        self.pieces = _C.Pieces()
+        if codec:
+            self.pieces.add(numel, _C.Codec(pycomm.codec(codec).spec()))
+        # Of codecs, and float32 of all values at most.
+        self.scratch = torch.empty(8 * numel if codec else 0, dtype=torch.uint8, device=device)
         if self.cuda:
             torch.cuda.synchronize()
         size = {} if self.cuda else {"staging_bytes": 1 << 20}
@@ -75,14 +96,16 @@ class Rank:
 
     def call(self, codec: str, algo: str) -> Callable[[], None]:
         x, numel, on = self.tensor.data_ptr(), self.tensor.numel(), {}
+        dtype = core_dtype(self.tensor.dtype)
         if self.stream is not None:
             on = {"stream": self.stream.cuda_stream}
         if not codec:
             op = _C.ReduceOp.avg
-            return lambda: self.group.all_reduce(x, numel, _C.DType.float32, op, algo=algo, **on)
-        pieces = _C.Pieces()
-        pieces.add(numel, _C.Codec(pycomm.codec(codec).spec()))
-        return lambda: self.group.all_reduce_coded(x, pieces, **on)
+            return lambda: self.group.all_reduce(x, numel, dtype, op, algo=algo, **on)
+        scratch = (self.scratch.data_ptr(), self.scratch.numel())
+        return lambda: self.group.all_reduce_coded(
+            x, self.pieces, dtype=dtype, scratch=scratch, **on
+        )
 
     def seconds(self, call: Callable[[], None]) -> list[float]:
         """Each round's time on our stream, from the moment when all ranks have come."""
@@ -105,7 +128,7 @@ class Rank:
         return times
 
 
-def measure(ranks: int, numel: int, codec: str, algo: str, device: str) -> Line:
+def measure(ranks: int, numel: int, codec: str, algo: str, dtype: torch.dtype, device: str) -> Line:
     """Time one way, on ranks that are threads.
 
     Raises:
@@ -116,7 +139,7 @@ def measure(ranks: int, numel: int, codec: str, algo: str, device: str) -> Line:
 
     def main(rank: int) -> None:
         try:
-            one = Rank(store, rank, ranks, numel, device)
+            one = Rank(store, rank, ranks, numel, device, codec, dtype)
             try:
                 found[rank] = one.seconds(one.call(codec, algo))
             finally:
@@ -134,8 +157,12 @@ def measure(ranks: int, numel: int, codec: str, algo: str, device: str) -> Line:
             raise result or pycomm.Error(f"rank {rank} of {ranks} has not ended")
     slowest = [max(times) for times in zip(*found, strict=True)]
     seconds = statistics.median(slowest[ROUNDS // 4 :])
-    moved = traffic(ranks, numel, codec, algo)
-    return Line(ranks, codec, algo, numel, moved, round(1e6 * seconds, 3), 1e-9 * moved / seconds)
+    moved = traffic(ranks, numel, codec, algo, dtype)
+    name, times = (
+        str(dtype).removeprefix("torch."),
+        (round(1e6 * seconds, 3), 1e-9 * moved / seconds),
+    )
+    return Line(ranks, codec, algo, name, numel, moved, *times)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -144,7 +171,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--numel", type=int, default=1 << 24, help="float32 values of a rank")
+    parser.add_argument("--numel", type=int, default=1 << 24, help="values of a rank")
     return parser.parse_args(arguments)
 
 
@@ -152,13 +179,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     status = 0
     for ranks in options.ranks:
-        for codec in CODECS:
+        for codec, dtype in product(CODECS, DTYPES):
             for algo in ("",) if codec else ("one_shot", "two_shot"):
                 try:
-                    line = measure(ranks, options.numel, codec, algo, options.device)
+                    line = measure(ranks, options.numel, codec, algo, dtype, options.device)
                     print(json.dumps(asdict(line)), flush=True)
                 except (pycomm.Error, RuntimeError) as error:
-                    print(f"{ranks} ranks, {codec or algo}: {error}", file=sys.stderr)
+                    print(f"{ranks} ranks, {codec or algo} of {dtype}: {error}", file=sys.stderr)
                     status = 1
     return status
 

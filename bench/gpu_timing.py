@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
+from pycomm.codecs.convert import Run
 
 SECONDS = 0.08  # per kernel
 
@@ -48,6 +49,16 @@ def call_of(run: Any, codec: Codec, op: str, numel: int) -> Callable[[], None]:
         run.measure(codec, x, residual, agreed)
     args = EncodeArgs(x, payload, residual, residual, RandomKey(seed=1), 0, agreed)
     return lambda: run.encode(codec, args)
+
+
+def conversion_of(
+    run: Run, source: torch.dtype, target: torch.dtype, numel: int
+) -> Callable[[], None]:
+    """One `pycomm.convert` that unscales, clips and looks for overflow."""
+    x = torch.randn(numel, device="cuda").to(source)
+    out, found_inf = torch.empty_like(x, dtype=target), torch.zeros(1, device="cuda")
+    by, clip = torch.full((1,), 0.5, device="cuda"), torch.ones(1, device="cuda")
+    return lambda: run(x, out, by, clip, 2.0, found_inf)
 
 
 def topk_of_torch(numel: int) -> Callable[[], Any]:

@@ -107,8 +107,15 @@ __device__ __forceinline__ float dequantize_one(uint32_t code, bool wide) {
 
 // ---------------------------------------------------------------- kernels
 
+// As in rotate.cu. An encoder has values, signs and centroids in its registers: two blocks of it
+// fit with one bit.
 template <int kBits, bool kHalf>
-__global__ void __launch_bounds__(cuda::kThreads, 1) encode_kernel(const EncodeParams args) {
+constexpr int kEncodeBlocks = kBits == 1 && !kHalf ? 2 : 1;
+constexpr int kDecodeBlocks = 2;
+
+template <int kBits, bool kHalf>
+__global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kBits, kHalf>)
+    encode_kernel(const EncodeParams args) {
   const uint32_t size = 1u << args.rotation_bits;
   const Tile tile(args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty() && size <= kTile) return;
@@ -214,7 +221,8 @@ __global__ void __launch_bounds__(cuda::kThreads, 1) encode_kernel(const EncodeP
 }
 
 template <int kBits, bool kHalf>
-__global__ void __launch_bounds__(cuda::kThreads, 1) decode_kernel(const DecodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads, kDecodeBlocks)
+    decode_kernel(const DecodeParams args) {
   const uint32_t size = 1u << args.rotation_bits, half = size / 2;
   const Tile tile(args.numel, args.out);
   if (tile.empty() && size <= kTile) return;

@@ -112,8 +112,14 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(const Format& f, const
 
 // ---------------------------------------------------------------- kernels
 
+// As in rotate.cu: a warp with the values and residuals of 16 rows has no registers for a second
+// block.
+template <int kRows, bool kFeedback>
+constexpr int kEncodeBlocks = kRows > kSmall&& kFeedback ? 1 : 2;
+
 template <int kRows, bool kRandom, bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads, 1) encode_wide(const EncodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kRows, kFeedback>)
+    encode_wide(const EncodeParams args) {
   const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty()) return;
   const Format f = format_of(args.options);

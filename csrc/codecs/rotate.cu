@@ -171,8 +171,17 @@ __device__ __forceinline__ bool alone(uint32_t rotation_bits, uint32_t block_bit
   return max(1u << rotation_bits, 1u << block_bits) <= kTile;
 }
 
+// How many blocks a multiprocessor runs at once: as many as need no register spilled (ptxas -v for
+// sm_80, 90 and 100), since one waits for memory while another computes.
 template <typename Inner>
-__global__ void __launch_bounds__(cuda::kThreads, 1) encode_kernel(const EncodeParams args) {
+constexpr int kEncodeBlocks = 2;
+template <bool kRandom>
+constexpr int kEncodeBlocks<Quant<kRandom>> = 1;
+constexpr int kDecodeBlocks = 2;
+
+template <typename Inner>
+__global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<Inner>)
+    encode_kernel(const EncodeParams args) {
   const Tile tile(args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty() && alone(args.rotation_bits, args.block_bits)) return;
   const RandomBits signs(write_header(args), first_of(tile));
@@ -183,7 +192,8 @@ __global__ void __launch_bounds__(cuda::kThreads, 1) encode_kernel(const EncodeP
 }
 
 template <typename Inner>
-__global__ void __launch_bounds__(cuda::kThreads, 1) decode_kernel(const DecodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads, kDecodeBlocks)
+    decode_kernel(const DecodeParams args) {
   const Tile tile(args.numel, args.out);
   if (tile.empty() && alone(args.rotation_bits, 0)) return;
   const RandomBits signs(read_header(args), first_of(tile));

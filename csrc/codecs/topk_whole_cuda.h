@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(cuda::kThreads) sampled_kernel(const TopkParam
   if (leads_grid()) state->cut.bits = cut.bits;
 }
 
-/// From counts of each warp to counts before it, and to what travels. One block.
+/// From counts of each warp to counts before it, and to what travels. One block: it reads and
+/// writes 8 bytes for each kTile values, a small part of what any of the kernels around it reads.
 __global__ void __launch_bounds__(cuda::kThreads) scan_kernel(const TopkParams args) {
   if (is_done(args)) return;
   const Scratch scratch(args, false);

@@ -86,6 +86,10 @@ def row(kind: str, spec: str, op: str, numel: int, copy: float, contract: str) -
     return gpu.Row(kind, contract, spec, op, numel, 8 * numel, 2.0, 4.0, copy, 0.5, "graph")
 
 
+def conversion(kind: str, source, target, numel: int, copy: float, contract: str) -> gpu.Row:
+    return row(kind, f"{source} to {target}", "convert", numel, copy, contract)
+
+
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     """A GPU whose kernels take no time, for the way through main()."""
@@ -95,6 +99,7 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(gpu, "implementation", lambda *names: None)
     monkeypatch.setattr(gpu, "time_copy", lambda numel: 8.0)
     monkeypatch.setattr(gpu, "time_kernel", row)
+    monkeypatch.setattr(gpu, "time_conversion", conversion)
     monkeypatch.setattr(gpu, "time_topk", lambda numel: row("torch", "", "topk", numel, 8.0, ""))
     monkeypatch.setattr(gpu, "time_collectives", lambda problems: [])
     return monkeypatch
@@ -103,8 +108,9 @@ def pretend_gpu(monkeypatch):
 def test_ranks_of_the_processor_take_the_way_of_those_of_a_gpu(capsys):
     assert gpu_collectives.main(["--device=cpu", "--ranks", "2", "--numel", "1000"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    ways = [(line["codec"], line["algo"]) for line in lines]
+    ways = [(line["codec"], line["algo"]) for line in lines if line["dtype"] == "float32"]
     assert ways == [("", "one_shot"), ("", "two_shot"), ("int8", ""), ("int4", "")]
+    assert len(lines) == 2 * len(ways)
     assert all(line["gbps"] > 0 for line in lines)
 
 
@@ -114,10 +120,12 @@ def test_traffic_is_what_ranks_read_and_write():
     assert gpu_collectives.traffic(4, 1024, "", "two_shot") == 4 * (2 * b + b + b // 4 + 2 * b)
     k = pycomm.codec("int8").encoded_bytes(1024)
     assert gpu_collectives.traffic(4, 1024, "int8", "") == 4 * (b + k + k + k // 4 + k + b)
+    small = gpu_collectives.traffic(4, 1024, "int8", "", torch.bfloat16)
+    assert small == 4 * (b // 2 + k + k + k // 4 + k + b // 2)
 
 
 def test_what_ranks_say_becomes_rows(monkeypatch, capsys):
-    line = gpu_collectives.Line(4, "int8", "", 1024, 4096, 2.0, 6.0)
+    line = gpu_collectives.Line(4, "int8", "", "float32", 1024, 4096, 2.0, 6.0)
     said = json.dumps(dataclasses.asdict(line))
     done = subprocess.CompletedProcess([], 1, said + "\n", "4 ranks, int4: late")
     monkeypatch.setattr(gpu.subprocess, "run", lambda *a, **k: done)
@@ -127,7 +135,7 @@ def test_what_ranks_say_becomes_rows(monkeypatch, capsys):
     assert (row.kind, row.codec, row.op, row.share) == (
         "ranks",
         "int8",
-        "all_reduce of 4 coded",
+        "all_reduce of 4 coded float32",
         0.75,
     )
     assert problems == ["collectives: 4 ranks, int4: late"]
@@ -138,7 +146,7 @@ def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path
     with (tmp_path / "gpu-device.csv").open() as file:
         rows = list(csv.DictReader(file))
     kinds = Counter(row["kind"] for row in rows)
-    kernels = len(gpu.SPECS) * len(gpu.OPS)
+    kernels = len(gpu.SPECS) * len(gpu.OPS) + len(gpu.CONVERSIONS)
     for kind in ("native", "nvrtc", "triton"):
         assert kinds[kind] == len(gpu.NUMELS) * kernels
     assert kinds["reference"] == kernels
@@ -167,7 +175,7 @@ def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys
     assert "native int8 decode: illegal address" in capsys.readouterr().err
     with (tmp_path / "gpu-device.csv").open() as file:
         timed = [row for row in csv.DictReader(file) if row["kind"] == "native"]
-    assert len(timed) == len(gpu.SPECS) * len(gpu.OPS) - 1
+    assert len(timed) == len(gpu.SPECS) * len(gpu.OPS) + len(gpu.CONVERSIONS) - 1
 
 
 def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu, tmp_path, capsys):
@@ -179,7 +187,8 @@ def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu
     assert gpu.main(["--results", str(tmp_path), "--kinds", "native"]) == 1
     assert capsys.readouterr().err.count("native has no sign: no kernels") == 1
     with (tmp_path / "gpu-device.csv").open() as file:
-        codecs = {row["codec"] for row in csv.DictReader(file) if row["kind"] == "native"}
+        native = [row for row in csv.DictReader(file) if row["kind"] == "native"]
+    codecs = {row["codec"] for row in native if row["op"] in gpu.OPS}
     assert codecs == set(gpu.SPECS) - {"sign"}
 
 
