@@ -77,7 +77,10 @@ class Lab(ABC):
         stdout: IO[bytes] | int | None = None,
         stderr: IO[bytes] | int | None = None,
     ) -> list[Rank]:
-        """Starts the command once per rank, with torchrun's variables added to `env`."""
+        """Starts the command once per rank, with torchrun's variables added to `env`.
+
+        Call it in a thread that outlives the ranks: to the kernel its end is that of their parent.
+        """
         base = dict(os.environ if env is None else env) | self.environment()
         base |= {"WORLD_SIZE": str(self.nodes * ranks_per_node)}
         base |= {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
