@@ -52,7 +52,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """Panels beside each other under one title."""
+    """One panel, or two beside each other, under one title."""
 
     title: str
     subtitle: str

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, of_count
+from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, draw, of_count
 from pycomm.plan.__main__ import main
 from pycomm.plan.sweep import at_rate, gain, rank_counts, sweep
 
@@ -48,6 +48,19 @@ def test_ranks_fill_nodes():
     assert rank_counts(1, 10) == [2, 4, 8, 10]
     assert rank_counts(8, 10_000)[-1] == 10_000
     assert all(count % 8 == 0 for count in rank_counts(8, 10_000))
+
+
+def test_chart_has_each_codec_once_and_marks_advice_and_crossovers(swept):
+    left, right = draw.of_sweep(swept).panels
+    advised, *lines = left.series
+    names = [name for line in lines for name in line.label.split(", ")]
+    assert sorted(names) == sorted({"no codec", *CODINGS} - {"none"})
+    assert "fp16, bf16" in {line.label for line in lines}  # the same bytes, so the same steps
+    assert [line.label for line in right.series] == [line.label for line in left.series]
+    best = [swept.by_rate.steps[codec][i] for i, codec in enumerate(swept.by_rate.best)]
+    assert (advised.label, list(advised.y)) == ("advised", best)
+    assert left.guides[0].x[0] == pytest.approx(8 * min(swept.crossovers.values()))
+    assert all(len(line.hover) == len(line.x) == len(line.y) for line in left.series)
 
 
 def test_ten_thousand_ranks_in_ten_seconds():
