@@ -11,13 +11,13 @@ from pycomm.codecs.block import num_blocks
 from pycomm.codecs.cuda_kernels import NAMESPACE, ROW, SMALL, WARPS, Call
 from pycomm.codecs.lossless import BLOCK, Lossless, padded16
 
-# Of csrc/codecs/lossless.h and lossless.cu.
+# Of csrc/codecs/lossless.h and lossless_cuda.h.
 SPAN = 32
 TILE = SMALL * ROW
 
 
 class LosslessParams(ctypes.Structure):
-    """The struct of the same name in csrc/codecs/lossless.cu."""
+    """The struct of the same name in csrc/codecs/lossless_cuda.h."""
 
     _fields_ = (
         ("x", ctypes.c_uint64),

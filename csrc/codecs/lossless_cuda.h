@@ -1,0 +1,113 @@
+// What the CUDA kernels of lossless share: their arguments, where everything is, and where the part
+// of each block in the stream is. Compiled by nvcc and NVRTC.
+#pragma once
+#include "codecs/lossless.h"
+#include "codecs/warp_cuda.h"
+
+namespace pycomm::codecs::lossless {
+
+/// Arguments of every kernel; pycomm/codecs/cuda_lossless.py has the same fields in the same order.
+struct LosslessParams {
+  const float* in;
+  const float* residual;
+  float* new_residual;
+  float* out;  ///< of decoding
+  uint8_t* payload;
+  uint8_t* scratch;
+  uint64_t numel;
+  uint32_t wide;  ///< 1: float32, 0: bfloat16
+};
+
+constexpr int kBlockRows = kBlock / cuda::kRow;
+constexpr int kBlocks = 2;  ///< of a warp
+constexpr int kRows = kBlocks * kBlockRows;
+
+/// What blocks take of the stream: words of codes in x, bytes of escaped exponents in y. Of a span
+/// both fit in one word.
+__device__ __forceinline__ uint32_t joined(uint32_t words, uint32_t escaped) {
+  return words | escaped << 16;
+}
+__device__ __forceinline__ uint2 plus(uint2 a, uint32_t b) {
+  return {a.x + (b & 0xffff), a.y + (b >> 16)};
+}
+
+/// Where everything is.
+struct Places {
+  size_t numel;
+  size_t blocks;
+  Layout at;
+  uint8_t* payload;
+  uint32_t* high;  ///< four values in a word
+  uint16_t* low;   ///< null: there are none
+  uint8_t* heads;
+  uint32_t* stream;
+  uint2* total;
+  uint2* spans;
+  uint32_t* exponents;  ///< four values in a word
+
+  __device__ explicit Places(const LosslessParams& args)
+      : numel(args.numel),
+        blocks(num_blocks(numel, kBlock)),
+        at(numel, args.wide != 0),
+        payload(args.payload) {
+    const Scratch scratch(numel);
+    high = reinterpret_cast<uint32_t*>(payload + at.high);
+    low = args.wide ? reinterpret_cast<uint16_t*>(payload + at.low) : nullptr;
+    heads = payload + at.heads;
+    stream = reinterpret_cast<uint32_t*>(payload + at.stream);
+    total = reinterpret_cast<uint2*>(args.scratch);
+    spans = reinterpret_cast<uint2*>(args.scratch + scratch.spans);
+    exponents = reinterpret_cast<uint32_t*>(args.scratch + scratch.exponents);
+  }
+
+  /// Values of a block; 0 beyond the last one.
+  __device__ size_t size(size_t block) const {
+    const size_t left = block < blocks ? numel - block * kBlock : 0;
+    return left < kBlock ? left : kBlock;
+  }
+  /// What a block takes, joined.
+  __device__ uint32_t taken(size_t block) const {
+    if (block >= blocks) return 0;
+    const uint8_t* head = heads + block * kHead;
+    return joined(code_words(width_of(head[1]), size(block)), head[2]);
+  }
+};
+
+/// The two blocks of a warp, and what is taken before each. All lanes of the warp.
+struct Pair {
+  size_t block[kBlocks];
+  uint2 before[kBlocks];
+
+  __device__ explicit Pair(const Places& in) {
+    static_assert(kSpan == cuda::kLanes && kBlocks == 2);
+    block[0] = warp_of_grid() * kBlocks;
+    block[1] = block[0] + 1;
+    const uint32_t place = block[0] % kSpan;
+    const uint32_t mine = in.taken(block[0] - place + lane_of_warp());
+    const uint32_t of_span = sum_of_warp(lane_of_warp() < place ? mine : 0);
+    before[0] = plus(in.spans[block[0] / kSpan], of_span);
+    before[1] = plus(before[0], __shfl_sync(kAll, mine, static_cast<int>(place)));
+  }
+};
+
+__device__ __forceinline__ uint32_t byte_of(uint32_t word, int k) { return word >> 8 * k & 0xff; }
+
+/// Place in its block of the lane's first value of a row.
+__device__ __forceinline__ size_t place_of(int row) {
+  return row * cuda::kRow + lane_of_warp() * cuda::kVector;
+}
+
+/// The places of the marked among the values of a row, for the lane's first one; `rank` is that of
+/// the first marked of the row, and then of the next row. `marks` has a bit for each value.
+__device__ __forceinline__ uint32_t rank_marked(uint32_t marks, uint32_t& rank) {
+  uint32_t mine = rank;
+#pragma unroll
+  for (int k = 0; k < cuda::kVector; k++) {
+    const uint32_t all = __ballot_sync(kAll, (marks >> k & 1) != 0);
+    mine += __popc(all & lanes_below());
+    rank += __popc(all);
+  }
+  return mine;
+}
+
+}  // namespace pycomm::codecs::lossless
