@@ -10,13 +10,8 @@
 #include <memory>
 #include <vector>
 
+#include "codecs/avx512.h"
 #include "codecs/loops.h"
-#include "core/simd.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(PYCOMM_NO_SIMD)
-#define PYCOMM_AVX512 __attribute__((target("arch=x86-64-v4")))
-#include <immintrin.h>
-#endif
 
 namespace pycomm::codecs::topk {
 
@@ -121,12 +116,6 @@ PYCOMM_AVX512 Counts count_avx512(const Source& from, Bracket b, uint32_t* insid
   _mm512_store_si512(tops, top);
   counts.top = *std::max_element(tops, tops + 16);
   return count_plain<kFeedback>(from, i, b, inside, room, counts);
-}
-
-/// Asks the loader what the PYCOMM_SIMD clones ask.
-inline bool has_avx512() {
-  static const bool has = std::string_view(simd_level()) == "x86-64-v4";
-  return has;
 }
 
 #endif

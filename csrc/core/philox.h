@@ -17,13 +17,15 @@ struct Random4 {
 };
 
 constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxFactor0 = 0xD2511F53;
+constexpr uint32_t kPhiloxFactor1 = 0xCD9E8D57;
 /// What each round adds to the two halves of the key.
 constexpr uint32_t kPhiloxKey0 = 0x9E3779B9;
 constexpr uint32_t kPhiloxKey1 = 0xBB67AE85;
 
 PYCOMM_HD Random4 philox_round(Random4 c, uint32_t key0, uint32_t key1) {
-  const uint64_t a = uint64_t{0xD2511F53} * c.word[0];
-  const uint64_t b = uint64_t{0xCD9E8D57} * c.word[2];
+  const uint64_t a = uint64_t{kPhiloxFactor0} * c.word[0];
+  const uint64_t b = uint64_t{kPhiloxFactor1} * c.word[2];
   return {{static_cast<uint32_t>(b >> 32) ^ c.word[1] ^ key0, static_cast<uint32_t>(b),
            static_cast<uint32_t>(a >> 32) ^ c.word[3] ^ key1, static_cast<uint32_t>(a)}};
 }
