@@ -67,6 +67,11 @@ class HookState(CompressionState):
                 queue(lambda: queue(self._look_for_unused))
         return future
 
+    def release(self) -> None:
+        """Let go of the model, whose reducer holds this state: else neither ever ends."""
+        super().release()
+        self._model = None
+
     def _unused(self) -> set[str]:
         return self._nobody_used
 

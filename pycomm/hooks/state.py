@@ -122,14 +122,18 @@ class CompressionState(BucketReducer):
             raise ValueError(
                 f"the hook's state has version {about['version']}, not {STATE_VERSION}"
             )
+        self._load_common(about, saved.get("factors", {}))
+        if self.residuals:
+            self._load_residuals(saved, about["world_size"])
+        self._buckets.clear()
+
+    def _load_common(self, about: Mapping[str, Any], factors: dict[str, dict[str, Any]]) -> None:
+        """Take over what all ranks have saved alike."""
         self.settle()
         self.seed, self.step = about["seed"], about["step"]
         self._rates.load_state_dict(about)
         self.plan.load_state_dict(about["plan"])
-        self._exchanges.memory.load_state_dict(saved.get("factors", {}))
-        if self.residuals:
-            self._load_residuals(saved, about["world_size"])
-        self._buckets.clear()
+        self._exchanges.memory.load_state_dict(factors)
 
     def _load_residuals(self, saved: Mapping[str, Any], before: int) -> None:
         assert self.residuals is not None
@@ -163,6 +167,51 @@ class CompressionState(BucketReducer):
             )
         rank, ranks = self.process_group.rank(), self.process_group.size()
         return [f"rank{r}" for r in sources(self.residuals.rule, before, rank, ranks)]
+
+    def take_over(self, before: CompressionState) -> None:
+        """Go on where the state of a group has stopped that has lost ranks; collective.
+
+        For the group of those that are left, as `torch.distributed.shrink_group` makes it: each
+        brings the state that it had. Codecs, schedules and the number of the step go on as the
+        first of them knows them. What they owe stays owed to the average of the fewer ranks; what
+        the lost ranks owed is lost with them.
+
+        Args:
+            before: the state that has stopped. It is of no use afterwards, and lets its model go.
+
+        Raises:
+            ValueError: ranks share the parameters (FSDP2): the lost ranks' shards are lost, too.
+
+        Example:
+            >>> dist.shrink_group([error.rank], shrink_flags=1)  # doctest: +SKIP
+            >>> model = DistributedDataParallel(model.module)  # doctest: +SKIP
+            >>> state, lost = pycomm.compress(model, "int4"), state  # doctest: +SKIP
+            >>> state.take_over(lost)  # doctest: +SKIP
+        """
+        if self._cuts():
+            raise ValueError(
+                "ranks share these parameters, and the shards of lost ranks are gone with them; "
+                "go on from a checkpoint, with load_checkpoint"
+            )
+        saved = before.state_dict()
+        owed = before.residuals.state_dict() if before.residuals else {}
+        before.release()
+        every_rank = [saved["about"], saved["factors"]]
+        if self.residuals and self.residuals.rule.kind == "ef21":
+            every_rank.append(owed)  # whose mean must be the same everywhere
+        first = dist.get_global_rank(self.process_group, 0)
+        dist.broadcast_object_list(every_rank, src=first, group=self.process_group)
+        (about,), factors, *mean = every_rank
+        self._load_common(about, factors)
+        if self.residuals:
+            rule, ranks = self.residuals.rule, self.process_group.size()
+            owed = mean[0] if mean else owed
+            self.residuals.load_state_dict(reshard(rule, [owed], about["world_size"], ranks))
+        self._buckets.clear()
+
+    def release(self) -> None:
+        """Let go of the model: this state is over."""
+        self._buckets.clear()
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "pycomm") -> None:
         """Continue from a checkpoint of torch.distributed.checkpoint; collective.
