@@ -118,7 +118,7 @@ class TorchGroup:
 
         self.rank, self.ranks, self._backend = rank, ranks, backend
         self.completed = 0
-        limit = datetime.timedelta(seconds=timeout)
+        limit = self._limit = datetime.timedelta(seconds=timeout)
         if dist.is_initialized():
             self._group = dist.new_group(timeout=limit)
             return
@@ -129,8 +129,8 @@ class TorchGroup:
     def set_timeout(self, seconds: float) -> None:
         import torch.distributed as dist
 
-        limit = datetime.timedelta(seconds=seconds)
-        dist.distributed_c10d._set_pg_timeout(limit, self._group)
+        self._limit = datetime.timedelta(seconds=seconds)
+        dist.distributed_c10d._set_pg_timeout(self._limit, self._group)
 
     def call(self, call: Call, async_op: bool) -> bool:
         import torch
@@ -143,9 +143,11 @@ class TorchGroup:
         if call.op == "all_reduce":
             works = [dist.all_reduce(one, group=group, async_op=async_op)]
         elif call.op == "reduce_scatter":
-            works = [dist.reduce_scatter_tensor(one, many, group=group, async_op=async_op)]
+            works = [dist.reduce_scatter_tensor(one, many.view(-1), group=group, async_op=async_op)]
         elif call.op == "all_gather":
-            works = [dist.all_gather_into_tensor(many, one, group=group, async_op=async_op)]
+            works = [
+                dist.all_gather_into_tensor(many.view(-1), one, group=group, async_op=async_op)
+            ]
             out = many
         elif call.op == "all_to_all":
             many[:] = (10.0 * rank + torch.arange(ranks))[:, None]
@@ -161,7 +163,7 @@ class TorchGroup:
             ]
         for work in works:
             if work is not None:
-                work.wait()
+                work.wait(self._limit)
         self.completed += call.op != "send_recv"
         return bool((out.numpy() == expected(call, rank, ranks)).all())
 

@@ -58,7 +58,7 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
         return []
     if case.fault == "socket":  # of two ends of a cut line neither is more to blame
         return [] if re.search(r"rank \d", text) else [f"names nobody: {text}"]
-    if case.victim not in _blamed(text) or (kind == "PeerLost" and over["named"] != case.victim):
+    if case.victim not in blamed(text) or (kind == "PeerLost" and over["named"] != case.victim):
         wrong.append(f"does not name rank {case.victim}: {text}")
     operating = case.phase in ("steady", "shutdown") and over["op"]
     if operating and not _names_call(over, text):
@@ -66,7 +66,7 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
     return wrong
 
 
-def _blamed(text: str) -> set[int]:
+def blamed(text: str) -> set[int]:
     """The ranks of which a text says what is wrong with them."""
     lists = re.findall(r"did not come \([^)]+\): ([\d, ]+)", text)
     lists += re.findall(r"(?:no connection with|cannot join:) ranks? (\d+)", text)

@@ -1,0 +1,137 @@
+"""The table of fault x transport x op x phase: how soon survivors know, and whether they know who.
+
+pycomm beside Gloo, by the same process groups of torch.
+
+python -m tests.faults.table [--times 5] [--csv bench/results/faults-cpu.csv]
+
+Takes about five minutes. Codecs are pycomm's alone; Gloo has no shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.faults.injection.case import Call, Case
+from tests.faults.injection.judge import blamed, latest, survivors
+from tests.faults.injection.play import Played, play
+
+RANKS = 3
+NUMEL = 50_000
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
+FAULTS = ("kill", "stop", "raise", "_exit")
+WORLDS = (("pycomm", "shm"), ("pycomm", "tcp"), ("gloo", "tcp"))
+CODEC = "quant"
+COLUMNS = (
+    "world", "transport", "fault", "phase", "op", "codec", "mode", "ranks", "times",
+    "deadline_s", "p50_s", "max_s", "errors", "named", "hung", "load", "host_cpus",
+)  # fmt: skip
+
+
+def cells() -> Iterator[Case]:
+    """Every cell, as a case whose number and moment are still to be drawn."""
+
+    def cell(
+        world: str, transport: str, fault: str, phase: str, op: str,
+        *, codec: str = "", async_op: bool = False,
+    ) -> Case:  # fmt: skip
+        call = Call(op, NUMEL, codec)
+        return Case(0, 0, world, transport, RANKS, 1, fault, phase, (call,), async_op, 0.0, 0.0)
+
+    for world, transport in WORLDS:
+        for fault in FAULTS:
+            for op in OPS:
+                yield cell(world, transport, fault, "steady", op)
+            yield cell(world, transport, fault, "steady", "all_reduce", async_op=True)
+        for fault in ("kill", "stop"):
+            for phase in ("init", "split", "shutdown"):
+                yield cell(world, transport, fault, phase, "all_reduce")
+    for transport in ("shm", "tcp"):
+        for fault in FAULTS:
+            yield cell("core", transport, fault, "steady", "all_reduce", codec=CODEC)
+
+
+def drawn(cell: Case, seed: int, number: int) -> Case:
+    """The cell's case of that number: the victim and the moment are random."""
+    rng = random.Random(f"{seed}/{number}/{cell}")
+    span = {"init": 0.01, "split": 0.01, "steady": 0.02, "shutdown": 0.002}[cell.phase]
+    fields = {**cell.__dict__, "seed": seed, "number": number}
+    return Case(**{**fields, "victim": rng.randrange(RANKS), "delay": rng.uniform(0, span)})
+
+
+def measured(cell: Case, times: int, seed: int) -> dict[str, object]:
+    """One row: `times` cases of a cell. The library reads the transport from the environment."""
+    os.environ["PYCOMM_TRANSPORT"] = cell.transport
+    played = [play(drawn(cell, seed, number)) for number in range(times)]
+    seconds = [s for s in map(latest, played) if s is not None]
+    errors, named = 0, 0
+    for one in played:
+        e, n = _told(one)
+        errors, named = errors + e, named + n
+    late = cell.phase in ("init", "split")
+    return {
+        "world": cell.world, "transport": cell.transport, "fault": cell.fault,
+        "phase": cell.phase, "op": cell.calls[0].op, "codec": cell.calls[0].codec,
+        "mode": "async" if cell.async_op else "sync", "ranks": RANKS, "times": times,
+        "deadline_s": cell.meeting if late else cell.timeout,
+        "p50_s": f"{statistics.median(seconds):.4f}" if seconds else "",
+        "max_s": f"{max(seconds):.4f}" if seconds else "",
+        "errors": errors, "named": named, "hung": sum(bool(one.hung) for one in played),
+        "load": f"{os.getloadavg()[0]:.1f}", "host_cpus": os.cpu_count(),
+    }  # fmt: skip
+
+
+def _told(played: Played) -> tuple[int, int]:
+    """How many survivors got an error, and how many of these errors blame the right rank."""
+    errors = named = 0
+    for rank in survivors(played.case):
+        over = played.word(rank, "over")
+        if over and over.get("error"):
+            errors += 1
+            named += played.case.victim in blamed(over["text"])
+    return errors, named
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.table", description=__doc__)
+    parser.add_argument("--times", type=int, default=5, help="cases of each cell")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--csv", type=Path, help="write the table here")
+    parser.add_argument("--only", default="", help="cells of these words alone: gloo,kill")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch.distributed  # noqa: F401 - once, here: the ranks are forked
+
+    words = {word for word in args.only.split(",") if word}
+    start, rows = time.monotonic(), []
+    print(f"{'':28}{'op':<16}{'p50 ms':>9}{'max ms':>9}  errors  named  hung")
+    for cell in cells():
+        if not words <= {cell.world, cell.transport, cell.fault, cell.phase, cell.calls[0].op}:
+            continue
+        row = measured(cell, args.times, args.seed)
+        rows.append(row)
+        p50, most = (f"{float(str(row[k])) * 1e3:.1f}" if row[k] else "-" for k in COLUMNS[10:12])
+        print(
+            f"{cell.world:<7}{cell.transport:<5}{cell.fault:<7}{cell.phase:<9}"
+            f"{cell.calls[0].op + (' async' if cell.async_op else ''):<16}{p50:>9}{most:>9}"
+            f"{row['errors']:>8}{row['named']:>7}{row['hung']:>6}",
+            flush=True,
+        )
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+    print(f"{len(rows)} cells in {time.monotonic() - start:.0f} s, load {os.getloadavg()[0]:.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
