@@ -22,6 +22,8 @@ constexpr auto kHandshakeLimit = std::chrono::seconds(10);
 constexpr auto kConnectLimit = std::chrono::seconds(3);
 // Connections that have not authenticated; more push out the oldest.
 constexpr size_t kMaxStrangers = 512;
+// Without a free descriptor there is no use in looking at listeners.
+constexpr auto kDeaf = Milliseconds(50);
 constexpr auto kFirstRetry = Milliseconds(20);
 constexpr auto kLastRetry = Milliseconds(1000);
 
@@ -254,13 +256,17 @@ std::string Connector::obstacle(int rank, int lane, bool gone) {
 
 void Connector::wait() {
   std::vector<pollfd> polls = {{wake_.get(), POLLIN, 0}};
-  for (const Fd& listener : mesh_.listeners) polls.push_back({listener.get(), POLLIN, 0});
   auto wake = Clock::time_point::max();
+  const bool deaf = Clock::now() < deaf_until_;
+  for (const Fd& listener : mesh_.listeners) {
+    polls.push_back({deaf ? -1 : listener.get(), POLLIN, 0});
+  }
   if (control_ != nullptr) {
     polls.push_back({control_->wait_fd(), POLLIN, 0});
   } else {
     wake = Clock::now() + deadline_.left();
   }
+  if (deaf) wake = std::min(wake, deaf_until_);
   const size_t first = polls.size();
   for (const Outgoing& out : outgoing_) {
     wake = std::min(wake, out.wake);
@@ -340,10 +346,14 @@ void Connector::accept_all(const Fd& listener) {
                           Handshake(mesh_.secret, group_, rank_, size_, mesh_.sockets),
                           Clock::now() + kHandshakeLimit});
   }
-  if (errno == EMFILE || errno == ENFILE) {
+  if (errno != EMFILE && errno != ENFILE) return;
+  if (!strangers_.empty()) {  // rather these than us
+    strangers_.clear();
+  } else if (control_ == nullptr) {
     throw Error("tcp: rank " + std::to_string(rank_) + " cannot accept connections: " +
                 error_text(errno) + "; raise the limit of open files (ulimit -n)");
   }
+  deaf_until_ = Clock::now() + kDeaf;
 }
 
 void Connector::serve(Stranger& stranger) {

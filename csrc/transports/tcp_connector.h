@@ -140,6 +140,7 @@ class Connector {
   std::mutex mutex_;  // what the links hold, and all below
   std::list<Outgoing> outgoing_;
   std::list<Stranger> strangers_;
+  Clock::time_point deaf_until_{};  // no descriptor was left for another connection
   std::exception_ptr broken_;
   std::string congestion_control_;
   std::string last_error_, last_refused_;
