@@ -113,9 +113,8 @@ class TcpTransport final : public Transport {
       wounded = control_.cut_off();
       try {
         for_each_channel([&](TcpChannel& channel) {
-          if (!channel.wounded()) return;
           channel.heal();
-          wounded = true;
+          wounded = wounded || channel.wounded();
         });
       } catch (const std::exception&) {  // what cannot be healed is the peer's to report
         return;

@@ -31,7 +31,7 @@ class TcpChannel final : public Channel {
   size_t unacknowledged() const;
   /// A connection is cut, and the peer may need bytes that went with it. Call heal() until not.
   bool wounded() const;
-  /// Connects again and repeats, without looking at what callers wait for.
+  /// Notices cuts, connects again and repeats, without looking at what callers wait for.
   void heal();
 
  private:

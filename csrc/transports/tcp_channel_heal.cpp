@@ -107,6 +107,9 @@ void TcpChannel::heal() {
   poller_.poll();
   if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
   for (auto& socket : sockets_) {
+    if (socket->fd && socket->ready.ends && !socket->out.all_acknowledged()) {
+      cut(*socket, "it closed the connection");
+    }
     if (!socket->greeting || greet(*socket)) push(*socket);
   }
 }
