@@ -16,7 +16,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.faults.injection.case import Call, Case
@@ -71,6 +71,8 @@ def measured(cell: Case, times: int, seed: int) -> dict[str, object]:
     os.environ["PYCOMM_TRANSPORT"] = cell.transport
     played = [play(drawn(cell, seed, number)) for number in range(times)]
     seconds = [s for s in map(latest, played) if s is not None]
+    if any(s < 0 for s in seconds):
+        raise RuntimeError(f"{cell}: an error before the fault: {played[0].said}")
     errors, named = 0, 0
     for one in played:
         e, n = _told(one)
@@ -99,6 +101,14 @@ def _told(played: Played) -> tuple[int, int]:
     return errors, named
 
 
+def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Write what there is so far: a run that is cut short leaves its part."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.table", description=__doc__)
     parser.add_argument("--times", type=int, default=5, help="cases of each cell")
@@ -117,6 +127,8 @@ def main(argv: list[str] | None = None) -> int:
             continue
         row = measured(cell, args.times, args.seed)
         rows.append(row)
+        if args.csv:
+            write(args.csv, rows)
         p50, most = (f"{float(str(row[k])) * 1e3:.1f}" if row[k] else "-" for k in COLUMNS[10:12])
         print(
             f"{cell.world:<7}{cell.transport:<5}{cell.fault:<7}{cell.phase:<9}"
@@ -124,11 +136,6 @@ def main(argv: list[str] | None = None) -> int:
             f"{row['errors']:>8}{row['named']:>7}{row['hung']:>6}",
             flush=True,
         )
-    if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
     print(f"{len(rows)} cells in {time.monotonic() - start:.0f} s, load {os.getloadavg()[0]:.1f}")
     return 0
 

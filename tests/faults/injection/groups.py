@@ -127,10 +127,8 @@ class TorchGroup:
         self._group = dist.group.WORLD
 
     def set_timeout(self, seconds: float) -> None:
-        import torch.distributed as dist
-
         self._limit = datetime.timedelta(seconds=seconds)
-        dist.distributed_c10d._set_pg_timeout(self._limit, self._group)
+        self._group.set_timeout(self._limit)
 
     def call(self, call: Call, async_op: bool) -> bool:
         import torch
@@ -163,7 +161,8 @@ class TorchGroup:
             ]
         for work in works:
             if work is not None:
-                work.wait(self._limit)
+                # Gloo's requests know no timeout but that of the wait.
+                work.wait(self._limit) if call.op == "send_recv" else work.wait()
         self.completed += call.op != "send_recv"
         return bool((out.numpy() == expected(call, rank, ranks)).all())
 
