@@ -109,7 +109,7 @@ struct TcpOptions {
   std::string interface;
   double link_bytes_per_second = 0;
   std::string secret;
-  bool checks_payload = true;  ///< of what we send; headers always are checked
+  bool checks_payload = true;                ///< of what we send; headers always are checked
   const SharedStanding* standing = nullptr;  ///< ours, for peers that ask
 };
 
