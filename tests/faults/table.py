@@ -16,9 +16,11 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from pycomm.bench.harness import Origin
 from tests.faults.injection.case import Call, Case
 from tests.faults.injection.judge import blamed, latest, survivors
 from tests.faults.injection.play import Played, play
@@ -29,10 +31,6 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", 
 FAULTS = ("kill", "stop", "raise", "_exit")
 WORLDS = (("pycomm", "shm"), ("pycomm", "tcp"), ("gloo", "tcp"))
 CODEC = "quant"
-COLUMNS = (
-    "world", "transport", "fault", "phase", "op", "codec", "mode", "ranks", "times",
-    "deadline_s", "p50_s", "max_s", "errors", "named", "hung", "load", "host_cpus",
-)  # fmt: skip
 
 
 def cells() -> Iterator[Case]:
@@ -86,7 +84,6 @@ def measured(cell: Case, times: int, seed: int) -> dict[str, object]:
         "p50_s": f"{statistics.median(seconds):.4f}" if seconds else "",
         "max_s": f"{max(seconds):.4f}" if seconds else "",
         "errors": errors, "named": named, "hung": sum(bool(one.hung) for one in played),
-        "load": f"{os.getloadavg()[0]:.1f}", "host_cpus": os.cpu_count(),
     }  # fmt: skip
 
 
@@ -104,9 +101,34 @@ def _told(played: Played) -> tuple[int, int]:
 def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
     """Write what there is so far: a run that is cut short leaves its part."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def summary(rows: Sequence[Mapping[str, object]]) -> str:
+    """The table of docs/reliability.md: a line for each fault and phase, all operations."""
+    kinds = {(r["world"], r["transport"], "coded" if r["codec"] else ""): None for r in rows}
+    head = [f"{'pycomm' if w == 'core' else w} {t} {c}".strip() for w, t, c in kinds]
+    lines = [f"| fault, phase | {' | '.join(head)} |", "| --- " * (1 + len(head)) + "|"]
+    for fault, phase in {(r["fault"], r["phase"]): None for r in rows}:
+        cells = []
+        for world, transport, coded in kinds:
+            here = [
+                r for r in rows
+                if (r["world"], r["transport"], r["fault"], r["phase"])
+                == (world, transport, fault, phase) and bool(r["codec"]) == bool(coded)
+            ]  # fmt: skip
+            p50 = [float(str(r["p50_s"])) * 1e3 for r in here if r["p50_s"]]
+            most = [float(str(r["max_s"])) * 1e3 for r in here if r["max_s"]]
+            errors, named = (sum(int(str(r[k])) for r in here) for k in ("errors", "named"))
+            hung = sum(int(str(r["hung"])) for r in here)
+            text = f"{statistics.median(p50):.0f} / {max(most):.0f}" if p50 else "-"
+            cells.append(f"{text}, {named} of {errors}{f', {hung} hung' if hung else ''}")
+            if not here:
+                cells[-1] = ""
+        lines.append(f"| {fault}, {phase} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,21 +137,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--csv", type=Path, help="write the table here")
     parser.add_argument("--only", default="", help="cells of these words alone: gloo,kill")
+    parser.add_argument("--summary", type=Path, help="print the table of this CSV in Markdown")
     args = parser.parse_args(argv)
+    if args.summary:
+        with args.summary.open() as file:
+            print(summary(list(csv.DictReader(file))))
+        return 0
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed  # noqa: F401 - once, here: the ranks are forked
 
+    command = f"python -m tests.faults.table --times {args.times} --seed {args.seed}"
+    command += f" --only {args.only}" if args.only else ""
     words = {word for word in args.only.split(",") if word}
     start, rows = time.monotonic(), []
     print(f"{'':28}{'op':<16}{'p50 ms':>9}{'max ms':>9}  errors  named  hung")
     for cell in cells():
         if not words <= {cell.world, cell.transport, cell.fault, cell.phase, cell.calls[0].op}:
             continue
-        row = measured(cell, args.times, args.seed)
+        row = {**measured(cell, args.times, args.seed), **asdict(Origin.here(command))}
         rows.append(row)
         if args.csv:
             write(args.csv, rows)
-        p50, most = (f"{float(str(row[k])) * 1e3:.1f}" if row[k] else "-" for k in COLUMNS[10:12])
+        p50, most = (
+            f"{float(str(row[k])) * 1e3:.1f}" if row[k] else "-" for k in ("p50_s", "max_s")
+        )
         print(
             f"{cell.world:<7}{cell.transport:<5}{cell.fault:<7}{cell.phase:<9}"
             f"{cell.calls[0].op + (' async' if cell.async_op else ''):<16}{p50:>9}{most:>9}"
