@@ -72,10 +72,46 @@ DeviceGroupOptions options_of(const std::string& group, PeerRoute::Kind kind,
 }  // namespace
 
 PeerRoute::PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
-                     c10::Device device, Kind kind, Milliseconds timeout)
+                     c10::Device device, Kind kind, Milliseconds timeout, TraceOwner owner)
     : device_(device),
       group_(std::move(store), rank, size, device.is_cuda() ? device.index() : -1,
-             options_of(group, kind, timeout)) {}
+             options_of(group, kind, timeout)),
+      trace_(Trace::make(std::move(owner), static_cast<size_t>(env().trace_size))) {
+  trace_->set_look([this] { look(); });
+}
+
+void PeerRoute::check() const {
+  try {
+    group_.check();
+  } catch (const Error& error) {
+    trace_->set_error(error.what());
+    throw;
+  }
+}
+
+void PeerRoute::set_last(OpTag tag, std::shared_ptr<c10::Event> event) {
+  look();
+  last_ = event;
+  const std::lock_guard<std::mutex> lock(under_way_mutex_);
+  tag.seq = ++seq_;
+  const uint64_t record = trace_->start(tag);
+  trace_->set_algo(record, "peers");
+  under_way_.push_back({record, std::move(event)});
+}
+
+void PeerRoute::look() {
+  const std::lock_guard<std::mutex> lock(under_way_mutex_);
+  if (under_way_.empty() || !under_way_.front().done->query()) return;
+  bool fine = true;
+  try {
+    check();
+  } catch (const Error&) {
+    fine = false;
+  }
+  for (; !under_way_.empty() && under_way_.front().done->query(); under_way_.pop_front()) {
+    trace_->end(under_way_.front().record, fine);
+  }
+}
 
 bool PeerRoute::can_code(Op op, const CodedArgs& args) const {
   try {
@@ -98,6 +134,7 @@ void PeerRoute::code(Op op, const CodedArgs& args,
 }
 
 PeerRoute::~PeerRoute() {
+  trace_->set_look(nullptr);
   const auto wait = [this](Milliseconds limit) {
     const Deadline deadline = Deadline::after(limit);
     for (Patience patience; !last_->query() && !deadline.expired();) patience.wait();
@@ -134,9 +171,11 @@ std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kin
   if (exchange(peer_host(device)).empty()) return nullptr;
   std::shared_ptr<PeerRoute> route;
   try {
-    const char* const name = kind == PeerRoute::Kind::exact ? "/peers" : "/coded";
+    const std::string name = kind == PeerRoute::Kind::exact ? "/peers" : "/coded";
+    TraceOwner owner = comm_.trace().owner();
+    owner.group += name + " on " + c10::Device(device).str();
     route = std::make_shared<PeerRoute>(store_, comm_.rank(), comm_.size(), group_ + name, device,
-                                        kind, comm_.timeout());
+                                        kind, comm_.timeout(), std::move(owner));
   } catch (const Error&) {  // no memory in common, though it is one host
   }
   return exchange(route ? "open" : "").empty() ? nullptr : route;
@@ -193,6 +232,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
     route->check();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     DeviceLane& lane = this->lane(used.at(0).device());
+    const OpTag tag = issued_tag(call, outputs, comm_.size());
     auto work = make_work<DeviceWork>(false, call, std::move(outputs), lane.deliver_stream(), true,
                                       device_options_.blocking_wait);
     work->set_check([route] { route->check(); });
@@ -204,7 +244,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
       op(*route);
     }
     work->delivered()->record(lane.deliver_stream());
-    route->set_last(work->delivered());
+    route->set_last(tag, work->delivered());
     work->promise();
     work->complete();
     work->stop();

@@ -1,8 +1,11 @@
 // Collectives on the tensors of accelerators that share a host: kernels read and write the peers'
 // memory, and nothing goes by way of the host. A part of _c10d.
 #pragma once
+#include <deque>
+
 #include "binding/c10d_device.h"
 #include "collectives/device_group.h"
+#include "core/trace.h"
 
 namespace pycomm::torch_binding {
 
@@ -18,9 +21,9 @@ class PeerRoute {
  public:
   /// What it is for: operations on data as they are, or with codecs.
   enum class Kind { exact, coded };
-  /// All ranks together. Throws Error if they share no memory.
+  /// All ranks together. Throws Error if they share no memory. `owner`: of the group's trace.
   PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
-            c10::Device device, Kind kind, Milliseconds timeout);
+            c10::Device device, Kind kind, Milliseconds timeout, TraceOwner owner);
   /// Lets what is queued end first.
   ~PeerRoute();
   PeerRoute(const PeerRoute&) = delete;
@@ -67,20 +70,32 @@ class PeerRoute {
   /// Calls op(group, stream) with the scratch memory of an operation with codecs.
   void code(Op op, const CodedArgs& args, const std::function<void(DeviceGroup&, Stream)>& call);
 
-  /// What is queued last.
-  void set_last(std::shared_ptr<c10::Event> event) { last_ = std::move(event); }
+  /// What is queued last: an operation that is done at an event. The trace shows it, as one of a
+  /// group of its own, whose numbers are those of this route.
+  void set_last(OpTag tag, std::shared_ptr<c10::Event> event);
   void set_timeout(Milliseconds timeout) { group_.set_timeout(timeout); }
   /// Throws what has failed so far.
-  void check() const { group_.check(); }
+  void check() const;
   void abort(const std::string& reason) noexcept { group_.abort(reason); }
 
  private:
+  /// Tells the trace what has ended.
+  void look();
+
   /// The current one. Kernels of the host run when it has come to them.
   Stream stream() const;
 
   const c10::Device device_;
   DeviceGroup group_;
   std::shared_ptr<c10::Event> last_;
+  const std::shared_ptr<Trace> trace_;
+  struct UnderWay {
+    uint64_t record;
+    std::shared_ptr<c10::Event> done;
+  };
+  std::mutex under_way_mutex_;
+  std::deque<UnderWay> under_way_;
+  uint64_t seq_ = 0;
 };
 
 }  // namespace pycomm::torch_binding

@@ -103,7 +103,16 @@ std::string Trace::error() const {
   return error_;
 }
 
+void Trace::set_look(std::function<void()> look) {
+  const std::lock_guard<std::mutex> lock(look_mutex_);
+  look_ = std::move(look);
+}
+
 std::vector<OpRecord> Trace::read() const {
+  {
+    const std::lock_guard<std::mutex> lock(look_mutex_);
+    if (look_) look_();
+  }
   std::vector<OpRecord> records;
   if (!slots_) return records;
   const uint64_t last = count_.load(std::memory_order_acquire);

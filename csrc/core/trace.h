@@ -5,6 +5,7 @@
 #pragma once
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -77,6 +78,9 @@ class PYCOMM_API Trace {
 
   /// From the oldest to the newest.
   std::vector<OpRecord> read() const;
+  /// Called before each read(), by its thread: for who learns of an end only by looking. Null: no
+  /// more; none runs when this returns.
+  void set_look(std::function<void()> look);
 
  private:
   static constexpr size_t kTagWords = sizeof(OpTag) / 8;
@@ -133,6 +137,8 @@ class PYCOMM_API Trace {
   alignas(128) std::atomic<uint64_t> count_{0};
   mutable std::mutex error_mutex_;
   std::string error_;
+  mutable std::mutex look_mutex_;
+  std::function<void()> look_;
 };
 
 }  // namespace pycomm

@@ -29,8 +29,8 @@ from device_checks import (
 from parity import equal
 from torch_pool import Pool
 
-import pycomm
-from pycomm import backend
+import pycomm.trace
+from pycomm import _C, backend
 from pycomm.errors import Error, Timeout
 from pycomm.feedback import Feedback, Residuals
 from pycomm.hooks.bucket import Bucket
@@ -218,6 +218,31 @@ def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes, way):
 def test_compressed_collectives_among_peers_have_the_bits_of_the_cpu(fakes, dtype):
     want = run_on(fakes, check_compressed_collectives, "peers", "cpu", dtype=dtype)
     assert equal(run_on(fakes, check_compressed_collectives, "peers", dtype=dtype), want)
+
+
+def check_trace(rank: int, ranks: int) -> None:
+    x = slow(rank, FAKE, 200)
+    for _ in range(2):
+        dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    x.cpu()
+    (trace,) = [t for t in _C.traces() if t["group"].endswith(f"/peers on {x.device}")]
+    assert trace["global_ranks"] == list(range(ranks))
+    records = trace["records"]
+    assert [(r["seq"], r["op"]) for r in records] == [
+        (1, "all_reduce"),
+        (2, "all_reduce"),
+        (3, "broadcast"),
+    ]
+    assert {(r["state"], r["algo"], r["dtype"]) for r in records} == {
+        ("completed", "peers", "float32")
+    }
+    entries = pycomm.trace.collect()[rank]["entries"]
+    assert len([e for e in entries if e["process_group"][0] == trace["group"]]) == 3
+
+
+def test_operations_among_peers_are_in_the_trace(fakes):
+    run(fakes, check_trace, "peers")
 
 
 def check_refused(rank: int, ranks: int) -> None:
