@@ -200,22 +200,22 @@ def test_flood_of_connections_does_not_stall_a_set_up(rank_0):
 
 
 @pytest.mark.parametrize(
-    ("first", "secret", "verdict"),
+    ("change", "secret", "verdict"),
     [
-        (hello(), b"another", WRONG_SECRET),
-        (hello(version=1), SECRET, WRONG_VERSION),
-        (hello(size=3), SECRET, WRONG_SHAPE),
-        (hello(sockets=2), SECRET, WRONG_SHAPE),
-        (hello(rank=0), SECRET, WRONG_SHAPE),
-        (hello(rank=2), SECRET, WRONG_SHAPE),
-        (hello(target=1), SECRET, WRONG_SHAPE),
-        (hello(lane=2), SECRET, WRONG_SHAPE),
-        (hello(socket=1), SECRET, WRONG_SHAPE),
+        ({}, b"another", WRONG_SECRET),
+        ({"version": 1}, SECRET, WRONG_VERSION),
+        ({"size": 3}, SECRET, WRONG_SHAPE),
+        ({"sockets": 2}, SECRET, WRONG_SHAPE),
+        ({"rank": 0}, SECRET, WRONG_SHAPE),
+        ({"rank": 2}, SECRET, WRONG_SHAPE),
+        ({"target": 1}, SECRET, WRONG_SHAPE),
+        ({"lane": 2}, SECRET, WRONG_SHAPE),
+        ({"socket": 1}, SECRET, WRONG_SHAPE),
     ],
 )
-def test_refusal_says_why(rank_0, first, secret, verdict):
+def test_refusal_says_why(rank_0, change, secret, verdict):
     rank_0.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
-    connection, got, body = join(rank_0.address, first, secret)
+    connection, got, body = join(rank_0.address, hello(**change), secret)
     assert got == verdict
     assert body == bytes(32) or verdict == WRONG_VERSION, "a refusal proves nothing"
     assert connection.recv(1) == b""
