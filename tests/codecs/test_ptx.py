@@ -102,7 +102,7 @@ def triton_folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("call", CALLS)
 def test_triton_kernels_are_exact(triton_folder, arch, call):
     compiled = sorted(triton_folder.glob(f"{arch}-*-{call}*.ptx"))
-    assert len([file for file in compiled if file.stem.endswith(f"-{call}")]) == 28
+    assert len([file for file in compiled if file.stem.endswith(f"-{call}")]) == 25
     for file in compiled:
         ptx = file.read_text()
         assert inexact(ptx) == [], file.name

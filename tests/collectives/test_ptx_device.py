@@ -18,7 +18,6 @@ pytestmark = pytest.mark.timeout(600)
 # The number of kernels, and for which GPUs: the build compiles all for all, and it takes minutes.
 SOURCES = {
     "move": (2, (80, 90, 100)),
-    "divide": (1, (80, 90, 100)),
     "reduce_float": (4, (90, 100)),
     "reduce_small_float": (4, (80,)),
     "reduce_integer": (8, (90,)),
@@ -89,6 +88,5 @@ def test_what_peers_write_is_ordered_and_never_taken_from_a_cache_of_constants(c
     for text in ptx(compiled, name):
         words = instructions(text)
         assert not [word for word in words if word.startswith("ld.global.nc")]
-        if name != "divide":
-            assert "ld.acquire.sys.global.u64" in words
-            assert "st.release.sys.global.u64" in words
+        assert "ld.acquire.sys.global.u64" in words
+        assert "st.release.sys.global.u64" in words

@@ -94,7 +94,9 @@ def test_all_connections_cut_between_calls():
             c.all_reduce(x)
             assert (x == 2 * seq).all()
             c.barrier()
-            if c.rank == 0:
+            if (
+                c.rank == 0 and seq < 19
+            ):  # what is on its way to a rank when the other leaves is lost
                 network.cut()
         return True
 
