@@ -206,7 +206,7 @@ class Transport:
         interface: str = "",
         link: float = 0.0,
         secret: str = "",
-        checks_payload: _bool = True,
+        checksum: str = "auto",
     ) -> None: ...
     @property
     def name(self) -> str: ...

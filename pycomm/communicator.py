@@ -41,7 +41,8 @@ class Communicator:
             (ranks are threads of this process).
         algo: "auto", or the algorithm of the operations that have it (``docs/algorithms.md``).
         sockets: TCP sockets per peer.
-        checksum: what TCP frames are checked by: "payload" (and header), or "header" alone.
+        checksum: what TCP frames are checked by: "payload" (and header), "header" alone, or
+            "auto": payloads too, unless they stay on the host.
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
         segment_bytes: for tests: pieces in which channels pipeline.

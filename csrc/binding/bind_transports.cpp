@@ -46,12 +46,10 @@ struct OwnedTransport {
   }
 };
 
-std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
-                                               std::shared_ptr<Store> store,
-                                               const std::string& group, int rank, int size,
-                                               double timeout, int sockets,
-                                               const std::string& interface, double link,
-                                               const std::string& secret, bool checks_payload) {
+std::unique_ptr<OwnedTransport> make_transport(
+    const std::string& kind, std::shared_ptr<Store> store, const std::string& group, int rank,
+    int size, double timeout, int sockets, const std::string& interface, double link,
+    const std::string& secret, const std::string& checksum) {
   py::gil_scoped_release release;
   const Rendezvous meeting{std::move(store), group, rank, size, after_seconds(timeout)};
   auto owned = std::make_unique<OwnedTransport>();
@@ -63,8 +61,8 @@ std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
       throw Error("shm: rank " + std::to_string(rank) + " shares memory with no other rank");
     }
   } else if (kind == "tcp") {
-    owned->transport =
-        make_tcp(meeting, all_ranks(meeting), {sockets, interface, link, secret, checks_payload});
+    owned->transport = make_tcp(meeting, all_ranks(meeting),
+                                {sockets, interface, link, secret, payload_check(checksum)});
   } else {
     throw Error("no transport is called \"" + kind + "\": want local, shm or tcp");
   }
@@ -179,7 +177,7 @@ void bind_transports(py::module_& m) {
       .def(py::init(&make_transport), py::arg("kind"), py::arg("store"), py::arg("group"),
            py::arg("rank"), py::arg("size"), py::kw_only(), py::arg("timeout") = 300.0,
            py::arg("sockets") = 2, py::arg("interface") = "", py::arg("link") = 0.0,
-           py::arg("secret") = "", py::arg("checks_payload") = true)
+           py::arg("secret") = "", py::arg("checksum") = "auto")
       .def_property_readonly("name", [](const OwnedTransport& t) { return (*t).name(); })
       .def_property_readonly("sent_bytes",
                              [](const OwnedTransport& t) { return (*t).sent_bytes(); })

@@ -28,7 +28,7 @@ struct CommunicatorOptions {
   std::string transport = env().transport;  ///< "auto", "shm", "tcp" or "local" (threads)
   std::string algo = env().algo;            ///< one of kAlgoNames
   int sockets = env().sockets;
-  std::string checksum = env().checksum;  ///< "payload" or "header"
+  std::string checksum = env().checksum;  ///< "auto", "payload" or "header"
   std::string interface = env().interface;
   double link_bytes_per_second = env().link_bytes_per_second;
   std::string secret = env().secret;

@@ -120,7 +120,7 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
     tcp.interface = options.interface;
     tcp.link_bytes_per_second = options.link_bytes_per_second;
     tcp.secret = options.secret;
-    tcp.checks_payload = options.checksum == "payload";
+    tcp.checks = payload_check(options.checksum);
     tcp.standing = standing_;
     add(make_tcp(meeting, unreached(), tcp));
   }

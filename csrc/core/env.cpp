@@ -77,7 +77,7 @@ Env read_env() {
   env.timeout = read_seconds("PYCOMM_TIMEOUT", env.timeout);
   env.secret = read("PYCOMM_SECRET");
   env.checksum =
-      read_word("PYCOMM_CHECKSUM", std::initializer_list<const char*>{"payload", "header"});
+      read_word("PYCOMM_CHECKSUM", std::initializer_list<const char*>{"auto", "payload", "header"});
   env.spin = read_int("PYCOMM_SPIN", env.spin, -1, 1000000000);
   env.trace = read("PYCOMM_TRACE");
   env.trace_size = read_int("PYCOMM_TRACE_SIZE", env.trace_size, 0, 1000000);

@@ -37,9 +37,10 @@ struct Env {
   /// PYCOMM_SECRET: secret of the handshake; empty: each rank makes one for those who connect to it
   /// and shares it by the store.
   std::string secret;
-  /// PYCOMM_CHECKSUM: what TCP frames are checked by: "payload" (CRC-32C over header and payload)
-  /// or "header". What is sent says which; ranks need not agree.
-  std::string checksum = "payload";
+  /// PYCOMM_CHECKSUM: what TCP frames are checked by: "payload" (CRC-32C over header and payload),
+  /// "header", or "auto": payloads too, unless they stay on the host, where nothing but memory
+  /// carries them. What is sent says which; ranks need not agree.
+  std::string checksum = "auto";
   /// PYCOMM_SPIN: how often a wait on shared memory looks before it yields; -1: chosen by cores.
   int spin = -1;
   /// PYCOMM_TRACE: folder into which every rank writes its recent operations when the group fails;

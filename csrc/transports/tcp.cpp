@@ -17,14 +17,21 @@ namespace {
 // How long a leaving rank waits for its last bytes to be acknowledged.
 constexpr auto kLinger = Milliseconds(2000);
 
+bool all_loopback(const std::vector<Interface>& interfaces) {
+  return std::all_of(interfaces.begin(), interfaces.end(),
+                     [](const Interface& interface) { return interface.address.is_loopback(); });
+}
+
 class TcpTransport final : public Transport {
  public:
   TcpTransport(const Rendezvous& meeting, const std::vector<int>& peers, const TcpOptions& options)
       : peers_(peers),
-        checks_payload_(options.checks_payload),
         pacer_(options.link_bytes_per_second),
         control_(meeting.rank, options.standing),
         connector_(meeting, meet(meeting, peers, options)),
+        checks_payload_(options.checks == PayloadCheck::all ||
+                        (options.checks == PayloadCheck::leaving_host &&
+                         !all_loopback(connector_.mesh().interfaces))),
         channels_(static_cast<size_t>(meeting.size)) {
     connector_.connect_all(control_);
     control_.on_ask([this](int rank, int lane) { connector_.open(rank, lane); });
@@ -137,16 +144,23 @@ class TcpTransport final : public Transport {
   }
 
   const std::vector<int> peers_;
-  const bool checks_payload_;
   Pacer pacer_;
   Control control_;
   std::array<std::unique_ptr<Poller>, kLanes> pollers_;
   Connector connector_;  // its thread uses those above
+  const bool checks_payload_;
   std::vector<std::array<std::unique_ptr<TcpChannel>, kLanes>> channels_;  // by rank
 };
 
 }  // namespace
 }  // namespace tcp
+
+PayloadCheck payload_check(const std::string& word) {
+  if (word == "auto") return PayloadCheck::leaving_host;
+  if (word == "payload") return PayloadCheck::all;
+  if (word == "header") return PayloadCheck::none;
+  throw Error("checksum \"" + word + "\": want auto, payload or header");
+}
 
 std::unique_ptr<Transport> make_tcp(const Rendezvous& meeting, const std::vector<int>& ranks,
                                     const TcpOptions& options) {

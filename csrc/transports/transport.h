@@ -104,12 +104,17 @@ class Transport {
   virtual std::string describe() const = 0;
 };
 
+/// Which payloads TCP sends with a checksum; headers always have one.
+enum class PayloadCheck : uint8_t { leaving_host, all, none };
+/// Of "auto", "payload" and "header", as env().checksum has them; throws Error for other words.
+PYCOMM_API PayloadCheck payload_check(const std::string& word);
+
 struct TcpOptions {
   int sockets = 2;
   std::string interface;
   double link_bytes_per_second = 0;
   std::string secret;
-  bool checks_payload = true;                ///< of what we send; headers always are checked
+  PayloadCheck checks = PayloadCheck::leaving_host;
   const SharedStanding* standing = nullptr;  ///< ours, for peers that ask
 };
 

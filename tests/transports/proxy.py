@@ -25,7 +25,8 @@ class Proxy:
         self.target = address
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
-        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        # Two ends, and the threads that forward between them.
+        self.pairs: list[tuple[socket.socket, socket.socket, list[threading.Thread]]] = []
         self.lock = threading.Lock()
         self.accepted = 0
         self.silent = False  # take connections, and forward nothing
@@ -39,7 +40,7 @@ class Proxy:
                 self.accepted += 1
                 if self.silent:
                     with self.lock:
-                        self.pairs.append((client, client))
+                        self.pairs.append((client, client, []))
                     continue
                 try:
                     server = socket.create_connection(self.target)
@@ -49,10 +50,12 @@ class Proxy:
                     return
                 for each in (client, server):
                     each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                ways = ((client, server), (server, client))
+                pumps = [threading.Thread(target=self._pump, args=w, daemon=True) for w in ways]
+                for pump in pumps:
+                    pump.start()
                 with self.lock:
-                    self.pairs.append((client, server))
-                for ends in ((client, server), (server, client)):
-                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+                    self.pairs.append((client, server, pumps))
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         left = max(0, self.limit)
@@ -84,9 +87,11 @@ class Proxy:
                 chosen = [chosen[chance.randrange(len(chosen))]]
             for pair in chosen:
                 self.pairs.remove(pair)
-        for pair in chosen:
-            for end in pair:
+        for *ends, pumps in chosen:
+            for end in ends:
                 self._reset(end)
+            for pump in pumps:  # a socket that somebody reads is reset when that call has ended
+                pump.join(0.1)  # or when it can send no more
         return len(chosen)
 
     def close(self) -> None:

@@ -95,7 +95,8 @@ def frame(
 class RankZero:
     """Rank 0 of two, whose other rank is played by the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options) -> None:
+        self.options = dict(timeout=SECONDS, sockets=1, secret=SECRET.decode()) | options
         self.store = _C.Store.local()
         self.transport = None
         self.error: BaseException | None = None
@@ -109,9 +110,7 @@ class RankZero:
 
     def set_up(self) -> None:
         try:
-            self.transport = _C.Transport(
-                "tcp", self.store, GROUP, 0, 2, timeout=SECONDS, sockets=1, secret=SECRET.decode()
-            )
+            self.transport = _C.Transport("tcp", self.store, GROUP, 0, 2, **self.options)
         except BaseException as error:
             self.error = error
 
@@ -395,8 +394,32 @@ def test_sender_says_what_is_checked(checked):
     def body(me):
         return me.exchange({1 - me.rank: pattern(3 * MIB, me.rank)}, tag())
 
-    got = threads(2, body, options=lambda rank: {"checks_payload": checked or rank == 0})
+    got = threads(
+        2, body, options=lambda rank: {"checksum": "payload" if checked or rank == 0 else "header"}
+    )
     assert got == [{1: pattern(3 * MIB, 1)}, {0: pattern(3 * MIB, 0)}]
+
+
+def test_unknown_checksums_are_refused():
+    with pytest.raises(pycomm.errors.Error, match="want auto, payload or header"):
+        _C.Transport("tcp", _C.Store.local(), GROUP, 0, 2, checksum="md5")
+
+
+OUTER = next((ip for name, ip in _C.interfaces() if name != "lo" and ":" not in ip), None)
+
+
+@pytest.mark.parametrize(
+    ("checksum", "interface", "checks"),
+    [("auto", "lo", 0), ("payload", "lo", 1), ("header", "lo", 0)]
+    + [("auto", OUTER, 1), ("header", OUTER, 0)] * (OUTER is not None),
+)
+def test_payloads_that_leave_the_host_are_checked(checksum, interface, checks):
+    rank_0 = RankZero(checksum=checksum, interface=interface)
+    connections = rank_0.come()
+    me = Rank(0, 2, rank_0.transport)
+    me.wait(me.send(1, b"payload", tag()))
+    assert HEADER.unpack(read_exactly(connections[0], HEADER.size))[10] == checks
+    rank_0.transport.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
