@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -20,6 +21,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from pycomm.env import given
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -83,11 +86,13 @@ class Origin:
 
     @classmethod
     def here(cls, command: str) -> Origin:
+        """Of this process; variables of ours that are set stand before the command."""
         from pycomm import _C
 
+        ours = {k: v for k, v in given().items() if k != "PYCOMM_SECRET"}
         return cls(
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=command,
+            command=" ".join([*(f"{k}={shlex.quote(v)}" for k, v in ours.items()), command]),
             commit=_commit(),
             device=_cpu_model(),
             cores=len(os.sched_getaffinity(0)),

@@ -129,3 +129,10 @@ def test_quiet_reports_keep_rows(capsys):
     report.add(ROW)
     assert report.rows == [ROW]
     assert capsys.readouterr().out == ""
+
+
+def test_rows_name_the_variables_that_were_set_but_no_secret(monkeypatch):
+    monkeypatch.setenv("PYCOMM_SECRET", "told to nobody")
+    monkeypatch.setenv("PYCOMM_CHECKSUM", "header")
+    command = Origin.here("python -m pycomm.bench codecs").command
+    assert command == "PYCOMM_CHECKSUM=header python -m pycomm.bench codecs"
