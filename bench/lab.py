@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from pycomm.bench import keeper
+from pycomm.bench import awake, keeper
 from pycomm.bench.rates import UNLIMITED
 
 Rank = subprocess.Popen[bytes]
@@ -46,6 +46,7 @@ class Lab(ABC):
     def __init__(self, nodes: int, rate: str) -> None:
         self.nodes, self.rate = nodes, rate
         self._ranks: list[Rank] = []
+        self._awake: Rank | None = None
 
     @abstractmethod
     def wrap(self, node: int) -> list[str]:
@@ -100,12 +101,19 @@ class Lab(ABC):
         stderr: IO[bytes] | int | None = None,
     ) -> Rank:
         """Starts a command on a node, which ends with this process and with the lab."""
+        self._stay_awake()
         keep = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid())]
         rank = subprocess.Popen(
             [*self.wrap(node), *keep, *command], env=env, stdout=stdout, stderr=stderr
         )
         self._ranks.append(rank)
         return rank
+
+    def _stay_awake(self) -> None:
+        """Lets no processor sleep from now on until ranks are stopped."""
+        if self._awake is None:
+            command = [sys.executable, "-I", "-S", awake.__file__, str(os.getpid())]
+            self._awake = subprocess.Popen(command)
 
     def stop(self) -> None:
         """Ends every rank that still runs, and all that it has started: politely, then for sure."""
@@ -117,6 +125,10 @@ class Lab(ABC):
             while any(rank.poll() is None for rank in running) and time.monotonic() < deadline:
                 time.sleep(0.01)
         self._ranks = []
+        if self._awake is not None:
+            self._awake.kill()
+            self._awake.wait()
+            self._awake = None
 
     def close(self) -> None:
         """Ends the ranks and takes the nodes down."""
