@@ -2,7 +2,7 @@
 
     python -m pycomm.bench.validate_plan --rate 1gbit --ranks 4 --csv bench/results/plan-cpu.csv
 
-For each link rate one `plan probe` of two ranks calibrates; then all-reduces without and with
+For each link rate one `plan probe` of eight ranks calibrates; then all-reduces without and with
 codecs, and the demo's training steps, of 2, 4 and 8 ranks in network namespaces. Predictions know
 the probe, and for steps what a rank takes alone, and nothing else. The last lines have the median
 and the worst error, and how often the codec predicted to be fastest was that, or within 10 % of it;
@@ -32,6 +32,7 @@ from pycomm.plan.algorithms import Size
 
 CODECS = ("none", "int8", "int4", "topk:0.01")
 MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # what is promised
+PROBED = 8  # ranks of a probe: two show a link, more what it is to share cores
 STEPS = ("none", "int8", "int4", "topk:0.01")
 
 
@@ -89,10 +90,10 @@ def ask(lab: netlab.Lab, **what: Any) -> list[dict[str, Any]]:
 
 
 def probe(rate: str, path: Path) -> Probe:
-    """One probe of two ranks on links of a rate."""
-    with netlab.Netlab(2, rate) as lab, tempfile.TemporaryDirectory() as folder:
+    """One probe on links of a rate."""
+    with netlab.Netlab(PROBED, rate) as lab, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)]
-        run_ranks(lab, 2, [*command, "--store", f"{folder}/store"])
+        run_ranks(lab, PROBED, [*command, "--store", f"{folder}/store"])
     return Probe.read(path)
 
 

@@ -5,11 +5,28 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pycomm.plan.cluster import LINKS, Cluster, Link, Processor, Rates
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """More ranks than cores of a machine, which talk over links of their own."""
+
+    ranks: int
+    byte: float
+    """seconds of a core to send and to receive one byte"""
+    delay: float
+    """seconds by which a message is later than on a core of one's own"""
+
+    def toward(self, other: Crowd, ranks: int) -> Crowd:
+        """A number of ranks between the two, or beyond."""
+        share = (ranks - self.ranks) / (other.ranks - self.ranks)
+        byte = self.byte + share * (other.byte - self.byte)
+        return Crowd(ranks, byte, self.delay + share * (other.delay - self.delay))
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,8 @@ class Probe:
     machines: int
     """that the ranks ran on; nodes may share one"""
     nodes: int
+    crowds: tuple[Crowd, ...] = ()
+    """of more and more ranks"""
     device: str = ""
 
     @classmethod
@@ -51,6 +70,7 @@ class Probe:
             for name in ("codecs", "far_codecs"):
                 found[name] = {codec: Rates(**rates) for codec, rates in found[name].items()}
             found["span"] = tuple(found["span"])
+            found["crowds"] = tuple(Crowd(**crowd) for crowd in found.get("crowds", ()))
             return cls(**found)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} was not written by `plan probe`: {error}") from None
@@ -61,13 +81,25 @@ class Probe:
     def record(self) -> dict[str, Any]:
         return asdict(self)
 
+    def crowded(self, crowd: Crowd) -> Probe:
+        """With one more of them, larger than those before."""
+        return replace(self, crowds=(*self.crowds, crowd))
+
+    def _crowd(self, ranks: int) -> Crowd | None:
+        """As many ranks of one machine with links of their own; None: each has a core."""
+        if self.inter is None or not self.crowds or ranks <= self.cores:
+            return None
+        known = [Crowd(self.cores, self.inter.byte, 0.0), *self.crowds]
+        place = next((i for i, c in enumerate(known) if c.ranks >= ranks), len(known) - 1)
+        return known[place - 1].toward(known[place], ranks)
+
     def cluster(
         self, ranks: int, ranks_per_node: int = 1, *, compute_on_cores: bool = False
     ) -> Cluster:
         """More or fewer ranks of the same kind.
 
         Where all nodes of the probe shared one machine, as network namespaces do, those of the
-        plan share it, too: more ranks then have fewer cores each.
+        plan share it, too: more ranks then have fewer cores each, and wait for them.
         """
         ranks_per_machine = ranks_per_node
         if self.machines < self.nodes:
@@ -78,6 +110,9 @@ class Probe:
         inter = self.inter or self.intra
         intra = self.intra or LINKS["shm"]
         assert inter is not None
+        crowd = self._crowd(ranks_per_machine) if ranks_per_machine > ranks_per_node else None
+        if crowd:
+            inter = replace(inter, byte=crowd.byte, latency=inter.latency + crowd.delay)
         return Cluster(
             ranks=ranks,
             ranks_per_node=ranks_per_node,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from pycomm.plan import CODINGS, Probe
 from pycomm.plan.__main__ import main
+from pycomm.plan.probed import Crowd
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,34 @@ def test_nodes_on_one_machine_share_its_cores(probed):
     found = Probe.read(probed[0])
     assert found.cluster(8).cores == found.cores / 8
     assert found.cluster(8).machine == 8
+
+
+def test_ranks_without_a_core_pay_more_for_a_byte_and_wait(probed):
+    found = replace(Probe.read(probed[0]), cores=2)
+    alone = found.inter
+    crowds = (Crowd(4, 2 * alone.byte, 1e-3), Crowd(8, 4 * alone.byte, 3e-3))
+    found = found.crowded(crowds[0]).crowded(crowds[1])
+    links = {ranks: found.cluster(ranks).inter for ranks in (2, 4, 6, 8)}
+    late = {ranks: link.latency - alone.latency for ranks, link in links.items()}
+    more = {ranks: link.byte / alone.byte for ranks, link in links.items()}
+    assert late == pytest.approx({2: 0, 4: 1e-3, 6: 2e-3, 8: 3e-3})
+    assert more == pytest.approx({2: 1, 4: 2, 6: 3, 8: 4})
+    assert found.cluster(8, 8).inter == alone  # they share a node's link
+
+
+def test_more_ranks_than_cores_are_probed(tmp_path):
+    path, two = tmp_path / "probe.json", sorted(os.sched_getaffinity(0))[:2]
+    words = ["probe", "--effort", "0.02", "--ranks", "4", "--out", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pycomm.plan", *words],
+        env={"PYCOMM_TRANSPORT": "tcp", "PATH": ""},
+        preexec_fn=lambda: os.sched_setaffinity(0, two),
+    )
+    assert done.returncode == 0
+    found = Probe.read(path)
+    assert found.cores == len(two)
+    assert found.crowds[-1].ranks == 4
+    assert found.crowds[-1].byte >= found.inter.byte
 
 
 def test_the_planner_takes_it(probed, capsys):
