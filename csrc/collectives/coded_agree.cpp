@@ -22,7 +22,9 @@ void Agreed::agree(Exchange& ex) {
   if (count() == 0) return;
   numbers_.resize(count());
   place_ = numbers_.data();
+  const uint64_t since = ticks();
   measure({}, ex.feedback_scratch());
+  ex.spent().coded += ticks() - since;
   dispatch::all_reduce(ex, Algo::direct, numbers(), count(), {DType::float32, ReduceOp::max});
 }
 

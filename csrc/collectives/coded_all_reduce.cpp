@@ -34,7 +34,7 @@ class AllReduce {
         owned_(args.pieces, pick(args, values, false), n_, coded_segment(ex.segment_bytes())),
         shown_(args.pieces, pick(args, values, true), 1, coded_segment(ex.segment_bytes())),
         agreed_(args, values, args.data.size),
-        coder_(args, &agreed_, me_, n_, ex.feedback_scratch()),
+        coder_(args, &agreed_, me_, n_, ex.feedback_scratch(), {}, Packing::close, &ex.spent()),
         landing_(args, args.data.data, divisor, ex.feedback_scratch(), &found_inf_),
         outbox_(ex),
         decoded_(n_, 0) {

@@ -72,6 +72,7 @@ RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
 }
 
 size_t Coder::encode(Hop hop, Span<const Run> runs, Floats values, uint8_t* out, size_t row) const {
+  const Timed timed(spent_);
   uint8_t* const begin = out;
   float* packed = values.data;
   std::vector<float> measured;
@@ -102,6 +103,7 @@ size_t Coder::encode(Hop hop, Span<const Run> runs, Floats values, uint8_t* out,
 
 void Coder::decode(Span<const Run> runs, Span<const uint8_t> payload, Floats values, bool add,
                    int sender) const {
+  const Timed timed(spent_);
   const uint8_t* in = payload.data;
   float* packed = values.data;
   for (const Run& run : runs) {

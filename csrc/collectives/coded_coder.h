@@ -3,6 +3,7 @@
 #pragma once
 #include "codecs/convert.h"
 #include "collectives/coded_layout.h"
+#include "core/spent.h"
 
 namespace pycomm::coded {
 
@@ -56,15 +57,18 @@ void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const floa
 class Coder {
  public:
   /// `rank` of `ranks` encode the same values. `agreed` null: each is alone with its values.
+  /// `spent` gets the time that it takes; null where that is not the host's.
   Coder(const CodedArgs& args, const Agreed* agreed, int rank, int ranks,
-        feedback::Scratch& scratch, Stream stream = {}, Packing packing = Packing::close)
+        feedback::Scratch& scratch, Stream stream = {}, Packing packing = Packing::close,
+        Spent* spent = nullptr)
       : args_(args),
         agreed_(agreed),
         rank_(rank),
         ranks_(ranks),
         scratch_(scratch),
         stream_(stream),
-        packing_(packing) {}
+        packing_(packing),
+        spent_(spent) {}
 
   /// Returns the bytes of all payloads.
   size_t encode(Hop hop, Span<const Run> runs, Floats values, uint8_t* out, size_t row = 0) const;
@@ -73,6 +77,20 @@ class Coder {
               int sender) const;
 
  private:
+  /// Adds the time until it goes to what is spent, if somebody wants to know.
+  class Timed {
+   public:
+    explicit Timed(Spent* spent) : spent_(spent), since_(spent ? ticks() : 0) {}
+    ~Timed() {
+      if (spent_) spent_->coded += ticks() - since_;
+    }
+    Timed(const Timed&) = delete;
+
+   private:
+    Spent* spent_;
+    uint64_t since_;
+  };
+
   RandomKey key(Hop hop, const Piece& piece, size_t row) const;
 
   const CodedArgs& args_;
@@ -81,6 +99,7 @@ class Coder {
   feedback::Scratch& scratch_;
   Stream stream_;
   Packing packing_;
+  Spent* spent_;
 };
 
 /// Of a float32 result: adds what EF21 keeps of the steps before, and keeps the sum.

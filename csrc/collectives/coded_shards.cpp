@@ -35,7 +35,7 @@ bool reduce_scatter(Exchange& ex, const CodedArgs& args, void* out) {
   agreed.agree(ex);
   ex.note_algo("one_shot");
   const Layout layout = row_layout(ex, args);
-  const Coder coder(args, &agreed, me, n, ex.feedback_scratch());
+  const Coder coder(args, &agreed, me, n, ex.feedback_scratch(), {}, Packing::close, &ex.spent());
   const size_t each = layout.bytes(), count = layout.count(0);
 
   // What we send to each owner, then what each rank sends to us.
@@ -88,7 +88,7 @@ bool all_gather(Exchange& ex, const CodedArgs& args, void* out) {
   const int n = ex.size(), me = ex.rank();
   const size_t row = row_numel(args);
   const Layout layout = row_layout(ex, args);
-  const Coder coder(args, nullptr, me, n, ex.feedback_scratch());
+  const Coder coder(args, nullptr, me, n, ex.feedback_scratch(), {}, Packing::close, &ex.spent());
   const size_t each = layout.bytes(), count = layout.count(0);
   uint8_t* const payloads = ex.scratch(n * each);
   const auto place = [&](int r, size_t s) { return payloads + r * each + layout.at(0, s).payload; };

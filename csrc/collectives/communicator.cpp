@@ -97,7 +97,9 @@ class Communicator::Impl {
         mesh_(meeting(std::move(store), rank, size, options_), options_, failure_),
         trace_(make_trace(rank, size, options_)),
         point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, *trace_,
-                                                       [this] { over(Lane::point_to_point); })) {}
+                                                       [this] { over(Lane::point_to_point); })) {
+    if (Window* window = mesh_.node_window()) window->note_waits(&spent_);
+  }
 
   ~Impl() { point_to_point_->close(); }
 
@@ -130,6 +132,7 @@ class Communicator::Impl {
     tag.seq = ++seq_;
     recording_ = trace_->start(tag, issued_);
     issued_ = 0;
+    spent_ = {};
     trace_->set_algo(recording_, "window");  // over channels the algorithms say more
     try {
       body(Deadline::on_demand(timeout.count() > 0 ? timeout : this->timeout()));
@@ -137,7 +140,7 @@ class Communicator::Impl {
       trace_->end(recording_, false);
       over(Lane::collective);
     }
-    trace_->end(recording_);
+    trace_->end(recording_, tag, spent_);
   }
 
   /// In a body: what this rank sends and gets in an all_to_all, for the trace.
@@ -153,9 +156,11 @@ class Communicator::Impl {
   template <typename Body>
   void exchange(OpTag& tag, Milliseconds timeout, const Body& body) {
     run(tag, timeout, [&](const Deadline& deadline) {
-      Exchange ex(mesh_, scratch_, tag, deadline, options_.segment_bytes, {*trace_, recording_});
+      Exchange ex(mesh_, scratch_, tag, deadline, options_.segment_bytes,
+                  {*trace_, recording_, spent_});
       body(ex);
       mesh_.standing().end(tag);
+      mesh_.note_links(*trace_);
     });
   }
 
@@ -244,6 +249,7 @@ class Communicator::Impl {
   const std::shared_ptr<Trace> trace_;
   // Numbers in the trace: of the running collective, and of the one that runs next if it is known.
   uint64_t recording_ = 0, issued_ = 0;
+  Spent spent_;  // of the running collective
   std::shared_ptr<PointToPoint> point_to_point_;
 };
 

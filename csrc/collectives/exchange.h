@@ -27,10 +27,11 @@ class Scratch {
   feedback::Scratch feedback_;
 };
 
-/// The record of a running operation in the group's trace.
+/// The record of a running operation in the group's trace, and what will be written there.
 struct Recording {
   Trace& trace;
   uint64_t id;
+  Spent& spent;
 };
 
 /// One collective's view of the mesh: what it posts carries its tag, and its waits have its
@@ -79,6 +80,9 @@ class Exchange {
   /// For the trace: the algorithm in a word.
   void note_algo(const char* algo) { recording_.trace.set_algo(recording_.id, algo); }
 
+  /// Where the time goes, for the trace.
+  Spent& spent() { return recording_.spent; }
+
   /// Everything comes from this rank, if by way of others. For the text of a Timeout.
   void set_source(int rank) { source_ = member(rank); }
 
@@ -106,10 +110,13 @@ class Exchange {
   /// Moves bytes until done() is true.
   template <typename Done>
   void wait_until(const Done& done) {
+    uint64_t quiet_since = 0;
     for (int quiet = 0; !done();) {
       if (mesh_.progress(Lane::collective)) {
+        if (quiet > 0) spent().wait_ended(quiet_since, mesh_.moved_last(Lane::collective));
         quiet = 0;
       } else {
+        if (quiet == 0) quiet_since = ticks();
         rest(quiet++);
       }
     }

@@ -22,6 +22,8 @@ constexpr std::chrono::microseconds kShortNap{50};
 constexpr int kNapDoublings = 4;
 // Looks between two searches for failures: one costs as much as several looks.
 constexpr int kLooksPerCheck = 64;
+// About a second, on whatever clock: one look costs a microsecond for each socket.
+constexpr uint64_t kTicksBetweenLinks = 2'000'000'000;
 // How long an error may wait for what other ranks are doing. Those that wait answer within a few
 // milliseconds; those that compute do not.
 constexpr Milliseconds kSurvey{200};
@@ -196,6 +198,7 @@ bool Mesh::progress(Lane lane, int peer) {
   const Link& l = link(lane, peer);
   if (!l.pending() || !l.channel->progress()) return false;
   naps_[static_cast<int>(lane)] = 0;
+  moved_last_[static_cast<int>(lane)] = peer;
   return true;
 }
 
@@ -251,6 +254,16 @@ void Mesh::pause(Lane lane, int quiet, const Deadline& deadline) {
     sched_yield();
   } else {
     idle(lane, std::min<std::chrono::microseconds>(kNap, deadline.left()));
+  }
+}
+
+void Mesh::note_links(Trace& trace) {
+  if (slowest_ != Medium::tcp) return;
+  const uint64_t now = ticks();
+  if (now - links_noted_ < kTicksBetweenLinks) return;
+  links_noted_ = now;
+  for (const int peer : opened_[static_cast<int>(Lane::collective)]) {
+    trace.note_link(peer, link(Lane::collective, peer).channel->use());
   }
 }
 

@@ -55,6 +55,8 @@ class Mesh {
   /// Moves what can be moved now on one channel, or on all that have something under way.
   bool progress(Lane lane, int peer);
   bool progress(Lane lane);
+  /// The last peer with which anything moved.
+  int moved_last(Lane lane) const { return moved_last_[static_cast<int>(lane)]; }
 
   /// One step of a wait in which nothing moved for the `quiet`th time: returns at once, then
   /// yields, then sleeps.
@@ -66,6 +68,9 @@ class Mesh {
   void check(Lane lane);
   /// Sleeps until a channel of the lane may have something to do.
   void idle(Lane lane, std::chrono::microseconds limit);
+
+  /// Notes in the trace what has gone to whom, if it has not done so for a while.
+  void note_links(Trace& trace);
 
   // What ranks do, for the texts of errors.
 
@@ -117,8 +122,10 @@ class Mesh {
   std::vector<Link> links_[kLanes];
   std::vector<int> opened_[kLanes];  ///< peers in order of first use
   int spins_ = 0, yields_ = 0;
-  int naps_[kLanes] = {};  ///< in a row on one transport while another was waited for as well
-  OpTag running_;          ///< the last collective over channels
+  int moved_last_[kLanes] = {};
+  int naps_[kLanes] = {};     ///< in a row on one transport while another was waited for as well
+  uint64_t links_noted_ = 0;  ///< ticks
+  OpTag running_;             ///< the last collective over channels
   SharedStanding own_standing_{};
   SharedStanding* standing_ = &own_standing_;
 };

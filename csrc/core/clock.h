@@ -28,6 +28,10 @@ class TickScale {
       const auto back = static_cast<double>(static_cast<int64_t>(last_.ticks - stamp));
       return epoch_ns_ - static_cast<int64_t>(back * ns_per_tick_);
     }
+    /// A length of time.
+    int64_t ns(uint64_t ticks) const {
+      return static_cast<int64_t>(static_cast<double>(ticks) * ns_per_tick_);
+    }
 
    private:
     friend class TickScale;

@@ -22,6 +22,7 @@ enum class Op : uint8_t {
   send,
   recv,
 };
+constexpr int kOps = static_cast<int>(Op::recv) + 1;
 
 /// One collective call, as all its ranks must agree on it. Plain bytes: it travels as it is.
 struct OpTag {

@@ -36,7 +36,8 @@ const char* name(OpState state) {
 
 void Trace::Release::operator()(Slot* slots) const { ::munmap(slots, size * sizeof(Slot)); }
 
-Trace::Trace(TraceOwner owner, size_t size) : owner_(std::move(owner)) {
+Trace::Trace(TraceOwner owner, size_t size)
+    : owner_(std::move(owner)), links_(new Link[owner_.global_ranks.size()]) {
   if (size == 0) return;
   size = power_of_two(size);
   // Zero pages: no record has the number 0, and what is never written costs nothing.
@@ -103,6 +104,31 @@ std::string Trace::error() const {
   return error_;
 }
 
+std::vector<OpTotals> Trace::totals() const {
+  const TickScale::Reading scale = scale_.read();
+  const auto ns = [&scale](const auto& sum) {
+    return scale.ns(sum.load(std::memory_order_relaxed));
+  };
+  std::vector<OpTotals> totals;
+  for (int op = 0; op < kOps; op++) {
+    const Totals& sums = totals_[op];
+    const uint64_t count = sums.count.load(std::memory_order_relaxed);
+    if (count == 0) continue;
+    totals.push_back({static_cast<Op>(op), count, sums.bytes.load(std::memory_order_relaxed),
+                      ns(sums.ticks), ns(sums.waited), ns(sums.coded)});
+  }
+  return totals;
+}
+
+std::vector<LinkUse> Trace::links() const {
+  std::vector<LinkUse> links;
+  for (size_t rank = 0; rank < owner_.global_ranks.size(); rank++) {
+    links.push_back({links_[rank].bytes.load(std::memory_order_relaxed),
+                     links_[rank].busy_us.load(std::memory_order_relaxed)});
+  }
+  return links;
+}
+
 void Trace::set_look(std::function<void()> look) {
   const std::lock_guard<std::mutex> lock(look_mutex_);
   look_ = std::move(look);
@@ -138,6 +164,11 @@ std::vector<OpRecord> Trace::read() const {
     record.started_ns = time(started);
     // The stamp lost its highest bit to make room; counts of the processor never reach it.
     record.ended_ns = time(ended >> 1);
+    const uint64_t spent = slot.spent.load(std::memory_order_relaxed);
+    record.waited_ns = scale.ns(unpack_time(spent >> kTimeBits));
+    record.coded_ns = scale.ns(unpack_time(spent));
+    const auto last = static_cast<int>(spent >> 2 * kTimeBits);
+    record.last = last == kNobody ? -1 : last;
     record.state = ended     ? (ended & 1 ? OpState::failed : OpState::completed)
                    : started ? OpState::started
                              : OpState::scheduled;

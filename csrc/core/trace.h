@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "core/clock.h"
 #include "core/op.h"
+#include "core/spent.h"
 
 namespace pycomm {
 
@@ -26,8 +26,19 @@ struct OpRecord {
   OpState state = OpState::scheduled;
   size_t sent = 0, received = 0;  ///< elements of this rank in an all_to_all
   const char* algo = "";
+  // Of a collective that is completed; see Spent.
+  int64_t waited_ns = 0, coded_ns = 0;
+  int last = -1;
   // Nanoseconds since the epoch; 0 for what has not happened.
   int64_t issued_ns = 0, started_ns = 0, ended_ns = 0;
+};
+
+/// All completed collectives of one kind.
+struct OpTotals {
+  Op op = Op::none;
+  uint64_t count = 0;
+  uint64_t bytes = 0;  ///< as callers count elements
+  int64_t ns = 0, waited_ns = 0, coded_ns = 0;
 };
 
 /// Whose trace it is, in words that are equal on all ranks of the group where they can be.
@@ -72,12 +83,36 @@ class PYCOMM_API Trace {
     }
   }
 
+  /// A collective is completed. They end one at a time.
+  void end(uint64_t id, const OpTag& tag, const Spent& spent) {
+    Slot* slot = find(id);
+    if (!slot) return;
+    const uint64_t now = ticks();
+    slot->spent.store(pack(spent), std::memory_order_relaxed);
+    slot->ended.store(now << 1, std::memory_order_release);
+    Totals& totals = totals_[static_cast<size_t>(tag.op)];
+    add(totals.count, 1);
+    add(totals.bytes, tag.numel * size_of(tag.dtype));
+    add(totals.ticks, now - slot->started.load(std::memory_order_relaxed));
+    add(totals.waited, spent.waited);
+    add(totals.coded, spent.coded);
+  }
+  /// What has gone to a rank by the network, from time to time.
+  void note_link(int rank, const LinkUse& use) {
+    links_[rank].bytes.store(use.bytes, std::memory_order_relaxed);
+    links_[rank].busy_us.store(use.busy_us, std::memory_order_relaxed);
+  }
+
   /// What ended the group; the first call counts.
   void set_error(const std::string& text);
   std::string error() const;
 
   /// From the oldest to the newest.
   std::vector<OpRecord> read() const;
+  /// Of the kinds that have been called.
+  std::vector<OpTotals> totals() const;
+  /// By rank.
+  std::vector<LinkUse> links() const;
   /// Called before each read(), by its thread: for who learns of an end only by looking. Null: no
   /// more; none runs when this returns.
   void set_look(std::function<void()> look);
@@ -92,8 +127,34 @@ class PYCOMM_API Trace {
     std::atomic<const char*> algo;
     std::atomic<uint64_t> issued, started;  ///< ticks
     std::atomic<uint64_t> ended;            ///< ticks, and in the lowest bit whether it failed
+    std::atomic<uint64_t> spent;            ///< see pack()
   };
   static_assert(sizeof(Slot) == 128, "a record is two cache lines");
+
+  struct alignas(64) Totals {
+    std::atomic<uint64_t> count{0}, bytes{0}, ticks{0}, waited{0}, coded{0};
+  };
+  struct Link {
+    std::atomic<uint64_t> bytes{0}, busy_us{0};
+  };
+  /// One thread at a time writes.
+  static void add(std::atomic<uint64_t>& sum, uint64_t more) {
+    sum.store(sum.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
+  }
+
+  // Two times of 24 bits each, of which 19 count and 5 say how far they are shifted, and the rank.
+  static constexpr int kTimeBits = 24, kDigits = 19, kNobody = 0xffff;
+  static uint64_t pack_time(uint64_t time) {
+    const int shift = time >> kDigits ? 64 - kDigits - __builtin_clzll(time) : 0;
+    return static_cast<uint64_t>(shift) << kDigits | time >> shift;
+  }
+  static uint64_t unpack_time(uint64_t packed) {
+    return (packed & ((1 << kDigits) - 1)) << (packed >> kDigits & 31);
+  }
+  static uint64_t pack(const Spent& spent) {
+    return static_cast<uint64_t>(spent.last & kNobody) << 2 * kTimeBits |
+           pack_time(spent.waited) << kTimeBits | pack_time(spent.coded);
+  }
 
   // A slot may be taken over while its operation still runs, if as many as there are slots come
   // after it. What ends then finds another number.
@@ -120,6 +181,7 @@ class PYCOMM_API Trace {
     slot.issued.store(started ? started : ticks(), std::memory_order_relaxed);
     slot.started.store(started, std::memory_order_relaxed);
     slot.ended.store(0, std::memory_order_relaxed);
+    slot.spent.store(uint64_t{kNobody} << 2 * kTimeBits, std::memory_order_relaxed);
     slot.id.store(id, std::memory_order_release);
     return id;
   }
@@ -135,6 +197,8 @@ class PYCOMM_API Trace {
   size_t mask_ = 0;
   std::unique_ptr<Slot[], Release> slots_;
   alignas(128) std::atomic<uint64_t> count_{0};
+  Totals totals_[kOps];
+  std::unique_ptr<Link[]> links_;  ///< by rank
   mutable std::mutex error_mutex_;
   std::string error_;
   mutable std::mutex look_mutex_;

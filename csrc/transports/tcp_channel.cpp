@@ -364,6 +364,16 @@ void TcpChannel::finish() {
   }
 }
 
+LinkUse TcpChannel::use() const {
+  LinkUse sum;
+  for (const auto& socket : sockets_) {
+    const LinkUse use = link_use(socket->fd.get());
+    sum.bytes += use.bytes;
+    sum.busy_us += use.busy_us;
+  }
+  return sum;
+}
+
 size_t TcpChannel::unacknowledged() const {
   size_t bytes = 0;
   for (const auto& socket : sockets_) bytes += tcp::unacknowledged(socket->fd.get());

@@ -24,6 +24,7 @@ class TcpChannel final : public Channel {
   uint64_t sent() const override { return sent_; }
   uint64_t received() const override { return received_; }
   bool progress() override;
+  LinkUse use() const override;
 
   /// Says on all sockets that nothing more will come. The kernel still delivers what was sent.
   void finish();

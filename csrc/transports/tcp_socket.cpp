@@ -196,6 +196,14 @@ int pending_error(int fd) {
   return ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 ? error : errno;
 }
 
+LinkUse link_use(int fd) {
+  tcp_info info = {};
+  socklen_t size = sizeof info;
+  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  // While the other end's buffer is full, the link is not what is waited for.
+  return {info.tcpi_bytes_acked, info.tcpi_busy_time - info.tcpi_rwnd_limited};
+}
+
 size_t unacknowledged(int fd) {
   pollfd state = {fd, 0, 0};
   int bytes = 0;

@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "core/spent.h"
 #include "core/types.h"
 #include "transports/tcp_fd.h"
 
@@ -67,6 +68,8 @@ std::string congestion_control(int fd);
 void set_wake_bytes(int fd, size_t bytes);
 /// The error that a socket has come to, 0 if none.
 int pending_error(int fd);
+/// What the kernel counts of a connection; zeros once it is broken.
+LinkUse link_use(int fd);
 /// Sent bytes that the other end has not acknowledged; 0 once the connection is broken.
 size_t unacknowledged(int fd);
 

@@ -15,6 +15,7 @@
 #include "core/deadline.h"
 #include "core/error.h"
 #include "core/op.h"
+#include "core/spent.h"
 #include "core/standing.h"
 #include "core/types.h"
 #include "transports/store.h"
@@ -45,6 +46,8 @@ class Channel {
   /// Moves what can be moved now. True if anything moved. Throws PeerLost if the peer is gone while
   /// something is still queued, and Error with the peer's reason if the peer has aborted.
   virtual bool progress() = 0;
+  /// What has gone out to the peer, where there is a network. By the lane's thread.
+  virtual LinkUse use() const { return {}; }
 };
 
 /// What every rank brings to the meeting.

@@ -37,6 +37,7 @@ int Window::member(int rank) const { return watch_.member(rank); }
 std::string Window::name(int rank) const { return "rank " + std::to_string(member(rank)); }
 
 void Window::wait_long(int rank, uint32_t stage) {
+  const uint64_t since = ticks();
   const auto ready = [&] { return arrived(rank, stage); };
   bool driven = false;
   const auto patrol = [&] {
@@ -51,6 +52,7 @@ void Window::wait_long(int rank, uint32_t stage) {
     segment_.board(rank).posted.sleep(news, driven ? kDriveEach : limit);
   };
   wait_until(spin_, ready, patrol, sleep);
+  if (spent_) spent_->wait_ended(since, member(rank));
 }
 
 void Window::compare_tags(uint32_t stage) const {

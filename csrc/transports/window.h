@@ -12,6 +12,7 @@
 #include <functional>
 
 #include "core/deadline.h"
+#include "core/spent.h"
 #include "transports/segment.h"
 
 namespace pycomm {
@@ -118,6 +119,9 @@ class PYCOMM_API Window {
     if (bytes > 0) std::memcpy(to, at(rank, place) + offset, bytes);
   }
 
+  /// Waits are noted here from now on; null: nowhere.
+  void note_waits(Spent* spent) { spent_ = spent; }
+
   /// Counts what we have written for others to read.
   void count_sent(uint64_t bytes) {
     sent_bytes_.store(sent_bytes_.load(std::memory_order_relaxed) + bytes,
@@ -161,6 +165,7 @@ class PYCOMM_API Window {
   std::function<bool()> drive_;
   Deadline deadline_ = Deadline::after(Milliseconds(0));
   std::atomic<uint64_t> sent_bytes_{0};
+  Spent* spent_ = nullptr;
 };
 
 }  // namespace pycomm

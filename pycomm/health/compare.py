@@ -1,0 +1,221 @@
+"""What follows when the ranks of a group put their figures together: who comes last, and why.
+
+In an operation in which all wait for all, the rank that waits least is the one for which the others
+wait. All ranks take the same time from one operation to the next, so what the last one does not
+spend with waiting it spends with something else: more than the others with computing, with codecs,
+or inside of the operation. That names the cause.
+
+A slow link makes every rank wait alike. It shows in the kernel's counts of its connections: bytes
+acknowledged while there was something to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from pycomm.health.figures import Account, Spent, quantile
+
+# When something is off; docs/monitor.md states these.
+LEAST_LOST = 0.1
+"""Share of the time that the others wait for one rank."""
+LEAST_SHARE = 2 / 3
+"""Share of the operations that are waited for to which it comes last."""
+LEAST_TIMES = 5
+"""So often, at least."""
+MOST_OF_OTHERS = 0.6
+"""A link is slow that carries less than this share of what others carry,"""
+LEAST_IN_OPERATIONS = 0.2
+"""if operations take so much of the time, without codecs."""
+
+# Most of the waiting happens in a few operations, such as the first of a step. The rest is noise.
+_OF_WAITING = 0.9
+# A link that carries less than this, or is seldom busy, is not judged: the kernel counts in
+# milliseconds.
+_LEAST_BYTES = 1_000_000
+_LEAST_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class RankHealth:
+    """One rank, as shares of its time."""
+
+    rank: int
+    host: str
+    compute: float
+    elsewhere: float
+    waited: float
+    codec: float
+    moving: float
+    last: float
+    """Share of the operations that are waited for to which this rank comes last."""
+    link: float | None
+    """Bytes per second: of its best way out or its best way in, whichever is less."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is off."""
+
+    rank: int
+    host: str
+    cause: str
+    """"compute", "codec", "moving" or "link"."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Health:
+    """A group, as its ranks see it together."""
+
+    operations: int
+    """That were compared."""
+    seconds: float
+    """That they took, with the time before each."""
+    skew_median: float
+    """Seconds between the first to arrive and the last."""
+    skew_p99: float
+    ranks: tuple[RankHealth, ...]
+    finding: Finding | None
+
+
+def compare(accounts: Sequence[Account]) -> Health | None:
+    """Put the accounts of a group together; None if they share no operation."""
+    if len(accounts) < 2:
+        return None
+    common = sorted(set.intersection(*(set(a.operations) for a in accounts)))
+    if not common:
+        return None
+    times = {a.rank: [a.operations[seq] for seq in common] for a in accounts}
+    sums = {rank: Spent(*map(sum, zip(*spent, strict=True))) for rank, spent in times.items()}
+    lateness = _Lateness(times)
+    rates = _rates(accounts)
+    ranks = tuple(
+        RankHealth(
+            a.rank,
+            a.host,
+            *(part / (sum(sums[a.rank]) or 1.0) for part in sums[a.rank]),
+            last=lateness.share(a.rank),
+            link=rates.get(a.rank),
+        )
+        for a in accounts
+    )
+    return Health(
+        operations=len(common),
+        seconds=mean(sum(s) for s in sums.values()),
+        skew_median=quantile(lateness.skews, 0.5) or 0.0,
+        skew_p99=quantile(lateness.skews, 0.99) or 0.0,
+        ranks=ranks,
+        finding=_late_rank(lateness, sums, ranks) or _slow_link(ranks),
+    )
+
+
+class _Lateness:
+    """Who comes last to which operation, and how late."""
+
+    def __init__(self, times: Mapping[int, Sequence[Spent]]) -> None:
+        self.skews = []
+        events = []  # how long most of the others wait for it, and who it is
+        for spent in zip(*times.values(), strict=True):
+            waits = [s.waited for s in spent]
+            who = waits.index(min(waits))
+            others = waits[:who] + waits[who + 1 :]
+            self.skews.append(max(waits) - waits[who])
+            events.append((median(others) - waits[who], list(times)[who]))
+        self.count = len(events)
+        events.sort(reverse=True)
+        self.events, enough = [], _OF_WAITING * sum(late for late, _ in events)
+        for late, rank in events:
+            if enough <= 0:
+                break
+            self.events.append((late, rank))
+            enough -= late
+
+    def of(self, rank: int) -> list[float]:
+        """By how much it came last to those operations that are waited for."""
+        return [late for late, who in self.events if who == rank]
+
+    def share(self, rank: int) -> float:
+        return len(self.of(rank)) / len(self.events) if self.events else 0.0
+
+
+def _late_rank(
+    lateness: _Lateness, sums: Mapping[int, Spent], ranks: Sequence[RankHealth]
+) -> Finding | None:
+    worst = max(ranks, key=lambda r: sum(lateness.of(r.rank)))
+    late = lateness.of(worst.rank)
+    lost = sum(late) / (sum(sums[worst.rank]) or 1.0)
+    if lost < LEAST_LOST or len(late) < LEAST_TIMES or worst.last < LEAST_SHARE:
+        return None
+    own = sums[worst.rank]
+    others = Spent(
+        *(median(column) for column in zip(*(sums[r] for r in sums if r != worst.rank), strict=True))
+    )
+    more = {name: getattr(own, name) - getattr(others, name) for name in Spent._fields}
+    cause = max(more, key=lambda name: more[name])
+    if cause not in _DOES:  # it waits for ranks of another group, where that is told
+        return None
+    own_each, others_each = (getattr(s, cause) / lateness.count for s in (own, others))
+    text = (
+        f"rank {worst.rank} ({worst.host}) comes last to {worst.last:.0%} of the operations that "
+        f"are waited for, {time_text(median(late))} late at the median, which costs {lost:.0%} of "
+        f"the time: it {_DOES[cause]} longer, {time_text(own_each)} for each operation, others "
+        f"{time_text(others_each)}"
+    )
+    return Finding(worst.rank, worst.host, cause, text)
+
+
+_DOES = {
+    "compute": "computes",
+    "codec": "encodes and decodes",
+    "moving": "copies and sums",
+}
+
+
+def _slow_link(ranks: Sequence[RankHealth]) -> Finding | None:
+    linked = [r for r in ranks if r.link is not None]
+    in_operations = mean(r.waited + r.moving for r in ranks)
+    if len(linked) < 3 or in_operations < LEAST_IN_OPERATIONS:
+        return None
+    slowest = min(linked, key=lambda r: r.link or 0.0)
+    others = median(r.link or 0.0 for r in linked if r is not slowest)
+    if slowest.link is None or slowest.link >= MOST_OF_OTHERS * others:
+        return None
+    text = (
+        f"the link of rank {slowest.rank} ({slowest.host}) carries {rate_text(slowest.link)}, "
+        f"others {rate_text(others)}, and {in_operations:.0%} of the time goes to moving data "
+        f"and waiting for it"
+    )
+    return Finding(slowest.rank, slowest.host, "link", text)
+
+
+def _rates(accounts: Sequence[Account]) -> dict[int, float]:
+    """Bytes per second that each rank can send or receive at best, whichever is less."""
+    out: dict[int, float] = {}
+    into: dict[int, float] = {}
+    for a in accounts:
+        for peer, link in a.links.items():
+            if link.bytes < _LEAST_BYTES or link.seconds < _LEAST_SECONDS:
+                continue
+            rate = link.bytes / link.seconds
+            out[a.rank] = max(out.get(a.rank, 0.0), rate)
+            into[peer] = max(into.get(peer, 0.0), rate)
+    both = out.keys() | into.keys()
+    return {r: min(side[r] for side in (out, into) if r in side) for r in both}
+
+
+def time_text(seconds: float) -> str:
+    """Return a length of time for people."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """Return a rate for people."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if bytes_per_second >= size:
+            return f"{bytes_per_second / size:.3g} {unit}"
+    return f"{bytes_per_second / 1e3:.3g} kB/s"
