@@ -217,6 +217,16 @@ class _Numbers:
         return self._waiting.get(record["id"], 0)
 
 
+def _spent(record: dict[str, Any]) -> dict[str, Any]:
+    """What of the time of a completed collective went where; ``pycomm.monitor`` compares it."""
+    last = record["last"]
+    return {
+        "waited_ns": record["waited_ns"],
+        "coded_ns": record["coded_ns"],
+        "last": None if last < 0 else last,
+    }
+
+
 def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
     op, numel, dtype = record["op"], record["numel"], _DTYPES.get(record["dtype"], "Byte")
     state = record["state"]
@@ -258,6 +268,7 @@ def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
             "codec": "" if uneven else record["label"],
             "redop": record["redop"] if op in ("all_reduce", "reduce_scatter", "reduce") else "",
             "root": -1 if peers else record["root"],
+            **({} if peers or state != "completed" else _spent(record)),
             **({"peer": record["root"], "tag": record["tag"]} if peers else {}),
         },
     }

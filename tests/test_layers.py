@@ -33,7 +33,7 @@ PYTHON_LAYERS = (
     {"policy", "feedback", "monitor", "trace"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
-    {"_autoload", "arrays", "pieces", "takeover"},
+    {"_autoload", "arrays", "health", "pieces", "takeover"},
     {"_build", "charts", "errors", "env", "_C", "_c10d"},
 )
 MAX_LINES = 500

@@ -150,7 +150,10 @@ def _late_rank(
         return None
     own = sums[worst.rank]
     others = Spent(
-        *(median(column) for column in zip(*(sums[r] for r in sums if r != worst.rank), strict=True))
+        *(
+            median(column)
+            for column in zip(*(sums[r] for r in sums if r != worst.rank), strict=True)
+        )
     )
     more = {name: getattr(own, name) - getattr(others, name) for name in Spent._fields}
     cause = max(more, key=lambda name: more[name])

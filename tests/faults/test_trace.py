@@ -44,6 +44,34 @@ def everything(c):
         c.recv(ones(4), tag=9).wait()
 
 
+@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+def test_an_entry_tells_who_came_last_and_how_long_that_took(way):
+    def job(c):
+        c.barrier()
+        if c.rank == 2:
+            time.sleep(0.1)
+        c.all_reduce(ones(100))
+        return pycomm.trace.collect(c)[c.rank]["entries"][1]
+
+    *others, late = run(3, job, **WAYS[way])
+    for entry in others:
+        assert entry["pycomm"]["last"] == 2
+        assert 5e7 < entry["pycomm"]["waited_ns"] <= entry["duration_ms"] * 1e6
+    assert late["pycomm"]["waited_ns"] < 5e7
+
+
+@pytest.mark.parametrize("way", ["window", "tcp"])
+def test_an_entry_tells_what_codecs_took(way):
+    def job(c):
+        c.all_reduce(ones(100_000))
+        c.all_reduce_coded(ones(100_000), "quant:bits=4")
+        return [e["pycomm"]["coded_ns"] for e in pycomm.trace.collect(c)[c.rank]["entries"]]
+
+    for exact, coded in run(2, job, **WAYS[way]):
+        assert exact == 0
+        assert coded > 0
+
+
 @pytest.mark.parametrize("way", ["window", "direct", "ring", "tcp"])
 def test_an_entry_tells_what_ran_and_when(way):
     def job(c):
