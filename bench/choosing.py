@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pycomm.bench import tables
-from pycomm.bench.time_to_loss_results import Result, changes, load, over, totals, with_loss
+from pycomm.bench.harness import Row
+from pycomm.bench.time_to_loss_results import changes, load, over, totals, with_loss
 
 FOLDER = Path(__file__).parent
 PAGE, README = FOLDER.parent / "docs" / "choosing.md", FOLDER.parent / "README.md"
@@ -31,7 +32,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> 
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
 
 
-def training(rows: Sequence[Result], model: str, rate: str) -> str:
+def training(rows: Sequence[Row], model: str, rate: str) -> str:
     """One row per method, the fastest step first."""
     chosen = [r for r in totals(rows) if (r.model, r.rate) == (model, rate) and r.seconds]
     chosen.sort(key=lambda r: r.seconds or 0)
@@ -48,7 +49,7 @@ def training(rows: Sequence[Result], model: str, rate: str) -> str:
     return table(("method", "step, ms", "MB a step", "x fp16 hook"), lines)
 
 
-def losses(rows: Sequence[Result], model: str) -> str:
+def losses(rows: Sequence[Row], model: str) -> str:
     """One row per method: its loss against the exact run's of the same seed, over the seeds."""
     found = [r for r in rows if (r.kind, r.model) == ("loss", model)]
     lines = []

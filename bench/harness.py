@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields
 from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
@@ -179,6 +179,21 @@ COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
 
 def record(row: Row, origin: Origin) -> dict[str, Any]:
     return asdict(row) | asdict(origin)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The results of a file of `append_csv`. Columns that it lacks are as they are by default."""
+    with path.open(newline="") as file:
+        return [
+            Row(**{f.name: _value(f, line[f.name]) for f in fields(Row) if line.get(f.name)})
+            for line in csv.DictReader(file)
+        ]
+
+
+def _value(column: Field[Any], text: str) -> str | int | float:
+    kinds: dict[str, type[int | float]] = {"int": int, "float": float}
+    kind = kinds.get(str(column.type).removesuffix(" | None"))
+    return text if kind is None else kind(text)
 
 
 def append_csv(path: Path, records: Iterable[dict[str, Any]]) -> None:

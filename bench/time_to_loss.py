@@ -36,9 +36,9 @@ import torch
 import torch.distributed as dist
 
 from pycomm.bench import arguments, netlab
-from pycomm.bench.harness import Origin, append_csv, record, write_json
+from pycomm.bench.harness import Origin, Row, append_csv, record, write_json
 from pycomm.bench.methods import METHODS, Method
-from pycomm.bench.time_to_loss_results import RANKS, Result, load, show, to_row, totals
+from pycomm.bench.time_to_loss_results import RANKS, load, show, totals
 from pycomm.bench.training import (
     FINAL_WINDOWS,
     Config,
@@ -85,7 +85,7 @@ def run(lab: netlab.Lab, command: Sequence[str], output: Path) -> None:
             raise RuntimeError(output.read_text(errors="replace"))
 
 
-def losses(model: str, methods: Sequence[Method], seeds: Sequence[int]) -> Iterable[Result]:
+def losses(model: str, methods: Sequence[Method], seeds: Sequence[int]) -> Iterable[Row]:
     """Train every method with every seed."""
     for seed in seeds:
         for method in methods:
@@ -108,7 +108,7 @@ def losses(model: str, methods: Sequence[Method], seeds: Sequence[int]) -> Itera
 
 def step_times(
     model: str, methods: Sequence[Method], rate: str, rounds: int, turn_seconds: float
-) -> Iterable[Result]:
+) -> Iterable[Row]:
     """Time the steps of all methods on a link, in turns."""
     lab, reason = netlab.open_lab(RANKS, rate)
     if reason:
@@ -185,10 +185,23 @@ def agreed_count(steps: float) -> int:
     return int(count)
 
 
-def describe(kind: str, model: str, method: Method) -> Result:
+def describe(kind: str, model: str, method: Method) -> Row:
     """A row with nothing measured yet."""
-    size = sum(p.numel() for p in Transformer(MODELS[model]).parameters())
-    return Result(kind, model, size, method.label, method.backend, method.codec, method.hook)
+    count = sum(p.numel() for p in Transformer(MODELS[model]).parameters())
+    return Row(
+        kind=kind,
+        op="training",
+        backend=method.backend,
+        ranks=RANKS,
+        size=4 * count,
+        count=count,
+        type="float32",
+        codec=method.codec or "none",
+        model=model,
+        parameters=count,
+        method=method.label,
+        hook=method.hook,
+    )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -239,12 +252,12 @@ def main(argv: Sequence[str]) -> int:
     rows = load(csv_path) if csv_path and csv_path.exists() else []
     records: list[dict[str, Any]] = []
 
-    def keep(result: Result) -> None:
-        records.append(record(to_row(result), origin))
+    def keep(row: Row) -> None:
+        records.append(record(row, origin))
         if csv_path:
             append_csv(csv_path, records[-1:])
 
-    def measure(results: Iterable[Result]) -> None:
+    def measure(results: Iterable[Row]) -> None:
         for row in results:
             rows.append(row)
             value = f"loss {row.loss:.4f}" if row.loss else f"{(row.seconds or 0) * 1e3:.1f} ms"

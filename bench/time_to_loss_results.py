@@ -1,55 +1,21 @@
-"""Rows of `time_to_loss`: their file, and what follows from losses and steps together."""
+"""What follows from the losses and the steps of `time_to_loss` together.
+
+Its rows are of three kinds: `loss` is one training, whose `curve` has the loss at every evaluation;
+`step` is steps on a link; `total` is both, and how many times faster than two of Gloo's methods.
+"""
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from pycomm.bench.harness import Row
+from pycomm.bench.harness import Row, read_csv
 from pycomm.bench.methods import METHODS
 
 RANKS = 2
-NO_CODEC = "none"  # in a file
 EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was found. Times are in seconds; None: not measured in this kind of result.
-
-    Kinds:
-        loss: one training; `curve` holds "step:loss" at every evaluation.
-        step: steps on a link, `seconds` is their median.
-        total: both together, and how many times faster than two of Gloo's methods it is.
-    """
-
-    kind: str
-    model: str
-    parameters: int
-    method: str
-    backend: str
-    codec: str
-    hook: str
-    rate: str = ""
-    connection: str = ""
-    seed: int | None = None
-    steps: int | None = None
-    seconds: float | None = None
-    wire_bytes: float | None = None
-    windows: int | None = None
-    """of held-out text, on which `loss` was taken; a curve is taken on 256"""
-    loss: float | None = None
-    change: float | None = None
-    """of the loss at the end of the schedule, against float32's with the same seed, relative"""
-    steps_to_loss: float | None = None
-    seconds_to_loss: float | None = None
-    vs_fp16_hook: float | None = None
-    vs_best_of_gloo: float | None = None
-    curve: str = ""
 
 
 def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | None:
@@ -64,7 +30,7 @@ def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | 
     return None
 
 
-def totals(rows: Sequence[Result]) -> Iterable[Result]:
+def totals(rows: Sequence[Row]) -> Iterable[Row]:
     """Put losses and steps together, from the rows of both; of steps measured twice the last."""
     for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
         steps = {r.method: r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)}
@@ -79,7 +45,7 @@ def totals(rows: Sequence[Result]) -> Iterable[Result]:
             )
 
 
-def pairs(method: str, model: str, rows: Iterable[Result]) -> list[tuple[Result, Result]]:
+def pairs(method: str, model: str, rows: Iterable[Row]) -> list[tuple[Row, Row]]:
     """A method's trainings, one for each seed, and the exact one of the same seed.
 
     Of trainings measured twice the last.
@@ -91,7 +57,7 @@ def pairs(method: str, model: str, rows: Iterable[Result]) -> list[tuple[Result,
     return [(mine[seed], exact[seed]) for seed in mine if seed in exact]
 
 
-def changes(method: str, model: str, rows: Iterable[Result]) -> list[float]:
+def changes(method: str, model: str, rows: Iterable[Row]) -> list[float]:
     """By seed: the loss at the end of the schedule against the exact one, relative.
 
     On the same held-out text: where one of them was taken on less, by the curves.
@@ -104,7 +70,7 @@ def changes(method: str, model: str, rows: Iterable[Result]) -> list[float]:
     ]
 
 
-def with_loss(row: Result, rows: Sequence[Result]) -> Result:
+def with_loss(row: Row, rows: Sequence[Row]) -> Row:
     """A row of steps with what the trainings of its method say, held against exact ones."""
     trained = pairs(row.method, row.model, rows)
     if not trained:
@@ -121,12 +87,12 @@ def with_loss(row: Result, rows: Sequence[Result]) -> Result:
     )
 
 
-def loss(row: Result) -> float:
+def loss(row: Row) -> float:
     assert row.loss is not None
     return row.loss
 
 
-def curve_end(row: Result) -> float:
+def curve_end(row: Row) -> float:
     """The curve's loss at the end of the schedule."""
     return parse_curve(row.curve)[row.steps or 0]
 
@@ -140,36 +106,12 @@ def over(a: float | None, b: float | None) -> float | None:
     return a / b if a and b else None
 
 
-def to_row(result: Result) -> Row:
-    """In the schema of all benchmarks."""
-    values = asdict(result) | {"codec": result.codec or NO_CODEC}
-    size = 4 * result.parameters
-    return Row(
-        op="training", ranks=RANKS, size=size, count=result.parameters, type="float32", **values
-    )
-
-
-def load(path: Path) -> list[Result]:
+def load(path: Path) -> list[Row]:
     """The rows of a CSV that earlier runs have written; its totals are made anew."""
-    texts = {"kind", "model", "method", "backend", "codec", "hook", "rate", "connection", "curve"}
-    whole = {"parameters", "seed", "steps", "windows"}
-    rows = []
-    with path.open(newline="") as file:
-        for line in csv.DictReader(file):
-            values: dict[str, Any] = {}
-            for name in Result.__dataclass_fields__:
-                text = line[name]
-                if name in texts:
-                    values[name] = text
-                else:
-                    values[name] = (int if name in whole else float)(text) if text else None
-            if values["codec"] == NO_CODEC:
-                values["codec"] = ""
-            rows.append(Result(**values))
-    return [row for row in rows if row.kind != "total"]
+    return [row for row in read_csv(path) if row.kind != "total"]
 
 
-def show(rows: Iterable[Result]) -> None:
+def show(rows: Iterable[Row]) -> None:
     print(f"{'model':<6} {'rate':<8} {'method':<28} {'step ms':>8} {'MB/step':>8} {'loss':>8} "
           f"{'steps':>6} {'seconds':>8} {'x fp16':>7} {'x best':>7}")  # fmt: skip
     for r in rows:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pycomm.bench.harness import Origin, append_csv, record
+from pycomm.bench.harness import Origin, Row, append_csv, record
 from pycomm.bench.methods import METHODS, Method
 from pycomm.bench.netlab import Paced, wait
+from pycomm.bench.time_to_loss import describe
 from pycomm.bench.time_to_loss_results import (
     EXACT,
-    Result,
     changes,
     load,
     steps_to_loss,
-    to_row,
     totals,
 )
 
@@ -26,9 +26,8 @@ FP16 = next(method for method in METHODS if method.hook == "fp16")
 INT4 = next(method for method in METHODS if method.codec == "int4")
 
 
-def row(kind: str, method: Method, **values: object) -> Result:
-    fields = {"model": "demo", "parameters": 1, "method": method.label, "backend": method.backend}
-    return Result(kind, **fields, codec=method.codec, hook=method.hook, **values)  # type: ignore[arg-type]
+def row(kind: str, method: Method, **values: object) -> Row:
+    return replace(describe(kind, "demo", method), **values)
 
 
 def test_steps_to_a_loss_are_found_between_evaluations():
@@ -88,7 +87,7 @@ def test_rows_survive_the_file(tmp_path):
         row("step", INT4, rate="1gbit", seconds=0.25, wire_bytes=10.0),
     ]
     for each in [*rows, row("total", INT4)]:
-        append_csv(path, [record(to_row(each), Origin.here("test"))])
+        append_csv(path, [record(each, Origin.here("test"))])
     assert load(path) == rows
 
 
