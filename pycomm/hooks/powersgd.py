@@ -81,6 +81,10 @@ class Memory:
         self._next.clear()
 
 
+Following = tuple[torch.Tensor, Callable[[torch.Tensor], None]]
+"""What a rank sends next, and what takes the mean of what all have sent then."""
+
+
 class _Part(ABC):
     """One parameter in an exchange, which averages what the parts of all ranks send."""
 
@@ -89,12 +93,8 @@ class _Part(ABC):
         """Return what this rank sends."""
 
     @abstractmethod
-    def second(self, mean: torch.Tensor) -> torch.Tensor | None:
-        """Take the mean of what all have sent; return what to send next, None if that was all."""
-
-    def finish(self, mean: torch.Tensor) -> None:
-        """Take the mean of what all have sent second."""
-        raise NotImplementedError
+    def second(self, mean: torch.Tensor) -> Following | None:
+        """Take the mean of what all have sent; return what follows, None if that was all."""
 
 
 class _Exact(_Part):
@@ -150,13 +150,13 @@ class _BothTurns(_Matrix):
     def first(self) -> torch.Tensor:
         return self.matrix @ self.right.t()
 
-    def second(self, mean: torch.Tensor) -> torch.Tensor:
+    def second(self, mean: torch.Tensor) -> Following:
         self.left = orthonormal(mean.view(len(self.matrix), -1))
         mine = self.left.t() @ self.matrix
         self.owe(self.left, mine)
-        return mine
+        return mine, self._finish
 
-    def finish(self, mean: torch.Tensor) -> None:
+    def _finish(self, mean: torch.Tensor) -> None:
         right = mean.view_as(self.right)
         torch.mm(self.left, right, out=self.target)
         # The scale of Q means nothing, and would be squared in each step.
@@ -225,30 +225,31 @@ class Exchange:
         step: int,
     ) -> None:
         self._group = group
-        self._parts: list[_Part] = []
+        parts: list[_Part] = []
         for piece in pieces:
             target = values[piece.offset : piece.offset + piece.numel]
             codec = piece.codec
             if not isinstance(codec, PowerSGD):
-                self._parts.append(_Exact(target, piece))
+                parts.append(_Exact(target, piece))
                 continue
             key = RandomKey(seed, step if codec.restart else 0, piece.tensor)
             kind = _OneTurn if codec.alternate else _BothTurns
             kept = Memory() if codec.restart else memory
-            self._parts.append(kind(target, piece, kept, key))
+            parts.append(kind(target, piece, kept, key))
         self._finite = [values.new_ones((), dtype=torch.bool)]
-        self._send([part.first() for part in self._parts])
+        self._takers: list[Callable[[torch.Tensor], Following | None]]
+        self._takers = [part.second for part in parts]
+        self._send([part.first() for part in parts])
 
     def turn(self) -> None:
         """Wait for what was sent first, and send what follows from it."""
-        pairs = [(part, part.second(mean)) for part, mean in self._receive()]
-        self._parts = [part for part, following in pairs if following is not None]
-        self._send([following for _, following in pairs if following is not None])
+        following = [found for found in self._receive() if found is not None]
+        self._takers = [take for _, take in following]
+        self._send([mine for mine, _ in following])
 
     def finish(self) -> None:
         """Wait for that, and write the result."""
-        for part, mean in self._receive():
-            part.finish(mean)
+        self._receive()
 
     @property
     def finite(self) -> bool:
@@ -261,14 +262,15 @@ class Exchange:
             self._sent = torch.cat([tensor.reshape(-1) for tensor in mine])
             self._work = dist.all_reduce(self._sent, group=self._group, async_op=True)
 
-    def _receive(self) -> list[tuple[_Part, torch.Tensor]]:
-        if not self._parts:
+    def _receive(self) -> list[Following | None]:
+        if not self._takers:
             return []
         self._work.wait()
         # By a tensor: torch multiplies by the reciprocal of a number, which rounds differently.
         mean = self._sent.div_(torch.full_like(self._sent, self._group.size()))
         self._finite.append(mean.isfinite().all())
-        return list(zip(self._parts, torch.split(mean, self._sizes), strict=True))
+        means = torch.split(mean, self._sizes)
+        return [take(part) for take, part in zip(self._takers, means, strict=True)]
 
 
 def takes(piece: Piece) -> bool:

@@ -6,6 +6,7 @@ samples have found.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,14 +37,17 @@ AUTO_CANDIDATES = (
 BIT_CANDIDATES = tuple(f"quant:bits={b}" for b in range(2, 9))
 
 
-class Steering:
-    """What the three have in common: nothing changes unless one of these says so."""
+class Steering(ABC):
+    """What the three have in common: nothing changes unless one of these says so.
 
+    They choose codecs; whoever has nothing to notice, to look at or to keep leaves that out.
+    """
+
+    @abstractmethod
     def codec(self, name: str) -> Measured:
         """Return the codec of a parameter that no rule has decided, and the reason."""
-        raise NotImplementedError
 
-    def enter(self, parameter: Parameter) -> None:
+    def enter(self, parameter: Parameter) -> None:  # noqa: B027
         """Take notice of a parameter that no rule decides."""
 
     def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
@@ -60,14 +64,14 @@ class Steering:
         """Take what a check has found; return whether a codec changes."""
         return False
 
-    def probe(self, values: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    def probe(self, values: torch.Tensor, pieces: Sequence[Piece]) -> None:  # noqa: B027
         """Look at a bucket's gradients before they are reduced."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs; the same on all ranks."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Go on where `state_dict` was taken."""
 
 
