@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
-from pycomm.codecs.convert import Run
+from pycomm.codecs.convert import Conversion, Run
 
 SECONDS = 0.08  # per kernel
 
@@ -58,7 +58,8 @@ def conversion_of(
     x = torch.randn(numel, device="cuda").to(source)
     out, found_inf = torch.empty_like(x, dtype=target), torch.zeros(1, device="cuda")
     by, clip = torch.full((1,), 0.5, device="cuda"), torch.ones(1, device="cuda")
-    return lambda: run(x, out, by, clip, 2.0, found_inf)
+    conversion = Conversion(x, out, by, clip, 2.0, found_inf)
+    return lambda: run(conversion)
 
 
 def topk_of_torch(numel: int) -> Callable[[], Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from pycomm.codecs.convert import Conversion, Factor
 from pycomm.triton_kernels._launch import launch
 from pycomm.triton_kernels._math import INF_BITS, magnitude_bits
 from pycomm.triton_kernels.cast import from_code, to_code
@@ -37,28 +36,26 @@ def convert_kernel(
 # -------------------------------------------------------------- launchers
 
 
-def _factor(factor: Any, x: torch.Tensor) -> torch.Tensor:
+def _factor(factor: Factor, x: torch.Tensor) -> torch.Tensor:
     """A number as memory, so that a kernel has one signature."""
     if isinstance(factor, torch.Tensor):
         return factor
     return torch.full((1,), factor, dtype=torch.float32, device=x.device)
 
 
-def convert(
-    x: torch.Tensor, out: torch.Tensor, by: Any, clip: Any, divisor: float, found_inf: Any
-) -> None:
+def convert(c: Conversion) -> None:
     """out = cast(x * by * clip / divisor)."""
-    numel = x.numel()
+    numel = c.x.numel()
     launch(
         convert_kernel,
         triton.cdiv(numel, TILE),
-        x.view(-1).view(CODE[x.dtype]),
-        out.view(-1).view(CODE[out.dtype]),
-        *(_factor(factor, x) for factor in (by, clip, divisor)),
-        found_inf,
+        c.x.view(-1).view(CODE[c.x.dtype]),
+        c.out.view(-1).view(CODE[c.out.dtype]),
+        *(_factor(factor, c.x) for factor in (c.by, c.clip, c.divisor)),
+        c.found_inf,
         numel,
-        FROM=str(x.dtype).removeprefix("torch."),
-        TO=str(out.dtype).removeprefix("torch."),
+        FROM=str(c.x.dtype).removeprefix("torch."),
+        TO=str(c.out.dtype).removeprefix("torch."),
         SIZE=TILE,
-        FLAG=found_inf is not None,
+        FLAG=c.found_inf is not None,
     )

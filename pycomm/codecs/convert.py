@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -24,8 +24,21 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TYPES = dict(zip(DTYPES, ("Float32", "Float16", "BFloat16"), strict=True))
 
 Factor = float | torch.Tensor
-# (x, out, by, clip, divisor, found_inf); everything is checked.
-Run = Callable[[torch.Tensor, torch.Tensor, Factor, Factor, float, "torch.Tensor | None"], None]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What one call does; see `convert`, which has checked it."""
+
+    x: torch.Tensor
+    out: torch.Tensor
+    by: Factor = 1.0
+    clip: Factor = 1.0
+    divisor: float = 1.0
+    found_inf: torch.Tensor | None = None
+
+
+Run = Callable[[Conversion], None]
 
 
 def convert(
@@ -87,7 +100,8 @@ def convert(
     for role, factor in (("by", by), ("clip", clip), ("found_inf", found_inf)):
         if isinstance(factor, torch.Tensor):
             _check_single(role, factor, x)
-    select(x.device.type)(x.detach(), out.detach(), by, clip, float(divisor), found_inf)
+    run = select(x.device.type)
+    run(Conversion(x.detach(), out.detach(), by, clip, float(divisor), found_inf))
     return out
 
 
@@ -102,48 +116,34 @@ def _check_single(role: str, factor: torch.Tensor, x: torch.Tensor) -> None:
 # ---------------------------------------------------------------- implementations
 
 
-def reference(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    by: Factor,
-    clip: Factor,
-    divisor: float,
-    found_inf: torch.Tensor | None,
-) -> None:
+def reference(c: Conversion) -> None:
     """The definition, in plain torch."""
-    value = x.reshape(-1).float()
-    for factor in (by, clip):
-        value = value * torch.as_tensor(factor, dtype=torch.float32, device=x.device)
+    value = c.x.reshape(-1).float()
+    for factor in (c.by, c.clip):
+        value = value * torch.as_tensor(factor, dtype=torch.float32, device=value.device)
     # torch multiplies by the reciprocal of a number.
-    value = value / value.new_tensor(divisor).expand_as(value)
-    out.view(-1).copy_(value)
-    if found_inf is not None:
-        found_inf.masked_fill_(~out.isfinite().all(), 1.0)
+    value = value / value.new_tensor(c.divisor).expand_as(value)
+    c.out.view(-1).copy_(value)
+    if c.found_inf is not None:
+        c.found_inf.masked_fill_(~c.out.isfinite().all(), 1.0)
 
 
-def native(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    by: Factor,
-    clip: Factor,
-    divisor: float,
-    found_inf: torch.Tensor | None,
-) -> None:
+def native(c: Conversion) -> None:
     """csrc/codecs/convert.cpp, or convert.cu on torch's current stream."""
     from pycomm import _C
 
-    with _device(x):
+    with _device(c.x):
         _C.convert(
-            x.data_ptr(),
-            core_dtype(x.dtype),
-            out.data_ptr(),
-            core_dtype(out.dtype),
-            x.numel(),
-            by=_factor(by),
-            clip=_factor(clip),
-            divisor=divisor,
-            found_inf=0 if found_inf is None else found_inf.data_ptr(),
-            stream=_stream(x),
+            c.x.data_ptr(),
+            core_dtype(c.x.dtype),
+            c.out.data_ptr(),
+            core_dtype(c.out.dtype),
+            c.x.numel(),
+            by=_factor(c.by),
+            clip=_factor(c.clip),
+            divisor=c.divisor,
+            found_inf=0 if c.found_inf is None else c.found_inf.data_ptr(),
+            stream=_stream(c.x),
         )
 
 
@@ -174,33 +174,26 @@ def kernel_name(source: torch.dtype, target: torch.dtype) -> str:
     return f"{NAMESPACE}::convert::convert_kernel<{types}>"
 
 
-def cuda_call(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    by: Factor,
-    clip: Factor,
-    divisor: float,
-    found_inf: torch.Tensor | None,
-) -> Call:
+def cuda_call(c: Conversion) -> Call:
     """Return the launch of the CUDA kernel; csrc/codecs/convert.cu chooses alike."""
-    (by_at, by_value), (clip_at, clip_value) = _factor(by), _factor(clip)
+    (by_at, by_value), (clip_at, clip_value) = _factor(c.by), _factor(c.clip)
     params = Params(
-        x=x.data_ptr(),
-        out=out.data_ptr(),
-        numel=x.numel(),
+        x=c.x.data_ptr(),
+        out=c.out.data_ptr(),
+        numel=c.x.numel(),
         by_at=by_at,
         clip_at=clip_at,
-        found_inf=0 if found_inf is None else found_inf.data_ptr(),
+        found_inf=0 if c.found_inf is None else c.found_inf.data_ptr(),
         by=by_value,
         clip=clip_value,
-        divisor=divisor,
+        divisor=c.divisor,
     )
-    blocks = -(-x.numel() // (WARPS * SMALL * ROW))
-    return Call("convert", kernel_name(x.dtype, out.dtype), blocks, params)
+    blocks = -(-c.x.numel() // (WARPS * SMALL * ROW))
+    return Call("convert", kernel_name(c.x.dtype, c.out.dtype), blocks, params)
 
 
-def _nvrtc(x: torch.Tensor, *args: Any) -> None:
-    import_module("pycomm.codecs.nvrtc").launch([cuda_call(x, *args)], x.device)
+def _nvrtc(c: Conversion) -> None:
+    import_module("pycomm.codecs.nvrtc").launch([cuda_call(c)], c.x.device)
 
 
 def implementation(kind: str, device: str) -> Run:

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import pycomm
 from pycomm.codecs.base import EncodeArgs, RandomKey
-from pycomm.codecs.convert import DTYPES
+from pycomm.codecs.convert import DTYPES, Conversion
 from pycomm.codecs.implementations import implementation
 from tests.codecs import inexact_kernels
 
@@ -98,7 +98,10 @@ def conversions() -> Iterator[tuple[str, Any]]:
     for source, target in product(DTYPES, DTYPES):
         x, out = torch.zeros(NUMEL, dtype=source), torch.zeros(NUMEL, dtype=target)
         name = f"{source}-{target}".replace("torch.", "")
-        yield name, lambda x=x, out=out: convert(x, out, 1.0, 1.0, 2.0, torch.zeros(1))
+        yield (
+            name,
+            lambda x=x, out=out: convert(Conversion(x, out, divisor=2.0, found_inf=torch.zeros(1))),
+        )
 
 
 def compile_only(compiled: list[Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 
 import pycomm
 from pycomm.codecs import convert as module
+from pycomm.codecs.convert import Conversion
 from pycomm.codecs.cuda_kernels import OPTIONS, include_folder, source
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs import nvrtc_library
@@ -42,8 +43,8 @@ def runner(kind: str, device: str) -> module.Run:
         pytest.skip(f"{kind} on {device}: {reason}")
 
 
-def emulated(x: torch.Tensor, *args) -> None:
-    call = module.cuda_call(x, *args)
+def emulated(conversion: Conversion) -> None:
+    call = module.cuda_call(conversion)
     wrong = kernels().run(call.kernel.encode(), call.blocks, ctypes.byref(call.params))
     assert not wrong
 
@@ -100,18 +101,18 @@ def test_same_bits(kind, device, source_type, target_type):
             x = values(numel, source_type)
             want = torch.empty(numel, dtype=target_type)
             want_found = torch.zeros(1)
-            module.reference(x, want, by, clip, divisor, want_found)
+            module.reference(Conversion(x, want, by, clip, divisor, want_found))
             there = x.to(device)
             got = torch.full_like(want, 12.0, device=device)
             found = torch.zeros(1, device=device)
             put = clip.to(device) if isinstance(clip, torch.Tensor) else clip
-            run(there, got, by, put, divisor, found)
+            run(Conversion(there, got, by, put, divisor, found))
             assert same(got, want)
             assert torch.equal(found.cpu(), want_found)
-            run(there, got, by, put, divisor, None)
+            run(Conversion(there, got, by, put, divisor, None))
             assert same(got, want)
             if source_type == target_type:
-                run(there, there, by, put, divisor, None)
+                run(Conversion(there, there, by, put, divisor, None))
                 assert same(there, want)
 
 
@@ -121,19 +122,20 @@ def test_what_is_not_aligned_and_what_overflows_in_the_cast(kind, device):
     x = torch.full((5000,), 65504.0, device=device)[1:]
     out = torch.empty(5003, dtype=torch.float16, device=device)[3:-1]
     found = torch.zeros(1, device=device)
-    run(x, out, 1.0, 1.0, 1.0, found)
+    run(Conversion(x, out, found_inf=found))
     assert not found.any()
     x[4321] *= 2
-    run(x, out, 1.0, 1.0, 1.0, found)
+    run(Conversion(x, out, found_inf=found))
     assert found.item() == 1
     assert out.isinf().nonzero().tolist() == [[4321]]
-    run(x[:10], out[:10], 1.0, 1.0, 1.0, found)
+    run(Conversion(x[:10], out[:10], found_inf=found))
     assert found.item() == 1  # of an earlier tensor
     found.zero_()
-    run(x[:10], out[:10], float("inf"), 1.0, float("inf"), found)
+    run(Conversion(x[:10], out[:10], float("inf"), 1.0, float("inf"), found))
     assert found.item() == 1
     found.zero_()
-    run(torch.ones(5, device=device), torch.empty(5, device=device), 2.0, 1.0, 1.0, found)
+    ones, five = torch.ones(5, device=device), torch.empty(5, device=device)
+    run(Conversion(ones, five, 2.0, found_inf=found))
     assert not found.any()
 
 
