@@ -202,8 +202,8 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
-  const Call call("pycomm:reduce_scatter_single_coalesced", OpType::REDUCE_SCATTER_TENSOR_COALESCED,
-                  opts);
+  // Torch 2.11 has no type of its own for several.
+  const Call call("pycomm:reduce_scatter_single_coalesced", OpType::_REDUCE_SCATTER_BASE, opts);
   return reduce_scatter_each(call, outputs, inputs, opts.reduceOp);
 }
 

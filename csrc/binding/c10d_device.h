@@ -61,7 +61,7 @@ void* native_handle(const S&, long) {
   return nullptr;
 }
 
-/// From torch 2.13 on; before, the device's library complains by itself.
+/// From torch 2.12 on; before, the device's library complains by itself.
 template <typename G>
 auto is_capturing(const G& guard, c10::Stream stream, int)
     -> decltype(guard.isStreamCapturing(stream)) {

@@ -241,7 +241,6 @@ inline OpTag issued_tag(const Call& call, const Tensors& outputs, int ranks) {
       break;
     case OpType::REDUCE_SCATTER:
     case OpType::_REDUCE_SCATTER_BASE:
-    case OpType::REDUCE_SCATTER_TENSOR_COALESCED:
       tag.op = Op::reduce_scatter;
       break;
     case OpType::ALLGATHER:
@@ -306,7 +305,8 @@ struct Reduction {
         break;
       case c10d::ReduceOp::PREMUL_SUM: {
         this->op = ReduceOp::premul_sum;
-        const auto* premul = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+        // The name in torch 2.11 and 2.12; later versions have it beside a new one.
+        const auto* premul = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
         factor = premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
                                                  : premul->double_factor;
         break;
