@@ -8,9 +8,7 @@ The C++ launchers (csrc/codecs/block_launch.h, cast.cu, randomk.cu) choose alike
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -348,16 +346,11 @@ def include_folder() -> Path:
     return source_root() / "csrc"
 
 
-@cache
 def source(name: str) -> str:
-    """Return the source to compile, with `include_folder` on the include path.
+    """Return the source to compile."""
+    return f'#include "codecs/{name}.cu"\n'
 
-    Its first line names the contents of every file that it may include, so that a cache of compiled
-    kernels that knows the text alone never returns kernels of another version.
-    """
-    digest = hashlib.sha256()
-    for folder in ("core", "codecs"):
-        for file in sorted((include_folder() / folder).glob("*")):
-            if file.suffix in (".h", ".cu"):
-                digest.update(file.read_bytes())
-    return f'// sources {digest.hexdigest()}\n#include "codecs/{name}.cu"\n'
+
+def compile_options(arch: str | int) -> tuple[str, ...]:
+    """Return all that NVRTC is told when it compiles a source for GPUs of ``arch``, such as 90."""
+    return (*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}")

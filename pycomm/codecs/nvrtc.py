@@ -1,6 +1,8 @@
 """The CUDA kernels of csrc/codecs compiled at run time, where pycomm was built without nvcc.
 
-CuPy brings NVRTC, compiles a kernel at its first use (about half a second) and keeps it on disk.
+A kernel is compiled at its first use in a process: a tenth of a second, with a rotation one.
+CuPy brings NVRTC and starts kernels. It does not compile them: its own way of doing that flushes
+denormal numbers to zero (-ftz=true), which changes bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +16,7 @@ import torch
 
 from pycomm.codecs.base import Codec, EncodeArgs
 from pycomm.codecs.cuda_calls import decode_calls, encode_calls, make_scratch
-from pycomm.codecs.cuda_kernels import (
-    OPTIONS,
-    THREADS,
-    Call,
-    include_folder,
-    measure_call,
-    source,
-)
+from pycomm.codecs.cuda_kernels import THREADS, Call, compile_options, measure_call, source
 
 
 def measure(
@@ -65,12 +60,37 @@ def launch(calls: list[Call], device: torch.device) -> None:
 
 @cache
 def _kernel(name: str, kernel: str, device: int) -> Any:
-    module = cupy.RawModule(
-        code=source(name),
-        options=(*OPTIONS, f"-I{include_folder()}"),
-        name_expressions=[kernel],
-    )
-    return module.get_function(kernel)
+    binary, symbol = compile_kernel(name, kernel, cupy.cuda.Device(device).compute_capability)
+    module = cupy.cuda.Module()
+    module.load(binary)
+    return module.get_function(symbol)
+
+
+def compile_kernel(name: str, kernel: str, arch: str) -> tuple[bytes, str]:
+    """Compile one kernel of csrc/codecs/``name``.cu for GPUs of ``arch``; none need be here.
+
+    Args:
+        kernel: its name in C++, with its template arguments.
+        arch: such as "90".
+
+    Returns:
+        A cubin, and the kernel's name in it.
+
+    Raises:
+        RuntimeError: with the compiler's words.
+    """
+    nvrtc = cupy.cuda.nvrtc
+    program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
+    try:
+        nvrtc.addNameExpression(program, kernel)
+        try:
+            nvrtc.compileProgram(program, compile_options(arch))
+        except nvrtc.NVRTCError as error:
+            words = nvrtc.getProgramLog(program)
+            raise RuntimeError(f"NVRTC cannot compile {kernel}: {error}\n{words}") from error
+        return nvrtc.getCUBIN(program), nvrtc.getLoweredName(program, kernel)
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 class _TorchStream:

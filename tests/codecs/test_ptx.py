@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import pycomm
-from pycomm.codecs.cuda_kernels import OPTIONS, include_folder, source
+from pycomm.codecs.cuda_kernels import compile_options, include_folder, source
 from tests.codecs import nvrtc_library
 from tests.codecs.cases import ROTATIONS, SPECS
 from tests.codecs.emulated_cuda import kernels
@@ -254,14 +254,21 @@ def wide_accesses(folder: Path, name: str, arch: int) -> dict[str, tuple[int, in
 @every_source
 def test_nvrtc_compiles_the_packaged_sources(name, arch):
     wanted = list(kernels([spec for spec in SPECS + ROTATIONS if pycomm.codec(spec).name == name]))
-    options = [*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}"]
-    ptx = nvrtc_library.compile_to_ptx(source(name), wanted, options)
+    ptx = nvrtc_library.compile_to_ptx(source(name), wanted, list(compile_options(arch)))
     assert ptx.count(".entry") == len(wanted)
     assert inexact(ptx) == []
 
 
 def test_nvrtc_with_contraction_is_found():
     wanted = [kernel for kernel in kernels() if "quant" in kernel]
-    options = ["-std=c++17", "-default-device", f"-I{include_folder()}", "-arch=sm_90"]
+    options = [word for word in compile_options(90) if word != "-fmad=false"]
     ptx = nvrtc_library.compile_to_ptx(source("quant"), wanted, options)
     assert {instruction.split(".")[0] for instruction in inexact(ptx)} >= {"fma"}
+
+
+def test_nvrtc_that_flushes_denormals_is_found():
+    """CuPy's own compile adds this option; see `pycomm.codecs.nvrtc`."""
+    wanted = [kernel for kernel in kernels() if "quant" in kernel]
+    options = [*compile_options(90), "-ftz=true"]
+    ptx = nvrtc_library.compile_to_ptx(source("quant"), wanted, options)
+    assert "mul.rn.ftz.f32" in inexact(ptx)

@@ -197,6 +197,9 @@ def check_split(rank: int, ranks: int, store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="split_group of torch 2.11 knows CUDA only"
+)
 def test_groups_are_split_where_a_device_is_bound(fakes):
     fakes.run(check_split, backend=None)
 
