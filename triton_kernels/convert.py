@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from pycomm.codecs.convert import Conversion, Factor
 from pycomm.triton_kernels._launch import launch
 from pycomm.triton_kernels._math import INF_BITS, magnitude_bits
 from pycomm.triton_kernels.cast import from_code, to_code
@@ -36,15 +37,15 @@ def convert_kernel(
 # -------------------------------------------------------------- launchers
 
 
-def _factor(factor: Factor, x: torch.Tensor) -> torch.Tensor:
+def _factor(factor: Any, x: torch.Tensor) -> torch.Tensor:
     """A number as memory, so that a kernel has one signature."""
     if isinstance(factor, torch.Tensor):
         return factor
     return torch.full((1,), factor, dtype=torch.float32, device=x.device)
 
 
-def convert(c: Conversion) -> None:
-    """out = cast(x * by * clip / divisor)."""
+def convert(c: Any) -> None:
+    """out = cast(x * by * clip / divisor), of a `Conversion`."""
     numel = c.x.numel()
     launch(
         convert_kernel,
