@@ -1,4 +1,4 @@
-"""Writes the measured tables of docs/choosing.md and README.md from bench/results/.
+"""Writes the measured tables of docs/choosing.md, docs/bench.md and README.md from bench/results/.
 
     python -m pycomm.bench.choosing
 
@@ -15,12 +15,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pycomm.bench import tables
+from pycomm.bench import tables, validate_plan
 from pycomm.bench.harness import Row
 from pycomm.bench.time_to_loss_results import changes, load, over, totals, with_loss
 
 FOLDER = Path(__file__).parent
-PAGE, README = FOLDER.parent / "docs" / "choosing.md", FOLDER.parent / "README.md"
+DOCS, README = FOLDER.parent / "docs", FOLDER.parent / "README.md"
+PAGE = DOCS / "choosing.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
 DEMO = tables.RESULTS / "demo-cpu.csv"
 NUMERIC = "--:"
@@ -115,6 +116,12 @@ def demo(path: Path) -> str:
     return table(("run", "step", "wire per step", "held-out loss", "speed-up"), lines)
 
 
+def planner(path: Path) -> str:
+    """How far predictions were off, by kind, link and ranks."""
+    head = ("what", "link", "ranks", "cases", "median error", "worst", "fastest codec picked")
+    return table(head, validate_plan.summary(validate_plan.load(path)), left=2)
+
+
 OPS = ("encode", "encode+residual", "decode", "decode_add")
 
 
@@ -138,6 +145,7 @@ def main() -> int:
     for model in dict.fromkeys(r.model for r in rows if r.kind == "loss"):
         write(PAGE, f"losses {model}", losses(rows, model))
     write(PAGE, "codecs", codecs(CODECS))
+    write(DOCS / "bench.md", "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(README, "demo", demo(DEMO))
     return 0
 

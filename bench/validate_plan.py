@@ -166,6 +166,23 @@ def judge(cases: Sequence[Case]) -> bool:
     return median <= MEDIAN and worst <= WORST and share >= PICKED
 
 
+def summary(cases: Sequence[Case]) -> Iterable[list[str]]:
+    """Cells of a row for each kind, link rate and number of ranks, and one for all."""
+    groups: dict[tuple[str, str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.kind, case.rate, str(case.ranks)), []).append(case)
+    by_kind = sorted(groups.items(), key=lambda item: item[0][0])
+    for place, group in [*by_kind, (("all", "", ""), list(cases))]:
+        errors, picked = [abs(case.error) for case in group], picks(group)
+        yield [
+            *place,
+            str(len(group)),
+            f"{statistics.median(errors):.1%}",
+            f"{max(errors):.1%}",
+            f"{sum(picked)} of {len(picked)}",
+        ]
+
+
 def save(path: Path, cases: Iterable[Case], origin: Origin) -> None:
     """Append to a CSV."""
     new = not path.exists()

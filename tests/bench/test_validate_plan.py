@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pycomm.bench.harness import Origin
-from pycomm.bench.validate_plan import Case, judge, load, picks, save
+from pycomm.bench.validate_plan import Case, judge, load, picks, save, summary
 
 
 def case(codec, predicted, measured, ranks=2):
@@ -36,3 +36,13 @@ def test_rows_come_back(tmp_path):
     save(path, GOOD[:1], Origin.here("test"))
     save(path, GOOD[1:], Origin.here("test"))
     assert load(path) == GOOD
+
+
+def test_the_summary_has_a_row_for_each_kind_rate_and_number_of_ranks():
+    rows = list(summary([*GOOD, case("none", 12.0, 10.0, ranks=4)]))
+    assert [row[:4] for row in rows] == [
+        ["all_reduce", "1gbit", "2", "3"],
+        ["all_reduce", "1gbit", "4", "1"],
+        ["all", "", "", "4"],
+    ]
+    assert rows[1][4:] == ["20.0%", "20.0%", "1 of 1"]
