@@ -1,6 +1,7 @@
 // The TCP transport: its set-up, its lanes and channels, and how it ends.
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <thread>
 
 #include "transports/tcp_channel.h"
@@ -16,6 +17,8 @@ namespace {
 
 // How long a leaving rank waits for its last bytes to be acknowledged.
 constexpr auto kLinger = Milliseconds(2000);
+// And for an answer to its goodbye: a peer that does not give it soon does not run.
+constexpr auto kFarewell = Milliseconds(300);
 
 bool all_loopback(const std::vector<Interface>& interfaces) {
   return std::all_of(interfaces.begin(), interfaces.end(),
@@ -40,20 +43,21 @@ class TcpTransport final : public Transport {
       pollers_[lane] = std::make_unique<Poller>(lane, meeting.rank, control_, pacer_,
                                                 !connector_.mesh().crowded);
     }
-    connector_.start([this](int lane) { pollers_[static_cast<size_t>(lane)]->ring(); });
+    connector_.start([this](int lane) { pollers_[static_cast<size_t>(lane)]->ring(); },
+                     [this] { return tend(); });
   }
 
   ~TcpTransport() override {
     if (connector_.forked() || control_.aborted()) return;
     heal();
-    connector_.stop();
     control_.say_goodbye();
     for_each_channel([](TcpChannel& channel) { channel.finish(); });
     // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
-    const auto deadline = Deadline::after(kLinger);
-    while (anybody_needs_us() && !deadline.expired()) {
+    const auto deadline = Deadline::after(kLinger), farewell = Deadline::after(kFarewell);
+    while (anybody_needs_us(!farewell.expired()) && !deadline.expired()) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
+    connector_.stop();
   }
 
   std::string_view name() const override { return "tcp"; }
@@ -65,6 +69,7 @@ class TcpTransport final : public Transport {
   Channel& channel(int rank, Lane lane) override {
     auto& slot = channels_[static_cast<size_t>(rank)][static_cast<size_t>(lane)];
     if (!slot) {
+      std::lock_guard<std::mutex> lock(pollers_[static_cast<size_t>(lane)]->mutex());
       slot = std::make_unique<TcpChannel>(rank, connector_, *pollers_[static_cast<size_t>(lane)],
                                           checks_payload_);
     }
@@ -111,6 +116,22 @@ class TcpTransport final : public Transport {
     }
   }
 
+  // By the connector's thread, so that lanes that nobody drives go on with new connections.
+  bool tend() {
+    bool again = false;
+    for (auto& lanes : channels_) {
+      for (size_t lane = 0; lane < lanes.size(); lane++) {
+        TcpChannel* channel;
+        {
+          std::lock_guard<std::mutex> lock(pollers_[lane]->mutex());
+          channel = lanes[lane].get();
+        }
+        again |= channel != nullptr && channel->tend();
+      }
+    }
+    return again;
+  }
+
   // What was cut off at the last moment may be all that a peer waits for, and without a goodbye we
   // would seem to die.
   void heal() noexcept {
@@ -131,12 +152,12 @@ class TcpTransport final : public Transport {
   }
 
   // Somebody who has left reads no more, whatever is on its way.
-  bool anybody_needs_us() {
+  bool anybody_needs_us(bool even_for_goodbye) {
     control_.poll();
     return std::any_of(peers_.begin(), peers_.end(), [&](int peer) {
       const auto& lanes = channels_[static_cast<size_t>(peer)];
       return !control_.gone(peer) &&
-             (control_.unacknowledged(peer) > 0 ||
+             ((even_for_goodbye && !control_.farewell(peer)) || control_.unacknowledged(peer) > 0 ||
               std::any_of(lanes.begin(), lanes.end(), [](const auto& channel) {
                 return channel && channel->unacknowledged() > 0;
               }));

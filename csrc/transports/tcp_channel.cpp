@@ -48,6 +48,7 @@ uint64_t TcpChannel::send(const OpTag& tag, Span<const uint8_t> data) {
   message.tag = tag;
   message.tag_hash = tag.hash();
   message.data = data;
+  std::lock_guard<std::mutex> lock(poller_.mutex());
   outgoing_.push_back(message);
   const uint64_t ticket = sent_ + outgoing_.size();
   if (sockets_.empty() && !opening_ && !connected()) {
@@ -65,12 +66,14 @@ uint64_t TcpChannel::recv(const OpTag& tag, Span<uint8_t> data) {
   message.tag = tag;
   message.tag_hash = tag.hash();
   message.data = data;
+  std::lock_guard<std::mutex> lock(poller_.mutex());
   incoming_.push_back(message);
   return received_ + incoming_.size();
 }
 
 bool TcpChannel::progress() {
   if (poller_.control().aborted()) poller_.control().check();
+  std::lock_guard<std::mutex> lock(poller_.mutex());
   if (outgoing_.empty() && incoming_.empty()) return false;
   if (sockets_.empty() && !connected()) return false;
   if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
@@ -207,7 +210,7 @@ void TcpChannel::released(const FrameHeader& header) {
   message.done = message.frames == 0 && place < cutting_;
   while (!outgoing_.empty() && outgoing_.front().done) {
     outgoing_.pop_front();
-    sent_++;
+    sent_.fetch_add(1, std::memory_order_release);
     cutting_--;
   }
 }
@@ -310,7 +313,7 @@ void TcpChannel::frame_read(Socket& socket) {
   message.done = message.read == message.data.size;
   while (!incoming_.empty() && incoming_.front().done) {
     incoming_.pop_front();
-    received_++;
+    received_.fetch_add(1, std::memory_order_release);
   }
 }
 
@@ -359,12 +362,14 @@ size_t TcpChannel::read(Socket& socket, Span<uint8_t> payload) {
 // ------------------------------------------------------------------------------ the end
 
 void TcpChannel::finish() {
+  std::lock_guard<std::mutex> lock(poller_.mutex());
   for (auto& socket : sockets_) {
     if (socket->fd) ::shutdown(socket->fd.get(), SHUT_WR);
   }
 }
 
 LinkUse TcpChannel::use() const {
+  std::lock_guard<std::mutex> lock(poller_.mutex());
   LinkUse sum;
   for (const auto& socket : sockets_) {
     const LinkUse use = link_use(socket->fd.get());
@@ -374,7 +379,8 @@ LinkUse TcpChannel::use() const {
   return sum;
 }
 
-size_t TcpChannel::unacknowledged() const {
+size_t TcpChannel::unacknowledged() {
+  std::lock_guard<std::mutex> lock(poller_.mutex());
   size_t bytes = 0;
   for (const auto& socket : sockets_) bytes += tcp::unacknowledged(socket->fd.get());
   return bytes;

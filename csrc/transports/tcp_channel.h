@@ -2,6 +2,7 @@
 // are connected when one of the two ranks first sends, and again when a connection is cut while the
 // peer lives.
 #pragma once
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <vector>
@@ -14,6 +15,7 @@
 
 namespace pycomm::tcp {
 
+/// Each call takes the poller's mutex.
 class TcpChannel final : public Channel {
  public:
   TcpChannel(int peer, Connector& connector, Poller& poller, bool checks_payload);
@@ -21,19 +23,22 @@ class TcpChannel final : public Channel {
 
   uint64_t send(const OpTag& tag, Span<const uint8_t> data) override;
   uint64_t recv(const OpTag& tag, Span<uint8_t> data) override;
-  uint64_t sent() const override { return sent_; }
-  uint64_t received() const override { return received_; }
+  uint64_t sent() const override { return sent_.load(std::memory_order_acquire); }
+  uint64_t received() const override { return received_.load(std::memory_order_acquire); }
   bool progress() override;
   LinkUse use() const override;
 
   /// Says on all sockets that nothing more will come. The kernel still delivers what was sent.
   void finish();
   /// Bytes that the peer's host has not acknowledged.
-  size_t unacknowledged() const;
+  size_t unacknowledged();
   /// A connection is cut, and the peer may need bytes that went with it. Call heal() until not.
-  bool wounded() const;
+  bool wounded();
   /// Notices cuts, connects again and repeats, without looking at what callers wait for.
   void heal();
+  /// heal(), if there are new connections or bytes to repeat: on a lane that nobody drives the peer
+  /// may wait for either. True if it should be called again soon. Any thread.
+  bool tend();
 
  private:
   struct Outgoing {
@@ -54,6 +59,7 @@ class TcpChannel final : public Channel {
   struct Socket;
 
   bool connected();
+  void mend();
   void adopt_connections();
   bool advance();
   bool let_go();
@@ -88,10 +94,11 @@ class TcpChannel final : public Channel {
   // it and all before it are through.
   std::deque<Outgoing> outgoing_;
   std::deque<Incoming> incoming_;
-  uint64_t sent_ = 0, received_ = 0;
+  std::atomic<uint64_t> sent_{0}, received_{0};
   size_t cutting_ = 0;  // first of outgoing_ that has bytes without a frame
   uint64_t polls_seen_ = 0;
-  int cuts_ = 0;  // sockets without a connection
+  int cuts_ = 0;         // sockets without a connection
+  bool tended_ = false;  // and not yet to the end
 };
 
 }  // namespace pycomm::tcp

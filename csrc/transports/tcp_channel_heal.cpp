@@ -96,7 +96,8 @@ void TcpChannel::look_for_loss() const {
   }
 }
 
-bool TcpChannel::wounded() const {
+bool TcpChannel::wounded() {
+  std::lock_guard<std::mutex> lock(poller_.mutex());
   return cuts_ > 0 && !poller_.control().gone(peer_) &&
          std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
            return !socket->out.all_acknowledged() && (!socket->fd || socket->greeting);
@@ -104,6 +105,12 @@ bool TcpChannel::wounded() const {
 }
 
 void TcpChannel::heal() {
+  std::lock_guard<std::mutex> lock(poller_.mutex());
+  mend();
+}
+
+void TcpChannel::mend() {
+  if (sockets_.empty() && !(connector_.ready(peer_, poller_.lane()) && connected())) return;
   poller_.poll();
   if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
   for (auto& socket : sockets_) {
@@ -112,6 +119,21 @@ void TcpChannel::heal() {
     }
     if (!socket->greeting || greet(*socket)) push(*socket);
   }
+}
+
+bool TcpChannel::tend() {
+  std::lock_guard<std::mutex> lock(poller_.mutex());
+  const auto restless = [this] {
+    return std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
+      return socket->fd && !socket->out.all_acknowledged() &&
+             (socket->greeting || !socket->out.all_written());
+    });
+  };
+  if (!connector_.fresh(peer_, poller_.lane()) && !(tended_ && restless())) return false;
+  mend();
+  poller_.ring();  // we may have taken the event for which the lane's thread sleeps
+  tended_ = restless();
+  return tended_;
 }
 
 }  // namespace pycomm::tcp

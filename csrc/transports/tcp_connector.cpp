@@ -24,6 +24,8 @@ constexpr auto kConnectLimit = std::chrono::seconds(3);
 constexpr size_t kMaxStrangers = 512;
 // Without a free descriptor there is no use in looking at listeners.
 constexpr auto kDeaf = Milliseconds(50);
+// Channels that nobody drives and that have words to repeat.
+constexpr auto kTendEvery = Milliseconds(2);
 constexpr auto kFirstRetry = Milliseconds(20);
 constexpr auto kLastRetry = Milliseconds(1000);
 
@@ -151,8 +153,9 @@ std::string Connector::name_of(const Link& link) const {
 
 // ------------------------------------------------------------------------------ the thread
 
-void Connector::start(std::function<void(int lane)> on_ready) {
+void Connector::start(std::function<void(int lane)> on_ready, std::function<bool()> tend) {
   on_ready_ = std::move(on_ready);
+  tend_ = std::move(tend);
   for (int lane = 0; lane < kLanes; lane++) {  // peers may have been quick
     for (const auto& link : links_) {
       if (link->ways[static_cast<size_t>(lane)].ready) on_ready_(lane);
@@ -185,6 +188,7 @@ void Connector::run() {
       grant_wishes();
       mend();
       turn();
+      tend_again_ = tend_();
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
       broken_ = std::current_exception();
@@ -267,6 +271,7 @@ void Connector::wait() {
     wake = Clock::now() + deadline_.left();
   }
   if (deaf) wake = std::min(wake, deaf_until_);
+  if (tend_again_) wake = std::min(wake, Clock::now() + kTendEvery);
   const size_t first = polls.size();
   for (const Outgoing& out : outgoing_) {
     wake = std::min(wake, out.wake);

@@ -48,8 +48,9 @@ class Connector {
   /// Strangers may knock at any time: each waiting connection has its own small state and deadline,
   /// so none holds up another.
   void connect_all(Control& control);
-  /// Starts the thread. `on_ready(lane)` is called from it when sockets of a lane stand.
-  void start(std::function<void(int lane)> on_ready);
+  /// Starts the thread. It calls `on_ready(lane)` when sockets of a lane stand, and `tend` whenever
+  /// it has done something, and soon again if that returns true.
+  void start(std::function<void(int lane)> on_ready, std::function<bool()> tend);
   /// Ends the thread and closes the listeners. Not in a forked child, where there is no thread.
   void stop();
   /// True in a child that was forked from the rank.
@@ -134,6 +135,8 @@ class Connector {
   const Fd wake_;
   Control* control_ = nullptr;
   std::function<void(int)> on_ready_;
+  std::function<bool()> tend_;
+  bool tend_again_ = false;
 
   std::vector<std::unique_ptr<Link>> links_;  // as mesh_.peers
   std::vector<Link*> by_rank_;

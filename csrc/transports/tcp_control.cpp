@@ -30,7 +30,14 @@ constexpr auto kLastWords = std::chrono::milliseconds(50);
 /// As it travels.
 struct Control::Notice {
   static constexpr uint32_t kMagic = 0x4e435950;  // "PYCN"
-  enum class Kind : uint32_t { abort = 1, goodbye = 2, connect = 3, ask = 4, standing = 5 };
+  enum class Kind : uint32_t {
+    abort = 1,
+    goodbye = 2,
+    connect = 3,
+    ask = 4,
+    standing = 5,
+    heard = 6
+  };
 
   explicit Notice(Kind kind = Kind::abort) : kind(kind) {}
 
@@ -56,6 +63,7 @@ struct Control::Peer {
   Clock::time_point died_at{};
   Standing standing;      // what it last said
   bool answered = false;  // since we last asked
+  bool heard = false;     // our goodbye
   Notice in;
   size_t in_done = 0;
 };
@@ -100,6 +108,7 @@ void Control::renew(int rank, uint32_t generation, Fd fd) {
   peer.in_done = 0;
   watch(peer);
   peer.state.store(State::here, std::memory_order_release);
+  if (leaving_) tell(peer, Notice(Notice::Kind::goodbye));
 }
 
 void Control::refused(int rank) {
@@ -165,7 +174,11 @@ void Control::take_in(Peer& peer) {
 void Control::on_notice(Peer& peer, const Notice& notice) {
   switch (notice.kind) {
     case Notice::Kind::goodbye:
-      return peer.state.store(State::left, std::memory_order_release);
+      peer.state.store(State::left, std::memory_order_release);
+      return tell(peer, Notice(Notice::Kind::heard));
+    case Notice::Kind::heard:
+      peer.heard = true;
+      return;
     case Notice::Kind::connect:
       if (notice.lane >= kLanes) return;
       if (notice.socket < 0 && on_ask_) on_ask_(peer.rank, static_cast<int>(notice.lane));
@@ -180,7 +193,6 @@ void Control::on_notice(Peer& peer, const Notice& notice) {
         Notice answer(Notice::Kind::standing);
         const Standing standing = standing_->load();
         std::memcpy(answer.text, &standing, sizeof standing);
-        answer.checksum = answer.compute();
         tell(peer, answer);
       }
       return;
@@ -230,8 +242,9 @@ void Control::throw_died(const Peer& peer, const std::string& how) const {
 }
 
 // A notice fits into the socket's buffer, since little else goes this way.
-void Control::tell(const Peer& peer, const Notice& notice) noexcept {
+void Control::tell(const Peer& peer, Notice notice) noexcept {
   if (!peer.fd) return;
+  notice.checksum = notice.compute();
   const ssize_t n = ::send(peer.fd.get(), &notice, sizeof notice, MSG_DONTWAIT | MSG_NOSIGNAL);
   if (n > 0) sent_bytes_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
 }
@@ -244,7 +257,6 @@ void Control::ask_to_connect(int rank, int lane) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   Notice notice(Notice::Kind::connect);
   notice.lane = static_cast<uint32_t>(lane);
-  notice.checksum = notice.compute();
   tell(*find(rank), notice);
 }
 
@@ -254,7 +266,6 @@ void Control::ask_to_connect(const Broken& broken) noexcept {
   notice.lane = static_cast<uint32_t>(broken.lane);
   notice.socket = broken.socket;
   notice.generation = broken.generation;
-  notice.checksum = notice.compute();
   tell(*find(broken.rank), notice);
 }
 
@@ -262,16 +273,13 @@ void Control::abort(const std::string& reason) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   Notice notice;
   std::snprintf(notice.text, sizeof notice.text, "rank %d aborted: %s", rank_, reason.c_str());
-  notice.checksum = notice.compute();
   end_group(notice);
 }
 
 void Control::ask() noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  Notice notice(Notice::Kind::ask);
-  notice.checksum = notice.compute();
   for (const auto& peer : peers_) peer->answered = false;
-  tell_all(notice);
+  tell_all(Notice(Notice::Kind::ask));
 }
 
 Sighting Control::look(int rank) {
@@ -288,14 +296,18 @@ Sighting Control::look(int rank) {
 
 void Control::say_goodbye() noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  Notice notice(Notice::Kind::goodbye);
-  notice.checksum = notice.compute();
-  tell_all(notice);
+  leaving_ = true;
+  tell_all(Notice(Notice::Kind::goodbye));
 }
 
 size_t Control::unacknowledged(int rank) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return tcp::unacknowledged(find(rank)->fd.get());
+}
+
+bool Control::farewell(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return find(rank)->heard;
 }
 
 void Control::throw_lost(int rank, const std::string& what) {

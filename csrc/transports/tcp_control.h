@@ -63,9 +63,11 @@ class Control {
   void ask() noexcept;
   /// Polls. A peer that has not answered since the last ask() is silent.
   Sighting look(int rank);
-  /// Tells all peers that we leave in good order.
+  /// Tells all peers that we leave in good order; those that are cut off, when they are back.
   void say_goodbye() noexcept;
-  /// Bytes that the peer has not acknowledged.
+  /// True once the peer has heard our goodbye.
+  bool farewell(int rank) const;
+  /// Bytes that the peer's host has not acknowledged.
   size_t unacknowledged(int rank) const;
 
   /// A data connection of the peer broke while something was queued: throws the best explanation,
@@ -84,7 +86,7 @@ class Control {
   void take_in(Peer& peer);
   void on_notice(Peer& peer, const Notice& notice);
   void end_group(const Notice& notice) noexcept;
-  void tell(const Peer& peer, const Notice& notice) noexcept;
+  void tell(const Peer& peer, Notice notice) noexcept;
   void tell_all(const Notice& notice) noexcept;
   void wake_all() noexcept;
   [[noreturn]] void throw_aborted() const;
@@ -97,6 +99,7 @@ class Control {
   std::vector<std::unique_ptr<Peer>> peers_;
   std::function<void(int, int)> on_ask_;
   std::function<void(const Broken&)> on_cut_;
+  bool leaving_ = false;
   std::atomic<bool> aborted_{false};
   std::string abort_text_;  // written once, before aborted_
   std::atomic<uint64_t> sent_bytes_{0};

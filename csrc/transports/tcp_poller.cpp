@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <ctime>
+#include <utility>
 
 #include "core/error.h"
 
@@ -80,20 +81,24 @@ void Poller::ring() {
   [[maybe_unused]] const ssize_t n = ::write(bell_.get(), &one, sizeof one);
 }
 
+bool Poller::look() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return take_events();
+}
+
 void Poller::idle(std::chrono::microseconds limit) {
-  if (fresh_) {
-    fresh_ = false;
-    return;
+  bool spins;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(fresh_, false)) return;
+    if (std::exchange(starved_, false)) limit = std::min(limit, pacer_.wait());
+    spins = spins_ && !std::exchange(bulk_, false);
+    if (take_events()) return;
   }
-  if (starved_) limit = std::min(limit, pacer_.wait());
-  starved_ = false;
-  const bool spins = spins_ && !bulk_;
-  bulk_ = false;
-  if (take_events()) return;
   const auto start = Clock::now();
   if (spins) {
     while (Clock::now() - start < std::min(limit, kSpin)) {
-      if (take_events()) return;
+      if (look()) return;
     }
   }
   const auto left =
@@ -102,7 +107,7 @@ void Poller::idle(std::chrono::microseconds limit) {
   // ppoll on the epoll: epoll_wait itself counts in milliseconds.
   const timespec time = {left.count() / 1000000, left.count() % 1000000 * 1000};
   pollfd wait = {epoll_.get(), POLLIN, 0};
-  if (::ppoll(&wait, 1, &time, nullptr) > 0) take_events();
+  if (::ppoll(&wait, 1, &time, nullptr) > 0) look();
 }
 
 }  // namespace pycomm::tcp

@@ -3,6 +3,7 @@
 #pragma once
 #include <atomic>
 #include <chrono>
+#include <mutex>
 
 #include "transports/tcp_control.h"
 #include "transports/tcp_pacer.h"
@@ -18,11 +19,14 @@ struct Readiness {
   bool ends = false;  ///< the end of the stream, or an error, is waiting behind what can be read
 };
 
-/// One thread at a time, as the lane.
+/// One thread at a time, as the lane; idle() and ring() apart, whoever calls holds the mutex.
 class Poller {
  public:
   Poller(uint16_t lane, int rank, Control& control, Pacer& pacer, bool spins);
 
+  /// For one call of a channel of the lane. Mostly free: only the connector's thread, which looks
+  /// after channels that nobody drives, comes between.
+  std::mutex& mutex() { return mutex_; }
   uint16_t lane() const { return lane_; }
   int rank() const { return rank_; }
   Control& control() { return control_; }
@@ -50,6 +54,7 @@ class Poller {
   static constexpr size_t kBulk = 64 << 10;
 
   bool take_events();
+  bool look();
 
   const uint16_t lane_;
   const int rank_;
@@ -57,6 +62,7 @@ class Poller {
   Pacer& pacer_;
   const bool spins_;
   Fd epoll_, bell_;
+  std::mutex mutex_;  // all below, but the count of bytes
   uint64_t polls_ = 0;
   bool fresh_ = false;  // events were taken in that some channel may not have seen
   bool starved_ = false;

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pycomm import _C
@@ -104,8 +104,11 @@ class Proxy:
 class Network:
     """Stores of some ranks, whose addresses are those of proxies."""
 
-    def __init__(self, size: int, group: str) -> None:
+    def __init__(
+        self, size: int, group: str, topics: Sequence[str] = ("here", "tcp-host", "tcp-card")
+    ) -> None:
         self.size = size
+        self.topics = topics
         self.stores = [_C.Store.local() for _ in range(size)]
         self.proxies: dict[int, Proxy] = {}
         self.calm = False  # no more weather
@@ -114,7 +117,7 @@ class Network:
 
     def _copy(self, group: str, rank: int) -> None:
         with contextlib.suppress(Exception):
-            for topic in ("here", "tcp-host", "tcp-card"):
+            for topic in self.topics:
                 key = f"{group}/{topic}/{rank}"
                 word = self.stores[rank].get(key, TIMEOUT).decode()
                 if topic == "tcp-card":

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm.errors import Timeout
+from pycomm.errors import PeerLost, Timeout
 from tests.transports import proxy
+from tests.transports.ranks import COLLECTIVE, POINT_TO_POINT, run_rank, tag
 
 ROUNDS = 12
 SIZES = [1, 1000, 60_000, 300_000]
@@ -113,6 +114,103 @@ def test_words_that_were_cut_off_at_the_end_are_repeated():
         return True
 
     good(proxy.run(2, job))
+
+
+class Wires:
+    """Two ranks with nothing but a transport, and the network between them."""
+
+    def __init__(self):
+        self.network = proxy.Network(2, "wires", ("tcp-host", "tcp-card"))
+
+    def run(self, *bodies, **options):
+        def target(rank):
+            store = self.network.stores[rank]
+            outcomes[rank] = run_rank("tcp", store, "wires", rank, 2, bodies[rank], options)
+
+        outcomes = [None, None]
+        ranks = [threading.Thread(target=target, args=(rank,)) for rank in range(2)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        self.network.close()
+        return good(outcomes)
+
+    def swallow(self, silent):
+        """What is said now arrives nowhere."""
+        for each in self.network.proxies.values():
+            each.silent = silent
+
+
+BOTH_LANES = (COLLECTIVE, POINT_TO_POINT)
+
+
+def greet(me):
+    """Both lanes stand."""
+    for lane in BOTH_LANES:
+        me.exchange({1 - me.rank: b"hello"}, tag(), lane)
+
+
+def test_a_lane_that_nobody_drives_goes_on_after_a_cut():
+    """A sender hears how far a receiver is that waits for something else."""
+    wires = Wires()
+
+    def sender(me):
+        greet(me)
+        wires.network.cut()
+        time.sleep(0.02)  # the kernel has heard of it
+        me.wait(me.send(1, b"early", tag(2), POINT_TO_POINT), lane=POINT_TO_POINT, timeout=5)
+        me.wait(me.send(1, b"go on", tag(3)))
+
+    def receiver(me):
+        greet(me)
+        goal, _ = me.recv(0, 5, tag(3))
+        me.wait(goal)
+        goal, word = me.recv(0, 5, tag(2), POINT_TO_POINT)
+        me.wait(goal, lane=POINT_TO_POINT)
+        assert word() == b"early"
+
+    wires.run(sender, receiver)
+
+
+def test_what_was_cut_off_is_repeated_by_a_rank_that_communicates_no_more():
+    wires = Wires()
+    arrived = threading.Event()
+
+    def sender(me):
+        greet(me)
+        wires.swallow(True)
+        me.wait(me.send(1, b"lost", tag(2)))
+        time.sleep(0.02)
+        wires.swallow(False)
+        wires.network.cut()
+        assert arrived.wait(5)
+
+    def receiver(me):
+        greet(me)
+        goal, word = me.recv(0, 4, tag(2))
+        me.wait(goal)
+        assert word() == b"lost"
+        arrived.set()
+
+    wires.run(sender, receiver)
+
+
+def test_a_goodbye_that_was_cut_off_is_repeated():
+    wires = Wires()
+
+    def leaver(me):
+        greet(me)
+        wires.swallow(True)
+        threading.Timer(0.05, lambda: (wires.swallow(False), wires.network.cut())).start()
+
+    def stayer(me):
+        greet(me)
+        goal, _ = me.recv(0, 4, tag(2))
+        with pytest.raises(PeerLost, match="rank 0 .* has left the group"):
+            me.wait(goal)
+
+    wires.run(leaver, stayer)
 
 
 def test_a_cut_that_outlasts_the_deadline_is_a_timeout_that_says_where():

@@ -100,6 +100,7 @@ class RankZero:
         self.store = _C.Store.local()
         self.transport = None
         self.error: BaseException | None = None
+        self.connections: dict[int, socket.socket] = {}
         self.thread = threading.Thread(target=self.set_up)
         self.thread.start()
         # We claim to be on the same host, and nobody connects to us.
@@ -107,6 +108,13 @@ class RankZero:
         card = self.store.get(f"{GROUP}/tcp-card/0", SECONDS).decode()
         ip, port = card.rsplit(":", 1)
         self.address = ip, int(port)
+
+    def leave(self) -> None:
+        """Rank 1 is gone, so that rank 0 waits for no answer to its goodbye."""
+        for connection in self.connections.values():
+            connection.close()
+        if self.transport is not None:
+            self.transport.close()
 
     def set_up(self) -> None:
         try:
@@ -117,14 +125,13 @@ class RankZero:
     def come(self) -> dict[int, socket.socket]:
         """Rank 1 comes: returns its connections by lane."""
         self.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
-        connections = {}
         for lane in (0, 1, CONTROL):
-            connections[lane], verdict, _ = join(self.address, hello(lane))
+            self.connections[lane], verdict, _ = join(self.address, hello(lane))
             assert verdict == WELCOME
         self.thread.join()
         if self.error:
             raise self.error
-        return connections
+        return self.connections
 
     def expect(self, size: int) -> bytes:
         me = Rank(0, 2, self.transport)
@@ -141,8 +148,7 @@ def rank_0():
         with contextlib.suppress(OSError, EOFError):
             rank.come()
     rank.thread.join()
-    if rank.transport is not None:
-        rank.transport.close()
+    rank.leave()
 
 
 @pytest.fixture
@@ -153,7 +159,6 @@ def our_hash(rank_0):
     me.wait(me.send(1, b"", tag()))
     header = read_exactly(connections[0], HEADER.size + 4)
     assert _C.crc32c(header[:-4]) == struct.unpack("<I", header[-4:])[0]
-    rank_0.connections = connections
     return HEADER.unpack(header[:-4])[7]
 
 
@@ -419,7 +424,7 @@ def test_payloads_that_leave_the_host_are_checked(checksum, interface, checks):
     me = Rank(0, 2, rank_0.transport)
     me.wait(me.send(1, b"payload", tag()))
     assert HEADER.unpack(read_exactly(connections[0], HEADER.size))[10] == checks
-    rank_0.transport.close()
+    rank_0.leave()
 
 
 @pytest.mark.parametrize("seed", range(20))
