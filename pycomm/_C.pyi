@@ -208,6 +208,7 @@ class Transport:
         link: float = 0.0,
         secret: str = "",
         checksum: str = "auto",
+        tls: bool = False,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -234,12 +235,10 @@ class Transport:
     def abort(self, why: str) -> None: ...
     def close(self) -> None: ...
 
+def tls_version(file: str = "") -> str: ...
 def interfaces() -> list[tuple[str, str]]: ...
 def choose_interfaces(
-    names: str,
-    one_host: _bool,
-    candidates: Sequence[tuple[str, str]],
-    store_host: str = "",
+    names: str, one_host: _bool, candidates: Sequence[tuple[str, str]], store_host: str = ""
 ) -> list[tuple[str, str]]: ...
 
 # -- communicator (bind_communicator.cpp): times are in seconds, 0 is the group's timeout
@@ -259,6 +258,7 @@ class CommunicatorOptions:
     interface: str
     link_bytes_per_second: float
     secret: str
+    tls: bool
     description: str
     global_ranks: list[int]
     trace_size: int

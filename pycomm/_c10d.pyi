@@ -17,6 +17,7 @@ class Options(_distributed_c10d.Backend.Options):
     interface: str
     link_bytes_per_second: float
     secret: str
+    tls: bool
     blocking_wait: bool
     device_path: str
     global_ranks_in_group: list[int]
@@ -31,6 +32,7 @@ class Options(_distributed_c10d.Backend.Options):
         interface: str = ...,
         link_bytes_per_second: float = ...,
         secret: str = ...,
+        tls: bool = ...,
         blocking_wait: bool = ...,
         device_path: str = ...,
     ) -> None: ...

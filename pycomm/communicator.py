@@ -42,7 +42,8 @@ class Communicator:
         algo: "auto", or the algorithm of the operations that have it (``docs/algorithms.md``).
         sockets: TCP sockets per peer.
         checksum: what TCP frames are checked by: "payload" (and header), "header" alone, or
-            "auto": payloads too, unless they stay on the host.
+            "auto": payloads too, unless they stay on the host or are encrypted.
+        tls: whether TCP connections are encrypted, by TLS 1.3; equal on all ranks.
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
         segment_bytes: for tests: pieces in which channels pipeline.
@@ -76,6 +77,7 @@ class Communicator:
         algo: str | None = None,
         sockets: int | None = None,
         checksum: str | None = None,
+        tls: bool | None = None,
         interface: str | None = None,
         link_bytes_per_second: float | None = None,
         segment_bytes: int = 0,
@@ -91,6 +93,7 @@ class Communicator:
             "algo": algo,
             "sockets": sockets,
             "checksum": checksum,
+            "tls": tls,
             "interface": interface,
             "link_bytes_per_second": link_bytes_per_second,
         }

@@ -81,6 +81,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("interface", &Options::interface)
       .def_readwrite("link_bytes_per_second", &Options::link_bytes_per_second)
       .def_readwrite("secret", &Options::secret)
+      .def_readwrite("tls", &Options::tls)
       .def_readwrite("description", &Options::description)
       .def_readwrite("global_ranks", &Options::global_ranks)
       .def_readwrite("trace_size", &Options::trace_size)

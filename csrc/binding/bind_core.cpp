@@ -83,6 +83,7 @@ py::dict environment() {
   out["master_addr"] = values.master_addr;
   out["timeout"] = values.timeout.count() / 1e3;
   out["secret"] = values.secret;
+  out["tls"] = values.tls;
   out["spin"] = values.spin;
   out["trace"] = values.trace;
   out["trace_size"] = values.trace_size;

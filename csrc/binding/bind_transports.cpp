@@ -8,6 +8,7 @@
 #include "collectives/shared.h"
 #include "core/env.h"
 #include "transports/tcp_interface.h"
+#include "transports/tls_library.h"
 #include "transports/transport.h"
 
 namespace py = pybind11;
@@ -49,7 +50,7 @@ struct OwnedTransport {
 std::unique_ptr<OwnedTransport> make_transport(
     const std::string& kind, std::shared_ptr<Store> store, const std::string& group, int rank,
     int size, double timeout, int sockets, const std::string& interface, double link,
-    const std::string& secret, const std::string& checksum) {
+    const std::string& secret, const std::string& checksum, bool tls) {
   py::gil_scoped_release release;
   const Rendezvous meeting{std::move(store), group, rank, size, after_seconds(timeout)};
   auto owned = std::make_unique<OwnedTransport>();
@@ -62,7 +63,7 @@ std::unique_ptr<OwnedTransport> make_transport(
     }
   } else if (kind == "tcp") {
     owned->transport = make_tcp(meeting, all_ranks(meeting),
-                                {sockets, interface, link, secret, payload_check(checksum)});
+                                {sockets, interface, link, secret, tls, payload_check(checksum)});
   } else {
     throw Error("no transport is called \"" + kind + "\": want local, shm or tcp");
   }
@@ -177,7 +178,7 @@ void bind_transports(py::module_& m) {
       .def(py::init(&make_transport), py::arg("kind"), py::arg("store"), py::arg("group"),
            py::arg("rank"), py::arg("size"), py::kw_only(), py::arg("timeout") = 300.0,
            py::arg("sockets") = 2, py::arg("interface") = "", py::arg("link") = 0.0,
-           py::arg("secret") = "", py::arg("checksum") = "auto")
+           py::arg("secret") = "", py::arg("checksum") = "auto", py::arg("tls") = false)
       .def_property_readonly("name", [](const OwnedTransport& t) { return (*t).name(); })
       .def_property_readonly("sent_bytes",
                              [](const OwnedTransport& t) { return (*t).sent_bytes(); })
@@ -202,6 +203,8 @@ void bind_transports(py::module_& m) {
           "close", [](OwnedTransport& t) { t.transport.reset(); },
           py::call_guard<py::gil_scoped_release>());
 
+  m.def("tls_version", &tcp::openssl::version, py::arg("file") = "",
+        "The OpenSSL that encrypts; raises Error if there is none. `file`: look at this one.");
   m.def(
       "interfaces",
       [] {

@@ -93,6 +93,7 @@ void bind(py::module_& m) {
   communicator_option(options, "link_bytes_per_second",
                       &CommunicatorOptions::link_bytes_per_second);
   communicator_option(options, "secret", &CommunicatorOptions::secret);
+  communicator_option(options, "tls", &CommunicatorOptions::tls);
   options
       .def_property(
           "blocking_wait", [](const BackendOptions& self) { return self.device.blocking_wait; },

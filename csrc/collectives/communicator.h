@@ -32,6 +32,7 @@ struct CommunicatorOptions {
   std::string interface = env().interface;
   double link_bytes_per_second = env().link_bytes_per_second;
   std::string secret = env().secret;
+  bool tls = env().tls;  ///< TCP connections are encrypted
   /// For the trace: what the group is for, and its members' numbers among all processes; empty: as
   /// in the group.
   std::string description;

@@ -122,6 +122,7 @@ Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failur
     tcp.interface = options.interface;
     tcp.link_bytes_per_second = options.link_bytes_per_second;
     tcp.secret = options.secret;
+    tcp.tls = options.tls;
     tcp.checks = payload_check(options.checksum);
     tcp.standing = standing_;
     add(make_tcp(meeting, unreached(), tcp));

@@ -76,6 +76,7 @@ Env read_env() {
   env.master_addr = read("MASTER_ADDR");
   env.timeout = read_seconds("PYCOMM_TIMEOUT", env.timeout);
   env.secret = read("PYCOMM_SECRET");
+  env.tls = read_word("PYCOMM_TLS", std::initializer_list<const char*>{"off", "on"}) == "on";
   env.checksum =
       read_word("PYCOMM_CHECKSUM", std::initializer_list<const char*>{"auto", "payload", "header"});
   env.spin = read_int("PYCOMM_SPIN", env.spin, -1, 1000000000);

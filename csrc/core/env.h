@@ -37,9 +37,13 @@ struct Env {
   /// PYCOMM_SECRET: secret of the handshake; empty: each rank makes one for those who connect to it
   /// and shares it by the store.
   std::string secret;
+  /// PYCOMM_TLS: "on": every TCP connection is encrypted by TLS 1.3 (OpenSSL 3); "off". Equal on
+  /// all ranks.
+  bool tls = false;
   /// PYCOMM_CHECKSUM: what TCP frames are checked by: "payload" (CRC-32C over header and payload),
   /// "header", or "auto": payloads too, unless they stay on the host, where nothing but memory
-  /// carries them. What is sent says which; ranks need not agree.
+  /// carries them, or are encrypted, which authenticates them. What is sent says which; ranks need
+  /// not agree.
   std::string checksum = "auto";
   /// PYCOMM_SPIN: how often a wait on shared memory looks before it yields; -1: chosen by cores.
   int spin = -1;

@@ -18,7 +18,7 @@ namespace {
 // How long a leaving rank waits for its last bytes to be acknowledged.
 constexpr auto kLinger = Milliseconds(2000);
 // And for an answer to its goodbye: a peer that does not give it soon does not run.
-constexpr auto kFarewell = Milliseconds(300);
+constexpr auto kFarewell = Milliseconds(500);
 
 bool all_loopback(const std::vector<Interface>& interfaces) {
   return std::all_of(interfaces.begin(), interfaces.end(),
@@ -33,7 +33,7 @@ class TcpTransport final : public Transport {
         control_(meeting.rank, options.standing),
         connector_(meeting, meet(meeting, peers, options)),
         checks_payload_(options.checks == PayloadCheck::all ||
-                        (options.checks == PayloadCheck::leaving_host &&
+                        (options.checks == PayloadCheck::leaving_host && !options.tls &&
                          !all_loopback(connector_.mesh().interfaces))),
         channels_(static_cast<size_t>(meeting.size)) {
     connector_.connect_all(control_);
@@ -48,16 +48,8 @@ class TcpTransport final : public Transport {
   }
 
   ~TcpTransport() override {
-    if (connector_.forked() || control_.aborted()) return;
-    heal();
-    control_.say_goodbye();
-    for_each_channel([](TcpChannel& channel) { channel.finish(); });
-    // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
-    const auto deadline = Deadline::after(kLinger), farewell = Deadline::after(kFarewell);
-    while (anybody_needs_us(!farewell.expired()) && !deadline.expired()) {
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-    connector_.stop();
+    if (!connector_.forked() && !control_.aborted()) leave();
+    connector_.stop();  // its thread looks at the channels
   }
 
   std::string_view name() const override { return "tcp"; }
@@ -103,7 +95,7 @@ class TcpTransport final : public Transport {
     }
     return text + std::to_string(mesh.sockets) +
            (mesh.sockets == 1 ? " socket each, " : " sockets each, ") +
-           connector_.congestion_control();
+           connector_.congestion_control() + (mesh.tls ? ", TLS 1.3" : "");
   }
 
  private:
@@ -116,20 +108,24 @@ class TcpTransport final : public Transport {
     }
   }
 
-  // By the connector's thread, so that lanes that nobody drives go on with new connections.
+  // By the connector's thread, so that lanes that nobody drives go on with new connections. It does
+  // not wait for who drives one, who may wait for it.
   bool tend() {
-    bool again = false;
-    for (auto& lanes : channels_) {
-      for (size_t lane = 0; lane < lanes.size(); lane++) {
-        TcpChannel* channel;
-        {
-          std::lock_guard<std::mutex> lock(pollers_[lane]->mutex());
-          channel = lanes[lane].get();
+    for (size_t lane = 0; lane < kLanes; lane++) {
+      const std::unique_lock<std::mutex> lock(pollers_[lane]->mutex(), std::try_to_lock);
+      if (!lock) {
+        for (const int peer : peers_) {
+          tending_[lane] |= connector_.fresh(peer, static_cast<int>(lane));
         }
-        again |= channel != nullptr && channel->tend();
+        continue;
+      }
+      tending_[lane] = false;
+      for (const int peer : peers_) {
+        const auto& channel = channels_[static_cast<size_t>(peer)][lane];
+        if (channel) tending_[lane] |= channel->tend();
       }
     }
-    return again;
+    return std::count(tending_.begin(), tending_.end(), true) > 0;
   }
 
   // What was cut off at the last moment may be all that a peer waits for, and without a goodbye we
@@ -148,6 +144,17 @@ class TcpTransport final : public Transport {
         return;
       }
       if (wounded) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+
+  void leave() noexcept {
+    heal();
+    control_.say_goodbye();
+    for_each_channel([](TcpChannel& channel) { channel.finish(); });
+    // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
+    const auto deadline = Deadline::after(kLinger), farewell = Deadline::after(kFarewell);
+    while (anybody_needs_us(!farewell.expired()) && !deadline.expired()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
 
@@ -171,6 +178,7 @@ class TcpTransport final : public Transport {
   Connector connector_;  // its thread uses those above
   const bool checks_payload_;
   std::vector<std::array<std::unique_ptr<TcpChannel>, kLanes>> channels_;  // by rank
+  std::array<bool, kLanes> tending_{};  // of the connector's thread
 };
 
 }  // namespace

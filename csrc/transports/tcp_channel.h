@@ -15,7 +15,7 @@
 
 namespace pycomm::tcp {
 
-/// Each call takes the poller's mutex.
+/// Each call but tend() takes the poller's mutex.
 class TcpChannel final : public Channel {
  public:
   TcpChannel(int peer, Connector& connector, Poller& poller, bool checks_payload);
@@ -37,7 +37,7 @@ class TcpChannel final : public Channel {
   /// Notices cuts, connects again and repeats, without looking at what callers wait for.
   void heal();
   /// heal(), if there are new connections or bytes to repeat: on a lane that nobody drives the peer
-  /// may wait for either. True if it should be called again soon. Any thread.
+  /// may wait for either. True if it should be called again soon. Who calls has the mutex.
   bool tend();
 
  private:

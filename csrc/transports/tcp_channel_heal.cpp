@@ -1,6 +1,4 @@
 // How a channel goes on after a connection was cut, and when it must not wait for one.
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <cerrno>
 
@@ -12,21 +10,21 @@ namespace pycomm::tcp {
 void TcpChannel::adopt_connections() {
   for (Connection& fresh : connector_.take(peer_, poller_.lane())) {
     Socket& socket = *sockets_[static_cast<size_t>(fresh.socket)];
-    if (!socket.fd) cuts_--;
-    socket.fd = std::move(fresh.fd);
+    if (!socket.wire) cuts_--;
+    socket.wire = std::move(fresh.wire);
     socket.generation = fresh.generation;
     socket.ready = {};
     socket.wake_bytes = 1;
     socket.greeting = fresh.generation > 0;
     socket.greeted = 0;
-    poller_.watch(socket.fd.get(), socket.ready);
+    poller_.watch(socket.wire.get(), socket.ready);
     if (!socket.greeting) continue;
     Resume ours;
     ours.generation = socket.generation;
     ours.received = socket.arrived;
     seal(ours);
     // It is the first on this connection, so there is room.
-    const ssize_t n = ::send(socket.fd.get(), &ours, sizeof ours, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t n = socket.wire.send(&ours, sizeof ours);
     socket.acknowledged = socket.arrived;
     if (n != sizeof ours) cut(socket, "it was cut as soon as it stood");
   }
@@ -36,8 +34,8 @@ void TcpChannel::adopt_connections() {
 bool TcpChannel::greet(Socket& socket) {
   auto* bytes = reinterpret_cast<uint8_t*>(&socket.theirs);
   while (socket.ready.readable && socket.greeted < sizeof socket.theirs) {
-    const ssize_t n = ::recv(socket.fd.get(), bytes + socket.greeted,
-                             sizeof socket.theirs - socket.greeted, MSG_DONTWAIT);
+    const ssize_t n =
+        socket.wire.receive(bytes + socket.greeted, sizeof socket.theirs - socket.greeted);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) {
       socket.ready.readable = socket.ready.ends;
@@ -63,7 +61,7 @@ bool TcpChannel::greet(Socket& socket) {
 
 // The streams stay as they are: a new connection goes on with them, if the peer lives.
 void TcpChannel::cut(Socket& socket, const std::string& how) {
-  socket.fd.reset();
+  socket.wire.reset();
   socket.ready = {false, false, false};
   socket.greeting = false;
   socket.cut_by = how;
@@ -78,7 +76,7 @@ bool TcpChannel::let_go() {
   if (outgoing_.empty() || cutting_ < outgoing_.size()) return false;
   const bool gone = cuts_ > 0 && poller_.control().gone(peer_);
   for (const auto& socket : sockets_) {
-    if (!socket->out.all_written() || socket->greeting || (!socket->fd && !gone)) return false;
+    if (!socket->out.all_written() || socket->greeting || (!socket->wire && !gone)) return false;
   }
   const uint64_t before = sent_;
   for (auto& socket : sockets_) keep(*socket);
@@ -90,7 +88,7 @@ void TcpChannel::look_for_loss() const {
   if (connector_.troubled()) connector_.obstacle(peer_, poller_.lane(), false);
   if (!poller_.control().gone(peer_)) return;
   for (const auto& socket : sockets_) {
-    if (socket->fd) continue;
+    if (socket->wire) continue;
     const bool torn = socket->reading || socket->staged() > 0 || !socket->out.all_written();
     if (torn || cuts_ == static_cast<int>(sockets_.size())) throw_lost(socket->cut_by);
   }
@@ -100,7 +98,7 @@ bool TcpChannel::wounded() {
   std::lock_guard<std::mutex> lock(poller_.mutex());
   return cuts_ > 0 && !poller_.control().gone(peer_) &&
          std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
-           return !socket->out.all_acknowledged() && (!socket->fd || socket->greeting);
+           return !socket->out.all_acknowledged() && (!socket->wire || socket->greeting);
          });
 }
 
@@ -114,7 +112,7 @@ void TcpChannel::mend() {
   poller_.poll();
   if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
   for (auto& socket : sockets_) {
-    if (socket->fd && socket->ready.ends && !socket->out.all_acknowledged()) {
+    if (socket->wire && socket->ready.ends && !socket->out.all_acknowledged()) {
       cut(*socket, "it closed the connection");
     }
     if (!socket->greeting || greet(*socket)) push(*socket);
@@ -122,10 +120,9 @@ void TcpChannel::mend() {
 }
 
 bool TcpChannel::tend() {
-  std::lock_guard<std::mutex> lock(poller_.mutex());
   const auto restless = [this] {
     return std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
-      return socket->fd && !socket->out.all_acknowledged() &&
+      return socket->wire && !socket->out.all_acknowledged() &&
              (socket->greeting || !socket->out.all_written());
     });
   };

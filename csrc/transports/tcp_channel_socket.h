@@ -13,7 +13,7 @@ namespace pycomm::tcp {
 constexpr size_t kStage = 2048;
 
 struct TcpChannel::Socket {
-  Fd fd;
+  Wire wire;
   Readiness ready;
   int number = 0;
   uint32_t generation = 0;  // counts the connections, the first is 0
@@ -43,9 +43,11 @@ struct TcpChannel::Socket {
 
   // Readable means from now on: so many bytes are there, or the end.
   void wake_at(size_t bytes) {
-    if (bytes == wake_bytes || !fd) return;
+    // Of encrypted ones some may have left the kernel.
+    if (wire.encrypted()) bytes = bytes > TlsSession::kAhead ? bytes - TlsSession::kAhead : 1;
+    if (bytes == wake_bytes || !wire) return;
     wake_bytes = bytes;
-    set_wake_bytes(fd.get(), bytes);
+    set_wake_bytes(wire.get(), bytes);
   }
 };
 

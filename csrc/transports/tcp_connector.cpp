@@ -1,5 +1,5 @@
-// One loop over the listeners, our connections and those of strangers that may turn out to be
-// peers.
+// One loop over the listeners, our connections (tcp_dial.cpp) and those of strangers that may turn
+// out to be peers (tcp_accept.cpp).
 #include "transports/tcp_connector.h"
 
 #include <poll.h>
@@ -10,75 +10,13 @@
 #include <cerrno>
 
 #include "core/error.h"
+#include "transports/tcp_connector_parts.h"
 #include "transports/tcp_control.h"
 
 namespace pycomm::tcp {
-namespace {
 
-// How long a connection may take for its handshake, which is four small messages. Late peers are
-// not hurt: they try again.
-constexpr auto kHandshakeLimit = std::chrono::seconds(10);
-// How long the network may take for a connection before we try another way.
-constexpr auto kConnectLimit = std::chrono::seconds(3);
-// Connections that have not authenticated; more push out the oldest.
-constexpr size_t kMaxStrangers = 512;
-// Without a free descriptor there is no use in looking at listeners.
-constexpr auto kDeaf = Milliseconds(50);
 // Channels that nobody drives and that have words to repeat.
 constexpr auto kTendEvery = Milliseconds(2);
-constexpr auto kFirstRetry = Milliseconds(20);
-constexpr auto kLastRetry = Milliseconds(1000);
-
-enum class Progress : uint8_t { waits, closed, over };
-
-// Moves a handshake as far as it goes now. `error` gets the reason of `closed`, 0 for an orderly
-// end.
-Progress advance(int fd, Handshake& handshake, int& error) {
-  for (;;) {
-    while (handshake.to_send().size > 0) {
-      const auto out = handshake.to_send();
-      const ssize_t n = ::send(fd, out.data, out.size, MSG_NOSIGNAL);
-      if (n < 0) {
-        error = errno;
-        return error == EAGAIN || error == EINTR ? Progress::waits : Progress::closed;
-      }
-      handshake.sent(static_cast<size_t>(n));
-    }
-    if (handshake.state() != Handshake::State::running) return Progress::over;
-    const auto in = handshake.wanted();
-    const ssize_t n = ::recv(fd, in.data, in.size, 0);
-    if (n <= 0) {
-      error = n < 0 ? errno : 0;
-      return error == EAGAIN || error == EINTR ? Progress::waits : Progress::closed;
-    }
-    handshake.received(static_cast<size_t>(n));
-  }
-}
-
-short events_of(const Handshake& handshake) {
-  return handshake.to_send().size > 0 ? POLLOUT : POLLIN;
-}
-
-}  // namespace
-
-struct Connector::Outgoing {
-  Link* link;
-  Hello hello;
-  Fd fd;
-  std::optional<Handshake> handshake;     // none while the connection is being made
-  Clock::time_point wake = Clock::now();  // when to try again, or to give this attempt up
-  Milliseconds pause = kFirstRetry;
-  size_t way = 0;  // which of our interfaces to which of the peer's
-  bool ready = false;
-  bool over = false;
-};
-
-struct Connector::Stranger {
-  Fd fd;
-  Handshake handshake;
-  Clock::time_point wake;  // when to give it up
-  bool ready = false;
-};
 
 Connector::Connector(const Rendezvous& meeting, Mesh mesh)
     : group_(meeting.group),
@@ -276,13 +214,13 @@ void Connector::wait() {
   for (const Outgoing& out : outgoing_) {
     wake = std::min(wake, out.wake);
     if (out.fd) {
-      const short events = out.handshake ? events_of(*out.handshake) : short{POLLOUT};
+      const short events = out.greeting ? out.greeting->events() : short{POLLOUT};
       polls.push_back({out.fd.get(), events, 0});
     }
   }
   for (const Stranger& stranger : strangers_) {
     wake = std::min(wake, stranger.wake);
-    polls.push_back({stranger.fd.get(), events_of(stranger.handshake), 0});
+    polls.push_back({stranger.fd.get(), stranger.greeting.events(), 0});
   }
   int limit = -1;
   if (wake != Clock::time_point::max()) {
@@ -308,7 +246,7 @@ void Connector::turn() {
   for (const Fd& listener : mesh_.listeners) accept_all(listener);
 }
 
-void Connector::join(Link& link, const Hello& hello, Fd fd) {
+void Connector::join(Link& link, const Hello& hello, Wire wire) {
   if (hello.lane == kCallBack) {  // from a lower rank
     reopen({link.peer.rank, kControl, 0, hello.generation});
     return;
@@ -321,170 +259,25 @@ void Connector::join(Link& link, const Hello& hello, Fd fd) {
   place.broken = false;
   place.generation = hello.generation;
   place.since = Clock::now();
-  choose_congestion_control(fd.get());
+  choose_congestion_control(wire.get());
   if (hello.lane == kControl) {
-    congestion_control_ = tcp::congestion_control(fd.get());
+    congestion_control_ = tcp::congestion_control(wire.get());
     if (control_ == nullptr) {
-      link.control = std::move(fd);
+      link.control = std::move(wire);
     } else {
-      control_->renew(link.peer.rank, hello.generation, std::move(fd));
+      control_->renew(link.peer.rank, hello.generation, std::move(wire));
       ask_again(link);
     }
     return;
   }
-  choose_send_buffer(fd.get());
+  choose_send_buffer(wire.get());
   Way& way = link.ways[hello.lane];
-  way.fresh.push_back({hello.socket, hello.generation, std::move(fd)});
+  way.fresh.push_back({hello.socket, hello.generation, std::move(wire)});
   if (first) way.missing--;
   if (way.missing > 0) return;
   way.has_fresh.store(true, std::memory_order_release);
   way.ready.store(true, std::memory_order_release);
   if (on_ready_) on_ready_(hello.lane);
-}
-
-// ------------------------------------------------------------------------------ who comes
-
-void Connector::accept_all(const Fd& listener) {
-  while (Fd fd = accept_from(listener.get())) {
-    if (strangers_.size() == kMaxStrangers) strangers_.pop_front();
-    strangers_.push_back({std::move(fd),
-                          Handshake(mesh_.secret, group_, rank_, size_, mesh_.sockets),
-                          Clock::now() + kHandshakeLimit});
-  }
-  if (errno != EMFILE && errno != ENFILE) return;
-  if (!strangers_.empty()) {  // rather these than us
-    strangers_.clear();
-  } else if (control_ == nullptr) {
-    throw Error("tcp: rank " + std::to_string(rank_) + " cannot accept connections: " +
-                error_text(errno) + "; raise the limit of open files (ulimit -n)");
-  }
-  deaf_until_ = Clock::now() + kDeaf;
-}
-
-void Connector::serve(Stranger& stranger) {
-  int error = 0;
-  const Progress progress = advance(stranger.fd.get(), stranger.handshake, error);
-  if (progress == Progress::waits) return;
-  if (stranger.handshake.state() == Handshake::State::done) {
-    const Hello& hello = stranger.handshake.hello();
-    for (const auto& link : links_) {
-      if (link->peer.rank != static_cast<int>(hello.rank)) continue;
-      join(*link, hello, std::move(stranger.fd));
-      break;
-    }
-  } else {
-    note_refusal(stranger, progress == Progress::over);
-  }
-  stranger.fd.reset();
-}
-
-// For the error text of a set-up that fails. Who was refused tells more than who went away.
-void Connector::note_refusal(const Stranger& stranger, bool over) {
-  refused_++;
-  if (!over && !last_refused_.empty()) return;
-  const Address from = Address::remote(stranger.fd.get());
-  last_refused_ = (from.size() > 0 ? from.text() : "a stranger") + ": " +
-                  (over ? stranger.handshake.problem() : "it went away during the handshake");
-}
-
-// ------------------------------------------------------------------------------ whom we call
-
-Hello Connector::hello_to(const Link& link, uint16_t lane) const {
-  Hello hello;
-  hello.size = static_cast<uint32_t>(size_);
-  hello.rank = static_cast<uint32_t>(rank_);
-  hello.target = static_cast<uint32_t>(link.peer.rank);
-  hello.sockets = static_cast<uint16_t>(mesh_.sockets);
-  hello.lane = lane;
-  return hello;
-}
-
-void Connector::connect(Link& link, uint16_t lane) {
-  Hello hello = hello_to(link, lane);
-  const int count = lane == kControl ? 1 : mesh_.sockets;
-  for (int i = 0; i < count; i++) {
-    hello.socket = static_cast<uint16_t>(i);
-    connect(link, hello, Clock::now());
-  }
-}
-
-void Connector::connect(Link& link, const Hello& hello, Clock::time_point when) {
-  outgoing_.emplace_back();
-  outgoing_.back().link = &link;
-  outgoing_.back().hello = hello;
-  outgoing_.back().way = hello.socket;
-  outgoing_.back().wake = when;
-}
-
-void Connector::serve(Outgoing& out) {
-  const Peer& peer = out.link->peer;
-  int error = 0;
-  if (out.hello.lane == kCallBack && !out.link->control_place.broken) {
-    out.over = true;
-    return;
-  }
-  if (!out.fd) {
-    if (Clock::now() < out.wake) return;
-    // The sockets go round the interfaces: our i-th to the peer's i-th. The route decides by which
-    // interface we leave, unless the user has.
-    const size_t pairs = std::min(mesh_.interfaces.size(), peer.addresses.size());
-    const size_t pair = out.way % pairs;
-    const Address* from = mesh_.bound ? &mesh_.interfaces[pair].address : nullptr;
-    out.fd = connect_to(peer.addresses[pair], from, error);
-    out.wake = Clock::now() + kConnectLimit;
-    if (error != 0) retry(out, error);
-    return;
-  }
-  if (!out.ready) {
-    if (Clock::now() >= out.wake) retry(out, ETIMEDOUT);
-    return;
-  }
-  if (!out.handshake) {
-    error = pending_error(out.fd.get());
-    if (error != 0) return retry(out, error);
-    out.handshake.emplace(peer.secret, group_, out.hello);
-    out.wake = Clock::time_point::max();
-  }
-  switch (advance(out.fd.get(), *out.handshake, error)) {
-    case Progress::waits:
-      return;
-    case Progress::closed:
-      return retry(out, error);
-    case Progress::over:
-      if (out.handshake->state() == Handshake::State::refused) {
-        // Of one that has been in the group before: somebody else has its port now.
-        if (out.hello.generation > 0 || out.hello.lane == kCallBack) return give_up(out);
-        throw Error("tcp: rank " + std::to_string(rank_) + " cannot join: " + name_of(*out.link) +
-                    ": " + out.handshake->problem());
-      }
-      if (out.hello.lane == kCallBack) {
-        return retry(out, 0);  // until its call comes
-      }
-      join(*out.link, out.hello, std::move(out.fd));
-      out.over = true;
-  }
-}
-
-// A full queue, a router that wakes up, a listener that was flooded: such things pass. A closed
-// port does not, since the address was published after the port was open.
-void Connector::retry(Outgoing& out, int error) {
-  last_error_ = name_of(*out.link) + ": " +
-                (error == 0 ? "it closed the connection during the handshake" : error_text(error));
-  if (error == ECONNREFUSED) give_up(out);
-  out.fd.reset();
-  out.ready = false;
-  out.handshake.reset();
-  out.way++;
-  out.wake = Clock::now() + out.pause;
-  out.pause = std::min(out.pause * 2, kLastRetry);
-}
-
-// Its listener is gone, and so is its process.
-void Connector::give_up(Outgoing& out) {
-  out.link->obstacle = last_error_ + "; it died or gave up, or a firewall stands between";
-  out.over = true;
-  troubled_ = true;
-  if (control_ != nullptr) control_->refused(out.link->peer.rank);
 }
 
 }  // namespace pycomm::tcp

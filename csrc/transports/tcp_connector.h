@@ -25,6 +25,7 @@
 
 #include "transports/tcp_handshake.h"
 #include "transports/tcp_mesh.h"
+#include "transports/tcp_wire.h"
 
 namespace pycomm::tcp {
 
@@ -34,7 +35,7 @@ class Control;
 struct Connection {
   int socket = 0;
   uint32_t generation = 0;
-  Fd fd;
+  Wire wire;
 };
 
 class Connector {
@@ -95,14 +96,12 @@ class Connector {
   };
   struct Link {
     Peer peer;
-    Fd control;
+    Wire control;
     Place control_place;
     std::array<Way, kLanes> ways;
     std::string obstacle;
   };
-  /// A connection that we make, again and again until it stands.
   struct Outgoing;
-  /// A connection that somebody made to us.
   struct Stranger;
 
   Link& link(int rank) const { return *by_rank_[static_cast<size_t>(rank)]; }
@@ -122,8 +121,8 @@ class Connector {
   void serve(Outgoing& out);
   void retry(Outgoing& out, int error);
   void give_up(Outgoing& out);
-  void join(Link& link, const Hello& hello, Fd fd);
-  void note_refusal(const Stranger& stranger, bool over);
+  void join(Link& link, const Hello& hello, Wire wire);
+  void note_refusal(const Stranger& stranger, bool refused);
   std::string name_of(const Link& link) const;
   [[noreturn]] void throw_incomplete() const;
 

@@ -57,7 +57,7 @@ struct Control::Notice {
 struct Control::Peer {
   int rank;
   Address address;
-  Fd fd;
+  Wire wire;
   uint32_t generation = 0;
   std::atomic<State> state{State::here};
   Clock::time_point died_at{};
@@ -81,11 +81,11 @@ Control::Control(int rank, const SharedStanding* standing)
 
 Control::~Control() = default;
 
-void Control::add(int rank, const Address& address, Fd fd) {
+void Control::add(int rank, const Address& address, Wire wire) {
   auto peer = std::make_unique<Peer>();
   peer->rank = rank;
   peer->address = address;
-  peer->fd = std::move(fd);
+  peer->wire = std::move(wire);
   watch(*peer);
   peers_.push_back(std::move(peer));
 }
@@ -94,16 +94,16 @@ void Control::watch(Peer& peer) {
   epoll_event event = {};
   event.events = EPOLLIN;
   event.data.ptr = &peer;
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer.fd.get(), &event) != 0) {
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer.wire.get(), &event) != 0) {
     throw Error("tcp: cannot watch a connection: " + error_text(errno));
   }
 }
 
-void Control::renew(int rank, uint32_t generation, Fd fd) {
+void Control::renew(int rank, uint32_t generation, Wire wire) {
   std::lock_guard<std::mutex> lock(mutex_);
   Peer& peer = *find(rank);
   if (peer.state != State::here && peer.state != State::cut) return;
-  peer.fd = std::move(fd);
+  peer.wire = std::move(wire);
   peer.generation = generation;
   peer.in_done = 0;
   watch(peer);
@@ -149,9 +149,9 @@ void Control::poll() {
 
 // Under the mutex.
 void Control::take_in(Peer& peer) {
-  while (peer.fd) {
-    const ssize_t n = ::recv(peer.fd.get(), reinterpret_cast<uint8_t*>(&peer.in) + peer.in_done,
-                             sizeof peer.in - peer.in_done, MSG_DONTWAIT);
+  while (peer.wire) {
+    const ssize_t n = peer.wire.receive(reinterpret_cast<uint8_t*>(&peer.in) + peer.in_done,
+                                        sizeof peer.in - peer.in_done);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (n > 0) {
       peer.in_done += static_cast<size_t>(n);
@@ -163,8 +163,8 @@ void Control::take_in(Peer& peer) {
       }
     }
     // The end, or something that no peer of ours would say.
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.fd.get(), nullptr);
-    peer.fd.reset();
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.wire.get(), nullptr);
+    peer.wire.reset();
     if (peer.state != State::here) return;
     peer.state.store(State::cut, std::memory_order_release);
     if (on_cut_) on_cut_({peer.rank, kControl, 0, peer.generation});
@@ -242,10 +242,10 @@ void Control::throw_died(const Peer& peer, const std::string& how) const {
 }
 
 // A notice fits into the socket's buffer, since little else goes this way.
-void Control::tell(const Peer& peer, Notice notice) noexcept {
-  if (!peer.fd) return;
+void Control::tell(Peer& peer, Notice notice) noexcept {
+  if (!peer.wire) return;
   notice.checksum = notice.compute();
-  const ssize_t n = ::send(peer.fd.get(), &notice, sizeof notice, MSG_DONTWAIT | MSG_NOSIGNAL);
+  const ssize_t n = peer.wire.send(&notice, sizeof notice);
   if (n > 0) sent_bytes_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
 }
 
@@ -302,7 +302,7 @@ void Control::say_goodbye() noexcept {
 
 size_t Control::unacknowledged(int rank) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return tcp::unacknowledged(find(rank)->fd.get());
+  return tcp::unacknowledged(find(rank)->wire.get());
 }
 
 bool Control::farewell(int rank) const {
@@ -322,7 +322,7 @@ void Control::throw_lost(int rank, const std::string& what) {
       // It may have left because of another, of which we do not know yet whether it is dead.
       const bool known = peer.state == State::died || (peer.state == State::left && !cut_off());
       if (known || Clock::now() >= end) break;
-      wait.fd = peer.fd.get();  // or none
+      wait.fd = peer.wire.get();  // or none
     }
     ::poll(&wait, 1, 5);
   }

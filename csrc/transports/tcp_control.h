@@ -13,6 +13,7 @@
 #include "core/types.h"
 #include "transports/tcp_handshake.h"
 #include "transports/tcp_socket.h"
+#include "transports/tcp_wire.h"
 #include "transports/transport.h"
 
 namespace pycomm::tcp {
@@ -25,7 +26,7 @@ class Control {
   ~Control();
 
   /// At set-up only. `address` is for error texts.
-  void add(int rank, const Address& address, Fd fd);
+  void add(int rank, const Address& address, Wire wire);
   /// At set-up only. What to do when a peer asks us to connect a lane; called from any thread.
   void on_ask(std::function<void(int rank, int lane)> connect) { on_ask_ = std::move(connect); }
   /// At set-up only. What to do when a connection is cut: one of control, or one of which a peer
@@ -37,7 +38,7 @@ class Control {
   void ask_to_connect(const Broken& broken) noexcept;
 
   /// The connection that replaces one that was cut.
-  void renew(int rank, uint32_t generation, Fd fd);
+  void renew(int rank, uint32_t generation, Wire wire);
   /// The peer's listener is closed: it has died, unless it has said goodbye.
   void refused(int rank);
 
@@ -86,7 +87,7 @@ class Control {
   void take_in(Peer& peer);
   void on_notice(Peer& peer, const Notice& notice);
   void end_group(const Notice& notice) noexcept;
-  void tell(const Peer& peer, Notice notice) noexcept;
+  void tell(Peer& peer, Notice notice) noexcept;
   void tell_all(const Notice& notice) noexcept;
   void wake_all() noexcept;
   [[noreturn]] void throw_aborted() const;

@@ -37,19 +37,22 @@ Handshake::Handshake(std::string secret, std::string group, const Hello& hello)
       rank_(static_cast<int>(hello.target)),
       size_(static_cast<int>(hello.size)),
       sockets_(hello.sockets),
+      tls_(hello.tls == 1),
       hello_(hello),
       in_size_(sizeof(Reply)) {
   fill_random({hello_.nonce, sizeof hello_.nonce});
   reply(hello_);
 }
 
-Handshake::Handshake(std::string secret, std::string group, int rank, int size, int sockets)
+Handshake::Handshake(std::string secret, std::string group, int rank, int size, int sockets,
+                     bool tls)
     : listening_(true),
       secret_(std::move(secret)),
       group_(std::move(group)),
       rank_(rank),
       size_(size),
       sockets_(sockets),
+      tls_(tls),
       in_size_(sizeof(Hello)) {}
 
 Span<uint8_t> Handshake::wanted() {
@@ -124,6 +127,11 @@ void Handshake::on_proof() {
                       " wants " + std::to_string(hello_.sockets) + " sockets, we are " +
                       std::to_string(size_) + " ranks with " + std::to_string(sockets_));
   }
+  if (hello_.tls != static_cast<uint16_t>(tls_)) {
+    return refuse(Verdict::wrong_tls,
+                  "rank " + std::to_string(hello_.rank) +
+                      (tls_ ? " does not encrypt, we do" : " encrypts, we do not"));
+  }
   Reply welcome;
   welcome.verdict = Verdict::welcome;
   welcome.body = proof_of("listen");
@@ -157,6 +165,8 @@ void Handshake::on_welcome() {
       return refuse(
           "it refused us: ranks or sockets differ; give all ranks the same world size "
           "and PYCOMM_SOCKETS");
+    case Verdict::wrong_tls:
+      return refuse("only one of us encrypts; set the same PYCOMM_TLS on all ranks");
     default:
       return refuse("it does not speak this protocol");
   }

@@ -44,8 +44,8 @@ struct Hello {
   uint32_t target = 0;  ///< to whom
   uint16_t lane = 0;    ///< or kControl
   uint16_t socket = 0;
-  uint16_t sockets = 0;  ///< per lane; equal on all ranks
-  uint16_t reserved = 0;
+  uint16_t sockets = 0;     ///< per lane; equal on all ranks
+  uint16_t tls = 0;         ///< 1: what follows the handshake is encrypted
   uint32_t generation = 0;  ///< 0 for the first connection of this socket, then counting
   uint32_t unused = 0;
   uint8_t nonce[32] = {};
@@ -63,12 +63,15 @@ class Handshake {
   /// The side that connects. `hello` without nonce.
   Handshake(std::string secret, std::string group, const Hello& hello);
   /// The side that listens; it accepts ranks above its own, and for kCallBack those below.
-  Handshake(std::string secret, std::string group, int rank, int size, int sockets);
+  Handshake(std::string secret, std::string group, int rank, int size, int sockets, bool tls);
 
   State state() const { return state_; }
+  bool listens() const { return listening_; }
   const std::string& problem() const { return problem_; }
   /// Whose connection it is; on the listening side proven only when done.
   const Hello& hello() const { return hello_; }
+  /// A key for what follows, of this connection alone; both sides have it when done.
+  Digest key() const { return proof_of("tls"); }
 
   /// Where the next bytes from the other side belong; exactly these are wanted, never more.
   Span<uint8_t> wanted();
@@ -83,7 +86,8 @@ class Handshake {
     welcome,
     wrong_secret,
     wrong_version,
-    wrong_shape
+    wrong_shape,
+    wrong_tls
   };
   struct Reply {
     Verdict verdict = Verdict::challenge;
@@ -108,6 +112,7 @@ class Handshake {
   bool listening_;
   std::string secret_, group_;
   int rank_, size_, sockets_;  // of the listening side
+  bool tls_;
   State state_ = State::running;
   std::string problem_;
   Hello hello_;

@@ -2,14 +2,18 @@
 #include "transports/tcp_mesh.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/env.h"
 #include "core/error.h"
 #include "transports/meeting.h"
 #include "transports/tcp_handshake.h"
+#include "transports/tls_library.h"
 
 namespace pycomm::tcp {
 namespace {
+
+constexpr const char* kTls = " tls";
 
 class Meeting {
  public:
@@ -69,7 +73,8 @@ class Meeting {
     }
   }
 
-  // "address,address secret"; no secret if one was given to all ranks.
+  // "address,address secret tls"; no secret if one was given to all ranks, no "tls" without
+  // encryption.
   void exchange_cards() {
     const bool given = !options_.secret.empty();
     mesh_.secret = given ? options_.secret : random_secret();
@@ -77,10 +82,24 @@ class Meeting {
     for (const Fd& listener : mesh_.listeners) {
       card += (card.empty() ? "" : ",") + Address::local(listener.get()).text();
     }
-    const auto cards = exchange_words("tcp-card", card + (given ? "" : " " + mesh_.secret));
+    if (!given) card += " " + mesh_.secret;
+    mesh_.tls = options_.tls;
+    if (mesh_.tls) {
+      openssl::library();  // or an error that says what to install, before anybody waits for us
+      card += kTls;
+    }
+    auto cards = exchange_words("tcp-card", card);
     for (size_t i = 0; i < cards.size(); i++) {
       Peer& peer = mesh_.peers[i];
       const std::string who = us_ + " and rank " + std::to_string(peer.rank);
+      const size_t mark = cards[i].size() - std::min(cards[i].size(), std::strlen(kTls));
+      const bool tls = cards[i].compare(mark, std::string::npos, kTls) == 0;
+      if (tls) cards[i].resize(mark);
+      if (tls != mesh_.tls) {
+        throw Error("tcp: " + who + ": only rank " +
+                    std::to_string(tls ? peer.rank : meeting_.rank) +
+                    " encrypts; set the same PYCOMM_TLS on all ranks");
+      }
       const size_t space = std::min(cards[i].find(' '), cards[i].size());
       for (size_t begin = 0; begin < space;) {
         const size_t end = std::min(cards[i].find(',', begin), space);

@@ -21,6 +21,7 @@ struct Mesh {
   std::vector<Interface> interfaces;
   std::vector<Fd> listeners;  ///< as interfaces
   std::string secret;         ///< that peers must prove to us
+  bool tls = false;           ///< connections are encrypted
   int sockets = 1;            ///< per peer and lane, at least one for each interface
   bool bound = false;         ///< the user has named the interfaces, so connections leave by them
   bool crowded = false;       ///< this rank and the peers of its host outnumber their CPUs

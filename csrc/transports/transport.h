@@ -107,7 +107,8 @@ class Transport {
   virtual std::string describe() const = 0;
 };
 
-/// Which payloads TCP sends with a checksum; headers always have one.
+/// Which payloads TCP sends with a checksum; headers always have one. Encrypted payloads are
+/// authenticated anyway: leaving_host checks none of them.
 enum class PayloadCheck : uint8_t { leaving_host, all, none };
 /// Of "auto", "payload" and "header", as env().checksum has them; throws Error for other words.
 PYCOMM_API PayloadCheck payload_check(const std::string& word);
@@ -117,6 +118,7 @@ struct TcpOptions {
   std::string interface;
   double link_bytes_per_second = 0;
   std::string secret;
+  bool tls = false;  ///< TLS 1.3 on every connection; equal on all ranks
   PayloadCheck checks = PayloadCheck::leaving_host;
   const SharedStanding* standing = nullptr;  ///< ours, for peers that ask
 };

@@ -56,6 +56,10 @@ def _core(core: Outcome, package: Path) -> Iterator[Finding]:
         )
     else:
         yield _finding("ok", "core", f"loads; SIMD level {simd}")
+    if core.facts.get("tls"):
+        yield _finding("ok", "encryption", f"{core.facts['tls']} is there for PYCOMM_TLS=on")
+    elif core.facts.get("tls_error"):
+        yield _finding("note", "encryption", core.facts["tls_error"])
 
 
 def _has(package: Path, name: str) -> bool:

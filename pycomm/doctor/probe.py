@@ -36,7 +36,17 @@ def core() -> Facts:
     """`_C` and libpycomm.so."""
     from pycomm import _C
 
-    return {"simd": _C.simd_level(), "cuda": _C.cuda_built(), "gpus": _C.device_count()}
+    try:
+        tls, tls_error = _C.tls_version(), ""
+    except RuntimeError as error:
+        tls, tls_error = "", str(error)
+    return {
+        "simd": _C.simd_level(),
+        "cuda": _C.cuda_built(),
+        "gpus": _C.device_count(),
+        "tls": tls,
+        "tls_error": tls_error,
+    }
 
 
 def torch() -> Facts:

@@ -22,6 +22,7 @@ CORE = {
     "PYCOMM_LINK": "rate to which each rank paces what it sends by TCP",
     "PYCOMM_SECRET": "secret of the handshake between ranks",
     "PYCOMM_SOCKETS": "TCP sockets per peer",
+    "PYCOMM_TLS": "encryption of TCP connections",
     "PYCOMM_SPIN": "looks at shared memory before a wait yields",
     "PYCOMM_TIMEOUT": "seconds that an operation may take",
     "PYCOMM_TRACE": "folder for the recent operations of a group that fails",
@@ -45,6 +46,7 @@ SHARED = (
     "PYCOMM_SOCKETS",
     "PYCOMM_TAKEOVER",
     "PYCOMM_TIMEOUT",
+    "PYCOMM_TLS",
     "PYCOMM_TRANSPORT",
 )
 # What is meant for trying things out, and costs something where it is forgotten.

@@ -25,7 +25,7 @@ Hello hello(uint16_t lane = 0) {
   return hello;
 }
 
-Handshake listener() { return Handshake("the secret", "group", 0, 2, 1); }
+Handshake listener() { return Handshake("the secret", "group", 0, 2, 1, false); }
 Handshake caller() { return Handshake("the secret", "group", hello()); }
 
 void drain(Handshake& end) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import os
 import subprocess
 import sys
 import threading
@@ -321,3 +322,39 @@ def check_late_wait(rank: int, size: int) -> None:
 
 def test_receive_that_outlives_its_group_is_an_error(pool):
     pool.run(check_late_wait)
+
+
+# ------------------------------------------------------------------------ encryption
+
+
+ENCRYPTED = """
+import sys
+import torch
+import torch.distributed as dist
+
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("pycomm", store=store, rank=rank, world_size=2)
+x = torch.arange(100_000.0)
+dist.all_reduce(x)
+assert torch.equal(x, 2 * torch.arange(100_000.0))
+print(dist.group.WORLD._get_backend(torch.device("cpu")).describe())
+dist.destroy_process_group()
+"""
+
+
+def test_pycomm_tls_encrypts_what_torch_sends(tmp_path):
+    variables = {"PYCOMM_TLS": "on", "PYCOMM_TRANSPORT": "tcp"}
+    command = [sys.executable, "-c", ENCRYPTED]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert "TLS 1.3" in rank.communicate(timeout=60)[0]
+        assert rank.returncode == 0

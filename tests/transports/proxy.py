@@ -31,6 +31,7 @@ class Proxy:
         self.accepted = 0
         self.silent = False  # take connections, and forward nothing
         self.limit = -1  # cut every connection after so many bytes
+        self.tap: Callable[[bytes], bytes] = lambda data: data  # sees what passes, may change it
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -59,10 +60,11 @@ class Proxy:
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         left = max(0, self.limit)
-        with contextlib.suppress(OSError):
+        try:
             while data := source.recv(1 << 16):
                 if self.silent:
                     continue
+                data = self.tap(data)
                 sink.sendall(data[: left if self.limit >= 0 else None])
                 left -= len(data)
                 if self.limit >= 0 and left <= 0:
@@ -70,6 +72,9 @@ class Proxy:
                     self._reset(sink)
                     return
             sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._reset(source)
+            self._reset(sink)
 
     @staticmethod
     def _reset(end: socket.socket) -> None:

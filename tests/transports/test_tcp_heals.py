@@ -207,7 +207,7 @@ def test_a_goodbye_that_was_cut_off_is_repeated():
     def stayer(me):
         greet(me)
         goal, _ = me.recv(0, 4, tag(2))
-        with pytest.raises(PeerLost, match="rank 0 .* has left the group"):
+        with pytest.raises(PeerLost, match=r"rank 0 .* has left the group"):
             me.wait(goal)
 
     wires.run(leaver, stayer)

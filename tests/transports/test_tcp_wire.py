@@ -24,7 +24,7 @@ HELLO = struct.Struct("<8s4I4H2I32s")
 REPLY = struct.Struct("<2I32s")
 HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # the checksum follows
 MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF
-CHALLENGE, WELCOME, WRONG_SECRET, WRONG_VERSION, WRONG_SHAPE = range(1, 6)
+CHALLENGE, WELCOME, WRONG_SECRET, WRONG_VERSION, WRONG_SHAPE, WRONG_TLS = range(1, 7)
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
@@ -47,7 +47,7 @@ def hello(lane: int = 0, **change) -> bytes:
         lane=lane,
         socket=0,
         sockets=1,
-        reserved=0,
+        tls=0,
         generation=0,
         unused=0,
         nonce=os.urandom(32),
@@ -106,7 +106,7 @@ class RankZero:
         # We claim to be on the same host, and nobody connects to us.
         self.store.set(f"{GROUP}/tcp-host/1", self.store.get(f"{GROUP}/tcp-host/0", SECONDS))
         card = self.store.get(f"{GROUP}/tcp-card/0", SECONDS).decode()
-        ip, port = card.rsplit(":", 1)
+        ip, port = card.split(" ")[0].rsplit(":", 1)
         self.address = ip, int(port)
 
     def leave(self) -> None:
@@ -215,6 +215,7 @@ def test_flood_of_connections_does_not_stall_a_set_up(rank_0):
         ({"target": 1}, SECRET, WRONG_SHAPE),
         ({"lane": 2}, SECRET, WRONG_SHAPE),
         ({"socket": 1}, SECRET, WRONG_SHAPE),
+        ({"tls": 1}, SECRET, WRONG_TLS),
     ],
 )
 def test_refusal_says_why(rank_0, change, secret, verdict):

@@ -1,0 +1,157 @@
+// Channel: frames are read into the messages that are waited for.
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "core/crc32c.h"
+#include "transports/mismatch.h"
+#include "transports/tcp_channel_socket.h"
+
+namespace pycomm::tcp {
+
+// While a long frame comes in we are woken for so much at once, not for every packet.
+constexpr size_t kWakeBytes = 256 << 10;
+// One call reads at most so much, so that both directions keep flowing.
+constexpr size_t kCallLimit = 1 << 20;
+
+bool TcpChannel::pull(Socket& socket) {
+  bool moved = false;
+  // What we wait for may be an acknowledgement.
+  while (!(incoming_.empty() && outgoing_.empty()) && (socket.reading || pull_header(socket)) &&
+         pull_payload(socket)) {
+    moved = true;
+    if (socket.reading) break;  // a long frame: let others move, too
+  }
+  return moved;
+}
+
+bool TcpChannel::has_header(Socket& socket) {
+  while (socket.staged() < sizeof(FrameHeader)) {
+    if (!socket.ready.readable) return false;
+    if (read(socket, {}) == 0) return false;
+  }
+  return true;
+}
+
+bool TcpChannel::pull_header(Socket& socket) {
+  do {
+    if (!has_header(socket)) return false;
+    std::memcpy(&socket.in, socket.stage.data() + socket.begin, sizeof(FrameHeader));
+    socket.begin += sizeof(FrameHeader);
+    const std::string flaw = flaw_of(socket.in, poller_.lane());
+    if (!flaw.empty()) throw_damaged(flaw);
+    const auto release = [this](const FrameHeader& header) { released(header); };
+    if (!socket.out.acknowledge(socket.in.received, release)) {
+      throw_damaged("it acknowledges what was not sent");
+    }
+  } while (socket.in.message == 0);
+  if (socket.in.message <= received_) throw_damaged("a frame came twice");
+  socket.reading = true;
+  socket.in_done = 0;
+  socket.in_crc = 0;
+  return true;
+}
+
+bool TcpChannel::pull_payload(Socket& socket) {
+  const FrameHeader& header = socket.in;
+  const size_t place = header.message - received_ - 1;
+  if (place >= incoming_.size()) return false;
+  Incoming& message = incoming_[place];
+  if (socket.in_done == 0) check_frame(header, message);
+  uint8_t* to = message.data.data + header.offset;
+
+  // What has just arrived is in the processor's cache.
+  const auto take_in = [&](size_t bytes) {
+    if (header.checks) socket.in_crc = crc32c({to + socket.in_done, bytes}, socket.in_crc);
+    socket.in_done += bytes;
+  };
+  const size_t ahead = std::min(socket.staged(), header.length - socket.in_done);
+  if (ahead > 0) {
+    std::memcpy(to + socket.in_done, socket.stage.data() + socket.begin, ahead);
+    socket.begin += ahead;
+    take_in(ahead);
+  }
+  const size_t left = header.length - socket.in_done;
+  size_t bytes = 0;
+  if (left > 0 && socket.ready.readable) {
+    bytes = read(socket, {to + socket.in_done, left});
+    take_in(bytes);
+  }
+  if (socket.in_done < header.length) {
+    const size_t rest = header.length - socket.in_done;
+    socket.wake_at(rest < kWakeBytes / 2 && socket.wake_bytes == 1 ? 1
+                                                                   : std::min(rest, kWakeBytes));
+    return ahead + bytes > 0;
+  }
+  socket.wake_at(1);
+  if (header.checks && socket.in_crc != header.payload) {
+    throw_damaged("bytes " + std::to_string(header.offset) + " to " +
+                  std::to_string(header.offset + header.length) + " of " +
+                  std::to_string(header.size) + " were changed on their way");
+  }
+  frame_read(socket);
+  return true;
+}
+
+void TcpChannel::check_frame(const FrameHeader& header, const Incoming& message) const {
+  if (header.tag_hash != message.tag_hash || header.size != message.data.size) {
+    throw mismatch({poller_.rank(), message.data.size, message.tag},
+                   {peer_, header.size, header.tag});
+  }
+  if (header.length > message.data.size - message.read || message.done) {
+    throw_damaged("a frame came twice");
+  }
+}
+
+void TcpChannel::frame_read(Socket& socket) {
+  socket.reading = false;
+  Incoming& message = incoming_[socket.in.message - received_ - 1];
+  message.read += socket.in.length;
+  message.done = message.read == message.data.size;
+  while (!incoming_.empty() && incoming_.front().done) {
+    incoming_.pop_front();
+    received_.fetch_add(1, std::memory_order_release);
+  }
+}
+
+// One system call: straight into the payload, and what follows it into the stage. Returns the bytes
+// of the payload; for an empty payload, those that went to the stage.
+size_t TcpChannel::read(Socket& socket, Span<uint8_t> payload) {
+  if (socket.begin > 0) {
+    std::memmove(socket.stage.data(), socket.stage.data() + socket.begin, socket.staged());
+    socket.end -= socket.begin;
+    socket.begin = 0;
+  }
+  std::array<iovec, 2> parts;
+  size_t count = 0;
+  const size_t direct = std::min(payload.size, kCallLimit);
+  size_t room = direct;
+  if (direct > 0) parts[count++] = {payload.data, direct};
+  if (direct == payload.size) {
+    parts[count++] = {socket.stage.data() + socket.end, kStage - socket.end};
+    room += kStage - socket.end;
+  }
+  const ssize_t n = socket.wire.receive(parts.data(), count);
+  if (n < 0) {
+    if (errno == EINTR) return 0;
+    if (errno == EAGAIN) {
+      socket.ready.readable = socket.ready.ends;
+    } else {
+      cut(socket, error_text(errno));
+    }
+    return 0;
+  }
+  if (n == 0) {
+    cut(socket, "it closed the connection");
+    return 0;
+  }
+  const auto bytes = static_cast<size_t>(n);
+  socket.arrived += bytes;
+  // Less than asked for: the socket is empty, and epoll tells when there is more.
+  if (bytes < room) socket.ready.readable = socket.ready.ends;
+  if (bytes > direct) socket.end += bytes - direct;
+  return direct > 0 ? std::min(bytes, direct) : bytes;
+}
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,164 @@
+"""Encrypted connections: nobody reads or changes what travels, and nothing else is different."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import pycomm
+from pycomm import _C
+from pycomm.errors import Error, Timeout
+from tests.transports import proxy
+from tests.transports.ranks import tag, threads
+from tests.transports.test_tcp_heals import exact, good, storm
+from tests.transports.test_tcp_wire import WELCOME, RankZero, frame, hello, join
+
+WORDS = b"nobody on the way may read this "
+
+
+def collectives(c, network):
+    """What exact and coded collectives give."""
+    values = np.random.default_rng(c.rank)
+    results = []
+    for size in (1, 1000, 100_001, 700_000):
+        x = values.standard_normal(size).astype(np.float32)
+        y, z = x.copy(), np.empty(c.size * size, np.float32)
+        c.all_reduce(x)
+        c.all_reduce_coded(y, pycomm.codec("int4"))
+        c.all_gather(x, z)
+        results += [x, y, z]
+    c.barrier()
+    return results
+
+
+@pytest.mark.parametrize(("ranks", "sockets"), [(2, 1), (3, 3)])
+def test_the_same_bits(ranks, sockets):
+    plain, encrypted = (
+        good(proxy.run(ranks, collectives, sockets=sockets, tls=tls, weather=calm))
+        for tls in (False, True)
+    )
+    for before, after in zip(plain, encrypted, strict=True):
+        assert all(np.array_equal(b, a) for b, a in zip(before, after, strict=True))
+
+
+def calm(network):
+    """Nothing happens."""
+    network.calm = True
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "encrypted"])
+def test_nobody_on_the_way_reads_what_travels(tls):
+    heard = []
+
+    def listen(network):
+        for each in network.proxies.values():
+            each.tap = lambda data: heard.append(data) or data
+        network.calm = True
+
+    def job(c, network):
+        while not network.calm:
+            pass
+        x = np.frombuffer(WORDS * 5000, np.uint8).copy()
+        c.broadcast(x, 0)
+        c.barrier()
+        return x.tobytes()
+
+    outcomes = good(proxy.run(2, job, tls=tls, weather=listen))
+    assert outcomes == [WORDS * 5000] * 2
+    heard = b"".join(heard)
+    assert len(heard) > len(WORDS) * 5000
+    # Frames and notices begin with these.
+    assert any(word in heard for word in (WORDS, b"PYCM", b"PYCN")) is not tls
+
+
+@pytest.mark.parametrize("sockets", [1, 3])
+def test_connections_that_are_cut_are_made_again(sockets):
+    weather = storm(sockets, 0.03)
+    good(proxy.run(2, exact, weather=weather, sockets=sockets, tls=True))
+    assert next(weather.cuts) > 0
+
+
+def test_a_changed_record_is_sent_again():
+    changed = []
+
+    def flip(data):
+        if len(data) < 20_000 or len(changed) == 3:
+            return data
+        changed.append(1)
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+    def weather(network):
+        for each in network.proxies.values():
+            each.tap = flip
+        network.calm = True
+
+    def job(c, network):
+        while not network.calm:
+            pass
+        for _ in range(3):
+            x = np.arange(500_000, dtype=np.float32)
+            c.all_reduce(x)
+            assert np.array_equal(x, 2 * np.arange(500_000, dtype=np.float32))
+        c.barrier()
+        return True
+
+    good(proxy.run(2, job, weather=weather, tls=True))
+    assert len(changed) == 3
+
+
+def test_ranks_that_do_not_agree_are_told():
+    outcomes = threads(2, lambda me: None, options=lambda rank: {"tls": rank == 1}, errors=True)
+    for rank, error in enumerate(outcomes):
+        assert type(error) is Error
+        assert f"rank {rank} and rank {1 - rank}: only rank 1 encrypts" in str(error)
+        assert "PYCOMM_TLS" in str(error)
+
+
+def test_wrong_secret_is_refused():
+    options = {"tls": True, "timeout": 0.5}
+    outcomes = threads(
+        2, lambda me: None, options=lambda r: {"secret": f"secret {r}", **options}, errors=True
+    )
+    assert "refused our secret" in str(outcomes[1])
+    assert isinstance(outcomes[0], Timeout)
+
+
+@pytest.mark.parametrize("first", [frame(b"1234"), b"\x16\x03\x01" + bytes(500)])
+def test_who_knows_the_secret_and_speaks_plain_is_refused(first):
+    rank_0 = RankZero(tls=True, timeout=1.0)
+    rank_0.store.set("wire/tcp-card/1", "127.0.0.1:1 tls")
+    connection, verdict, _ = join(rank_0.address, hello(0xFFFF, tls=1))
+    assert verdict == WELCOME
+    connection.sendall(first)
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1000):
+            pass
+    rank_0.thread.join()
+    assert isinstance(rank_0.error, Timeout)
+    assert "refused 1 connections" in str(rank_0.error)
+
+
+def test_it_says_that_it_encrypts():
+    assert threads(2, lambda me: "TLS 1.3" in me.transport.describe(), options={"tls": True}) == [
+        True,
+        True,
+    ]
+
+
+def test_small_messages_both_ways():
+    def body(me):
+        for seq in range(1, 30):
+            word = bytes([me.rank]) * seq
+            got = me.exchange({1 - me.rank: word}, tag(seq))
+            assert got == {1 - me.rank: bytes([1 - me.rank]) * seq}
+
+    threads(2, body, options={"tls": True, "sockets": 1})
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_install():
+    assert _C.tls_version().startswith("OpenSSL 3")
+    with pytest.raises(Error, match=r"needs OpenSSL 3.*/nowhere/.*apt install libssl3"):
+        _C.tls_version("/nowhere/libssl.so.3")
