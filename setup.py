@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -38,16 +39,21 @@ class CMakeBuild(build_ext):
 
     def tools(self) -> list[str]:
         """Isolated builds bring their own cmake and ninja, at a new path each time."""
-        python, ninja = f"-DPython_EXECUTABLE={sys.executable}", shutil.which("ninja")
+        python, ninja = f"-DPython_EXECUTABLE={sys.executable}", self.find("ninja")
         if ninja is None:
             return [python]
         return [python, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
 
+    def find(self, program: str) -> str | None:
+        """On the PATH, or beside the interpreter, where pip puts it."""
+        return shutil.which(program) or shutil.which(program, path=sysconfig.get_path("scripts"))
+
     def cmake(self, *arguments: object) -> None:
-        if shutil.which("cmake") is None:
+        cmake = self.find("cmake")
+        if cmake is None:
             raise SystemExit("pycomm: there is no cmake: pip install cmake ninja")
         quiet = {"stdout": subprocess.DEVNULL} if self.verbose < 1 else {}
-        subprocess.run(["cmake", *map(str, arguments)], check=True, **quiet)
+        subprocess.run([cmake, *map(str, arguments)], check=True, **quiet)
 
     def get_outputs(self) -> list[str]:
         return []

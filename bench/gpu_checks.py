@@ -7,12 +7,15 @@ those of a GPU that nobody else uses.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -63,6 +66,7 @@ class Suite:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "TRITON_INTERPRET": "0"},
+                start_new_session=True,  # it is ended together with the ranks that it starts
             )
         return process, junit, log
 
@@ -76,18 +80,30 @@ def ranks() -> list[Suite]:
     return [Suite(Path(file).stem, [file]) for file in RANKS if Path(file).exists()]
 
 
-def sanitizers() -> list[Suite]:
-    """compute-sanitizer on every codec's kernels at a small size; if it is installed."""
-    tool = shutil.which("compute-sanitizer")
-    return [
+def sanitizers() -> tuple[list[Suite], str]:
+    """compute-sanitizer on every codec's kernels at a small size; or none, and the reason."""
+    cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    places = os.pathsep.join([os.environ.get("PATH", ""), f"{cuda}/bin"])
+    tool = shutil.which("compute-sanitizer", path=places)
+    if not tool:
+        return [], "compute-sanitizer is not on the PATH"
+    suites = [
         Suite(
             name,
             [CONTRACT, "-k", SANITIZED],
-            [str(tool), f"--tool={name}", "--error-exitcode=86", "--print-limit=20"],
+            [tool, f"--tool={name}", "--error-exitcode=86", "--print-limit=20"],
         )
         for name in SANITIZERS
-        if tool
     ]
+    # Some virtual machines do not let it look at the GPU.
+    command = [tool, sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+    try:
+        trial = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        return [], "compute-sanitizer took more than 60 s for one small tensor"
+    if "Device not supported" in trial.stdout + trial.stderr:
+        return [], "compute-sanitizer says that it does not support this device"
+    return suites, ""
 
 
 def counts_of(junit: Path) -> Counts:
@@ -102,20 +118,24 @@ def counts_of(junit: Path) -> Counts:
     return Counts(total - failed - skipped, failed, skipped - designed)
 
 
-def run(suites: Iterable[Suite]) -> dict[str, Counts]:
+def run(suites: Iterable[Suite], deadline: float = float("inf")) -> dict[str, Counts]:
     """Run suites side by side; print what each said, and the end of the text of what fails.
 
     A suite whose tests pass and whose process does not end with 0 counts as one failure more: so
-    speaks a sanitizer. One that takes longer than `SECONDS` is ended and has failed.
+    speaks a sanitizer. One that takes longer than `SECONDS`, or is not done by the deadline (of
+    ``time.monotonic()``), is ended with all that it has started, and has failed.
     """
     found = {}
+    deadline = min(deadline, time.monotonic() + SECONDS)
     with tempfile.TemporaryDirectory() as folder:
         running = [(suite, *suite.start(Path(folder))) for suite in suites]
         for suite, process, junit, log in running:
             try:
-                status = process.wait(SECONDS)
+                status = process.wait(max(deadline - time.monotonic(), 0.001))
             except subprocess.TimeoutExpired:
-                process.kill()
+                print(f"{suite.name}: out of time", flush=True)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 status = process.wait()
             counts = counts_of(junit)
             if status != 0 and counts.failed == 0:

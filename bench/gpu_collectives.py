@@ -4,8 +4,8 @@
 
 One GPU's memory carries what links between GPUs would, so the limit is its bandwidth: a line is the
 traffic of all ranks over the time of the slowest, as a share of a device-to-device copy. Written as
-JSON, a row per line, which `make gpu` puts into its CSV. On the CPU (`--device cpu`) the same
-kernels run on threads; that is for tests.
+JSON, a line for each way or for what went wrong with it; `make gpu` puts them into its CSV. On the
+CPU (`--device cpu`) the same kernels run on threads; that is for tests.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 import pycomm
 from pycomm import _C
 from pycomm.arrays import core_dtype
+from pycomm.bench.gpu_timing import time_copy
 
 RANKS = (2, 4, 8)
 CODECS = ("", "int8", "int4")  # "": exact
@@ -177,7 +178,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    status = 0
+    if options.device == "cuda":
+        print(json.dumps({"copy_gbps": time_copy(options.numel)}), flush=True)
     for ranks in options.ranks:
         for codec, dtype in product(CODECS, DTYPES):
             for algo in ("",) if codec else ("one_shot", "two_shot"):
@@ -185,9 +187,9 @@ def main(arguments: Sequence[str]) -> int:
                     line = measure(ranks, options.numel, codec, algo, dtype, options.device)
                     print(json.dumps(asdict(line)), flush=True)
                 except (pycomm.Error, RuntimeError) as error:
-                    print(f"{ranks} ranks, {codec or algo} of {dtype}: {error}", file=sys.stderr)
-                    status = 1
-    return status
+                    problem = f"{ranks} ranks, {codec or algo} of {dtype}: {error}"
+                    print(json.dumps({"problem": problem}), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -56,17 +56,27 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def write(folder: Path, machine: Machine, rows: list[Row]) -> Path:
-    """Write one CSV for this machine, one row per kernel."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"gpu-{slug(machine.device)}.csv"
-    fields = [f.name for f in (*dataclasses.fields(Row), *dataclasses.fields(Machine))]
-    with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, fields)
-        table.writeheader()
-        for row in rows:
-            table.writerow({**dataclasses.asdict(row), **dataclasses.asdict(machine)})
-    return path
+class Table:
+    """The CSV of this machine, a row for each thing that was found, written as they come."""
+
+    def __init__(self, folder: Path, machine: Machine) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"gpu-{slug(machine.device)}.csv"
+        self._machine = dataclasses.asdict(machine)
+        self._file = self.path.open("w", newline="")
+        fields = [f.name for f in (*dataclasses.fields(Row), *dataclasses.fields(Machine))]
+        self._table = csv.DictWriter(self._file, fields)
+        self._table.writeheader()
+
+    def add(self, row: Row) -> None:
+        self._table.writerow({**dataclasses.asdict(row), **self._machine})
+        self._file.flush()
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def this_machine(command: str) -> Machine:

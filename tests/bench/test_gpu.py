@@ -7,13 +7,21 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import pytest
 import torch
 
 import pycomm
-from pycomm.bench import gpu, gpu_checks, gpu_collectives, gpu_results
+from pycomm.bench import (
+    gpu,
+    gpu_checks,
+    gpu_collectives,
+    gpu_results,
+    gpu_tasks,
+    gpu_workers,
+)
 from pycomm.bench.gpu_timing import bytes_moved, sets_needed
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs.test_contract import CUDA
@@ -82,12 +90,13 @@ def test_no_report_and_no_tests_are_not_good(tmp_path):
     assert gpu_checks.Counts(passed=767).good
 
 
-def row(kind: str, spec: str, op: str, numel: int, copy: float, contract: str) -> gpu.Row:
-    return gpu.Row(kind, contract, spec, op, numel, 8 * numel, 2.0, 4.0, copy, 0.5, "graph")
+def row(task: gpu_tasks.Task, op: str) -> gpu.Row:
+    return gpu.Row(task.kind, "", task.what, op, task.numel, 8, 2.0, 4.0, 8.0, 0.5, "graph")
 
 
-def conversion(kind: str, source, target, numel: int, copy: float, contract: str) -> gpu.Row:
-    return row(kind, f"{source} to {target}", "convert", numel, copy, contract)
+def in_this_process(tasks, deadline):
+    for found in (found for task in tasks for found in gpu_tasks.perform(task)):
+        yield {"problem": found} if isinstance(found, str) else {"row": vars(found)}
 
 
 @pytest.fixture
@@ -95,13 +104,15 @@ def pretend_gpu(monkeypatch):
     """A GPU whose kernels take no time, for the way through main()."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "this_machine", lambda command: MACHINE)
-    monkeypatch.setattr(gpu_checks, "run", lambda suites: {s.name: PASSED for s in suites})
-    monkeypatch.setattr(gpu, "implementation", lambda *names: None)
-    monkeypatch.setattr(gpu, "time_copy", lambda numel: 8.0)
-    monkeypatch.setattr(gpu, "time_kernel", row)
-    monkeypatch.setattr(gpu, "time_conversion", conversion)
-    monkeypatch.setattr(gpu, "time_topk", lambda numel: row("torch", "", "topk", numel, 8.0, ""))
-    monkeypatch.setattr(gpu, "time_collectives", lambda problems: [])
+    monkeypatch.setattr(gpu_checks, "run", lambda suites, end: {s.name: PASSED for s in suites})
+    monkeypatch.setattr(gpu_checks, "sanitizers", lambda: ([], "there is none"))
+    monkeypatch.setattr(gpu_tasks, "implementation", lambda *names: None)
+    monkeypatch.setattr(gpu_tasks, "time_kernel", row)
+    monkeypatch.setattr(gpu_tasks, "time_conversion", lambda task, *dtypes: row(task, "convert"))
+    torch_topk = gpu_tasks.Task("torch", gpu_tasks.TOPK, 1)
+    monkeypatch.setattr(gpu_tasks, "time_topk", lambda numel: row(torch_topk, "topk"))
+    monkeypatch.setattr(gpu_workers, "perform", in_this_process)
+    monkeypatch.setattr(gpu_workers, "collectives", lambda deadline: iter([]))
     return monkeypatch
 
 
@@ -124,21 +135,54 @@ def test_traffic_is_what_ranks_read_and_write():
     assert small == 4 * (b // 2 + k + k + k // 4 + k + b // 2)
 
 
-def test_what_ranks_say_becomes_rows(monkeypatch, capsys):
+def test_what_ranks_say_becomes_rows(monkeypatch):
     line = gpu_collectives.Line(4, "int8", "", "float32", 1024, 4096, 2.0, 6.0)
-    said = json.dumps(dataclasses.asdict(line))
-    done = subprocess.CompletedProcess([], 1, said + "\n", "4 ranks, int4: late")
-    monkeypatch.setattr(gpu.subprocess, "run", lambda *a, **k: done)
-    monkeypatch.setattr(gpu, "time_copy", lambda numel: 8.0)
-    problems = []
-    (row,) = gpu.time_collectives(problems)
+    said = [{"copy_gbps": 8.0}, dataclasses.asdict(line), {"problem": "4 ranks, int4: late"}]
+    monkeypatch.setattr(gpu_workers, "COLLECTIVES", speaker(*said))
+    found, problem = gpu_workers.collectives()
+    row = gpu.Row(**found["row"])
     assert (row.kind, row.codec, row.op, row.share) == (
         "ranks",
         "int8",
         "all_reduce of 4 coded float32",
         0.75,
     )
-    assert problems == ["collectives: 4 ranks, int4: late"]
+    assert problem == {"problem": "4 ranks, int4: late"}
+
+
+def speaker(*messages: dict, then: str = "") -> list[str]:
+    """A process that says these and does something more."""
+    says = "".join(f"print({json.dumps(message)!r}, flush=True)\n" for message in messages)
+    return [sys.executable, "-c", f"import os, sys, time\n{says}{then}"]
+
+
+TWO = [gpu_tasks.Task("native", "int8", 4), gpu_tasks.Task("native", "int4", 4)]
+
+
+def test_a_process_that_crashes_is_told_and_another_goes_on(monkeypatch):
+    crash = "tasks = sys.stdin.read()\nos._exit(3 if 'int8' in tasks else 0)"
+    said = [{"task": 0}, {"row": {"codec": "first of what is left"}}]
+    monkeypatch.setattr(gpu_workers, "TASKS", speaker(*said, then=crash))
+    assert list(gpu_workers.perform(TWO)) == [
+        said[1],
+        {"problem": "native int8 of 4: its process ended with status 3"},
+        said[1],
+    ]
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(gpu_workers, "PATIENCE", 0.5)
+    monkeypatch.setattr(gpu_workers, "TASKS", speaker({"task": 1}, then="time.sleep(60)"))
+    assert list(gpu_workers.perform(TWO)) == [
+        {"problem": "native int4 of 4: no word for 0 s"},
+    ]
+
+
+def test_what_does_not_fit_in_the_time_is_counted(monkeypatch):
+    monkeypatch.setattr(gpu_workers, "TASKS", speaker({"task": 1}, then="time.sleep(60)"))
+    assert list(gpu_workers.perform(TWO, time.monotonic() + 1)) == [
+        {"problem": "1 timings are left out: the time for all is over"},
+    ]
 
 
 def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path):
@@ -146,7 +190,7 @@ def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path
     with (tmp_path / "gpu-device.csv").open() as file:
         rows = list(csv.DictReader(file))
     kinds = Counter(row["kind"] for row in rows)
-    kernels = len(gpu.SPECS) * len(gpu.OPS) + len(gpu.CONVERSIONS)
+    kernels = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS) + len(gpu_tasks.CONVERSIONS)
     for kind in ("native", "nvrtc", "triton"):
         assert kinds[kind] == len(gpu.NUMELS) * kernels
     assert kinds["reference"] == kernels
@@ -159,23 +203,24 @@ def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path
 
 def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
     failing = {"contract triton": gpu_checks.Counts(700, 67)}
-    pretend_gpu.setattr(gpu_checks, "run", lambda suites: failing)
+    pretend_gpu.setattr(gpu_checks, "run", lambda suites, end: failing)
     assert gpu.main(["--results", str(tmp_path), "--kinds", "triton"]) == 1
     assert "contract triton: 700 passed, 67 failed" in capsys.readouterr().err
 
 
 def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys):
-    def fails(kind, spec, op, *rest):
-        if (spec, op) == ("int8", "decode"):
+    def fails(task, op):
+        if (task.what, op) == ("int8", "decode"):
             raise RuntimeError("illegal address")
-        return row(kind, spec, op, *rest)
+        return row(task, op)
 
-    pretend_gpu.setattr(gpu, "time_kernel", fails)
+    pretend_gpu.setattr(gpu_tasks, "time_kernel", fails)
     assert gpu.main(["--results", str(tmp_path), "--kinds", "native", "--numel", "64"]) == 1
     assert "native int8 decode: illegal address" in capsys.readouterr().err
     with (tmp_path / "gpu-device.csv").open() as file:
         timed = [row for row in csv.DictReader(file) if row["kind"] == "native"]
-    assert len(timed) == len(gpu.SPECS) * len(gpu.OPS) + len(gpu.CONVERSIONS) - 1
+    kernels = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS) + len(gpu_tasks.CONVERSIONS)
+    assert len(timed) == kernels - 1
 
 
 def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu, tmp_path, capsys):
@@ -183,13 +228,13 @@ def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu
         if name == "sign":
             raise Unavailable("no kernels")
 
-    pretend_gpu.setattr(gpu, "implementation", lacks)
+    pretend_gpu.setattr(gpu_tasks, "implementation", lacks)
     assert gpu.main(["--results", str(tmp_path), "--kinds", "native"]) == 1
     assert capsys.readouterr().err.count("native has no sign: no kernels") == 1
     with (tmp_path / "gpu-device.csv").open() as file:
         native = [row for row in csv.DictReader(file) if row["kind"] == "native"]
-    codecs = {row["codec"] for row in native if row["op"] in gpu.OPS}
-    assert codecs == set(gpu.SPECS) - {"sign"}
+    codecs = {row["codec"] for row in native if row["op"] in gpu_tasks.OPS}
+    assert codecs == set(gpu_tasks.SPECS) - {"sign"}
 
 
 def test_a_tool_that_objects_fails_tests_that_pass(tmp_path, capfd):
@@ -203,13 +248,32 @@ def test_a_tool_that_objects_fails_tests_that_pass(tmp_path, capfd):
     assert "found one" in capfd.readouterr().out
 
 
-def test_sanitizers_run_where_they_are_installed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("says", ["", "========= Error: Device not supported"])
+def test_sanitizers_run_where_they_are_installed_and_see_the_gpu(tmp_path, monkeypatch, says):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_checks.sanitizers() == []
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert gpu_checks.sanitizers() == ([], "compute-sanitizer is not on the PATH")
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\n")
+    tool.write_text(f"#!/bin/sh\necho '{says}'\n")
     tool.chmod(0o755)
-    assert [suite.name for suite in gpu_checks.sanitizers()] == ["memcheck", "racecheck"]
+    suites, reason = gpu_checks.sanitizers()
+    assert [suite.name for suite in suites] == ([] if says else ["memcheck", "racecheck"])
+    assert bool(reason) == bool(says)
+
+
+def test_a_suite_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    test, alive = tmp_path / "test_slow.py", tmp_path / "alive"
+    child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
+    test.write_text(
+        "import subprocess, sys, time\n"
+        "def test_a():\n"
+        f"    subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "    time.sleep(60)\n"
+    )
+    suite = gpu_checks.Suite("slow", [str(test)])
+    assert gpu_checks.run([suite], time.monotonic() + 2) == {"slow": gpu_checks.Counts(failed=1)}
+    time.sleep(2)
+    assert not alive.exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
