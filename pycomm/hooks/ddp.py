@@ -1,6 +1,7 @@
 """The communication hook for DistributedDataParallel."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
+import weakref
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class HookState(CompressionState):
         if process_group is None and model is not None:
             process_group = model.process_group
         super().__init__(codec, process_group=process_group, **options)
-        self._model = model
+        # Weak: the model's reducer holds this state, in C++, where no garbage collector looks.
+        self._model = weakref.ref(model) if model is not None else None
         if model is not None:
             for name, parameter in model.module.named_parameters():
                 self.add(name, parameter)
@@ -60,25 +62,21 @@ class HookState(CompressionState):
         future = self.reduce(bucket.buffer(), names)
         if bucket.is_last():
             self.end_step()
-            model = self._model
+            model = self._model() if self._model else None
             if model is not None and model.find_unused_parameters and not model.static_graph:
                 # Behind the callback with which DDP ends the backward; it comes behind this one.
                 queue = torch.autograd.Variable._execution_engine.queue_callback
                 queue(lambda: queue(self._look_for_unused))
         return future
 
-    def release(self) -> None:
-        """Let go of the model, whose reducer holds this state: else neither ever ends."""
-        super().release()
-        self._model = None
-
     def _unused(self) -> set[str]:
         return self._nobody_used
 
     def _look_for_unused(self) -> None:
         """Note the parameters that no rank has used: DDP leaves their gradients as they are."""
-        assert self._model is not None
-        used = self._model.reducer._get_local_used_map()  # of all ranks together
+        model = self._model() if self._model else None
+        assert model is not None  # its backward has just ended
+        used = model.reducer._get_local_used_map()  # of all ranks together
         if used.numel() == len(self._reduced):  # else the model froze some after it was wrapped
             self._nobody_used = {
                 name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n

@@ -177,7 +177,7 @@ class CompressionState(BucketReducer):
         the lost ranks owed is lost with them.
 
         Args:
-            before: the state that has stopped. It is of no use afterwards, and lets its model go.
+            before: the state that has stopped. It is of no use afterwards.
 
         Raises:
             ValueError: ranks share the parameters (FSDP2): the lost ranks' shards are lost, too.
@@ -195,7 +195,6 @@ class CompressionState(BucketReducer):
             )
         saved = before.state_dict()
         owed = before.residuals.state_dict() if before.residuals else {}
-        before.release()
         every_rank = [saved["about"], saved["factors"]]
         if self.residuals and self.residuals.rule.kind == "ef21":
             every_rank.append(owed)  # whose mean must be the same everywhere
@@ -207,10 +206,6 @@ class CompressionState(BucketReducer):
             rule, ranks = self.residuals.rule, self.process_group.size()
             owed = mean[0] if mean else owed
             self.residuals.load_state_dict(reshard(rule, [owed], about["world_size"], ranks))
-        self._buckets.clear()
-
-    def release(self) -> None:
-        """Let go of the model: this state is over."""
         self._buckets.clear()
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "pycomm") -> None:

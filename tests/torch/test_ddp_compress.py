@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -144,6 +146,21 @@ def test_chained_collectives_of_several_buckets_do_not_cross(pool):
     """torch's own PowerSGD, whose callbacks start collectives; on Gloo two buckets crash it."""
     a, b = pool.run(check_power_sgd)
     assert equal(a, b)
+
+
+def check_the_end(rank: int, size: int) -> None:
+    module = network()
+    model = DistributedDataParallel(module)
+    state = pycomm.compress(model, "int8")
+    model(batch(rank, 0)[0]).sum().backward()
+    ends = [weakref.ref(model), weakref.ref(state)]
+    del model, state
+    gc.collect()
+    assert [end() for end in ends] == [None, None]
+
+
+def test_a_model_that_is_dropped_is_freed_with_all_that_its_gradients_owe(pool):
+    pool.run(check_the_end)
 
 
 def train_sharded(rank: int, size: int) -> list[torch.Tensor]:
