@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,10 @@ class Options(_distributed_c10d.Backend.Options):
 class Work(_distributed_c10d.Work):
     @property
     def finite(self) -> bool: ...
+
+def then(
+    work: _distributed_c10d.Work, callback: Callable[[Any], torch.Tensor]
+) -> torch.futures.Future[torch.Tensor]: ...
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Sides = Sequence[tuple[int, int]]

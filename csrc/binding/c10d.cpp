@@ -2,6 +2,7 @@
 // compilation unit of them, because one torch include costs 20 s.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "binding/c10d_backend.h"
 
@@ -67,6 +68,22 @@ std::vector<Sides> to_sides(const SideList& list) {
   return sides;
 }
 
+/// As then() of the work's future, but the callback gets the value, and an error of the work stays
+/// what it is: torch makes a RuntimeError of all that a callback in Python raises.
+std::shared_ptr<torch::jit::PythonFutureWrapper> then(const intrusive_ptr<c10d::Work>& work,
+                                                      py::function callback) {
+  auto kept = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));
+  const c10::TypePtr object = c10::PyObjectType::get();
+  auto future = work->getFuture()->then(
+      [kept, object](Future& done) {
+        if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+        py::gil_scoped_acquire gil;
+        return torch::jit::toIValue(kept->func_(torch::jit::toPyObject(done.value())), object);
+      },
+      object);
+  return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+}
+
 void bind(py::module_& m) {
   // Errors that torch's own bindings let through reach Python as what they are.
   py::register_exception_translator([](std::exception_ptr thrown) {
@@ -121,6 +138,8 @@ void bind(py::module_& m) {
 
   py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_property_readonly("finite",
                                                                                      &Work::finite);
+
+  m.def("then", &then, py::arg("work"), py::arg("callback"));
 
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
       .def(py::init<size_t>(), py::arg("rows") = 1)

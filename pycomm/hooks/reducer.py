@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import backend
+from pycomm._build import load_c10d
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
@@ -148,12 +149,14 @@ class BucketReducer:
                 tensor, bucket.native, bucket.sides, self.seed, self.step
             )
             self._finite.append(lambda: work.finite)
-            coded: torch.futures.Future[torch.Tensor] = work.get_future()
-            if not tensor.is_cpu:  # such a future holds a list
-                coded = coded.then(lambda future: future.value()[0])
-            if probe is None:
+            if probe is None and tensor.is_cpu:
+                coded: torch.futures.Future[torch.Tensor] = work.get_future()
                 return coded
-            return coded.then(lambda future: probe.finish(future.value()))
+            finish = probe.finish if probe else lambda result: result
+            # Where it is not on the CPU, such a work's result is a list.
+            return load_c10d().then(
+                work, finish if tensor.is_cpu else lambda results: finish(results[0])
+            )
         values = tensor.contiguous()
         finite = two_shot.all_reduce(
             values, bucket, self.process_group, seed=self.seed, step=self.step
@@ -196,15 +199,19 @@ class BucketReducer:
         """For dtypes that no codec takes, such as float64: the group's own all_reduce."""
         verdict: list[bool] = []
 
-        def finish(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            result = future.value()[0]
+        def finish(results: list[torch.Tensor]) -> torch.Tensor:
+            result = results[0]
             verdict.append(bool(result.isfinite().all()))
             return result
 
         tensor.div_(self.process_group.size())
         work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         self._finite.append(lambda: verdict == [True])
-        plain: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
+        if backend.find(self.process_group, tensor.device):
+            return load_c10d().then(work, finish)
+        plain: torch.futures.Future[torch.Tensor] = work.get_future().then(
+            lambda future: finish(future.value())
+        )
         return plain
 
     def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:

@@ -149,6 +149,24 @@ def test_abort_ends_waits_on_all_ranks(pool):
     pool.run(check_abort)
 
 
+def check_error_behind_a_callback(rank: int, size: int) -> None:
+    # Gradients of float64 are averaged by the group's all_reduce, and looked at in a callback.
+    model = DistributedDataParallel(nn.Linear(4, 4, dtype=torch.float64))
+    state = pycomm.compress(model)
+    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    state.settle()
+    assert state.overflows == 0  # the callback has run
+    if rank == 1:
+        dist.group.WORLD.abort()
+        return
+    with pytest.raises(pycomm.Error, match="rank 1 aborted"):
+        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+
+
+def test_an_error_that_passes_a_callback_keeps_its_class(pool):
+    pool.run(check_error_behind_a_callback)
+
+
 def check_death(rank: int, size: int) -> None:
     model = DistributedDataParallel(nn.Linear(8, 8))
     if rank == 1:
