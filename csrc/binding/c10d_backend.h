@@ -190,6 +190,10 @@ class Backend final : public c10d::Backend {
     return engine;
   }
   intrusive_ptr<BackendOptions> options_for(const intrusive_ptr<Options>& given) const;
+  /// A group of some of our ranks. Torch asks for it twice, for the CPU and for CUDA, and one
+  /// backend serves both: made by the first call, it is handed out by the second.
+  intrusive_ptr<Backend> made_from_this(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                        const intrusive_ptr<Options>& given);
 
   const Arguments arguments_;
   const intrusive_ptr<c10d::Store> store_;
@@ -200,6 +204,7 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Engine> engine_;                                     ///< null after shutdown
   std::atomic<c10d::ErrorType> last_error_{c10d::ErrorType::SUCCESS};  ///< when it was shut down
   int monitored_barriers_ = 0, shrinks_ = 0;
+  c10::weak_intrusive_ptr<c10d::Backend> fresh_{intrusive_ptr<c10d::Backend>()};
 
   std::mutex coalesced_mutex_;
   std::atomic<bool> coalescing_{false};

@@ -50,21 +50,32 @@ intrusive_ptr<BackendOptions> Backend::options_for(const intrusive_ptr<Options>&
   return options;
 }
 
+intrusive_ptr<Backend> Backend::made_from_this(const intrusive_ptr<c10d::Store>& store, int rank,
+                                               int size, const intrusive_ptr<Options>& given) {
+  const auto options = options_for(given);
+  const auto fresh = c10::static_intrusive_pointer_cast<Backend>(fresh_.lock());
+  fresh_.reset();
+  if (fresh && fresh->open_engine() && fresh->options_->group_name == options->group_name) {
+    return fresh;
+  }
+  auto made = make(store, rank, size, options, options->group_name);
+  fresh_ = c10::weak_intrusive_ptr<c10d::Backend>(intrusive_ptr<c10d::Backend>(made));
+  return made;
+}
+
 intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const intrusive_ptr<Options>& opts) {
   const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
   if (mine == ranks.end()) return nullptr;
-  const auto options = options_for(opts);
-  return make(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()),
-              options, options->group_name);
+  return made_from_this(store, static_cast<int>(mine - ranks.begin()),
+                        static_cast<int>(ranks.size()), opts);
 }
 
 intrusive_ptr<c10d::Backend> Backend::merge(const intrusive_ptr<c10d::Store>& store,
                                             const intrusive_ptr<Options>& opts, const int& rank,
                                             const int& size) {
-  const auto options = options_for(opts);
-  return make(store, rank, size, options, options->group_name);
+  return made_from_this(store, rank, size, opts);
 }
 
 intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_to_exclude,

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,7 +209,12 @@ def test_failed_work_says_how(pool):
 # ------------------------------------------------------------------ groups from groups
 
 
+def shared_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:pycomm")
+
+
 def check_split(rank: int, size: int) -> None:
+    before = shared_mappings()
     native = backend.find()
     assert native.supports_splitting
     options = copy.deepcopy(native.options)
@@ -219,6 +225,11 @@ def check_split(rank: int, size: int) -> None:
     x = torch.tensor([float(rank)])
     half.allreduce([x]).wait()
     assert x.item() == sum(ranks)
+    again = dist.group.WORLD.split_group(ranks)
+    twin = dist.group.WORLD.split_group(ranks)  # torch calls it by the same name
+    for group in (half, again, twin):
+        group.shutdown()
+    assert shared_mappings() == before  # CPU and CUDA had one backend
     assert native.perform_nocolor_split(CPU) is None
     native.eager_connect_single_device(torch.device("cpu:0"))
 
