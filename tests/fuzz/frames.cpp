@@ -1,6 +1,7 @@
 // Frame headers that hold anything: what passes the check fits into its message. And the stream of
 // a socket under any course of events: what it says to write is what was pushed, whatever is
-// acknowledged, kept, or cut and resumed.
+// acknowledged, kept, or cut and resumed; and a connection that is made again goes on where its
+// other end says only if that can be.
 //
 // Input: a header of 128 bytes, whose checksum is made right if the next byte is odd, then events.
 #include <array>
@@ -16,6 +17,7 @@
 namespace {
 
 using pycomm::tcp::FrameHeader;
+using pycomm::tcp::Resume;
 using pycomm::tcp::SentStream;
 
 void check_header(Reader& reader) {
@@ -32,6 +34,23 @@ void check_header(Reader& reader) {
           "a frame fits into its message");
   require(header.message > 0 || header.length == 0, "only a message has a payload");
   require(!describe(header.tag).empty(), "a tag can be told");
+}
+
+// The first word of a connection that is made again: of any bytes, or with a checksum that is
+// right.
+Resume resume_word(Reader& reader, uint64_t received) {
+  Resume word;
+  const uint8_t how = reader.byte();
+  if (how % 4 == 0) {
+    const auto bytes = reader.take(sizeof word);
+    if (!bytes.empty()) std::memcpy(static_cast<void*>(&word), bytes.data(), bytes.size());
+    if (how % 8 == 0) return word;
+  } else {
+    word.received = received;
+  }
+  seal(word);
+  require(is_sound(word) == (word.magic == Resume::kMagic), "what was sealed is sound");
+  return word;
 }
 
 struct Model {
@@ -109,10 +128,14 @@ void run_stream(Reader& reader) {
         if (model.stream.all_written()) model.stream.keep(model.release());
         break;
       case 5: {
-        const uint64_t received =
+        const uint64_t place =
             model.acknowledged + reader.word() % (model.high - model.acknowledged + 2);
+        const Resume word = resume_word(reader, place);
+        if (!is_sound(word)) break;
+        const uint64_t received = word.received;
         const bool may = model.stream.may_resume_at(received);
-        require(may == (received <= model.high), "a stream resumes where it has been");
+        require(may == (received >= model.acknowledged && received <= model.high),
+                "a stream resumes where it has been");
         if (!may) break;
         model.acknowledge(received);
         model.stream.resume_at(received);
