@@ -3,7 +3,7 @@
 #   make demo         train a small model over a 200 Mbit/s link, with and without pycomm
 #   make test         all tests, with the counts of each tier
 #   make lint         ruff, mypy, clang-format
-#   make soak         what takes long: a thousand faults at random moments, fuzzing
+#   make soak         what takes long: two thousand faults, fuzzing, an hour of training through faults
 #   make bench        measure the CPU's part of bench/results anew, in half an hour; then figures and a report
 #   make conformance  PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
 #   make trainers     Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
@@ -45,6 +45,7 @@ soak: build $(VENV)/dev.stamp
 	$(PY) -m tests.faults.injection --seed 7 --cases 1000
 	$(PY) -m tests.faults.injection --seed 8 --cases 1000 --faults kill,_exit
 	$(IN_VENV) $(PY) -m tests.fuzz --minutes 10
+	$(PY) -m tests.soak --minutes 60
 
 bench: build
 	@$(PY) -m pycomm.bench.refresh; status=$$?; \

@@ -1,0 +1,93 @@
+"""The command line: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.soak.director import Broken, Director, Sample
+from tests.soak.held import COUNTS, MEMORY
+from tests.soak.schedule import ELDER
+from tests.soak.verdict import SETTLED, breaches, growths
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60, help="when no new cycle begins (60)")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--cycle", type=int, help="play this one alone")
+    parser.add_argument("--every", type=float, default=10, help="seconds between samples (10)")
+    parser.add_argument("--csv", type=Path, help="write all samples here")
+    return parser.parse_args(argv)
+
+
+def write(path: Path, samples: list[Sample]) -> None:
+    about = ("seconds", "cycle", "events", "process", "at_rest")
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow([*about, *MEMORY, *COUNTS])
+        for sample in samples:
+            facts = [getattr(sample, name) for name in about]
+            facts[0] = f"{sample.seconds:.1f}"
+            rows.writerow([*facts, *(sample.held.get(name, "") for name in (*MEMORY, *COUNTS))])
+
+
+def show(director: Director, minutes: float) -> None:
+    """Print what has happened, and what the eldest process held at the same point of cycles."""
+    seen = ", ".join(f"{count} {what}" for what, count in sorted(director.seen.items()))
+    print(f"{minutes:.1f} minutes, {len(director.losses)} cycles, {director.events} events: {seen}")
+    print(f"{director.steps} steps; {director.restarts} processes started for lost ones", end="")
+    if director.losses:
+        middle, most = statistics.median(director.losses), max(director.losses)
+        print(f"; the loss fell to {middle:.2f} of the first (median), {most:.2f} at most", end="")
+    print()
+    samples = [s for s in director.samples if s.process == ELDER]
+    rest = [s for s in samples if s.at_rest]
+    if not rest:
+        return
+    print(
+        f"the process that was never restarted:\n{'':<12}{'first':>10}{'a quarter':>11}{'last':>10}"
+        f"{'most':>10}{'per 100 events':>17}"
+    )
+    growth = growths(rest)
+    for name in (*MEMORY, *COUNTS):
+        values = [s.held[name] for s in rest]
+        most = max(s.held[name] for s in samples if name in s.held)
+        slope = f"{growth[name]:>17.1f}" if name in growth else ""
+        quarter = values[int(SETTLED * len(values))]
+        print(f"{name:<12}{values[0]:>10}{quarter:>11}{values[-1]:>10}{most:>10}{slope}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    start = time.monotonic()
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="pycomm-soak-") as folder:
+        director = Director(folder, args.every)
+        number = args.cycle or 0
+        try:
+            while True:
+                director.play(args.seed, number)
+                number += 1
+                if args.cycle is not None or time.monotonic() - start > 60 * args.minutes:
+                    break
+        except Broken as broken:
+            where = f"--seed {args.seed} --cycle {number}"
+            wrong.append(f"broken in {where}, {director.doing}:\n{broken}")
+        finally:
+            director.stop()
+    show(director, (time.monotonic() - start) / 60)
+    if args.csv:
+        write(args.csv, director.samples)
+    wrong += breaches([s for s in director.samples if s.process == ELDER and s.at_rest])
+    print("\n".join(wrong) or "as promised")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

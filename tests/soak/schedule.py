@@ -1,0 +1,98 @@
+"""What happens in a cycle, drawn from the seed and the cycle's number."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+RANKS = 3
+ELDER = 0
+"""The process that lives from the first cycle to the last. Its rank in the group changes."""
+CODECS = ("none", "int8", "int4", "topk:0.05")
+TRANSPORTS = ("shm", "tcp")
+STORES = ("file", "tcp")
+MISHAPS = ("codec", "groups", "split", "slow", "mismatch", "abort")
+ON_TCP = (*MISHAPS, "cut", "cut")
+STEPS = (5, 20)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How a group of all processes is made."""
+
+    transport: str
+    sockets: int
+    store: str
+    order: tuple[int, ...]
+    """the processes by their rank in the group"""
+
+    def __str__(self) -> str:
+        return f"{self.transport}, store {self.store}, ranks are processes {list(self.order)}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to all processes of a group, and then they train some steps."""
+
+    what: str
+    steps: int
+    codec: str = ""
+    process: int = ELDER
+    """whom it befalls"""
+    seconds: float = 0.0
+    """when, or for how long"""
+    seed: int = 0
+    meeting: Meeting | None = None
+
+    def __str__(self) -> str:
+        more = {
+            "start": f"{self.meeting}; {self.codec}",
+            "codec": self.codec,
+            "slow": f"process {self.process} by {self.seconds:.2f} s",
+            "cut": f"connections of process {self.process}",
+            "abort": f"by process {self.process} after {self.seconds:.2f} s; then {self.meeting}",
+            "kill": f"process {self.process} after {self.seconds:.2f} s",
+            "restart": str(self.meeting),
+        }
+        return f"{self.what} {more.get(self.what, '')}".strip()
+
+
+def _meeting(rng: random.Random) -> Meeting:
+    order = list(range(RANKS))
+    rng.shuffle(order)
+    return Meeting(
+        transport=rng.choice(TRANSPORTS),
+        sockets=rng.choice((1, 2)),
+        store=rng.choice(STORES),
+        order=tuple(order),
+    )
+
+
+def draw(seed: int, number: int) -> list[Event]:
+    """The events of a cycle: a start, mishaps, a death, a restart with all, mishaps, the end."""
+    rng = random.Random(f"{seed}/{number}")
+    victim = rng.choice([process for process in range(RANKS) if process != ELDER])
+
+    def event(what: str, meeting: Meeting | None = None) -> Event:
+        return Event(
+            what,
+            steps=rng.randint(*STEPS),
+            codec=rng.choice(CODECS),
+            process=victim if what == "kill" else rng.randrange(RANKS),
+            seconds=rng.uniform(0.02, 0.3),
+            seed=rng.randrange(1 << 30),
+            meeting=_meeting(rng) if what == "abort" else meeting,
+        )
+
+    events = []
+    for what in ("start", "restart"):
+        meeting = _meeting(rng)
+        events.append(event(what, meeting))
+        for mishap in rng.sample(ON_TCP if meeting.transport == "tcp" else MISHAPS, 3):
+            events.append(event(mishap))
+            if mishap == "abort":
+                assert events[-1].meeting is not None
+                meeting = events[-1].meeting
+        if what == "start":
+            events.append(event("kill"))
+    return events
