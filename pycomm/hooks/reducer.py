@@ -149,14 +149,15 @@ class BucketReducer:
                 tensor, bucket.native, bucket.sides, self.seed, self.step
             )
             self._finite.append(lambda: work.finite)
+            coded: torch.futures.Future[torch.Tensor]
             if probe is None and tensor.is_cpu:
-                coded: torch.futures.Future[torch.Tensor] = work.get_future()
+                coded = work.get_future()
                 return coded
             finish = probe.finish if probe else lambda result: result
             # Where it is not on the CPU, such a work's result is a list.
-            return load_c10d().then(
-                work, finish if tensor.is_cpu else lambda results: finish(results[0])
-            )
+            last = finish if tensor.is_cpu else lambda results: finish(results[0])
+            coded = load_c10d().then(work, last)
+            return coded
         values = tensor.contiguous()
         finite = two_shot.all_reduce(
             values, bucket, self.process_group, seed=self.seed, step=self.step
@@ -207,11 +208,11 @@ class BucketReducer:
         tensor.div_(self.process_group.size())
         work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         self._finite.append(lambda: verdict == [True])
+        plain: torch.futures.Future[torch.Tensor]
         if backend.find(self.process_group, tensor.device):
-            return load_c10d().then(work, finish)
-        plain: torch.futures.Future[torch.Tensor] = work.get_future().then(
-            lambda future: finish(future.value())
-        )
+            plain = load_c10d().then(work, finish)
+        else:
+            plain = work.get_future().then(lambda future: finish(future.value()))
         return plain
 
     def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:

@@ -20,12 +20,12 @@ import pytest
 
 import pycomm
 from pycomm import _C
+from pycomm.codecs.cuda_kernels import include_folder
 from pycomm.communicator import Piece
 from tests.collectives.test_hierarchical import options
 from tests.collectives.ways import WAYS, bits
 from tests.ranks import attempt, run, run_processes
 
-ROOT = Path(__file__).parents[2]
 SEED, STEP = 77, 5
 SIZES = [1000, 3, 4099, 0, 20011]
 OFFSETS = np.cumsum([0, *SIZES])
@@ -50,7 +50,7 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     source = Path(__file__).parent / "simple_codecs.cpp"
     package = Path(_C.__file__).parent
     command = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
-    command += ["-fvisibility=hidden", f"-I{ROOT / 'csrc'}", f"-I{pybind11.get_include()}"]
+    command += ["-fvisibility=hidden", f"-I{include_folder()}", f"-I{pybind11.get_include()}"]
     command += [f"-I{sysconfig.get_paths()['include']}", str(source)]
     command += [f"-L{package}", "-lpycomm", f"-Wl,-rpath,{package}", "-o", str(target)]
     subprocess.run(command, check=True)
