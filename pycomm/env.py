@@ -26,6 +26,9 @@ class Env:
     local_world_size: int | None = None
     # PYCOMM_TIMEOUT, the core's: whether somebody has set it.
     timeout_is_set: bool = False
+    # PYCOMM_HEALTH: "on", "off", or seconds from one comparison of the ranks to the next, 1 to
+    # 86400; None: they are never compared. docs/monitor.md.
+    health: float | None = 60.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def env() -> Env:
         local_rank=_number("LOCAL_RANK"),
         local_world_size=_number("LOCAL_WORLD_SIZE"),
         timeout_is_set=bool(os.environ.get("PYCOMM_TIMEOUT")),
+        health=_health(os.environ.get("PYCOMM_HEALTH", "")),
     )
 
 
@@ -103,3 +107,17 @@ def _number(name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not an integer") from None
+
+
+def _health(text: str) -> float | None:
+    if text in ("", "on"):
+        return Env.health
+    if text == "off":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if 1 <= seconds <= 86400:
+        return seconds
+    raise ValueError(f"PYCOMM_HEALTH={text!r} makes no sense: want on, off, or 1 to 86400 seconds")

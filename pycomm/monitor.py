@@ -1,4 +1,7 @@
-"""What compression does in this process, while it trains: as text, JSON, and for Prometheus.
+"""What this process does while it trains: as text, JSON, and for Prometheus.
+
+Of each model whose gradients are compressed, how well; of each group, its operations, and which
+rank holds the others up (``docs/monitor.md``).
 
 Example:
     >>> from pycomm import monitor
@@ -18,8 +21,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
+from pycomm.health import metrics, show
+
 if TYPE_CHECKING:
-    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.core import Metric
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def snapshot() -> dict[int, Report]:
 
 
 def text() -> str:
-    """Return a snapshot for people."""
+    """Return all that is known, for people."""
     lines = []
     for number, r in snapshot().items():
         seconds = "" if r.step_seconds is None else f" {r.step_seconds:.3g} s a step,"
@@ -122,16 +127,18 @@ def text() -> str:
         for g in r.groups:
             lines.append(f"  {g.codec} ({g.reason}): {g.parameters} parameters, {g.values} values")
         lines += [f"  {event}" for event in r.events]
-    return "\n".join(lines) or "no model's gradients are compressed in this process"
+    lines += show.lines()
+    return "\n".join(lines) or "this process compresses no model's gradients and has no group"
 
 
 def json() -> str:
-    """Return a snapshot as JSON: a list of models, each with its number and ratio."""
+    """Return the same as JSON: "models", each with its number and ratio, and "groups"."""
     models = [
         {"model": number, **asdict(report), "ratio": report.ratio}
         for number, report in snapshot().items()
     ]
-    return json_format.dumps(models, indent=2)
+    groups = [show.plain(group) for group in show.groups()]
+    return json_format.dumps({"models": models, "groups": groups}, indent=2)
 
 
 # --------------------------------------------------------------------- Prometheus
@@ -155,8 +162,8 @@ _GAUGES = {
 class Collector:
     """A collector of prometheus-client: its registries ask it for the metrics at each scrape."""
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Return gauges named ``pycomm_...``, with the model's number as a label."""
+    def collect(self) -> Iterator[Metric]:
+        """Return metrics named ``pycomm_...``, with the model's number or the group as a label."""
         from prometheus_client.core import GaugeMetricFamily
 
         models = snapshot()
@@ -175,6 +182,7 @@ class Collector:
             for group in report.groups:
                 values.add_metric([str(number), group.codec, group.reason], group.values)
         yield values
+        yield from metrics.collect()
 
 
 def serve(port: int, address: str = "127.0.0.1") -> Any:

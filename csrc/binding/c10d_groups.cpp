@@ -23,6 +23,33 @@ Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
   });
 }
 
+namespace {
+
+/// Ranks compare their figures by the group's store. They do not keep it: when its groups are gone,
+/// the port of its server must be free.
+void join_station(Backend& backend, const intrusive_ptr<c10d::Store>& store) {
+  const auto locked = [weak = c10::weak_intrusive_ptr<c10d::Store>(store)] {
+    if (auto living = weak.lock()) return living;
+    throw std::runtime_error("the store is gone");
+  };
+  const auto put = [locked](const std::string& key, const std::string& value) {
+    const auto living = locked();
+    const py::gil_scoped_release release;
+    living->set(key, value);
+  };
+  const auto look = [locked](const std::string& key) -> std::optional<std::string> {
+    const auto living = locked();
+    const py::gil_scoped_release release;
+    if (!living->check({key})) return std::nullopt;
+    const std::vector<uint8_t> value = living->get(key);
+    return std::string(value.begin(), value.end());
+  };
+  py::module_::import("pycomm.health.station")
+      .attr("join")(backend.trace(), py::cpp_function(put), py::cpp_function(look));
+}
+
+}  // namespace
+
 intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, int rank, int size,
                                      intrusive_ptr<BackendOptions> options,
                                      const std::string& name) {
@@ -36,6 +63,7 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
     if (const auto open = weak.lock()) open->shutdown();
   };
   py::module_::import("atexit").attr("register")(py::cpp_function(close));
+  join_station(*backend, store);
   return backend;
 }
 

@@ -111,6 +111,8 @@ LinkUse TcpChannel::use() const {
     sum.bytes += use.bytes;
     sum.busy_us += use.busy_us;
   }
+  // They are busy at the same time, each with its part.
+  if (!sockets_.empty()) sum.busy_us /= sockets_.size();
   return sum;
 }
 

@@ -31,6 +31,7 @@ CORE = {
 }
 # Read by Python (pycomm/env.py).
 PYTHON = {
+    "PYCOMM_HEALTH": "whether, or how often, ranks are compared to find who is slow",
     "PYCOMM_IMPL": "implementation of all codecs",
     "PYCOMM_RUN": "options of pycomm.run for processes that others start",
     "PYCOMM_TAKEOVER": "backend names that pycomm answers for",

@@ -39,15 +39,12 @@ _LEAST_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class RankHealth:
-    """One rank, as shares of its time."""
+    """One rank, among all processes."""
 
     rank: int
     host: str
-    compute: float
-    elsewhere: float
-    waited: float
-    codec: float
-    moving: float
+    shares: Spent
+    """Of its time."""
     last: float
     """Share of the operations that are waited for to which this rank comes last."""
     link: float | None
@@ -84,6 +81,7 @@ def compare(accounts: Sequence[Account]) -> Health | None:
     """Put the accounts of a group together; None if they share no operation."""
     if len(accounts) < 2:
         return None
+    accounts = sorted(accounts, key=lambda a: a.rank)
     common = sorted(set.intersection(*(set(a.operations) for a in accounts)))
     if not common:
         return None
@@ -95,7 +93,7 @@ def compare(accounts: Sequence[Account]) -> Health | None:
         RankHealth(
             a.rank,
             a.host,
-            *(part / (sum(sums[a.rank]) or 1.0) for part in sums[a.rank]),
+            Spent(*(part / (sum(sums[a.rank]) or 1.0) for part in sums[a.rank])),
             last=lateness.share(a.rank),
             link=rates.get(a.rank),
         )
@@ -123,7 +121,6 @@ class _Lateness:
             others = waits[:who] + waits[who + 1 :]
             self.skews.append(max(waits) - waits[who])
             events.append((median(others) - waits[who], list(times)[who]))
-        self.count = len(events)
         events.sort(reverse=True)
         self.events, enough = [], _OF_WAITING * sum(late for late, _ in events)
         for late, rank in events:
@@ -149,36 +146,29 @@ def _late_rank(
     if lost < LEAST_LOST or len(late) < LEAST_TIMES or worst.last < LEAST_SHARE:
         return None
     own = sums[worst.rank]
-    others = Spent(
-        *(
-            median(column)
-            for column in zip(*(sums[r] for r in sums if r != worst.rank), strict=True)
-        )
-    )
+    rest = [spent for rank, spent in sums.items() if rank != worst.rank]
+    others = Spent(*map(median, zip(*rest, strict=True)))
     more = {name: getattr(own, name) - getattr(others, name) for name in Spent._fields}
     cause = max(more, key=lambda name: more[name])
     if cause not in _DOES:  # it waits for ranks of another group, where that is told
         return None
-    own_each, others_each = (getattr(s, cause) / lateness.count for s in (own, others))
+    share = getattr(worst.shares, cause)
+    of_others = median(getattr(r.shares, cause) for r in ranks if r is not worst)
     text = (
-        f"rank {worst.rank} ({worst.host}) comes last to {worst.last:.0%} of the operations that "
-        f"are waited for, {time_text(median(late))} late at the median, which costs {lost:.0%} of "
-        f"the time: it {_DOES[cause]} longer, {time_text(own_each)} for each operation, others "
-        f"{time_text(others_each)}"
+        f"rank {worst.rank} ({worst.host}) comes last to {percent(worst.last)} of the operations "
+        f"that are waited for, {time_text(median(late))} late at the median, which costs "
+        f"{percent(lost)} of the time: it {_DOES[cause]} for {percent(share)} of the time, others "
+        f"for {percent(of_others)}"
     )
     return Finding(worst.rank, worst.host, cause, text)
 
 
-_DOES = {
-    "compute": "computes",
-    "codec": "encodes and decodes",
-    "moving": "copies and sums",
-}
+_DOES = {"compute": "computes", "codec": "encodes and decodes", "moving": "copies and sums"}
 
 
 def _slow_link(ranks: Sequence[RankHealth]) -> Finding | None:
     linked = [r for r in ranks if r.link is not None]
-    in_operations = mean(r.waited + r.moving for r in ranks)
+    in_operations = mean(r.shares.waited + r.shares.moving for r in ranks)
     if len(linked) < 3 or in_operations < LEAST_IN_OPERATIONS:
         return None
     slowest = min(linked, key=lambda r: r.link or 0.0)
@@ -186,9 +176,9 @@ def _slow_link(ranks: Sequence[RankHealth]) -> Finding | None:
     if slowest.link is None or slowest.link >= MOST_OF_OTHERS * others:
         return None
     text = (
-        f"the link of rank {slowest.rank} ({slowest.host}) carries {rate_text(slowest.link)}, "
-        f"others {rate_text(others)}, and {in_operations:.0%} of the time goes to moving data "
-        f"and waiting for it"
+        f"the link of rank {slowest.rank} ({slowest.host}) carries {rate_text(slowest.link)} to "
+        f"another rank at best, those of others {rate_text(others)}, and {percent(in_operations)} "
+        f"of the time goes to moving data and waiting for it"
     )
     return Finding(slowest.rank, slowest.host, "link", text)
 
@@ -206,6 +196,11 @@ def _rates(accounts: Sequence[Account]) -> dict[int, float]:
             into[peer] = max(into.get(peer, 0.0), rate)
     both = out.keys() | into.keys()
     return {r: min(side[r] for side in (out, into) if r in side) for r in both}
+
+
+def percent(share: float) -> str:
+    """Return a share for people."""
+    return f"{100 * share:.0f} %"
 
 
 def time_text(seconds: float) -> str:

@@ -66,7 +66,7 @@ def test_text_is_for_people(model):
 
 
 def test_json_holds_it_all(model):
-    found = next(m for m in json.loads(monitor.json()) if m["model"] == number_of(model))
+    found = next(m for m in json.loads(monitor.json())["models"] if m["model"] == number_of(model))
     assert found["ratio"] == 8.0
     assert found["groups"][0]["payload_bytes"] == 400
     assert found["error"] == 0.1

@@ -1,0 +1,25 @@
+"""What a rank of test_slow_link.py runs, in a network namespace that stands for its host: a few
+all-reduces. Prints what the rank knows of them.
+
+    python -m tests.processes.slow_link_job FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import numpy as np
+
+from pycomm.communicator import Communicator
+from pycomm.health.figures import account
+
+with Communicator.from_env(sys.argv[1], timeout=30) as c:
+    # The kernel's counts are noted about once a second, at the end of an operation.
+    goes_on, start = np.ones(1, np.float32), time.monotonic()
+    while goes_on[0] > 0:
+        c.all_reduce(np.ones(100_000, np.float32))
+        goes_on[0] = time.monotonic() - start < 2.5
+        c.all_reduce(goes_on, "min")
+    print(json.dumps(account(c.core.trace()).to_json()))

@@ -1,0 +1,30 @@
+"""The host whose link is slow is named by what the kernels of all hosts count."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from pycomm.bench import netlab
+from pycomm.health.compare import compare
+from pycomm.health.figures import Account
+
+JOB = [sys.executable, "-m", "tests.processes.slow_link_job"]
+
+
+def test_the_rank_with_the_slow_link_is_named():
+    try:
+        lab = netlab.Netlab(3, "400mbit", by_node={1: "60mbit"})
+    except netlab.Unavailable as error:
+        pytest.skip(f"no network namespaces: {error}")
+    with lab, tempfile.TemporaryDirectory() as folder:
+        ranks = lab.start([*JOB, folder], stdout=subprocess.PIPE)
+        texts = [rank.communicate(timeout=60)[0] for rank in ranks]
+    health = compare([Account.from_json(json.loads(text)) for text in texts])
+    assert health is not None
+    assert health.finding is not None
+    assert (health.finding.rank, health.finding.cause) == (1, "link")
