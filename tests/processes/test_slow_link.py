@@ -18,7 +18,7 @@ JOB = [sys.executable, "-m", "tests.processes.slow_link_job"]
 
 def test_the_rank_with_the_slow_link_is_named():
     try:
-        lab = netlab.Netlab(3, "400mbit", by_node={1: "60mbit"})
+        lab = netlab.Netlab(3, "400mbit", node_rates={1: "60mbit"})
     except netlab.Unavailable as error:
         pytest.skip(f"no network namespaces: {error}")
     with lab, tempfile.TemporaryDirectory() as folder:
