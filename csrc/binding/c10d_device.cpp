@@ -5,6 +5,7 @@
 #include <map>
 
 #include "binding/c10d_backend.h"
+#include "core/device.h"
 
 namespace pycomm::torch_binding {
 namespace {
@@ -38,6 +39,13 @@ void set_stream_hold(c10::DeviceType type, StreamHold hold) {
   holds.by_type[type] = hold;
 }
 
+bool is_capturing(c10::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream stream = guard.getStream(device);
+  if (!device.is_cuda() || !device::built()) return is_capturing(guard, stream, 0);
+  return device::is_capturing({Device::cuda, native_handle(stream, 0)});
+}
+
 at::Tensor Staging::mirror(const at::Tensor& t, bool reads, bool writes) {
   const bool first = !device_;
   if (!first && *device_ != t.device())
@@ -47,6 +55,9 @@ at::Tensor Staging::mirror(const at::Tensor& t, bool reads, bool writes) {
   if (t.is_cpu()) return t;
   if (first && by_ == By::any) peers_ = backend_.peers(t.device());
   if (peers_) return used_.emplace_back(t);
+  // Before memory is pinned, which no capture survives.
+  if (first && is_capturing(t.device()))
+    backend_.arguments().fail(call_, "goes by way of the host, so no graph can capture it");
   Mirror mirror{t, pinned(t.sizes(), t.scalar_type())};
   if (reads) reads_.push_back(mirror);
   if (writes) writes_.push_back(mirror);
@@ -94,6 +105,12 @@ void DeviceLane::begin() {
   issued.record(current());
   issued.block(fetch_);
   issued.block(deliver_);  // what is queued may still use the memory that will be written
+}
+
+void DeviceLane::begin_delivery() {
+  c10::Event issued(device_.type());
+  issued.record(current());
+  issued.block(deliver_);
 }
 
 std::shared_ptr<c10::Event> DeviceLane::fetch(const std::vector<Mirror>& reads) {
@@ -204,10 +221,10 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   std::unique_lock<std::mutex> lock(device_mutex_);  // streams have the order of the queue
   if (lost_) std::rethrow_exception(lost_);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  DeviceLane& lane = this->lane(device);
-  if (lane.is_capturing())
+  if (is_capturing(device))
     throw Error("rank " + std::to_string(comm_.rank()) + ": " + call.name +
                 " goes by way of the host, so no graph can capture it");
+  DeviceLane& lane = this->lane(device);
   // A barrier is for the host. An operation out of a callback overtakes others, holds must not.
   const bool held = lane.can_hold() && !device_options_.blocking_wait &&
                     call.type != OpType::BARRIER && !queue_.inside();

@@ -72,6 +72,9 @@ bool is_capturing(const G&, c10::Stream, long) {
   return false;
 }
 
+/// Whether a graph captures what is queued on the device's current stream.
+bool is_capturing(c10::Device device);
+
 /// How streams of a type of device are held; null if nobody knows.
 StreamHold stream_hold(c10::DeviceType type);
 /// For devices other than CUDA's, by whoever brings them.
@@ -149,7 +152,6 @@ class DeviceLane {
 
   c10::Stream current() const { return guard_.getStream(device_); }
   c10::Device device() const { return device_; }
-  bool is_capturing() const { return torch_binding::is_capturing(guard_, current(), 0); }
   /// Whether deliveries can be queued before there is something to deliver.
   bool can_hold() const { return hold_ != nullptr; }
 
@@ -161,6 +163,9 @@ class DeviceLane {
   void follow(const c10::Event& event) { event.block(fetch_); }
   /// What is queued from here on comes after what is queued on the current stream.
   void begin();
+  /// The same of the deliver stream alone. A graph that captures the current stream captures this
+  /// one too, and would miss the end of another.
+  void begin_delivery();
   /// Queues copies to the host, and an event behind them.
   std::shared_ptr<c10::Event> fetch(const std::vector<Mirror>& reads);
   /// Queues that the deliver stream waits for open() of the number that this returns.

@@ -190,6 +190,10 @@ std::shared_ptr<PeerRoute> Engine::peers(c10::Device device, PeerRoute::Kind kin
       const std::lock_guard<std::mutex> lock(routes_mutex_);
       if (const auto found = peers_.find(key); found != peers_.end()) return found->second;
     }
+    if (is_capturing(device))
+      throw Error("rank " + std::to_string(comm_.rank()) +
+                  ": the first collective of its kind on " + device.str() +
+                  " cannot be captured, since ranks meet and allocate: run one before");
     const auto route = open_peers(device, kind);
     const std::lock_guard<std::mutex> lock(routes_mutex_);
     peers_[key] = route;
@@ -231,20 +235,25 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
     const std::lock_guard<std::mutex> lock(device_mutex_);
     route->check();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    DeviceLane& lane = this->lane(used.at(0).device());
+    const bool captured = is_capturing(route->device());
+    if (captured && device_options_.blocking_wait)
+      throw Error("rank " + std::to_string(comm_.rank()) + ": " + call.name +
+                  " cannot be captured in a group with blocking_wait");
+    DeviceLane& lane = this->lane(route->device());
     const OpTag tag = issued_tag(call, outputs, comm_.size());
     auto work = make_work<DeviceWork>(false, call, std::move(outputs), lane.deliver_stream(), true,
                                       device_options_.blocking_wait);
     work->set_check([route] { route->check(); });
     work->start();
-    lane.begin();
+    lane.begin_delivery();
     lane.keep(used, lane.deliver_stream());
     {
       const c10::StreamGuard on(lane.deliver_stream());
       op(*route);
     }
     work->delivered()->record(lane.deliver_stream());
-    route->set_last(tag, work->delivered());
+    // Of a capture the event can never be asked, and the trace knows nothing of replays.
+    if (!captured) route->set_last(tag, work->delivered());
     work->promise();
     work->complete();
     work->stop();

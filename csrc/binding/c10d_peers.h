@@ -29,6 +29,7 @@ class PeerRoute {
   PeerRoute(const PeerRoute&) = delete;
 
   int rank() const { return group_.rank(); }
+  c10::Device device() const { return device_; }
   std::string describe() const { return group_.describe(); }
 
   void all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, double factor, Milliseconds) {

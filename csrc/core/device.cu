@@ -151,6 +151,13 @@ void synchronize(Stream stream) {
   check(cudaStreamSynchronize(handle(stream)), "wait for a stream");
 }
 
+bool is_capturing(Stream stream) {
+  if (stream.device == Device::cpu) return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(handle(stream), &status), "ask whether a stream is captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 std::shared_ptr<void> make_stream(int index) {
   const Guard guard(index);
   cudaStream_t stream = nullptr;

@@ -65,6 +65,8 @@ PYCOMM_API void copy(void* to, const void* from, size_t bytes, Stream stream);
 PYCOMM_API void fill_zero(void* memory, size_t bytes, Stream stream);
 /// Waits for all that is queued.
 PYCOMM_API void synchronize(Stream stream);
+/// True if a CUDA graph captures what is queued. Then nothing may wait, allocate or look at events.
+PYCOMM_API bool is_capturing(Stream stream);
 
 /// A stream of its own, which waits for no other.
 PYCOMM_API std::shared_ptr<void> make_stream(int index);

@@ -48,6 +48,11 @@ void fill_zero(void* memory, size_t bytes, Stream stream) {
 
 void synchronize(Stream stream) { refuse(stream); }
 
+bool is_capturing(Stream stream) {
+  refuse(stream);
+  return false;
+}
+
 std::shared_ptr<void> make_stream(int) { fail(); }
 Event::Event(int) { fail(); }
 void Event::record(Stream) { fail(); }

@@ -5,12 +5,14 @@ Each function runs on two ranks, on their `device`, such as "fakegpu" or "cuda".
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from parity import inputs, network
@@ -330,6 +332,54 @@ def check_compressed_collectives(
             seen.append(out.cpu().nan_to_num(0.25))
         seen += [p.residual.current(role).cpu() for p in bucket.pieces for role, _ in kept(p)]
     return seen
+
+
+def check_capture(rank: int, ranks: int, device: str) -> None:
+    """A graph of an exact and a compressed all-reduce does once what the calls do."""
+    native = backend.find(device=torch.device(device))
+    decision = Decision(Parameter("p", (1000,), torch.float32), pycomm.codec("int8"), "test")
+    bucket = Bucket([decision], [0], Residuals(Feedback(), ranks), torch.device(device))
+    given = torch.randn(1000, generator=generator(rank, 0))
+    x, y = values(rank, 1000).to(device), given.to(device)
+    want_x, want_y = x.clone(), y.clone()
+
+    def calls(x: torch.Tensor, y: torch.Tensor) -> None:
+        dist.all_reduce(x, async_op=True).wait()
+        native.compressed_all_reduce(y, bucket.native, bucket.sides, seed=5, step=0).wait()
+
+    assert bucket.taken_by(dist.group.WORLD, "all_reduce", y) is native
+    calls(want_x, want_y)
+    with capture(device):
+        calls(x, y)
+    assert torch.equal(x.cpu(), want_x.cpu())
+    assert torch.equal(y.cpu(), want_y.cpu())
+    calls(want_x, want_y)  # the group goes on
+    assert want_x.cpu().sum() == ranks * x.cpu().sum()
+
+
+@contextlib.contextmanager
+def capture(device: str) -> Iterator[None]:
+    """What is called inside is captured, and done once."""
+    if device != "cuda":
+        torch.ops.fakegpu.begin_capture()
+        try:
+            yield
+        finally:
+            torch.ops.fakegpu.end_capture()
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        yield
+    graph.replay()
+
+
+def check_no_capture(rank: int, ranks: int, device: str) -> None:
+    x = torch.ones(1000, device=device)
+    dist.all_reduce(x)
+    with capture(device), pytest.raises(pycomm.Error, match="way of the host, so no graph can"):
+        dist.all_reduce(x, async_op=True)
+    dist.all_reduce(x)
+    assert x.cpu().eq(ranks**2).all()
 
 
 def kept(piece: Piece) -> list[tuple[str, Any]]:

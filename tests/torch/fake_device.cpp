@@ -22,6 +22,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <set>
 #include <thread>
 
 namespace {
@@ -105,6 +106,62 @@ c10::Stream current_stream(c10::DeviceIndex device) {
   return stream_of(device, current_streams.at(device));
 }
 
+/// What a graph would capture, from the stream that begins it on. Work runs all the same; what may
+/// not be while there is a capture is refused, and streams that nobody waits for again are found.
+class Capture {
+ public:
+  void begin(c10::Stream origin) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    streams_ = {origin};
+    events_.clear();
+    joined_.clear();
+  }
+  /// Throws if the origin does not wait for all that was captured.
+  void end() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto streams = std::exchange(streams_, {});
+    for (size_t i = 1; i < streams.size(); i++)
+      TORCH_CHECK(joined_.count(streams[i].id()), "capture: stream ", streams[i].id(),
+                  " was not joined");
+  }
+  bool has(c10::Stream s) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::find(streams_.begin(), streams_.end(), s) != streams_.end();
+  }
+  void refuse(const char* what) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(streams_.empty(), "capture: nobody may ", what);
+  }
+  void record(void* event, c10::Stream s) {
+    if (!has(s)) return forget(event);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    events_[event] = s.id();
+  }
+  void block(void* event, c10::Stream s) {
+    const bool captured = has(s);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = events_.find(event);
+    if (found == events_.end()) return;
+    if (!captured) streams_.push_back(s);
+    if (s == streams_.front()) joined_.insert(found->second);
+  }
+  void forget(void* event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    events_.erase(event);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::Stream> streams_;       // the first is the origin
+  std::map<void*, c10::StreamId> events_;  // recorded in the capture
+  std::set<c10::StreamId> joined_;
+};
+
+Capture& capture() {
+  static auto& capture = *new Capture;
+  return capture;
+}
+
 // ------------------------------------------------------------------ memory
 
 /// Memory of the device, or pinned. What is freed is poisoned when all announced uses are over,
@@ -168,6 +225,7 @@ class Allocator final : public c10::Allocator {
  public:
   explicit Allocator(bool pinned) : pinned_(pinned) {}
   c10::DataPtr allocate(size_t bytes) override {
+    if (pinned_) capture().refuse("allocate pinned memory");
     void* data = Memory::instance().allocate(bytes, pinned_);
     const c10::Device device =
         pinned_ ? c10::Device(c10::kCPU) : c10::Device(kFake, current_device);
@@ -207,6 +265,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(s.device_index(), std::exchange(current_streams.at(s.device_index()), s.id()));
   }
   void* getStreamNativeHandle(const c10::Stream s) const override { return &worker(s); }
+  // Torch 2.11 does not ask.
+  bool isStreamCapturing(const c10::Stream& s) const { return capture().has(s); }
   bool queryStream(const c10::Stream& s) const override {
     auto mark = worker(s).mark();
     std::this_thread::sleep_for(2ms);
@@ -218,17 +278,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    capture().forget(event);
     delete static_cast<MarkPtr*>(event);
   }
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex,
               const c10::EventFlag) const override {
     if (!*event) *event = new MarkPtr;
     *static_cast<MarkPtr*>(*event) = worker(s).mark();
+    capture().record(*event, s);
   }
   void block(void* event, const c10::Stream& s) const override {
     worker(s).queue([mark = *static_cast<MarkPtr*>(event)] { mark->wait(); });
+    capture().block(event, s);
   }
   bool queryEvent(void* event) const override {
+    capture().refuse("ask an event");
     return !event || (*static_cast<MarkPtr*>(event))->is_set();
   }
   void synchronizeEvent(void* event) const override {
@@ -333,6 +397,13 @@ void busy(int64_t milliseconds) {
   });
 }
 
+/// As torch does for CUDA, when all that is queued is done.
+void begin_capture() {
+  Guard().synchronizeDevice(current_device);
+  capture().begin(current_stream(current_device));
+}
+void end_capture() { capture().end(); }
+
 bool hold(void* stream, const uint32_t* word, uint32_t value) {
   static_cast<Worker*>(stream)->queue([word, value] {
     while (static_cast<int32_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0)
@@ -368,4 +439,6 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 TORCH_LIBRARY(fakegpu, m) {
   m.def("busy(int milliseconds) -> ()", &busy);
   m.def("hold_address() -> int", &hold_address);
+  m.def("begin_capture() -> ()", &begin_capture);
+  m.def("end_capture() -> ()", &end_capture);
 }

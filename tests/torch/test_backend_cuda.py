@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_checks import (
+    check_capture,
     check_compressed,
     check_compressed_collectives,
     check_ddp,
     check_futures,
     check_lifetimes,
+    check_no_capture,
     check_operations,
     check_order,
 )
@@ -62,6 +64,14 @@ def run(pool: Pool, path: str, check: Callable[..., Any], **more: Any) -> Any:
 )
 def test_operations_results_order_and_lifetimes(pool, check, path):
     run(pool, path, check, device="cuda")
+
+
+def test_a_graph_captures_operations_among_peers(pool):
+    run(pool, "auto", check_capture, device="cuda")
+
+
+def test_operations_by_way_of_the_host_refuse_to_be_captured(pool):
+    run(pool, "host", check_no_capture, device="cuda")
 
 
 def mean_of_ranks(ranks: int, steps: int) -> list[torch.Tensor]:

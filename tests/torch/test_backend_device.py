@@ -17,11 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_checks import (
+    check_capture,
     check_compressed,
     check_compressed_collectives,
     check_ddp,
     check_futures,
     check_lifetimes,
+    check_no_capture,
     check_operations,
     check_order,
     slow,
@@ -94,6 +96,15 @@ def test_tensors_live_as_long_as_the_operation_needs_them(fakes, way):
 @WAYS
 def test_futures_run_their_callbacks_behind_the_operation(fakes, way):
     run_on(fakes, check_futures, way)
+
+
+def test_a_graph_captures_operations_among_peers(fakes):
+    """Nobody asks events, pins memory or leaves a stream behind; see fake_device.cpp."""
+    run_on(fakes, check_capture, "peers")
+
+
+def test_operations_by_way_of_the_host_refuse_to_be_captured(fakes):
+    run_on(fakes, check_no_capture, "held")
 
 
 def check_stuck(rank: int, ranks: int) -> None:
