@@ -22,6 +22,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
       : comm_(std::make_shared<TorchStore>(store), rank, size, options),
         store_(std::make_shared<TorchStore>(store)),
         group_(options.group),
+        trace_size_(static_cast<size_t>(options.trace_size)),
         device_options_(std::move(device_options)) {}
 
   Communicator& comm() { return comm_; }
@@ -168,6 +169,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Communicator comm_;
   const std::shared_ptr<TorchStore> store_;
   const std::string group_;
+  const size_t trace_size_;
   const DeviceOptions device_options_;
   std::atomic<bool> aborted_{false};
   std::mutex device_mutex_;  ///< held while the streams of lanes get work

@@ -72,11 +72,12 @@ DeviceGroupOptions options_of(const std::string& group, PeerRoute::Kind kind,
 }  // namespace
 
 PeerRoute::PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
-                     c10::Device device, Kind kind, Milliseconds timeout, TraceOwner owner)
+                     c10::Device device, Kind kind, Milliseconds timeout,
+                     std::shared_ptr<Trace> trace)
     : device_(device),
       group_(std::move(store), rank, size, device.is_cuda() ? device.index() : -1,
              options_of(group, kind, timeout)),
-      trace_(Trace::make(std::move(owner), static_cast<size_t>(env().trace_size))) {
+      trace_(std::move(trace)) {
   trace_->set_look([this] { look(); });
 }
 
@@ -174,8 +175,9 @@ std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kin
     const std::string name = kind == PeerRoute::Kind::exact ? "/peers" : "/coded";
     TraceOwner owner = comm_.trace().owner();
     owner.group += name + " on " + c10::Device(device).str();
-    route = std::make_shared<PeerRoute>(store_, comm_.rank(), comm_.size(), group_ + name, device,
-                                        kind, comm_.timeout(), std::move(owner));
+    route =
+        std::make_shared<PeerRoute>(store_, comm_.rank(), comm_.size(), group_ + name, device, kind,
+                                    comm_.timeout(), Trace::make(std::move(owner), trace_size_));
   } catch (const Error&) {  // no memory in common, though it is one host
   }
   return exchange(route ? "open" : "").empty() ? nullptr : route;

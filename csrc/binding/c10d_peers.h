@@ -21,9 +21,9 @@ class PeerRoute {
  public:
   /// What it is for: operations on data as they are, or with codecs.
   enum class Kind { exact, coded };
-  /// All ranks together. Throws Error if they share no memory. `owner`: of the group's trace.
+  /// All ranks together. Throws Error if they share no memory.
   PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
-            c10::Device device, Kind kind, Milliseconds timeout, TraceOwner owner);
+            c10::Device device, Kind kind, Milliseconds timeout, std::shared_ptr<Trace> trace);
   /// Lets what is queued end first.
   ~PeerRoute();
   PeerRoute(const PeerRoute&) = delete;

@@ -15,8 +15,8 @@ namespace pycomm {
 
 class DeviceGroup::Impl {
  public:
-  class Cuts;  // device_coded.cpp
-  class Coded;
+  class Cuts;   // device_coded_cuts.h
+  class Coded;  // device_coded.cpp
 
   Impl(const Rendezvous& meeting, int index, DeviceGroupOptions options);
   ~Impl();
