@@ -301,7 +301,13 @@ class Request:
 class Communicator:
     timeout: float
     def __init__(
-        self, store: Store | None, rank: int, size: int, options: CommunicatorOptions
+        self,
+        store: Store | None,
+        rank: int,
+        size: int,
+        options: CommunicatorOptions,
+        parent: Communicator | None = None,
+        parent_ranks: list[int] = ...,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

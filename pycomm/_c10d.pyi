@@ -71,7 +71,13 @@ class Layout:
 
 class Backend(_distributed_c10d.Backend):
     def __init__(
-        self, store: _distributed_c10d.Store, rank: int, size: int, options: Options, name: str
+        self,
+        store: _distributed_c10d.Store,
+        rank: int,
+        size: int,
+        options: Options,
+        name: str,
+        parent: Backend | None = None,
     ) -> None: ...
     @property
     def options(self) -> Options: ...

@@ -29,6 +29,7 @@ def create(given: Any, options: Options | None) -> Backend:
 
     Raises:
         TypeError: other options than ours.
+        PeerLost: a rank died after it had come, or that the default group knows.
         Timeout: some ranks did not come; the text names them.
     """
     c10d = load_c10d()
@@ -44,7 +45,7 @@ def create(given: Any, options: Options | None) -> Backend:
     options.global_ranks_in_group = given.global_ranks_in_group
     let_groups_allocate_buckets()
     made: Backend = c10d.Backend(
-        given.store, given.group_rank, given.group_size, options, given.group_id
+        given.store, given.group_rank, given.group_size, options, given.group_id, find()
     )
     return made
 

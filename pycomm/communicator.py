@@ -46,6 +46,9 @@ class Communicator:
         tls: whether TCP connections are encrypted, by TLS 1.3; equal on all ranks.
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
+        parent: a group in which these ranks are already; who dies there while this group is made
+            is missed at once.
+        parent_ranks: the numbers of these ranks in the parent; empty: as here.
         segment_bytes: for tests: pieces in which channels pipeline.
         nodes: for tests: number of the node of each rank. Ranks of different nodes share no memory
             and talk by TCP. Empty: as it is.
@@ -53,6 +56,7 @@ class Communicator:
     What is not given comes from the environment: see ``csrc/core/env.h``.
 
     Raises:
+        PeerLost: a rank died after it had come.
         Timeout: ranks did not come; the text names them.
         WireMismatch: ranks have different options.
 
@@ -80,6 +84,8 @@ class Communicator:
         tls: bool | None = None,
         interface: str | None = None,
         link_bytes_per_second: float | None = None,
+        parent: Communicator | None = None,
+        parent_ranks: Sequence[int] = (),
         segment_bytes: int = 0,
         nodes: Sequence[int] = (),
     ) -> None:
@@ -100,7 +106,14 @@ class Communicator:
         for name, value in given.items():
             if value is not None:
                 setattr(options, name, value)
-        self._core: _C.Communicator | None = _C.Communicator(store, rank, size, options)
+        self._core: _C.Communicator | None = _C.Communicator(
+            store,
+            rank,
+            size,
+            options,
+            parent.core if parent else None,
+            list(parent_ranks or range(size)) if parent else [],
+        )
 
     @classmethod
     def from_env(cls, store_folder: str, **options: Any) -> Communicator:

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "binding/arguments.h"
+#include "binding/errors.h"
 #include "binding/module.h"
 #include "binding/trace_records.h"
 #include "collectives/communicator.h"
@@ -22,7 +23,11 @@ using Request = Communicator::Request;
 
 /// What a rank may be waiting for when it leaves needs the interpreter on other threads.
 std::shared_ptr<Communicator> meet(std::shared_ptr<Store> store, int rank, int size,
-                                   const CommunicatorOptions& options) {
+                                   CommunicatorOptions options, const Communicator* parent,
+                                   std::vector<int> parent_ranks) {
+  options.parent = parent;
+  options.parent_ranks = std::move(parent_ranks);
+  options.interrupt = &check_signals;
   const Release release;
   return {new Communicator(std::move(store), rank, size, options), [](Communicator* communicator) {
             std::optional<Release> release;
@@ -134,7 +139,8 @@ void bind_communicator(py::module_& m) {
 
   using Self = Communicator;
   py::class_<Self, std::shared_ptr<Self>>(m, "Communicator")
-      .def(py::init(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+      .def(py::init(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
+           py::arg("parent") = nullptr, py::arg("parent_ranks") = std::vector<int>())
       .def_property_readonly("rank", &Self::rank)
       .def_property_readonly("size", &Self::size)
       .def_property(

@@ -84,6 +84,17 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> then(const intrusive_ptr<c10d::
   return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
 }
 
+intrusive_ptr<Backend> make_backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                    intrusive_ptr<BackendOptions> options, const std::string& name,
+                                    const Backend* parent) {
+  Parent group;
+  if (parent) {
+    const auto& ranks = options->global_ranks_in_group;
+    group = parent->as_parent({ranks.begin(), ranks.end()});
+  }
+  return Backend::make(store, rank, size, std::move(options), name, group);
+}
+
 void bind(py::module_& m) {
   // Errors that torch's own bindings let through reach Python as what they are.
   py::register_exception_translator([](std::exception_ptr thrown) {
@@ -151,8 +162,9 @@ void bind(py::module_& m) {
       .def_property_readonly("numel", &Layout::numel);
 
   py::class_<Backend, c10d::Backend, intrusive_ptr<Backend>>(m, "Backend")
-      .def(py::init(&Backend::make), py::arg("store"), py::arg("rank"), py::arg("size"),
-           py::arg("options"), py::arg("name"), py::call_guard<py::gil_scoped_release>())
+      .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("options"), py::arg("name"), py::arg("parent") = nullptr,
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &Backend::getBackendOptions)
       .def_property_readonly("levels", &Backend::levels)
       .def("describe", &Backend::describe)

@@ -19,17 +19,25 @@ struct BackendOptions final : c10d::Backend::Options {
   DeviceOptions device;
 };
 
+/// A group in which the ranks of a new one are already, and their numbers there. Or none.
+struct Parent {
+  std::shared_ptr<Engine> engine;
+  std::vector<int> ranks;
+};
+
 class Backend final : public c10d::Backend {
  public:
   /// `group` must be new in the store.
   Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
-          intrusive_ptr<BackendOptions> options, const std::string& group);
+          intrusive_ptr<BackendOptions> options, const std::string& group, const Parent& parent);
   ~Backend() override { shutdown(); }
 
   /// Makes a group whose threads end before the interpreter does.
   static intrusive_ptr<Backend> make(const intrusive_ptr<c10d::Store>& store, int rank, int size,
                                      intrusive_ptr<BackendOptions> options,
-                                     const std::string& group);
+                                     const std::string& group, const Parent& parent = {});
+  /// This group as the parent of one with these of its ranks, if it is open.
+  Parent as_parent(const std::vector<int>& ranks) const;
 
   const std::string getBackendName() const override { return "pycomm"; }
   /// A copy: torch writes the names of new groups into it.
@@ -193,7 +201,8 @@ class Backend final : public c10d::Backend {
   /// A group of some of our ranks. Torch asks for it twice, for the CPU and for CUDA, and one
   /// backend serves both: made by the first call, it is handed out by the second.
   intrusive_ptr<Backend> made_from_this(const intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                        const intrusive_ptr<Options>& given);
+                                        const intrusive_ptr<Options>& given,
+                                        const Parent& parent = {});
 
   const Arguments arguments_;
   const intrusive_ptr<c10d::Store> store_;

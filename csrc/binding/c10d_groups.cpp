@@ -5,7 +5,8 @@
 namespace pycomm::torch_binding {
 
 Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
-                 intrusive_ptr<BackendOptions> options, const std::string& group)
+                 intrusive_ptr<BackendOptions> options, const std::string& group,
+                 const Parent& parent)
     : c10d::Backend(rank, size),
       arguments_{rank, size},
       store_(store),
@@ -18,6 +19,11 @@ Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
     communicator.description = options_->group_desc;
     for (const uint64_t r : options_->global_ranks_in_group) {
       communicator.global_ranks.push_back(static_cast<int>(r));
+    }
+    communicator.interrupt = &check_signals;
+    if (parent.engine) {
+      communicator.parent = &parent.engine->comm();
+      communicator.parent_ranks = parent.ranks;
     }
     engine_ = std::make_shared<Engine>(store, rank, size, communicator, options_->device);
   });
@@ -51,13 +57,13 @@ void join_station(Backend& backend, const intrusive_ptr<c10d::Store>& store) {
 }  // namespace
 
 intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                     intrusive_ptr<BackendOptions> options,
-                                     const std::string& name) {
+                                     intrusive_ptr<BackendOptions> options, const std::string& name,
+                                     const Parent& parent) {
   // A store outlives its groups, and what an older group of this name left there must not be read
   // by this one. So they are counted there, by each rank for itself.
   const int64_t generation = store->add(name + ": groups of rank " + std::to_string(rank), 1);
   auto backend = c10::make_intrusive<Backend>(store, rank, size, std::move(options),
-                                              name + "/" + std::to_string(generation));
+                                              name + "/" + std::to_string(generation), parent);
   const py::gil_scoped_acquire gil;
   const auto close = [weak = c10::weak_intrusive_ptr<Backend>(backend)] {
     if (const auto open = weak.lock()) open->shutdown();
@@ -69,6 +75,12 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
 
 // ------------------------------------------------------------------ groups from groups
 
+Parent Backend::as_parent(const std::vector<int>& ranks) const {
+  const bool ours =
+      std::all_of(ranks.begin(), ranks.end(), [this](int r) { return r >= 0 && r < size_; });
+  return ours ? Parent{open_engine(), ranks} : Parent{};
+}
+
 /// A copy of what the caller gives, or of our own. Torch's default timeout means that nobody named
 /// one, so ours goes on.
 intrusive_ptr<BackendOptions> Backend::options_for(const intrusive_ptr<Options>& given) const {
@@ -79,14 +91,15 @@ intrusive_ptr<BackendOptions> Backend::options_for(const intrusive_ptr<Options>&
 }
 
 intrusive_ptr<Backend> Backend::made_from_this(const intrusive_ptr<c10d::Store>& store, int rank,
-                                               int size, const intrusive_ptr<Options>& given) {
+                                               int size, const intrusive_ptr<Options>& given,
+                                               const Parent& parent) {
   const auto options = options_for(given);
   const auto fresh = c10::static_intrusive_pointer_cast<Backend>(fresh_.lock());
   fresh_.reset();
   if (fresh && fresh->open_engine() && fresh->options_->group_name == options->group_name) {
     return fresh;
   }
-  auto made = make(store, rank, size, options, options->group_name);
+  auto made = make(store, rank, size, options, options->group_name, parent);
   fresh_ = c10::weak_intrusive_ptr<c10d::Backend>(intrusive_ptr<c10d::Backend>(made));
   return made;
 }
@@ -97,7 +110,7 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
   const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
   if (mine == ranks.end()) return nullptr;
   return made_from_this(store, static_cast<int>(mine - ranks.begin()),
-                        static_cast<int>(ranks.size()), opts);
+                        static_cast<int>(ranks.size()), opts, as_parent(ranks));
 }
 
 intrusive_ptr<c10d::Backend> Backend::merge(const intrusive_ptr<c10d::Store>& store,
@@ -115,18 +128,20 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_t
   options->global_ranks_in_group.clear();
   options->group_name = group_ + "/shrunk " + std::to_string(++shrinks_) + " without";
   int rank = -1, size = 0;
+  std::vector<int> kept;
   for (int r = 0; r < size_; r++) {
     if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), r) != ranks_to_exclude.end()) {
       options->group_name += " " + std::to_string(r);
       continue;
     }
     if (r == rank_) rank = size;
+    kept.push_back(r);
     // Torch names the ranks of all groups but the default one.
     options->global_ranks_in_group.push_back(old_ranks.empty() ? r : old_ranks[r]);
     size++;
   }
   if (rank < 0) raise(arguments_.here() + "shrink: this rank is one of those to exclude");
-  return make(store_, rank, size, options, options->group_name);
+  return make(store_, rank, size, options, options->group_name, as_parent(kept));
 }
 
 // ------------------------------------------------------------------ waiting for everybody
@@ -202,6 +217,12 @@ void Backend::registerOnCompletionHook(Engine::Hook&& hook) {
 
 void Backend::abort() {
   if (const auto engine = open_engine()) engine->abort("called abort()");
+}
+
+std::string Work::whereabouts() const {
+  const auto engine = engine_.lock();
+  const WithoutGil without_gil;  // it may take a moment
+  return engine ? engine->comm().whereabouts() : "";
 }
 
 void Work::abort() {

@@ -5,6 +5,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
+#include <optional>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -323,7 +325,8 @@ struct Reduction {
 
 class TorchStore final : public Store {
  public:
-  explicit TorchStore(intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  explicit TorchStore(intrusive_ptr<c10d::Store> store)
+      : store_(std::move(store)), waits_in_seconds_(!store_->hasExtendedApi()) {}
 
   void set(const std::string& key, const std::string& value) override {
     store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
@@ -331,6 +334,14 @@ class TorchStore final : public Store {
   std::string get(const std::string& key, Deadline deadline) override {
     wait({key}, deadline);
     return as_text(store_->get(key));
+  }
+  std::optional<std::string> find(const std::string& key) override {
+    try {
+      if (!store_->check({key})) return std::nullopt;
+      return as_text(store_->get(key));
+    } catch (const std::exception& e) {
+      throw Error("the store failed at the key " + key + ": " + e.what());
+    }
   }
   std::vector<std::string> get_many(const std::vector<std::string>& keys,
                                     Deadline deadline) override {
@@ -346,18 +357,32 @@ class TorchStore final : public Store {
     return std::string(value.begin(), value.end());
   }
   void wait(const std::vector<std::string>& keys, Deadline deadline) {
+    const std::string names = "the key " + keys[0] + (keys.size() > 1 ? " and its like" : "");
     try {
-      // c10d reads a wait of 0 as "for ever".
-      store_->wait(keys, std::max(deadline.left(), Milliseconds(1)));
+      if (waits_in_seconds_ ? look_until(keys, deadline) : wait_until(keys, deadline)) return;
     } catch (const std::exception& e) {
-      const std::string names = "the key " + keys[0] + (keys.size() > 1 ? " and its like" : "");
       if (!deadline.expired()) throw Error("the store failed at " + names + ": " + e.what());
-      throw Timeout("nobody set " + names + " in the store within " +
-                    std::to_string(deadline.limit().count()) + " ms");
     }
+    throw Timeout("nobody set " + names + " in the store within " +
+                  std::to_string(deadline.limit().count()) + " ms");
+  }
+  bool wait_until(const std::vector<std::string>& keys, Deadline deadline) {
+    // What is left is rounded down, and c10d reads a wait of 0 as "for ever".
+    store_->wait(keys, deadline.left() + Milliseconds(1));
+    return true;
+  }
+  bool look_until(const std::vector<std::string>& keys, Deadline deadline) {
+    for (auto pause = Milliseconds(1); !store_->check(keys);
+         pause = std::min(2 * pause, Milliseconds(10))) {
+      if (deadline.expired()) return false;
+      std::this_thread::sleep_for(std::min(pause, deadline.left() + Milliseconds(1)));
+    }
+    return true;
   }
 
-  intrusive_ptr<c10d::Store> store_;
+  const intrusive_ptr<c10d::Store> store_;
+  /// c10d's FileStore ends a wait at the next whole second.
+  const bool waits_in_seconds_;
 };
 
 }  // namespace pycomm::torch_binding

@@ -111,7 +111,7 @@ class Work : public c10d::Work {
     } else if (!cv_.wait_for(lock, timeout, done)) {
       lock.unlock();
       raise<Timeout>(describe() + " timed out: it was not done after a wait of " +
-                     std::to_string(timeout.count()) + " ms, and goes on");
+                     std::to_string(timeout.count()) + " ms, and goes on" + whereabouts());
     }
     if (exception_) std::rethrow_exception(exception_);
     return true;
@@ -158,6 +158,8 @@ class Work : public c10d::Work {
   std::weak_ptr<Engine> engine_;  ///< of operations that may outlast their call
 
  private:
+  /// What all ranks are doing, in lines.
+  std::string whereabouts() const;
   // The first callback, so that callbacks that wait for this work find it done.
   void finish_with_future() {
     future_->addCallback([this](Future& done) {

@@ -29,6 +29,12 @@ inline std::string with_trace(const Error& error) {
   }
 }
 
+/// Runs the handlers of signals that have come; throws what they raise. For waits without the GIL.
+inline void check_signals() {
+  const pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
 /// For pybind11::register_exception_translator and its local form.
 inline void translate_errors(std::exception_ptr thrown) {
   try {

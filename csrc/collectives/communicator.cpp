@@ -105,6 +105,7 @@ class Communicator::Impl {
 
   bool in_child() const { return fork_.in_child(); }
   Mesh& mesh() { return mesh_; }
+  const Failure& failure() const { return failure_; }
   int rank() const { return mesh_.rank(); }
   int size() const { return mesh_.size(); }
   PointToPoint& point_to_point() { return *point_to_point_; }
@@ -273,6 +274,9 @@ uint64_t Communicator::note_issued(const OpTag& tag) { return impl_->note_issued
 void Communicator::resume(uint64_t issued) { impl_->resume(issued); }
 const Trace& Communicator::trace() const { return impl_->trace(); }
 void Communicator::abort(const std::string& reason) noexcept { impl_->abort(reason); }
+std::exception_ptr Communicator::over() const { return impl_->failure().error(); }
+std::string Communicator::whereabouts() const { return pycomm::whereabouts(impl_->mesh()); }
+bool Communicator::lost(int rank) const { return impl_->mesh().lost(rank); }
 std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
 
 std::shared_ptr<void> Communicator::allocate(size_t bytes) {

@@ -4,6 +4,8 @@
 // Every element is reduced by one owner, in rank order (on several nodes: node by node), so all
 // ranks end with the same bits whatever the message size, bucket layout, segmenting or arrival.
 #pragma once
+#include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,6 +22,8 @@
 #include "transports/store.h"
 
 namespace pycomm {
+
+class Communicator;
 
 /// How a group talks. Defaults are the environment's (core/env.h).
 struct CommunicatorOptions {
@@ -38,6 +42,12 @@ struct CommunicatorOptions {
   std::string description;
   std::vector<int> global_ranks;
   int trace_size = env().trace_size;  ///< operations that the group remembers
+  /// A group that these ranks are in already, and their numbers there: who dies there while this
+  /// group is made is missed at once. Only used to make the group.
+  const Communicator* parent = nullptr;
+  std::vector<int> parent_ranks;
+  /// Called now and then while this rank waits for the others; what it throws ends the meeting.
+  std::function<void()> interrupt;
   /// For tests: pieces in which channels pipeline, so that small inputs take many segments.
   size_t segment_bytes = 0;  ///< 0: chosen by size
   /// For tests: number of the node of each rank. Ranks of different nodes share no memory and talk
@@ -187,6 +197,16 @@ class PYCOMM_API Communicator {
 
   /// Ends every running and later operation on all ranks with `reason`. Any thread, any time.
   void abort(const std::string& reason) noexcept;
+
+  // What is known of the group, to other groups of its ranks. Any thread.
+
+  /// Why it is over, as far as this rank has taken notice; null if it is not.
+  std::exception_ptr over() const;
+  /// The rank's process is gone.
+  bool lost(int rank) const;
+  /// What every rank is doing, as in the text of a Timeout: those to blame first, each line after a
+  /// line break. Takes a moment if a rank does not answer.
+  std::string whereabouts() const;
 
  private:
   class Impl;

@@ -62,6 +62,14 @@ std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane l
   }
 }
 
+std::string whereabouts(Mesh& mesh) {
+  Report report;
+  report.rank = mesh.rank();
+  // Of the lane that knows no more than what ranks answer: the other one is a thread's own.
+  report.ranks = mesh.survey(Lane::point_to_point, 0);
+  return table(report);
+}
+
 std::string to_reason(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

@@ -17,6 +17,8 @@ class Failure {
   std::string text() const;
   /// Keeps the first error; later ones are its echoes.
   void set(std::exception_ptr error);
+  /// Null if there is none.
+  std::exception_ptr error() const { return happened() ? first_ : nullptr; }
   void rethrow() const {
     if (happened()) std::rethrow_exception(first_);
   }
@@ -33,6 +35,9 @@ enum class Lane : uint8_t;
 /// `error` with what every rank is doing in its text, if it is one that ends a group because of
 /// other ranks. May take a moment. `lane` is the one that the caller drives.
 std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane lane);
+
+/// What every rank is doing, in lines. Any thread.
+std::string whereabouts(Mesh& mesh);
 
 /// What a rank tells its peers when it gives up: the kind of the error, then its text. Transports
 /// carry it as plain words.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "collectives/attendance.h"
 #include "core/env.h"
 #include "transports/meeting.h"
 #include "transports/window.h"
@@ -63,13 +64,16 @@ std::vector<int> near(const Rendezvous& meeting, const std::vector<int>& nodes) 
 
 // Every rank says that it is here and what it expects. Done before any transport starts, so that an
 // absent rank is named and nobody speaks to a rank that would not understand.
-void roll_call(const Rendezvous& meeting, const CommunicatorOptions& options) {
+void roll_call(const Rendezvous& meeting, const CommunicatorOptions& options,
+               Attendance& attendance) {
   const std::string ours = hello(meeting, options);
-  const std::vector<std::string> words = exchange(meeting, "here", all_ranks(meeting), ours);
-  for (size_t r = 0; r < words.size(); r++) {
-    if (words[r] == ours) continue;
+  const std::vector<std::string> words =
+      exchange(meeting, Attendance::kTopic, all_ranks(meeting), attendance.word(ours));
+  for (int r = 0; r < meeting.size; r++) {
+    const std::string theirs = attendance.came(r, words[static_cast<size_t>(r)]);
+    if (theirs == ours) continue;
     throw WireMismatch("rank " + std::to_string(meeting.rank) + " has the options \"" + ours +
-                       "\", rank " + std::to_string(r) + " has \"" + words[r] +
+                       "\", rank " + std::to_string(r) + " has \"" + theirs +
                        "\"; start all ranks with the same options");
   }
 }
@@ -85,13 +89,25 @@ std::string join(const std::vector<int>& ranks) {
   return text;
 }
 
-Mesh::Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failure& failure)
+Mesh::Mesh(Rendezvous meeting, const CommunicatorOptions& options, Failure& failure)
     : rank_(meeting.rank), size_(meeting.size), failure_(failure), by_rank_(size_, nullptr) {
   for (auto& links : links_) links.resize(size_);
   topology_ = Topology(std::vector<int>(size_, 0));
   if (size_ == 1) return;
 
-  roll_call(meeting, options);
+  Attendance attendance(meeting, options);
+  meeting.look_out = [&attendance] { attendance.look_out(); };
+  try {
+    meet(meeting, options, attendance);
+    attendance.leave();
+  } catch (...) {
+    attendance.give_up(std::current_exception());
+  }
+}
+
+void Mesh::meet(const Rendezvous& meeting, const CommunicatorOptions& options,
+                Attendance& attendance) {
+  roll_call(meeting, options, attendance);
   const std::string& wanted = options.transport;
   const auto add = [&](std::unique_ptr<Transport> transport) {
     if (!transport) return;
@@ -334,6 +350,11 @@ std::exception_ptr Mesh::aborted() const {
     }
   }
   return nullptr;
+}
+
+bool Mesh::lost(int rank) const {
+  Transport* transport = by_rank_[rank];
+  return transport && transport->look(rank).presence == Sighting::Presence::died;
 }
 
 void Mesh::abort(const std::string& reason) noexcept {

@@ -15,10 +15,12 @@
 
 namespace pycomm {
 
+class Attendance;
+
 class Mesh {
  public:
   /// Meets the other ranks and checks that their options agree with ours.
-  Mesh(const Rendezvous& meeting, const CommunicatorOptions& options, Failure& failure);
+  Mesh(Rendezvous meeting, const CommunicatorOptions& options, Failure& failure);
   /// TCP goes before shared memory: to its last moment it shows what lies there.
   ~Mesh() {
     while (!transports_.empty()) transports_.pop_back();
@@ -92,6 +94,8 @@ class Mesh {
   void abort(const std::string& reason) noexcept;
   /// What an aborting rank has told us, or null: better than to say that it has left.
   std::exception_ptr aborted() const;
+  /// The rank's process is gone, as far as we know now.
+  bool lost(int rank) const;
 
  private:
   /// One direction pair of one lane, and how much of what we posted has been done.
@@ -106,6 +110,7 @@ class Mesh {
     bool pending() const { return channel && (last_send > sent() || last_recv > received()); }
   };
 
+  void meet(const Rendezvous& meeting, const CommunicatorOptions& options, Attendance& attendance);
   Link& link(Lane lane, int peer) { return links_[static_cast<int>(lane)][peer]; }
   Channel& open(Lane lane, int peer);
   Sighting look(Lane lane, int rank);

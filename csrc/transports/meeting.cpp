@@ -1,15 +1,33 @@
 #include "transports/meeting.h"
 
+#include <algorithm>
 #include <numeric>
 
 namespace pycomm {
 namespace {
 
 Timeout not_complete(const Rendezvous& meeting, const std::string& topic,
-                     const std::string& missing) {
+                     const std::vector<int>& missing) {
+  std::string names;
+  for (const int rank : missing) names += (names.empty() ? "" : ", ") + std::to_string(rank);
   return Timeout("rank " + std::to_string(meeting.rank) + ": group \"" + meeting.group +
-                 "\" is not complete after " + std::to_string(meeting.deadline.limit().count()) +
-                 " ms, rank(s) that did not come (" + topic + "): " + missing);
+                     "\" is not complete after " +
+                     std::to_string(meeting.deadline.limit().count()) +
+                     " ms, rank(s) that did not come (" + topic + "): " + names,
+                 missing);
+}
+
+/// read(deadline) again and again, with a look out in between. Throws Timeout at the end.
+template <typename Read>
+auto patiently(const Rendezvous& meeting, const Read& read) {
+  for (;;) {
+    try {
+      return read(Deadline::after(std::min(meeting.deadline.left(), meeting.patience())));
+    } catch (const Timeout&) {
+      if (meeting.deadline.expired()) throw;
+    }
+    meeting.look_out();
+  }
 }
 
 }  // namespace
@@ -21,16 +39,16 @@ std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& 
   std::vector<std::string> keys;
   for (const int rank : ranks) keys.push_back(prefix + std::to_string(rank));
   try {
-    return meeting.store->get_many(keys, meeting.deadline);
+    return patiently(meeting, [&](Deadline part) { return meeting.store->get_many(keys, part); });
   } catch (const Timeout&) {  // of whom?
   }
   std::vector<std::string> words;
-  std::string missing;
+  std::vector<int> missing;
   for (size_t i = 0; i < ranks.size(); i++) {
-    try {
-      words.push_back(meeting.store->get(keys[i], meeting.deadline));
-    } catch (const Timeout&) {
-      missing += (missing.empty() ? "" : ", ") + std::to_string(ranks[i]);
+    if (auto word = meeting.store->find(keys[i])) {
+      words.push_back(std::move(*word));
+    } else {
+      missing.push_back(ranks[i]);
     }
   }
   if (missing.empty()) return words;
@@ -38,11 +56,11 @@ std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& 
 }
 
 std::string word_of(const Rendezvous& meeting, const std::string& topic, int rank) {
+  const std::string key = meeting.group + "/" + topic + "/" + std::to_string(rank);
   try {
-    return meeting.store->get(meeting.group + "/" + topic + "/" + std::to_string(rank),
-                              meeting.deadline);
+    return patiently(meeting, [&](Deadline part) { return meeting.store->get(key, part); });
   } catch (const Timeout&) {
-    throw not_complete(meeting, topic, std::to_string(rank));
+    throw not_complete(meeting, topic, {rank});
   }
 }
 

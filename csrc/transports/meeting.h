@@ -8,7 +8,8 @@
 namespace pycomm {
 
 /// Sets our word under "<group>/<topic>/<rank>" and returns everybody's, in the order of `ranks`
-/// (which include ours). Throws Timeout that names all ranks that said nothing.
+/// (which include ours). Throws Timeout that names all ranks that said nothing, and what the
+/// meeting's look_out throws.
 std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& topic,
                                   const std::vector<int>& ranks, const std::string& word);
 

@@ -27,8 +27,6 @@ constexpr char kName[] = "shm/name";  ///< of the socket that hands out the segm
 constexpr char kWords[] = "shm/word";
 /// The name that is given when there is no segment.
 constexpr char kNobody[] = "nobody";
-/// How long the maker waits for a connection before it asks the store who has given up.
-constexpr Milliseconds kPatience(50);
 
 [[noreturn]] void throw_errno(const std::string& what) {
   throw Error("shm: cannot " + what + ": " + std::generic_category().message(errno));
@@ -93,13 +91,8 @@ SharedMemory join(const Rendezvous& meeting, const std::vector<int>& candidates,
 }
 
 bool has_spoken(const Rendezvous& meeting, int rank) {
-  try {
-    const std::string name = meeting.group + "/" + kWords + "/" + std::to_string(rank);
-    meeting.store->get(name, Deadline::after(Milliseconds(1)));
-    return true;
-  } catch (const Timeout&) {
-    return false;
-  }
+  const std::string name = meeting.group + "/" + kWords + "/" + std::to_string(rank);
+  return meeting.store->find(name).has_value();
 }
 
 /// Hands out the file until every other candidate has said how it went.
@@ -108,10 +101,11 @@ void hand_out(const Rendezvous& meeting, const std::vector<int>& candidates, FdS
   std::set<int> silent(candidates.begin() + 1, candidates.end());
   size_t served = 0;
   while (served < candidates.size() - 1 && !silent.empty() && !meeting.deadline.expired()) {
-    if (server.serve(fd, kPatience)) {
+    if (server.serve(fd, meeting.patience())) {
       served += 1;
       continue;
     }
+    meeting.look_out();
     for (auto rank = silent.begin(); rank != silent.end();) {
       rank = has_spoken(meeting, *rank) ? silent.erase(rank) : std::next(rank);
     }
@@ -154,6 +148,8 @@ std::unique_ptr<Transport> make_shm(const Rendezvous& meeting, const std::vector
   try {
     memory = share(meeting, candidates);
   } catch (const Timeout&) {
+    throw;
+  } catch (const PeerLost&) {
     throw;
   } catch (const Error& problem) {
     word = problem.what();

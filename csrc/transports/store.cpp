@@ -45,6 +45,13 @@ class LocalStore final : public Store {
     return found->second;
   }
 
+  std::optional<std::string> find(const std::string& key) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = values_.find(key);
+    if (found == values_.end()) return std::nullopt;
+    return found->second;
+  }
+
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -131,8 +138,7 @@ class FileStore final : public Store {
     auto pause = std::chrono::microseconds(50);
     for (;;) {
       const bool last = deadline.expired();
-      std::string value;
-      if (read(path, value)) return value;
+      if (const auto value = read(path)) return *value;
       if (last) throw_timeout(key, deadline);
       std::this_thread::sleep_for(
           std::min<std::chrono::microseconds>(pause, deadline.left() + Milliseconds(1)));
@@ -140,17 +146,22 @@ class FileStore final : public Store {
     }
   }
 
+  std::optional<std::string> find(const std::string& key) override {
+    return read(folder_ + relative_path(key));
+  }
+
  private:
-  static bool read(const std::string& path, std::string& value) {
+  static std::optional<std::string> read(const std::string& path) {
     File file(path, O_RDONLY);
     if (file.fd() < 0) {
-      if (errno == ENOENT) return false;
+      if (errno == ENOENT) return std::nullopt;
       throw_errno("read", path);
     }
+    std::string value;
     char buffer[4096];
     for (;;) {
       const ssize_t n = ::read(file.fd(), buffer, sizeof buffer);
-      if (n == 0) return true;
+      if (n == 0) return value;
       if (n > 0) {
         value.append(buffer, static_cast<size_t>(n));
       } else if (errno != EINTR) {

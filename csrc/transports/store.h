@@ -2,6 +2,7 @@
 // this in binding/c10d_support.h.
 #pragma once
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,8 @@ class Store {
   virtual void set(const std::string& key, const std::string& value) = 0;
   /// Waits for the key. Throws Timeout, which names the key.
   virtual std::string get(const std::string& key, Deadline deadline) = 0;
+  /// The key's value if it is there now.
+  virtual std::optional<std::string> find(const std::string& key) = 0;
   /// Waits for all of the keys. A store that is far away does it in one round trip.
   virtual std::vector<std::string> get_many(const std::vector<std::string>& keys,
                                             Deadline deadline) {

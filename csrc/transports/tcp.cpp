@@ -36,7 +36,7 @@ class TcpTransport final : public Transport {
                         (options.checks == PayloadCheck::leaving_host && !options.tls &&
                          !all_loopback(connector_.mesh().interfaces))),
         channels_(static_cast<size_t>(meeting.size)) {
-    connector_.connect_all(control_);
+    connector_.connect_all(control_, meeting.look_out);
     control_.on_ask([this](int rank, int lane) { connector_.open(rank, lane); });
     control_.on_cut([this](const Broken& broken) { connector_.reopen(broken); });
     for (uint16_t lane = 0; lane < kLanes; lane++) {

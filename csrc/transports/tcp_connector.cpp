@@ -23,6 +23,7 @@ Connector::Connector(const Rendezvous& meeting, Mesh mesh)
       rank_(meeting.rank),
       size_(meeting.size),
       deadline_(meeting.deadline),
+      patience_(meeting.patience()),
       mesh_(std::move(mesh)),
       process_(::getpid()),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -45,7 +46,7 @@ bool Connector::forked() const { return process_ != ::getpid(); }
 
 // ------------------------------------------------------------------------------ the set-up
 
-void Connector::connect_all(Control& control) {
+void Connector::connect_all(Control& control, const std::function<void()>& look_out) {
   const auto all_stand = [this] {
     return std::all_of(links_.begin(), links_.end(),
                        [](const auto& link) { return static_cast<bool>(link->control); });
@@ -56,6 +57,7 @@ void Connector::connect_all(Control& control) {
   while (!all_stand()) {
     wait();
     if (deadline_.expired()) throw_incomplete();
+    look_out();
     turn();
     for (const auto& link : links_) {
       if (link->obstacle.empty()) continue;
@@ -206,7 +208,7 @@ void Connector::wait() {
   if (control_ != nullptr) {
     polls.push_back({control_->wait_fd(), POLLIN, 0});
   } else {
-    wake = Clock::now() + deadline_.left();
+    wake = Clock::now() + std::min(deadline_.left(), patience_);
   }
   if (deaf) wake = std::min(wake, deaf_until_);
   if (tend_again_) wake = std::min(wake, Clock::now() + kTendEvery);

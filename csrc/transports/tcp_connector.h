@@ -44,11 +44,12 @@ class Connector {
   ~Connector();
 
   /// Makes the control connections with all peers. Throws Timeout with the ranks that did not come,
-  /// PeerLost if one died meanwhile, and Error if one refuses us.
+  /// PeerLost if one died meanwhile, Error if one refuses us, and what the meeting's look_out
+  /// throws.
   ///
   /// Strangers may knock at any time: each waiting connection has its own small state and deadline,
   /// so none holds up another.
-  void connect_all(Control& control);
+  void connect_all(Control& control, const std::function<void()>& look_out);
   /// Starts the thread. It calls `on_ready(lane)` when sockets of a lane stand, and `tend` whenever
   /// it has done something, and soon again if that returns true.
   void start(std::function<void(int lane)> on_ready, std::function<bool()> tend);
@@ -129,6 +130,7 @@ class Connector {
   const std::string group_;
   const int rank_, size_;
   const Deadline deadline_;  // of the set-up
+  const Milliseconds patience_;
   const Mesh mesh_;
   const pid_t process_;
   const Fd wake_;

@@ -7,6 +7,7 @@
 // moves the bytes (progress). One thread at a time drives a lane; the lanes do not disturb each
 // other.
 #pragma once
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -57,6 +58,10 @@ struct Rendezvous {
   int rank = 0;
   int size = 1;
   Deadline deadline = Deadline::after(Milliseconds(300000));
+  /// To be called now and then by whoever waits for others; between two calls lies `patience` at
+  /// most. Throws if we wait in vain: somebody has died or given up, or this rank is to stop.
+  std::function<void()> look_out = [] {};
+  Milliseconds patience() const { return Milliseconds(40 + size / 4); }  ///< mild to the store
 };
 
 /// 0 .. size - 1.

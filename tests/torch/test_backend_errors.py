@@ -113,10 +113,13 @@ def test_rank_that_does_not_call_is_named(pool):
 
 def check_absent(rank: int, size: int, store: dist.Store) -> None:
     if rank == 0:
+        start = time.monotonic()
         with pytest.raises(pycomm.Timeout, match=r"rank.* 1"):
             dist.init_process_group(
                 "pycomm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1)
             )
+        # Torch's FileStore counts whole seconds, and would wait two of them.
+        assert 1 <= time.monotonic() - start < 1.8
         assert not dist.is_initialized()
 
 
@@ -180,6 +183,21 @@ def test_dead_rank_is_named_by_backward(pool):
     start = time.monotonic()
     pool.run(check_death, dies=1, timeout=60)
     assert time.monotonic() - start < 20
+
+
+def check_death_in_split(rank: int, size: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        os._exit(7)
+    start = time.monotonic()
+    with pytest.raises(pycomm.PeerLost, match=r"rank 1 died while group .* was made") as caught:
+        dist.new_group(timeout=timedelta(seconds=20))
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < 3
+
+
+def test_rank_that_dies_while_a_group_is_made_is_named(pool):
+    pool.run(check_death_in_split, dies=1)
 
 
 def check_options(rank: int, size: int, store: dist.Store) -> None:

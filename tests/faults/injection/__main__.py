@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.faults.injection.case import FAULTS, PHASES, draw
-from tests.faults.injection.judge import DEATH, DEATHS, breaches, latest
+from tests.faults.injection.judge import DEATH, DEATHS, breaches, is_late, latest
 from tests.faults.injection.play import play
 
 
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         bad += bool(wrong)
         hung += bool(played.hung)
         deaths += case.fault in DEATHS
-        late += case.fault in DEATHS and case.phase == "steady" and (seconds or 0.0) > DEATH
+        late += is_late(played)
         rows.append(
             {
                 "case": number,

@@ -12,6 +12,13 @@ or both; it sleeps; it has no memory left; it aborts from another thread."""
 FROM_OUTSIDE = ("kill", "stop")
 """Those that hit a process wherever it is."""
 PHASES = ("init", "split", "steady", "shutdown")
+PHASES_OF = {
+    "kill": PHASES,
+    "stop": PHASES,
+    "_exit": PHASES,
+    "abort": ("split", "steady", "shutdown"),  # before there is a group there is nothing to abort
+}
+"""Faults that may come in other phases than the steady one."""
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
 CODECS = ("quant", "quant:bits=4", "topk:density=0.1")
 CODED = ("all_reduce", "reduce_scatter", "all_gather")
@@ -102,10 +109,11 @@ def draw(
     fault = rng.choice(list(faults))
     transport = "tcp" if fault == "socket" else rng.choice(list(transports))
     ranks = rng.choice((2, 3, 4))
-    # Most cases are about operations; a fault that is an operation's has no other phase.
-    others = [phase for phase in phases if phase != "steady"]
-    phase = "steady" if "steady" in phases else rng.choice(others)
-    if fault in FROM_OUTSIDE and others and rng.random() < 0.3:
+    # Most cases are about operations.
+    possible = PHASES_OF.get(fault, ("steady",))
+    others = [phase for phase in phases if phase != "steady" and phase in possible]
+    phase = "steady"
+    if others and ("steady" not in phases or rng.random() < 0.3):
         phase = rng.choice(others)
     calls = tuple(_call(rng, ranks, rng.choice(OPS)) for _ in range(rng.choice((1, 1, 2, 4))))
     if fault == "memory":  # none of them may have taken already what the hungry one needs

@@ -37,12 +37,25 @@ class CoreGroup:
     """A `Communicator`. An async call is one on another thread, as a process group makes it."""
 
     def __init__(
-        self, folder: str, name: str, rank: int, ranks: int, transport: str, timeout: float
+        self,
+        folder: str,
+        name: str,
+        rank: int,
+        ranks: int,
+        transport: str,
+        timeout: float,
+        parent: CoreGroup | None = None,
     ) -> None:
         self.rank, self.ranks = rank, ranks
         self.completed = 0
         self._core = Communicator(
-            Store.file(folder), rank, ranks, group=name, transport=transport, timeout=timeout
+            Store.file(folder),
+            rank,
+            ranks,
+            group=name,
+            transport=transport,
+            timeout=timeout,
+            parent=parent and parent._core,
         )
         self.describe = self._core.describe
 
@@ -177,9 +190,20 @@ class TorchGroup:
 
 
 def make_group(
-    world: str, folder: str, name: str, rank: int, ranks: int, transport: str, timeout: float
+    world: str,
+    folder: str,
+    name: str,
+    rank: int,
+    ranks: int,
+    transport: str,
+    timeout: float,
+    parent: CoreGroup | TorchGroup | None = None,
 ) -> CoreGroup | TorchGroup:
-    """Meet the other ranks. `world` is "core", or the name of a backend of torch.distributed."""
+    """Meet the other ranks. `world` is "core", or the name of a backend of torch.distributed.
+
+    These ranks are in a `parent` already, or meet for the first time.
+    """
     if world == "core":
-        return CoreGroup(folder, name, rank, ranks, transport, timeout)
+        assert not isinstance(parent, TorchGroup)
+        return CoreGroup(folder, name, rank, ranks, transport, timeout, parent)
     return TorchGroup(folder, name, rank, ranks, world, timeout)

@@ -49,8 +49,10 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
     allowed = set(KINDS[case.fault])
     if case.phase == "shutdown":
         allowed |= {None}  # its part may be done
-    if case.phase in ("init", "split"):
-        allowed |= {"Timeout"}  # who is not connected yet can only wait
+    if case.phase == "init" and "did not come (here)" in text:
+        allowed |= {"Timeout"}  # of one that died before it came nobody can know
+    if case.phase == "split" and case.fault == "abort":
+        allowed |= {"PeerLost"}  # of one that was in the new group already
     wrong = []
     if kind not in allowed:
         return [f"{kind}, not {allowed}: {text}"]
@@ -100,3 +102,10 @@ def latest(played: Played) -> float | None:
     if not times or played.at is None:
         return None
     return max(times) - played.at
+
+
+def is_late(played: Played) -> bool:
+    """Whether it took longer than promised until all survivors knew of a death."""
+    overs = [played.word(rank, "over") for rank in survivors(played.case)]
+    known = all(over and over.get("error") == "PeerLost" for over in overs)
+    return known and (latest(played) or 0.0) > DEATH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -55,9 +56,10 @@ def _rank_process(case: Case, rank: int, folder: str, pipe: int) -> None:
     except SystemExit:
         code = 3
     except BaseException as error:
-        say("broken", text=f"{type(error).__name__}: {error}"[:1500])
-        traceback.print_exc()
         code = 1
+        traceback.print_exc()
+        with contextlib.suppress(OSError):  # nobody listens any more
+            say("broken", text=f"{type(error).__name__}: {error}"[:1500])
     log.flush()
     os._exit(code)
 

@@ -76,11 +76,19 @@ class Rank:
         self.now: Call | None = None
         self.group: CoreGroup | TorchGroup | None = None
         self.due = float("inf")  # of a fault that we bring about ourselves
+        self.aborted = False
 
-    def join(self, name: str, timeout: float) -> CoreGroup | TorchGroup:
+    def join(self, name: str) -> CoreGroup | TorchGroup:
         case = self.case
         return make_group(
-            case.world, self.folder, name, self.rank, case.ranks, case.transport, timeout
+            case.world,
+            self.folder,
+            name,
+            self.rank,
+            case.ranks,
+            case.transport,
+            case.meeting,
+            self.group,
         )
 
     def main(self) -> None:
@@ -90,12 +98,14 @@ class Rank:
         first: CoreGroup | TorchGroup | None = None
         try:
             if self.case.phase != "init":
-                first = self.group = self.join("first", self.case.meeting)
+                first = self.group = self.join("first")
                 self.run(Call("all_reduce", 10))
             self.say("ready", before=time.monotonic())
             self.arm()
             if self.group is None or self.case.phase == "split":
-                self.group = self.join("second", self.case.meeting)
+                self.group = self.join("second")
+                if self.aborted:  # the first group, when this one was made already
+                    self.group.abort("somebody pressed stop")
             self.group.set_timeout(self.case.timeout)
             self.operate()
         except Injected:
@@ -199,6 +209,7 @@ class Rank:
             time.sleep(SLOW)
         elif case.fault == "abort":
             assert self.group is not None
+            self.aborted = True
             self.group.abort("somebody pressed stop")
 
     def call_without_memory(self) -> None:
