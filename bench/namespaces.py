@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shlex
@@ -18,6 +19,7 @@ from pycomm.bench.lab import Lab, Rank, Traffic, Unavailable, interface_counts
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 BURST = 128 * 1024  # bytes that may pass at once: two of the kernel's largest packets
+_CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000  # sched.h
 QUEUE_MS = 50  # a packet that would wait longer in the bucket is dropped
 
 # A shell's lines that give ranks of mpirun torchrun's variables, too.
@@ -201,6 +203,32 @@ class Netlab(Lab):
 
     def wrap(self, node: int) -> list[str]:
         return self._enter(node + 1)
+
+    def enter(self, node: int) -> None:
+        """Moves this process, which must have one thread, to a node's network, for good.
+
+        Raises:
+            Unavailable: the kernel refuses it.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        kinds = {"user": _CLONE_NEWUSER} if self._user else {}
+        for kind, flag in (kinds | {"net": _CLONE_NEWNET}).items():
+            with open(f"/proc/{self._holders[node + 1].pid}/ns/{kind}") as space:
+                if libc.setns(space.fileno(), flag) != 0:
+                    raise Unavailable(f"setns: {os.strerror(ctypes.get_errno())}")
+
+    def cut(self, node: int, *, link: int = 0) -> None:
+        """From now on what a node sends and what is sent to it vanishes; its interface stays up."""
+        self._shell(0, [f"ip link set dev port{link}.{node} nomaster"])
+
+    def mend(self, node: int, *, link: int = 0) -> None:
+        """The opposite of `cut`, and of an interface that is down."""
+        self._shell(0, [f"ip link set dev port{link}.{node} master switch{link}"])
+        self._shell(node + 1, [f"ip link set dev eth{link} up"])
+
+    def take_down(self, node: int, *, link: int = 0) -> None:
+        """Takes a node's interface down."""
+        self._shell(node + 1, [f"ip link set dev eth{link} down"])
 
     def traffic(self) -> list[Traffic]:
         found = []

@@ -245,8 +245,7 @@ def choose_interfaces(
 
 def buffer(array: object, write: _bool) -> tuple[int, int, int, str]: ...
 
-ALGOS: tuple[str, ...]
-"""what PYCOMM_ALGO may be: csrc/core/env.h"""
+ALGOS: tuple[str, ...]  # what PYCOMM_ALGO may be: csrc/core/env.h
 
 class CommunicatorOptions:
     group: str
@@ -262,6 +261,8 @@ class CommunicatorOptions:
     description: str
     global_ranks: list[int]
     trace_size: int
+    parent: Communicator | None
+    parent_ranks: list[int]
     segment_bytes: int
     nodes: list[int]
     def __init__(self) -> None: ...
@@ -301,13 +302,7 @@ class Request:
 class Communicator:
     timeout: float
     def __init__(
-        self,
-        store: Store | None,
-        rank: int,
-        size: int,
-        options: CommunicatorOptions,
-        parent: Communicator | None = None,
-        parent_ranks: list[int] = ...,
+        self, store: Store | None, rank: int, size: int, options: CommunicatorOptions
     ) -> None: ...
     @property
     def rank(self) -> int: ...

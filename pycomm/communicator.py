@@ -46,9 +46,8 @@ class Communicator:
         tls: whether TCP connections are encrypted, by TLS 1.3; equal on all ranks.
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
-        parent: a group in which these ranks are already; who dies there while this group is made
-            is missed at once.
-        parent_ranks: the numbers of these ranks in the parent; empty: as here.
+        parent: a group in which these ranks are already: it knows who dies in the meeting.
+        parent_ranks: their numbers there; empty: as here.
         segment_bytes: for tests: pieces in which channels pipeline.
         nodes: for tests: number of the node of each rank. Ranks of different nodes share no memory
             and talk by TCP. Empty: as it is.
@@ -93,6 +92,8 @@ class Communicator:
         options.group = group
         options.segment_bytes = segment_bytes
         options.nodes = list(nodes)
+        if parent:
+            options.parent, options.parent_ranks = parent.core, list(parent_ranks or range(size))
         given = {
             "timeout": timeout,
             "transport": transport,
@@ -106,14 +107,7 @@ class Communicator:
         for name, value in given.items():
             if value is not None:
                 setattr(options, name, value)
-        self._core: _C.Communicator | None = _C.Communicator(
-            store,
-            rank,
-            size,
-            options,
-            parent.core if parent else None,
-            list(parent_ranks or range(size)) if parent else [],
-        )
+        self._core: _C.Communicator | None = _C.Communicator(store, rank, size, options)
 
     @classmethod
     def from_env(cls, store_folder: str, **options: Any) -> Communicator:

@@ -23,10 +23,7 @@ using Request = Communicator::Request;
 
 /// What a rank may be waiting for when it leaves needs the interpreter on other threads.
 std::shared_ptr<Communicator> meet(std::shared_ptr<Store> store, int rank, int size,
-                                   CommunicatorOptions options, const Communicator* parent,
-                                   std::vector<int> parent_ranks) {
-  options.parent = parent;
-  options.parent_ranks = std::move(parent_ranks);
+                                   CommunicatorOptions options) {
   options.interrupt = &check_signals;
   const Release release;
   return {new Communicator(std::move(store), rank, size, options), [](Communicator* communicator) {
@@ -90,6 +87,10 @@ void bind_options(py::module_& m) {
       .def_readwrite("description", &Options::description)
       .def_readwrite("global_ranks", &Options::global_ranks)
       .def_readwrite("trace_size", &Options::trace_size)
+      .def_property(
+          "parent", [](const Options& o) { return o.parent; },
+          [](Options& o, const Communicator* parent) { o.parent = parent; })
+      .def_readwrite("parent_ranks", &Options::parent_ranks)
       .def_readwrite("segment_bytes", &Options::segment_bytes)
       .def_readwrite("nodes", &Options::nodes);
 }
@@ -139,8 +140,7 @@ void bind_communicator(py::module_& m) {
 
   using Self = Communicator;
   py::class_<Self, std::shared_ptr<Self>>(m, "Communicator")
-      .def(py::init(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
-           py::arg("parent") = nullptr, py::arg("parent_ranks") = std::vector<int>())
+      .def(py::init(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       .def_property_readonly("rank", &Self::rank)
       .def_property_readonly("size", &Self::size)
       .def_property(

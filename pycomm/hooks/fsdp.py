@@ -88,10 +88,12 @@ class FSDPState(CompressionState):
         """The codec of each parameter's weights, by name; none: exactly."""
         self._weight_buckets: dict[tuple[str, ...], Bucket] = {}
         policy = None if weights is None else Policy.of(weights)
-        terms = policy.terms() if policy else ["exactly"]
-        # Shards gather the weights, and replicas compute with the same.
+        terms = [f"weights: {term}" for term in (policy.terms() if policy else ["exactly"])]
+        # Shards gather the weights, and replicas compute with the same. Gradients are one model's,
+        # but each shard's replicas have compared their terms among themselves alone.
+        terms += [f"gradients: {term}" for term in self.plan.terms]
         groups = [g for g in (self._shard_group, self.process_group) if g is not None]
-        agree_on_options([f"weights: {term}" for term in terms], *dict.fromkeys(groups))
+        agree_on_options(terms, *dict.fromkeys(groups))
         if policy is not None:
             self.weights = {n: policy.decide(d.parameter) for n, d in self.decisions.items()}
             agree_on(list(self.weights.values()), self.process_group, self._device)

@@ -53,8 +53,10 @@ class Plan:
         options: Sequence[str] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.terms = (*policy.terms(), *options)
+        """What all ranks were given alike, a line for each."""
         # Before anything else: with other rules, ranks would call other collectives.
-        agree_on_options([*policy.terms(), *options], group)
+        agree_on_options(self.terms, group)
         self.policy = policy
         self.group = group
         self.decisions: dict[str, Decision] = {}

@@ -469,6 +469,17 @@ def check_other_weights(rank: int, size: int, shape: str, given: list[str | None
     return [str(told.value)]
 
 
+def check_other_gradients(rank: int, size: int) -> None:
+    model = sharded(size, "hsdp")
+    given = ["int8", "int4", "int8", "int4"]  # replicas agree, shards do not
+    with pytest.raises(pycomm.WireMismatch, match=r"rank 0 has .gradients: .*rank 1 has"):
+        pycomm.compress(model, given[rank])
+
+
+def test_other_codecs_of_shards_are_told_on_all_ranks(pool):
+    pool.run(check_other_gradients, ranks=4)
+
+
 EXACT = "rank {} has .weights: exactly"
 
 

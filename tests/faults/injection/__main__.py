@@ -10,9 +10,9 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from tests.faults.injection.case import FAULTS, PHASES, draw
+from tests.faults.injection.case import FAULTS, NETWORK, PHASES, draw
 from tests.faults.injection.judge import DEATH, DEATHS, breaches, is_late, latest
-from tests.faults.injection.play import play
+from tests.faults.injection.play import lab_of, play
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -23,7 +23,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seconds", type=float, help="stop after this time")
     parser.add_argument("--transport", default="shm,tcp")
-    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument(
+        "--faults",
+        default=",".join(FAULTS),
+        help=f"also {','.join(NETWORK)}, which need namespaces of Linux",
+    )
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--json", type=Path, help="write every case here")
     return parser.parse_args(argv)
@@ -43,11 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     took: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     counts: dict[tuple[str, str, str], int] = defaultdict(int)
     rows, bad, hung, late, deaths = [], 0, 0, 0, 0
+    lab = None
     for number in numbers:
         if args.seconds is not None and time.monotonic() - start > args.seconds:
             break
         case = draw(args.seed, number, **choice)
-        played = play(case)
+        if case.fault in NETWORK and lab is None:
+            lab = lab_of(4)
+        played = play(case, lab if case.fault in NETWORK else None)
         wrong, seconds = breaches(played), latest(played)
         key = (case.fault, case.transport, case.phase)
         counts[key] += 1

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 FAULTS = ("kill", "stop", "raise", "exit", "_exit", "socket", "slow", "memory", "abort")
 """SIGKILL, SIGSTOP; an exception in the caller, sys.exit, os._exit; its connections are cut one way
 or both; it sleeps; it has no memory left; it aborts from another thread."""
-FROM_OUTSIDE = ("kill", "stop")
+NETWORK = ("down", "drop", "vanish")
+"""The victim's interface is taken down; all that it sends and is sent is lost; the same, and then
+it is killed, as if its host had lost its power. Each rank needs a network of its own."""
+FROM_OUTSIDE = ("kill", "stop", *NETWORK)
 """Those that hit a process wherever it is."""
 PHASES = ("init", "split", "steady", "shutdown")
 PHASES_OF = {
     "kill": PHASES,
     "stop": PHASES,
     "_exit": PHASES,
+    **dict.fromkeys(NETWORK, ("split", "steady")),
     "abort": ("split", "steady", "shutdown"),  # before there is a group there is nothing to abort
 }
 """Faults that may come in other phases than the steady one."""
@@ -63,7 +67,7 @@ class Case:
     @property
     def timeout(self) -> float:
         """Seconds that an operation may take: short where it is what ends the wait."""
-        return 0.4 if self.fault == "stop" else 8.0
+        return 0.4 if self.fault in ("stop", *NETWORK) else 8.0
 
     @property
     def meeting(self) -> float:
@@ -78,7 +82,7 @@ class Case:
     @property
     def leavers(self) -> set[int]:
         """The ranks that cannot go on after it."""
-        stays = self.fault in ("socket", "slow", "memory", "abort")
+        stays = self.fault in ("socket", "slow", "memory", "abort", "down", "drop")
         return set() if stays else {self.victim}
 
     def __str__(self) -> str:
@@ -107,7 +111,7 @@ def draw(
     """Return case `number` of a seed; of these transports, faults and phases."""
     rng = random.Random(f"{seed}/{number}")
     fault = rng.choice(list(faults))
-    transport = "tcp" if fault == "socket" else rng.choice(list(transports))
+    transport = "tcp" if fault in ("socket", *NETWORK) else rng.choice(list(transports))
     ranks = rng.choice((2, 3, 4))
     # Most cases are about operations.
     possible = PHASES_OF.get(fault, ("steady",))

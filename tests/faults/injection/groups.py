@@ -44,7 +44,9 @@ class CoreGroup:
         ranks: int,
         transport: str,
         timeout: float,
+        *,
         parent: CoreGroup | None = None,
+        apart: bool = False,
     ) -> None:
         self.rank, self.ranks = rank, ranks
         self.completed = 0
@@ -56,6 +58,7 @@ class CoreGroup:
             transport=transport,
             timeout=timeout,
             parent=parent and parent._core,
+            nodes=range(ranks) if apart else (),
         )
         self.describe = self._core.describe
 
@@ -197,13 +200,16 @@ def make_group(
     ranks: int,
     transport: str,
     timeout: float,
+    *,
     parent: CoreGroup | TorchGroup | None = None,
+    apart: bool = False,
 ) -> CoreGroup | TorchGroup:
     """Meet the other ranks. `world` is "core", or the name of a backend of torch.distributed.
 
-    These ranks are in a `parent` already, or meet for the first time.
+    These ranks are in a `parent` already, or meet for the first time. Where each of them stands for
+    a host of its own, `apart`, none sees the other's process.
     """
     if world == "core":
         assert not isinstance(parent, TorchGroup)
-        return CoreGroup(folder, name, rank, ranks, transport, timeout, parent)
+        return CoreGroup(folder, name, rank, ranks, transport, timeout, parent=parent, apart=apart)
     return TorchGroup(folder, name, rank, ranks, world, timeout)

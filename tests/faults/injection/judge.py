@@ -19,6 +19,9 @@ KINDS = {
     "socket": {"PeerLost", None},  # or it has healed
     "stop": {"Timeout"},
     "slow": {None},
+    "down": {"Timeout"},
+    "drop": {"Timeout"},
+    "vanish": {"Timeout"},
     "memory": {"Error", None},  # or it had kept enough
     "abort": {"Error"},
 }
@@ -54,11 +57,16 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
     if case.phase == "split" and case.fault == "abort":
         allowed |= {"PeerLost"}  # of one that was in the new group already
     wrong = []
+    if case.fault == "down" and case.phase == "split":
+        allowed |= {"Error"}  # a rank without an interface cannot join
     if kind not in allowed:
         return [f"{kind}, not {allowed}: {text}"]
     if kind is None:
         return []
-    if case.fault == "socket":  # of two ends of a cut line neither is more to blame
+    cut_off = case.fault in ("down", "drop") and rank == case.victim
+    if cut_off and kind == "Error":  # it knows that it has no interface
+        return []
+    if case.fault == "socket" or cut_off:  # of two ends of a cut line neither is more to blame
         return [] if re.search(r"rank \d", text) else [f"names nobody: {text}"]
     if case.victim not in blamed(text) or (kind == "PeerLost" and over["named"] != case.victim):
         wrong.append(f"does not name rank {case.victim}: {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -13,11 +14,15 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from tests.faults.injection.case import FROM_OUTSIDE, Case
-from tests.faults.injection.rank import Rank, go_on
+from pycomm.bench.netlab import Netlab
+from tests.faults.injection.case import FROM_OUTSIDE, NETWORK, Case
+from tests.faults.injection.rank import Rank, go_on, wait_for
 
+MENDED = "mended"
+"""Name of the file that says that the network is as before."""
 LIMIT = 20.0
 """Seconds after which ranks that still run hang."""
 
@@ -37,7 +42,7 @@ class Played:
         return self.said.get(rank, {}).get(word)
 
 
-def _rank_process(case: Case, rank: int, folder: str, pipe: int) -> None:
+def _rank_process(case: Case, rank: int, folder: str, pipe: int, lab: Netlab | None) -> None:
     """The life of a forked rank. Never returns."""
     log = open(f"{folder}/rank{rank}.log", "w")  # noqa: SIM115 - to the end of the process
     os.dup2(log.fileno(), 1)
@@ -50,8 +55,12 @@ def _rank_process(case: Case, rank: int, folder: str, pipe: int) -> None:
 
     code = 0
     try:
+        if lab:
+            lab.enter(rank)
         Rank(case, rank, folder, say).main()
         if rank not in case.leavers:
+            if case.fault in ("down", "drop"):
+                wait_for(Path(folder, MENDED))
             say("on", took=go_on(case, rank, folder))
     except SystemExit:
         code = 3
@@ -64,8 +73,11 @@ def _rank_process(case: Case, rank: int, folder: str, pipe: int) -> None:
     os._exit(code)
 
 
-def play(case: Case) -> Played:
-    """Play a case to its end, in at most `LIMIT` seconds. No process outlives it."""
+def play(case: Case, lab: Netlab | None = None) -> Played:
+    """Play a case to its end, in at most `LIMIT` seconds. No process outlives it.
+
+    Faults of the network need a `lab` with a node for each rank; there each rank is on its own.
+    """
     played = Played(case)
     with tempfile.TemporaryDirectory(prefix="pycomm-faults-") as folder:
         reader, writer = os.pipe()
@@ -75,12 +87,14 @@ def play(case: Case) -> Played:
             pid = os.fork()
             if pid == 0:
                 os.close(reader)
-                _rank_process(case, rank, folder, writer)
+                _rank_process(case, rank, folder, writer, lab)
             children[rank] = pid
         os.close(writer)
         try:
-            _watch(played, reader, children)
+            _watch(played, reader, children, lab, Path(folder, MENDED))
         finally:
+            if lab and case.fault in NETWORK:
+                lab.mend(case.victim)
             os.close(reader)
             for pid in children.values():
                 os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is ours
@@ -91,7 +105,30 @@ def play(case: Case) -> Played:
     return played
 
 
-def _watch(played: Played, reader: int, children: dict[int, int]) -> None:
+def lab_of(nodes: int) -> Netlab:
+    """Make a network for faults in it: a node for each rank. It ends with this process."""
+    lab = Netlab(nodes, "unlimited")
+    atexit.register(lab.close)
+    return lab
+
+
+def _strike(case: Case, process: int, lab: Netlab | None) -> float:
+    """Bring the fault about; return the moment."""
+    at = time.monotonic()
+    if lab and case.fault == "down":
+        lab.take_down(case.victim)
+    elif lab and case.fault in ("drop", "vanish"):
+        lab.cut(case.victim)
+    if case.fault == "stop":
+        os.kill(process, signal.SIGSTOP)
+    elif case.fault in ("kill", "vanish"):
+        os.kill(process, signal.SIGKILL)
+    return at
+
+
+def _watch(
+    played: Played, reader: int, children: dict[int, int], lab: Netlab | None, mended: Path
+) -> None:
     """Read what ranks say until all that can have come to their end; hit the victim."""
     case = played.case
     outside = case.fault in FROM_OUTSIDE
@@ -102,9 +139,7 @@ def _watch(played: Played, reader: int, children: dict[int, int]) -> None:
     while waited and time.monotonic() < end:
         now = time.monotonic()
         if strike is not None and now >= strike:
-            number = signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP
-            played.at = time.monotonic()
-            os.kill(children[case.victim], number)
+            played.at = _strike(case, children[case.victim], lab)
             strike = None
         until = end if strike is None else strike
         ready, _, _ = select.select([reader], [], [], max(0.0, until - time.monotonic()))
@@ -123,6 +158,9 @@ def _watch(played: Played, reader: int, children: dict[int, int]) -> None:
                 played.at = facts["at"]
             if word in ("on", "broken"):
                 waited.discard(rank)
+            if lab and word == "over" and all(played.word(r, word) for r in waited):
+                lab.mend(case.victim)
+                mended.touch()
             if word == "ready" and outside and all(played.word(r, word) for r in children):
                 strike = time.monotonic() + case.delay
     played.hung = sorted(waited)

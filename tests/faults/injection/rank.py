@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.faults.injection.case import HUNGRY, Call, Case
+from tests.faults.injection.case import HUNGRY, NETWORK, Call, Case
 from tests.faults.injection.groups import CoreGroup, TorchGroup, make_group
 
 SETTLE = 2.0
@@ -88,7 +88,8 @@ class Rank:
             case.ranks,
             case.transport,
             case.meeting,
-            self.group,
+            parent=self.group,
+            apart=case.fault in NETWORK,
         )
 
     def main(self) -> None:
@@ -228,6 +229,15 @@ class Rank:
             self.group.completed += 1
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def wait_for(file: Path) -> None:
+    """Wait until somebody has made a file."""
+    end = time.monotonic() + 10
+    while not file.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no {file.name}")
+        time.sleep(0.005)
 
 
 def go_on(case: Case, rank: int, folder: str) -> float:
