@@ -142,8 +142,12 @@ def note_failure(text: str) -> str:
 def _write(path: Path, content: bytes) -> None:
     """Write a file whole: who reads it never sees a part."""
     scratch = path.parent / f".{path.name}.{os.getpid()}.{threading.get_ident()}.part"
-    scratch.write_bytes(content)
-    scratch.replace(path)
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    except OSError:  # a full disk
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def _recording(traces: Iterable[Trace]) -> dict[str, Any]:

@@ -120,17 +120,14 @@ class FileStore final : public Store {
     const std::string part = path + "." + host() + "-" + std::to_string(::getpid()) + "-" +
                              std::to_string(serial++) + ".part";
     make_folders(path);
-    {
-      File file(part, O_WRONLY | O_CREAT | O_EXCL);
-      if (file.fd() < 0) throw_errno("create", part);
-      for (size_t done = 0; done < value.size();) {
-        const ssize_t n = ::write(file.fd(), value.data() + done, value.size() - done);
-        if (n < 0 && errno != EINTR) throw_errno("write", part);
-        done += n > 0 ? static_cast<size_t>(n) : 0;
-      }
+    try {
+      write(part, value);
+      // Readers see the whole value or none.
+      if (::rename(part.c_str(), path.c_str()) != 0) throw_errno("rename", part);
+    } catch (const Error&) {  // a full disk
+      ::unlink(part.c_str());
+      throw;
     }
-    // Readers see the whole value or none.
-    if (::rename(part.c_str(), path.c_str()) != 0) throw_errno("rename", part);
   }
 
   std::string get(const std::string& key, Deadline deadline) override {
@@ -151,6 +148,15 @@ class FileStore final : public Store {
   }
 
  private:
+  static void write(const std::string& path, const std::string& value) {
+    File file(path, O_WRONLY | O_CREAT | O_EXCL);
+    if (file.fd() < 0) throw_errno("create", path);
+    for (size_t done = 0; done < value.size();) {
+      const ssize_t n = ::write(file.fd(), value.data() + done, value.size() - done);
+      if (n < 0 && errno != EINTR) throw_errno("write", path);
+      done += n > 0 ? static_cast<size_t>(n) : 0;
+    }
+  }
   static std::optional<std::string> read(const std::string& path) {
     File file(path, O_RDONLY);
     if (file.fd() < 0) {

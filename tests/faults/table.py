@@ -21,9 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pycomm.bench.harness import Origin
-from tests.faults.injection.case import Call, Case
+from pycomm.bench.netlab import Netlab, Unavailable
+from tests.faults.injection.case import NETWORK, Call, Case
 from tests.faults.injection.judge import blamed, latest, survivors
-from tests.faults.injection.play import Played, play
+from tests.faults.injection.play import Played, lab_of, play
 
 RANKS = 3
 NUMEL = 50_000
@@ -51,6 +52,9 @@ def cells() -> Iterator[Case]:
         for fault in ("kill", "stop"):
             for phase in ("init", "split", "shutdown"):
                 yield cell(world, transport, fault, phase, "all_reduce")
+        for fault in ("down", "drop") if transport == "tcp" else ():
+            for op in ("all_reduce", "send_recv"):
+                yield cell(world, transport, fault, "steady", op)
     for transport in ("shm", "tcp"):
         for fault in FAULTS:
             yield cell("core", transport, fault, "steady", "all_reduce", codec=CODEC)
@@ -64,10 +68,11 @@ def drawn(cell: Case, seed: int, number: int) -> Case:
     return Case(**{**fields, "victim": rng.randrange(RANKS), "delay": rng.uniform(0, span)})
 
 
-def measured(cell: Case, times: int, seed: int) -> dict[str, object]:
-    """One row: `times` cases of a cell. The library reads the transport from the environment."""
+def measured(cell: Case, times: int, seed: int, lab: Netlab | None) -> dict[str, object]:
+    """One row: `times` cases of a cell. Libraries read the transport from the environment."""
     os.environ["PYCOMM_TRANSPORT"] = cell.transport
-    played = [play(drawn(cell, seed, number)) for number in range(times)]
+    os.environ["GLOO_SOCKET_IFNAME"] = lab.interface if lab else "lo"
+    played = [play(drawn(cell, seed, number), lab) for number in range(times)]
     seconds = [s for s in map(latest, played) if s is not None]
     if any(s < 0 for s in seconds):
         raise RuntimeError(f"{cell}: an error before the fault: {played[0].said}")
@@ -143,18 +148,24 @@ def main(argv: list[str] | None = None) -> int:
         with args.summary.open() as file:
             print(summary(list(csv.DictReader(file))))
         return 0
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed  # noqa: F401 - once, here: the ranks are forked
 
     command = f"python -m tests.faults.table --times {args.times} --seed {args.seed}"
     command += f" --only {args.only}" if args.only else ""
     words = {word for word in args.only.split(",") if word}
-    start, rows = time.monotonic(), []
+    start, rows, lab = time.monotonic(), [], None
     print(f"{'':28}{'op':<16}{'p50 ms':>9}{'max ms':>9}  errors  named  hung")
     for cell in cells():
         if not words <= {cell.world, cell.transport, cell.fault, cell.phase, cell.calls[0].op}:
             continue
-        row = {**measured(cell, args.times, args.seed), **asdict(Origin.here(command))}
+        if cell.fault in NETWORK and lab is None:
+            try:
+                lab = lab_of(RANKS)
+            except Unavailable as error:
+                print(f"{cell.world} {cell.fault}: no network namespaces: {error}")
+                continue
+        own = lab if cell.fault in NETWORK else None
+        row = {**measured(cell, args.times, args.seed, own), **asdict(Origin.here(command))}
         rows.append(row)
         if args.csv:
             write(args.csv, rows)

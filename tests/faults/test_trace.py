@@ -267,10 +267,11 @@ print(texts[0], end="")
 """
 
 
-def failing_run(**variables):
+def failing_run(*command, **variables):
     environment = {**os.environ, **variables}
+    command = [*command, sys.executable, "-c", SCRIPT]
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+        command, env=environment, capture_output=True, text=True, check=True
     ).stdout
 
 
@@ -290,10 +291,16 @@ def test_a_failure_writes_the_trace_where_the_environment_says(tmp_path):
     assert recording["version"] == "2.10"
 
 
-def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    text = failing_run(PYCOMM_TRACE=str(file))
+@pytest.mark.parametrize("why", ["no folder", "full disk"])
+def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, why):
+    place, command = tmp_path / "place", []
+    if why == "full disk":
+        place.mkdir()
+        command = ["sh", "-c", 'ulimit -f 0; trap "" XFSZ; exec "$@"', "sh"]
+    else:
+        place.write_text("")
+    text = failing_run(*command, PYCOMM_TRACE=str(place))
+    assert why == "no folder" or not list(place.iterdir())
     assert text.startswith(
         "rank 0: all_reduce #2 (sum of 3 float64) did not end within the timeout of 200 ms\n"
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -198,6 +200,69 @@ def check_death_in_split(rank: int, size: int) -> None:
 
 def test_rank_that_dies_while_a_group_is_made_is_named(pool):
     pool.run(check_death_in_split, dies=1)
+
+
+def check_raise_in_a_hook(rank: int, size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(8, 8))
+
+    def hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if rank == 1:
+            raise ValueError("the user's hook has failed")
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, hook)
+    if rank == 1:
+        with pytest.raises(ValueError, match="the user's hook has failed"):
+            model(torch.ones(1, 8)).sum().backward()
+        return  # it leaves the group
+    with pytest.raises(pycomm.PeerLost, match="rank 1") as caught:
+        model(torch.ones(1, 8)).sum().backward()
+    assert caught.value.rank == 1
+
+
+def test_exception_in_a_hook_of_one_rank_reaches_the_others_when_it_leaves(pool):
+    pool.run(check_raise_in_a_hook, timeout=20)
+
+
+def check_abort_in_shutdown(rank: int, size: int) -> None:
+    native = backend.find()
+    assert native is not None
+    if rank == 1:
+        time.sleep(1.5)
+        return
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    timer = threading.Timer(0.2, native.abort)
+    timer.start()
+    start = time.monotonic()
+    native.shutdown()  # it finishes what was issued
+    assert time.monotonic() - start < 1.2
+    timer.join()
+    with pytest.raises(pycomm.Error, match="abort"):
+        work.wait()
+    native.abort()  # again, when all is over
+
+
+def test_abort_ends_a_shutdown_that_waits(pool):
+    pool.run(check_abort_in_shutdown, timeout=20)
+
+
+def check_interrupt(rank: int, size: int, store: dist.Store) -> None:
+    start = time.monotonic()
+    if rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.init_process_group("pycomm", store=store, rank=0, world_size=3)
+    else:
+        with pytest.raises(pycomm.Error, match=r"rank 0 has left the meeting.*KeyboardInterrupt"):
+            dist.init_process_group("pycomm", store=store, rank=1, world_size=3)
+    assert time.monotonic() - start < 3
+    assert not dist.is_initialized()
+
+
+def test_a_signal_ends_init_on_all_ranks(pool):
+    pool.run(check_interrupt, backend=None)
+    pool.stop()  # torch numbers its groups, and these have failed
 
 
 def check_options(rank: int, size: int, store: dist.Store) -> None:
