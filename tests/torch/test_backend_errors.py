@@ -205,7 +205,7 @@ def test_rank_that_dies_while_a_group_is_made_is_named(pool):
 def check_raise_in_a_hook(rank: int, size: int) -> None:
     model = DistributedDataParallel(nn.Linear(8, 8))
 
-    def hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(group, bucket):  # torch would read annotations
         if rank == 1:
             raise ValueError("the user's hook has failed")
         work = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -213,12 +213,12 @@ def check_raise_in_a_hook(rank: int, size: int) -> None:
 
     model.register_comm_hook(None, hook)
     if rank == 1:
-        with pytest.raises(ValueError, match="the user's hook has failed"):
+        with pytest.raises((ValueError, RuntimeError), match="the user's hook has failed"):
             model(torch.ones(1, 8)).sum().backward()
         return  # it leaves the group
-    with pytest.raises(pycomm.PeerLost, match="rank 1") as caught:
+    # Torch makes a RuntimeError of what comes through then() of a user's hook.
+    with pytest.raises(RuntimeError, match=r"rank 1 .*left the group"):
         model(torch.ones(1, 8)).sum().backward()
-    assert caught.value.rank == 1
 
 
 def test_exception_in_a_hook_of_one_rank_reaches_the_others_when_it_leaves(pool):
