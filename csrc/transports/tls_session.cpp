@@ -19,8 +19,8 @@ using openssl::library;
 using openssl::SSL;
 
 constexpr size_t kRecord = 16 << 10;  // the most that a record holds
-constexpr size_t kBatch = 64 << 10;   // encrypted before the kernel gets it
-constexpr size_t kReadAhead = 64 << 10;
+constexpr size_t kBatch = 128 << 10;  // encrypted before the kernel gets it
+constexpr size_t kReadAhead = 128 << 10;
 // AES-GCM is safe for 2^24.5 full records by one key (RFC 8446, section 5.5).
 constexpr uint64_t kRecordsByKey = uint64_t{1} << 24;
 constexpr const char* kCipher = "TLS_AES_128_GCM_SHA256";

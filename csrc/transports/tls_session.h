@@ -27,7 +27,7 @@ class TlsSession {
  public:
   enum class Progress : uint8_t { waits, failed, done };
   // Bytes that are read ahead of what is decrypted, at most.
-  static constexpr size_t kAhead = 96 << 10;
+  static constexpr size_t kAhead = 160 << 10;
 
   /// `fd` outlives it. Throws Error if there is no library for it.
   TlsSession(int fd, bool connects, const Digest& key);
