@@ -1,5 +1,6 @@
 // OpenSSL between memory and a socket. It reads and writes through a BIO of ours: that moves many
-// records by one system call, and never raises SIGPIPE.
+// records by one system call, and never raises SIGPIPE. The kernel's TLS (SSL_OP_ENABLE_KTLS) would
+// want OpenSSL's own.
 #include "transports/tls_session.h"
 
 #include <sys/socket.h>
