@@ -24,7 +24,7 @@ from pycomm.health.compare import Finding, Health, compare
 from pycomm.health.figures import Account, Link, Trace, account, links
 
 # How soon the thread sees that it is to end, in seconds.
-_LOOK = 1.0
+_LOOK = 0.5
 # What ranks may be late with putting down their figures, in seconds, and as a share of the time
 # from one comparison to the next.
 _PATIENCE = 2.0

@@ -2,10 +2,12 @@
 // collectives. A value is an integer times a power of two that its granule has: sums are exact.
 #include <pybind11/pybind11.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <mutex>
 #include <set>
+#include <thread>
 #include <tuple>
 
 #include "codecs/codec.h"
@@ -29,13 +31,15 @@ std::set<std::tuple<uint64_t, uint32_t, uint32_t>> keys;
 
 class Simple final : public Codec {
  public:
-  Simple(Combine combine, size_t granule, bool variable, bool agrees, bool shared_seed, bool lies)
+  Simple(Combine combine, size_t granule, bool variable, bool agrees, bool shared_seed, bool lies,
+         int rests)
       : combine_(combine),
         granule_(granule),
         variable_(variable),
         agrees_(agrees),
         shared_seed_(shared_seed),
-        lies_(lies) {}
+        lies_(lies),
+        rests_(rests) {}
 
   std::string_view name() const override { return "simple"; }
   std::string spec() const override { return "simple"; }
@@ -62,6 +66,7 @@ class Simple final : public Codec {
   }
 
   void encode(const EncodeArgs& args) const override {
+    if (rests_.count() > 0) std::this_thread::sleep_for(rests_);
     {
       const std::lock_guard<std::mutex> lock(keys_mutex);
       keys.insert({args.key.seed, args.key.rank, args.key.ranks});
@@ -117,6 +122,7 @@ class Simple final : public Codec {
   Combine combine_;
   size_t granule_;
   bool variable_, agrees_, shared_seed_, lies_;
+  std::chrono::milliseconds rests_;  // at each encode
 };
 
 }  // namespace
@@ -125,14 +131,15 @@ PYBIND11_MODULE(simple_codecs, m) {
   py::module_::import("pycomm._C");
   py::class_<Simple, Codec>(m, "Simple")
       .def(py::init([](const std::string& combine, size_t granule, bool variable, bool agrees,
-                       bool shared_seed, bool lies) {
+                       bool shared_seed, bool lies, int rests) {
              const Combine how = combine == "sum"      ? Combine::sum
                                  : combine == "gather" ? Combine::gather
                                                        : Combine::recode;
-             return new Simple(how, granule, variable, agrees, shared_seed, lies);
+             return new Simple(how, granule, variable, agrees, shared_seed, lies, rests);
            }),
            py::arg("combine"), py::kw_only(), py::arg("granule") = 64, py::arg("variable") = false,
-           py::arg("agrees") = false, py::arg("shared_seed") = false, py::arg("lies") = false);
+           py::arg("agrees") = false, py::arg("shared_seed") = false, py::arg("lies") = false,
+           py::arg("rests") = 0);
   m.def("take_keys", [] {
     const std::lock_guard<std::mutex> lock(keys_mutex);
     py::list taken;

@@ -22,6 +22,8 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs.cuda_kernels import include_folder
 from pycomm.communicator import Piece
+from pycomm.health.compare import compare
+from pycomm.health.figures import account
 from tests.collectives.test_hierarchical import options
 from tests.collectives.ways import WAYS, bits
 from tests.ranks import attempt, run, run_processes
@@ -296,3 +298,15 @@ def test_a_rank_that_does_not_come_is_named(codecs):
     for error in attempt(3, job)[::2]:
         assert isinstance(error, pycomm.Timeout)
         assert "rank 1" in str(error)
+
+
+def test_the_rank_whose_codec_is_slow_is_named(codecs):
+    def job(c):
+        codec = codecs.Simple("recode", rests=3 if c.rank == 1 else 0)
+        for _ in range(10):
+            c.all_reduce_coded(np.ones(300, np.float32), codec)
+        return account(c.core.trace())
+
+    health = compare(run(3, job, **WAYS["window"]))
+    assert health is not None
+    assert (health.finding.rank, health.finding.cause) == (1, "codec")
