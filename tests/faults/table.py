@@ -4,7 +4,8 @@ pycomm beside Gloo, by the same process groups of torch.
 
 python -m tests.faults.table [--times 5] [--csv bench/results/faults-cpu.csv]
 
-Takes about seven minutes; without network namespaces the rows of cut networks are left out. Codecs are pycomm's alone; Gloo has no shared memory.
+Takes about seven minutes; without network namespaces the rows of cut networks are left out. Codecs
+are pycomm's alone; Gloo has no shared memory.
 """
 
 from __future__ import annotations
