@@ -15,6 +15,9 @@ from tests.soak.held import COUNTS, MEMORY
 from tests.soak.schedule import ELDER
 from tests.soak.verdict import SETTLED, breaches, growths
 
+TELLS = 300.0
+"""Seconds after which a line says that it goes on."""
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
@@ -65,7 +68,7 @@ def show(director: Director, minutes: float) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    start = time.monotonic()
+    start = told = time.monotonic()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pycomm-soak-") as folder:
         director = Director(folder, args.every)
@@ -74,11 +77,16 @@ def main(argv: list[str] | None = None) -> int:
             while True:
                 director.play(args.seed, number)
                 number += 1
+                if time.monotonic() > told + TELLS:
+                    told = time.monotonic()
+                    print(f"{(told - start) / 60:.0f} minutes: {number} cycles", flush=True)
                 if args.cycle is not None or time.monotonic() - start > 60 * args.minutes:
                     break
         except Broken as broken:
             where = f"--seed {args.seed} --cycle {number}"
             wrong.append(f"broken in {where}, {director.doing}:\n{broken}")
+        except KeyboardInterrupt:
+            wrong.append(f"stopped in --seed {args.seed} --cycle {number}")
         finally:
             director.stop()
     show(director, (time.monotonic() - start) / 60)

@@ -28,6 +28,8 @@ def held(pid: int | str) -> dict[str, int]:
     status = dict(
         line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line
     )
+    if "VmRSS" not in status:
+        raise ProcessLookupError(f"process {pid} has ended, and waits to be buried")
     tasks = os.listdir(process / "task")
     children = 0
     for task in tasks:
