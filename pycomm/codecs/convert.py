@@ -16,7 +16,8 @@ from importlib import import_module
 import torch
 
 from pycomm.arrays import core_dtype
-from pycomm.codecs.cuda_kernels import NAMESPACE, ROW, SMALL, WARPS, Call
+from pycomm.codecs.cuda_kernels import WARPS, Call
+from pycomm.codecs.cuda_names import NAMESPACE, ROW, SMALL
 from pycomm.codecs.implementations import ORDER, Unavailable, _device, _stream
 from pycomm.env import env
 

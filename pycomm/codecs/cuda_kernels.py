@@ -16,22 +16,27 @@ import torch
 from pycomm._build import source_root
 from pycomm.codecs.base import Codec, EncodeArgs
 from pycomm.codecs.block import num_blocks, padded
-from pycomm.codecs.cast import Cast
+from pycomm.codecs.cuda_names import (
+    ROW,
+    SMALL,
+    block_of,
+    block_rows,
+    decode_kernel,
+    encode_kernel,
+    measure_kernel,
+    rows_of,
+)
 from pycomm.codecs.eden import Eden
-from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.mx import MX
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.randomk import HEADER, RandomK
 from pycomm.codecs.rotate import Rotate
 from pycomm.codecs.rotation import HEADER as ROTATION_HEADER
-from pycomm.codecs.sign import Sign
 from pycomm.codecs.ternary import Ternary
 
 THREADS = 256  # kThreads of csrc/core/cuda_vector.h
 WARPS = 8
 LANES = 32
-ROW = 128
-SMALL, LARGE = 4, 16  # rows per tile: kSmall and kLarge of csrc/codecs/block_cuda.h
 ROTATION_TILE = 1024  # kTile of csrc/codecs/rotation_cuda.h
 
 # -default-device: what has no mark is device code, since NVRTC compiles nothing else.
@@ -41,14 +46,6 @@ OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 SOURCES = (
     *("cast", "eden", "lossless", "mx", "quant", "randomk", "rotate", "sign", "ternary", "topk"),
 )
-NAMESPACE = "pycomm::codecs"
-TYPES = {
-    "float32": "Float32",
-    "float16": "Float16",
-    "bfloat16": "BFloat16",
-    "float8_e4m3": "Float8E4M3",
-    "float8_e5m2": "Float8E5M2",
-}
 
 
 class EncodeParams(ctypes.Structure):
@@ -145,7 +142,7 @@ def measure_call(
         numel=numel,
         block_bits=_block_bits(codec),
     )
-    return Call(codec.name, measure_kernel(codec), _grid(_block_rows(codec) * ROW, numel), params)
+    return Call(codec.name, measure_kernel(codec), _grid(block_rows(codec) * ROW, numel), params)
 
 
 def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> Call:
@@ -168,88 +165,9 @@ def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: 
     return Call(codec.name, decode_kernel(codec, add), _grid(tile, numel), params)
 
 
-def measure_kernel(codec: Codec) -> str:
-    """Return the kernel's name in C++."""
-    assert isinstance(codec, Ternary)
-    return f"{NAMESPACE}::ternary::measure_kernel<{_block_rows(codec)}>"
-
-
-def encode_kernel(codec: Codec, feedback: bool, summed: bool = False) -> str:
-    """Return the kernel's name in C++."""
-    if isinstance(codec, Rotate):
-        return f"{NAMESPACE}::rotate::encode_kernel<{_rotated(codec.inner)}>"
-    if isinstance(codec, Eden):
-        return f"{NAMESPACE}::eden::encode_kernel<{_whole_and_half(codec)}>"
-    if isinstance(codec, Ternary):
-        return f"{NAMESPACE}::ternary::encode_kernel<{_bool(summed)}, {_bool(feedback)}>"
-    if isinstance(codec, Sign):
-        return f"{NAMESPACE}::sign::encode_kernel<{codec.block}, {_bool(feedback)}>"
-    if isinstance(codec, RandomK):
-        return f"{NAMESPACE}::randomk::encode_kernel<{_bool(feedback)}>"
-    if isinstance(codec, MX):
-        flags = f"{_bool(codec.rounding == 'stochastic')}, {_bool(feedback)}"
-        return f"{NAMESPACE}::mx::encode_kernel<{_element(codec)}, {flags}>"
-    if isinstance(codec, Quant) and not _has_coder(codec):
-        random = codec.rounding != "nearest"
-        flags = f"{_bool(random)}, {_bool(feedback)}"
-        return f"{NAMESPACE}::quant::encode_wide<{_rows(codec)}, {flags}>"
-    if coder := _coder(codec):
-        return f"{NAMESPACE}::encode_blocks<{coder}, {_rows(codec)}, {_bool(feedback)}>"
-    return f"{NAMESPACE}::cast::encode_plain<{_plain(codec)}, {_bool(feedback)}>"
-
-
-def decode_kernel(codec: Codec, add: bool) -> str:
-    """Return the kernel's name in C++."""
-    if isinstance(codec, Rotate):
-        return f"{NAMESPACE}::rotate::decode_kernel<{_rotated(codec.inner, decode=True)}>"
-    if isinstance(codec, Eden):
-        return f"{NAMESPACE}::eden::decode_kernel<{_whole_and_half(codec)}>"
-    if isinstance(codec, (Sign, Ternary)):
-        return f"{NAMESPACE}::{codec.name}::decode_kernel<{_bool(add)}>"
-    if isinstance(codec, RandomK):
-        return f"{NAMESPACE}::randomk::decode_kernel<{_bool(add)}>"
-    if isinstance(codec, MX):
-        return f"{NAMESPACE}::mx::decode_kernel<{_element(codec)}, {_bool(add)}>"
-    if isinstance(codec, Quant) and not _has_coder(codec):
-        return f"{NAMESPACE}::quant::decode_wide<{_bool(add)}>"
-    if coder := _coder(codec, decode=True):
-        return f"{NAMESPACE}::decode_blocks<{coder}, {_bool(add)}>"
-    return f"{NAMESPACE}::cast::decode_plain<{_plain(codec)}, {_bool(add)}>"
-
-
 def _inner(codec: Codec) -> Codec:
     """The codec behind the rotation, or the codec itself."""
     return codec.inner if isinstance(codec, Rotate) else codec
-
-
-def _rotated(inner: Codec, decode: bool = False) -> str:
-    """The first template argument of the kernels of rotate."""
-    if isinstance(inner, Quant):
-        random = inner.rounding != "nearest" and not decode
-        return f"{NAMESPACE}::rotate::Quant<{_bool(random)}>"
-    if isinstance(inner, Sign):
-        return f"{NAMESPACE}::rotate::Sign"
-    if coder := _coder(inner):
-        return f"{NAMESPACE}::rotate::Blocks<{coder}>"
-    return f"{NAMESPACE}::rotate::Plain<{_plain(inner)}>"
-
-
-def _whole_and_half(codec: Eden) -> str:
-    """The first template arguments of the kernels of eden."""
-    return f"{int(codec.bits)}, {_bool(codec.bits != int(codec.bits))}"
-
-
-def _element(codec: MX) -> str:
-    """The first template arguments of the kernels of mx."""
-    kind, bits = codec.format.split("_") if "_" in codec.format else ("fp4", "e2m1")
-    small = f"Float{kind.removeprefix('fp')}{bits.upper()}"
-    return f"pycomm::{small}, {_bool(codec.format == 'nvfp4')}"
-
-
-def _has_coder(codec: Quant) -> bool:
-    """True of the formats of quant with kernels of their own; others share one (quant_cuda.h)."""
-    around_zero = codec.range == "symmetric" and codec.scale == "float32"
-    return codec.bits in (8, 4) and around_zero and codec.rounding != "correlated"
 
 
 def _options(codec: Codec, summed: bool = False) -> int:
@@ -268,48 +186,12 @@ def _options(codec: Codec, summed: bool = False) -> int:
     return codec.bits | (codec.range == "minmax") << 8 | (codec.scale == "bfloat16") << 9
 
 
-def _coder(codec: Codec, decode: bool = False) -> str:
-    """Name of the Coder; empty for a codec without blocks."""
-    if isinstance(codec, Quant):
-        stochastic = codec.rounding == "stochastic" and not decode
-        return f"{NAMESPACE}::quant::Coder<{codec.bits}, {_bool(stochastic)}>"
-    if isinstance(codec, Cast):
-        return f"{NAMESPACE}::cast::Coder<{_plain(codec)}>" if codec.block else ""
-    raise Unavailable(f"{codec.spec()} has no CUDA kernels")
-
-
-def _plain(codec: Codec) -> str:
-    assert isinstance(codec, Cast)
-    return f"{NAMESPACE}::cast::{TYPES[codec.dtype]}"
-
-
-def _bool(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def _block(codec: Codec) -> int:
-    return codec.block if isinstance(codec, (Cast, MX, Quant, Sign, Ternary)) else 0
-
-
 def _block_bits(codec: Codec) -> int:
-    return max(_block(codec), 1).bit_length() - 1
+    return max(block_of(codec), 1).bit_length() - 1
 
 
 def _rotation_bits(codec: Codec) -> int:
     return codec.size.bit_length() - 1 if isinstance(codec, (Eden, Rotate)) else 0
-
-
-def _rows(codec: Codec) -> int:
-    if isinstance(codec, MX):
-        return LARGE if codec.format == "nvfp4" else SMALL
-    if isinstance(codec, Sign):
-        return max(SMALL, codec.block // ROW)
-    return SMALL if isinstance(codec, Ternary) else _block_rows(codec)
-
-
-def _block_rows(codec: Codec) -> int:
-    """Rows that hold whole blocks."""
-    return SMALL if _block(codec) <= SMALL * ROW else LARGE
 
 
 def _tile(codec: Codec) -> int:
@@ -319,7 +201,7 @@ def _tile(codec: Codec) -> int:
         return LANES // lanes * codec.granule
     if isinstance(codec, (Eden, Rotate)):
         return ROTATION_TILE
-    return _rows(codec) * ROW
+    return rows_of(codec) * ROW
 
 
 def _codes_offset(codec: Codec, numel: int) -> int:
@@ -334,7 +216,7 @@ def _codes_offset(codec: Codec, numel: int) -> int:
         return padded(codec.scale_bytes(numel))
     if isinstance(codec, MX):
         return codec.sections(numel)[1]
-    return 4 * num_blocks(numel, _block(codec)) if _block(codec) else 0
+    return 4 * num_blocks(numel, block_of(codec)) if block_of(codec) else 0
 
 
 def _grid(tile: int, numel: int) -> int:

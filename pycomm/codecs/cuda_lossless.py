@@ -8,7 +8,8 @@ import torch
 
 from pycomm.codecs.base import EncodeArgs
 from pycomm.codecs.block import num_blocks
-from pycomm.codecs.cuda_kernels import NAMESPACE, ROW, SMALL, WARPS, Call
+from pycomm.codecs.cuda_kernels import WARPS, Call
+from pycomm.codecs.cuda_names import NAMESPACE, ROW, SMALL
 from pycomm.codecs.lossless import BLOCK, Lossless, padded16
 
 # Of csrc/codecs/lossless.h and lossless_cuda.h.

@@ -7,7 +7,8 @@ import ctypes
 import torch
 
 from pycomm.codecs.base import EncodeArgs
-from pycomm.codecs.cuda_kernels import LANES, NAMESPACE, ROW, WARPS, Call
+from pycomm.codecs.cuda_kernels import LANES, WARPS, Call
+from pycomm.codecs.cuda_names import NAMESPACE, ROW
 from pycomm.codecs.topk import GROUP, INDEX_BITS, VALUE_BITS, TopK
 
 # Of csrc/codecs/topk_scratch.h.

@@ -21,15 +21,8 @@ import pycomm
 from pycomm.codecs import Lossless, TopK, cuda_lossless, cuda_topk
 from pycomm.codecs.base import Codec, EncodeArgs
 from pycomm.codecs.cuda_calls import decode_calls, encode_calls, scratch_bytes
-from pycomm.codecs.cuda_kernels import (
-    Call,
-    EncodeParams,
-    decode_kernel,
-    encode_kernel,
-    include_folder,
-    measure_call,
-    measure_kernel,
-)
+from pycomm.codecs.cuda_kernels import Call, EncodeParams, include_folder, measure_call
+from pycomm.codecs.cuda_names import decode_kernel, encode_kernel, measure_kernel
 from tests.codecs.cases import ROTATIONS, SPECS
 
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
