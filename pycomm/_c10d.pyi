@@ -14,6 +14,7 @@ class Options(_distributed_c10d.Backend.Options):
     transport: str
     algo: str
     sockets: int
+    check: str
     interface: str
     link_bytes_per_second: float
     secret: str
@@ -29,6 +30,7 @@ class Options(_distributed_c10d.Backend.Options):
         transport: str = ...,
         algo: str = ...,
         sockets: int = ...,
+        check: str = ...,
         interface: str = ...,
         link_bytes_per_second: float = ...,
         secret: str = ...,
@@ -83,6 +85,9 @@ class Backend(_distributed_c10d.Backend):
     def options(self) -> Options: ...
     @property
     def levels(self) -> list[int]: ...
+    @property
+    def compares(self) -> bool: ...
+    def compare(self, what: str, digest: int) -> None: ...
     @property
     def wire_bytes(self) -> int: ...
     @property

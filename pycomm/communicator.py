@@ -44,6 +44,8 @@ class Communicator:
         checksum: what TCP frames are checked by: "payload" (and header), "header" alone, or
             "auto": payloads too, unless they stay on the host or are encrypted.
         tls: whether TCP connections are encrypted, by TLS 1.3; equal on all ranks.
+        check: "results": digests of results travel with the next operation, and ranks that differ
+            are an error (``docs/reliability.md``); "none".
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
         parent: a group in which these ranks are already: it knows who dies in the meeting.
@@ -81,6 +83,7 @@ class Communicator:
         sockets: int | None = None,
         checksum: str | None = None,
         tls: bool | None = None,
+        check: str | None = None,
         interface: str | None = None,
         link_bytes_per_second: float | None = None,
         parent: Communicator | None = None,
@@ -101,6 +104,7 @@ class Communicator:
             "sockets": sockets,
             "checksum": checksum,
             "tls": tls,
+            "check": check,
             "interface": interface,
             "link_bytes_per_second": link_bytes_per_second,
         }
@@ -172,6 +176,18 @@ class Communicator:
     def describe(self) -> str:
         """Return one line on how the group is connected."""
         return self.core.describe()
+
+    def compare(self, what: str, digest: int) -> None:
+        """Have the next operation fail on all ranks if they give different digests here.
+
+        Without a message of its own, and only with ``check="results"``. All ranks call it between
+        the same two operations; it replaces the digest before.
+
+        Args:
+            what: how the error calls it, such as "parameters of step 7".
+            digest: 1 to 2^32 - 1.
+        """
+        self.core.compare(what, digest)
 
     def trace(self) -> dict[str, Any]:
         """Return this rank's recent operations; :mod:`pycomm.trace` makes something of them."""

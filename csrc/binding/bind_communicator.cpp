@@ -10,6 +10,7 @@
 #include "binding/module.h"
 #include "binding/trace_records.h"
 #include "collectives/communicator.h"
+#include "collectives/digests.h"
 #include "core/error.h"
 #include "transports/store.h"
 
@@ -80,6 +81,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("algo", &Options::algo)
       .def_readwrite("sockets", &Options::sockets)
       .def_readwrite("checksum", &Options::checksum)
+      .def_readwrite("check", &Options::check)
       .def_readwrite("interface", &Options::interface)
       .def_readwrite("link_bytes_per_second", &Options::link_bytes_per_second)
       .def_readwrite("secret", &Options::secret)
@@ -112,6 +114,13 @@ void bind_communicator(py::module_& m) {
     }
     return groups;
   });
+  m.def(
+      "digest",
+      [](const PartList& parts) {
+        const Release release;
+        return digest(parts.output(), static_cast<int>(parts.output().listed()));
+      },
+      py::arg("parts"));
   m.def("buffer", &buffer, py::arg("array"), py::arg("write"));
   bind_options(m);
 
@@ -163,6 +172,8 @@ void bind_communicator(py::module_& m) {
       .def("trace", [](const Self& c) { return trace_records(c.trace()); })
       .def("note_issued", &Self::note_issued, py::arg("tag"))
       .def("resume", &Self::resume, py::arg("issued"))
+      .def("compare", &Self::compare, py::arg("what"), py::arg("digest"), py::call_guard<Release>())
+      .def_property_readonly("compares", &Self::compares)
       .def("wire_bytes", &Self::wire_bytes)
       .def("sent_bytes", &Self::sent_bytes)
       .def(

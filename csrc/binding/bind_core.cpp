@@ -79,6 +79,7 @@ py::dict environment() {
   out["link_bytes_per_second"] = values.link_bytes_per_second;
   out["sockets"] = values.sockets;
   out["checksum"] = values.checksum;
+  out["check"] = values.check;
   out["interface"] = values.interface;
   out["master_addr"] = values.master_addr;
   out["timeout"] = values.timeout.count() / 1e3;

@@ -117,6 +117,7 @@ void bind(py::module_& m) {
   communicator_option(options, "transport", &CommunicatorOptions::transport);
   communicator_option(options, "algo", &CommunicatorOptions::algo);
   communicator_option(options, "sockets", &CommunicatorOptions::sockets);
+  communicator_option(options, "check", &CommunicatorOptions::check);
   communicator_option(options, "interface", &CommunicatorOptions::interface);
   communicator_option(options, "link_bytes_per_second",
                       &CommunicatorOptions::link_bytes_per_second);
@@ -171,6 +172,9 @@ void bind(py::module_& m) {
       .def("trace", &Backend::trace)
       .def_property_readonly("wire_bytes", &Backend::wire_bytes)
       .def_property_readonly("sent_bytes", &Backend::sent_bytes)
+      .def("compare", &Backend::compare, py::arg("what"), py::arg("digest"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("compares", &Backend::compares_digests)
       .def("get_error", &Backend::getError)
       .def(
           "perform_nocolor_split", [](const Backend&, const py::object&) {}, py::arg("device"))

@@ -50,6 +50,10 @@ class Backend final : public c10d::Backend {
   std::vector<int> levels() { return engine()->comm().levels(); }
   std::string describe() { return engine()->describe(); }
   py::dict trace() { return trace_records(engine()->comm().trace()); }
+  /// All ranks hold the same digest of this; the next operation on the host finds those that do
+  /// not.
+  void compare(const std::string& what, uint32_t digest) { engine()->compare(what, digest); }
+  bool compares_digests() { return engine()->comm().compares(); }
   uint64_t wire_bytes() { return engine()->comm().wire_bytes(); }
   uint64_t sent_bytes() { return engine()->comm().sent_bytes(); }
 

@@ -67,6 +67,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
     queue_.submit(std::move(run));
   }
 
+  /// Behind all operations that were issued before, so on all ranks between the same two.
+  void compare(const std::string& what, uint32_t digest) {
+    auto run = [self = shared_from_this(), what, digest] { self->comm_.compare(what, digest); };
+    if (queue_.inside() || queue_.idle()) return run();
+    queue_.submit(std::move(run));
+  }
+
   // Device tensors; c10d_device.cpp.
 
   /// The same on the host's side of device tensors: behind the current stream.

@@ -33,6 +33,7 @@ struct CommunicatorOptions {
   std::string algo = env().algo;            ///< one of kAlgoNames
   int sockets = env().sockets;
   std::string checksum = env().checksum;  ///< "auto", "payload" or "header"
+  std::string check = env().check;        ///< "none" or "results"
   std::string interface = env().interface;
   double link_bytes_per_second = env().link_bytes_per_second;
   std::string secret = env().secret;
@@ -171,6 +172,13 @@ class PYCOMM_API Communicator {
     scatter(ConstParts(in, numel), out, numel, dtype, root, timeout);
   }
   void barrier(Milliseconds timeout = {});
+
+  /// With the check "results": the next operation fails on all ranks if `digest`, which is not 0,
+  /// differs among them; the error calls it `what`. It replaces the one before. All ranks call this
+  /// between the same two operations.
+  void compare(const std::string& what, uint32_t digest);
+  /// Whether the group makes that check.
+  bool compares() const;
 
   // Point to point: matched by (peer, tag) in order of posting, on a lane of its own.
 

@@ -4,6 +4,7 @@
 #include <new>
 #include <typeinfo>
 
+#include "collectives/digests.h"
 #include "collectives/mesh.h"
 #include "collectives/report.h"
 
@@ -34,7 +35,8 @@ std::string Failure::text() const {
   return "";
 }
 
-std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane lane) {
+std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane lane,
+                             const Digests* digests) {
   Report report;
   report.rank = mesh.rank();
   const auto text = [&](const std::string& what) {
@@ -49,7 +51,13 @@ std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane l
     return std::make_exception_ptr(Timeout(text(e.what()), e.waited_for));
   } catch (const WireMismatch& e) {
     report.mismatch = true;
-    return std::make_exception_ptr(WireMismatch(text(e.what())));
+    const std::string calls = text(e.what());
+    std::string results;
+    if (digests && e.peer >= 0) {
+      report.ranks[e.peer].standing.call = e.theirs;  // by now it may be in its next call
+      results = digests->verdict(report.rank, report.ranks);
+    }
+    return std::make_exception_ptr(WireMismatch(results.empty() ? calls : results));
   } catch (const PeerLost& e) {
     return std::make_exception_ptr(PeerLost(e.rank, text(e.what())));
   } catch (const std::bad_alloc&) {

@@ -29,12 +29,15 @@ class Failure {
   std::exception_ptr first_;
 };
 
+class Digests;
 class Mesh;
 enum class Lane : uint8_t;
 
 /// `error` with what every rank is doing in its text, if it is one that ends a group because of
-/// other ranks. May take a moment. `lane` is the one that the caller drives.
-std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane lane);
+/// other ranks. May take a moment. `lane` is the one that the caller drives; `digests` those of its
+/// calls, or null.
+std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane lane,
+                             const Digests* digests);
 
 /// What every rank is doing, in lines. Any thread.
 std::string whereabouts(Mesh& mesh);

@@ -8,6 +8,7 @@
 #include "collectives/attendance.h"
 #include "core/env.h"
 #include "transports/meeting.h"
+#include "transports/tcp_handshake.h"
 #include "transports/window.h"
 
 namespace pycomm {
@@ -38,8 +39,9 @@ void pause_cpu() {
 
 // Everything that must be equal on all ranks before a byte can travel.
 std::string hello(const Rendezvous& meeting, const CommunicatorOptions& options) {
-  std::string text = "size=" + std::to_string(meeting.size) + " transport=" + options.transport +
-                     " algo=" + options.algo +
+  std::string text = "wire=" + std::to_string(tcp::kWireVersion) +
+                     " size=" + std::to_string(meeting.size) + " transport=" + options.transport +
+                     " algo=" + options.algo + " check=" + options.check +
                      " segment_bytes=" + std::to_string(options.segment_bytes);
   if (options.nodes.empty()) return text;
   text += " nodes=";

@@ -105,7 +105,8 @@ std::string state_of(const Sighting& sighting) {
          std::to_string(standing.completed);
 }
 
-// "ranks 0-2, 4".
+}  // namespace
+
 std::string rank_list(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size();) {
@@ -118,8 +119,6 @@ std::string rank_list(const std::vector<int>& ranks) {
   }
   return text;
 }
-
-}  // namespace
 
 std::string table(const Report& report) {
   const OpTag common = common_call(report);

@@ -20,4 +20,7 @@ struct Report {
 ///   ranks 0-1, 3 wait: in all_reduce #2 (sum of 10 float64), last completed barrier #1
 PYCOMM_API std::string table(const Report& report);
 
+/// "ranks 0-2, 4", of ranks in order.
+std::string rank_list(const std::vector<int>& ranks);
+
 }  // namespace pycomm

@@ -79,6 +79,7 @@ Env read_env() {
   env.tls = read_word("PYCOMM_TLS", std::initializer_list<const char*>{"off", "on"}) == "on";
   env.checksum =
       read_word("PYCOMM_CHECKSUM", std::initializer_list<const char*>{"auto", "payload", "header"});
+  env.check = read_word("PYCOMM_CHECK", std::initializer_list<const char*>{"none", "results"});
   env.spin = read_int("PYCOMM_SPIN", env.spin, -1, 1000000000);
   env.trace = read("PYCOMM_TRACE");
   env.trace_size = read_int("PYCOMM_TRACE_SIZE", env.trace_size, 0, 1000000);

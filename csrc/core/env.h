@@ -45,6 +45,9 @@ struct Env {
   /// carries them, or are encrypted, which authenticates them. What is sent says which; ranks need
   /// not agree.
   std::string checksum = "auto";
+  /// PYCOMM_CHECK: "results": digests of results and parameters travel with the next operation, and
+  /// ranks that differ are an error (docs/reliability.md); "none". Equal on all ranks.
+  std::string check = "none";
   /// PYCOMM_SPIN: how often a wait on shared memory looks before it yields; -1: chosen by cores.
   int spin = -1;
   /// PYCOMM_TRACE: folder into which every rank writes its recent operations when the group fails;

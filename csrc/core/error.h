@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/op.h"
 #include "core/types.h"
 
 namespace pycomm {
@@ -30,10 +31,15 @@ class PYCOMM_API PeerLost : public Error {
   int rank;
 };
 
-/// Two ranks called different things: op, order, dtype, size, codec or version.
+/// Two ranks called different things: op, order, dtype, size, codec or version. Or they hold
+/// different bytes where all must be equal (PYCOMM_CHECK=results).
 class PYCOMM_API WireMismatch : public Error {
  public:
   using Error::Error;
+  WireMismatch(const std::string& what, int peer, const OpTag& theirs)
+      : Error(what), peer(peer), theirs(theirs) {}
+  int peer = -1;  ///< who has called `theirs`; -1: not known
+  OpTag theirs;
 };
 
 }  // namespace pycomm

@@ -1,6 +1,7 @@
 // Names, sizes and the hash of what a rank is doing.
 #include "core/op.h"
 
+#include <cstdio>
 #include <cstring>
 
 namespace pycomm {
@@ -80,6 +81,13 @@ std::string describe(const OpTag& tag) {
   const std::string label(tag.label, strnlen(tag.label, sizeof tag.label));
   if (!label.empty()) text += ", " + label;
   return text + ")";
+}
+
+std::string describe_fully(const OpTag& tag) {
+  if (!tag.result && !tag.state) return describe(tag);
+  char digests[48];
+  std::snprintf(digests, sizeof digests, " with the digests %08x and %08x", tag.result, tag.state);
+  return describe(tag) + digests;
 }
 
 }  // namespace pycomm

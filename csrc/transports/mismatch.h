@@ -16,9 +16,9 @@ struct MessageEnd {
 inline WireMismatch mismatch(const MessageEnd& wanted, const MessageEnd& sent) {
   const auto text = [](const MessageEnd& end, const char* verb) {
     return "rank " + std::to_string(end.rank) + verb + std::to_string(end.bytes) + " bytes of " +
-           describe(end.tag);
+           describe_fully(end.tag);
   };
-  return WireMismatch(text(wanted, " expects ") + ", " + text(sent, " sends "));
+  return {text(wanted, " expects ") + ", " + text(sent, " sends "), sent.rank, sent.tag};
 }
 
 }  // namespace pycomm

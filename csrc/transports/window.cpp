@@ -65,8 +65,9 @@ void Window::compare_tags(uint32_t stage) const {
     // A tag that is written right now is compared at the next look.
     if (!board.standing.call.load(theirs) || theirs.hash() == tag_.hash()) continue;
     if (static_cast<uint32_t>(seen) != stage && theirs.seq != tag_.seq) continue;
-    throw WireMismatch(name(rank_) + " calls " + pycomm::describe(tag_) + ", " + name(r) +
-                       " calls " + pycomm::describe(theirs));
+    throw WireMismatch(name(rank_) + " calls " + describe_fully(tag_) + ", " + name(r) + " calls " +
+                           describe_fully(theirs),
+                       member(r), theirs);
   }
 }
 

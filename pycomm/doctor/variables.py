@@ -17,6 +17,7 @@ TOPIC = "environment"
 # Read by the core (csrc/core/env.h), which says itself what is wrong with one.
 CORE = {
     "PYCOMM_ALGO": "one algorithm for all collectives",
+    "PYCOMM_CHECK": "whether ranks compare results",
     "PYCOMM_CHECKSUM": "what TCP frames are checked by",
     "PYCOMM_INTERFACE": "interfaces or addresses for TCP: see network",
     "PYCOMM_LINK": "rate to which each rank paces what it sends by TCP",
@@ -43,6 +44,7 @@ SECRETS = ("PYCOMM_SECRET",)
 # Which must be equal on all ranks.
 SHARED = (
     "PYCOMM_ALGO",
+    "PYCOMM_CHECK",
     "PYCOMM_SECRET",
     "PYCOMM_SOCKETS",
     "PYCOMM_TAKEOVER",

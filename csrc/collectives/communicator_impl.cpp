@@ -1,0 +1,99 @@
+// How a communicator begins, and how it ends before its time.
+#include "collectives/communicator_impl.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <numeric>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+Rendezvous meeting(std::shared_ptr<Store> store, int rank, int size,
+                   const CommunicatorOptions& options) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw Error("rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                " ranks: the rank must be at least 0 and less than the number of ranks");
+  }
+  if (!store && size > 1) throw Error("a group of more than one rank needs a store");
+  constexpr const char* kTransports[] = {"auto", "shm", "tcp", "local"};
+  if (std::find(std::begin(kTransports), std::end(kTransports), options.transport) ==
+      std::end(kTransports)) {
+    throw Error("unknown transport \"" + options.transport +
+                "\"; use one of auto, shm, tcp, local");
+  }
+  Rendezvous result;
+  result.store = std::move(store);
+  result.group = options.group;
+  result.rank = rank;
+  result.size = size;
+  result.deadline = Deadline::after(options.timeout);
+  return result;
+}
+
+std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions& options) {
+  TraceOwner owner{options.group, options.description, rank, options.global_ranks};
+  if (owner.global_ranks.size() != static_cast<size_t>(size)) {
+    owner.global_ranks.resize(static_cast<size_t>(size));
+    std::iota(owner.global_ranks.begin(), owner.global_ranks.end(), 0);
+  }
+  return Trace::make(std::move(owner), static_cast<size_t>(options.trace_size));
+}
+
+/// " in all_reduce #7 (...)" or " after all_reduce #7", for the middle of a sentence.
+std::string doing(const Standing& standing) {
+  if (standing.inside()) return " in " + describe(standing.call);
+  if (standing.waits.op != Op::none) return " in " + describe(standing.waits);
+  if (standing.completed == 0) return "";
+  return std::string(" after ") + name(standing.completed_op) + " #" +
+         std::to_string(standing.completed);
+}
+
+}  // namespace
+
+Communicator::Impl::Impl(std::shared_ptr<Store> store, int rank, int size,
+                         CommunicatorOptions options)
+    : options_(std::move(options)),
+      algo_(parse_algo(options_.algo)),
+      timeout_(options_.timeout.count()),
+      digests_(checks_results(options_.check)),
+      mesh_(meeting(std::move(store), rank, size, options_), options_, failure_),
+      trace_(make_trace(rank, size, options_)),
+      point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, *trace_,
+                                                     [this] { over(Lane::point_to_point); })) {
+  if (Window* window = mesh_.node_window()) window->note_waits(&spent_);
+}
+
+void Communicator::Impl::over(Lane lane) {
+  const std::exception_ptr thrown = from_reason(std::current_exception());
+  // Another thread may be using them.
+  const Digests* digests = lane == Lane::collective ? &digests_ : nullptr;
+  if (!failure_.happened()) {
+    try {
+      const std::exception_ptr error =
+          mesh_.aborted() ? thrown : explained(thrown, mesh_, lane, digests);
+      // What another rank has said meanwhile is the cause.
+      const std::exception_ptr cause = mesh_.aborted();
+      failure_.set(cause ? cause : error);
+      mesh_.abort(to_reason(cause ? cause : error));
+      trace_->set_error(failure_.text());
+    } catch (const std::bad_alloc&) {  // not enough for long words
+      failure_.set(thrown);
+      mesh_.abort("out of memory");
+    }
+  }
+  failure_.rethrow();
+  std::abort();  // not reached: an error is set
+}
+
+void Communicator::Impl::abort(const std::string& reason) noexcept {
+  if (in_child()) return;  // the parent's group goes on
+  const std::string text = "rank " + std::to_string(rank()) + " was aborted" +
+                           doing(mesh_.standing().load()) + ": " + reason;
+  failure_.set(std::make_exception_ptr(Error(text)));
+  mesh_.abort(text);
+  trace_->set_error(text);
+}
+
+}  // namespace pycomm
