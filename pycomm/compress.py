@@ -15,6 +15,7 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.hooks.fsdp import FSDPState
+from pycomm.hooks.replicas import watch_if_asked
 from pycomm.hooks.state import CompressionState
 from pycomm.policy import Policy
 
@@ -67,13 +68,16 @@ def compress(
     if isinstance(model, DistributedDataParallel):
         if weights is not None:
             raise ValueError("weights= is for fully_shard: DistributedDataParallel gathers none")
-        return _compress_ddp(model, spec, feedback=feedback, seed=seed)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return FSDPState(spec, model, weights=weights, feedback=feedback, seed=seed)
-    raise TypeError(
-        f"pycomm.compress takes a model wrapped in DistributedDataParallel or fully_shard, not "
-        f"{type(model).__name__}: {_advice(model)}"
-    )
+        state: CompressionState = _compress_ddp(model, spec, feedback=feedback, seed=seed)
+    elif any(isinstance(module, FSDPModule) for module in model.modules()):
+        state = FSDPState(spec, model, weights=weights, feedback=feedback, seed=seed)
+    else:
+        raise TypeError(
+            f"pycomm.compress takes a model wrapped in DistributedDataParallel or fully_shard, not "
+            f"{type(model).__name__}: {_advice(model)}"
+        )
+    watch_if_asked(model)
+    return state
 
 
 def _compress_ddp(

@@ -7,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "transports/window.h"
+
 namespace pycomm {
 namespace {
 

@@ -82,7 +82,7 @@ std::string Digests::verdict(int rank, const std::vector<Sighting>& ranks) const
   std::string text;
   const auto tell = [&](const std::string& what, const Sides& sides) {
     if (sides.size() < 2) return;
-    text += (text.empty() ? "" : "; and ") + what + " differs: " + vote(sides);
+    text += (text.empty() ? "ranks disagree on " : "; and on ") + what + ": " + vote(sides);
   };
   tell("the result of " + describe(call_), results);
   tell(what_, states);

@@ -14,7 +14,6 @@ import threading
 import numpy as np
 import pytest
 
-from pycomm import _C
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, WireMismatch
 from tests.collectives.ways import WAYS
@@ -56,12 +55,21 @@ OPS = {
     "all_reduce": (lambda c, x: c.all_reduce(x), "all_reduce #2 (sum of 2048 float32)"),
     "broadcast": (lambda c, x: c.broadcast(x), "broadcast #2 (2048 float32, root 0)"),
     "all_gather": (lambda c, x: c.all_gather(part(c), x[: 600 * c.size]), "all_gather #2 (600"),
-    "coded": (lambda c, x: c.all_reduce_coded(x, "quant"), "all_reduce #2 (avg of 2048 float32, int8)"),
+    "coded": (
+        lambda c, x: c.all_reduce_coded(x, "quant"),
+        "all_reduce #2 (avg of 2048 float32, quant:bits=8",
+    ),
     "coded rows": (
         lambda c, x: c.all_gather_coded(part(c), x[: 600 * c.size], "quant"),
-        "all_gather #2 (avg of 600 float32, int8)",
+        "all_gather #2 (600 float32, quant:bits=8",
     ),
 }
+
+
+def verdict(error: BaseException) -> str:
+    """What differs, by which ranks."""
+    assert isinstance(error, WireMismatch), error
+    return str(error).split(";")[0]
 
 
 @ways
@@ -74,8 +82,136 @@ def test_the_rank_whose_result_differs_is_named(way, ranks, op):
         c.barrier()
         call(c, memory(bad=c.rank == ranks - 1))
         c.all_reduce(np.ones(10))
+        c.barrier()  # over channels some ranks hear of it only here
+
+    errors = attempt(ranks, job, **CHECK, **WAYS[way])
+    assert len({str(error) for error in errors}) == 1
+    what, _, sides = verdict(errors[0]).partition(": rank ")
+    assert what.startswith(f"ranks disagree on the result of {name}")
+    assert "found by all_reduce #3 (sum of 10 float64)" in str(errors[0])
+    if ranks == 2:
+        assert sides == "0 against rank 1"
+    elif "ring" not in way:  # along a ring the others get what the bad memory has passed on
+        assert sides == "2 has other bytes than ranks 0-1"
+
+
+def test_between_processes():
+    def job(c):
+        c.broadcast(memory(bad=c.rank == 2))
+        try:
+            for _ in range(2):
+                c.barrier()
+        except WireMismatch as error:
+            return "rank 2 has other bytes than ranks 0-1, 3" in str(error)
+
+    assert all(run_processes(4, job, **CHECK))
+    assert all(run_processes(4, job, transport="tcp", **CHECK))
+
+
+def test_ranks_of_several_nodes():
+    def job(c):
+        c.broadcast(memory(bad=c.rank == 3))
+        for _ in range(2):
+            c.barrier()
+
+    for error in attempt(4, job, transport="auto", nodes=[0, 0, 1, 1], **CHECK):
+        assert verdict(error).endswith(": rank 3 has other bytes than ranks 0-2")
+
+
+def test_an_operation_in_between_without_a_common_result_hides_nothing():
+    def job(c):
+        c.broadcast(memory(bad=c.rank == 1))
+        c.reduce_scatter(np.ones(2), np.ones(1))
+
+    for error in attempt(2, job, **CHECK):
+        assert "found by reduce_scatter #2" in str(error)
+
+
+@pytest.mark.parametrize("way", ["window", "tcp"])
+def test_what_callers_name_is_compared(way):
+    def job(c):
+        for step in range(3):
+            c.compare(f"parameters of step {step}", 7 if c.rank == step == 2 else step + 1)
+            c.barrier()
         c.barrier()
 
-    for error in attempt(ranks, job, **CHECK, **WAYS[way]):
-        assert isinstance(error, WireMismatch), error
-        print(error)
+    for error in attempt(4, job, **CHECK, **WAYS[way]):
+        assert verdict(error) == (
+            "ranks disagree on parameters of step 2: rank 2 has other bytes than ranks 0-1, 3"
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "complex64", "int8"])
+@ways
+def test_equal_results_are_no_error(way, dtype):
+    """Any bits, so NaNs of all kinds and both zeros; sizes that divide by nothing."""
+
+    def random(c, numel):
+        rng = np.random.default_rng([c.rank, numel])
+        return rng.integers(0, 256, numel * np.dtype(dtype).itemsize, "uint8").view(dtype)
+
+    def job(c):
+        n = c.size
+        for numel in (0, 1, 1001, 40_003):
+            for op in ("sum", "prod") if dtype == "complex64" else ("sum", "avg", "min", "max"):
+                c.all_reduce(random(c, numel), op)
+            c.broadcast(random(c, numel), n - 1)
+            c.reduce(random(c, numel), random(c, numel), 0)
+            c.all_gather(random(c, numel), random(c, numel * n))
+            c.reduce_scatter(random(c, numel * n), random(c, numel))
+            c.all_to_all(random(c, numel * n), random(c, numel * n))
+            c.gather(random(c, numel), random(c, numel * n), 0)
+            c.scatter(random(c, numel * n), random(c, numel), n - 1)
+        if dtype == "float32":
+            for codec in ("quant", "topk:density=0.1", "mx", "sign", "lossless"):
+                c.all_reduce_coded(random(c, 5001), codec)
+                c.all_gather_coded(random(c, 501), random(c, 501 * n), codec)
+        c.barrier()
+
+    for ranks in (1, 2, 3):
+        run(ranks, job, **CHECK, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", ["window", "tcp"])
+def test_without_the_check_nothing_is_compared(way):
+    def job(c):
+        c.compare("parameters", c.rank + 1)
+        c.broadcast(memory(bad=c.rank == 1))
+        c.barrier()
+        return c.core.compares
+
+    assert run(2, job, **WAYS[way]) == [False, False]
+
+
+def test_the_check_sends_no_byte_more():
+    def job(c):
+        for numel in (1, 1000, 100_000):
+            c.all_reduce(np.ones(numel))
+        c.barrier()
+        return c.sent_bytes()
+
+    for way in ("window", "direct"):
+        assert run(3, job, **CHECK, **WAYS[way]) == run(3, job, **WAYS[way])
+
+
+def test_ranks_agree_on_the_check_when_they_meet():
+    store, errors = Store.local(), []
+
+    def meet(rank, check):
+        try:
+            Communicator(store, rank, 2, transport="local", check=check, timeout=5)
+        except Error as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=meet, args=pair) for pair in enumerate(["none", "results"])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    for error in errors:
+        assert isinstance(error, WireMismatch)
+        assert "check=none" in str(error)
+        assert "check=results" in str(error)
+    with pytest.raises(Error, match='unknown check "all"; use one of none, results'):
+        Communicator(None, 0, 1, check="all")

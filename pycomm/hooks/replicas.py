@@ -1,0 +1,137 @@
+"""Replicas of a model compare their parameters once per step, without a message.
+
+A digest of the parameters travels with the next operation of the group, if that makes the check
+"results" (csrc/collectives/digests.h): replicas that differ are an error that names the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from pycomm import _C
+from pycomm.backend import find
+from pycomm.errors import Error
+from pycomm.hooks.fsdp_seams import units
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a number that differs if a bit of the tensors does.
+
+    Memory of the CPU is hashed where it lies (CRC-32C). Of a tensor on a device the words are added
+    up there as integers, and the sums are hashed: that misses values that have changed places.
+
+    Args:
+        tensors: any shapes and dtypes.
+
+    Returns:
+        1 to 2^32 - 1.
+    """
+    here, sums = [], []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        if flat.device.type == "cpu":
+            here.append(flat)
+        else:
+            words = flat.view(_WORDS[flat.element_size()])
+            sums.append(words.sum(dtype=torch.int64))
+    if sums:  # one copy, one wait
+        here.append(torch.stack(sums).cpu())
+    return _C.digest(_C.Parts([(x.data_ptr(), x.numel() * x.element_size()) for x in here]))
+
+
+def _replicated(model: nn.Module) -> Iterator[tuple[dist.ProcessGroup, torch.Tensor]]:
+    """What ranks have copies of, and which ranks."""
+    if isinstance(model, DistributedDataParallel):
+        for parameter in model.module.parameters():
+            yield model.process_group, parameter
+        return
+    for unit in units(model):
+        for sharded in unit.parameters.values():
+            if isinstance(sharded.mesh_info, DDPMeshInfo):
+                yield sharded.mesh_info.replicate_process_group, sharded.sharded_param.to_local()
+
+
+class _Watch:
+    """A hook before the forward pass of a model."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        if not model.training or not _synchronizes(model):
+            return
+        self.step += 1
+        for group, copies in _by_group(model).items():
+            backend = find(group, copies[0].device)
+            if backend is not None:
+                backend.compare(f"the parameters before step {self.step}", digest(copies))
+
+
+def _synchronizes(model: nn.Module) -> bool:
+    """Whether a backward pass follows after which replicas are equal again."""
+    if not isinstance(model, DistributedDataParallel):
+        return True
+    return model.require_backward_grad_sync and not model._join_config.enable
+
+
+def _by_group(model: nn.Module) -> dict[dist.ProcessGroup, list[torch.Tensor]]:
+    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for group, copy in _replicated(model):
+        found.setdefault(group, []).append(copy)
+    return found
+
+
+def watch_if_asked(model: nn.Module) -> None:
+    """Do what `watch_parameters` does if the groups of the model's replicas make that check."""
+    groups = _by_group(model)
+    backends = [find(group, copies[0].device) for group, copies in groups.items()]
+    if backends and all(backend is not None and backend.compares for backend in backends):
+        model.register_forward_pre_hook(_Watch(), prepend=True)
+
+
+def watch_parameters(model: nn.Module) -> RemovableHandle:
+    """Compare the parameters of all replicas before every training step from now on.
+
+    `pycomm.compress` does it by itself. The group's next operation raises `pycomm.WireMismatch` on
+    all ranks if the replicas differ: their memory is faulty, or one of them has missed an update.
+
+    Args:
+        model: wrapped in DistributedDataParallel, or in fully_shard on a mesh of two dimensions
+            (HSDP): then replicas of shards are compared. All ranks call this.
+
+    Returns:
+        A handle whose ``remove()`` ends it.
+
+    Raises:
+        Error: the model has no replicas, or their group makes no such check.
+
+    Example:
+        >>> import pycomm
+        >>> model = DistributedDataParallel(net)  # doctest: +SKIP
+        >>> pycomm.watch_parameters(model)  # doctest: +SKIP
+    """
+    groups = _by_group(model)
+    if not groups:
+        raise Error(
+            "no rank has a copy of these parameters: wrap the model in DistributedDataParallel, or "
+            "in fully_shard on a mesh of two dimensions"
+        )
+    for group, copies in groups.items():
+        backend = find(group, copies[0].device)
+        if backend is None or not backend.compares:
+            raise Error(
+                'parameters are compared by groups of the backend "pycomm" with '
+                'PYCOMM_CHECK=results or pycomm.Options(check="results")'
+            )
+    return model.register_forward_pre_hook(_Watch(), prepend=True)
