@@ -84,9 +84,11 @@ std::string describe(const OpTag& tag) {
 }
 
 std::string describe_fully(const OpTag& tag) {
-  if (!tag.result && !tag.state) return describe(tag);
+  const bool collective = tag.op != Op::send && tag.op != Op::recv;
+  if (!collective || (!tag.codec && !tag.result && !tag.state)) return describe(tag);
   char digests[48];
-  std::snprintf(digests, sizeof digests, " with the digests %08x and %08x", tag.result, tag.state);
+  std::snprintf(digests, sizeof digests, " with digests %08x, %08x, %08x", tag.codec, tag.result,
+                tag.state);
   return describe(tag) + digests;
 }
 

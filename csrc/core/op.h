@@ -58,7 +58,8 @@ PYCOMM_API size_t size_of(DType dtype);
 
 /// "all_reduce #12 (sum of 1000 float32, int4,block=128)", "recv of 80 bytes from rank 1 (tag 7)".
 PYCOMM_API std::string describe(const OpTag& tag);
-/// The same with its digests, if it has any: for two tags that may differ in nothing else.
+/// The same with digests of options, result and state, if it has any: for two tags that may differ
+/// in nothing else.
 PYCOMM_API std::string describe_fully(const OpTag& tag);
 
 /// A send to a rank or a recv from it, -1 for any; for people, it does not travel with data.

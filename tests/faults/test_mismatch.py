@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,28 +92,88 @@ def test_parts_that_differ_in_all_to_all():
         assert "16 bytes" in str(error)
 
 
-def test_options_that_differ_are_found_when_ranks_meet():
-    store, errors = Store.local(), []
+# How ranks encode while the first two have {"seed": 1, "step": 1} and quant, and what tells.
+CODED = {
+    "codec": ({"codec": "sign"}, "sign"),
+    "codec's options": ({"codec": "quant:block=128"}, "block=128"),
+    "seed": ({"seed": 2}, "with digests"),
+    "step": ({"step": 2}, "with digests"),
+    "average": ({"average": False}, "sum of 1000 float32"),
+}
 
-    def meet(rank, algo):
+
+@pytest.mark.parametrize("way", ["window", "tcp"])
+@pytest.mark.parametrize("what", CODED)
+def test_codings_that_differ(way, what):
+    change, word = CODED[what]
+
+    def job(c):
+        how = {"codec": "quant", "seed": 1, "step": 1} | (change if c.rank == 2 else {})
+        c.all_reduce_coded(ones(1000), how.pop("codec"), **how)
+
+    for error in attempt(3, job, **WAYS[way]):
+        assert isinstance(error, WireMismatch)
+        assert "rank 2" in str(error)
+        assert word in str(error)
+        assert "all_reduce #1 (avg of 1000 float32, quant:bits=8" in str(error)
+
+
+def meet(*options: dict[str, Any]) -> list[Any]:
+    """What ranks get that start with these options."""
+    store, outcomes = Store.local(), [None] * len(options)
+
+    def start(rank):
         try:
-            Communicator(store, rank, 2, transport="local", algo=algo, timeout=5)
+            given = {"transport": "local", "timeout": 5} | options[rank]
+            outcomes[rank] = Communicator(store, rank, len(options), **given)
         except Error as error:
-            errors.append(error)
+            outcomes[rank] = error
 
-    threads = [
-        threading.Thread(target=meet, args=(0, "direct")),
-        threading.Thread(target=meet, args=(1, "ring")),
-    ]
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(len(options))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(errors) == 2
-    for error in errors:
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "words"),
+    [
+        ("algo", ("direct", "ring"), ("algo=direct", "algo=ring")),
+        ("transport", ("local", "tcp"), ("transport=local", "transport=tcp")),
+        ("check", ("none", "results"), ("check=none", "check=results")),
+        ("segment_bytes", (0, 64), ("segment_bytes=0", "segment_bytes=64")),
+        ("nodes", ((0, 0), (0, 1)), ("nodes=0,0", "nodes=0,1")),
+    ],
+)
+def test_options_that_differ_are_found_when_ranks_meet(option, values, words):
+    for error in meet(*({option: value} for value in values)):
         assert isinstance(error, WireMismatch)
-        assert "algo=direct" in str(error)
-        assert "algo=ring" in str(error)
+        for word in words:
+            assert word in str(error)
+
+
+@pytest.mark.parametrize(("option", "values"), [("sockets", (1, 3)), ("tls", (False, True))])
+def test_connections_that_differ_are_found_when_ranks_meet(option, values):
+    for error in meet(*({option: value, "transport": "tcp"} for value in values)):
+        print(error)
+        assert isinstance(error, WireMismatch)
+
+
+def test_a_rank_that_speaks_another_version_is_found_when_ranks_meet():
+    store = Store.local()
+    store.set("default/here/1", b"wire=999 size=2")
+    with pytest.raises(WireMismatch, match='rank 1 has "wire=999 size=2"'):
+        Communicator(store, 0, 2, transport="local", timeout=5)
+
+
+def test_what_need_not_be_equal():
+    first = {"timeout": 5, "checksum": "payload", "link_bytes_per_second": 1e9}
+    second = {"timeout": 9, "checksum": "header"}
+    for way in ({"transport": "local"}, {"transport": "tcp"}):
+        for outcome in meet(first | way, second | way):
+            assert isinstance(outcome, Communicator), outcome
 
 
 def test_between_processes():
