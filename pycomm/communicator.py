@@ -44,8 +44,7 @@ class Communicator:
         checksum: what TCP frames are checked by: "payload" (and header), "header" alone, or
             "auto": payloads too, unless they stay on the host or are encrypted.
         tls: whether TCP connections are encrypted, by TLS 1.3; equal on all ranks.
-        check: "results": digests of results travel with the next operation, and ranks that differ
-            are an error (``docs/reliability.md``); "none".
+        check: "results": results that differ are an error (docs/reliability.md); "none".
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
         parent: a group in which these ranks are already: it knows who dies in the meeting.
@@ -178,15 +177,9 @@ class Communicator:
         return self.core.describe()
 
     def compare(self, what: str, digest: int) -> None:
-        """Have the next operation fail on all ranks if they give different digests here.
+        """With ``check="results"``: fail the next operation if ranks give other digests, not 0.
 
-        Without a message of its own, and only with ``check="results"``. All ranks call it between
-        the same two operations; it replaces the digest before.
-
-        Args:
-            what: how the error calls it, such as "parameters of step 7".
-            digest: 1 to 2^32 - 1.
-        """
+        ``what`` is for the error. All ranks call it between the same two operations."""
         self.core.compare(what, digest)
 
     def trace(self) -> dict[str, Any]:

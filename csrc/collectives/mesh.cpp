@@ -43,6 +43,9 @@ std::string hello(const Rendezvous& meeting, const CommunicatorOptions& options)
                      " size=" + std::to_string(meeting.size) + " transport=" + options.transport +
                      " algo=" + options.algo + " check=" + options.check +
                      " segment_bytes=" + std::to_string(options.segment_bytes);
+  if (options.transport == "tcp" || options.transport == "auto") {
+    text += " sockets=" + std::to_string(options.sockets) + " tls=" + (options.tls ? "on" : "off");
+  }
   if (options.nodes.empty()) return text;
   text += " nodes=";
   for (const int node : options.nodes) text += std::to_string(node) + ",";

@@ -154,11 +154,18 @@ def test_options_that_differ_are_found_when_ranks_meet(option, values, words):
             assert word in str(error)
 
 
-@pytest.mark.parametrize(("option", "values"), [("sockets", (1, 3)), ("tls", (False, True))])
-def test_connections_that_differ_are_found_when_ranks_meet(option, values):
+@pytest.mark.parametrize(
+    ("option", "values", "words"),
+    [
+        ("sockets", (1, 3), ("sockets=1", "sockets=3")),
+        ("tls", (False, True), ("tls=off", "tls=on")),
+    ],
+)
+def test_connections_that_differ_are_found_when_ranks_meet(option, values, words):
     for error in meet(*({option: value, "transport": "tcp"} for value in values)):
-        print(error)
         assert isinstance(error, WireMismatch)
+        for word in words:
+            assert word in str(error)
 
 
 def test_a_rank_that_speaks_another_version_is_found_when_ranks_meet():
