@@ -292,8 +292,7 @@ class Parts:
 class SharedArray:  # has a buffer
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int) -> memoryview: ...
-    @property
-    def dtype(self) -> str: ...
+    dtype: str  # to be read only
 
 class Request:
     buffer: Any

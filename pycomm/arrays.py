@@ -121,3 +121,11 @@ def parts(
         found.append((address, count))
         address += count * _C.size_of(dtype)
     return found, dtype
+
+
+def check_own(what: str, numel: int, out_numel: int, dtype: _C.DType, out_dtype: _C.DType) -> None:
+    """Refuse sizes and dtypes of our own part that differ between input and output."""
+    if dtype != out_dtype:
+        raise Error(f"{what}: input is {dtype.name}, out is {out_dtype.name}")
+    if numel != out_numel:
+        raise Error(f"{what}: our own part has {numel} elements as input and {out_numel} as output")

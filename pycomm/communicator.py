@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _C
-from pycomm.arrays import core_dtype, pair, parts, reduce_op, span
+from pycomm.arrays import check_own, core_dtype, pair, parts, reduce_op, span
 from pycomm.env import env
 from pycomm.errors import Error
 from pycomm.pieces import Piece, built, floats
@@ -372,7 +372,7 @@ class Communicator:
         if isinstance(input, list | tuple):
             sources, dtype = parts("reduce_scatter: input", input, self.size, False)
             target, numel, out_dtype = span(out, True)
-            self._agree("reduce_scatter", sources[self.rank][1], numel, dtype, out_dtype)
+            check_own("reduce_scatter", sources[self.rank][1], numel, dtype, out_dtype)
             self.core.reduce_scatter(
                 _C.Parts(sources), target, dtype, reduce_op(op), factor, timeout
             )
@@ -389,7 +389,7 @@ class Communicator:
         if isinstance(out, list | tuple):
             targets, dtype = parts("all_gather: out", out, self.size, True)
             source, numel, in_dtype = span(input, False)
-            self._agree("all_gather", numel, targets[self.rank][1], in_dtype, dtype)
+            check_own("all_gather", numel, targets[self.rank][1], in_dtype, dtype)
             self.core.all_gather(source, _C.Parts(targets), dtype, timeout)
             return
         source, target, numel, dtype = pair(input, out, "all_gather", 1, self.size)
@@ -416,19 +416,8 @@ class Communicator:
         sources, dtype = parts("all_to_all: input", input, self.size, False, send_counts)
         targets, out_dtype = parts("all_to_all: out", out, self.size, True, recv_counts)
         own = sources[self.rank][1], targets[self.rank][1]
-        self._agree("all_to_all", *own, dtype, out_dtype)
+        check_own("all_to_all", *own, dtype, out_dtype)
         self.core.all_to_all(_C.Parts(sources), _C.Parts(targets), dtype, timeout)
-
-    def _agree(
-        self, what: str, numel: int, out_numel: int, dtype: _C.DType, out_dtype: _C.DType
-    ) -> None:
-        if dtype != out_dtype:
-            raise Error(f"{what}: input is {dtype.name}, out is {out_dtype.name}")
-        if numel != out_numel:
-            raise Error(
-                f"{what}: part {self.rank}, our own, has {numel} elements as input "
-                f"and {out_numel} as output"
-            )
 
     def broadcast(self, data: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Replace ``data`` on every rank by the root's."""
@@ -459,7 +448,7 @@ class Communicator:
         targets: list[tuple[int, int]] = []
         if self.rank == root:
             targets, out_dtype = parts("gather: out", out, self.size, True)
-            self._agree("gather", numel, targets[root][1], dtype, out_dtype)
+            check_own("gather", numel, targets[root][1], dtype, out_dtype)
         self.core.gather(source, numel, _C.Parts(targets), dtype, root, timeout)
 
     def scatter(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
@@ -471,7 +460,7 @@ class Communicator:
         sources: list[tuple[int, int]] = []
         if self.rank == root:
             sources, in_dtype = parts("scatter: input", input, self.size, False)
-            self._agree("scatter", sources[root][1], numel, in_dtype, dtype)
+            check_own("scatter", sources[root][1], numel, in_dtype, dtype)
         self.core.scatter(_C.Parts(sources), target, numel, dtype, root, timeout)
 
     def barrier(self, *, timeout: float = 0.0) -> None:
