@@ -72,9 +72,10 @@ class Proxy:
                     self._reset(sink)
                     return
             sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            self._reset(source)
-            self._reset(sink)
+        except OSError:  # the other end of that one is told; whoever has them closes them
+            for end in (source, sink):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
     @staticmethod
     def _reset(end: socket.socket) -> None:
