@@ -105,6 +105,8 @@ void bind(py::module_& m) {
     }
   });
   py::register_local_exception_translator(translate_errors);
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function([] { OpenGroups::all().shutdown(); }));
 
   py::class_<BackendOptions, intrusive_ptr<BackendOptions>, c10d::Backend::Options> options(
       m, "Options");

@@ -6,8 +6,8 @@
 #include "binding/c10d_arguments.h"
 #include "binding/c10d_engine.h"
 #include "binding/c10d_layout.h"
+#include "binding/c10d_open_group.h"
 #include "binding/trace_records.h"
-#include "core/fork_guard.h"
 
 namespace pycomm::torch_binding {
 
@@ -192,12 +192,8 @@ class Backend final : public c10d::Backend {
   /// The work itself; endCoalescing() will wait for it.
   WorkPtr noted(WorkPtr work);
 
-  std::shared_ptr<Engine> open_engine() const {
-    const std::lock_guard<std::mutex> lock(engine_mutex_);
-    return engine_;
-  }
   std::shared_ptr<Engine> engine() const {
-    auto engine = open_engine();
+    auto engine = open_->engine();
     if (!engine) raise(arguments_.here() + "the process group is shut down");
     return engine;
   }
@@ -212,10 +208,7 @@ class Backend final : public c10d::Backend {
   const intrusive_ptr<c10d::Store> store_;
   const std::string group_;  ///< its name in the store
   const intrusive_ptr<BackendOptions> options_;
-  mutable std::mutex engine_mutex_;
-  const ForkGuard fork_;
-  std::shared_ptr<Engine> engine_;                                     ///< null after shutdown
-  std::atomic<c10d::ErrorType> last_error_{c10d::ErrorType::SUCCESS};  ///< when it was shut down
+  std::shared_ptr<OpenGroup> open_;
   int monitored_barriers_ = 0, shrinks_ = 0;
   c10::weak_intrusive_ptr<c10d::Backend> fresh_{intrusive_ptr<c10d::Backend>()};
 

@@ -25,7 +25,8 @@ Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
       communicator.parent = &parent.engine->comm();
       communicator.parent_ranks = parent.ranks;
     }
-    engine_ = std::make_shared<Engine>(store, rank, size, communicator, options_->device);
+    open_ = std::make_shared<OpenGroup>(
+        std::make_shared<Engine>(store, rank, size, communicator, options_->device), store);
   });
 }
 
@@ -33,9 +34,10 @@ namespace {
 
 /// Ranks compare their figures by the group's store. They do not keep it: when its groups are gone,
 /// the port of its server must be free.
-void join_station(Backend& backend, const intrusive_ptr<c10d::Store>& store) {
-  const auto locked = [weak = c10::weak_intrusive_ptr<c10d::Store>(store)] {
-    if (auto living = weak.lock()) return living;
+void join_station(Backend& backend, const std::shared_ptr<OpenGroup>& group) {
+  const auto locked = [weak = std::weak_ptr<OpenGroup>(group)] {
+    const auto open = weak.lock();
+    if (auto living = open ? open->store() : nullptr) return living;
     throw std::runtime_error("the store is gone");
   };
   const auto put = [locked](const std::string& key, const std::string& value) {
@@ -64,12 +66,9 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
   const int64_t generation = store->add(name + ": groups of rank " + std::to_string(rank), 1);
   auto backend = c10::make_intrusive<Backend>(store, rank, size, std::move(options),
                                               name + "/" + std::to_string(generation), parent);
+  OpenGroups::all().add(backend->open_);
   const py::gil_scoped_acquire gil;
-  const auto close = [weak = c10::weak_intrusive_ptr<Backend>(backend)] {
-    if (const auto open = weak.lock()) open->shutdown();
-  };
-  py::module_::import("atexit").attr("register")(py::cpp_function(close));
-  join_station(*backend, store);
+  join_station(*backend, backend->open_);
   return backend;
 }
 
@@ -78,7 +77,7 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
 Parent Backend::as_parent(const std::vector<int>& ranks) const {
   const bool ours =
       std::all_of(ranks.begin(), ranks.end(), [this](int r) { return r >= 0 && r < size_; });
-  return ours ? Parent{open_engine(), ranks} : Parent{};
+  return ours ? Parent{open_->engine(), ranks} : Parent{};
 }
 
 /// A copy of what the caller gives, or of our own. Torch's default timeout means that nobody named
@@ -96,7 +95,7 @@ intrusive_ptr<Backend> Backend::made_from_this(const intrusive_ptr<c10d::Store>&
   const auto options = options_for(given);
   const auto fresh = c10::static_intrusive_pointer_cast<Backend>(fresh_.lock());
   fresh_.reset();
-  if (fresh && fresh->open_engine() && fresh->options_->group_name == options->group_name) {
+  if (fresh && fresh->open_->engine() && fresh->options_->group_name == options->group_name) {
     return fresh;
   }
   auto made = make(store, rank, size, options, options->group_name, parent);
@@ -201,10 +200,7 @@ void Backend::setTimeout(Milliseconds timeout) {
   engine()->set_timeout(timeout);
 }
 
-c10d::ErrorType Backend::getError() {
-  const auto engine = open_engine();
-  return engine ? engine->error() : last_error_.load();
-}
+c10d::ErrorType Backend::getError() { return open_->error(); }
 
 void Backend::registerOnCompletionHook(Engine::Hook&& hook) {
   if (onCompletionHook_)
@@ -216,7 +212,7 @@ void Backend::registerOnCompletionHook(Engine::Hook&& hook) {
 // ------------------------------------------------------------------ ending
 
 void Backend::abort() {
-  if (const auto engine = open_engine()) engine->abort("called abort()");
+  if (const auto engine = open_->engine()) engine->abort("called abort()");
 }
 
 std::string Work::whereabouts() const {
@@ -230,15 +226,6 @@ void Work::abort() {
   if (engine && !isCompleted()) engine->abort("aborted its " + std::string(name_));
 }
 
-void Backend::shutdown() {
-  if (fork_.in_child()) return;
-  const WithoutGil without_gil;  // callbacks may need it
-  const auto engine = open_engine();
-  if (!engine) return;
-  engine->finish();  // still open: callbacks may issue what they always did
-  last_error_ = engine->error();
-  const std::lock_guard<std::mutex> lock(engine_mutex_);
-  engine_.reset();
-}
+void Backend::shutdown() { open_->shutdown(); }
 
 }  // namespace pycomm::torch_binding

@@ -54,7 +54,7 @@ struct Board {
   cpu_set_t cpus;               ///< where the rank may run
 };
 
-struct alignas(kLine) Ring {
+struct Ring {
   alignas(kLine) std::atomic<uint64_t> head;  ///< bytes written, by the sender
   alignas(kLine) std::atomic<uint64_t> tail;  ///< bytes read, by the receiver
   alignas(4096) uint8_t data[kRingBytes];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import os
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import backend
+from pycomm._build import load_c10d
 
 CPU = torch.device("cpu")
 ErrorType = torch._C._distributed_c10d.ErrorType
@@ -231,13 +233,41 @@ def check_split(rank: int, size: int) -> None:
     twin = dist.group.WORLD.split_group(ranks)  # torch calls it by the same name
     for group in (half, again, twin):
         group.shutdown()
-    assert shared_mappings() == before  # CPU and CUDA had one backend
+    assert shared_mappings() == before  # torch had asked for one for the CPU and one for CUDA
     assert native.perform_nocolor_split(CPU) is None
     native.eager_connect_single_device(torch.device("cpu:0"))
 
 
 def test_split_group(pool):
     pool.run(check_split, ranks=4)
+
+
+def sockets() -> int:
+    found = 0
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            found += os.readlink(file).startswith("socket:")
+    return found
+
+
+def check_store_goes(rank: int, size: int) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = [server.port]
+    dist.broadcast_object_list(port)  # both use that of rank 0, which closes its ends when it likes
+    before = sockets()
+    for way in ("shut down", "dropped"):
+        store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
+        group = load_c10d().Backend(store, rank, size, pycomm.Options(transport="shm"), way)
+        assert sockets() > before
+        if way == "shut down":
+            group.shutdown()
+        del group, store
+        assert rank == 0 or sockets() == before, way
+    dist.barrier()
+
+
+def test_what_a_group_holds_goes_with_it(pool):
+    pool.run(check_store_goes)
 
 
 def check_merge(rank: int, size: int) -> None:
