@@ -13,6 +13,7 @@ from pycomm.plan.probe_ranks import PAUSE, Ranks, all_reduces
 from pycomm.plan.probed import Crowd, Probe
 
 SHORT, FIRST, LONGEST = 8, 1 << 20, 64 << 20  # bytes of messages
+SMALL = 64 << 10  # of a buffer whose messages from all ranks fit the queues of a switch
 MANY = 256  # small messages that are on their way at once
 
 
@@ -74,7 +75,7 @@ def _message(group: Communicator) -> float:
 def crowd(ranks: Ranks, members: int, found: Probe | None, budget: float) -> Crowd | None:
     """From all-reduces of more ranks of a machine than it has cores.
 
-    The time of a core in a longer buffer gives what a byte costs there, less folding; what a short
+    The time of a core in a longer buffer gives what a byte costs there, less folding; what a small
     one takes beyond what the planner says is waiting for a core, in each of two rounds.
 
     Args:
@@ -91,8 +92,9 @@ def crowd(ranks: Ranks, members: int, found: Probe | None, budget: float) -> Cro
     length = FIRST
     while length < LONGEST and 3 * seconds * (2 * length / FIRST) < budget / 2:
         length *= 2
-    times = max(3, min(10, round(budget / 2 / (seconds + PAUSE))))
-    seconds, core = all_reduces(group, FIRST, times, pause=PAUSE)
+    times = max(3, min(10, round(budget / 3 / (seconds + PAUSE))))
+    small, _ = all_reduces(group, SMALL, 10, pause=PAUSE)
+    _, core = all_reduces(group, FIRST, times, pause=PAUSE)
     longer_core = all_reduces(group, length, 3)[1] if length > FIRST else core
     if found is None:
         return None
@@ -104,5 +106,5 @@ def crowd(ranks: Ranks, members: int, found: Probe | None, budget: float) -> Cro
         folded = 1 / plain.holding(length // 4).processor.memory
         byte = max(byte, (per_byte - folded) / moved)
     crowded = found.crowded(Crowd(members, byte, 0.0)).cluster(members)
-    expected = simulate.all_reduce(crowded, NONE, "two_shot", Size.of(FIRST // 4, NONE))
-    return Crowd(members, byte, max(0.0, seconds - expected) / 2)
+    expected = simulate.all_reduce(crowded, NONE, "two_shot", Size.of(SMALL // 4, NONE))
+    return Crowd(members, byte, max(0.0, small - expected) / 2)
