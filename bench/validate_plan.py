@@ -257,16 +257,15 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         probes = options.probes or Path(folder)
         probes.mkdir(parents=True, exist_ok=True)
-        parts = None
-        if "step" in options.kind:
-            kept = probes / "alone.json"
-            if not kept.exists():
-                kept.write_text(json.dumps(alone()))
-            parts = json.loads(kept.read_text())
         print("kind       rate     ranks size  codec       predicted   measured    error  (ms)")
         for rate in options.rate.split(","):
-            path = probes / f"{rate}.json"
+            path, kept = probes / f"{rate}.json", probes / f"{rate}-alone.json"
             found = Probe.read(path) if path.exists() else probe(rate, path)
+            parts = None
+            if "step" in options.kind:
+                if not kept.exists():
+                    kept.write_text(json.dumps(alone()))
+                parts = json.loads(kept.read_text())
             for ranks in map(int, options.ranks.split(",")):
                 for case in measure(options, rate, ranks, found, parts):
                     show(case)

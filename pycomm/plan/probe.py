@@ -51,7 +51,7 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None
             member, budget = int(rank != 0), SECONDS * effort
             links[level], group = probe_links.measure(ranks, level, member, memory, budget)
             pair = pair or group
-        ranks.group.barrier()
+        ranks.rest(level)
     machines, cores = ranks.gather("machine", machine_of_process()), cores_of_process()
     before = machines[:rank].count(machines[rank])
     busy = before < max(2, cores)  # those beyond would only wait for a core
@@ -59,7 +59,7 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None
     inter = links["inter"]
     if pair is not None and inter is not None:
         measured = [probe_codecs.in_use(pair, inter, found, effort) for found in measured]
-    ranks.group.barrier()
+    ranks.rest("in use")
     found = None
     if rank == 0:
         here = min(max(2, cores), machines.count(machines[0]))
@@ -79,6 +79,7 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None
         )
     if len(set(machines)) < len(set(nodes)) == size:
         found = _crowds(ranks, cores, found, SECONDS * effort)
+    ranks.group.barrier()  # then nobody needs the store any more
     return found
 
 
@@ -89,6 +90,6 @@ def _crowds(ranks: Ranks, cores: int, found: Probe | None, budget: float) -> Pro
         crowd = probe_links.crowd(ranks, members, found, budget)
         if found is not None and crowd is not None:
             found = found.crowded(crowd)
-        ranks.group.barrier()
+        ranks.rest(f"crowd of {members}")
         members *= 2
     return found

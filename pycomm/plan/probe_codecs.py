@@ -35,7 +35,7 @@ def measure(ranks: Ranks, numel: int, effort: float, *, busy: bool) -> Codecs:
     rates = {}
     for coding in CODINGS.values():
         if coding.spec:
-            ranks.group.barrier()
+            ranks.rest(f"{coding.name} {numel}")
             if not busy:
                 continue
             rates[coding.name] = _rates(_C.Codec(coding.spec), numel, REPEAT * effort)

@@ -26,6 +26,10 @@ class Ranks:
         keys = (f"probe/{name}/{rank}" for rank in range(self.size))
         return [self.store.get(key, 60.0).decode() for key in keys]
 
+    def rest(self, name: str) -> None:
+        """Sleep until all are here: who waits in a collective looks about, and others feel it."""
+        self.gather(name, "")
+
     def nodes(self) -> list[int]:
         """The node of each rank."""
         levels = self.group.core.levels

@@ -45,8 +45,9 @@ def test_nodes_on_one_machine_share_its_cores(probed):
 
 
 def test_ranks_without_a_core_pay_more_for_a_byte_and_wait(probed):
-    found = replace(Probe.read(probed[0]), cores=2)
-    alone = found.inter
+    found = Probe.read(probed[0])
+    alone = replace(found.inter, byte=1e-9)
+    found = replace(found, cores=2, inter=alone)
     crowds = (Crowd(4, 2 * alone.byte, 1e-3), Crowd(8, 4 * alone.byte, 3e-3))
     found = found.crowded(crowds[0]).crowded(crowds[1])
     links = {ranks: found.cluster(ranks).inter for ranks in (2, 4, 6, 8)}
