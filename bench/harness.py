@@ -24,6 +24,8 @@ from typing import Any
 
 from pycomm.env import given
 
+UNTOLD = {"PYCOMM_SECRET", "PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE"}
+"""Variables that no row tells: a secret, and what builds take."""
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -89,7 +91,7 @@ class Origin:
         """Of this process; variables of ours that are set stand before the command."""
         from pycomm import _C
 
-        ours = {k: v for k, v in given().items() if k != "PYCOMM_SECRET"}
+        ours = {k: v for k, v in given().items() if k not in UNTOLD}
         return cls(
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             command=" ".join([*(f"{k}={shlex.quote(v)}" for k, v in ours.items()), command]),

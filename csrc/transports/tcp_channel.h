@@ -37,7 +37,8 @@ class TcpChannel final : public Channel {
   /// Notices cuts, connects again and repeats, without looking at what callers wait for.
   void heal();
   /// heal(), if there are new connections or bytes to repeat: on a lane that nobody drives the peer
-  /// may wait for either. True if it should be called again soon. Who calls has the mutex.
+  /// may wait for either. True if it should be called again soon. Who calls has the mutex. Leaves
+  /// alone what callers wait for, and their memory.
   bool tend();
 
  private:

@@ -120,6 +120,8 @@ void TcpChannel::mend() {
 }
 
 bool TcpChannel::tend() {
+  // Then somebody drives it; or has failed, and what was to be sent is no longer in its memory.
+  if (!outgoing_.empty() || !incoming_.empty()) return false;
   const auto restless = [this] {
     return std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
       return socket->wire && !socket->out.all_acknowledged() &&

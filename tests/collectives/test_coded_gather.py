@@ -149,7 +149,9 @@ def test_bytes_are_those_of_the_payloads():
         c.all_reduce_coded(np.ones(numel, np.float32), WHOLE)  # connects
         before = c.wire_bytes()
         c.all_reduce_coded(np.ones(numel, np.float32), WHOLE)
-        return c.wire_bytes() - before
+        bytes_sent = c.wire_bytes() - before
+        c.barrier()  # goodbyes are answered
+        return bytes_sent
 
     payload = (ranks - 1) * pycomm.codec(WHOLE).encoded_bytes(numel)
     assert all(payload <= n < 1.01 * payload for n in run(ranks, sent, **WAYS["tcp"]))

@@ -136,6 +136,8 @@ def test_a_signal_ends_the_wait_for_others_and_they_hear_of_it(tmp_path):
         if rank == 1:
             time.sleep(0.3)  # so that it hears of what is over already
         else:
+            # A shell starts its background jobs deaf to SIGINT, and these tests may be one.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         start = time.monotonic()
         try:
