@@ -4,9 +4,9 @@
 
 For each link rate one `plan probe` of eight ranks calibrates; then all-reduces without and with
 codecs, and the demo's training steps, of 2, 4 and 8 ranks in network namespaces. Predictions know
-the probe, and for steps what a rank takes alone, and nothing else. The last lines have the median
-and the worst error, and how often the codec predicted to be fastest was that, or within 10 % of it;
-the exit status is 1 if a promise of the planner is broken.
+the probe, and for steps what ranks take that do not talk, and nothing else. The last lines have the
+median and the worst error, and how often the codec predicted to be fastest was that, or within 10 %
+of it; the exit status is 1 if a promise of the planner is broken.
 """
 
 from __future__ import annotations
@@ -97,10 +97,16 @@ def probe(rate: str, path: Path) -> Probe:
     return Probe.read(path)
 
 
-def alone() -> dict[str, Any]:
-    """A training step of one rank: one on each core at the same time, since they share caches."""
-    with netlab.Paced(len(os.sched_getaffinity(0)), netlab.UNLIMITED) as lab:
-        return ask(lab, kind="alone")[0]
+def alone(ranks: int) -> dict[str, Any]:
+    """A training step of one rank, in seconds of a core.
+
+    As many take it at once as will train, and one on each core at least: they share caches.
+    """
+    cores = len(os.sched_getaffinity(0))
+    with netlab.Paced(max(ranks, cores), netlab.UNLIMITED) as lab:
+        found = ask(lab, kind="alone")[0]
+    share = min(1.0, cores / ranks)
+    return {k: v if k == "shapes" else v * share for k, v in found.items()}
 
 
 # ------------------------------------------------------------------ predicting
@@ -259,14 +265,10 @@ def main(argv: Sequence[str]) -> int:
         probes.mkdir(parents=True, exist_ok=True)
         print("kind       rate     ranks size  codec       predicted   measured    error  (ms)")
         for rate in options.rate.split(","):
-            path, kept = probes / f"{rate}.json", probes / f"{rate}-alone.json"
+            path = probes / f"{rate}.json"
             found = Probe.read(path) if path.exists() else probe(rate, path)
-            parts = None
-            if "step" in options.kind:
-                if not kept.exists():
-                    kept.write_text(json.dumps(alone()))
-                parts = json.loads(kept.read_text())
             for ranks in map(int, options.ranks.split(",")):
+                parts = alone(ranks) if "step" in options.kind else None
                 for case in measure(options, rate, ranks, found, parts):
                     show(case)
                     cases.append(case)
