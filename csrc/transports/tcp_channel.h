@@ -38,7 +38,7 @@ class TcpChannel final : public Channel {
   void heal();
   /// heal(), if there are new connections or bytes to repeat: on a lane that nobody drives the peer
   /// may wait for either. True if it should be called again soon. Who calls has the mutex. Leaves
-  /// alone what callers wait for, and their memory.
+  /// callers' memory alone.
   bool tend();
 
  private:
@@ -60,7 +60,7 @@ class TcpChannel final : public Channel {
   struct Socket;
 
   bool connected();
-  void mend();
+  void mend(bool pushes);
   void adopt_connections();
   bool advance();
   bool let_go();

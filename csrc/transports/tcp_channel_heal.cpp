@@ -104,10 +104,10 @@ bool TcpChannel::wounded() {
 
 void TcpChannel::heal() {
   std::lock_guard<std::mutex> lock(poller_.mutex());
-  mend();
+  mend(true);
 }
 
-void TcpChannel::mend() {
+void TcpChannel::mend(bool pushes) {
   if (sockets_.empty() && !(connector_.ready(peer_, poller_.lane()) && connected())) return;
   poller_.poll();
   if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
@@ -115,13 +115,11 @@ void TcpChannel::mend() {
     if (socket->wire && socket->ready.ends && !socket->out.all_acknowledged()) {
       cut(*socket, "it closed the connection");
     }
-    if (!socket->greeting || greet(*socket)) push(*socket);
+    if ((!socket->greeting || greet(*socket)) && pushes) push(*socket);
   }
 }
 
 bool TcpChannel::tend() {
-  // Then somebody drives it; or has failed, and what was to be sent is no longer in its memory.
-  if (!outgoing_.empty() || !incoming_.empty()) return false;
   const auto restless = [this] {
     return std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
       return socket->wire && !socket->out.all_acknowledged() &&
@@ -129,7 +127,8 @@ bool TcpChannel::tend() {
     });
   };
   if (!connector_.fresh(peer_, poller_.lane()) && !(tended_ && restless())) return false;
-  mend();
+  // Who has something to send drives the lane; or has failed, and it is no longer in its memory.
+  mend(outgoing_.empty());
   poller_.ring();  // we may have taken the event for which the lane's thread sleeps
   tended_ = restless();
   return tended_;

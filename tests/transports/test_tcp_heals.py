@@ -197,15 +197,17 @@ def test_what_was_cut_off_is_repeated_by_a_rank_that_communicates_no_more():
 
 
 def test_a_goodbye_that_was_cut_off_is_repeated():
-    wires = Wires()
+    wires, greeted = Wires(), threading.Event()
 
     def leaver(me):
         greet(me)
+        assert greeted.wait(5)
         wires.swallow(True)
         threading.Timer(0.05, lambda: (wires.swallow(False), wires.network.cut())).start()
 
     def stayer(me):
         greet(me)
+        greeted.set()
         goal, _ = me.recv(0, 4, tag(2))
         with pytest.raises(PeerLost, match=r"rank 0 .* has left the group"):
             me.wait(goal)
