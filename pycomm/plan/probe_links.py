@@ -41,8 +41,9 @@ def measure(
     seconds, core = all_reduces(group, FIRST, times)
     longer, longer_core = all_reduces(group, length, 5) if length > FIRST else (seconds, core)
     rate, per_byte = FIRST / seconds, core / FIRST
-    if length > FIRST:
+    if longer > seconds:  # else other work was in the way of the shorter
         rate = (length - FIRST) / (longer - seconds)
+    if length > FIRST:
         per_byte = (longer_core - core) / (length - FIRST)
     message = min(short / 2, _message(groups["one_shot"]))
     rested, _ = all_reduces(group, FIRST, 5, pause=PAUSE)
