@@ -14,7 +14,7 @@ SETTLED = 0.25
 GROWTH = 512.0
 """KiB per 100 events by which memory may grow: a fifth of what one group that is not given back
 would hold, of which there is at least one per event."""
-ENOUGH = 30
+ENOUGH = 12
 """Cycles from which on a slope says something."""
 
 
