@@ -121,9 +121,9 @@ void TcpChannel::mend(bool pushes) {
 
 bool TcpChannel::tend() {
   const auto restless = [this] {
-    return std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
+    return std::any_of(sockets_.begin(), sockets_.end(), [this](const auto& socket) {
       return socket->wire && !socket->out.all_acknowledged() &&
-             (socket->greeting || !socket->out.all_written());
+             (socket->greeting || (outgoing_.empty() && !socket->out.all_written()));
     });
   };
   if (!connector_.fresh(peer_, poller_.lane()) && !(tended_ && restless())) return false;
