@@ -2,11 +2,12 @@
 
     python -m pycomm.bench.validate_plan --rate 1gbit --ranks 4 --csv bench/results/plan-cpu.csv
 
-For each link rate one `plan probe` of eight ranks calibrates; then all-reduces without and with
-codecs, and the demo's training steps, of 2, 4 and 8 ranks in network namespaces. Predictions know
-the probe, and for steps what ranks take that do not talk, and nothing else. The last lines have the
-median and the worst error, and how often the codec predicted to be fastest was that, or within 10 %
-of it; the exit status is 1 if a promise of the planner is broken.
+For each link rate and number of ranks a `plan probe` of eight ranks calibrates, since cores of a
+rented machine change within minutes; then all-reduces without and with codecs, and the demo's
+training steps, of 2, 4 and 8 ranks in network namespaces. Predictions know the probe, and for steps
+what ranks take that do not talk, and nothing else. The last lines have the median and the worst
+error, and how often the codec predicted to be fastest was that, or within 10 % of it; the exit
+status is 1 if a promise of the planner is broken.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from pycomm.plan.algorithms import Size
 CODECS = ("none", "int8", "int4", "topk:0.01")
 MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # what is promised
 PROBED = 8  # ranks of a probe: two show a link, more what it is to share cores
-STEPS = ("none", "int8", "int4", "topk:0.01")
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,6 @@ def probe(rate: str, path: Path) -> Probe:
     return Probe.read(path)
 
 
-def alone(ranks: int) -> dict[str, Any]:
-    """A training step of one rank, in seconds of a core.
-
-    As many take it at once as will train, and one on each core at least: they share caches.
-    """
-    cores = len(os.sched_getaffinity(0))
-    with netlab.Paced(max(ranks, cores), netlab.UNLIMITED) as lab:
-        found = ask(lab, kind="alone")[0]
-    share = min(1.0, cores / ranks)
-    return {k: v if k == "shapes" else v * share for k, v in found.items()}
-
-
 # ------------------------------------------------------------------ predicting
 
 
@@ -121,14 +109,18 @@ def predict_all_reduce(found: Probe, ranks: int, codec: str, size: int) -> tuple
     return algorithm, seconds
 
 
-def model_of(parts: dict[str, Any]) -> Model:
-    """The demo's model, with the parts of its step as they were measured."""
+def model_of(parts: dict[str, Any], ranks: int) -> Model:
+    """The demo's model, with the parts of its step as ranks took them that do not talk.
+
+    They shared cores, so each had only a part of the seconds of one.
+    """
     from pycomm.bench.methods import Method  # needs torch, as steps do
 
+    share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
     compute = parts["forward"] + parts["backward"] + parts["optimizer"]
     return of_tensors(
         [tuple(shape) for shape in parts["shapes"]],
-        compute,
+        compute * share,
         name="demo",
         bucket_mb=Method.bucket_mb,
         forward=parts["forward"] / compute,
@@ -218,9 +210,7 @@ def show(case: Case) -> None:
     )
 
 
-def measure(
-    options: argparse.Namespace, rate: str, ranks: int, found: Probe, parts: dict[str, Any] | None
-) -> Iterable[Case]:
+def measure(options: argparse.Namespace, rate: str, ranks: int, found: Probe) -> Iterable[Case]:
     """All cases of one link rate and number of ranks."""
     with netlab.Netlab(ranks, rate) as lab:
         if "all_reduce" in options.kind:
@@ -230,9 +220,10 @@ def measure(
                 yield Case(
                     "all_reduce", rate, ranks, row["size"], row["codec"], *predicted, row["seconds"]
                 )
-        if parts:
-            model = model_of(parts)
-            for row in ask(lab, kind="steps", codecs=STEPS):
+        if "step" in options.kind:
+            parts, *rows = ask(lab, kind="steps", codecs=CODECS)
+            model = model_of(parts, ranks)
+            for row in rows:
                 predicted = predict_step(found, ranks, row["codec"], model)
                 yield Case("step", rate, ranks, 0, row["codec"], *predicted, row["seconds"])
 
@@ -265,11 +256,10 @@ def main(argv: Sequence[str]) -> int:
         probes.mkdir(parents=True, exist_ok=True)
         print("kind       rate     ranks size  codec       predicted   measured    error  (ms)")
         for rate in options.rate.split(","):
-            path = probes / f"{rate}.json"
-            found = Probe.read(path) if path.exists() else probe(rate, path)
             for ranks in map(int, options.ranks.split(",")):
-                parts = alone(ranks) if "step" in options.kind else None
-                for case in measure(options, rate, ranks, found, parts):
+                path = probes / f"{rate}-{ranks}.json"
+                found = Probe.read(path) if path.exists() else probe(rate, path)
+                for case in measure(options, rate, ranks, found):
                     show(case)
                     cases.append(case)
                     if options.csv:

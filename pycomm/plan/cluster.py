@@ -78,6 +78,16 @@ class Rates:
     """encoding with error feedback: reads and writes a residual besides"""
     measured: bool = False
 
+    def times(self, factor: float) -> Rates:
+        """All of them faster by a factor."""
+        return Rates(
+            encode=factor * self.encode,
+            decode=factor * self.decode,
+            decode_add=factor * self.decode_add,
+            encode_fed=factor * self.encode_fed,
+            measured=self.measured,
+        )
+
     def toward(self, other: Rates, share: float) -> Rates:
         """Between the two: seconds per byte are a share of the way to the other's."""
 
@@ -119,6 +129,11 @@ class Processor:
         known = self.rates.keys() & self.far.rates.keys()
         rates = {name: self.rates[name].toward(self.far.rates[name], share) for name in known}
         return replace(self, memory=memory, rates=rates, far=None)
+
+    def slower(self, name: str, factor: float, far: float) -> Processor:
+        """The same, where a codec takes so many times longer, here and where no cache holds it."""
+        known = {**self.rates, name: self.rates[name].times(1 / factor)}
+        return replace(self, rates=known, far=self.far and self.far.slower(name, far, far))
 
     def fed(self, name: str, rates: Rates) -> Processor:
         """The same, where a codec's encoding takes what it takes with error feedback."""

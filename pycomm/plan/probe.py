@@ -8,6 +8,7 @@ of one machine are the nodes, the ranks that have no core of their own then show
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm import _C
@@ -15,14 +16,18 @@ from pycomm.communicator import Communicator
 from pycomm.plan import probe_codecs, probe_links
 from pycomm.plan.cluster import Link
 from pycomm.plan.probe_ranks import Ranks
-from pycomm.plan.probed import Probe, cores_of_process, machine_of_process
+from pycomm.plan.probed import Probe, cores_of_process, machine_of_process, middle
 
-SECONDS = 2.5  # of one level of links
-NUMELS = 1 << 18, 16 << 20  # of the buffers that codecs work on: caches hold the first
+SECONDS = 2.2  # of one level of links, in all turns
+TURNS = 3
+NUMELS = 1 << 18, 8 << 20  # of the buffers that codecs work on: caches hold the first
 
 
 def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None:
     """Measure; rank 0 gets the result, the others None.
+
+    Everything is measured several times, at some seconds' distance, and the middle counts: cores of
+    a rented machine are faster now and slower then.
 
     Args:
         folder: where the ranks meet; shared by all, and new.
@@ -36,30 +41,41 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None
     if size < 2:
         raise ValueError("one rank has no links to probe: start two or more")
     ranks = Ranks(folder, rank, size)
-    nodes = ranks.nodes()
+    sizes = [max(1 << 16, int(numel * effort) >> 16 << 16) for numel in NUMELS]
+    buffers = [probe_codecs.Buffers(numel, rank) for numel in sizes]
+    found = [_turn(ranks, buffers, effort) for _ in range(TURNS)]
+    ranks.rest()  # then nobody needs the store any more
+    return middle([probe for probe in found if probe is not None]) if rank == 0 else None
+
+
+def _turn(ranks: Ranks, buffers: Sequence[probe_codecs.Buffers], effort: float) -> Probe | None:
+    rank, size, nodes = ranks.rank, ranks.size, ranks.nodes()
     partners = {
         "inter": next((r for r in range(size) if nodes[r] != nodes[0]), None),
         "intra": next((r for r in range(1, size) if nodes[r] == nodes[0]), None),
     }
-    sizes = [max(1 << 16, int(numel * effort) >> 16 << 16) for numel in NUMELS]
-    memory = probe_codecs.memory(sizes[0])
+    budget = SECONDS * effort / TURNS
+    memory = buffers[0].memory()
     links: dict[str, Link | None] = {}
     pair: Communicator | None = None
     for level, partner in partners.items():
         links[level] = None
         if partner is not None and rank in (0, partner):
-            member, budget = int(rank != 0), SECONDS * effort
-            links[level], group = probe_links.measure(ranks, level, member, memory, budget)
+            links[level], group = probe_links.measure(ranks, level, int(rank != 0), memory, budget)
             pair = pair or group
-        ranks.rest(level)
-    machines, cores = ranks.gather("machine", machine_of_process()), cores_of_process()
+        ranks.rest()
+    machines, cores = ranks.gather(machine_of_process()), cores_of_process()
     before = machines[:rank].count(machines[rank])
     busy = before < max(2, cores)  # those beyond would only wait for a core
-    measured = [probe_codecs.measure(ranks, numel, effort, busy=busy) for numel in sizes]
+    measured = [probe_codecs.measure(ranks, b, effort / TURNS, busy=busy) for b in buffers]
     inter = links["inter"]
     if pair is not None and inter is not None:
-        measured = [probe_codecs.in_use(pair, inter, found, effort) for found in measured]
-    ranks.rest("in use")
+        measured = [
+            probe_codecs.in_use(pair, inter, found, b, effort)
+            for found, b in zip(measured, buffers, strict=True)
+        ]
+        inter = probe_links.with_rounds(inter, measured[0])
+    ranks.rest()
     found = None
     if rank == 0:
         here = min(max(2, cores), machines.count(machines[0]))
@@ -71,25 +87,30 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None
             codecs=measured[0].rates,
             far_memory=measured[1].memory,
             far_codecs=measured[1].rates,
-            span=(4.0 * here * sizes[0], 4.0 * here * sizes[1]),
+            span=(4.0 * here * buffers[0].numel, 4.0 * here * buffers[1].numel),
             cores=cores,
             machines=len(set(machines)),
             nodes=len(set(nodes)),
             device=_C.simd_level(),
         )
     if len(set(machines)) < len(set(nodes)) == size:
-        found = _crowds(ranks, cores, found, SECONDS * effort)
-    ranks.group.barrier()  # then nobody needs the store any more
+        found = _crowds(ranks, cores, found, buffers, budget)
     return found
 
 
-def _crowds(ranks: Ranks, cores: int, found: Probe | None, budget: float) -> Probe | None:
+def _crowds(
+    ranks: Ranks,
+    cores: int,
+    found: Probe | None,
+    buffers: Sequence[probe_codecs.Buffers],
+    budget: float,
+) -> Probe | None:
     """Twice as many ranks as cores, four times as many, and so on."""
     members = 2 * cores
     while members <= ranks.size:
-        crowd = probe_links.crowd(ranks, members, found, budget)
+        crowd = probe_links.crowd(ranks, members, found, buffers, budget)
         if found is not None and crowd is not None:
             found = found.crowded(crowd)
-        ranks.rest(f"crowd of {members}")
+        ranks.rest()
         members *= 2
     return found

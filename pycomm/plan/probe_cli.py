@@ -33,6 +33,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     rank, size = env().rank, env().world_size
     if rank is not None and size is not None:
+        here = env().local_world_size or size
+        if here < size and not options.store:
+            parser.error(
+                f"{size} ranks on nodes of {here} cannot meet in a folder of their own: name a new "
+                "one that all nodes share with --store"
+            )
         folder = options.store or _meeting_place()
         folder.mkdir(parents=True, exist_ok=True)
         return _join(folder, rank, size, options)

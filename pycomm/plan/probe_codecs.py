@@ -8,17 +8,19 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 
 from pycomm import _C
 from pycomm.communicator import Communicator
-from pycomm.pieces import built
+from pycomm.plan import simulate
 from pycomm.plan.algorithms import Size, all_reduce
 from pycomm.plan.cluster import Cluster, Link, Processor, Rates
-from pycomm.plan.codecs import CODINGS
-from pycomm.plan.probe_ranks import PAUSE, Ranks
+from pycomm.plan.codecs import CODINGS, Coding
+from pycomm.plan.probe_ranks import Ranks, coded_all_reduces
 
-REPEAT = 0.06  # seconds of each call of a codec
+REPEAT = 0.045  # seconds of each call of a codec
+TILE = (1 << 20) + 7  # values that are drawn, of longer buffers
+SHORT = 1 << 20  # values that an all-reduce takes a few milliseconds for
+QUICK = 3  # codecs that show how long a round waits
 
 
 @dataclass(frozen=True)
@@ -28,98 +30,140 @@ class Codecs:
     numel: int
     memory: float
     rates: dict[str, Rates]
+    late: float = 0.0
+    """seconds that a round of an all-reduce takes beyond what links and cores explain"""
 
 
-def measure(ranks: Ranks, numel: int, effort: float, *, busy: bool) -> Codecs:
+class Buffers:
+    """About normally distributed values by a seed, places for others, and one for payloads."""
+
+    def __init__(self, numel: int, seed: int) -> None:
+        self.numel = numel
+        self.values, self.out = _values(numel, seed), array.array("f", bytes(4 * numel))
+        self.residual, self.payload = array.array("f", bytes(4 * numel)), bytearray()
+
+    def memory(self) -> float:
+        """Bytes per second that a sum of two arrays reads."""
+        source, target = (_C.buffer(b, False)[0] for b in (self.values, self.out))
+        dtype, op = _C.DType.float32, _C.ReduceOp.sum
+        seconds = _seconds(
+            lambda: _C.reduce(dtype, op, [source, target], target, self.numel), REPEAT
+        )
+        return 8 * self.numel / seconds
+
+    def rates(self, codec: _C.Codec, budget: float) -> Rates:
+        """Of each call of a codec, which takes a budget of seconds."""
+        numel = self.numel
+        if len(self.payload) < codec.encoded_bytes(numel):
+            self.payload = bytearray(codec.encoded_bytes(numel))
+        buffers = self.values, self.out, self.payload, self.residual
+        source, target, code, owed = (_C.buffer(b, False)[0] for b in buffers)
+        calls: dict[str, Callable[[], object]] = {
+            "encode": lambda: codec.encode(source, numel, code),
+            "decode": lambda: codec.decode(code, target, numel),
+            "decode_add": lambda: codec.decode_add(code, target, numel),
+            "encode_fed": lambda: codec.encode(
+                source, numel, code, residual=owed, new_residual=owed
+            ),
+        }
+        rates = {name: 4 * numel / _seconds(call, budget) for name, call in calls.items()}
+        return Rates(**rates, measured=True)
+
+
+def measure(ranks: Ranks, buffers: Buffers, effort: float, *, busy: bool) -> Codecs:
     """All codecs, on all ranks at the same time that are `busy`; the others wait."""
     rates = {}
     for coding in CODINGS.values():
         if coding.spec:
-            ranks.rest(f"{coding.name} {numel}")
-            if not busy:
-                continue
-            rates[coding.name] = _rates(_C.Codec(coding.spec), numel, REPEAT * effort)
-    return Codecs(numel, memory(numel), rates)
+            ranks.rest()
+            if busy:
+                rates[coding.name] = buffers.rates(_C.Codec(coding.spec), REPEAT * effort)
+    return Codecs(buffers.numel, buffers.memory(), rates)
 
 
-def in_use(group: Communicator, link: Link, found: Codecs, effort: float) -> Codecs:
-    """Correct decoding by what a core needs in an all-reduce beyond all that is known, or less.
+def in_use(
+    group: Communicator, link: Link, found: Codecs, buffers: Buffers, effort: float
+) -> Codecs:
+    """Correct codecs by what a core needs in an all-reduce beyond all that is known, or less.
 
-    An all-reduce works on segments, which caches hold where they do not hold the buffer. Waiting
-    only adds to a core's time, so the least counts. Long buffers are only as long as the link sends
-    without a codec in half a second.
+    An all-reduce works on segments, which caches hold where they do not hold the buffer, so it may
+    be faster in all; what it adds comes after a message has arrived, so it is decoding's. Long
+    buffers are only as long as the link sends without a codec in half a second.
     """
     longest = int(link.rate * 0.5 * effort) // 4 >> 16 << 16
     numel = max(1 << 16, min(found.numel, longest))
-    data, source = array.array("f", bytes(4 * numel)), _values(numel)
-    cluster = Cluster(2, link, processor=Processor("probed", found.memory, found.rates))
-    rates = dict(found.rates)
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in found.rates}
+    for _ in range(3 if numel <= SHORT else 1):
+        for name, times in took.items():  # in turns: each finds what others have left in the caches
+            times.append(coded_all_reduces(group, buffers.values, numel, CODINGS[name], 1))
+    rates, seen = dict(found.rates), []
     for name, known in found.rates.items():
-        coding, core = CODINGS[name], []
-        for _ in range(4):
-            data[:] = source
-            time.sleep(PAUSE)  # as between the buckets of a step: others had the caches
-            group.barrier()
-            begin = time.process_time()
-            group.core.all_reduce_coded(_C.buffer(data, True)[0], built(coding.spec, numel))
-            core.append(time.process_time() - begin)
-        way = "gather" if coding.combine == "gather" else "two_shot"
-        expected = all_reduce(cluster, coding, way, Size.of(numel, coding)).processor
-        decodings = 1.0 if way == "gather" else 1.5  # of the whole buffer, between two ranks
-        beyond = (min(core) - expected) / decodings / (4 * numel)
-        decode = max(1 / known.decode + beyond, 0.2 / known.decode)
-        rates[name] = replace(known, decode=1 / decode)
-    return replace(found, rates=rates)
+        coding = CODINGS[name]
+        cluster = Cluster(2, link, processor=Processor("probed", found.memory, found.rates))
+        wall, core = (statistics.median(part) for part in zip(*took[name], strict=True))
+        codec, others = spent(cluster, coding, numel)
+        if core < codec + others:
+            rates[name] = known.times(min(5.0, codec / max(core - others, 1e-9)))
+        else:
+            decodings = 1.0 if coding.whole else 1.5  # of the whole buffer, between two ranks
+            decode = 1 / known.decode + (core - others - codec) / decodings / (4 * numel)
+            rates[name] = replace(known, decode=1 / decode)
+        cluster = replace(cluster, processor=Processor("probed", found.memory, rates))
+        expected = simulate.all_reduce(cluster, coding, way(coding), Size.of(numel, coding))
+        if not coding.whole:  # whose one round is the smaller part
+            seen.append((wall, (wall - expected) / 2))
+    # A little of a long time that a link takes is more than a round waits.
+    late = statistics.median(beyond for _, beyond in sorted(seen)[:QUICK])
+    return replace(found, rates=rates, late=late)
 
 
-def _values(numel: int) -> array.array[float]:
-    """Normally distributed float32: a tile of them, each time a little larger, so that none are
-    equal, which top-k would take long to choose among."""
-    tile, out = _tile(), array.array("f", bytes(4 * numel))
-    source, target = (_C.buffer(b, False)[0] for b in (tile, out))
-    dtype, op = _C.DType.float32, _C.ReduceOp.premul_sum
-    for i in range(numel // len(tile)):
-        place = target + 4 * i * len(tile)
-        _C.reduce(dtype, op, [source], place, len(tile), factor=1 + i / 1024)
+def way(coding: Coding) -> str:
+    """The algorithm that a codec's all-reduces of few ranks take."""
+    return "gather" if coding.combine == "gather" else "two_shot"
+
+
+def spent(cluster: Cluster, coding: Coding, numel: int) -> tuple[float, float]:
+    """Seconds of a core in an all-reduce, as formulas say: by the codec, and by all else."""
+    size, processor = Size.of(numel, coding), cluster.processor
+    free = replace(processor, rates={coding.name: processor.rates[coding.name].times(1e6)})
+    others = all_reduce(replace(cluster, processor=free), coding, way(coding), size).processor
+    return all_reduce(cluster, coding, way(coding), size).processor - others, others
+
+
+def _values(numel: int, seed: int) -> array.array[float]:
+    """Sums of four uniform float32 less their mean, which is about a normal distribution.
+
+    What is beyond a tile repeats it a little larger, at an odd distance: a codec that looks at
+    every so many values sees all of it.
+    """
+    generator, length = random.Random(seed), min(numel, TILE)
+    terms = [_uniform(generator, length) for _ in range(4)] + [array.array("f", [-6.0]) * length]
+    tile, out = array.array("f", bytes(4 * length)), array.array("f", bytes(4 * numel))
+    source, target = (_C.buffer(b, True)[0] for b in (tile, out))
+    dtype, op = _C.DType.float32, _C.ReduceOp
+    _C.reduce(dtype, op.sum, [_C.buffer(term, False)[0] for term in terms], source, length)
+    for i, begin in enumerate(range(0, numel, length)):
+        part, place = min(length, numel - begin), target + 4 * begin
+        _C.reduce(dtype, op.premul_sum, [source], place, part, factor=1 + i / 1024)
     return out
 
 
-@cache
-def _tile() -> array.array[float]:
-    generator = random.Random(0)
-    return array.array("f", (generator.gauss(0, 1) for _ in range(1 << 16)))
+def _uniform(generator: random.Random, numel: int) -> array.array[float]:
+    """From 1 to 2: random bits in the fractions of ones."""
+    fractions, ones = (
+        int.from_bytes(word.to_bytes(4, "little") * numel, "little")
+        for word in (0x007FFFFF, 0x3F800000)
+    )
+    bits = generator.getrandbits(32 * numel) & fractions | ones
+    return array.array("f", bits.to_bytes(4 * numel, "little"))
 
 
 def _seconds(call: Callable[[], object], budget: float) -> float:
     """Of a core, one call."""
     call()
     samples: list[float] = []
-    while len(samples) < 3 or sum(samples) < budget:
+    while not samples or sum(samples) < budget:
         begin = time.thread_time()
         call()
         samples.append(time.thread_time() - begin)
     return statistics.median(samples)
-
-
-def _rates(codec: _C.Codec, numel: int, budget: float) -> Rates:
-    x, out = _values(numel), array.array("f", bytes(4 * numel))
-    payload = bytearray(codec.encoded_bytes(numel))
-    residual = array.array("f", bytes(4 * numel))
-    source, target, code, owed = (_C.buffer(b, False)[0] for b in (x, out, payload, residual))
-    calls: dict[str, Callable[[], object]] = {
-        "encode": lambda: codec.encode(source, numel, code),
-        "decode": lambda: codec.decode(code, target, numel),
-        "decode_add": lambda: codec.decode_add(code, target, numel),
-        "encode_fed": lambda: codec.encode(source, numel, code, residual=owed, new_residual=owed),
-    }
-    rates = {name: 4 * numel / _seconds(call, budget) for name, call in calls.items()}
-    return Rates(**rates, measured=True)
-
-
-def memory(numel: int) -> float:
-    """Bytes per second that a sum of two arrays reads."""
-    x, out = _values(numel), array.array("f", bytes(4 * numel))
-    source, target = (_C.buffer(b, False)[0] for b in (x, out))
-    inputs = [source, target]
-    dtype, op = _C.DType.float32, _C.ReduceOp.sum
-    return 8 * numel / _seconds(lambda: _C.reduce(dtype, op, inputs, target, numel), REPEAT)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 from pycomm.communicator import Communicator
 from pycomm.plan import simulate
 from pycomm.plan.algorithms import Size
 from pycomm.plan.cluster import Link
-from pycomm.plan.codecs import NONE
-from pycomm.plan.probe_ranks import PAUSE, Ranks, all_reduces
+from pycomm.plan.codecs import CODINGS, NONE, Coding
+from pycomm.plan.probe_codecs import Buffers, Codecs, way
+from pycomm.plan.probe_ranks import PAUSE, Ranks, all_reduces, coded_all_reduces
 from pycomm.plan.probed import Crowd, Probe
 
 SHORT, FIRST, LONGEST = 8, 1 << 20, 64 << 20  # bytes of messages
 SMALL = 64 << 10  # of a buffer whose messages from all ranks fit the queues of a switch
+WHOLE = CODINGS["topk:0.01"]
+SHORT_CODINGS = CODINGS["int8"], CODINGS["int4"]
 MANY = 256  # small messages that are on their way at once
 
 
@@ -28,10 +34,9 @@ def measure(
     """
     algos = {name: "auto" if level == "intra" else name for name in ("one_shot", "two_shot")}
     groups = {
-        name: Communicator(ranks.store, member, 2, group=f"probe-{level}-{name}", algo=algo)
-        for name, algo in algos.items()
+        name: ranks.members(f"{level}-{name}", member, 2, algo) for name, algo in algos.items()
     }
-    short, _ = all_reduces(groups["one_shot"], SHORT, max(5, round(120 * budget)))
+    short = min(_short(groups["one_shot"], budget) for _ in range(3))
     group = groups["two_shot"]
     seconds, core = all_reduces(group, FIRST, 4)
     # All sizes cost their longer part, as the planner's formulas do; so they are long.
@@ -58,6 +63,17 @@ def measure(
     return link, group
 
 
+def _short(group: Communicator, budget: float) -> float:
+    """Seconds of a short one. Two that share a core stay there until they have slept."""
+    time.sleep(PAUSE)
+    return all_reduces(group, SHORT, max(5, round(40 * budget)))[0]
+
+
+def with_rounds(link: Link, found: Codecs) -> Link:
+    """The same, where each round of an all-reduce waits as long as it was seen to."""
+    return replace(link, latency=link.latency + max(0.0, found.late))
+
+
 def _message(group: Communicator) -> float:
     """Seconds of one of many small messages each way, none of which waits for another."""
     peer, out = 1 - group.rank, bytearray(SHORT)
@@ -73,39 +89,81 @@ def _message(group: Communicator) -> float:
     return min(samples)
 
 
-def crowd(ranks: Ranks, members: int, found: Probe | None, budget: float) -> Crowd | None:
+def crowd(
+    ranks: Ranks, members: int, found: Probe | None, buffers: Sequence[Buffers], budget: float
+) -> Crowd | None:
     """From all-reduces of more ranks of a machine than it has cores.
 
-    The time of a core in a longer buffer gives what a byte costs there, less folding; what a small
-    one takes beyond what the planner says is waiting for a core, in each of two rounds.
+    The time of a core in a longer buffer gives what a byte costs there, less folding; what short
+    ones take beyond what the planner says is waiting for a core, in each round. A codec that works
+    on segments finds them in caches as before; one that takes buffers whole does not, and holds the
+    others up.
 
     Args:
         ranks: all call it.
         members: how many of them talk.
         found: what is known so far, on rank 0; it gets the result, the others None.
+        buffers: small and large ones.
         budget: seconds to take.
     """
     if ranks.rank >= members:
         return None
-    name = f"probe-crowd-{members}"
-    group = Communicator(ranks.store, ranks.rank, members, group=name, algo="two_shot")
-    seconds, core = all_reduces(group, FIRST, 3, pause=PAUSE)
+    group = ranks.members(f"crowd-{members}", ranks.rank, members, "two_shot")
+    seconds, _ = all_reduces(group, FIRST, 2, pause=PAUSE)
     length = FIRST
-    while length < LONGEST and 3 * seconds * (2 * length / FIRST) < budget / 2:
+    while length < LONGEST and 2 * seconds * (2 * length / FIRST) < budget:
         length *= 2
-    times = max(3, min(10, round(budget / 3 / (seconds + PAUSE))))
-    small, _ = all_reduces(group, SMALL, 10, pause=PAUSE)
-    _, core = all_reduces(group, FIRST, times, pause=PAUSE)
-    longer_core = all_reduces(group, length, 3)[1] if length > FIRST else core
-    if found is None:
+    times = max(3, min(5, round(budget / 3 / (seconds + PAUSE))))
+    first = all_reduces(group, FIRST, times, pause=PAUSE)
+    long = all_reduces(group, length, 3, pause=PAUSE) if length > FIRST else first
+    near, far = buffers
+    waits = [(NONE, SMALL // 4, all_reduces(group, SMALL, 5, pause=PAUSE)[0])]
+    whole: list[float] = []
+    for coding in 2 * (*SHORT_CODINGS, WHOLE):  # in turns: each finds what others have left
+        wall, _ = coded_all_reduces(group, near.values, near.numel, coding, 1)
+        if coding.whole:
+            whole.append(wall)
+        else:
+            waits.append((coding, near.numel, wall))
+    numel = min(far.numel, length)  # payloads are far smaller
+    far_whole, _ = coded_all_reduces(group, far.values, numel, WHOLE, 3)
+    if found is None or found.inter is None:
         return None
-    plain = found.cluster(members)
-    byte = plain.inter.byte
+    here = Crowd(members, found.inter.byte)
     if length > FIRST:
-        per_byte = (longer_core - core) / (length - FIRST)
-        moved = 2 * (members - 1) / members
-        folded = 1 / plain.holding(length // 4).processor.memory
-        byte = max(byte, (per_byte - folded) / moved)
-    crowded = found.crowded(Crowd(members, byte, 0.0)).cluster(members)
-    expected = simulate.all_reduce(crowded, NONE, "two_shot", Size.of(SMALL // 4, NONE))
-    return Crowd(members, byte, max(0.0, small - expected) / 2)
+        here = moving(found, here, length, long[0], (long[1] - first[1]) / (length - FIRST))
+    late = [(wall - expected(found, here, coding, short)) / 2 for coding, short, wall in waits]
+    here = replace(here, delay=max(0.0, statistics.median(late)))
+    return replace(
+        here,
+        whole=longer(found, here, near.numel, statistics.median(whole)),
+        far_whole=longer(found, here, numel, far_whole),
+    )
+
+
+def moving(found: Probe, crowd: Crowd, length: int, wall: float, core: float) -> Crowd:
+    """With what moving a byte costs, from the seconds of a core in each byte of an all-reduce.
+
+    Who waits looks about and keeps a core busy, so it is less if the all-reduce was faster.
+    """
+    plain = found.cluster(crowd.ranks).holding(length // 4).processor
+    moved = 2 * (crowd.ranks - 1) / crowd.ranks
+    costly = replace(crowd, byte=max(crowd.byte, (core - 1 / plain.memory) / moved))
+    least, most = (expected(found, c, NONE, length // 4) for c in (crowd, costly))
+    share = min(1.0, max(0.0, (wall - least) / (most - least))) if most > least else 1.0
+    return replace(crowd, byte=crowd.byte + share * (costly.byte - crowd.byte))
+
+
+def longer(found: Probe, crowd: Crowd, numel: int, wall: float) -> float:
+    """How many times longer a codec of whole buffers takes, if its all-reduce took that long."""
+    once, twice = (
+        expected(found, replace(crowd, whole=times, far_whole=times), WHOLE, numel)
+        for times in (1.0, 2.0)
+    )
+    return min(4.0, max(1.0, 1 + (wall - once) / (twice - once)))
+
+
+def expected(found: Probe, crowd: Crowd, coding: Coding, numel: int) -> float:
+    """Seconds of an all-reduce in a crowd like this."""
+    cluster = found.crowded(crowd).cluster(crowd.ranks)
+    return simulate.all_reduce(cluster, coding, way(coding), Size.of(numel, coding))

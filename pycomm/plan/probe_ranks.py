@@ -5,10 +5,12 @@ from __future__ import annotations
 import array
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pycomm import _C
 from pycomm.communicator import Communicator, Store
+from pycomm.plan.codecs import Coding
 
 PAUSE = 0.03  # seconds after which a token bucket is full again
 
@@ -19,16 +21,26 @@ class Ranks:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.store, self.rank, self.size = Store.file(str(folder)), rank, size
         self.group = Communicator(self.store, rank, size, group="probe", timeout=60)
+        self._groups: dict[str, Communicator] = {}
+        self._told = 0
 
-    def gather(self, name: str, mine: str) -> list[str]:
-        """What each rank says, in rank order."""
-        self.store.set(f"probe/{name}/{self.rank}", mine)
-        keys = (f"probe/{name}/{rank}" for rank in range(self.size))
+    def members(self, name: str, rank: int, size: int, algo: str) -> Communicator:
+        """A group of some of them, which is made once."""
+        if name not in self._groups:
+            made = Communicator(self.store, rank, size, group=f"probe-{name}", algo=algo)
+            self._groups[name] = made
+        return self._groups[name]
+
+    def gather(self, mine: str = "") -> list[str]:
+        """What each rank says, in rank order. All call it, in the same order."""
+        self._told += 1
+        self.store.set(f"probe/{self._told}/{self.rank}", mine)
+        keys = (f"probe/{self._told}/{rank}" for rank in range(self.size))
         return [self.store.get(key, 60.0).decode() for key in keys]
 
-    def rest(self, name: str) -> None:
+    def rest(self) -> None:
         """Sleep until all are here: who waits in a collective looks about, and others feel it."""
-        self.gather(name, "")
+        self.gather()
 
     def nodes(self) -> list[int]:
         """The node of each rank."""
@@ -43,19 +55,49 @@ class Ranks:
 def all_reduces(
     group: Communicator, size: int, times: int, *, pause: float = 0.0
 ) -> tuple[float, float]:
-    """Seconds of one all-reduce, and of a core in it: medians, and the same on all ranks."""
+    """Seconds of one all-reduce, of the slowest rank, and of a core in it, of a rank on average."""
     data = group.allocate(size // 4)
-    wall, core = [], []
     group.all_reduce(data)
+    return _clocked(group, times, pause, lambda: group.all_reduce(data))
+
+
+def coded_all_reduces(
+    group: Communicator, source: array.array[float], numel: int, coding: Coding, times: int
+) -> tuple[float, float]:
+    """The same with a codec, each after a pause: as between buckets, others have had the caches."""
+    data = array.array("f", bytes(4 * numel))
+
+    def fill() -> None:
+        data[:] = source[:numel]
+
+    return _clocked(
+        group, times, PAUSE, lambda: group.all_reduce_coded(data, coding.spec), before=fill
+    )
+
+
+def _clocked(
+    group: Communicator,
+    times: int,
+    pause: float,
+    call: Callable[[], object],
+    before: Callable[[], object] = lambda: None,
+) -> tuple[float, float]:
+    wall, core = [], []
     for _ in range(times):
+        before()
         if pause:
             time.sleep(pause)
             group.barrier()
         begin, begin_core = time.perf_counter(), time.process_time()
-        group.all_reduce(data)
+        call()
         wall.append(time.perf_counter() - begin)
         core.append(time.process_time() - begin_core)
-    found = array.array("d", [statistics.median(wall), statistics.fmean(core)])
-    address = _C.buffer(found, True)[0]
-    group.core.all_reduce(address, len(found), _C.DType.float64, _C.ReduceOp.max)
-    return found[0], found[1]
+    slowest = _over(group, wall, _C.ReduceOp.max)
+    return statistics.median(slowest), statistics.median(_over(group, core, _C.ReduceOp.avg))
+
+
+def _over(group: Communicator, values: Sequence[float], op: _C.ReduceOp) -> Sequence[float]:
+    """Each of the values of all ranks, which makes them the same on all."""
+    found = array.array("d", values)
+    group.core.all_reduce(_C.buffer(found, True)[0], len(found), _C.DType.float64, op)
+    return found

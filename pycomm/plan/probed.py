@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pycomm.plan.cluster import LINKS, Cluster, Link, Processor, Rates
+from pycomm.plan.codecs import CODINGS
 
 
 @dataclass(frozen=True)
@@ -19,14 +22,28 @@ class Crowd:
     ranks: int
     byte: float
     """seconds of a core to send and to receive one byte"""
-    delay: float
+    delay: float = 0.0
     """seconds by which a message is later than on a core of one's own"""
+    whole: float = 1.0
+    """how many times longer codecs take that have no segments"""
+    far_whole: float = 1.0
+    """and on larger buffers"""
 
     def toward(self, other: Crowd, ranks: int) -> Crowd:
-        """A number of ranks between the two, or beyond."""
+        """A number of ranks between the two, or beyond: there nothing falls below what it can be,
+        however much less the larger crowd was seen to take."""
         share = (ranks - self.ranks) / (other.ranks - self.ranks)
-        byte = self.byte + share * (other.byte - self.byte)
-        return Crowd(ranks, byte, self.delay + share * (other.delay - self.delay))
+
+        def between(mine: float, others: float) -> float:
+            return mine + share * (others - mine)
+
+        return Crowd(
+            ranks,
+            max(min(self.byte, other.byte), between(self.byte, other.byte)),
+            max(0.0, between(self.delay, other.delay)),
+            max(1.0, between(self.whole, other.whole)),
+            max(1.0, between(self.far_whole, other.far_whole)),
+        )
 
 
 @dataclass(frozen=True)
@@ -64,16 +81,25 @@ class Probe:
             OSError: it cannot be read.
         """
         try:
-            found = json.loads(Path(path).read_text())
-            for level in ("inter", "intra"):
-                found[level] = Link(**found[level]) if found[level] else None
-            for name in ("codecs", "far_codecs"):
-                found[name] = {codec: Rates(**rates) for codec, rates in found[name].items()}
-            found["span"] = tuple(found["span"])
-            found["crowds"] = tuple(Crowd(**crowd) for crowd in found.get("crowds", ()))
-            return cls(**found)
+            return cls.of(json.loads(Path(path).read_text()))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} was not written by `plan probe`: {error}") from None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Probe:
+        """From what :meth:`record` gave.
+
+        Raises:
+            KeyError, TypeError: it gave something else.
+        """
+        found = dict(record)
+        for level in ("inter", "intra"):
+            found[level] = Link(**found[level]) if found[level] else None
+        for name in ("codecs", "far_codecs"):
+            found[name] = {codec: Rates(**rates) for codec, rates in found[name].items()}
+        found["span"] = tuple(found["span"])
+        found["crowds"] = tuple(Crowd(**crowd) for crowd in found.get("crowds", ()))
+        return cls(**found)
 
     def write(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.record(), indent=1) + "\n")
@@ -87,9 +113,10 @@ class Probe:
 
     def _crowd(self, ranks: int) -> Crowd | None:
         """As many ranks of one machine with links of their own; None: each has a core."""
-        if self.inter is None or not self.crowds or ranks <= self.cores:
+        crowds = [crowd for crowd in self.crowds if crowd.ranks > self.cores]
+        if self.inter is None or not crowds or ranks <= self.cores:
             return None
-        known = [Crowd(self.cores, self.inter.byte, 0.0), *self.crowds]
+        known = [Crowd(self.cores, self.inter.byte), *crowds]
         place = next((i for i, c in enumerate(known) if c.ranks >= ranks), len(known) - 1)
         return known[place - 1].toward(known[place], ranks)
 
@@ -113,6 +140,9 @@ class Probe:
         crowd = self._crowd(ranks_per_machine) if ranks_per_machine > ranks_per_node else None
         if crowd:
             inter = replace(inter, byte=crowd.byte, latency=inter.latency + crowd.delay)
+            for coding in CODINGS.values():
+                if coding.whole and coding.name in processor.rates:
+                    processor = processor.slower(coding.name, crowd.whole, crowd.far_whole)
         return Cluster(
             ranks=ranks,
             ranks_per_node=ranks_per_node,
@@ -123,6 +153,20 @@ class Probe:
             compute_on_cores=compute_on_cores,
             ranks_per_machine=ranks_per_machine,
         )
+
+
+def middle(probes: Sequence[Probe]) -> Probe:
+    """Of several of the same ranks: of every figure the median."""
+    return Probe.of(_middle([probe.record() for probe in probes]))
+
+
+def _middle(records: Sequence[Any]) -> Any:
+    first = records[0]
+    if isinstance(first, dict):
+        return {key: _middle([record[key] for record in records]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_middle(parts) for parts in zip(*records, strict=True))
+    return statistics.median(records) if isinstance(first, float) else first
 
 
 def cores_of_process() -> int:

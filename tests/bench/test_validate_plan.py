@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pycomm.bench.harness import Origin
+from pycomm.bench.plan_ranks import ROUNDS, turns
 from pycomm.bench.validate_plan import Case, judge, load, picks, save, summary
 
 
@@ -46,3 +47,11 @@ def test_the_summary_has_a_row_for_each_kind_rate_and_number_of_ranks():
         ["all", "", "", "4"],
     ]
     assert rows[1][4:] == ["20.0%", "20.0%", "1 of 1"]
+
+
+def test_each_case_is_called_as_often_as_it_says_and_the_codecs_of_a_size_in_turns():
+    counts = [20, 20, 7, 2]  # of two sizes and two codecs
+    called = list(turns(counts, 2))
+    assert [called.count((i, True)) for i in range(4)] == counts
+    assert [called.count((i, False)) for i in range(4)] == [ROUNDS, ROUNDS, 0, 0]
+    assert [i for i, counted in called if counted][:10] == [0, 1] * 5

@@ -10,9 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from pycomm.plan import CODINGS, Probe
+from pycomm.env import env
+from pycomm.plan import CODINGS, Probe, probe_cli, probe_links
 from pycomm.plan.__main__ import main
-from pycomm.plan.probed import Crowd
+from pycomm.plan.codecs import NONE
+from pycomm.plan.probed import Crowd, middle
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,52 @@ def test_ranks_without_a_core_pay_more_for_a_byte_and_wait(probed):
     assert found.cluster(8, 8).inter == alone  # they share a node's link
 
 
+def test_far_more_ranks_than_were_probed_take_no_less_than_nothing(probed):
+    found = replace(Probe.read(probed[0]), cores=2)
+    fewer = (
+        Crowd(4, 2e-9, 2e-4, 1.4, 1.3),
+        Crowd(8, 1.5e-9, 1e-4, 1.2, 1.1),
+    )  # the larger was seen to do well
+    cluster = replace(found, crowds=fewer).cluster(1024)
+    assert cluster.inter.byte == 1.5e-9
+    assert cluster.inter.latency == found.inter.latency
+    assert cluster.processor.rates["topk:0.01"] == found.codecs["topk:0.01"]
+
+
+def test_ranks_without_a_core_have_slower_codecs_of_whole_buffers_and_no_others(probed):
+    crowd = Crowd(4, 2e-9, whole=2.0, far_whole=3.0)
+    found = replace(Probe.read(probed[0]), cores=2, crowds=(crowd,))
+    rates, far = found.cluster(4).processor.rates, found.cluster(4).processor.far.rates
+    for mine, alone, factor in ((rates, found.codecs, 2), (far, found.far_codecs, 3)):
+        assert mine["topk:0.01"].encode == pytest.approx(alone["topk:0.01"].encode / factor)
+        assert mine["int8"] == alone["int8"]
+
+
+def test_a_crowd_is_as_slow_as_its_all_reduces_were(probed):
+    found = Probe.read(probed[0])
+    fast = replace(found.inter, rate=1e12, byte=1e-10)  # so that cores are the limit
+    found = replace(found, cores=2, inter=fast, crowds=())  # as if this machine had two cores
+    here, length = Crowd(4, 1e-10), 16 << 20
+    memory = found.cluster(4).holding(length // 4).processor.memory
+    core = 1 / memory + 2 * 3 / 4 * 6e-9  # per byte, of which some was waiting
+    wall = probe_links.expected(found, replace(here, byte=3e-9), NONE, length // 4)
+    assert probe_links.moving(found, here, length, wall, core).byte == pytest.approx(3e-9, rel=0.02)
+    assert probe_links.moving(found, here, length, 9 * wall, core).byte == pytest.approx(6e-9)
+    slow = replace(here, whole=1.7, far_whole=1.7)
+    wall = probe_links.expected(found, slow, CODINGS["topk:0.01"], 1 << 18)
+    assert probe_links.longer(found, here, 1 << 18, wall) == pytest.approx(1.7, rel=0.02)
+
+
+def test_of_several_turns_the_middle_of_each_figure_counts(probed):
+    found = Probe.read(probed[0])
+    crowd = Crowd(4, 2e-9, 1e-3, 1.5)
+    turns = [
+        replace(found, memory=memory, inter=replace(found.inter, rate=rate)).crowded(crowd)
+        for memory, rate in ((3e9, 1e8), (1e9, 5e8), (2e9, 9e8))
+    ]
+    assert middle(turns) == replace(turns[1], memory=2e9)
+
+
 def test_more_ranks_than_cores_are_probed(tmp_path):
     path, two = tmp_path / "probe.json", sorted(os.sched_getaffinity(0))[:2]
     words = ["probe", "--effort", "0.02", "--ranks", "4", "--out", str(path)]
@@ -85,3 +133,11 @@ def test_another_file_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["25M", "--ranks", "4", "--compute", "1s", "--probe", str(path)])
     assert "not written by `plan probe`" in capsys.readouterr().err
+
+
+def test_ranks_of_several_nodes_are_told_to_name_a_folder(monkeypatch, capsys):
+    place = {"rank": 0, "world_size": 4, "local_world_size": 2}
+    monkeypatch.setattr(probe_cli, "env", lambda: replace(env(), **place))
+    with pytest.raises(SystemExit):
+        main(["probe"])
+    assert "4 ranks on nodes of 2" in capsys.readouterr().err
