@@ -20,8 +20,8 @@ Deadline after_seconds(double seconds) {
   return Deadline::after(Milliseconds(static_cast<int64_t>(seconds * 1e3)));
 }
 
-OpTag make_tag(const std::string& op, uint64_t seq, uint64_t numel, DType dtype, ReduceOp redop,
-               int root, uint32_t codec, const std::string& label) {
+OpTag tag_of(const std::string& op, uint64_t seq, uint64_t numel, DType dtype, ReduceOp redop,
+             int root, uint32_t codec, const std::string& label) {
   OpTag tag;
   while (name(tag.op) != op) {
     if (tag.op == Op::recv) throw Error("no op is called \"" + op + "\"");
@@ -149,7 +149,7 @@ void bind_transports(py::module_& m) {
   bind_stores(m);
 
   py::class_<OpTag>(m, "OpTag")
-      .def(py::init(&make_tag), py::arg("op"), py::kw_only(), py::arg("seq") = 1,
+      .def(py::init(&tag_of), py::arg("op"), py::kw_only(), py::arg("seq") = 1,
            py::arg("numel") = 0, py::arg_v("dtype", DType::float32, "DType.float32"),
            py::arg_v("redop", ReduceOp::sum, "ReduceOp.sum"), py::arg("root") = -1,
            py::arg("codec") = 0, py::arg("label") = "")

@@ -16,17 +16,6 @@
 
 namespace pycomm {
 
-inline OpTag make_tag(Op op, size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum,
-                      int root = -1) {
-  OpTag tag;
-  tag.op = op;
-  tag.numel = numel;
-  tag.dtype = dtype;
-  tag.redop = redop;
-  tag.root = root;
-  return tag;
-}
-
 class Communicator::Impl {
  public:
   Impl(std::shared_ptr<Store> store, int rank, int size, CommunicatorOptions options);

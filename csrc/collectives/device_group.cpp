@@ -26,16 +26,6 @@ Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
   return {std::move(store), options.group, rank, size, Deadline::after(options.timeout)};
 }
 
-OpTag make_tag(Op op, size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum, int root = -1) {
-  OpTag tag;
-  tag.op = op;
-  tag.numel = numel;
-  tag.dtype = dtype;
-  tag.redop = redop;
-  tag.root = root;
-  return tag;
-}
-
 /// Sizes are the same on all ranks, and hashed into the tag.
 template <typename T>
 OpTag make_tag(Op op, const BasicParts<T>& parts, int ranks, DType dtype,

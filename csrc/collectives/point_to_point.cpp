@@ -228,9 +228,18 @@ bool PointToPoint::step() {
   for (size_t i = 0; i < active_.size(); i++) {
     const int rank = active_[i];
     if (peers_[rank].lost) continue;
+    std::exception_ptr lost;
     try {
       moved |= mesh_.progress(kLane, rank);
-      moved |= settle(rank);
+    } catch (const PeerLost&) {
+      lost = std::current_exception();
+    }
+    try {
+      if (settle(rank)) {  // it may have left because it has all it wanted
+        moved = true;
+      } else if (lost) {
+        lose(rank, lost);
+      }
     } catch (const PeerLost&) {
       lose(rank, std::current_exception());
     }

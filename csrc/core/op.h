@@ -45,6 +45,17 @@ struct OpTag {
 };
 static_assert(sizeof(OpTag) == 64, "OpTag travels as one cache line");
 
+inline OpTag make_tag(Op op, size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum,
+                      int root = -1) {
+  OpTag tag;
+  tag.op = op;
+  tag.numel = numel;
+  tag.dtype = dtype;
+  tag.redop = redop;
+  tag.root = root;
+  return tag;
+}
+
 /// Ops whose ranks have sizes of their own: `numel` of their tags is for people, and each message's
 /// size is checked on arrival.
 inline bool sizes_differ(Op op) {

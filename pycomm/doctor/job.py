@@ -90,8 +90,11 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
         return findings, STATUS[worst(findings)]
     store.set(f"{KEY}/{rank}", _report(look).to_json())
     if rank > 0:
-        _try_group_if_told(store, rank, ranks)
-        return [], int(_wait(store, "status", SECONDS + 2 * GROUP_SECONDS) or b"1")
+        if _wait(store, "go", SECONDS + 30) == b"yes":
+            _try_group(store, rank, ranks)
+        status = int(_wait(store, "status", SECONDS + 2 * GROUP_SECONDS) or b"1")
+        store.set(f"{KEY}/left/{rank}", "1")
+        return [], status
     reports, absent = _collect(store, range(ranks), "", SECONDS)
     findings = merged({r: Report.from_json(text) for r, text in reports.items()})
     findings += differences({r: Report.from_json(text) for r, text in reports.items()})
@@ -153,13 +156,6 @@ def _absent(ranks: Sequence[int], seconds: float) -> Finding:
 
 
 # ------------------------------------------------------------------------------- the group
-
-
-def _try_group_if_told(store: Any, rank: int, ranks: int) -> None:
-    if _wait(store, "go", SECONDS + 30) == b"yes":
-        _try_group(store, rank, ranks)
-    _wait(store, "status", GROUP_SECONDS)
-    store.set(f"{KEY}/left/{rank}", "1")
 
 
 def _try_group(store: Any, rank: int, ranks: int) -> list[Finding]:

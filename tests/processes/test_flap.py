@@ -24,10 +24,10 @@ with Communicator(Store.file(sys.argv[1]), rank, 2, transport="tcp", timeout=20)
         x = np.full(100_000, rank + 1, np.float32)
         start = time.monotonic()
         c.all_reduce(x)
-        longest = max(longest, time.monotonic() - start)
         assert (x == 3).all()
         vote = np.array([float(time.monotonic() < end)])
         c.all_reduce(vote)
+        longest = max(longest, time.monotonic() - start)  # either may be what the flap meets
         going = vote[0]
     print(longest, flush=True)
 """
