@@ -11,6 +11,7 @@ an iteration is that of its slowest rank. docs/bench.md explains the columns.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
@@ -27,6 +28,8 @@ from pycomm.bench.measure import STEPS, Rank
 from pycomm.bench.operations import ALIASES, OPERATIONS, REDUCTIONS, STORAGE
 from pycomm.bench.report import Report, ratios
 from pycomm.env import env
+
+PATIENCE = 5.0  # seconds that rank 0 waits for others to leave
 
 
 def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
@@ -125,6 +128,19 @@ def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
 def _meeting_place(starter: int) -> Path:
     """The folder of the ranks that one process has started: torchrun, or ourselves."""
     return Path(tempfile.gettempdir()) / f"pycomm-bench-{starter}"
+
+
+def _leave(folder: Path, rank: int, ranks: int) -> None:
+    """Rank 0 removes the folder once the others have let go of it: as it ends, a FileStore of torch
+    waits for minutes for a folder that is gone."""
+    with contextlib.suppress(OSError):
+        (folder / f"left-{rank}").touch()
+    if rank > 0:
+        return
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and not all((folder / f"left-{r}").exists() for r in range(ranks)):
+        time.sleep(0.01)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -249,18 +265,24 @@ def main(argv: Sequence[str]) -> int:
     if rank is None and "mpi" in options.backend:
         rank, ranks = mpi.started_by_mpirun() or (None, None)
     started = rank is None or ranks is None
-    here = options.ranks if started else int(os.environ.get("LOCAL_WORLD_SIZE", ranks or 1))
+    here = options.ranks if started else env().local_world_size or ranks or 1
     reason = backends.missing(options.backend, here)
     if reason:
         print(f"python -m pycomm.bench: {reason}", file=sys.stderr)
         return 2
     if rank is None or ranks is None:
         return launch(argv, options.ranks, "mpi" in options.backend)
+    if here < ranks and not options.store:
+        print(
+            f"python -m pycomm.bench: {ranks} ranks on nodes of {here} cannot meet in a folder of "
+            "their own: name a new one that all nodes share with --store",
+            file=sys.stderr,
+        )
+        return 2
     folder = Path(options.store) if options.store else _meeting_place(os.getppid())
     folder.mkdir(exist_ok=True)
     try:
         command = shlex.join(["python", "-m", "pycomm.bench", *argv])
         return rank_main(options, command, folder, rank, ranks)
     finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        _leave(folder, rank, ranks)

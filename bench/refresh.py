@@ -27,7 +27,7 @@ from pathlib import Path
 
 from pycomm.bench import tables
 
-LIMIT = 900.0  # seconds of one command
+LIMIT = 1500.0  # seconds of one command
 JUDGED = {"pycomm.bench.validate_plan": 1}
 """Statuses of programs that measured all and found a promise broken: their rows count."""
 ALGORITHMS = "pycomm:one_shot,pycomm:two_shot,pycomm:bruck,pycomm:halving_doubling,pycomm:ring,gloo"

@@ -12,6 +12,10 @@ _DTYPES = dict(_C.DType.__members__)
 _OPS = dict(_C.ReduceOp.__members__)
 # What torch calls differently.
 _DTYPES |= {"float8_e4m3fn": _C.DType.float8_e4m3}
+# Letters of the items of buffers that have no dtype, such as array.array: those that say their size
+# themselves, and whole numbers.
+_ITEMS = {"B": "uint8", "c": "uint8", "?": "bool", "e": "float16", "f": "float32", "d": "float64"}
+_SIGNED, _UNSIGNED = set("bhilq"), set("HILQ")
 # Filled as dtypes are met: str() of a dtype costs more than a small all_reduce.
 _known_dtypes: dict[Any, _C.DType] = {}
 
@@ -52,9 +56,12 @@ def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
     dtype = getattr(array, "dtype", None)
     if dtype is not None:
         return address, numel, core_dtype(dtype)
-    if code not in ("B", "b", "c"):
+    name = _ITEMS.get(code)
+    if code in _SIGNED or code in _UNSIGNED:
+        name = f"{'u' * (code in _UNSIGNED)}int{8 * itemsize}"
+    if name is None:
         raise Error(f"cannot tell the dtype of {type(array).__name__} with items {code!r}")
-    return address, numel * itemsize, _C.DType.uint8
+    return address, numel, _DTYPES[name]
 
 
 def pair(

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from pycomm.bench import __main__ as cli
 from pycomm.bench import arguments, backends, coded, collectives, harness, measure
 from pycomm.bench.operations import OPERATIONS, REDUCTIONS, STORAGE, make_case
 from pycomm.bench.report import Report
+from pycomm.env import env
 
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
@@ -236,9 +238,16 @@ def test_backends_have_their_turns_iteration_by_iteration(turn, order):
 
 def test_a_wrong_row_ends_with_1(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(measure.Rank, "run", lambda self, report: False)
-    monkeypatch.setattr(collectives, "env", lambda: type("Env", (), {"rank": 0, "world_size": 1}))
+    monkeypatch.setattr(collectives, "env", lambda: replace(env(), rank=0, world_size=1))
     assert collectives.main(["all_reduce", "--store", str(tmp_path / "store")]) == 1
     assert "WRONG" in capsys.readouterr().err
+
+
+def test_ranks_of_several_nodes_are_told_to_name_a_folder(monkeypatch, capsys):
+    place = {"rank": 0, "world_size": 4, "local_world_size": 2}
+    monkeypatch.setattr(collectives, "env", lambda: replace(env(), **place))
+    assert collectives.main(["all_reduce"]) == 2
+    assert "4 ranks on nodes of 2" in capsys.readouterr().err
 
 
 def test_a_rank_that_fails_ends_all(tmp_path):

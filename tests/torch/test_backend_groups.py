@@ -162,7 +162,8 @@ def check_hook(rank: int, size: int) -> None:
     assert found == {"ALLREDUCE": 2, "BROADCAST": 3, "SEND" if rank == 0 else "RECV": 1}
     assert len(seen) == 3
     for info in seen:
-        assert datetime.timedelta(0) < info.active_duration < seconds(20)
+        # What is here already may take less than a microsecond, the unit.
+        assert datetime.timedelta(0) <= info.active_duration < seconds(20)
         assert info.time_finished - info.time_started >= datetime.timedelta(0)
 
 

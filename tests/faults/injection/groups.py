@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,32 +34,38 @@ def expected(call: Call, rank: int, ranks: int) -> Any:
     return call.root + 1 if call.op == "broadcast" else (rank - 1) % ranks + 1
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank meets the others of a group."""
+
+    world: str
+    """"core", or the name of a backend of torch.distributed"""
+    folder: str
+    name: str
+    rank: int
+    ranks: int
+    transport: str
+    timeout: float
+    """seconds"""
+    apart: bool = False
+    """each rank stands for a host of its own: none sees another's process"""
+
+
 class CoreGroup:
     """A `Communicator`. An async call is one on another thread, as a process group makes it."""
 
-    def __init__(
-        self,
-        folder: str,
-        name: str,
-        rank: int,
-        ranks: int,
-        transport: str,
-        timeout: float,
-        *,
-        parent: CoreGroup | None = None,
-        apart: bool = False,
-    ) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, place: Place, parent: CoreGroup | None = None) -> None:
+        self.rank, self.ranks = place.rank, place.ranks
         self.completed = 0
         self._core = Communicator(
-            Store.file(folder),
-            rank,
-            ranks,
-            group=name,
-            transport=transport,
-            timeout=timeout,
+            Store.file(place.folder),
+            place.rank,
+            place.ranks,
+            group=place.name,
+            transport=place.transport,
+            timeout=place.timeout,
             parent=parent and parent._core,
-            nodes=range(ranks) if apart else (),
+            nodes=range(place.ranks) if place.apart else (),
         )
         self.describe = self._core.describe
 
@@ -127,19 +134,19 @@ class CoreGroup:
 class TorchGroup:
     """A process group of torch: of pycomm's backend, or Gloo's. It makes calls without codecs."""
 
-    def __init__(
-        self, folder: str, name: str, rank: int, ranks: int, backend: str, timeout: float
-    ) -> None:
+    def __init__(self, place: Place) -> None:
         import torch.distributed as dist
 
-        self.rank, self.ranks, self._backend = rank, ranks, backend
+        self.rank, self.ranks, self._backend = place.rank, place.ranks, place.world
         self.completed = 0
-        limit = self._limit = datetime.timedelta(seconds=timeout)
+        limit = self._limit = datetime.timedelta(seconds=place.timeout)
         if dist.is_initialized():
             self._group = dist.new_group(timeout=limit)
             return
-        store = dist.FileStore(f"{folder}/{name}", ranks)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        store = dist.FileStore(f"{place.folder}/{place.name}", place.ranks)
+        dist.init_process_group(
+            place.world, store=store, rank=place.rank, world_size=place.ranks, timeout=limit
+        )
         self._group = dist.group.WORLD
 
     def set_timeout(self, seconds: float) -> None:
@@ -193,23 +200,10 @@ class TorchGroup:
 
 
 def make_group(
-    world: str,
-    folder: str,
-    name: str,
-    rank: int,
-    ranks: int,
-    transport: str,
-    timeout: float,
-    *,
-    parent: CoreGroup | TorchGroup | None = None,
-    apart: bool = False,
+    place: Place, parent: CoreGroup | TorchGroup | None = None
 ) -> CoreGroup | TorchGroup:
-    """Meet the other ranks. `world` is "core", or the name of a backend of torch.distributed.
-
-    These ranks are in a `parent` already, or meet for the first time. Where each of them stands for
-    a host of its own, `apart`, none sees the other's process.
-    """
-    if world == "core":
+    """Meet the other ranks, which are in a `parent` already or meet for the first time."""
+    if place.world == "core":
         assert not isinstance(parent, TorchGroup)
-        return CoreGroup(folder, name, rank, ranks, transport, timeout, parent=parent, apart=apart)
-    return TorchGroup(folder, name, rank, ranks, world, timeout)
+        return CoreGroup(place, parent)
+    return TorchGroup(place)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.injection.case import HUNGRY, NETWORK, Call, Case
-from tests.faults.injection.groups import CoreGroup, TorchGroup, make_group
+from tests.faults.injection.groups import CoreGroup, Place, TorchGroup, make_group
 
 SETTLE = 2.0
 """Seconds in which threads and files that are on their way out may go. Torch's never do."""
@@ -80,7 +80,7 @@ class Rank:
 
     def join(self, name: str) -> CoreGroup | TorchGroup:
         case = self.case
-        return make_group(
+        place = Place(
             case.world,
             self.folder,
             name,
@@ -88,9 +88,9 @@ class Rank:
             case.ranks,
             case.transport,
             case.meeting,
-            parent=self.group,
             apart=case.fault in NETWORK,
         )
+        return make_group(place, parent=self.group)
 
     def main(self) -> None:
         """Play the case; tell what came of it."""
@@ -245,7 +245,7 @@ def go_on(case: Case, rank: int, folder: str) -> float:
     left = [r for r in range(case.ranks) if r not in case.leavers]
     start = time.monotonic()
     group = make_group(
-        case.world, folder, "after", left.index(rank), len(left), case.transport, 8.0
+        Place(case.world, folder, "after", left.index(rank), len(left), case.transport, 8.0)
     )
     if not group.call(Call("all_reduce", 1000), False):
         raise AssertionError("the new group's result is wrong")
