@@ -11,7 +11,8 @@ import gc
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -223,13 +224,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+@contextmanager
+def _on_one_core() -> Iterator[None]:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     chosen, sizes = specs(options.codec or []), options.sizes
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "codecs", *argv]))
     report = Report(COLUMNS, len(chosen) * len(sizes))
-    with report.progress():
+    with _on_one_core(), report.progress():
         report.header(f"codecs on one core of {origin.device}, {origin.simd}", origin.command)
         for size in sizes:
             for spec in chosen:

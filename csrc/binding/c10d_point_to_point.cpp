@@ -128,8 +128,9 @@ void Engine::finish() {
   }
   // Else those who wait for their futures would wait for the whole deadline.
   if (unanswered) abort("left while sends or receives were under way");
-  // Their works hold this engine and tensors of Python's: the last of them must go before the caller
-  // lets the interpreter end, for a thread that then asks for it is ended in the middle of C++.
+  // Their works hold this engine and tensors of Python's: the last of them must go before the
+  // caller lets the interpreter end, for a thread that then asks for it is ended in the middle of
+  // C++.
   leaving_.run([] {});
   peer_waiter_.run([] {});
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -33,8 +34,9 @@ def test_every_codec_is_measured_by_default():
 
 
 def test_feedback_and_torch_are_measured_beside_a_codec(tmp_path):
-    out = tmp_path / "out.json"
+    out, cores = tmp_path / "out.json", os.sched_getaffinity(0)
     assert codecs.main(["-b", "4K", "-e", "4K", "--codec", "int4,topk:0.01", "-J", str(out)]) == 0
+    assert os.sched_getaffinity(0) == cores  # who called main() is not left on one core
     rows = json.loads(out.read_text())
     ops = {row["op"] for row in rows if row["codec"].startswith("quant")}
     assert {f"encode+{kind}" for kind in codecs.KINDS} < ops
