@@ -56,12 +56,17 @@ std::string Attendance::came(int rank, const std::string& word) {
 void Attendance::look_out() {
   if (!next_look_.expired()) return;
   next_look_ = Deadline::after(meeting_.patience() / 2);
-  if (options_.interrupt) options_.interrupt();
-  if (options_.parent && !parent_was_over_) {
-    if (const std::exception_ptr error = options_.parent->over()) std::rethrow_exception(error);
+  try {
+    if (options_.interrupt) options_.interrupt();
+    if (options_.parent && !parent_was_over_) {
+      if (const std::exception_ptr error = options_.parent->over()) std::rethrow_exception(error);
+    }
+    look_for_deaths();
+    look_for_words();
+  } catch (...) {
+    knows_ = true;
+    throw;
   }
-  look_for_deaths();
-  look_for_words();
 }
 
 void Attendance::look_for_deaths() {
@@ -106,6 +111,8 @@ void Attendance::throw_died(int rank, const std::string& how) const {
 void Attendance::leave() { meeting_.store->set(key("met", meeting_.rank), "yes"); }
 
 std::exception_ptr Attendance::behind(const std::exception_ptr& error) {
+  // The others are refused by us from now on and reflect on it: until then they must have our word.
+  if (knows_) return error;
   Deadline end = Deadline::after(Milliseconds(0));
   bool late = false;
   try {

@@ -46,6 +46,7 @@ class Attendance {
   const CommunicatorOptions& options_;
   const std::string reason_key_;
   bool parent_was_over_ = false;
+  bool knows_ = false;                ///< what has ended the meeting, from the others
   std::map<int, Process> processes_;  ///< of the ranks that came
   Deadline next_look_;
 };

@@ -1,72 +1,18 @@
 // Control connections: fixed-size notices, so that one never waits for the rest of another.
-#include "transports/tcp_control.h"
-
-#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <new>
 
-#include "core/crc32c.h"
-#include "core/deadline.h"
 #include "core/error.h"
-#include "transports/transport.h"
+#include "transports/tcp_control_parts.h"
 
 namespace pycomm::tcp {
-
-using Clock = std::chrono::steady_clock;
-
-// A dead peer is no error yet for ranks that may be finishing without it.
-constexpr auto kDeathGrace = std::chrono::milliseconds(50);
-// Last words travel on another connection than the data whose end we saw.
-constexpr auto kLastWords = std::chrono::milliseconds(50);
-
-/// As it travels.
-struct Control::Notice {
-  static constexpr uint32_t kMagic = 0x4e435950;  // "PYCN"
-  enum class Kind : uint32_t {
-    abort = 1,
-    goodbye = 2,
-    connect = 3,
-    ask = 4,
-    standing = 5,
-    heard = 6
-  };
-
-  explicit Notice(Kind kind = Kind::abort) : kind(kind) {}
-
-  uint32_t magic = kMagic;
-  Kind kind;
-  uint32_t lane = 0;    // to be connected:
-  int32_t socket = -1;  // this one again, or for the first time all of them
-  uint32_t generation = 0;
-  char text[1000] = {};  // why, zero-terminated; or the bytes of a Standing
-  uint32_t checksum = 0;
-
-  uint32_t compute() const {
-    return crc32c({reinterpret_cast<const uint8_t*>(this), offsetof(Notice, checksum)});
-  }
-};
-
-struct Control::Peer {
-  int rank;
-  Address address;
-  Wire wire;
-  uint32_t generation = 0;
-  std::atomic<State> state{State::here};
-  Clock::time_point died_at{};
-  Standing standing;      // what it last said
-  bool answered = false;  // since we last asked
-  bool heard = false;     // our goodbye
-  Notice in;
-  size_t in_done = 0;
-};
 
 Control::Control(int rank, const SharedStanding* standing)
     : rank_(rank),
@@ -117,6 +63,7 @@ void Control::refused(int rank) {
   take_in(peer);
   if (peer.state != State::here && peer.state != State::cut) return;
   peer.died_at = Clock::now();
+  if (peer.state == State::here) peer.cut_at = peer.died_at;
   peer.state.store(State::died, std::memory_order_release);
 }
 
@@ -166,6 +113,7 @@ void Control::take_in(Peer& peer) {
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.wire.get(), nullptr);
     peer.wire.reset();
     if (peer.state != State::here) return;
+    peer.cut_at = Clock::now();
     peer.state.store(State::cut, std::memory_order_release);
     if (on_cut_) on_cut_({peer.rank, kControl, 0, peer.generation});
   }
@@ -220,25 +168,6 @@ void Control::end_group(const Notice& notice) noexcept {
 void Control::wake_all() noexcept {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
-}
-
-void Control::throw_aborted() const { throw Error(abort_text_); }
-
-void Control::check() {
-  poll();
-  if (aborted()) throw_aborted();
-  for (const auto& peer : peers_) {
-    if (peer->state.load(std::memory_order_acquire) != State::died) continue;
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (Clock::now() - peer->died_at < kDeathGrace) continue;
-    lock.unlock();
-    throw_died(*peer, "it closed its connections without a word");
-  }
-}
-
-void Control::throw_died(const Peer& peer, const std::string& how) const {
-  throw PeerLost(peer.rank, "rank " + std::to_string(peer.rank) + " (" + peer.address.text() +
-                                ") died: " + how);
 }
 
 // A notice fits into the socket's buffer, since little else goes this way.
@@ -308,31 +237,6 @@ size_t Control::unacknowledged(int rank) const {
 bool Control::farewell(int rank) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return find(rank)->heard;
-}
-
-void Control::throw_lost(int rank, const std::string& what) {
-  Peer& peer = *find(rank);
-  const auto end = Clock::now() + kLastWords;
-  for (;;) {
-    pollfd wait = {-1, POLLIN, 0};
-    poll();
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (aborted()) throw_aborted();
-      // It may have left because of another, of which we do not know yet whether it is dead.
-      const bool known = peer.state == State::died || (peer.state == State::left && !cut_off());
-      if (known || Clock::now() >= end) break;
-      wait.fd = peer.wire.get();  // or none
-    }
-    ::poll(&wait, 1, 5);
-  }
-  if (peer.state != State::left) throw_died(peer, what);
-  for (const auto& other : peers_) {
-    if (other->state == State::died)
-      throw_died(*other, "and rank " + std::to_string(rank) + " left");
-  }
-  throw PeerLost(rank, "rank " + std::to_string(rank) + " (" + peer.address.text() +
-                           ") has left the group: " + what);
 }
 
 }  // namespace pycomm::tcp

@@ -83,6 +83,7 @@ class Control {
   struct Notice;
 
   Peer* find(int rank) const;
+  Peer* first_death() const;
   void watch(Peer& peer);
   void take_in(Peer& peer);
   void on_notice(Peer& peer, const Notice& notice);

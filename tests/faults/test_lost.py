@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,35 @@ def test_a_killed_rank_is_named_by_all_at_once(tmp_path, transport, way, state):
             assert f"rank {victim}" in text
         took.append(max(first[2], third[2]) - float(stamp.read_text()))
     assert min(took) < NOTICED
+
+
+def is_alive(process: int) -> bool:
+    """Its first thread is a zombie before the last one has closed their files."""
+    folder = Path(f"/proc/{process}")
+    try:
+        dead = (folder / "stat").read_text().split()[2] == "Z"
+        return not dead or len(list((folder / "task").iterdir())) > 1
+    except OSError:
+        return False
+
+
+def test_of_two_that_die_the_first_is_named_by_who_waits_for_the_second():
+    """The second may be gone because of the first."""
+
+    def job(c):
+        processes = np.zeros(3, np.int64)
+        c.all_gather(np.array([os.getpid()]), processes)
+        if c.rank == 0:
+            while is_alive(processes[2]):
+                time.sleep(0.001)
+        if c.rank != 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost) as lost:
+            c.recv(np.zeros(1), 0).wait()
+        return lost.value.rank, str(lost.value)
+
+    _, (rank, text), _ = run_processes(3, job, transport="tcp")
+    assert rank == 2, text
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
