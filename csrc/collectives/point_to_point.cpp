@@ -56,7 +56,7 @@ std::shared_ptr<Communicator::Request> PointToPoint::send(const void* data, size
     post_send(request);
     step();
   } catch (...) {
-    over_();
+    end_in(*request);
   }
   wake_server();
   return request;
@@ -71,10 +71,16 @@ std::shared_ptr<Communicator::Request> PointToPoint::recv(void* data, size_t byt
     post_recv(request);
     step();
   } catch (...) {
-    over_();
+    end_in(*request);
   }
   wake_server();
   return request;
+}
+
+// The group is over, and the texts that say so tell what we were doing.
+void PointToPoint::end_in(const Request& request) {
+  mesh_.standing().wait_for(request.describing_tag());
+  over_();
 }
 
 // Waits until no thread sleeps on the mesh.

@@ -89,6 +89,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
 
   // All of these run with the lock held.
   void enter(Lock& lock);
+  void end_in(const Request& request);
   void post_send(const RequestPtr& request);
   void post_recv(const RequestPtr& request);
   void listen(int peer);

@@ -35,7 +35,7 @@ void PointToPoint::wait(Request& request, Milliseconds limit) {
   } catch (...) {
     waiting_--;
     if (closed_) throw;  // there is no group any more
-    over_();
+    end_in(request);
   }
   wake_server();
 }

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from pycomm.errors import Timeout, WireMismatch
+from pycomm.errors import PeerLost, Timeout, WireMismatch
 from tests.collectives.ways import WAYS
 from tests.ranks import attempt
 
@@ -107,3 +107,21 @@ def test_both_ends_of_a_receive_that_nobody_sends_to(way):
         "  rank 1: in recv of 40 bytes from rank 0 (tag 4), last completed barrier #1\n"
         "  rank 2: in all_reduce #2 (sum of 10 float32), last completed barrier #1"
     }
+
+
+@ways
+def test_what_a_rank_was_about_to_receive_from_one_that_has_left(way):
+    left = threading.Event()
+
+    def job(c):
+        c.barrier()
+        if c.rank == 1:
+            return
+        left.wait(10)
+        c.recv(ones(4), 1).wait()
+
+    threading.Timer(0.1, left.set).start()
+    error, _ = attempt(2, job, **WAYS[way])
+    assert (type(error), error.rank) == (PeerLost, 1)
+    was = "rank 0: in recv of 16 bytes from rank 1 (tag 0), last completed barrier #1"
+    assert was in str(error)
