@@ -45,9 +45,9 @@ struct Control::Peer {
   uint32_t generation = 0;
   std::atomic<State> state{State::here};
   Clock::time_point cut_at{}, died_at{};  // its connection ended; nobody can be reached there
-  Standing standing;      // what it last said
-  bool answered = false;  // since we last asked
-  bool heard = false;     // our goodbye
+  Standing standing;                      // what it last said
+  bool answered = false;                  // since we last asked
+  bool heard = false;                     // our goodbye
   Notice in;
   size_t in_done = 0;
 };
