@@ -1,9 +1,9 @@
 """Who runs a collective: pycomm's core, or backends of torch.distributed, in the same processes.
 
 `pycomm` is the core without torch, `pycomm:ring` and the like the same with this algorithm,
-`pycomm-tls` with encrypted connections,
-`pycomm-torch` a backend of torch, `gloo` and `nccl` its own, `mpi` whatever library mpirun belongs
-to. Those with `-shared` work on memory that the group has allocated, so that peers address it in
+`pycomm-tls` with encrypted connections, `pycomm-unchecked` without checksums of payloads;
+`pycomm-torch` is a backend of torch, `gloo` and `nccl` its own, `mpi` whatever library mpirun
+belongs to. Those with `-shared` work on memory that the group has allocated, so that peers address it in
 place.
 """
 
@@ -21,17 +21,10 @@ from pycomm import _C
 from pycomm.bench import coded
 from pycomm.bench.operations import Array, Case, Run
 
+CORE = ("pycomm", "pycomm-shared", "pycomm-tls", "pycomm-unchecked")
 NAMES = (
-    *(
-        "pycomm",
-        "pycomm-shared",
-        "pycomm-tls",
-        "pycomm-torch",
-        "pycomm-torch-shared",
-        "gloo",
-        "mpi",
-        "nccl",
-    ),
+    *CORE,
+    *("pycomm-torch", "pycomm-torch-shared", "gloo", "mpi", "nccl"),
     *(f"pycomm:{algo}" for algo in _C.ALGOS),
 )
 
@@ -84,6 +77,8 @@ class Core(Backend):
             options.algo = name.partition(":")[2]
         if name == "pycomm-tls":
             options.tls = True
+        if name == "pycomm-unchecked":
+            options.checksum = "header"
         self.communicator: _C.Communicator = _C.Communicator(store, rank, ranks, options)
 
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
@@ -114,7 +109,7 @@ def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[B
     """Meet the other ranks in every backend, in the order of the names."""
     backends: list[Backend] = []
     for name in names:
-        if name.partition(":")[0] in ("pycomm", "pycomm-shared", "pycomm-tls"):
+        if name.partition(":")[0] in CORE:
             core = SharedCore if name == "pycomm-shared" else Core
             backends.append(core(name, _C.Store.file(str(folder)), rank, ranks))
         elif name == "mpi":

@@ -59,7 +59,9 @@ bool TcpChannel::take_frame(Socket& socket) {
   header.tag = message.tag;
   header.checks = checks_payload_;
   // The kernel copies the frame next: so it has to come from memory only once.
-  if (checks_payload_) header.payload = crc32c(message.data.sub(header.offset, length));
+  if (checks_payload_) {
+    header.payload = crc32c(message.data.sub(header.offset, length), 0, Where::memory);
+  }
   seal(header);
   socket.out.push(header, message.data.data + header.offset);
   message.frames++;
