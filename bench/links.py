@@ -54,7 +54,7 @@ def collectives(lab: netlab.Lab, op: str, options: argparse.Namespace) -> list[d
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "rows.csv"
         bench = [sys.executable, "-m", "pycomm.bench", op, "-b", options.first, "-e", options.last]
-        # Every node takes itself for the only one: pinned, all would share the first core.
+        # Not pinned, since iperf3 and Gloo's threads are not.
         bench += ["-f", "8", "-n", options.iterations, "-w", "1", "--pin", "0"]
         bench += ["--backend", "pycomm,gloo", "--csv", str(table)]
         env = dict(os.environ) | {"PYCOMM_TRANSPORT": "tcp", "PYCOMM_SOCKETS": options.sockets}

@@ -22,6 +22,7 @@ from pycomm.bench.report import Report
 
 SECONDS = 0.5  # that the iterations of the slowest backend at one size take, unless -n is given
 FEWEST, MOST = 20, 5000  # iterations
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machine
 STEPS = 10  # of the progress bar, for each case
 
 
@@ -57,12 +58,26 @@ class Rank:
         self.backends = backends.connect(options.backend, folder, rank, ranks)
         self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
         if options.pin:
-            _pin(rank, ranks)
+            self._pin()
 
     def close(self) -> None:
         for backend in self.backends:
             backend.close()
         del self.control
+
+    def _pin(self) -> None:
+        """Each rank's main thread on a core of its own, where the machine has enough.
+
+        After the backends have started, so that their own threads stay free to run anywhere. Nodes
+        that are namespaces share a machine, so LOCAL_RANK would not tell.
+        """
+        machine = np.zeros(self.ranks)
+        machine[self.rank] = int(BOOT.read_text()[:8], 16) if BOOT.exists() else 0
+        machines = self.agree(machine, "sum")
+        here = np.flatnonzero(machines == machine[self.rank]).tolist()
+        cores = sorted(os.sched_getaffinity(0))
+        if len(here) <= len(cores):
+            os.sched_setaffinity(0, {cores[here.index(self.rank)]})
 
     def agree(self, values: Sequence[float] | Array, op: str) -> Array:
         """Reduce float64 values over the ranks."""
@@ -234,14 +249,3 @@ class Rank:
             cpu_seconds=variant.cpu_seconds,
             connection=variant.backend.describe(),
         )
-
-
-def _pin(rank: int, ranks: int) -> None:
-    """Each rank's main thread on a core of its own, where there are enough.
-
-    After the backends have started, so that their own threads stay free to run anywhere.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) <= len(cores):
-        os.sched_setaffinity(0, {cores[local]})

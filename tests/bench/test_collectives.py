@@ -21,6 +21,7 @@ from pycomm.bench import arguments, backends, coded, collectives, harness, measu
 from pycomm.bench.operations import OPERATIONS, REDUCTIONS, STORAGE, make_case
 from pycomm.bench.report import Report
 from pycomm.env import env
+from tests.ranks import run_processes
 
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
@@ -169,6 +170,23 @@ def alone() -> measure.Rank:
 
 def case_of(op: str, size: int = 4096):
     return make_case(OPERATIONS[op], size, dtype="float32", redop="sum", rank=0, ranks=1)
+
+
+def test_ranks_of_a_machine_get_cores_of_their_own():
+    cores = len(os.sched_getaffinity(0))
+    ranks = min(2, cores)
+
+    def job(c):
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # as in namespaces
+        member = measure.Rank.__new__(measure.Rank)
+        member.rank, member.ranks, member.control = c.rank, c.size, c.core
+        member._pin()
+        return os.sched_getaffinity(0)
+
+    found = run_processes(ranks, job)
+    assert all(len(own) == 1 for own in found)
+    assert len(set.union(*found)) == ranks
+    assert all(len(own) == cores for own in run_processes(cores + 1, job))
 
 
 def test_wrong_results_are_counted():
