@@ -3,8 +3,8 @@
 `pycomm` is the core without torch, `pycomm:ring` and the like the same with this algorithm,
 `pycomm-tls` with encrypted connections, `pycomm-unchecked` without checksums of payloads;
 `pycomm-torch` is a backend of torch, `gloo` and `nccl` its own, `mpi` whatever library mpirun
-belongs to. Those with `-shared` work on memory that the group has allocated, so that peers address it in
-place.
+belongs to. Those with `-shared` work on memory that the group has allocated, so that peers address
+it in place.
 """
 
 from __future__ import annotations
