@@ -122,7 +122,9 @@ def wire_bytes(name, call, numel):
         c.barrier()
         before = c.wire_bytes()
         call(c, numel)
-        return c.wire_bytes() - before
+        sent = c.wire_bytes() - before
+        c.barrier()  # goodbyes are answered, which counts
+        return sent
 
     sent: dict[int, int] = {}
     for node, wire in zip(NODES[name], run(len(NODES[name]), job, **options(name)), strict=True):

@@ -118,6 +118,7 @@ class Network:
         self.stores = [_C.Store.local() for _ in range(size)]
         self.proxies: dict[int, Proxy] = {}
         self.calm = False  # no more weather
+        self.weather = threading.Lock()  # held while there is some
         for rank in range(size):
             threading.Thread(target=self._copy, args=(group, rank), daemon=True).start()
 
@@ -176,10 +177,10 @@ def run(
         if together.broken or together.n_waiting or len(network.proxies) < size:
             time.sleep(0.01)
             continue
-        if network.calm:
-            time.sleep(0.01)
-        else:
-            weather(network)
+        with network.weather:
+            if not network.calm:
+                weather(network)
+        time.sleep(0.01 if network.calm else 0)
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     network.close()
     return outcomes

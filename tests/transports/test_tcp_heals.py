@@ -44,6 +44,8 @@ def finish(c, network):
     """One more call in calm weather. What is cut off when its sender is through is repeated when
     the sender communicates again."""
     network.calm = True
+    with network.weather:  # a cut that is under way is over
+        pass
     c.barrier()
 
 
