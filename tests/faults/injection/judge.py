@@ -96,8 +96,8 @@ def _names_call(over: dict[str, Any], text: str) -> bool:
         return True
     if over["error"] == "Error":  # an abort tells where the rank was that aborted
         return bool(re.search(r"#\d+\b|\b(send|recv)\b", text))
-    if over["op"] == "broadcast" and "broadcast #" in text:
-        return True  # a root runs ahead of the others, who say where they are
+    if over["op"] == "broadcast":  # a root runs ahead of the others, who say where they are
+        return "broadcast #" in text
     # Who tells us may be a call behind or ahead of us.
     near = "|".join(str(over["seq"] + d) for d in (-1, 0, 1))
     return bool(re.search(rf"#({near})\b", text))
