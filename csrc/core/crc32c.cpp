@@ -120,9 +120,8 @@ __attribute__((target("avx512f,vpclmulqdq"))) inline __m512i fold(__m512i sum, _
                                    _mm512_clmulepi64_epi128(sum, by, 0x11), next, kXor3);
 }
 
-// With `kAhead` it fetches so many bytes ahead, also of what follows the data. The processor does
-// so by itself up to the end of a page, and from memory that takes three times as long. What is in
-// a cache it slows down.
+// With `kAhead` it fetches so many bytes ahead, also of what follows the data: the processor by
+// itself stops at the end of each page. What is in a cache that slows down.
 template <size_t kAhead>
 __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2"))) uint32_t
 update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
@@ -152,7 +151,7 @@ update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
 
 #endif
 
-constexpr size_t kAhead = 16 << 10;  // bytes; half as much and twice as much are a little slower
+constexpr size_t kAhead = 16 << 10;  // bytes: several pages
 
 using Update = uint32_t (*)(uint32_t crc, const uint8_t* p, size_t n);
 

@@ -172,6 +172,13 @@ def case_of(op: str, size: int = 4096):
     return make_case(OPERATIONS[op], size, dtype="float32", redop="sum", rank=0, ranks=1)
 
 
+def test_a_backend_without_checksums_runs_beside_the_one_with_them():
+    names = "pycomm,pycomm-unchecked"
+    done = bench("all_reduce", "-p", "2", "-b", "4K", "-e", "4K", "-n", "5", "--backend", names)
+    assert done.returncode == 0, done.stderr
+    assert " pycomm-unchecked " in done.stdout
+
+
 def test_ranks_of_a_machine_get_cores_of_their_own():
     cores = len(os.sched_getaffinity(0))
     ranks = min(2, cores)
