@@ -242,8 +242,17 @@ void Mesh::check(Lane lane) {
       transport->check();
     } catch (const PeerLost& e) {
       if (e.rank < 0 || e.rank >= size_ || pending(lane, e.rank)) throw;
+      if (!lost_ones(lane).empty()) throw;
     }
   }
+}
+
+std::vector<int> Mesh::lost_ones(Lane lane) {
+  std::vector<int> ranks;
+  for (const int peer : opened_[static_cast<int>(lane)]) {
+    if (pending(lane, peer) && lost(peer)) ranks.push_back(peer);
+  }
+  return ranks;
 }
 
 void Mesh::idle(Lane lane, std::chrono::microseconds limit) {

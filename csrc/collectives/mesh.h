@@ -68,6 +68,9 @@ class Mesh {
   /// Throws if the group has failed, but not for the loss of a rank with which nothing is under
   /// way: it may have finished before us.
   void check(Lane lane);
+  /// The ranks that have died and with which something is under way. Transports tell of the first
+  /// death alone, which may be that of another.
+  std::vector<int> lost_ones(Lane lane);
   /// Sleeps until a channel of the lane may have something to do.
   void idle(Lane lane, std::chrono::microseconds limit);
 

@@ -418,6 +418,7 @@ void PointToPoint::look_for_failures() {
   } catch (const PeerLost& e) {
     if (e.rank < 0 || e.rank >= mesh_.size()) throw;
     lose(e.rank, std::current_exception());
+    for (const int peer : mesh_.lost_ones(kLane)) lose(peer, std::current_exception());
   }
 }
 

@@ -87,6 +87,35 @@ def test_of_two_that_die_the_first_is_named_by_who_waits_for_the_second():
     assert rank == 2, text
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("call", ["recv", "broadcast"])
+def test_who_waits_for_one_of_two_dead_ranks_alone_hears_of_it(transport, call):
+    """Of the other one it wants nothing, whose death is no reason to stop."""
+
+    def job(c):
+        processes = np.zeros(3, np.int64)
+        c.all_gather(np.array([os.getpid()]), processes)
+        if c.rank != 1:
+            c.send(np.zeros(1), 1, tag=1).wait()
+            c.recv(np.zeros(1), 1, tag=1).wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):  # both have all that they want of each other
+            c.recv(np.zeros(1), tag=1).wait()
+        for rank in (0, 2):
+            c.send(np.zeros(1), rank, tag=1).wait()
+        while is_alive(processes[0]) or is_alive(processes[2]):
+            time.sleep(0.001)
+        with pytest.raises(PeerLost) as lost:
+            if call == "recv":
+                c.recv(np.zeros(1), 2).wait(2.0)
+            else:
+                c.broadcast(np.zeros(1), 2, timeout=2.0)
+        return lost.value.rank
+
+    _, rank, _ = run_processes(3, job, transport=transport, algo="direct")
+    assert rank in (0, 2)
+
+
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 def test_a_rank_that_leaves_is_named_by_who_waits_for_it(transport):
     def job(c):
