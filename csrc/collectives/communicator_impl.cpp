@@ -2,7 +2,6 @@
 #include "collectives/communicator_impl.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <new>
 #include <numeric>
 #include <utility>
@@ -71,22 +70,19 @@ void Communicator::Impl::over(Lane lane) {
   const std::exception_ptr thrown = from_reason(std::current_exception());
   // Another thread may be using them.
   const Digests* digests = lane == Lane::collective ? &digests_ : nullptr;
-  if (!failure_.happened()) {
-    try {
-      const std::exception_ptr error =
-          mesh_.aborted() ? thrown : explained(thrown, mesh_, lane, digests);
-      // What another rank has said meanwhile is the cause.
-      const std::exception_ptr cause = mesh_.aborted();
-      failure_.set(cause ? cause : error);
-      mesh_.abort(to_reason(cause ? cause : error));
-      trace_->set_error(failure_.text());
-    } catch (const std::bad_alloc&) {  // not enough for long words
-      failure_.set(thrown);
-      mesh_.abort("out of memory");
-    }
+  if (failure_.happened()) return;
+  try {
+    const std::exception_ptr error =
+        mesh_.aborted() ? thrown : explained(thrown, mesh_, lane, digests);
+    // What another rank has said meanwhile is the cause.
+    const std::exception_ptr cause = mesh_.aborted();
+    failure_.set(cause ? cause : error);
+    mesh_.abort(to_reason(cause ? cause : error));
+    trace_->set_error(failure_.text());
+  } catch (const std::bad_alloc&) {  // not enough for long words
+    failure_.set(thrown);
+    mesh_.abort("out of memory");
   }
-  failure_.rethrow();
-  std::abort();  // not reached: an error is set
 }
 
 void Communicator::Impl::abort(const std::string& reason) noexcept {

@@ -47,8 +47,8 @@ class Communicator::Impl {
   template <typename Body>
   void run(OpTag& tag, Milliseconds timeout, const Body& body, const Alike& alike = {}) {
     std::lock_guard<std::mutex> one(one_at_a_time_);
-    failure_.rethrow();
     tag.seq = ++seq_;
+    if (failure_.happened()) failure_.rethrow_in(tag, rank());
     digests_.stamp(tag);
     recording_ = trace_->start(tag, issued_);
     issued_ = 0;
@@ -59,6 +59,7 @@ class Communicator::Impl {
     } catch (...) {
       trace_->end(recording_, false);
       over(Lane::collective);
+      failure_.rethrow_in(tag, rank());
     }
     trace_->end(recording_, tag, spent_);
     digests_.keep(tag, alike);
@@ -99,9 +100,9 @@ class Communicator::Impl {
     return result;
   }
 
-  /// Called with an error in flight that no rank can go on after: tells everybody, and throws the
-  /// group's first error.
-  [[noreturn]] void over(Lane lane);
+  /// Called with an error in flight that no rank can go on after: tells everybody. From then on
+  /// there is a failure.
+  void over(Lane lane);
   void abort(const std::string& reason) noexcept;
 
   void compare(const std::string& what, uint32_t digest) {

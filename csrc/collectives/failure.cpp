@@ -1,5 +1,6 @@
 #include "collectives/failure.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 #include <typeinfo>
@@ -22,6 +23,27 @@ void Failure::set(std::exception_ptr error) {
   if (happened()) return;
   first_ = std::move(error);
   happened_.store(true, std::memory_order_release);
+}
+
+void Failure::rethrow_in(const OpTag& call, int rank) const {
+  const std::string ours = describe(call);
+  // Of several lines the first says what happened, the others what ranks were doing.
+  const auto heard = [&](std::string text) {
+    if (text.find(ours) != std::string::npos) return text;
+    return text.insert(std::min(text.find('\n'), text.size()),
+                       " (rank " + std::to_string(rank) + " heard of it in " + ours + ")");
+  };
+  try {
+    std::rethrow_exception(first_);
+  } catch (const Timeout& e) {
+    throw Timeout(heard(e.what()), e.waited_for);
+  } catch (const PeerLost& e) {
+    throw PeerLost(e.rank, heard(e.what()));
+  } catch (const WireMismatch& e) {
+    throw WireMismatch(heard(e.what()));
+  } catch (const Error& e) {
+    throw Error(heard(e.what()));
+  }
 }
 
 std::string Failure::text() const {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "core/op.h"
 
 namespace pycomm {
 
@@ -22,6 +23,8 @@ class Failure {
   void rethrow() const {
     if (happened()) std::rethrow_exception(first_);
   }
+  /// Throws it to who hears of it in `call`, which the error then names. There must be one.
+  [[noreturn]] void rethrow_in(const OpTag& call, int rank) const;
 
  private:
   std::atomic<bool> happened_{false};

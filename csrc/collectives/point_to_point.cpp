@@ -51,8 +51,8 @@ std::shared_ptr<Communicator::Request> PointToPoint::send(const void* data, size
   auto request = std::make_shared<Request>(shared_from_this(), true, const_cast<void*>(data), bytes,
                                            dst, tag, limit);
   Lock lock(mutex_);
-  enter(lock);
   try {
+    enter(lock);
     post_send(request);
     step();
   } catch (...) {
@@ -66,8 +66,8 @@ std::shared_ptr<Communicator::Request> PointToPoint::recv(void* data, size_t byt
                                                           int tag, Milliseconds limit) {
   auto request = std::make_shared<Request>(shared_from_this(), false, data, bytes, src, tag, limit);
   Lock lock(mutex_);
-  enter(lock);
   try {
+    enter(lock);
     post_recv(request);
     step();
   } catch (...) {
@@ -79,8 +79,10 @@ std::shared_ptr<Communicator::Request> PointToPoint::recv(void* data, size_t byt
 
 // The group is over, and the texts that say so tell what we were doing.
 void PointToPoint::end_in(const Request& request) {
-  mesh_.standing().wait_for(request.describing_tag());
+  const OpTag tag = request.describing_tag();
+  mesh_.standing().wait_for(tag);
   over_();
+  failure_.rethrow_in(tag, rank_);
 }
 
 // Waits until no thread sleeps on the mesh.

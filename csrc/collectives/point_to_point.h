@@ -25,7 +25,7 @@ namespace pycomm {
 
 class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
  public:
-  /// `over` is called with an error that ends the group, and throws the group's first error.
+  /// `over` is called with an error in flight that ends the group; then there is a failure.
   PointToPoint(Mesh& mesh, Failure& failure, Trace& trace, std::function<void()> over);
 
   /// `limit` is for waits that name none.
@@ -89,7 +89,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
 
   // All of these run with the lock held.
   void enter(Lock& lock);
-  void end_in(const Request& request);
+  [[noreturn]] void end_in(const Request& request);
   void post_send(const RequestPtr& request);
   void post_recv(const RequestPtr& request);
   void listen(int peer);

@@ -92,11 +92,8 @@ void PointToPoint::serve() {
         rest(lock, [&] { mesh_.idle(kLane, nap); });
       }
     } catch (...) {
-      try {
-        over_();
-      } catch (...) {  // the callers will see it
-        changed_.notify_all();
-      }
+      over_();
+      changed_.notify_all();  // those that wait throw it
     }
   }
 }

@@ -105,11 +105,12 @@ def test_who_waits_for_one_of_two_dead_ranks_alone_hears_of_it(transport, call):
             c.send(np.zeros(1), rank, tag=1).wait()
         while is_alive(processes[0]) or is_alive(processes[2]):
             time.sleep(0.001)
+        wait = {
+            "recv": lambda: c.recv(np.zeros(1), 2).wait(2.0),
+            "broadcast": lambda: c.broadcast(np.zeros(1), 2, timeout=2.0),
+        }
         with pytest.raises(PeerLost) as lost:
-            if call == "recv":
-                c.recv(np.zeros(1), 2).wait(2.0)
-            else:
-                c.broadcast(np.zeros(1), 2, timeout=2.0)
+            wait[call]()
         return lost.value.rank
 
     _, rank, _ = run_processes(3, job, transport=transport, algo="direct")

@@ -225,12 +225,26 @@ def test_bad_arguments_are_found_before_a_byte_is_sent(way):
 def test_the_first_error_stays(way):
     def job(c):
         x = ones(10 + c.rank)
+        other = 1 - c.rank
         errors = []
-        for call in (lambda: c.all_reduce(x), c.barrier, lambda: c.send(x, 1 - c.rank).wait()):
+        for call in (
+            lambda: c.all_reduce(x),
+            c.barrier,
+            lambda: c.broadcast(x, 1),
+            lambda: c.send(x, other).wait(),
+        ):
             with pytest.raises(WireMismatch) as caught:
                 call()
             errors.append(str(caught.value))
-        assert errors == [errors[0]] * 3
+        first, _, table = errors[0].partition("\n")
+        assert errors[1:] == [
+            f"{first} (rank {c.rank} heard of it in {later})\n{table}"
+            for later in (
+                "barrier #2",
+                f"broadcast #3 ({x.size} float32, root 1)",
+                f"send of {x.nbytes} bytes to rank {other} (tag 0)",
+            )
+        ]
         return True
 
     assert attempt(2, job, **WAYS[way]) == [True, True]
