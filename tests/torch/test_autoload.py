@@ -61,6 +61,11 @@ def test_import_pycomm_is_light():
     )
 
 
+def test_the_version_is_that_of_pyproject():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'\nversion = "{run("import pycomm; print(pycomm.__version__)")}"\n' in text
+
+
 def test_import_order_does_not_matter():
     for first in ("import torch, pycomm", "import pycomm.backend"):
         code = first + "; import torch.distributed as d; print(d.Backend('pycomm'))"
