@@ -78,6 +78,7 @@ class TcpChannel final : public Channel {
   bool pull_header(Socket& socket);
   bool has_header(Socket& socket);
   bool pull_payload(Socket& socket);
+  bool has_receive(uint64_t message) const { return message - received_ <= incoming_.size(); }
   void check_frame(const FrameHeader& header, const Incoming& message) const;
   void frame_read(Socket& socket);
   size_t read(Socket& socket, Span<uint8_t> payload);

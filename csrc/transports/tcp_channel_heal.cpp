@@ -83,14 +83,18 @@ bool TcpChannel::let_go() {
   return sent_ > before;
 }
 
-// A rank that has left or died sends nothing more, and takes nothing.
+// A rank that has left or died sends nothing more, and takes nothing. A connection that has come to
+// a message for which there is no receive yet brings nothing of those before.
 void TcpChannel::look_for_loss() const {
   if (connector_.troubled()) connector_.obstacle(peer_, poller_.lane(), false);
   if (!poller_.control().gone(peer_)) return;
+  const bool over = std::all_of(sockets_.begin(), sockets_.end(), [this](const auto& socket) {
+    return !socket->wire || (socket->reading && !has_receive(socket->in.message));
+  });
   for (const auto& socket : sockets_) {
     if (socket->wire) continue;
     const bool torn = socket->reading || socket->staged() > 0 || !socket->out.all_written();
-    if (torn || cuts_ == static_cast<int>(sockets_.size())) throw_lost(socket->cut_by);
+    if (torn || over) throw_lost(socket->cut_by);
   }
 }
 

@@ -55,9 +55,8 @@ bool TcpChannel::pull_header(Socket& socket) {
 
 bool TcpChannel::pull_payload(Socket& socket) {
   const FrameHeader& header = socket.in;
-  const size_t place = header.message - received_ - 1;
-  if (place >= incoming_.size()) return false;
-  Incoming& message = incoming_[place];
+  if (!has_receive(header.message)) return false;
+  Incoming& message = incoming_[header.message - received_ - 1];
   if (socket.in_done == 0) check_frame(header, message);
   uint8_t* to = message.data.data + header.offset;
 

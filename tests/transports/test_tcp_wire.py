@@ -4,6 +4,7 @@ strangers do not stall a set-up, and every way to split the bytes of a frame wor
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import socket
@@ -22,7 +23,8 @@ MIB = 1 << 20
 SECRET = b"the secret"
 HELLO = struct.Struct("<8s4I4H2I32s")
 REPLY = struct.Struct("<2I32s")
-HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # the checksum follows
+HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # the checksum follows, here and there
+NOTICE = struct.Struct("<3IiI1000s")
 MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF
 CHALLENGE, WELCOME, WRONG_SECRET, WRONG_VERSION, WRONG_SHAPE, WRONG_TLS = range(1, 7)
 
@@ -92,6 +94,11 @@ def frame(
     return head + struct.pack("<I", _C.crc32c(head)) + payload
 
 
+def goodbye() -> bytes:
+    notice = NOTICE.pack(0x4E435950, 2, 0, -1, 0, bytes(1000))
+    return notice + struct.pack("<I", _C.crc32c(notice))
+
+
 class RankZero:
     """Rank 0 of two, whose other rank is played by the test."""
 
@@ -100,7 +107,7 @@ class RankZero:
         self.store = _C.Store.local()
         self.transport = None
         self.error: BaseException | None = None
-        self.connections: dict[int, socket.socket] = {}
+        self.connections: dict[tuple[int, int], socket.socket] = {}
         self.thread = threading.Thread(target=self.set_up)
         self.thread.start()
         # We claim to be on the same host, and nobody connects to us.
@@ -122,11 +129,13 @@ class RankZero:
         except BaseException as error:
             self.error = error
 
-    def come(self) -> dict[int, socket.socket]:
-        """Rank 1 comes: returns its connections by lane."""
+    def come(self) -> dict[tuple[int, int], socket.socket]:
+        """Rank 1 comes: returns its connections by lane and socket."""
         self.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
-        for lane in (0, 1, CONTROL):
-            self.connections[lane], verdict, _ = join(self.address, hello(lane))
+        sockets = self.options["sockets"]
+        for lane, number in [*itertools.product((0, 1), range(sockets)), (CONTROL, 0)]:
+            first = hello(lane, socket=number, sockets=sockets)
+            self.connections[lane, number], verdict, _ = join(self.address, first)
             assert verdict == WELCOME
         self.thread.join()
         if self.error:
@@ -157,7 +166,7 @@ def our_hash(rank_0):
     connections = rank_0.come()
     me = Rank(0, 2, rank_0.transport)
     me.wait(me.send(1, b"", tag()))
-    header = read_exactly(connections[0], HEADER.size + 4)
+    header = read_exactly(connections[0, 0], HEADER.size + 4)
     assert _C.crc32c(header[:-4]) == struct.unpack("<I", header[-4:])[0]
     return HEADER.unpack(header[:-4])[7]
 
@@ -317,7 +326,7 @@ def test_bytes_arrive_in_any_pieces(rank_0, our_hash, step):
 
     def drip():
         for i in range(0, len(data), step):
-            rank_0.connections[0].sendall(data[i : i + step])
+            rank_0.connections[0, 0].sendall(data[i : i + step])
 
     dripping = threading.Thread(target=drip)
     dripping.start()
@@ -329,7 +338,7 @@ def test_several_messages_arrive_in_one_piece(rank_0, our_hash):
     data = b"".join(
         frame(pattern(n, i), message=i + 1, tag_hash=our_hash) for i, n in enumerate([5, 0, 700, 1])
     )
-    rank_0.connections[0].sendall(data)
+    rank_0.connections[0, 0].sendall(data)
     assert [rank_0.expect(n) for n in [5, 0, 700, 1]] == [
         pattern(n, i) for i, n in enumerate([5, 0, 700, 1])
     ]
@@ -360,14 +369,14 @@ def flipped(data: bytes, byte: int) -> bytes:
     ],
 )
 def test_false_frame_is_described(rank_0, our_hash, make, text):
-    rank_0.connections[0].sendall(make(our_hash))
+    rank_0.connections[0, 0].sendall(make(our_hash))
     with pytest.raises(pycomm.errors.Error, match=f"rank 0 .*{text}"):
         rank_0.expect(4)
 
 
 @pytest.mark.parametrize("byte", range(0, 128, 9))
 def test_damaged_header_is_found(rank_0, our_hash, byte):
-    rank_0.connections[0].sendall(flipped(frame(b"1234", tag_hash=our_hash), byte))
+    rank_0.connections[0, 0].sendall(flipped(frame(b"1234", tag_hash=our_hash), byte))
     with pytest.raises(pycomm.errors.Error, match=r"no frame starts|checksum"):
         rank_0.expect(4)
 
@@ -381,7 +390,7 @@ def test_damaged_payload_is_found_and_named(rank_0, our_hash, byte, cut):
     for begin in range(0, 3000, cut):
         good = frame(payload[begin : begin + cut], offset=begin, size=3000, tag_hash=our_hash)
         data += good[:128] + damaged[begin : begin + cut]
-    rank_0.connections[0].sendall(data)
+    rank_0.connections[0, 0].sendall(data)
     begin = byte // cut * cut
     with pytest.raises(
         pycomm.errors.Error,
@@ -391,7 +400,7 @@ def test_damaged_payload_is_found_and_named(rank_0, our_hash, byte, cut):
 
 
 def test_payload_that_is_not_checked_is_taken_as_it_is(rank_0, our_hash):
-    rank_0.connections[0].sendall(frame(b"1234", tag_hash=our_hash, checks=0))
+    rank_0.connections[0, 0].sendall(frame(b"1234", tag_hash=our_hash, checks=0))
     assert rank_0.expect(4) == b"1234"
 
 
@@ -424,7 +433,7 @@ def test_payloads_that_leave_the_host_are_checked(checksum, interface, checks):
     connections = rank_0.come()
     me = Rank(0, 2, rank_0.transport)
     me.wait(me.send(1, b"payload", tag()))
-    assert HEADER.unpack(read_exactly(connections[0], HEADER.size))[10] == checks
+    assert HEADER.unpack(read_exactly(connections[0, 0], HEADER.size))[10] == checks
     rank_0.leave()
 
 
@@ -434,14 +443,14 @@ def test_random_bytes_never_pass_for_a_frame(rank_0, our_hash, seed):
     data = bytearray(frame(b"1234", tag_hash=our_hash))
     place = chance.randrange(128)
     data[place : place + 16] = chance.randbytes(min(16, 128 - place))
-    rank_0.connections[0].sendall(data)
+    rank_0.connections[0, 0].sendall(data)
     with pytest.raises(pycomm.errors.Error, match=r"no frame starts|checksum"):
         rank_0.expect(4)
 
 
 @pytest.mark.parametrize("cut", [1, 127, 128, 131])
 def test_torn_frame_is_a_lost_peer(rank_0, our_hash, cut):
-    rank_0.connections[0].sendall(frame(b"1234", tag_hash=our_hash)[:cut])
+    rank_0.connections[0, 0].sendall(frame(b"1234", tag_hash=our_hash)[:cut])
     for connection in rank_0.connections.values():
         connection.close()
     with pytest.raises(pycomm.errors.PeerLost) as lost:
@@ -449,7 +458,21 @@ def test_torn_frame_is_a_lost_peer(rank_0, our_hash, cut):
     assert lost.value.rank == 1
 
 
+def test_what_a_rank_that_has_left_cannot_send_any_more_is_not_waited_for():
+    """Of its two connections one is cut, the other has come to the next message already."""
+    rank = RankZero(sockets=2)
+    connections = rank.come()
+    connections[0, 1].sendall(frame(b"1234", message=2))
+    connections[CONTROL, 0].sendall(goodbye())
+    connections[0, 0].close()
+    try:
+        with pytest.raises(pycomm.errors.PeerLost, match=r"rank 1 .* has left the group"):
+            rank.expect(4)
+    finally:
+        rank.leave()
+
+
 def test_garbage_on_the_control_connection_is_a_lost_peer(rank_0, our_hash):
-    rank_0.connections[CONTROL].sendall(random.Random(2).randbytes(1024))
+    rank_0.connections[CONTROL, 0].sendall(random.Random(2).randbytes(1024))
     with pytest.raises(pycomm.errors.PeerLost):
         rank_0.expect(4)
