@@ -76,15 +76,14 @@ void Connector::throw_incomplete() const {
   for (const auto& link : links_) {
     if (!link->control) missing += (missing.empty() ? "" : ", ") + name_of(*link);
   }
-  std::string text = "no connection with " + missing;
+  std::string text = "rank " + std::to_string(rank_) + " has no connection with " + missing;
   if (!last_error_.empty()) text += "; last error: " + last_error_;
   if (refused_ > 0) {
     text +=
         "; refused " + std::to_string(refused_) + " connections, the last from " + last_refused_;
   }
-  throw Timeout("tcp: rank " + std::to_string(rank_) + ": group \"" + group_ +
-                "\" did not come together within " + std::to_string(deadline_.limit().count()) +
-                " ms: " + text);
+  throw Timeout("tcp: group \"" + group_ + "\" did not come together within " +
+                std::to_string(deadline_.limit().count()) + " ms: " + text);
 }
 
 std::string Connector::name_of(const Link& link) const {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -76,6 +77,11 @@ def test_wrong_secret_is_refused_and_explained():
     assert "PYCOMM_SECRET" in str(outcomes[1])
     # Strangers must not be able to end a group, so the listening rank waits on.
     assert isinstance(outcomes[0], pycomm.errors.Timeout)
+    assert re.match(
+        r'tcp: group "group \d+" did not come together within 1000 ms: '
+        r"rank 0 has no connection with rank 1 \(127\.0\.0\.1:\d+\)",
+        str(outcomes[0]),
+    )
     assert "its secret is not ours" in str(outcomes[0])
 
 

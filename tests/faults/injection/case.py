@@ -6,17 +6,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FAULTS = ("kill", "stop", "raise", "exit", "_exit", "socket", "slow", "memory", "abort")
-"""SIGKILL, SIGSTOP; an exception in the caller, sys.exit, os._exit; its connections are cut one way
-or both; it sleeps; it has no memory left; it aborts from another thread."""
+FAULTS = ("kill", "kill2", "stop", "raise", "exit", "_exit", "socket", "slow", "memory", "abort")
+"""SIGKILL, of one rank or of two at once, as when a host dies; SIGSTOP; an exception in the caller,
+sys.exit, os._exit; its connections are cut one way or both; it sleeps; it has no memory left; it
+aborts from another thread."""
 NETWORK = ("down", "drop", "vanish")
 """The victim's interface is taken down; all that it sends and is sent is lost; the same, and then
 it is killed, as if its host had lost its power. Each rank needs a network of its own."""
-FROM_OUTSIDE = ("kill", "stop", *NETWORK)
+FROM_OUTSIDE = ("kill", "kill2", "stop", *NETWORK)
 """Those that hit a process wherever it is."""
 PHASES = ("init", "split", "steady", "shutdown")
 PHASES_OF = {
     "kill": PHASES,
+    "kill2": PHASES,
     "stop": PHASES,
     "_exit": PHASES,
     **dict.fromkeys(NETWORK, ("split", "steady")),
@@ -80,15 +82,21 @@ class Case:
         return int(20 * self.how) if self.fault == "memory" else -1
 
     @property
+    def victims(self) -> set[int]:
+        """All ranks that it hits."""
+        return {self.victim, (self.victim + (self.fault == "kill2")) % self.ranks}
+
+    @property
     def leavers(self) -> set[int]:
         """The ranks that cannot go on after it."""
         stays = self.fault in ("socket", "slow", "memory", "abort", "down", "drop")
-        return set() if stays else {self.victim}
+        return set() if stays else self.victims
 
     def __str__(self) -> str:
         calls = ", ".join(map(str, self.calls))
+        victims = " and ".join(map(str, sorted(self.victims)))
         return (
-            f"case {self.number}: {self.fault} of rank {self.victim} of {self.ranks}, "
+            f"case {self.number}: {self.fault} of rank {victims} of {self.ranks}, "
             f"{self.transport}, {self.phase} + {self.delay * 1e3:.1f} ms, "
             f"{'async' if self.async_op else 'sync'} {calls}"
         )
@@ -112,7 +120,7 @@ def draw(
     rng = random.Random(f"{seed}/{number}")
     fault = rng.choice(list(faults))
     transport = "tcp" if fault in ("socket", *NETWORK) else rng.choice(list(transports))
-    ranks = rng.choice((2, 3, 4))
+    ranks = rng.choice((3, 4) if fault == "kill2" else (2, 3, 4))
     # Most cases are about operations.
     possible = PHASES_OF.get(fault, ("steady",))
     others = [phase for phase in phases if phase != "steady" and phase in possible]

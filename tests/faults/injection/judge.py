@@ -10,9 +10,10 @@ from tests.faults.injection.play import Played
 
 DEATH = 0.2
 """Seconds from a death to the last survivor's error; what the library promises."""
-DEATHS = ("kill", "raise", "exit", "_exit")
+DEATHS = ("kill", "kill2", "raise", "exit", "_exit")
 KINDS = {
     "kill": {"PeerLost"},
+    "kill2": {"PeerLost"},
     "raise": {"PeerLost"},
     "exit": {"PeerLost"},
     "_exit": {"PeerLost"},
@@ -68,8 +69,9 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
         return []
     if case.fault == "socket" or cut_off:  # of two ends of a cut line neither is more to blame
         return [] if re.search(r"rank \d", text) else [f"names nobody: {text}"]
-    if case.victim not in blamed(text) or (kind == "PeerLost" and over["named"] != case.victim):
-        wrong.append(f"does not name rank {case.victim}: {text}")
+    named = blamed(text) & case.victims
+    if not named or (kind == "PeerLost" and over["named"] not in named):
+        wrong.append(f"does not name rank {' or '.join(map(str, case.victims))}: {text}")
     operating = case.phase in ("steady", "shutdown") and over["op"]
     if operating and not _names_call(over, text):
         wrong.append(f"does not name {over['op']} #{over['seq']}: {text}")

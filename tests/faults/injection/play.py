@@ -112,17 +112,18 @@ def lab_of(nodes: int) -> Netlab:
     return lab
 
 
-def _strike(case: Case, process: int, lab: Netlab | None) -> float:
+def _strike(case: Case, processes: list[int], lab: Netlab | None) -> float:
     """Bring the fault about; return the moment."""
     at = time.monotonic()
     if lab and case.fault == "down":
         lab.take_down(case.victim)
     elif lab and case.fault in ("drop", "vanish"):
         lab.cut(case.victim)
-    if case.fault == "stop":
-        os.kill(process, signal.SIGSTOP)
-    elif case.fault in ("kill", "vanish"):
-        os.kill(process, signal.SIGKILL)
+    for process in processes:
+        if case.fault == "stop":
+            os.kill(process, signal.SIGSTOP)
+        elif case.fault in ("kill", "kill2", "vanish"):
+            os.kill(process, signal.SIGKILL)
     return at
 
 
@@ -132,14 +133,14 @@ def _watch(
     """Read what ranks say until all that can have come to their end; hit the victim."""
     case = played.case
     outside = case.fault in FROM_OUTSIDE
-    waited = {rank for rank in children if not (rank == case.victim and case.leavers)}
+    waited = set(children) - case.leavers
     end = time.monotonic() + LIMIT
     strike = None
     buffer = b""
     while waited and time.monotonic() < end:
         now = time.monotonic()
         if strike is not None and now >= strike:
-            played.at = _strike(case, children[case.victim], lab)
+            played.at = _strike(case, [children[rank] for rank in case.victims], lab)
             strike = None
         until = end if strike is None else strike
         ready, _, _ = select.select([reader], [], [], max(0.0, until - time.monotonic()))

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.faults.injection.case import HUNGRY, NETWORK, Call, Case
+from tests.faults.injection.case import FROM_OUTSIDE, HUNGRY, NETWORK, Call, Case
 from tests.faults.injection.groups import CoreGroup, Place, TorchGroup, make_group
 
 SETTLE = 2.0
@@ -183,7 +183,7 @@ class Rank:
         """Have the fault happen when it is due, if it is ours and we are to bring it about."""
         self.started = time.monotonic()
         case = self.case
-        if not self.is_victim or case.fault in ("kill", "stop", "memory"):
+        if not self.is_victim or case.fault in (*FROM_OUTSIDE, "memory"):
             return
         if case.fault in ("_exit", "socket", "abort"):  # wherever we are
 
