@@ -13,7 +13,7 @@ from tests.faults.injection.play import Played, play
 SEED = 7
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_told_by_name_and_leaves_nothing_behind(fault, transport):
     case = draw(SEED, 0, transports=[transport], faults=[fault], phases=["steady"])

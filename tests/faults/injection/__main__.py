@@ -22,7 +22,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", type=int, help="play this one alone, and show all of it")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seconds", type=float, help="stop after this time")
-    parser.add_argument("--transport", default="shm,tcp")
+    parser.add_argument(
+        "--transport", default="shm,tcp,auto", help="auto: two hosts, declared (shm,tcp,auto)"
+    )
     parser.add_argument(
         "--faults",
         default=",".join(FAULTS),

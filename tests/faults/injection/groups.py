@@ -50,6 +50,12 @@ class Place:
     apart: bool = False
     """each rank stands for a host of its own: none sees another's process"""
 
+    @property
+    def nodes(self) -> list[int]:
+        """Declared hosts of the ranks, or none: where transports are mixed, two of them."""
+        hosts = self.ranks if self.apart else 2 if self.transport == "auto" else 0
+        return [rank * hosts // self.ranks for rank in range(self.ranks)] if hosts else []
+
 
 class CoreGroup:
     """A `Communicator`. An async call is one on another thread, as a process group makes it."""
@@ -65,7 +71,7 @@ class CoreGroup:
             transport=place.transport,
             timeout=place.timeout,
             parent=parent and parent._core,
-            nodes=range(place.ranks) if place.apart else (),
+            nodes=place.nodes,
         )
         self.describe = self._core.describe
 

@@ -55,6 +55,8 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
         allowed |= {None}  # its part may be done
     if case.phase == "init" and "did not come (here)" in text:
         allowed |= {"Timeout"}  # of one that died before it came nobody can know
+    if case.phase == "init" and case.transport == "auto":
+        allowed |= {"Timeout"}  # nor from another host, of one that died before it was connected
     if case.phase == "split" and case.fault == "abort":
         allowed |= {"PeerLost"}  # of one that was in the new group already
     wrong = []
