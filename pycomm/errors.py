@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = ["Error", "PeerLost", "Timeout", "WireMismatch"]
 
 
@@ -18,11 +20,14 @@ class PeerLost(Error):
 
     Attributes:
         rank: its number in the group.
+        ranks: those of all ranks that are known to be gone, ascending: what to give to
+            `torch.distributed.shrink_group`.
     """
 
-    def __init__(self, message: str, rank: int = -1) -> None:
+    def __init__(self, message: str, rank: int = -1, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rank = rank
+        self.ranks = list(ranks) or [rank]
 
 
 class WireMismatch(Error):

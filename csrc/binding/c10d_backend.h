@@ -209,7 +209,7 @@ class Backend final : public c10d::Backend {
   const std::string group_;  ///< its name in the store
   const intrusive_ptr<BackendOptions> options_;
   std::shared_ptr<OpenGroup> open_;
-  int monitored_barriers_ = 0, shrinks_ = 0;
+  int monitored_barriers_ = 0;
   c10::weak_intrusive_ptr<c10d::Backend> fresh_{intrusive_ptr<c10d::Backend>()};
 
   std::mutex coalesced_mutex_;

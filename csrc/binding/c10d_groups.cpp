@@ -12,22 +12,20 @@ Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
       store_(store),
       group_(group),
       options_(std::move(options)) {
-  with_python_errors([&] {
-    CommunicatorOptions communicator = options_->communicator;
-    communicator.group = group;
-    communicator.timeout = options_->timeout;
-    communicator.description = options_->group_desc;
-    for (const uint64_t r : options_->global_ranks_in_group) {
-      communicator.global_ranks.push_back(static_cast<int>(r));
-    }
-    communicator.interrupt = &check_signals;
-    if (parent.engine) {
-      communicator.parent = &parent.engine->comm();
-      communicator.parent_ranks = parent.ranks;
-    }
-    open_ = std::make_shared<OpenGroup>(
-        std::make_shared<Engine>(store, rank, size, communicator, options_->device), store);
-  });
+  CommunicatorOptions communicator = options_->communicator;
+  communicator.group = group;
+  communicator.timeout = options_->timeout;
+  communicator.description = options_->group_desc;
+  for (const uint64_t r : options_->global_ranks_in_group) {
+    communicator.global_ranks.push_back(static_cast<int>(r));
+  }
+  communicator.interrupt = &check_signals;
+  if (parent.engine) {
+    communicator.parent = &parent.engine->comm();
+    communicator.parent_ranks = parent.ranks;
+  }
+  open_ = std::make_shared<OpenGroup>(
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device), store);
 }
 
 namespace {
@@ -98,7 +96,8 @@ intrusive_ptr<Backend> Backend::made_from_this(const intrusive_ptr<c10d::Store>&
   if (fresh && fresh->open_->engine() && fresh->options_->group_name == options->group_name) {
     return fresh;
   }
-  auto made = make(store, rank, size, options, options->group_name, parent);
+  auto made = with_python_errors(
+      [&] { return make(store, rank, size, options, options->group_name, parent); });
   fresh_ = c10::weak_intrusive_ptr<c10d::Backend>(intrusive_ptr<c10d::Backend>(made));
   return made;
 }
@@ -125,7 +124,7 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_t
   const auto options = options_for(opts);
   const auto old_ranks = options_->global_ranks_in_group;
   options->global_ranks_in_group.clear();
-  options->group_name = group_ + "/shrunk " + std::to_string(++shrinks_) + " without";
+  options->group_name = group_ + "/shrunk without";
   int rank = -1, size = 0;
   std::vector<int> kept;
   for (int r = 0; r < size_; r++) {
@@ -140,7 +139,16 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_t
     size++;
   }
   if (rank < 0) raise(arguments_.here() + "shrink: this rank is one of those to exclude");
-  return make(store_, rank, size, options, options->group_name, as_parent(kept));
+  return with_python_errors([&] {
+    try {
+      return make(store_, rank, size, options, options->group_name, as_parent(kept));
+    } catch (const PeerLost& lost) {
+      if (lost.rank < 0 || lost.rank >= size) throw;
+      const int ours = kept[lost.rank];  // for the next call
+      throw PeerLost(ours, std::string(lost.what()) + "; it is rank " + std::to_string(ours) +
+                               " of the group that shrinks: exclude it, too");
+    }
+  });
 }
 
 // ------------------------------------------------------------------ waiting for everybody

@@ -41,7 +41,7 @@ inline void translate_errors(std::exception_ptr thrown) {
     if (thrown) std::rethrow_exception(thrown);
   } catch (const PeerLost& error) {
     const auto type = pybind11::module_::import("pycomm.errors").attr("PeerLost");
-    pybind11::set_error(type, type(with_trace(error), error.rank));
+    pybind11::set_error(type, type(with_trace(error), error.rank, error.ranks));
   } catch (const Timeout& error) {
     set_error("Timeout", with_trace(error));
   } catch (const WireMismatch& error) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <string_view>
 #include <typeinfo>
 
 #include "collectives/digests.h"
@@ -14,7 +15,38 @@ namespace {
 
 constexpr char kTimeout[] = "[timeout] ";
 constexpr char kMismatch[] = "[mismatch] ";
-constexpr char kLost[] = "[lost ";  // "[lost 3] "
+constexpr char kLost[] = "[lost ";  // "[lost 3] ", or "[lost 3,1,5] ", of which the first is named
+
+// `lost`, and who else has died.
+std::vector<int> all_gone(const PeerLost& lost, const std::vector<Sighting>& ranks) {
+  std::vector<int> gone;
+  for (int r = 0; r < static_cast<int>(ranks.size()); r++) {
+    const bool known = std::find(lost.ranks.begin(), lost.ranks.end(), r) != lost.ranks.end();
+    if (known || ranks[r].presence == Sighting::Presence::died) gone.push_back(r);
+  }
+  return gone;
+}
+
+std::string lost_mark(const PeerLost& lost) {
+  std::string mark = kLost + std::to_string(lost.rank);
+  for (const int rank : lost.ranks) {
+    if (rank != lost.rank) mark += "," + std::to_string(rank);
+  }
+  return mark + "] ";
+}
+
+// Of the numbers of a mark, up to its bracket.
+PeerLost from_lost_mark(std::string_view numbers, const std::string& what) {
+  std::vector<int> ranks;
+  for (size_t at = 0; at < numbers.size();) {
+    const size_t end = std::min(numbers.find(',', at), numbers.size());
+    ranks.push_back(std::atoi(std::string(numbers.substr(at, end - at)).c_str()));
+    at = end + 1;
+  }
+  const int named = ranks.empty() ? -1 : ranks.front();
+  std::sort(ranks.begin(), ranks.end());
+  return PeerLost(named, what, std::move(ranks));
+}
 
 }  // namespace
 
@@ -38,7 +70,7 @@ void Failure::rethrow_in(const OpTag& call, int rank) const {
   } catch (const Timeout& e) {
     throw Timeout(heard(e.what()), e.waited_for);
   } catch (const PeerLost& e) {
-    throw PeerLost(e.rank, heard(e.what()));
+    throw PeerLost(e.rank, heard(e.what()), e.ranks);
   } catch (const WireMismatch& e) {
     throw WireMismatch(heard(e.what()));
   } catch (const Error& e) {
@@ -81,7 +113,8 @@ std::exception_ptr explained(const std::exception_ptr& error, Mesh& mesh, Lane l
     }
     return std::make_exception_ptr(WireMismatch(results.empty() ? calls : results));
   } catch (const PeerLost& e) {
-    return std::make_exception_ptr(PeerLost(e.rank, text(e.what())));
+    const std::string what = text(e.what());
+    return std::make_exception_ptr(PeerLost(e.rank, what, all_gone(e, report.ranks)));
   } catch (const std::bad_alloc&) {
     const Standing own = mesh.standing().load();
     return std::make_exception_ptr(Error("rank " + std::to_string(mesh.rank()) +
@@ -108,7 +141,7 @@ std::string to_reason(const std::exception_ptr& error) {
   } catch (const WireMismatch& e) {
     return kMismatch + std::string(e.what());
   } catch (const PeerLost& e) {
-    return kLost + std::to_string(e.rank) + "] " + e.what();
+    return lost_mark(e) + e.what();
   } catch (const std::exception& e) {
     return e.what();
   } catch (...) {
@@ -133,8 +166,9 @@ std::exception_ptr from_reason(const std::exception_ptr& error) {
     at = text.find(kLost);
     const size_t end = at == std::string::npos ? at : text.find("] ", at);
     if (end != std::string::npos) {
-      const int rank = std::atoi(text.c_str() + at + sizeof(kLost) - 1);
-      return std::make_exception_ptr(PeerLost(rank, after(at, end + 2 - at)));
+      const size_t begin = at + sizeof(kLost) - 1;
+      const std::string_view numbers(text.data() + begin, end - begin);
+      return std::make_exception_ptr(from_lost_mark(numbers, after(at, end + 2 - at)));
     }
     return error;
   } catch (...) {

@@ -24,11 +24,14 @@ class PYCOMM_API Timeout : public Error {
   std::vector<int> waited_for;  ///< ranks in the group from which nothing came; empty: not known
 };
 
-/// A rank died or left. `rank` is its number in the group.
+/// A rank died or left.
 class PYCOMM_API PeerLost : public Error {
  public:
-  PeerLost(int rank, const std::string& what) : Error(what), rank(rank) {}
-  int rank;
+  PeerLost(int rank, const std::string& what) : PeerLost(rank, what, {rank}) {}
+  PeerLost(int rank, const std::string& what, std::vector<int> ranks)
+      : Error(what), rank(rank), ranks(std::move(ranks)) {}
+  int rank;                ///< its number in the group
+  std::vector<int> ranks;  ///< all that are known to be gone, `rank` among them, ascending
 };
 
 /// Two ranks called different things: op, order, dtype, size, codec or version. Or they hold

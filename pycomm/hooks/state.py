@@ -183,7 +183,7 @@ class CompressionState(BucketReducer):
             ValueError: ranks share the parameters (FSDP2): the lost ranks' shards are lost, too.
 
         Example:
-            >>> dist.shrink_group([error.rank], shrink_flags=1)  # doctest: +SKIP
+            >>> dist.shrink_group(error.ranks, shrink_flags=1)  # doctest: +SKIP
             >>> model = DistributedDataParallel(model.module)  # doctest: +SKIP
             >>> state, lost = pycomm.compress(model, "int4"), state  # doctest: +SKIP
             >>> state.take_over(lost)  # doctest: +SKIP

@@ -111,10 +111,11 @@ def test_who_waits_for_one_of_two_dead_ranks_alone_hears_of_it(transport, call):
         }
         with pytest.raises(PeerLost) as lost:
             wait[call]()
-        return lost.value.rank
+        return lost.value.rank, lost.value.ranks
 
-    _, rank, _ = run_processes(3, job, transport=transport, algo="direct")
+    _, (rank, ranks), _ = run_processes(3, job, transport=transport, algo="direct")
     assert rank in (0, 2)
+    assert ranks == [0, 2]
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])

@@ -312,7 +312,7 @@ class Rank:
             threading.Timer(event.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         error = self._train_until(pycomm.PeerLost)
         assert isinstance(error, pycomm.PeerLost)
-        dist.shrink_group([error.rank], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+        dist.shrink_group(error.ranks, shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
         self.wrap(self.codec)
         return {"lost": error.rank}
 

@@ -183,7 +183,7 @@ def check_death(rank: int, size: int) -> None:
 
 def test_dead_rank_is_named_by_backward(pool):
     start = time.monotonic()
-    pool.run(check_death, dies=1, timeout=60)
+    pool.run(check_death, dies={1}, timeout=60)
     assert time.monotonic() - start < 20
 
 
@@ -199,7 +199,7 @@ def check_death_in_split(rank: int, size: int) -> None:
 
 
 def test_rank_that_dies_while_a_group_is_made_is_named(pool):
-    pool.run(check_death_in_split, dies=1)
+    pool.run(check_death_in_split, dies={1})
 
 
 def check_raise_in_a_hook(rank: int, size: int) -> None:

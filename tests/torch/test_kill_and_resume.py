@@ -62,7 +62,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(pool, tmp_path):
     how = ("int4:rounding=stochastic", "momentum:0.9,storage=int8")
     calm = pool.run(train, str(tmp_path / "calm"), 0, *how)
     cut = str(tmp_path / "cut")
-    assert pool.run(train, cut, 0, *how, True, dies=1) == [[], None]
+    assert pool.run(train, cut, 0, *how, True, dies={1}) == [[], None]
     again = pool.run(train, cut, SAVED, *how)
     for before, after in zip(calm, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -17,7 +17,7 @@ from torchrun import launch
 
 import pycomm
 
-KILLED, END, VICTIM = 3, 8, 1
+KILLED, END = 3, 8
 # What is owed is kept in bf16, with 8 bits of mantissa.
 ROUNDING = 2.0**-8
 
@@ -41,30 +41,42 @@ def step(model: Any, optimizer: Any, rank: int, number: int) -> float:
     return float(loss.detach())
 
 
-def train(rank: int, size: int, codec: str, feedback: str) -> list[torch.Tensor]:
-    """Parameters at the end, on ranks that have lost one on the way."""
+def shrink(error: pycomm.PeerLost) -> set[int]:
+    """Go on without those that are gone, which may be more by now; return who they are."""
+    gone = set(error.ranks)
+    while True:
+        try:
+            dist.shrink_group(sorted(gone), shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+            return gone
+        except pycomm.PeerLost as another:
+            more = set(another.ranks)
+        assert not gone & more
+        gone |= more
+
+
+def train(rank: int, size: int, codec: str, feedback: str, victims: set[int]) -> list[torch.Tensor]:
+    """Parameters at the end, on ranks that have lost others on the way."""
     model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
     state = pycomm.compress(model, codec, feedback=feedback)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(KILLED):
         step(model, optimizer, rank, number)
-    if rank == VICTIM:  # in the middle of backward, with some buckets under way
+    if rank in victims:  # in the middle of backward, with some buckets under way
         model.module[3].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(pycomm.PeerLost) as caught:
         step(model, optimizer, rank, KILLED)
-    lost = caught.value.rank
+    error = pycomm.PeerLost(str(caught.value), caught.value.rank, caught.value.ranks)
     del caught
-    assert lost == VICTIM
 
     before = owed(state, size)
-    dist.shrink_group([lost], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    assert shrink(error) == victims
     module = model.module
     del model
     model = DistributedDataParallel(module, bucket_cap_mb=0.02)
     state, old = pycomm.compress(model, codec, feedback=feedback), state
     state.take_over(old)
     assert state.step == KILLED + 1
-    after = owed(state, size - 1)
+    after = owed(state, size - len(victims))
     assert before.keys() == after.keys() != set()
     for name in before:
         sums = torch.stack([before[name], after[name]])
@@ -77,10 +89,42 @@ def train(rank: int, size: int, codec: str, feedback: str) -> list[torch.Tensor]
     return [p.detach() for p in model.parameters()]
 
 
-def test_those_that_are_left_train_on_and_owe_what_they_owed(pool):
-    first, lost, last = pool.run(train, "int4", "ema:0.9,storage=bf16", ranks=3, dies=VICTIM)
-    assert lost is None
-    assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True))
+@pytest.mark.parametrize("victims", [{1}, {1, 2}])
+def test_those_that_are_left_train_on_and_owe_what_they_owed(pool, victims):
+    feedback = "ema:0.9,storage=bf16"
+    ends = pool.run(train, "int4", feedback, victims, ranks=2 + len(victims), dies=victims)
+    assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[-1], strict=True))
+
+
+def until_lost(numbers: torch.Tensor) -> None:
+    while True:
+        dist.all_reduce(numbers)
+
+
+def go_on_without_two(rank: int, size: int, store: Any, transport: str) -> list[float]:
+    options = pycomm.Options(transport=transport)
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, pg_options=options)
+    dist.barrier()
+    if rank in (1, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    numbers = torch.full((1000,), rank + 1)
+    with pytest.raises(pycomm.PeerLost) as caught:
+        until_lost(numbers)
+    assert caught.value.rank in caught.value.ranks
+    assert set(caught.value.ranks) <= {1, 2}
+    with pytest.raises(pycomm.PeerLost, match="rank 2 of the group that shrinks") as caught:
+        dist.shrink_group([1], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    assert (caught.value.rank, caught.value.ranks) == (2, [2])
+    dist.shrink_group([1, 2], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    numbers = torch.tensor([1.0 + rank])
+    dist.all_reduce(numbers)
+    return numbers.tolist()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_of_two_that_die_at_once_both_are_told_to_who_shrinks_the_group(pool, transport):
+    sums = pool.run(go_on_without_two, transport, ranks=4, backend=None, dies={1, 2})
+    assert sums == [[5.0], None, None, [5.0]]
 
 
 SCRIPT = """

@@ -10,7 +10,7 @@ import importlib
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -86,7 +86,7 @@ class Pool:
         backend: str | None = "pycomm",
         timeout: float = 20,
         deadline: float = 60,
-        dies: int | None = None,
+        dies: Collection[int] = (),
     ) -> list[Any]:
         """Call ``function(rank, ranks, *args)`` on every rank and return what they return.
 
@@ -95,7 +95,7 @@ class Pool:
             backend: of the default group; None: the function gets the store as its third argument.
             timeout: of the group, in seconds.
             deadline: seconds until a rank that has not answered counts as hanging.
-            dies: a rank that ends its process; its answer is None.
+            dies: ranks that end their processes; their answer is None.
         """
         self._start(ranks)
         with tempfile.TemporaryDirectory() as folder:
@@ -104,10 +104,10 @@ class Pool:
                 job = Job(function, args, rank, ranks, backend, store, timeout)
                 self._ranks[rank][1].send(job)
             answers = [
-                self._receive(rank, deadline) if rank != dies else (True, None)
+                self._receive(rank, deadline) if rank not in dies else (True, None)
                 for rank in range(ranks)
             ]
-        if dies is not None:
+        if dies:
             self.stop()
         failed = [f"rank {r}:\n{text}" for r, (good, text) in enumerate(answers) if not good]
         if failed:
