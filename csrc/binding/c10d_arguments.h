@@ -5,7 +5,7 @@
 
 #include <numeric>
 
-#include "binding/c10d_support.h"
+#include "binding/c10d_call.h"
 #include "collectives/communicator.h"
 #include "core/reduce.h"
 

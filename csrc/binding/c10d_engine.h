@@ -7,6 +7,7 @@
 
 #include "binding/c10d_device_work.h"
 #include "binding/c10d_peers.h"
+#include "binding/c10d_store.h"
 #include "collectives/queue.h"
 
 namespace pycomm::torch_binding {

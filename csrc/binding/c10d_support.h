@@ -1,19 +1,15 @@
 // What the "pycomm" backend needs around torch: errors as Python exceptions, tensors as flat
-// memory, c10d's store. Only binding/c10d* includes torch; the files are one compilation unit.
+// memory. Only binding/c10d* includes torch; the files are one compilation unit.
 #pragma once
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
 #include <optional>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "binding/errors.h"
 #include "collectives/parts.h"
-#include "core/op.h"
-#include "transports/store.h"
 
 namespace pycomm::torch_binding {
 
@@ -212,177 +208,5 @@ inline void unpack(const at::Tensor& packed, const Tensors& tensors) {
   for_each_part(packed, tensors,
                 [](const at::Tensor& part, const at::Tensor& t) { t.copy_(part); });
 }
-
-// -------------------------------------------------------------- operations
-
-/// How an operation was called.
-struct Call {
-  const char* title;  ///< in profiles: "pycomm:" and torch's name
-  const char* name;   ///< in errors: torch's name
-  OpType type;
-  Milliseconds timeout;  ///< 0: the group's
-  bool async;
-
-  template <typename Opts>
-  Call(const char* title, OpType type, const Opts& opts)
-      : title(title),
-        name(std::strchr(title, ':') + 1),
-        type(type),
-        timeout(std::max(opts.timeout, Milliseconds(0))),
-        async(opts.asyncOp) {}
-};
-
-/// What the trace can say of an operation before it runs.
-inline OpTag issued_tag(const Call& call, const Tensors& outputs, int ranks) {
-  OpTag tag;
-  tag.seq = 0;
-  switch (call.type) {
-    case OpType::ALLREDUCE:
-    case OpType::ALLREDUCE_COALESCED:
-      tag.op = Op::all_reduce;
-      break;
-    case OpType::REDUCE_SCATTER:
-    case OpType::_REDUCE_SCATTER_BASE:
-      tag.op = Op::reduce_scatter;
-      break;
-    case OpType::ALLGATHER:
-    case OpType::_ALLGATHER_BASE:
-    case OpType::ALLGATHER_COALESCED:
-      tag.op = Op::all_gather;
-      break;
-    case OpType::ALLTOALL:
-    case OpType::ALLTOALL_BASE:
-      tag.op = Op::all_to_all;
-      break;
-    case OpType::BROADCAST:
-      tag.op = Op::broadcast;
-      break;
-    case OpType::REDUCE:
-      tag.op = Op::reduce;
-      break;
-    case OpType::GATHER:
-      tag.op = Op::gather;
-      break;
-    case OpType::SCATTER:
-      tag.op = Op::scatter;
-      break;
-    default:
-      tag.op = Op::barrier;
-      break;
-  }
-  if (!outputs.empty()) {
-    tag.numel = static_cast<uint64_t>(outputs[0].numel());
-    if (call.type == OpType::_ALLGATHER_BASE) tag.numel /= static_cast<uint64_t>(ranks);
-    tag.dtype = find_dtype(outputs[0].scalar_type()).value_or(DType::uint8);
-  }
-  return tag;
-}
-
-struct Reduction {
-  explicit Reduction(const c10d::ReduceOp& op) {
-    switch (op) {
-      case c10d::ReduceOp::SUM:
-        this->op = ReduceOp::sum;
-        break;
-      case c10d::ReduceOp::AVG:
-        this->op = ReduceOp::avg;
-        break;
-      case c10d::ReduceOp::PRODUCT:
-        this->op = ReduceOp::prod;
-        break;
-      case c10d::ReduceOp::MIN:
-        this->op = ReduceOp::min;
-        break;
-      case c10d::ReduceOp::MAX:
-        this->op = ReduceOp::max;
-        break;
-      case c10d::ReduceOp::BAND:
-        this->op = ReduceOp::band;
-        break;
-      case c10d::ReduceOp::BOR:
-        this->op = ReduceOp::bor;
-        break;
-      case c10d::ReduceOp::BXOR:
-        this->op = ReduceOp::bxor;
-        break;
-      case c10d::ReduceOp::PREMUL_SUM: {
-        this->op = ReduceOp::premul_sum;
-        // The name in torch 2.11 and 2.12; later versions have it beside a new one.
-        const auto* premul = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-        factor = premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
-                                                 : premul->double_factor;
-        break;
-      }
-      default:
-        throw Error("unknown reduce op " + std::to_string(op.op_));
-    }
-  }
-  ReduceOp op;
-  double factor = 1.0;
-};
-
-// ------------------------------------------------------------------- store
-
-class TorchStore final : public Store {
- public:
-  explicit TorchStore(intrusive_ptr<c10d::Store> store)
-      : store_(std::move(store)), waits_in_seconds_(!store_->hasExtendedApi()) {}
-
-  void set(const std::string& key, const std::string& value) override {
-    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
-  }
-  std::string get(const std::string& key, Deadline deadline) override {
-    wait({key}, deadline);
-    return as_text(store_->get(key));
-  }
-  std::optional<std::string> find(const std::string& key) override {
-    try {
-      if (!store_->check({key})) return std::nullopt;
-      return as_text(store_->get(key));
-    } catch (const std::exception& e) {
-      throw Error("the store failed at the key " + key + ": " + e.what());
-    }
-  }
-  std::vector<std::string> get_many(const std::vector<std::string>& keys,
-                                    Deadline deadline) override {
-    if (!store_->hasExtendedApi()) return Store::get_many(keys, deadline);
-    wait(keys, deadline);
-    std::vector<std::string> values;
-    for (const auto& value : store_->multiGet(keys)) values.push_back(as_text(value));
-    return values;
-  }
-
- private:
-  static std::string as_text(const std::vector<uint8_t>& value) {
-    return std::string(value.begin(), value.end());
-  }
-  void wait(const std::vector<std::string>& keys, Deadline deadline) {
-    const std::string names = "the key " + keys[0] + (keys.size() > 1 ? " and its like" : "");
-    try {
-      if (waits_in_seconds_ ? look_until(keys, deadline) : wait_until(keys, deadline)) return;
-    } catch (const std::exception& e) {
-      if (!deadline.expired()) throw Error("the store failed at " + names + ": " + e.what());
-    }
-    throw Timeout("nobody set " + names + " in the store within " +
-                  std::to_string(deadline.limit().count()) + " ms");
-  }
-  bool wait_until(const std::vector<std::string>& keys, Deadline deadline) {
-    // What is left is rounded down, and c10d reads a wait of 0 as "for ever".
-    store_->wait(keys, deadline.left() + Milliseconds(1));
-    return true;
-  }
-  bool look_until(const std::vector<std::string>& keys, Deadline deadline) {
-    for (auto pause = Milliseconds(1); !store_->check(keys);
-         pause = std::min(2 * pause, Milliseconds(10))) {
-      if (deadline.expired()) return false;
-      std::this_thread::sleep_for(std::min(pause, deadline.left() + Milliseconds(1)));
-    }
-    return true;
-  }
-
-  const intrusive_ptr<c10d::Store> store_;
-  /// c10d's FileStore ends a wait at the next whole second.
-  const bool waits_in_seconds_;
-};
 
 }  // namespace pycomm::torch_binding

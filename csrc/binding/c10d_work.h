@@ -6,7 +6,7 @@
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "binding/c10d_support.h"
+#include "binding/c10d_call.h"
 #include "collectives/communicator.h"
 
 namespace pycomm::torch_binding {

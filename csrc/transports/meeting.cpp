@@ -55,6 +55,17 @@ std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& 
   throw not_complete(meeting, topic, missing);
 }
 
+void throw_if_absent(const Rendezvous& meeting, const std::vector<std::string>& topics) {
+  for (const std::string& topic : topics) {
+    std::vector<int> missing;
+    for (const int rank : all_ranks(meeting)) {
+      const std::string key = meeting.group + "/" + topic + "/" + std::to_string(rank);
+      if (!meeting.store->find(key)) missing.push_back(rank);
+    }
+    if (!missing.empty()) throw not_complete(meeting, topic, missing);
+  }
+}
+
 std::string word_of(const Rendezvous& meeting, const std::string& topic, int rank) {
   const std::string key = meeting.group + "/" + topic + "/" + std::to_string(rank);
   try {

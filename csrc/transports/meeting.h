@@ -13,6 +13,11 @@ namespace pycomm {
 std::vector<std::string> exchange(const Rendezvous& meeting, const std::string& topic,
                                   const std::vector<int>& ranks, const std::string& word);
 
+/// Throws Timeout that names the ranks of the group that have set no word under one of these
+/// topics, of the first where there are any. Those for whom a rank waits in vain may be waiting for
+/// them.
+void throw_if_absent(const Rendezvous& meeting, const std::vector<std::string>& topics);
+
 /// What `rank` alone sets under such a key. Throws Timeout that names it.
 std::string word_of(const Rendezvous& meeting, const std::string& topic, int rank);
 

@@ -1,5 +1,5 @@
 // Where ranks meet before they can talk: a small key-value store. torch's c10d::Store is adapted to
-// this in binding/c10d_support.h.
+// this in binding/c10d_store.h.
 #pragma once
 #include <memory>
 #include <optional>

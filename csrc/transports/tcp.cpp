@@ -4,6 +4,7 @@
 #include <mutex>
 #include <thread>
 
+#include "transports/meeting.h"
 #include "transports/tcp_channel.h"
 #include "transports/tcp_connector.h"
 #include "transports/tcp_control.h"
@@ -206,7 +207,12 @@ std::unique_ptr<Transport> make_tcp(const Rendezvous& meeting, const std::vector
     if (rank != meeting.rank) peers.push_back(rank);
   }
   std::sort(peers.begin(), peers.end());
-  return std::make_unique<tcp::TcpTransport>(meeting, peers, options);
+  try {
+    return std::make_unique<tcp::TcpTransport>(meeting, peers, options);
+  } catch (const Timeout&) {
+    throw_if_absent(meeting, {tcp::kHostTopic, tcp::kCardTopic});
+    throw;
+  }
 }
 
 }  // namespace pycomm

@@ -45,7 +45,7 @@ class Meeting {
     // Rank by rank: "host cpus".
     const std::string host = host_id() + " ";
     std::string cpus = cpu_mask();
-    const auto words = exchange_words("tcp-host", host + cpus);
+    const auto words = exchange_words(kHostTopic, host + cpus);
     size_t same = 0;
     for (const std::string& word : words) {
       if (word.compare(0, host.size(), host) != 0) continue;
@@ -88,7 +88,7 @@ class Meeting {
       openssl::library();  // or an error that says what to install, before anybody waits for us
       card += kTls;
     }
-    auto cards = exchange_words("tcp-card", card);
+    auto cards = exchange_words(kCardTopic, card);
     for (size_t i = 0; i < cards.size(); i++) {
       Peer& peer = mesh_.peers[i];
       const std::string who = us_ + " and rank " + std::to_string(peer.rank);

@@ -10,6 +10,9 @@
 
 namespace pycomm::tcp {
 
+/// Of the words that ranks set in the store, in this order.
+constexpr char kHostTopic[] = "tcp-host", kCardTopic[] = "tcp-card";
+
 /// Another rank, as it has introduced itself.
 struct Peer {
   int rank = 0;
