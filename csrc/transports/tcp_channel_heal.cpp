@@ -100,10 +100,11 @@ void TcpChannel::look_for_loss() const {
 
 bool TcpChannel::wounded() {
   std::lock_guard<std::mutex> lock(poller_.mutex());
-  return cuts_ > 0 && !poller_.control().gone(peer_) &&
-         std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
-           return !socket->out.all_acknowledged() && (!socket->wire || socket->greeting);
-         });
+  if (poller_.control().gone(peer_)) return false;
+  return std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
+    const bool repeats = socket->generation > 0 && !socket->out.all_written();
+    return !socket->out.all_acknowledged() && (!socket->wire || socket->greeting || repeats);
+  });
 }
 
 void TcpChannel::heal() {

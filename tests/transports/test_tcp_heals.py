@@ -105,17 +105,22 @@ def test_all_connections_cut_between_calls():
     good(proxy.run(2, job))
 
 
-def test_words_that_were_cut_off_at_the_end_are_repeated():
+@pytest.mark.parametrize("numel", [200_000, 4_000_000])
+@pytest.mark.parametrize("sockets", [1, 2])
+def test_words_that_were_cut_off_at_the_end_are_repeated(numel, sockets):
+    """Also more of them than a socket takes at once."""
+
     def job(c, network):
-        for seq in range(10):
-            x = np.full(200_000, seq, np.float32)
+        for seq in range(4):
+            x = np.full(numel, seq, np.float32)
             c.broadcast(x, 0)
-            if c.rank == 0 and seq == 9:
+            if c.rank == 0 and seq == 3:
                 network.cut()  # rank 0 has nothing more to do: it repeats while it leaves
             assert (x == seq).all()
         return True
 
-    good(proxy.run(2, job))
+    for _ in range(5):
+        good(proxy.run(2, job, sockets=sockets))
 
 
 class Wires:
