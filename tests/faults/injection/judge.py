@@ -55,8 +55,11 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
         allowed |= {None}  # its part may be done
     if case.phase == "init" and "did not come (here)" in text:
         allowed |= {"Timeout"}  # of one that died before it came nobody can know
-    if case.phase == "init" and case.transport == "auto":
-        allowed |= {"Timeout"}  # nor from another host, of one that died before it was connected
+    hosts = [r * 2 // case.ranks for r in range(case.ranks)] if case.transport == "auto" else []
+    if case.phase == "init" and any(
+        not {r for r, h in enumerate(hosts) if h == host} - case.victims for host in set(hosts)
+    ):
+        allowed |= {"Timeout"}  # nor from another host, where nobody is left who has seen it
     if case.phase == "split" and case.fault == "abort":
         allowed |= {"PeerLost"}  # of one that was in the new group already
     wrong = []
