@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import queue
 import tempfile
 import threading
@@ -20,6 +21,21 @@ OPTIONS = {"transport": "local", "timeout": 20.0}
 
 class Hung(AssertionError):
     """Ranks were still running when the test's time was over."""
+
+
+def join(threads: list[threading.Thread], limit: float) -> list[int]:
+    """Wait until threads have ended, to the last; return the places of those that have not in time.
+
+    Python's own join returns while a thread still hands its memory back. A fork in that moment
+    leaves an allocator without fork handlers (the sanitizers') locked in the child for good.
+    """
+    end = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+        task = f"/proc/self/task/{thread.native_id}"
+        while not thread.is_alive() and os.path.exists(task) and time.monotonic() < end:
+            time.sleep(0.0001)
+    return [place for place, thread in enumerate(threads) if thread.is_alive()]
 
 
 def run(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any]:
@@ -52,11 +68,7 @@ def attempt(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list
     threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(size)]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + limit
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    hung = [r for r, thread in enumerate(threads) if thread.is_alive()]
-    if hung:
+    if hung := join(threads, limit):
         faulthandler.dump_traceback()
         raise Hung(f"ranks {hung} did not end within {limit} s")
     return outcomes

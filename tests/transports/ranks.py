@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any
 
 from pycomm import _C
+from tests.ranks import join
 
 SECONDS = 30.0  # far beyond what any step needs; a test that waits for it has failed
 COLLECTIVE, POINT_TO_POINT = 0, 1
@@ -127,8 +128,7 @@ def threads(
     started = [threading.Thread(target=target, args=(r,)) for r in ranks or range(size)]
     for thread in started:
         thread.start()
-    for thread in started:
-        thread.join()
+    assert not join(started, 10 * SECONDS), "ranks hang"
     return check([outcomes[r] for r in sorted(outcomes)], errors)
 
 

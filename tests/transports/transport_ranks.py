@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _C
+from tests.ranks import join
 
 Job = Callable[..., Any]
 LIMIT = 60.0
@@ -35,8 +36,7 @@ def threads(size: int, job: Job) -> list[Any]:
     workers = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
     for worker in workers:
         worker.start()
-    for worker in workers:
-        worker.join(LIMIT)
+    join(workers, LIMIT)
     return outcomes
 
 
