@@ -48,14 +48,15 @@ class TcpChannel final : public Channel {
     uint32_t tag_hash;
     Span<const uint8_t> data;
     size_t cut = 0;     ///< bytes that have a frame
-    size_t frames = 0;  ///< of them, those in use
+    size_t frames = 0;  ///< of them, those in use; and those whose checksum is not written yet
     bool done = false;
   };
   struct Incoming {
     OpTag tag;
     uint32_t tag_hash;
     Span<uint8_t> data;
-    size_t read = 0;  ///< bytes of whole frames
+    size_t begun = 0;  ///< bytes of frames that came
+    size_t read = 0;   ///< of those that came whole and unchanged
     bool done = false;
   };
   struct Socket;
@@ -71,17 +72,21 @@ class TcpChannel final : public Channel {
 
   bool push(Socket& socket);
   bool take_frame(Socket& socket);
+  const uint8_t* cut_frame(Socket& socket, FrameHeader& header);
   bool write(Socket& socket);
+  bool acknowledge(Socket& socket, uint64_t received);
   void keep(Socket& socket);
-  void released(const FrameHeader& header);
+  void proof_written(Socket& socket);
+  void released(uint64_t number);
 
   bool pull(Socket& socket);
   bool pull_header(Socket& socket);
   bool has_header(Socket& socket);
   bool pull_payload(Socket& socket);
   bool has_receive(uint64_t message) const { return message - received_ <= incoming_.size(); }
-  void check_frame(const FrameHeader& header, const Incoming& message) const;
-  void frame_read(Socket& socket);
+  void accept_frame(const FrameHeader& header, Incoming& message) const;
+  void check_payload(const FrameHeader& header, uint32_t crc, uint32_t expected) const;
+  void frame_read(const FrameHeader& header);
   size_t read(Socket& socket, Span<uint8_t> payload);
 
   [[noreturn]] void throw_damaged(const std::string& how) const;

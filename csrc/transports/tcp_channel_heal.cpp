@@ -52,9 +52,8 @@ bool TcpChannel::greet(Socket& socket) {
       !socket.out.may_resume_at(socket.theirs.received)) {
     throw_damaged("after a connection was cut it wants to go on where we cannot");
   }
-  socket.out.acknowledge(socket.theirs.received,
-                         [this](const FrameHeader& header) { released(header); });
   socket.out.resume_at(socket.theirs.received);
+  acknowledge(socket, socket.theirs.received);
   socket.greeting = false;
   return true;
 }
@@ -76,7 +75,8 @@ bool TcpChannel::let_go() {
   if (outgoing_.empty() || cutting_ < outgoing_.size()) return false;
   const bool gone = cuts_ > 0 && poller_.control().gone(peer_);
   for (const auto& socket : sockets_) {
-    if (!socket->out.all_written() || socket->greeting || (!socket->wire && !gone)) return false;
+    const bool written = socket->out.all_written() && socket->unproven == 0;
+    if (!written || socket->greeting || (!socket->wire && !gone)) return false;
   }
   const uint64_t before = sent_;
   for (auto& socket : sockets_) keep(*socket);
@@ -93,7 +93,8 @@ void TcpChannel::look_for_loss() const {
   });
   for (const auto& socket : sockets_) {
     if (socket->wire) continue;
-    const bool torn = socket->reading || socket->staged() > 0 || !socket->out.all_written();
+    const bool torn = socket->reading || socket->unproved || socket->staged() > 0 ||
+                      socket->unproven != 0 || !socket->out.all_written();
     if (torn || over) throw_lost(socket->cut_by);
   }
 }

@@ -3,6 +3,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "core/crc32c.h"
 #include "transports/mismatch.h"
@@ -16,6 +17,7 @@ constexpr size_t kWakeBytes = 256 << 10;
 constexpr size_t kCallLimit = 1 << 20;
 
 bool TcpChannel::pull(Socket& socket) {
+  const uint64_t before = received_;
   bool moved = false;
   // What we wait for may be an acknowledgement.
   while (!(incoming_.empty() && outgoing_.empty()) && (socket.reading || pull_header(socket)) &&
@@ -23,7 +25,7 @@ bool TcpChannel::pull(Socket& socket) {
     moved = true;
     if (socket.reading) break;  // a long frame: let others move, too
   }
-  return moved;
+  return moved || received_ > before;
 }
 
 bool TcpChannel::has_header(Socket& socket) {
@@ -41,13 +43,16 @@ bool TcpChannel::pull_header(Socket& socket) {
     socket.begin += sizeof(FrameHeader);
     const std::string flaw = flaw_of(socket.in, poller_.lane());
     if (!flaw.empty()) throw_damaged(flaw);
-    const auto release = [this](const FrameHeader& header) { released(header); };
-    if (!socket.out.acknowledge(socket.in.received, release)) {
+    if (!acknowledge(socket, socket.in.received)) {
       throw_damaged("it acknowledges what was not sent");
     }
+    if (std::exchange(socket.unproved, false)) {
+      check_payload(socket.last, socket.last_crc, socket.in.before);
+      frame_read(socket.last);
+    }
   } while (socket.in.message == 0);
-  if (socket.in.message <= received_) throw_damaged("a frame came twice");
   socket.reading = true;
+  socket.accepted = false;
   socket.in_done = 0;
   socket.in_crc = 0;
   return true;
@@ -55,9 +60,10 @@ bool TcpChannel::pull_header(Socket& socket) {
 
 bool TcpChannel::pull_payload(Socket& socket) {
   const FrameHeader& header = socket.in;
+  if (header.message <= received_) throw_damaged("a frame came twice");
   if (!has_receive(header.message)) return false;
   Incoming& message = incoming_[header.message - received_ - 1];
-  if (socket.in_done == 0) check_frame(header, message);
+  if (!std::exchange(socket.accepted, true)) accept_frame(header, message);
   uint8_t* to = message.data.data + header.offset;
 
   // What has just arrived is in the processor's cache.
@@ -84,29 +90,40 @@ bool TcpChannel::pull_payload(Socket& socket) {
     return ahead + bytes > 0;
   }
   socket.wake_at(1);
-  if (header.checks && socket.in_crc != header.payload) {
-    throw_damaged("bytes " + std::to_string(header.offset) + " to " +
-                  std::to_string(header.offset + header.length) + " of " +
-                  std::to_string(header.size) + " were changed on their way");
+  socket.reading = false;
+  if (header.checks == FrameHeader::kNext) {
+    socket.unproved = true;
+    socket.last = header;
+    socket.last_crc = socket.in_crc;
+    return true;
   }
-  frame_read(socket);
+  if (header.checks == FrameHeader::kHere) check_payload(header, socket.in_crc, header.payload);
+  frame_read(header);
   return true;
 }
 
-void TcpChannel::check_frame(const FrameHeader& header, const Incoming& message) const {
+// Frames of a message never hold more than it, so that it stays until all of them are read.
+void TcpChannel::accept_frame(const FrameHeader& header, Incoming& message) const {
   if (header.tag_hash != message.tag_hash || header.size != message.data.size) {
     throw mismatch({poller_.rank(), message.data.size, message.tag},
                    {peer_, header.size, header.tag});
   }
-  if (header.length > message.data.size - message.read || message.done) {
+  if (header.length > message.data.size - message.begun || message.done) {
     throw_damaged("a frame came twice");
   }
+  message.begun += header.length;
 }
 
-void TcpChannel::frame_read(Socket& socket) {
-  socket.reading = false;
-  Incoming& message = incoming_[socket.in.message - received_ - 1];
-  message.read += socket.in.length;
+void TcpChannel::check_payload(const FrameHeader& header, uint32_t crc, uint32_t expected) const {
+  if (crc == expected) return;
+  throw_damaged("bytes " + std::to_string(header.offset) + " to " +
+                std::to_string(header.offset + header.length) + " of " +
+                std::to_string(header.size) + " were changed on their way");
+}
+
+void TcpChannel::frame_read(const FrameHeader& header) {
+  Incoming& message = incoming_[header.message - received_ - 1];
+  message.read += header.length;
   message.done = message.read == message.data.size;
   while (!incoming_.empty() && incoming_.front().done) {
     incoming_.pop_front();

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <utility>
 
 #include "core/crc32c.h"
 #include "transports/tcp_channel_socket.h"
@@ -9,7 +10,7 @@
 namespace pycomm::tcp {
 
 // Frames: small enough that the sockets of a channel end about together, and that a frame stays in
-// the processor's cache from its checksum to its copy; large enough that headers and system calls
+// the processor's cache from its copy to its checksum; large enough that headers and system calls
 // vanish.
 constexpr size_t kSmallestFrame = 128 << 10;
 constexpr size_t kLargestFrame = 256 << 10;
@@ -33,17 +34,24 @@ bool TcpChannel::push(Socket& socket) {
 }
 
 bool TcpChannel::take_frame(Socket& socket) {
+  const bool bare = cutting_ == outgoing_.size();
+  if (bare && socket.unproven == 0 && socket.arrived - socket.acknowledged < kAcknowledgeBytes) {
+    return false;
+  }
   FrameHeader header;
   header.lane = poller_.lane();
-  header.received = socket.arrived;
-  if (cutting_ == outgoing_.size()) {
-    if (socket.arrived - socket.acknowledged < kAcknowledgeBytes) return false;
-    socket.acknowledged = socket.arrived;
-    seal(header);
-    socket.out.push(header, nullptr);
-    return true;
-  }
-  socket.acknowledged = socket.arrived;
+  header.received = socket.acknowledged = socket.arrived;
+  header.before = socket.out_crc;
+  socket.proving = std::exchange(socket.unproven, 0);
+  socket.out_crc = 0;
+  const uint8_t* payload = bare ? nullptr : cut_frame(socket, header);
+  seal(header);
+  socket.out.push(header, payload);
+  return true;
+}
+
+// The next part of the oldest message that has some left. Returns where it lies.
+const uint8_t* TcpChannel::cut_frame(Socket& socket, FrameHeader& header) {
   Outgoing& message = outgoing_[cutting_];
   const size_t left = message.data.size - message.cut;
   size_t length = std::min(left, kLargestFrame);
@@ -57,17 +65,20 @@ bool TcpChannel::take_frame(Socket& socket) {
   header.length = static_cast<uint32_t>(length);
   header.tag_hash = message.tag_hash;
   header.tag = message.tag;
-  header.checks = checks_payload_;
-  // The kernel copies the frame next: so it has to come from memory only once.
-  if (checks_payload_) {
-    header.payload = crc32c(message.data.sub(header.offset, length), 0, Where::memory);
-  }
-  seal(header);
-  socket.out.push(header, message.data.data + header.offset);
   message.frames++;
   message.cut += length;
   if (message.cut == message.data.size) cutting_++;
-  return true;
+  if (checks_payload_ && length >= kSmallestFrame) {
+    // After the kernel's copy the payload is read from the cache. The message stays until the
+    // header with its checksum is written.
+    header.checks = FrameHeader::kNext;
+    socket.unproven = header.message;
+    message.frames++;
+  } else if (checks_payload_) {
+    header.checks = FrameHeader::kHere;
+    header.payload = crc32c(message.data.sub(header.offset, length), 0, Where::memory);
+  }
+  return message.data.data + header.offset;
 }
 
 // One system call. False if the socket or the pacer takes nothing now.
@@ -91,19 +102,33 @@ bool TcpChannel::write(Socket& socket) {
   }
   if (bytes < granted) socket.ready.writable = false;
   poller_.count_sent(bytes);
-  socket.out.wrote(bytes);
+  const Span<const uint8_t> fresh = socket.out.wrote(bytes);
+  if (socket.unproven != 0) socket.out_crc = crc32c(fresh, socket.out_crc);
+  proof_written(socket);
   if (socket.out.all_written() && socket.out.in_use() <= kKeepAtOnce) keep(socket);
   return bytes > 0;
 }
 
-void TcpChannel::keep(Socket& socket) {
-  socket.out.keep([this](const FrameHeader& header) { released(header); });
+// False if the peer cannot have received so much.
+bool TcpChannel::acknowledge(Socket& socket, uint64_t received) {
+  const auto release = [this](const FrameHeader& header) { released(header.message); };
+  if (!socket.out.acknowledge(received, release)) return false;
+  proof_written(socket);  // after a cut the peer may have all that we were about to repeat
+  return true;
 }
 
-// A frame's memory is no longer in use. Messages leave in order.
-void TcpChannel::released(const FrameHeader& header) {
-  if (header.message == 0) return;
-  const size_t place = header.message - sent_ - 1;
+void TcpChannel::proof_written(Socket& socket) {
+  if (socket.out.all_written()) released(std::exchange(socket.proving, 0));
+}
+
+void TcpChannel::keep(Socket& socket) {
+  socket.out.keep([this](const FrameHeader& header) { released(header.message); });
+}
+
+// A frame's memory is no longer in use, or its checksum is written. Messages leave in order.
+void TcpChannel::released(uint64_t number) {
+  if (number == 0) return;
+  const size_t place = number - sent_ - 1;
   Outgoing& message = outgoing_[place];
   message.frames--;
   message.done = message.frames == 0 && place < cutting_;

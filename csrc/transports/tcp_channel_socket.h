@@ -25,14 +25,23 @@ struct TcpChannel::Socket {
   size_t greeted = 0;
 
   SentStream out;
+  // The message of a frame whose checksum goes with the next header, or 0; the message of the one
+  // whose checksum is in the frame being written.
+  uint64_t unproven = 0, proving = 0;
+  uint32_t out_crc = 0;
   uint64_t arrived = 0;       // bytes of the stream that comes in
   uint64_t acknowledged = 0;  // so much of it
 
   // The frame being read, once its header is here.
   bool reading = false;
+  bool accepted = false;  // it is what its receive wants
   FrameHeader in;
   size_t in_done = 0;  // of its payload
   uint32_t in_crc = 0;
+  // The frame before it, if its checksum is still to come.
+  bool unproved = false;
+  FrameHeader last;
+  uint32_t last_crc = 0;
   size_t wake_bytes = 1;
 
   // Bytes that were read ahead: stage[begin, end).

@@ -33,6 +33,10 @@ std::string flaw_of(const FrameHeader& header, uint16_t lane) {
       (header.length == 0 && header.size != 0)) {
     return "a frame does not fit into its message";
   }
+  if (header.checks > FrameHeader::kNext ||
+      (header.checks == FrameHeader::kNext && header.length == 0)) {
+    return "a frame is checked in a way that is unknown";
+  }
   return "";
 }
 

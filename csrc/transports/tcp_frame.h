@@ -10,6 +10,9 @@ namespace pycomm::tcp {
 /// Stands before every frame, as it is: little-endian, without padding.
 struct FrameHeader {
   static constexpr uint32_t kMagic = 0x4d435950;  // "PYCM"
+  /// Where the CRC-32C of the payload is: nowhere, in `payload`, or in `before` of the next header
+  /// on this socket, of whatever frame.
+  enum Checks : uint32_t { kUnchecked, kHere, kNext };
 
   uint32_t magic = kMagic;
   uint16_t version = 0;
@@ -21,10 +24,10 @@ struct FrameHeader {
   uint32_t tag_hash = 0;
   OpTag tag;              ///< in every frame, since frames of one message overtake each other
   uint64_t received = 0;  ///< of what the other end has sent on this socket, so much has arrived
-  uint32_t checks = 0;    ///< 1: `payload` is meant
-  uint32_t payload = 0;   ///< CRC-32C of the payload
-  uint32_t reserved = 0;
-  uint32_t checksum = 0;  ///< CRC-32C of all before it
+  uint32_t checks = kUnchecked;
+  uint32_t payload = 0;
+  uint32_t before = 0;
+  uint32_t checksum = 0;  ///< CRC-32C of all above it
 };
 static_assert(sizeof(FrameHeader) == 128, "FrameHeader travels without padding");
 

@@ -20,7 +20,7 @@
 
 namespace pycomm::tcp {
 
-constexpr uint32_t kWireVersion = 3;
+constexpr uint32_t kWireVersion = 4;
 /// Number of a connection that carries aborts and partings instead of a lane.
 constexpr uint16_t kControl = 0xffff;
 /// Number of a connection by which a lower rank asks a higher one to make the control connection

@@ -58,9 +58,16 @@ size_t SentStream::next(std::array<iovec, 2>& parts, size_t& count, size_t limit
   return bytes;
 }
 
-void SentStream::wrote(size_t bytes) {
+Span<const uint8_t> SentStream::wrote(size_t bytes) {
   position_ += bytes;
-  high_ = std::max(high_, position_);
+  if (position_ <= high_) return {};
+  // What is new belongs to the last frame.
+  const Frame& frame = frames_.back();
+  const uint64_t payload = frame.begin + sizeof frame.header;
+  const uint64_t first = std::max(high_, payload);
+  high_ = position_;
+  if (first >= high_) return {};
+  return {frame.payload + (first - payload), static_cast<size_t>(high_ - first)};
 }
 
 void SentStream::copy(const Frame& frame) {

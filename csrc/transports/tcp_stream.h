@@ -44,7 +44,8 @@ class SentStream {
 
   /// The next bytes to write: at most `limit`, and not beyond a frame. Returns how many.
   size_t next(std::array<iovec, 2>& parts, size_t& count, size_t limit) const;
-  void wrote(size_t bytes);
+  /// Of these bytes, the payload that no connection has had before.
+  Span<const uint8_t> wrote(size_t bytes);
 
   /// False if the other end cannot have received so much, or has said so of more before.
   bool may_resume_at(uint64_t received) const {

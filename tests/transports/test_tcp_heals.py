@@ -64,9 +64,10 @@ def exact(c, network):
 
 
 @pytest.mark.parametrize(("ranks", "sockets"), [(2, 1), (2, 3), (3, 2)])
-def test_collectives_go_on_when_connections_are_cut(ranks, sockets):
+@pytest.mark.parametrize("checksum", ["payload", "header"])
+def test_collectives_go_on_when_connections_are_cut(ranks, sockets, checksum):
     weather = storm(ranks + sockets, 0.03)
-    good(proxy.run(ranks, exact, weather=weather, sockets=sockets))
+    good(proxy.run(ranks, exact, weather=weather, sockets=sockets, checksum=checksum))
     assert next(weather.cuts) > 0
 
 

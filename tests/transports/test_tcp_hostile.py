@@ -21,7 +21,7 @@ import pytest
 import pycomm
 from pycomm import _C
 from pycomm.communicator import Communicator, Store
-from tests.transports.test_tcp_wire import HELLO, MAGIC, hello
+from tests.transports.wire_peer import HELLO, MAGIC, hello
 
 SECRET = "nobody may see this"
 RANKS = 2

@@ -13,7 +13,7 @@ from pycomm.errors import Error, Timeout
 from tests.transports import proxy
 from tests.transports.ranks import tag, threads
 from tests.transports.test_tcp_heals import exact, good, storm
-from tests.transports.test_tcp_wire import WELCOME, RankZero, frame, hello, join
+from tests.transports.wire_peer import WELCOME, RankZero, frame, hello, join
 
 WORDS = b"nobody on the way may read this "
 

@@ -1,0 +1,172 @@
+"""The TCP handshake against a peer written by hand: strangers do not stall a set-up, and who cannot
+prove the secret never joins."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+import pycomm.errors
+from pycomm import _C
+from tests.transports.ranks import SECONDS
+from tests.transports.wire_peer import (
+    CHALLENGE,
+    CONTROL,
+    GROUP,
+    REPLY,
+    SECRET,
+    WELCOME,
+    WRONG_SECRET,
+    WRONG_SHAPE,
+    WRONG_TLS,
+    WRONG_VERSION,
+    hello,
+    join,
+    proof,
+    read_exactly,
+)
+
+STRANGERS = {
+    "silent": b"",
+    "http": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
+    "tls": bytes.fromhex("1603010200010001fc0303") + bytes(500),
+    "half a hello": hello()[:40],
+    "garbage": random.Random(1).randbytes(100_000),
+    "hello and a wrong proof": hello() + bytes(32),
+    "hello and half a proof": hello() + bytes(16),
+}
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["stays", "goes"])
+@pytest.mark.parametrize("what", STRANGERS)
+def test_strangers_do_not_stall_a_set_up(rank_0, what, stays):
+    strangers = []
+    for _ in range(20):
+        stranger = socket.create_connection(rank_0.address, SECONDS)
+        stranger.setblocking(False)
+        with contextlib.suppress(OSError):
+            stranger.send(STRANGERS[what])
+        strangers.append(stranger)
+        if not stays:
+            stranger.close()
+    start = time.monotonic()
+    connections = rank_0.come()
+    assert time.monotonic() - start < 5
+    assert rank_0.transport.reaches(1)
+    for each in [*strangers, *connections.values()]:
+        each.close()
+
+
+def test_flood_of_connections_does_not_stall_a_set_up(rank_0):
+    flood = [socket.create_connection(rank_0.address, SECONDS) for _ in range(600)]
+    connections = rank_0.come()
+    for each in [*flood, *connections.values()]:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "secret", "verdict"),
+    [
+        ({}, b"another", WRONG_SECRET),
+        ({"version": 1}, SECRET, WRONG_VERSION),
+        ({"size": 3}, SECRET, WRONG_SHAPE),
+        ({"sockets": 2}, SECRET, WRONG_SHAPE),
+        ({"rank": 0}, SECRET, WRONG_SHAPE),
+        ({"rank": 2}, SECRET, WRONG_SHAPE),
+        ({"target": 1}, SECRET, WRONG_SHAPE),
+        ({"lane": 2}, SECRET, WRONG_SHAPE),
+        ({"socket": 1}, SECRET, WRONG_SHAPE),
+        ({"tls": 1}, SECRET, WRONG_TLS),
+    ],
+)
+def test_refusal_says_why(rank_0, change, secret, verdict):
+    rank_0.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
+    connection, got, body = join(rank_0.address, hello(**change), secret)
+    assert got == verdict
+    assert body == bytes(32) or verdict == WRONG_VERSION, "a refusal proves nothing"
+    assert connection.recv(1) == b""
+    connection.close()
+
+
+def test_replayed_handshake_is_refused(rank_0):
+    rank_0.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
+    first = hello()
+    connection = socket.create_connection(rank_0.address, SECONDS)
+    connection.sendall(first)
+    _, _, challenge = REPLY.unpack(read_exactly(connection, REPLY.size))
+    recorded = proof("connect", first, challenge)
+    connection.close()
+    with socket.create_connection(rank_0.address, SECONDS) as replay:
+        replay.sendall(first)
+        read_exactly(replay, REPLY.size)
+        replay.sendall(recorded)
+        assert REPLY.unpack(read_exactly(replay, REPLY.size))[0] == WRONG_SECRET
+
+
+def test_mutated_handshakes_never_join(rank_0):
+    chance = random.Random(3)
+    for _ in range(200):
+        first = hello(chance.choice([0, 1, CONTROL]))
+        with socket.create_connection(rank_0.address, SECONDS) as connection:
+            # Rank 0 answers only once it knows where rank 1 is: the proof cannot be right.
+            data = bytearray(first + proof("connect", first, bytes(32)))
+            for _ in range(chance.randrange(1, 4)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            connection.sendall(data[: chance.randrange(len(data) + 1)])
+    for connection in rank_0.come().values():
+        connection.close()
+    assert rank_0.transport.reaches(1)
+
+
+@pytest.mark.parametrize(
+    ("replies", "text"),
+    [
+        ([(CHALLENGE, bytes(32)), (WELCOME, bytes(32))], "does not know our secret"),
+        ([(WELCOME, bytes(32))], "does not speak this protocol"),
+        ([(77, bytes(32))], "does not speak this protocol"),
+        ([(WRONG_VERSION, bytes(32))], "install the same pycomm"),
+    ],
+)
+def test_false_listener_is_refused(replies, text):
+    store = _C.Store.local()
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def pretend():
+        store.set(f"{GROUP}/tcp-host/0", store.get(f"{GROUP}/tcp-host/1", SECONDS))
+        store.set(f"{GROUP}/tcp-card/0", f"127.0.0.1:{port}")
+        connection = listener.accept()[0]
+        for verdict, body in replies:
+            connection.recv(64)
+            connection.sendall(REPLY.pack(verdict, 3, body))
+        connection.recv(64)
+        connection.close()
+
+    false = threading.Thread(target=pretend)
+    false.start()
+    with pytest.raises(pycomm.errors.Error, match=text):
+        _C.Transport("tcp", store, GROUP, 1, 2, timeout=5, sockets=1, secret="s")
+    false.join()
+    listener.close()
+
+
+def test_listener_that_is_gone_is_a_lost_peer():
+    store = _C.Store.local()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    def pretend():
+        store.set(f"{GROUP}/tcp-host/0", store.get(f"{GROUP}/tcp-host/1", SECONDS))
+        store.set(f"{GROUP}/tcp-card/0", f"127.0.0.1:{port}")
+
+    false = threading.Thread(target=pretend)
+    false.start()
+    with pytest.raises(pycomm.errors.PeerLost, match=rf"rank 0 \(127.0.0.1:{port}\)") as lost:
+        _C.Transport("tcp", store, GROUP, 1, 2, timeout=SECONDS, sockets=1, secret="s")
+    assert lost.value.rank == 0
+    false.join()

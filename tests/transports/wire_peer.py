@@ -1,0 +1,146 @@
+"""A peer of the TCP transport that is written by hand from the wire format."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import threading
+
+from pycomm import _C
+from tests.transports.ranks import SECONDS, Rank, tag
+
+GROUP = "wire"
+MIB = 1 << 20
+SECRET = b"the secret"
+HELLO = struct.Struct("<8s4I4H2I32s")
+REPLY = struct.Struct("<2I32s")
+HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # the checksum follows, here and there
+WIRE = 4
+UNCHECKED, HERE, NEXT = range(3)  # where the checksum of a payload is
+NOTICE = struct.Struct("<3IiI1000s")
+MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF
+CHALLENGE, WELCOME, WRONG_SECRET, WRONG_VERSION, WRONG_SHAPE, WRONG_TLS = range(1, 7)
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def hello(lane: int = 0, **change) -> bytes:
+    values = dict(
+        magic=MAGIC,
+        version=WIRE,
+        size=2,
+        rank=1,
+        target=0,
+        lane=lane,
+        socket=0,
+        sockets=1,
+        tls=0,
+        generation=0,
+        unused=0,
+        nonce=os.urandom(32),
+    )
+    return HELLO.pack(*{**values, **change}.values())
+
+
+def proof(role: str, hello: bytes, challenge: bytes, secret: bytes = SECRET) -> bytes:
+    text = f"pycomm tcp {role}\0{len(GROUP)}:{GROUP}".encode()
+    return _C.hmac_sha256(secret, text + hello + challenge)
+
+
+def join(address: tuple[str, int], first: bytes, secret: bytes = SECRET):
+    """Goes through a handshake; returns the connection, and verdict and body of the last reply."""
+    connection = socket.create_connection(address, SECONDS)
+    connection.sendall(first)
+    verdict, _, challenge = REPLY.unpack(read_exactly(connection, REPLY.size))
+    if verdict != CHALLENGE:
+        return connection, verdict, b""
+    connection.sendall(proof("connect", first, challenge, secret))
+    verdict, _, body = REPLY.unpack(read_exactly(connection, REPLY.size))
+    if verdict == WELCOME:
+        assert body == proof("listen", first, challenge)
+    return connection, verdict, body
+
+
+def frame(
+    payload: bytes,
+    *,
+    message: int = 1,
+    offset: int = 0,
+    size: int | None = None,
+    tag_hash: int = 0,
+    lane: int = 0,
+    version: int = WIRE,
+    magic: int = 0x4D435950,
+    checks: int = HERE,
+    before: int = 0,
+) -> bytes:
+    whole = len(payload) if size is None else size
+    ids = magic, version, lane, message, offset, whole, len(payload), tag_hash
+    crc = _C.crc32c(payload) if checks == HERE else 0
+    head = HEADER.pack(*ids, bytes(64), 0, checks, crc, before)
+    return head + struct.pack("<I", _C.crc32c(head)) + payload
+
+
+def goodbye() -> bytes:
+    notice = NOTICE.pack(0x4E435950, 2, 0, -1, 0, bytes(1000))
+    return notice + struct.pack("<I", _C.crc32c(notice))
+
+
+class RankZero:
+    """Rank 0 of two, whose other rank is played by the test."""
+
+    def __init__(self, **options) -> None:
+        self.options = dict(timeout=SECONDS, sockets=1, secret=SECRET.decode()) | options
+        self.store = _C.Store.local()
+        self.transport = None
+        self.error: BaseException | None = None
+        self.connections: dict[tuple[int, int], socket.socket] = {}
+        self.thread = threading.Thread(target=self.set_up)
+        self.thread.start()
+        # We claim to be on the same host, and nobody connects to us.
+        self.store.set(f"{GROUP}/tcp-host/1", self.store.get(f"{GROUP}/tcp-host/0", SECONDS))
+        card = self.store.get(f"{GROUP}/tcp-card/0", SECONDS).decode()
+        ip, port = card.split(" ")[0].rsplit(":", 1)
+        self.address = ip, int(port)
+
+    def leave(self) -> None:
+        """Rank 1 is gone, so that rank 0 waits for no answer to its goodbye."""
+        for connection in self.connections.values():
+            connection.close()
+        if self.transport is not None:
+            self.transport.close()
+
+    def set_up(self) -> None:
+        try:
+            self.transport = _C.Transport("tcp", self.store, GROUP, 0, 2, **self.options)
+        except BaseException as error:
+            self.error = error
+
+    def come(self) -> dict[tuple[int, int], socket.socket]:
+        """Rank 1 comes: returns its connections by lane and socket."""
+        self.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
+        sockets = self.options["sockets"]
+        for lane, number in [*itertools.product((0, 1), range(sockets)), (CONTROL, 0)]:
+            first = hello(lane, socket=number, sockets=sockets)
+            self.connections[lane, number], verdict, _ = join(self.address, first)
+            assert verdict == WELCOME
+        self.thread.join()
+        if self.error:
+            raise self.error
+        return self.connections
+
+    def expect(self, size: int) -> bytes:
+        me = Rank(0, 2, self.transport)
+        goal, result = me.recv(1, size, tag())
+        me.wait(goal)
+        return result()
