@@ -120,8 +120,11 @@ __attribute__((target("avx512f,vpclmulqdq"))) inline __m512i fold(__m512i sum, _
                                    _mm512_clmulepi64_epi128(sum, by, 0x11), next, kXor3);
 }
 
-// With `kAhead` it fetches so many bytes ahead, also of what follows the data: the processor by
-// itself stops at the end of each page. What is in a cache that slows down.
+constexpr size_t kPage = 4 << 10, kInCache = 1 << 10, kInMemory = 16 << 10;  // bytes
+
+// Fetches `kAhead` bytes ahead, also of what follows the data. Over several pages and into the
+// second-level cache where it comes from memory, since the processor by itself stops at the end of
+// each page; what is in that cache only so far that it is in the first when it is wanted.
 template <size_t kAhead>
 __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2"))) uint32_t
 update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
@@ -135,9 +138,8 @@ update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
   n -= kStep;
   for (const __m512i by = factors<8 * kStep>(); n >= kStep; p += kStep, n -= kStep) {
     for (size_t v = 0; v < kVectors; v++) {
-      if (kAhead > 0) {
-        _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + 64 * v), _MM_HINT_T1);
-      }
+      _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + 64 * v),
+                   kAhead > kPage ? _MM_HINT_T1 : _MM_HINT_T0);
       sums[v] = fold(sums[v], by, _mm512_loadu_si512(p + 64 * v));
     }
   }
@@ -150,8 +152,6 @@ update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
 }
 
 #endif
-
-constexpr size_t kAhead = 16 << 10;  // bytes: several pages
 
 using Update = uint32_t (*)(uint32_t crc, const uint8_t* p, size_t n);
 
@@ -172,8 +172,8 @@ std::vector<Way> ways() {
   if (!__builtin_cpu_supports("pclmul")) return ways;
   add("streams", update_by_streams);
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("vpclmulqdq")) return ways;
-  add("folding, fetching ahead", update_by_folding<kAhead>);
-  add("folding", update_by_folding<0>);
+  add("folding from memory", update_by_folding<kInMemory>);
+  add("folding", update_by_folding<kInCache>);
 #endif
   return ways;
 }
@@ -183,7 +183,8 @@ std::vector<Way> ways() {
 uint32_t crc32c(Span<const uint8_t> data, uint32_t before, Where where) {
   static const Update near = ways().front().update;
 #if defined(__x86_64__)
-  static const Update far = near == update_by_folding<0> ? update_by_folding<kAhead> : near;
+  static const Update far =
+      near == update_by_folding<kInCache> ? update_by_folding<kInMemory> : near;
 #else
   static const Update far = near;
 #endif
