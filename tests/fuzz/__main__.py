@@ -17,25 +17,26 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-BUILD = ROOT / "build" / "fuzz"
+CLANG = shutil.which("clang++") is not None
+BUILD = ROOT / "build" / ("fuzz-clang" if CLANG else "fuzz-gcc")
 TARGETS = ("decoders", "frames", "handshake")
 
 
-def build(clang: bool) -> None:
-    """Compile the targets in build/fuzz."""
+def build() -> None:
+    """Compile the targets."""
     options = ["-DPYCOMM_FUZZ=ON", "-DPYCOMM_SANITIZE=address,undefined"]
     options += ["-DPYCOMM_TORCH=OFF", "-DPYCOMM_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
-    if clang:
+    if CLANG:
         options.append("-DCMAKE_CXX_COMPILER=clang++")
     configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", *options]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["cmake", "--build", str(BUILD), "--target", "fuzz"], check=True)
 
 
-def command(target: str, seconds: float, seed: int, clang: bool) -> list[str]:
+def command(target: str, seconds: float, seed: int) -> list[str]:
     corpus = str(HERE / "corpus" / target)
     program = str(BUILD / f"fuzz_{target}")
-    if not clang:
+    if not CLANG:
         return [program, corpus, "--seconds", str(seconds), "--seed", str(seed)]
     found = BUILD / f"corpus-{target}"  # the committed corpus stays as it is
     found.mkdir(exist_ok=True)
@@ -50,16 +51,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10, help="for all targets together (10)")
     parser.add_argument("--seed", type=int, default=1, help="of the mutations (1)")
     options = parser.parse_args()
-    clang = shutil.which("clang++") is not None
-    build(clang)
+    build()
     environment = dict(os.environ) | {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
     failed = 0
     for target in TARGETS:
         seconds = options.minutes * 60 / len(TARGETS)
         print(f"{target}:", flush=True)
-        run = subprocess.run(
-            command(target, seconds, options.seed, clang), cwd=BUILD, env=environment
-        )
+        run = subprocess.run(command(target, seconds, options.seed), cwd=BUILD, env=environment)
         failed += run.returncode != 0
     return 1 if failed else 0
 

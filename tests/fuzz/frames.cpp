@@ -3,7 +3,8 @@
 // acknowledged, kept, or cut and resumed; and a connection that is made again goes on where its
 // other end says only if that can be.
 //
-// Input: a header of 128 bytes, whose checksum is made right if the next byte is odd, then events.
+// Input: a header of 128 bytes, whose checksum is made right if the next byte is odd, and its
+// version too if that is 1 modulo 4; then events.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -25,7 +26,9 @@ void check_header(Reader& reader) {
   FrameHeader header;
   const auto bytes = reader.take(sizeof header);
   if (!bytes.empty()) std::memcpy(static_cast<void*>(&header), bytes.data(), bytes.size());
-  if (reader.byte() % 2 == 1) {
+  const uint8_t how = reader.byte();
+  if (how % 4 == 1) seal(header);
+  if (how % 4 == 3) {
     header.checksum = pycomm::crc32c(
         {reinterpret_cast<const uint8_t*>(&header), offsetof(FrameHeader, checksum)});
   }
