@@ -409,9 +409,14 @@ def test_pacing_holds_the_rate_over_all_peers(peers):
         me.wait(*goals)
         return time.monotonic() - start
 
-    seconds = max(threads(1 + peers, body, options={"link": rate}))
-    # A burst of 64 KiB goes at once. A busy machine adds to the time, it never takes from it.
-    assert (size - (64 << 10)) / rate * 0.98 <= seconds < size / rate * 1.2
+    # A busy machine adds to the time, it never takes from it: one good run of ten will do.
+    for _ in range(10):
+        seconds = max(threads(1 + peers, body, options={"link": rate}))
+        # A burst of 64 KiB goes at once.
+        assert (size - (64 << 10)) / rate * 0.98 <= seconds
+        if seconds < size / rate * 1.2:
+            return
+    pytest.fail(f"{seconds} s for what takes {size / rate} s, ten times")
 
 
 def test_pacing_wakes_for_small_messages():
