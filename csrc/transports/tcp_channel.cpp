@@ -51,13 +51,15 @@ bool TcpChannel::progress() {
   if (outgoing_.empty() && incoming_.empty()) return false;
   if (sockets_.empty() && !connected()) return false;
   if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
-  if (advance()) return true;
-  bool moved = false;
-  if (poller_.polls() == polls_seen_) {
-    poller_.poll();
-    moved = advance();
+  bool moved = advance();
+  if (!moved) {
+    if (poller_.polls() == polls_seen_) {
+      poller_.poll();
+      moved = advance();
+    }
+    polls_seen_ = poller_.polls();
   }
-  polls_seen_ = poller_.polls();
+  if (moved) still_since_ = {};
   if (moved || let_go()) return true;
   if (cuts_ > 0) look_for_loss();
   if (!incoming_.empty()) poller_.expect(incoming_.front().data.size - incoming_.front().read);

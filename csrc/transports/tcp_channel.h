@@ -3,6 +3,7 @@
 // peer lives.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <vector>
@@ -66,6 +67,7 @@ class TcpChannel final : public Channel {
   void adopt_connections();
   bool advance();
   bool let_go();
+  bool stands_still();
   void cut(Socket& socket, const std::string& how);
   bool greet(Socket& socket);
   void look_for_loss() const;
@@ -105,8 +107,9 @@ class TcpChannel final : public Channel {
   std::atomic<uint64_t> sent_{0}, received_{0};
   size_t cutting_ = 0;  // first of outgoing_ that has bytes without a frame
   uint64_t polls_seen_ = 0;
-  int cuts_ = 0;         // sockets without a connection
-  bool tended_ = false;  // and not yet to the end
+  int cuts_ = 0;                                       // sockets without a connection
+  std::chrono::steady_clock::time_point still_since_;  // nothing has moved; zero if something has
+  bool tended_ = false;                                // and not yet to the end
 };
 
 }  // namespace pycomm::tcp

@@ -6,6 +6,9 @@
 
 namespace pycomm::tcp {
 
+// A link that is only slow moves something more often.
+constexpr auto kStandstill = std::chrono::milliseconds(20);
+
 // Takes the first connections, and those that stand for ones that were cut.
 void TcpChannel::adopt_connections() {
   for (Connection& fresh : connector_.take(peer_, poller_.lane())) {
@@ -70,17 +73,28 @@ void TcpChannel::cut(Socket& socket, const std::string& how) {
 }
 
 // With nothing else to do, takes what the peer has not acknowledged into copies: then callers have
-// their memory back. A peer that is gone has what it wanted, as far as it was written.
+// their memory back. A peer that is gone has what it wanted, as far as it was written. While some
+// is not written only after a while, since to copy all of a stream costs: a message that is written
+// must not wait for the next one, which its receiver may not want before.
 bool TcpChannel::let_go() {
-  if (outgoing_.empty() || cutting_ < outgoing_.size()) return false;
+  if (outgoing_.empty()) return false;
   const bool gone = cuts_ > 0 && poller_.control().gone(peer_);
-  for (const auto& socket : sockets_) {
-    const bool written = socket->out.all_written() && socket->unproven == 0;
-    if (!written || socket->greeting || (!socket->wire && !gone)) return false;
-  }
+  const bool all_written =
+      cutting_ == outgoing_.size() &&
+      std::all_of(sockets_.begin(), sockets_.end(), [gone](const auto& socket) {
+        const bool written = socket->out.all_written() && socket->unproven == 0;
+        return written && !socket->greeting && (socket->wire || gone);
+      });
+  if (!all_written && (cuts_ > 0 || !stands_still())) return false;
   const uint64_t before = sent_;
   for (auto& socket : sockets_) keep(*socket);
   return sent_ > before;
+}
+
+bool TcpChannel::stands_still() {
+  const auto now = std::chrono::steady_clock::now();
+  if (still_since_ == std::chrono::steady_clock::time_point()) still_since_ = now;
+  return now - still_since_ > kStandstill;
 }
 
 // A rank that has left or died sends nothing more, and takes nothing. A connection that has come to

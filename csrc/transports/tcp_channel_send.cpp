@@ -118,7 +118,7 @@ bool TcpChannel::acknowledge(Socket& socket, uint64_t received) {
 }
 
 void TcpChannel::proof_written(Socket& socket) {
-  if (socket.out.all_written()) released(std::exchange(socket.proving, 0));
+  if (socket.out.last_header_written()) released(std::exchange(socket.proving, 0));
 }
 
 void TcpChannel::keep(Socket& socket) {

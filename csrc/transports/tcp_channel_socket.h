@@ -26,7 +26,7 @@ struct TcpChannel::Socket {
 
   SentStream out;
   // The message of a frame whose checksum goes with the next header, or 0; the message of the one
-  // whose checksum is in the frame being written.
+  // whose checksum is in the last header, until that is written.
   uint64_t unproven = 0, proving = 0;
   uint32_t out_crc = 0;
   uint64_t arrived = 0;       // bytes of the stream that comes in

@@ -38,6 +38,10 @@ class SentStream {
   void push(const FrameHeader& header, const uint8_t* payload);
 
   bool all_written() const { return position_ == end_; }
+  /// Of the last frame at least the header is written.
+  bool last_header_written() const {
+    return frames_.empty() || position_ >= frames_.back().begin + sizeof frames_.back().header;
+  }
   bool all_acknowledged() const { return acknowledged_ == end_; }
   /// Bytes of frames in use.
   size_t in_use() const { return frames_.empty() ? 0 : end_ - std::max(acknowledged_, kept_end_); }
@@ -66,10 +70,10 @@ class SentStream {
     return true;
   }
 
-  /// Copies what is in use, all of which must be written. Calls release(header) for each frame.
+  /// Copies the frames that are written to their end. Calls release(header) for each.
   template <typename Release>
   void keep(const Release& release) {
-    while (!frames_.empty()) {
+    while (!frames_.empty() && frames_.front().end() <= high_) {
       copy(frames_.front());
       pop(release);
     }

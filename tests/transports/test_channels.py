@@ -80,6 +80,31 @@ def test_tickets_count_up_and_complete_in_order(run):
     run(2, body)
 
 
+@pytest.mark.parametrize("checksum", ["payload", "header"])
+@pytest.mark.parametrize("size", [10_000, 100_000, 3 * MIB])
+def test_a_send_ends_though_the_next_one_is_not_wanted_yet(run, size, checksum):
+    """Its receiver has it, and wants the next one only when it hears that the sender went on."""
+    after = 32 * MIB
+
+    def body(me):
+        if me.rank == 0:
+            goal = me.send(1, pattern(size, 1), tag(1, size))
+            last = me.send(1, bytes(after), tag(2, after))
+            me.wait(goal)
+            me.wait(me.send(1, b"go on", tag(1), POINT_TO_POINT), lane=POINT_TO_POINT)
+            me.wait(last)
+            return
+        goal, result = me.recv(0, size, tag(1, size))
+        me.wait(goal)
+        assert result() == pattern(size, 1)
+        goal, _ = me.recv(0, 5, tag(1), POINT_TO_POINT)
+        me.wait(goal, lane=POINT_TO_POINT)
+        goal, _ = me.recv(0, after, tag(2, after))
+        me.wait(goal)
+
+    run(2, body, options={"checksum": checksum})
+
+
 def test_lanes_do_not_disturb_each_other(run):
     # On one lane, a large message has no receive yet; on the other, messages flow meanwhile.
     def body(me):
