@@ -63,8 +63,10 @@ def exact(c, network):
     finish(c, network)
 
 
-@pytest.mark.parametrize(("ranks", "sockets"), [(2, 1), (2, 3), (3, 2)])
-@pytest.mark.parametrize("checksum", ["payload", "header"])
+@pytest.mark.parametrize(
+    ("ranks", "sockets", "checksum"),
+    [(2, 1, "payload"), (2, 3, "payload"), (2, 3, "header"), (3, 2, "payload")],
+)
 def test_collectives_go_on_when_connections_are_cut(ranks, sockets, checksum):
     weather = storm(ranks + sockets, 0.03)
     good(proxy.run(ranks, exact, weather=weather, sockets=sockets, checksum=checksum))
