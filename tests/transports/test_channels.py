@@ -84,7 +84,7 @@ def test_tickets_count_up_and_complete_in_order(run):
 @pytest.mark.parametrize("size", [10_000, 100_000, 3 * MIB])
 def test_a_send_ends_though_the_next_one_is_not_wanted_yet(run, size, checksum):
     """Its receiver has it, and wants the next one only when it hears that the sender went on."""
-    after = 32 * MIB
+    after = 16 * MIB
 
     def body(me):
         if me.rank == 0:
