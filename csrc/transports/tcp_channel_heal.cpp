@@ -6,7 +6,7 @@
 
 namespace pycomm::tcp {
 
-// A link that is only slow moves something more often.
+// Where a stream on a slow link pauses for so long, a copy costs nothing beside the link.
 constexpr auto kStandstill = std::chrono::milliseconds(20);
 
 // Takes the first connections, and those that stand for ones that were cut.
