@@ -40,7 +40,10 @@ SOURCES = {
 # Codecs of blocks with a scale.
 SCALED = [name for name in SOURCES if name not in ("randomk", "lossless")]
 TILED = [name for name in SCALED if name != "topk"]  # whose warps have a tile of rows each
+# Triton takes a minute of two cores for each: `make soak` compiles for all, `make test` for one.
+TRITON_ARCHS = ARCHS if os.environ.get("PYCOMM_TEST_ARCHS") == "all" else (90,)
 every_arch = pytest.mark.parametrize("arch", ARCHS)
+every_triton_arch = pytest.mark.parametrize("arch", TRITON_ARCHS)
 every_source = pytest.mark.parametrize("name", SOURCES)
 
 
@@ -92,13 +95,13 @@ def triton_folder(tmp_path_factory) -> Path:
             [sys.executable, "-m", "tests.codecs.compile_triton", str(folder), str(arch)],
             env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")},
         )
-        for arch in ARCHS
+        for arch in TRITON_ARCHS
     ]
-    assert [process.wait() for process in at_once] == [0] * len(ARCHS)
+    assert [process.wait() for process in at_once] == [0] * len(TRITON_ARCHS)
     return folder
 
 
-@every_arch
+@every_triton_arch
 @pytest.mark.parametrize("call", CALLS)
 def test_triton_kernels_are_exact(triton_folder, arch, call):
     compiled = sorted(triton_folder.glob(f"{arch}-*-{call}*.ptx"))
@@ -110,7 +113,7 @@ def test_triton_kernels_are_exact(triton_folder, arch, call):
         assert file.with_suffix(".cubin").read_bytes().startswith(b"\x7fELF")
 
 
-@every_arch
+@every_triton_arch
 def test_triton_converts_exactly(triton_folder, arch):
     compiled = sorted(triton_folder.glob(f"{arch}-convert-*.ptx"))
     assert len(compiled) == 9
@@ -120,13 +123,13 @@ def test_triton_converts_exactly(triton_folder, arch):
         assert "div.rn.f32" in instructions(ptx)
 
 
-@every_arch
+@every_triton_arch
 def test_triton_divides_exactly(triton_folder, arch):
     for file in triton_folder.glob(f"{arch}-int*-encode.ptx"):
         assert instructions(file.read_text()).count("div.rn.f32") >= 2, file.name
 
 
-@every_arch
+@every_triton_arch
 @pytest.mark.parametrize(
     ("kernel", "fault"),
     [("plain-division", "div.full"), ("fusion-on", "fma.rn"), ("exponential", "ex2.approx")],
@@ -137,7 +140,7 @@ def test_triton_kernel_with_a_fault_is_found(triton_folder, arch, kernel, fault)
     assert all(instruction.startswith(fault) for instruction in found)
 
 
-@every_arch
+@every_triton_arch
 def test_triton_without_fusion_is_exact(triton_folder, arch):
     assert inexact((triton_folder / f"{arch}-inexact-fusion-off.ptx").read_text()) == []
 
