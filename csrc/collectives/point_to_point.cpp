@@ -1,4 +1,4 @@
-// Matching: what is posted, what arrives, and how the two meet.
+// What is posted: it meets what has arrived, or waits for it.
 #include <algorithm>
 #include <cstring>
 
@@ -12,17 +12,6 @@ constexpr uint64_t kEagerBytes = 64 << 10;
 // What a rank keeps of one peer at most, and what a message costs beside its bytes.
 constexpr uint64_t kKeptBytes = 1 << 20;
 constexpr uint64_t kMessageCost = 128;
-
-// Headers and bytes of all messages carry the same tag; the header says what they are.
-OpTag lane_tag() {
-  OpTag tag;
-  tag.op = Op::send;
-  tag.dtype = DType::uint8;
-  return tag;
-}
-const OpTag kTag = lane_tag();
-
-Span<uint8_t> bytes_of(void* data, size_t bytes) { return {static_cast<uint8_t*>(data), bytes}; }
 
 }  // namespace
 
@@ -43,8 +32,6 @@ void PointToPoint::close() {
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
 }
-
-// ------------------------------------------------------------------ posting
 
 std::shared_ptr<Communicator::Request> PointToPoint::send(const void* data, size_t bytes, int dst,
                                                           int tag, Milliseconds limit) {
@@ -141,9 +128,9 @@ void PointToPoint::post_send(const RequestPtr& request) {
 void PointToPoint::send_bytes(const RequestPtr& request, Kind kind, uint64_t place) {
   request->header = {request->bytes, request->tag, place, kind};
   const int dst = request->peer;
-  request->ticket = mesh_.send(kLane, dst, kTag, bytes_of(&request->header, sizeof(Header)));
+  request->ticket = mesh_.send(kLane, dst, kLaneTag, bytes_of(&request->header, sizeof(Header)));
   if (request->bytes > 0) {
-    request->ticket = mesh_.send(kLane, dst, kTag, bytes_of(request->data, request->bytes));
+    request->ticket = mesh_.send(kLane, dst, kLaneTag, bytes_of(request->data, request->bytes));
   }
   peers_[dst].sends.push_back(request);
 }
@@ -152,7 +139,7 @@ void PointToPoint::send_note(int peer, const Header& header) {
   auto& notes = peers_[peer].notes;  // a deque: what it holds stays in place
   notes.push_back({header});
   Note& note = notes.back();
-  note.ticket = mesh_.send(kLane, peer, kTag, bytes_of(&note.header, sizeof(Header)));
+  note.ticket = mesh_.send(kLane, peer, kLaneTag, bytes_of(&note.header, sizeof(Header)));
 }
 
 void PointToPoint::make_ready(int rank, const RequestPtr& request) {
@@ -226,202 +213,7 @@ void PointToPoint::listen(int rank) {
   if (std::find(active_.begin(), active_.end(), rank) == active_.end()) active_.push_back(rank);
   peer.listening = true;
   peer.in_payload = false;
-  peer.ticket = mesh_.recv(kLane, rank, kTag, bytes_of(&peer.header, sizeof(Header)));
-}
-
-// ------------------------------------------------------------------ moving bytes
-
-bool PointToPoint::step() {
-  bool moved = false;
-  for (size_t i = 0; i < active_.size(); i++) {
-    const int rank = active_[i];
-    if (peers_[rank].lost) continue;
-    std::exception_ptr lost;
-    try {
-      moved |= mesh_.progress(kLane, rank);
-    } catch (const PeerLost&) {
-      lost = std::current_exception();
-    }
-    try {
-      if (settle(rank)) {  // it may have left because it has all it wanted
-        moved = true;
-      } else if (lost) {
-        lose(rank, lost);
-      }
-    } catch (const PeerLost&) {
-      lose(rank, std::current_exception());
-    }
-  }
-  return moved;
-}
-
-// Notes what has been sent to and received from a peer.
-bool PointToPoint::settle(int rank) {
-  Peer& peer = peers_[rank];
-  bool moved = false;
-  while (!peer.sends.empty() && mesh_.sent(kLane, rank, peer.sends.front()->ticket)) {
-    finish(peer.sends.front(), rank);
-    peer.sends.pop_front();
-    moved = true;
-  }
-  while (!peer.notes.empty() && mesh_.sent(kLane, rank, peer.notes.front().ticket)) {
-    peer.notes.pop_front();
-  }
-  while (peer.listening && mesh_.received(kLane, rank, peer.ticket)) {
-    if (peer.in_payload) {
-      on_payload(rank);
-    } else {
-      on_header(rank);
-    }
-    moved = true;
-  }
-  return moved;
-}
-
-void PointToPoint::on_header(int rank) {
-  Peer& peer = peers_[rank];
-  const Header header = peer.header;
-  if (header.kind == Kind::eager || header.kind == Kind::offer) return on_message(rank);
-  if (header.kind == Kind::payload) {
-    const auto place = peer.places.find(header.place);
-    if (place == peer.places.end() || place->second->bytes != header.bytes) {
-      throw Error("rank " + std::to_string(rank_) + ": rank " + std::to_string(rank) +
-                  " sends bytes for which there is no place; install the same pycomm");
-    }
-    peer.target = place->second;
-    peer.places.erase(place);
-    posted_.remove(peer.target);
-    peer.in_payload = true;
-    peer.ticket = mesh_.recv(kLane, rank, kTag, bytes_of(peer.target->data, header.bytes));
-    return;
-  }
-  if (header.kind == Kind::ready) {
-    on_ready(rank);
-  } else {
-    peer.eager_bytes -= std::min(header.bytes, peer.eager_bytes);
-  }
-  peer.listening = false;
-  listen(rank);
-}
-
-void PointToPoint::on_ready(int rank) {
-  Peer& peer = peers_[rank];
-  const Header header = peer.header;
-  const auto match =
-      std::find_if(peer.offered.begin(), peer.offered.end(),
-                   [&](const RequestPtr& request) { return request->tag == header.tag; });
-  if (match == peer.offered.end()) return peer.ready.push_back(header);
-  const RequestPtr request = *match;
-  peer.offered.erase(match);
-  request->expect(header.bytes, rank);
-  send_bytes(request, Kind::payload, header.place);
-}
-
-// An offer, or a message whose bytes follow.
-void PointToPoint::on_message(int rank) {
-  Peer& peer = peers_[rank];
-  const Header header = peer.header;
-  RequestPtr request;
-  const auto match = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& posted) {
-    return posted->matches(rank, header.tag);
-  });
-  if (match != posted_.end()) {
-    request = *match;
-    request->expect(header.bytes, rank);
-    posted_.erase(match);
-  }
-  if (header.kind == Kind::offer) {
-    if (request) {
-      if (!request->ready) make_ready(rank, request);
-    } else {
-      unexpected_.push_back({rank, header, {}, true});
-    }
-    peer.listening = false;
-    return listen(rank);
-  }
-  peer.target = request;
-  peer.in_payload = true;
-  if (!request) {
-    peer.unexpected =
-        unexpected_.insert(unexpected_.end(), {rank, header, std::vector<uint8_t>(header.bytes)});
-  }
-  if (header.bytes == 0) return on_payload(rank);
-  void* place = request ? request->data : peer.unexpected->data.data();
-  peer.ticket = mesh_.recv(kLane, rank, kTag, bytes_of(place, header.bytes));
-}
-
-void PointToPoint::on_payload(int rank) {
-  Peer& peer = peers_[rank];
-  const bool eager = peer.header.kind == Kind::eager;
-  if (peer.target) {
-    if (eager) give_credit(rank, peer.header.bytes);
-    finish(peer.target, rank);
-    peer.target = nullptr;
-  } else {
-    Unexpected& message = *peer.unexpected;
-    message.complete = true;
-    if (message.claimed) {
-      std::copy(message.data.begin(), message.data.end(),
-                static_cast<uint8_t*>(message.claimed->data));
-      give_credit(rank, message.data.size());
-      finish(message.claimed, rank);
-      unexpected_.erase(peer.unexpected);
-    }
-  }
-  peer.listening = false;
-  listen(rank);
-}
-
-void PointToPoint::finish(const RequestPtr& request, int source, std::exception_ptr error) {
-  request->from = source;
-  if (request->peer < 0) trace_.set_root(request->recording, source);
-  trace_.end(request->recording, !error);
-  request->error = std::move(error);
-  request->finished = true;
-  outstanding_--;
-  changed_.notify_all();
-}
-
-// A peer that has left is no error until somebody wants something from it.
-void PointToPoint::lose(int rank, const std::exception_ptr& error) {
-  Peer& peer = peers_[rank];
-  if (peer.lost) return;
-  peer.lost = error;
-  peer.listening = false;
-  for (const RequestPtr& request : peer.sends) finish(request, rank, error);
-  peer.sends.clear();
-  for (const RequestPtr& request : peer.offered) finish(request, rank, error);
-  peer.offered.clear();
-  for (const auto& [place, request] : peer.places) {
-    posted_.remove(request);
-    finish(request, rank, error);
-  }
-  peer.places.clear();
-  if (peer.target) finish(peer.target, rank, error);
-  peer.target = nullptr;
-  for (auto message = unexpected_.begin(); message != unexpected_.end();) {
-    const bool broken =
-        message->peer == rank && (!message->complete || message->header.kind == Kind::offer);
-    if (broken && message->claimed) finish(message->claimed, rank, error);
-    message = broken ? unexpected_.erase(message) : std::next(message);
-  }
-  bool nobody = true;
-  for (int r = 0; r < mesh_.size(); r++) nobody &= r == rank_ || peers_[r].lost;
-  for (auto request = posted_.begin(); request != posted_.end();) {
-    const bool hopeless = (*request)->peer == rank || ((*request)->peer < 0 && nobody);
-    if (hopeless) finish(*request, rank, error);
-    request = hopeless ? posted_.erase(request) : std::next(request);
-  }
-}
-
-void PointToPoint::look_for_failures() {
-  try {
-    mesh_.check(kLane);
-  } catch (const PeerLost& e) {
-    if (e.rank < 0 || e.rank >= mesh_.size()) throw;
-    lose(e.rank, std::current_exception());
-    for (const int peer : mesh_.lost_ones(kLane)) lose(peer, std::current_exception());
-  }
+  peer.ticket = mesh_.recv(kLane, rank, kLaneTag, bytes_of(&peer.header, sizeof(Header)));
 }
 
 }  // namespace pycomm

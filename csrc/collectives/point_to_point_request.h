@@ -1,8 +1,20 @@
-// A posted send or receive.
+// A posted send or receive, and how it travels.
 #pragma once
 #include "collectives/point_to_point.h"
 
 namespace pycomm {
+
+// Headers and bytes of all messages carry the same tag; the header says what they are.
+inline const OpTag kLaneTag = [] {
+  OpTag tag;
+  tag.op = Op::send;
+  tag.dtype = DType::uint8;
+  return tag;
+}();
+
+inline Span<uint8_t> bytes_of(void* data, size_t bytes) {
+  return {static_cast<uint8_t*>(data), bytes};
+}
 
 class PointToPoint::Request final : public Communicator::Request {
  public:
