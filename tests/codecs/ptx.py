@@ -6,11 +6,13 @@ an operation that names its rounding (mul.rn) as it is.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
 
-ARCHS = (80, 90, 100)
+# `make test` compiles for one GPU and `make soak` for all: a compiler takes minutes for each.
+ARCHS = (80, 90, 100) if os.environ.get("PYCOMM_TEST_ARCHS") == "all" else (90,)
 INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][a-z0-9_]*(?:\.[a-z0-9_:]+)+)\s", re.MULTILINE)
 FLOATS = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"}
 INEXACT = {"approx", "full", "ftz"}
@@ -36,6 +38,12 @@ def inexact(ptx: str) -> list[str]:
         if fused or may_be_fused or words & INEXACT:
             found.append(instruction)
     return found
+
+
+def kept(folder: Path, name: str, arch: int, ending: str) -> Path:
+    """What ``nvcc --keep`` leaves of a source; it names the GPU where there are several."""
+    of_several = folder / f"{name}.compute_{arch}.{ending}"
+    return of_several if of_several.exists() else folder / f"{name}.{ending}"
 
 
 def cuobjdump() -> str | None:

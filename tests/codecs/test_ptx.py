@@ -19,7 +19,7 @@ from pycomm.codecs.cuda_kernels import compile_options, include_folder, source
 from tests.codecs import nvrtc_library
 from tests.codecs.cases import ROTATIONS, SPECS
 from tests.codecs.emulated_cuda import kernels
-from tests.codecs.ptx import ARCHS, cuobjdump, inexact, instructions
+from tests.codecs.ptx import ARCHS, cuobjdump, inexact, instructions, kept
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a compiler waits for all its files
 
@@ -40,10 +40,7 @@ SOURCES = {
 # Codecs of blocks with a scale.
 SCALED = [name for name in SOURCES if name not in ("randomk", "lossless")]
 TILED = [name for name in SCALED if name != "topk"]  # whose warps have a tile of rows each
-# Triton takes a minute of two cores for each: `make soak` compiles for all, `make test` for one.
-TRITON_ARCHS = ARCHS if os.environ.get("PYCOMM_TEST_ARCHS") == "all" else (90,)
 every_arch = pytest.mark.parametrize("arch", ARCHS)
-every_triton_arch = pytest.mark.parametrize("arch", TRITON_ARCHS)
 every_source = pytest.mark.parametrize("name", SOURCES)
 
 
@@ -95,13 +92,13 @@ def triton_folder(tmp_path_factory) -> Path:
             [sys.executable, "-m", "tests.codecs.compile_triton", str(folder), str(arch)],
             env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")},
         )
-        for arch in TRITON_ARCHS
+        for arch in ARCHS
     ]
-    assert [process.wait() for process in at_once] == [0] * len(TRITON_ARCHS)
+    assert [process.wait() for process in at_once] == [0] * len(ARCHS)
     return folder
 
 
-@every_triton_arch
+@every_arch
 @pytest.mark.parametrize("call", CALLS)
 def test_triton_kernels_are_exact(triton_folder, arch, call):
     compiled = sorted(triton_folder.glob(f"{arch}-*-{call}*.ptx"))
@@ -113,7 +110,7 @@ def test_triton_kernels_are_exact(triton_folder, arch, call):
         assert file.with_suffix(".cubin").read_bytes().startswith(b"\x7fELF")
 
 
-@every_triton_arch
+@every_arch
 def test_triton_converts_exactly(triton_folder, arch):
     compiled = sorted(triton_folder.glob(f"{arch}-convert-*.ptx"))
     assert len(compiled) == 9
@@ -123,13 +120,13 @@ def test_triton_converts_exactly(triton_folder, arch):
         assert "div.rn.f32" in instructions(ptx)
 
 
-@every_triton_arch
+@every_arch
 def test_triton_divides_exactly(triton_folder, arch):
     for file in triton_folder.glob(f"{arch}-int*-encode.ptx"):
         assert instructions(file.read_text()).count("div.rn.f32") >= 2, file.name
 
 
-@every_triton_arch
+@every_arch
 @pytest.mark.parametrize(
     ("kernel", "fault"),
     [("plain-division", "div.full"), ("fusion-on", "fma.rn"), ("exponential", "ex2.approx")],
@@ -140,7 +137,7 @@ def test_triton_kernel_with_a_fault_is_found(triton_folder, arch, kernel, fault)
     assert all(instruction.startswith(fault) for instruction in found)
 
 
-@every_triton_arch
+@every_arch
 def test_triton_without_fusion_is_exact(triton_folder, arch):
     assert inexact((triton_folder / f"{arch}-inexact-fusion-off.ptx").read_text()) == []
 
@@ -181,7 +178,8 @@ def nvcc(tmp_path_factory) -> Callable[[str], Path]:
 @every_arch
 @every_source
 def test_cuda_kernels_are_exact(nvcc, name, arch):
-    ptx = (nvcc(name) / f"{name}.compute_{arch}.ptx").read_text()
+    ptx = kept(nvcc(name), name, arch, "ptx").read_text()
+    assert f".target sm_{arch}" in ptx
     assert inexact(ptx) == []
     assert ("div.rn.f32" in instructions(ptx)) == (name in SCALED)
 
@@ -236,7 +234,7 @@ def wide_accesses(folder: Path, name: str, arch: int) -> dict[str, tuple[int, in
     tool = cuobjdump()
     if tool is None:
         pytest.skip("there is no cuobjdump: it is in CUDA's toolkit and in Triton's package")
-    cubin = folder / f"{name}.compute_{arch}.cubin"
+    cubin = kept(folder, name, arch, "cubin")
     sass = subprocess.run(
         [tool, "--dump-sass", str(cubin)], check=True, capture_output=True, text=True
     ).stdout
