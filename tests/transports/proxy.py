@@ -15,7 +15,15 @@ from pycomm import _C
 from pycomm.communicator import Communicator
 
 TIMEOUT = 30.0
+TICK = 0.05  # seconds after which who waits for a socket finds that it is closed
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+def patiently(call: Callable[[Any], Any], argument: Any) -> Any:
+    """The call of a socket, until it does something or the socket is closed (OSError)."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return call(argument)
 
 
 class Proxy:
@@ -50,6 +58,7 @@ class Proxy:
                     self._reset(client)
                     return
                 for each in (client, server):
+                    each.settimeout(TICK)
                     each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 ways = ((client, server), (server, client))
                 pumps = [threading.Thread(target=self._pump, args=w, daemon=True) for w in ways]
@@ -61,11 +70,13 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         left = max(0, self.limit)
         try:
-            while data := source.recv(1 << 16):
+            while data := patiently(source.recv, 1 << 16):
                 if self.silent:
                     continue
                 data = self.tap(data)
-                sink.sendall(data[: left if self.limit >= 0 else None])
+                rest = memoryview(data)[: left if self.limit >= 0 else None]
+                while rest:
+                    rest = rest[patiently(sink.send, rest) :]
                 left -= len(data)
                 if self.limit >= 0 and left <= 0:
                     self._reset(source)
@@ -97,7 +108,7 @@ class Proxy:
             for end in ends:
                 self._reset(end)
             for pump in pumps:  # a socket that somebody reads is reset when that call has ended
-                pump.join(0.1)  # or when it can send no more
+                pump.join(TIMEOUT)
         return len(chosen)
 
     def close(self) -> None:
