@@ -131,8 +131,7 @@ class TcpTransport final : public Transport {
 
   // What was cut off at the last moment may be all that a peer waits for, and without a goodbye we
   // would seem to die.
-  void heal() noexcept {
-    const auto deadline = Deadline::after(kLinger);
+  void heal(Deadline deadline) noexcept {
     for (bool wounded = true; wounded && !deadline.expired() && !control_.aborted();) {
       control_.poll();
       wounded = control_.cut_off();
@@ -149,12 +148,13 @@ class TcpTransport final : public Transport {
   }
 
   void leave() noexcept {
-    heal();
+    const auto deadline = Deadline::after(kLinger);
+    heal(deadline);
     control_.say_goodbye();
     for_each_channel([](TcpChannel& channel) { channel.finish(); });
     // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
-    const auto deadline = Deadline::after(kLinger), farewell = Deadline::after(kFarewell);
-    while (anybody_needs_us(!farewell.expired()) && !deadline.expired()) {
+    const auto farewell = Deadline::after(kFarewell);
+    while (anybody_needs_us(!farewell.expired()) && !(farewell.expired() && deadline.expired())) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }

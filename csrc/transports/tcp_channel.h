@@ -33,8 +33,8 @@ class TcpChannel final : public Channel {
   void finish();
   /// Bytes that the peer's host has not acknowledged.
   size_t unacknowledged();
-  /// A connection is cut or has just been made again, and the peer may need bytes that went with
-  /// the old one. Call heal() until not.
+  /// The peer may need bytes that went with a connection that was cut, or that may go with one:
+  /// its host has not acknowledged them. Call heal() until not.
   bool wounded();
   /// Notices cuts, connects again and repeats, without looking at what callers wait for.
   void heal();

@@ -117,8 +117,10 @@ bool TcpChannel::wounded() {
   std::lock_guard<std::mutex> lock(poller_.mutex());
   if (poller_.control().gone(peer_)) return false;
   return std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
+    if (socket->out.all_acknowledged()) return false;
     const bool repeats = socket->generation > 0 && !socket->out.all_written();
-    return !socket->out.all_acknowledged() && (!socket->wire || socket->greeting || repeats);
+    return !socket->wire || socket->greeting || repeats ||
+           tcp::unacknowledged(socket->wire.get()) > 0;
   });
 }
 

@@ -19,13 +19,6 @@ TICK = 0.05  # seconds after which who waits for a socket finds that it is close
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
-def patiently(call: Callable[[Any], Any], argument: Any) -> Any:
-    """The call of a socket, until it does something or the socket is closed (OSError)."""
-    while True:
-        with contextlib.suppress(TimeoutError):
-            return call(argument)
-
-
 class Proxy:
     """Forwards connections to an address, until told otherwise."""
 
@@ -38,6 +31,7 @@ class Proxy:
         self.lock = threading.Lock()
         self.accepted = 0
         self.silent = False  # take connections, and forward nothing
+        self.held = False  # read nothing, from a tick later until a cut
         self.limit = -1  # cut every connection after so many bytes
         self.tap: Callable[[bytes], bytes] = lambda data: data  # sees what passes, may change it
         threading.Thread(target=self._accept, daemon=True).start()
@@ -70,13 +64,13 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         left = max(0, self.limit)
         try:
-            while data := patiently(source.recv, 1 << 16):
+            while data := self._patiently(source.recv, 1 << 16):
                 if self.silent:
                     continue
                 data = self.tap(data)
                 rest = memoryview(data)[: left if self.limit >= 0 else None]
                 while rest:
-                    rest = rest[patiently(sink.send, rest) :]
+                    rest = rest[self._patiently(sink.send, rest) :]
                 left -= len(data)
                 if self.limit >= 0 and left <= 0:
                     self._reset(source)
@@ -87,6 +81,14 @@ class Proxy:
             for end in (source, sink):
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
+
+    def _patiently(self, call: Callable[[Any], Any], argument: Any) -> Any:
+        """The call of a socket, until it does something or the socket is closed (OSError)."""
+        while True:
+            while self.held:
+                time.sleep(TICK)
+            with contextlib.suppress(TimeoutError):
+                return call(argument)
 
     @staticmethod
     def _reset(end: socket.socket) -> None:
@@ -104,9 +106,11 @@ class Proxy:
                 chosen = [chosen[chance.randrange(len(chosen))]]
             for pair in chosen:
                 self.pairs.remove(pair)
-        for *ends, pumps in chosen:
+        for *ends, _ in chosen:
             for end in ends:
                 self._reset(end)
+        self.held = False
+        for *_, pumps in chosen:
             for pump in pumps:  # a socket that somebody reads is reset when that call has ended
                 pump.join(TIMEOUT)
         return len(chosen)

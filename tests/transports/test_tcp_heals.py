@@ -151,6 +151,12 @@ class Wires:
         for each in self.network.proxies.values():
             each.silent = silent
 
+    def hold(self):
+        """What is said from now on stays in the senders' kernel."""
+        for each in self.network.proxies.values():
+            each.held = True
+        time.sleep(3 * proxy.TICK)
+
 
 BOTH_LANES = (COLLECTIVE, POINT_TO_POINT)
 
@@ -223,6 +229,29 @@ def test_a_goodbye_that_was_cut_off_is_repeated():
             me.wait(goal)
 
     wires.run(leaver, stayer)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_leaves_waits_until_its_last_bytes_have_arrived(leaver):
+    """What is cut off before is repeated; nothing is after a goodbye."""
+    wires, size = Wires(), 200_000  # more than a connection takes that nobody reads
+    both = threading.Barrier(2)
+
+    def leaves(me):
+        greet(me)
+        both.wait()
+        wires.hold()
+        me.wait(me.send(1 - leaver, bytes(size), tag(2)))
+        threading.Timer(0.3, wires.network.cut).start()
+
+    def stays(me):
+        greet(me)
+        goal, word = me.recv(leaver, size, tag(2))
+        both.wait()
+        me.wait(goal)
+        assert word() == bytes(size)
+
+    wires.run(*((leaves, stays) if leaver == 0 else (stays, leaves)))
 
 
 def test_a_cut_that_outlasts_the_deadline_is_a_timeout_that_says_where():
