@@ -10,6 +10,7 @@ give equal losses. Rank 0 writes one JSON object per step to `--log`.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -230,6 +231,9 @@ def main() -> int:
     with open(log if dist.get_rank() == 0 else os.devnull, "a") as file:
         for row in train(Config(**args), method):
             print(json.dumps(row), file=file, flush=True)
+    # DDP is part of a cycle and holds the group. While that lives, Gloo's threads do: one that lets
+    # go of a tensor when the interpreter ends aborts the process (pytorch#190489).
+    gc.collect()
     dist.destroy_process_group()
     return 0
 
