@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pycomm.bench import netlab
 from pycomm.bench.harness import Origin
 from pycomm.bench.plan_ranks import ROUNDS, turns
-from pycomm.bench.validate_plan import Case, judge, load, picks, save, summary
+from pycomm.bench.validate_plan import Case, ask, judge, load, model_of, picks, save, summary
 
 
 def case(codec, predicted, measured, ranks=2):
@@ -55,3 +58,31 @@ def test_each_case_is_called_as_often_as_it_says_and_the_codecs_of_a_size_in_tur
     assert [called.count((i, True)) for i in range(4)] == counts
     assert [called.count((i, False)) for i in range(4)] == [ROUNDS, ROUNDS, 0, 0]
     assert [i for i, counted in called if counted][:10] == [0, 1] * 5
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with netlab.open_lab(2, "1gbit")[0] as lab:
+        yield lab
+
+
+def test_ranks_time_an_all_reduce_of_each_size_and_codec(lab):
+    rows = ask(lab, kind="all_reduces", sizes=[4096, 65536], codecs=["none", "int8"])
+    assert [(row["size"], row["codec"]) for row in rows] == [
+        *((4096, codec) for codec in ("none", "int8")),
+        *((65536, codec) for codec in ("none", "int8")),
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_ranks_time_steps_and_the_parts_of_one_that_does_not_talk(lab):
+    pytest.importorskip("torch")
+    from pycomm.bench.training import Config, Transformer
+
+    parts, *rows = ask(lab, kind="steps", codecs=["none", "int8"])
+    assert [row["codec"] for row in rows] == ["none", "int8"]
+    assert all(row["seconds"] > 0 for row in rows)
+    assert all(parts[part] > 0 for part in ("forward", "backward", "optimizer"))
+    model = model_of(parts, ranks=2)
+    numel = sum(parameter.numel() for parameter in Transformer(Config()).parameters())
+    assert model.values == numel
