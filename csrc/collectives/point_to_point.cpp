@@ -5,15 +5,6 @@
 #include "collectives/point_to_point_request.h"
 
 namespace pycomm {
-namespace {
-
-// Longer messages are offered first: a round trip more is little beside their bytes.
-constexpr uint64_t kEagerBytes = 64 << 10;
-// What a rank keeps of one peer at most, and what a message costs beside its bytes.
-constexpr uint64_t kKeptBytes = 1 << 20;
-constexpr uint64_t kMessageCost = 128;
-
-}  // namespace
 
 PointToPoint::PointToPoint(Mesh& mesh, Failure& failure, Trace& trace, std::function<void()> over)
     : mesh_(mesh),
@@ -156,6 +147,7 @@ void PointToPoint::give_credit(int rank, uint64_t bytes) {
   peer.credit += bytes + kMessageCost;
   if (peer.credit < kKeptBytes / 2 || peer.lost) return;
   send_note(rank, {peer.credit, 0, 0, Kind::credit});
+  peer.kept -= peer.credit;
   peer.credit = 0;
 }
 

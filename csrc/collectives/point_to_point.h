@@ -77,7 +77,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
     std::deque<Note> notes;                 ///< under way, in order
     uint64_t last_place = 0;
     uint64_t eager_bytes = 0;  ///< that we have sent and that have no credit yet
-    uint64_t credit = 0;       ///< that we owe
+    uint64_t kept = 0;         ///< that it has sent and for which we have given no credit
+    uint64_t credit = 0;       ///< of these, that we owe
     bool listening = false;    ///< a receive for a header or for bytes is posted
     Header header;
     uint64_t ticket = 0;                         ///< of that receive
@@ -100,6 +101,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   bool step();
   bool settle(int peer);
   void on_header(int peer);
+  void check_eager(int peer);
+  [[noreturn]] void throw_odd(int peer, const std::string& what) const;
   void on_ready(int peer);
   void on_message(int peer);
   void on_payload(int peer);

@@ -55,12 +55,12 @@ bool PointToPoint::settle(int rank) {
 void PointToPoint::on_header(int rank) {
   Peer& peer = peers_[rank];
   const Header header = peer.header;
+  if (header.kind == Kind::eager) check_eager(rank);
   if (header.kind == Kind::eager || header.kind == Kind::offer) return on_message(rank);
   if (header.kind == Kind::payload) {
     const auto place = peer.places.find(header.place);
     if (place == peer.places.end() || place->second->bytes != header.bytes) {
-      throw Error("rank " + std::to_string(rank_) + ": rank " + std::to_string(rank) +
-                  " sends bytes for which there is no place; install the same pycomm");
+      throw_odd(rank, "bytes for which there is no place");
     }
     peer.target = place->second;
     peer.places.erase(place);
@@ -71,11 +71,29 @@ void PointToPoint::on_header(int rank) {
   }
   if (header.kind == Kind::ready) {
     on_ready(rank);
-  } else {
+  } else if (header.kind == Kind::credit) {
     peer.eager_bytes -= std::min(header.bytes, peer.eager_bytes);
+  } else {
+    throw_odd(rank, "a message of an unknown kind");
   }
   peer.listening = false;
   listen(rank);
+}
+
+// The sender keeps to these bounds; we hold it to them before we make room for anything.
+void PointToPoint::check_eager(int rank) {
+  Peer& peer = peers_[rank];
+  const uint64_t bytes = peer.header.bytes;
+  if (bytes > kEagerBytes) {
+    throw_odd(rank, "a short message of " + std::to_string(bytes) + " bytes");
+  }
+  peer.kept += bytes + kMessageCost;
+  if (peer.kept > kKeptBytes) throw_odd(rank, "more short messages than it may");
+}
+
+void PointToPoint::throw_odd(int rank, const std::string& what) const {
+  throw Error("rank " + std::to_string(rank_) + ": rank " + std::to_string(rank) + " sends " +
+              what + "; install the same pycomm on all hosts");
 }
 
 void PointToPoint::on_ready(int rank) {

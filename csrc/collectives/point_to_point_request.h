@@ -12,6 +12,12 @@ inline const OpTag kLaneTag = [] {
   return tag;
 }();
 
+// Longer messages are offered first: a round trip more is little beside their bytes.
+constexpr uint64_t kEagerBytes = 64 << 10;
+// What a rank keeps of one peer at most, and what a message costs beside its bytes.
+constexpr uint64_t kKeptBytes = 1 << 20;
+constexpr uint64_t kMessageCost = 128;
+
 inline Span<uint8_t> bytes_of(void* data, size_t bytes) {
   return {static_cast<uint8_t*>(data), bytes};
 }
