@@ -47,7 +47,7 @@ class OpenGroup {
 
  private:
   mutable std::mutex mutex_;
-  const ForkGuard fork_;
+  const ForkGuard fork_{};
   std::shared_ptr<Engine> engine_;
   intrusive_ptr<c10d::Store> store_;
   std::atomic<c10d::ErrorType> last_error_{c10d::ErrorType::SUCCESS};

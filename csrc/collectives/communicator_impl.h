@@ -19,7 +19,11 @@ namespace pycomm {
 class Communicator::Impl {
  public:
   Impl(std::shared_ptr<Store> store, int rank, int size, CommunicatorOptions options);
-  ~Impl() { point_to_point_->close(); }
+  ~Impl() {
+    point_to_point_->close();
+    mesh_.leave();
+    point_to_point_->forget();
+  }
 
   bool in_child() const { return fork_.in_child(); }
   Mesh& mesh() { return mesh_; }
@@ -142,7 +146,7 @@ class Communicator::Impl {
   }
 
  private:
-  const ForkGuard fork_;
+  const ForkGuard fork_{};
   const CommunicatorOptions options_;
   const Algo algo_;
   std::atomic<Milliseconds::rep> timeout_;

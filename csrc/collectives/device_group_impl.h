@@ -61,7 +61,7 @@ class DeviceGroup::Impl {
   std::string called(uint64_t seq) const;
   void leave() noexcept;
 
-  const ForkGuard fork_;
+  const ForkGuard fork_{};
   const int rank_, size_, index_;
   const DeviceGroupOptions options_;
   const PeerWorkspace workspace_;

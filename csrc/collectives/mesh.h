@@ -21,8 +21,10 @@ class Mesh {
  public:
   /// Meets the other ranks and checks that their options agree with ours.
   Mesh(Rendezvous meeting, const CommunicatorOptions& options, Failure& failure);
-  /// TCP goes before shared memory: to its last moment it shows what lies there.
-  ~Mesh() {
+  ~Mesh() { leave(); }
+  /// The end of all transports; until then they may use what was posted. Nothing but the destructor
+  /// may follow. TCP goes before shared memory: to its last moment it shows what lies there.
+  void leave() {
     while (!transports_.empty()) transports_.pop_back();
   }
 

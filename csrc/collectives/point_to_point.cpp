@@ -24,6 +24,13 @@ void PointToPoint::close() {
   if (thread_.joinable()) thread_.join();
 }
 
+void PointToPoint::forget() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  peers_.clear();
+  posted_.clear();
+  unexpected_.clear();
+}
+
 std::shared_ptr<Communicator::Request> PointToPoint::send(const void* data, size_t bytes, int dst,
                                                           int tag, Milliseconds limit) {
   auto request = std::make_shared<Request>(shared_from_this(), true, const_cast<void*>(data), bytes,

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "collectives/mesh.h"
+#include "collectives/point_to_point_wire.h"
 
 namespace pycomm {
 
@@ -35,27 +36,17 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
                                               Milliseconds limit);
   /// Ends the thread. Requests that are not done stay so, and their waits throw.
   void close();
+  /// Lets go of the requests, which hold this object in turn; when no transport uses them any more.
+  void forget();
 
  private:
   static constexpr Lane kLane = Lane::point_to_point;
   using Lock = std::unique_lock<std::mutex>;
   class Request;
   using RequestPtr = std::shared_ptr<Request>;
+  using Header = MessageHeader;
+  using Kind = MessageHeader::Kind;
 
-  enum class Kind : uint32_t {
-    eager,    ///< a message; its bytes follow
-    offer,    ///< a message; its bytes wait until a place with this tag is ready
-    ready,    ///< a place for the first message with this tag that is or will be offered
-    payload,  ///< the bytes for this place follow
-    credit,   ///< so many bytes of eager messages have found their places
-  };
-  struct Header {
-    uint64_t bytes = 0;
-    int64_t tag = 0;
-    uint64_t place = 0;  ///< number of a place that is ready, from 1
-    Kind kind = Kind::eager;
-    uint32_t reserved = 0;
-  };
   /// A message that came before its receive.
   struct Unexpected {
     int peer;

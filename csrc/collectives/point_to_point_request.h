@@ -4,20 +4,6 @@
 
 namespace pycomm {
 
-// Headers and bytes of all messages carry the same tag; the header says what they are.
-inline const OpTag kLaneTag = [] {
-  OpTag tag;
-  tag.op = Op::send;
-  tag.dtype = DType::uint8;
-  return tag;
-}();
-
-// Longer messages are offered first: a round trip more is little beside their bytes.
-constexpr uint64_t kEagerBytes = 64 << 10;
-// What a rank keeps of one peer at most, and what a message costs beside its bytes.
-constexpr uint64_t kKeptBytes = 1 << 20;
-constexpr uint64_t kMessageCost = 128;
-
 inline Span<uint8_t> bytes_of(void* data, size_t bytes) {
   return {static_cast<uint8_t*>(data), bytes};
 }

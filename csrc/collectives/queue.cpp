@@ -86,7 +86,7 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     }
   }
 
-  const ForkGuard fork_;
+  const ForkGuard fork_{};
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Entry> waiting_;

@@ -113,14 +113,14 @@ struct Prod : Op {
 struct Min : Op {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {
-    return (b < a) | (b != b) ? b : a;
+    return ((b < a) | (b != b)) ? b : a;
   }
 };
 
 struct Max : Op {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {
-    return (b > a) | (b != b) ? b : a;
+    return ((b > a) | (b != b)) ? b : a;
   }
 };
 

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CLANG = shutil.which("clang++") is not None
 BUILD = ROOT / "build" / ("fuzz-clang" if CLANG else "fuzz-gcc")
-TARGETS = ("decoders", "frames", "handshake")
+TARGETS = ("decoders", "frames", "handshake", "messages")
 
 
 def build() -> None:
