@@ -12,9 +12,11 @@ from functools import cache
 import numpy as np
 import pytest
 
+from pycomm.communicator import Communicator
 from pycomm.errors import Error, Timeout, WireMismatch
 from tests.collectives.ways import WAYS, floats
 from tests.ranks import attempt, run, run_processes
+from tests.soak.held import held_at_rest
 
 everywhere = pytest.mark.parametrize("way", ["window", "tcp"])
 SIZES = [0, 1, 17, 1000, 100003, 1_000_001]
@@ -265,6 +267,18 @@ def test_ranks_that_do_not_exist_are_refused():
         c.barrier()
 
     run(2, job)
+
+
+def test_a_group_that_ends_with_a_receive_undone_leaves_no_memory():
+    def groups(count: int) -> None:
+        for _ in range(count):
+            with Communicator(None, 0, 1) as communicator:
+                communicator.recv(np.zeros(8), 0)
+
+    groups(50)  # what is made once
+    before = held_at_rest()["heap_kib"]
+    groups(500)
+    assert held_at_rest()["heap_kib"] - before < 100  # 2 KiB each would be a thousand
 
 
 def test_between_processes():
