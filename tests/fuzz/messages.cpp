@@ -115,12 +115,12 @@ class Peer {
     listen();
   }
 
-  std::unique_ptr<pycomm::Transport> transport_;
-  pycomm::Channel* channel_ = nullptr;
   std::list<std::vector<uint8_t>> said_;
   std::list<Header> places_;
   std::vector<uint8_t> heard_;
   Header header_;
+  std::unique_ptr<pycomm::Transport> transport_;  // ends before what it sends and receives
+  pycomm::Channel* channel_ = nullptr;
   uint64_t ticket_ = 0, credit_ = 0, offers_ = 0;
   uint8_t value_ = 0;
   bool in_bytes_ = false;
@@ -139,7 +139,32 @@ class Pair {
     meets.join();
   }
 
-  /// One event of the input.
+  /// Returns or throws when the group is over, else at the end of the input.
+  void run(Reader& reader) {
+    for (int i = 0; i < kMostEvents && !reader.empty(); i++) {
+      play(reader);
+      if (!progress(2)) return;
+    }
+    end();
+  }
+
+  void check_receives() const {
+    for (const Posted& posted : receives_) {
+      if (!posted.request || !posted.request->done() || posted.data.empty()) continue;
+      const uint8_t first = posted.data[0];
+      require(std::all_of(posted.data.begin(), posted.data.end(),
+                          [&](uint8_t value) { return value == first; }) ||
+                  !as_it_should_,
+              "a receive that is done holds one message");
+    }
+  }
+
+ private:
+  struct Posted {
+    std::vector<uint8_t> data;  // of exactly its size, so that a byte too many is found
+    std::shared_ptr<Communicator::Request> request;
+  };
+
   void play(Reader& reader) {
     const uint8_t event = reader.byte(), tag = event / 8 % kTags, size = reader.byte();
     switch (event % 8) {
@@ -168,7 +193,7 @@ class Pair {
     }
   }
 
-  /// Moves some of what can be moved. False if the group is over.
+  // Moves some of what can be moved. False if the group is over.
   bool progress(int rounds) {
     for (int i = 0; i < rounds; i++) {
       if (!peer_->progress()) return false;
@@ -180,7 +205,7 @@ class Pair {
     return true;
   }
 
-  /// After a last message everything before it has been dealt with.
+  // After a last message everything before it has been dealt with.
   void end() {
     post_receive(kLast, 8, false);
     const auto last = receives_.back().request;
@@ -196,23 +221,6 @@ class Pair {
               "no more is kept of a peer than the bound");
     }
   }
-
-  void check_receives() const {
-    for (const Posted& posted : receives_) {
-      if (!posted.request || !posted.request->done() || posted.data.empty()) continue;
-      const uint8_t first = posted.data[0];
-      require(std::all_of(posted.data.begin(), posted.data.end(),
-                          [&](uint8_t value) { return value == first; }) ||
-                  !as_it_should_,
-              "a receive that is done holds one message");
-    }
-  }
-
- private:
-  struct Posted {
-    std::vector<uint8_t> data;  // of exactly its size, so that a byte too many is found
-    std::shared_ptr<Communicator::Request> request;
-  };
 
   void post_receive(int tag, uint64_t bytes, bool of_any) {
     receives_.push_back({std::vector<uint8_t>(bytes), nullptr});
@@ -243,11 +251,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Reader reader(data, size);
   Pair pair;
   try {
-    for (int i = 0; i < kMostEvents && !reader.empty(); i++) {
-      pair.play(reader);
-      if (!pair.progress(2)) return 0;
-    }
-    pair.end();
+    pair.run(reader);
   } catch (const pycomm::Error&) {  // the group is over
   }
   pair.check_receives();
