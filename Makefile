@@ -1,15 +1,15 @@
-# Few verbs. Everything runs in .venv, which the first verb makes on a bare machine with Python and gcc.
+# Targets run in .venv, which the first use creates on a bare machine with Python and gcc.
 #   make build        compile the three binaries beside pycomm/, and install the package in place
 #   make demo         train a small model over a 200 Mbit/s link, with and without pycomm
-#   make test         all tests, with the counts of each tier
-#   make lint         ruff, mypy, clang-format
-#   make soak         what takes long: two thousand faults, fuzzing, an hour of training through faults
-#   make bench        measure the CPU's part of bench/results anew, in half an hour; then figures and a report
-#   make conformance  PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
-#   make trainers     Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
-#   make gpu          on a machine with a GPU and no network: build, check and time the kernels
-#   make docs         the documentation, in site/
-#   make asan, tsan   the tests of the core under a sanitizer
+#   make test         run all tests, with the counts of each tier
+#   make lint         run ruff, mypy, clang-format
+#   make soak         run the long tests: two thousand faults, fuzzing, an hour of training through faults
+#   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
+#   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
+#   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
+#   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
+#   make docs         build the documentation, in site/
+#   make asan, tsan   run the tests of the core under a sanitizer
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -19,9 +19,12 @@ PY := $(VENV)/bin/python
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PIP := $(PY) -m pip install -qq --no-compile
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# Compilers and ranks take turns on the processor; a file's tests stay together, since they share what they start.
+# Two workers, since compilers and ranks compete for the processor. A file's tests stay together, since they
+# share the processes that they start.
 TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
-# CUDA kernels take minutes to compile and are of no use without a GPU: PYCOMM_CUDA=ON asks for them.
+# CUDA kernels take minutes to compile and are useless without a GPU: PYCOMM_CUDA=ON compiles them anyway.
+# Thousands of processes import torch here; without bytecode files each would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
 .PHONY: build demo test lint soak bench conformance trainers gpu docs asan tsan clean
@@ -64,7 +67,7 @@ docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-# Takes the interpreter that has torch, Triton and CuPy; installs and downloads nothing.
+# This target uses the interpreter that has torch, Triton and CuPy; it installs and downloads nothing.
 gpu: export PYCOMM_CUDA = ON
 gpu: export PYCOMM_CUDA_ARCH = local
 gpu:
@@ -86,7 +89,7 @@ $(VENV)/python.stamp:
 	.ci/venv $(PYTHON) $(VENV)
 	@touch $@
 
-# torch comes first and as its CPU build; what follows then finds it there and pulls no CUDA build.
+# The CPU build of torch is installed first, so that later packages do not pull a CUDA build.
 $(VENV)/torch.stamp: $(VENV)/python.stamp
 	@echo "installing torch $(TORCH) for CPU"
 	@$(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH) --index-url $(TORCH_INDEX) \
@@ -104,7 +107,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench,dev]"
 	@touch $@
 
-# Their many packages stay out of the first environment, which this one stands upon: one torch.
+# The trainers' many packages have a separate environment, which uses the first one's torch.
 $(TRAINERS)/stamp: $(VENV)/dev.stamp pyproject.toml
 	@echo "installing the trainers in $(TRAINERS)"
 	@.ci/venv $(PYTHON) $(TRAINERS)

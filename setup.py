@@ -1,7 +1,7 @@
-"""Runs CMake with Ninja and places what it builds in the package. All flags are in CMakeLists.txt.
+"""Build script: runs CMake with Ninja and puts the binaries in the package.
 
 PYCOMM_CUDA (AUTO, ON, OFF), PYCOMM_CUDA_ARCH, PYCOMM_TORCH and PYCOMM_SANITIZE are passed on to
-CMake.
+CMake. All flags are in CMakeLists.txt.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-# Top-level folders that install inside the package: their names alone belong to other projects.
+# Top-level folders that install inside the package; on their own these names are other projects'.
 INSIDE = {"pycomm.bench": "bench", "pycomm.triton_kernels": "triton_kernels"}
 OPTIONS = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE")
 
 
 class CMakeBuild(build_ext):
-    """Builds in a folder per interpreter and options; a second build compiles what has changed."""
+    """An incremental build, in a folder for each interpreter and set of options."""
 
     def run(self) -> None:
         in_place = self.inplace or self.editable_mode
@@ -38,14 +38,14 @@ class CMakeBuild(build_ext):
             self.cmake("--install", build, "--prefix", package, "--component", component)
 
     def tools(self) -> list[str]:
-        """Isolated builds bring their own cmake and ninja, at a new path each time."""
+        """Return CMake's options for its tools, whose paths differ in each isolated build."""
         python, ninja = f"-DPython_EXECUTABLE={sys.executable}", self.find("ninja")
         if ninja is None:
             return [python]
         return [python, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
 
     def find(self, program: str) -> str | None:
-        """On the PATH, or beside the interpreter, where pip puts it."""
+        """Return a program's path: on the PATH, or next to the interpreter, where pip puts it."""
         return shutil.which(program) or shutil.which(program, path=sysconfig.get_path("scripts"))
 
     def cmake(self, *arguments: object) -> None:

@@ -20,7 +20,7 @@ SUBCOMMANDS = {
 }
 OLDER_NAMES = {"time_to_loss": "training"}
 OPTIONAL = ("matplotlib", "mpi4py", "numpy", "plotly", "torch")
-"""packages that not every installation has, nor every measurement needs"""
+"""packages that are optional, since only some measurements need them"""
 HELP = """usage: python -m pycomm.bench OP [options]
 
 Collectives, in nccl-tests' words; backends take turns iteration by iteration:
@@ -35,6 +35,14 @@ python -m pycomm.bench OP --help has the options of each; docs/bench.md the colu
 def main(argv: Sequence[str]) -> int:
     try:
         return run(argv)
+    except KeyboardInterrupt:
+        print("python -m pycomm.bench: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"python -m pycomm.bench: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL:
             raise

@@ -1,4 +1,4 @@
-"""The command line's words: errors in one line that say what is possible, and shared types."""
+"""Command-line arguments of the benchmarks: shared types and one-line error messages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pycomm.bench import harness
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage above it."""
+    """Argument parser that reports an error in one line, without the usage above it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> str:
-    """One line: what there is no such thing as, what is nearest, and what there is."""
+    """Return a one-line error: the unknown word, the nearest known one, and all known ones."""
     names = list(known)
     near = difflib.get_close_matches(word, names, 1)
     guess = f", did you mean {near[0]}?" if near else "."
@@ -27,7 +27,7 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
 
 
 def one_of(what: str, known: Collection[str]) -> Callable[[str], str]:
-    """A type for argparse: a word of these."""
+    """Return an argparse type that accepts one of the known words."""
 
     def parse(text: str) -> str:
         if text not in known:
@@ -38,7 +38,7 @@ def one_of(what: str, known: Collection[str]) -> Callable[[str], str]:
 
 
 def some_of(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
-    """A type for argparse: words of these, joined by commas, each once."""
+    """Return an argparse type that accepts distinct known words joined by commas."""
     check = one_of(what, known)
 
     def parse(text: str) -> list[str]:
@@ -48,7 +48,7 @@ def some_of(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def all_or_one_of(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
-    """A type for argparse: a word of these, or "all" for each of them."""
+    """Return an argparse type that accepts one of the known words, or "all" for each of them."""
     check = one_of(what, [*known, "all"])
 
     def parse(text: str) -> list[str]:
@@ -58,7 +58,7 @@ def all_or_one_of(what: str, known: Collection[str]) -> Callable[[str], list[str
 
 
 def size(text: str) -> int:
-    """parse_size for argparse, which prints this error."""
+    """Call parse_size with an exception that argparse prints."""
     try:
         return harness.parse_size(text)
     except ValueError as error:
@@ -66,7 +66,7 @@ def size(text: str) -> int:
 
 
 def rates(text: str) -> list[str]:
-    """Rates of links as tc writes them, joined by commas."""
+    """Parse link rates as `tc` writes them, joined by commas."""
     try:
         for word in text.split(","):
             _C.parse_rate(word)
@@ -76,22 +76,33 @@ def rates(text: str) -> list[str]:
 
 
 def count(text: str) -> int:
-    """A whole number from 0 on."""
+    """Parse a whole number >= 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no count: want a whole number from 0 on")
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """Parse a number of seconds > 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: want seconds above 0")
+    return value
+
+
 def codecs(text: str) -> list[str]:
-    """Codecs joined by commas; one may have commas of its own: "topk:0.01,values=int8".
+    """Parse codecs joined by commas; a codec may itself contain commas: "topk:0.01,values=int8".
 
     Raises:
-        argparse.ArgumentTypeError: one of them is unknown, or its options are.
+        argparse.ArgumentTypeError: a codec or one of its options is unknown.
     """
     found: list[str] = []
     for word in text.replace(";", ",").split(","):
         if found and "=" in word and ":" not in word.partition("=")[0]:
-            found[-1] += f",{word}"  # an option of the codec before
+            found[-1] += f",{word}"  # an option of the previous codec
         else:
             found.append(word)
     for codec in found:
@@ -100,7 +111,7 @@ def codecs(text: str) -> list[str]:
 
 
 def real_codecs(text: str) -> list[str]:
-    """The same without "none"."""
+    """Parse codecs as `codecs` does, but refuse "none"."""
     found = codecs(text)
     if "none" in found:
         raise argparse.ArgumentTypeError("'none' is no codec that could be timed; leave it out")
@@ -108,16 +119,16 @@ def real_codecs(text: str) -> list[str]:
 
 
 def core_spec(text: str) -> str:
-    """A codec's text as the core has it, "none" for none. Short names are those of pycomm.codecs.
+    """Return a codec's text in the core's form, "none" for none. Short names are accepted.
 
     Raises:
-        argparse.ArgumentTypeError: it is unknown, or its options are.
+        argparse.ArgumentTypeError: the codec or one of its options is unknown.
     """
     if text == "none":
         return text
     try:
         return _C.Codec(text).spec
-    except RuntimeError:  # not in the core's own words, then in those of people
+    except RuntimeError:  # not valid in the core's form, so try the user's form
         pass
     try:
         return _C.Codec(_parsed(text)).spec
@@ -148,7 +159,7 @@ def _once(words: list[str], text: str) -> list[str]:
 
 
 def add_sizes(parser: argparse.ArgumentParser, first: str, last: str, factor: float) -> None:
-    """nccl-tests' -b, -e, -f."""
+    """Add nccl-tests' options -b, -e and -f."""
     add = parser.add_argument
     add(
         *("-b", "--minbytes"),
@@ -177,7 +188,7 @@ def add_sizes(parser: argparse.ArgumentParser, first: str, last: str, factor: fl
 
 
 def checked_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[int]:
-    """The sizes of -b, -e and -f; ends the program if they make no sense."""
+    """Return the sizes of -b, -e and -f; exit the program if they are inconsistent."""
     if options.last < options.first:
         parser.error(f"-e {options.last} is smaller than -b {options.first}")
     if options.factor <= 1:
@@ -186,7 +197,7 @@ def checked_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """Where rows go."""
+    """Add the options that name the output files."""
     add = parser.add_argument
     add("-J", "--json", "--output_file", metavar="FILE", help="write all rows to this file")
     add("--csv", metavar="FILE", help="append all rows to this file")

@@ -1,11 +1,11 @@
-"""Keeps the processors of this machine from falling asleep while something is measured.
+"""Busy processes that keep the processors of this machine from idling during a measurement.
 
     python awake.py PARENT
 
-A processor that has nothing to do halts, and in a virtual machine it takes long to come back: so do
-the timers of the kernel's token buckets, and a link of 10 Gbit/s carries half of its rate while
-nothing is busy. This is one process per core that is never idle, and never in the way: under
-SCHED_IDLE the kernel runs it only where nobody else wants to run. It ends with the process PARENT
+An idle processor halts, and in a virtual machine it takes long to wake up. The timers of the
+kernel's token buckets then fire late, and a link of 10 Gbit/s carries half of its rate while
+nothing is busy. This program runs one process per core that is never idle. Under SCHED_IDLE the
+kernel runs it only when no other process wants the core. It ends with the process PARENT
 (PR_SET_PDEATHSIG).
 """
 
@@ -22,13 +22,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def stay(core: int, parent: int) -> None:
-    """Runs on a core for ever, at the lowest priority there is."""
+    """Spin on a core forever, at the lowest priority there is."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.sched_setaffinity(0, {core})
-    deque(repeat(None), maxlen=0)  # for ever, and in C
+    deque(repeat(None), maxlen=0)  # an endless loop in C
 
 
 def main() -> None:

@@ -1,17 +1,16 @@
-"""Who runs a collective: pycomm's core, or backends of torch.distributed, in the same processes.
+"""Backends of the benchmark: pycomm's core and backends of torch.distributed, in one process.
 
-`pycomm` is the core without torch, `pycomm:ring` and the like the same with this algorithm,
-`pycomm-tls` with encrypted connections, `pycomm-unchecked` without checksums of payloads;
-`pycomm-torch` is a backend of torch, `gloo` and `nccl` its own, `mpi` whatever library mpirun
-belongs to. Those with `-shared` work on memory that the group has allocated, so that peers address
-it in place.
+`pycomm` is the core without torch. `pycomm:ring` and the like fix the algorithm, `pycomm-tls`
+encrypts connections, and `pycomm-unchecked` omits checksums of payloads. `pycomm-torch` is pycomm's
+backend of torch.distributed, `gloo` and `nccl` are torch's own, and `mpi` is whichever library
+mpirun belongs to. Backends with `-shared` work on memory that the group has allocated, so that
+peers access it in place.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,8 @@ import numpy as np
 
 from pycomm import _C
 from pycomm.bench import coded
-from pycomm.bench.operations import Array, Case, Run
+from pycomm.bench.backend import Backend
+from pycomm.bench.cases import Array, Case, Run
 
 CORE = ("pycomm", "pycomm-shared", "pycomm-tls", "pycomm-unchecked")
 NAMES = (
@@ -27,43 +27,6 @@ NAMES = (
     *("pycomm-torch", "pycomm-torch-shared", "gloo", "mpi", "nccl"),
     *(f"pycomm:{algo}" for algo in _C.ALGOS),
 )
-
-
-class Backend(ABC):
-    """One way to run every operation of :mod:`pycomm.bench.operations`."""
-
-    name: str
-    has_codecs = False
-
-    def buffers(self, case: Case) -> tuple[Array, Array]:
-        """Zeros for the input and the output of `case`, which are one where it is in place."""
-        return case.buffers()
-
-    def refuses(self, case: Case) -> str:
-        """Why this backend cannot do it; empty: it can."""
-        return ""
-
-    @abstractmethod
-    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
-        """A call that does the operation once, from `x` to `y`. Only what it needs stays in it."""
-
-    def load(self, x: Array, y: Array) -> None:
-        """Bring buffers that were prepared to where the operation works."""
-        return  # it works on them
-
-    def fetch(self, x: Array, y: Array) -> None:
-        """Bring them back."""
-        return
-
-    @abstractmethod
-    def sent_bytes(self) -> int | None:
-        """What this rank has sent since the start; None: not counted."""
-
-    @abstractmethod
-    def describe(self) -> str: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
 
 
 class Core(Backend):
@@ -97,7 +60,7 @@ class Core(Backend):
 
 
 class SharedCore(Core):
-    """The core on memory of its own allocate(), which peers read and write in place."""
+    """The core on memory from its own allocate(), which peers read and write in place."""
 
     def buffers(self, case: Case) -> tuple[Array, Array]:
         return case.buffers(
@@ -106,7 +69,7 @@ class SharedCore(Core):
 
 
 def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[Backend]:
-    """Meet the other ranks in every backend, in the order of the names."""
+    """Connect to the other ranks in every backend, in the order of the names."""
     backends: list[Backend] = []
     for name in names:
         if name.partition(":")[0] in CORE:
@@ -124,7 +87,7 @@ def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[B
 
 
 def missing(names: Sequence[str], ranks_here: int) -> str:
-    """Why a backend cannot be used on this machine, and what to do; empty: all can."""
+    """Return why a backend cannot be used on this machine, and a remedy; empty if all can."""
     with_torch = [name for name in names if name in ("gloo", "nccl") or "-torch" in name]
     if with_torch and importlib.util.find_spec("torch") is None:
         return f"--backend {with_torch[0]} needs torch, which is not installed here"

@@ -1,4 +1,4 @@
-"""Tables of results as charts: what of their rows each figure shows, and how it is said."""
+"""Charts of the result tables: which columns each figure shows, and its labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate
 
 
 def loss(rows: Sequence[Row]) -> Chart:
-    """Of the runs of the demo, against wall time."""
+    """Plot the loss of the demo's runs against wall time."""
     rows = tables.newest(rows, "run")
     series = []
     for i, row in enumerate(rows):
@@ -45,7 +45,7 @@ def loss(rows: Sequence[Row]) -> Chart:
 
 
 def bandwidth(rows: Sequence[Row]) -> Chart:
-    """All-reduces of two ranks by size: their time, and bytes per second."""
+    """Plot time and bytes per second of two-rank all-reduces against size."""
     rows = [r for r in rows if r["kind"] == "time" and r["op"] == "all_reduce"]
     rows = [r for r in rows if r["ranks"] == "2" and r["codec"] == "none"]
     rows = tables.newest(tables.widest_run(rows, "backend"), "backend", "size")
@@ -73,7 +73,7 @@ def bandwidth(rows: Sequence[Row]) -> Chart:
 
 
 def steps(rows: Sequence[Row]) -> Chart:
-    """A training step against the rate of the link, by method."""
+    """Plot the time of a training step against the link rate, by method."""
     rows = tables.newest([r for r in rows if r["kind"] == "step"], "model", "method", "rate")
     series = []
     for method in dict.fromkeys(r["method"] for r in rows):
@@ -97,7 +97,7 @@ def steps(rows: Sequence[Row]) -> Chart:
 
 
 def losses(rows: Sequence[Row]) -> Chart:
-    """Against steps, the mean over the seeds, by method."""
+    """Plot the loss against steps, as the mean over the seeds, by method."""
     rows = [r for r in rows if r["kind"] == "loss" and r["model"] == "demo"]
     rows = tables.newest(rows, "method", "seed")
     series = []
@@ -130,7 +130,7 @@ def losses(rows: Sequence[Row]) -> Chart:
 
 
 def error(rows: Sequence[Row]) -> Chart:
-    """Error against bits, by family of codecs, on normal values and on gradients."""
+    """Plot error against bits, by family of codecs, on normal values and on gradients."""
     rows = tables.newest(rows, "values", "codec")
     bits = [0.05 * 1.06**i for i in range(96)]
     bound = Series("least possible", bits, [2.0 ** (-2 * b) for b in bits])
@@ -166,7 +166,7 @@ def error(rows: Sequence[Row]) -> Chart:
 
 
 def planner(rows: Sequence[Row]) -> Chart:
-    """Predicted against measured times."""
+    """Plot predicted against measured times."""
     rows = tables.newest(rows, "kind", "rate", "ranks", "size", "codec")
     panels = []
     for kind, title in (("all_reduce", "All-reduces of 1 to 64 MiB"), ("step", "Training steps")):
@@ -208,7 +208,7 @@ def planner(rows: Sequence[Row]) -> Chart:
 
 
 def predictions(rows: Sequence[Row]) -> Chart:
-    """The planner's sweep along rates and along ranks."""
+    """Plot the planner's sweep over rates and over ranks."""
     rows = tables.newest(rows, "axis", "at", "codec")
     by_rate, by_ranks = (_curves(rows, axis) for axis in ("rate", "ranks"))
     crossovers = {r["codec"]: float(r["pays_below"]) for r in rows if r["pays_below"]}
@@ -227,7 +227,7 @@ def _curves(rows: Sequence[Row], axis: str) -> Curves:
     return Curves(axis, list(at), steps, [best[place] for place in at])
 
 
-# ------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------ labels
 
 BASE_METHOD = "Gloo, fp32"
 LOSS_METHODS = (
@@ -258,7 +258,7 @@ def _bits(rate: str) -> float:
 
 
 def _link(rate: str) -> str:
-    """ "200mbit" as "200 Mbit/s"."""
+    """Format "200mbit" as "200 Mbit/s"."""
     return format_rate(parse_rate(rate)[0])
 
 

@@ -1,9 +1,9 @@
-"""Writes the measured tables of docs/choosing.md, docs/bench.md and README.md from bench/results/.
+"""Measured tables of docs/choosing.md, docs/bench.md and README.md, written from bench/results/.
 
     python -m pycomm.bench.choosing
 
-A table stands between two comments that name it, and nothing else on the page is touched. (plot.py
-draws the figures.)
+A table lies between two comments that name it; the rest of the page is not touched. plot.py draws
+the figures.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NUMERIC = "--:"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Markdown; all columns but the first `left` are numbers."""
+    """Return a Markdown table; all columns but the first `left` are right-aligned numbers."""
     rule = ["---"] * left + [NUMERIC] * (len(head) - left)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
 
 
 def training(rows: Sequence[Row], model: str, rate: str) -> str:
-    """One row per method, the fastest step first."""
+    """Return the table with a row per method, the fastest step first."""
     chosen = [r for r in totals(rows) if (r.model, r.rate) == (model, rate) and r.seconds]
     chosen.sort(key=lambda r: r.seconds or 0)
     fp16 = next((r.seconds for r in chosen if r.hook == "fp16"), None)
@@ -51,7 +51,7 @@ def training(rows: Sequence[Row], model: str, rate: str) -> str:
 
 
 def losses(rows: Sequence[Row], model: str) -> str:
-    """One row per method: its loss against the exact run's of the same seed, over the seeds."""
+    """Return the table with a row per method: its loss against the exact run, over the seeds."""
     found = [r for r in rows if (r.kind, r.model) == ("loss", model)]
     lines = []
     for method in dict.fromkeys(r.method for r in found):
@@ -64,7 +64,7 @@ def losses(rows: Sequence[Row], model: str) -> str:
 
 
 def percent(values: Sequence[float]) -> str:
-    """Their mean, and the standard error of the mean if there are at least two."""
+    """Return the mean, with its standard error if there are at least two values."""
     if not values:
         return ""
     text = f"{statistics.fmean(values) * 100:+.2f}"
@@ -78,7 +78,7 @@ def number(value: float | None, digits: int, factor: float = 1.0) -> str:
 
 
 def codecs(path: Path) -> str:
-    """One row per codec: bits per value, error, and GB/s of float32 on one core."""
+    """Return the table with a row per codec: bits per value, error, and GB/s on one core."""
     found: dict[str, dict[str, list[dict[str, str]]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -100,7 +100,7 @@ def codecs(path: Path) -> str:
 
 
 def demo(path: Path) -> str:
-    """One row per run of the demo."""
+    """Return the table with a row per run of the demo."""
     rows = tables.newest(tables.read(path), "run")
     first = float(rows[0]["step_seconds"])
     lines = [
@@ -117,7 +117,7 @@ def demo(path: Path) -> str:
 
 
 def planner(path: Path) -> str:
-    """How far predictions were off, by kind, link and ranks."""
+    """Return the planner's prediction errors, by kind, link and ranks."""
     head = ("what", "link", "ranks", "cases", "median error", "worst", "fastest codec picked")
     return table(head, validate_plan.summary(validate_plan.load(path)), left=2)
 
@@ -126,10 +126,10 @@ OPS = ("encode", "encode+residual", "decode", "decode_add")
 
 
 def write(page: Path, name: str, text: str) -> None:
-    """Replace what stands between `<!-- name -->` and `<!-- end -->`.
+    """Replace the text between `<!-- name -->` and `<!-- end -->`.
 
     Raises:
-        ValueError: the page has no such place.
+        ValueError: the page has no such comments.
     """
     marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     old = page.read_text()

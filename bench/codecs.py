@@ -25,7 +25,7 @@ from pycomm.codecs import ALIASES
 from pycomm.codecs import codec as parse_codec
 
 BLOCKS = 6
-SECONDS = 0.05  # of one block
+SECONDS = 0.05  # of one timed block
 COLUMNS = (
     ("codec", 40, ""),
     ("op", 20, ""),
@@ -58,7 +58,7 @@ DEFAULT = [
     "lossless:bfloat16",
 ]
 FED = "int4"
-"""Every kind of feedback is timed with this codec, on one segment of a collective."""
+"""The codec with which every kind of feedback is timed, on one segment of a collective."""
 KINDS = {
     "residual,bf16": ("residual", "bf16"),
     "residual,int8": ("residual", "int8"),
@@ -68,22 +68,23 @@ KINDS = {
     "ef21": ("ef21", "float32"),
 }
 SEGMENT = 1 << 20  # bytes
-PEER = "topk:0.01"
-"""Beside it torch finds the same values."""
+TORCH = "torch.topk"
+PEERS = ("topk:0.01", "topk:0.01,sample=64")
+"""The codecs that are timed in turns with torch.topk, which finds as many values."""
 
 Run = Callable[[], object]
 
 
 def specs(texts: Sequence[str]) -> list[str]:
-    """Canonical texts of the codecs, once each; none: every codec and short name."""
+    """Return the codecs' distinct canonical texts; by default every codec and short name."""
     return list(dict.fromkeys(parse_codec(text).spec() for text in texts or DEFAULT))
 
 
 class Calls:
-    """What is timed: memcpy and a codec's calls, on buffers of their own."""
+    """The timed calls: memcpy and a codec's functions, on buffers of their own."""
 
     def __init__(self, codec: _C.Codec, numel: int, *, fed: bool = False) -> None:
-        # The core takes addresses, which keep nothing alive: the arrays stay here.
+        # The core takes raw addresses, which do not keep the arrays alive, so they are stored here.
         self.x = x = np.random.default_rng(0).standard_normal(numel, dtype=np.float32)
         self.decoded = np.zeros_like(x)
         self.residual = np.zeros_like(x)
@@ -127,20 +128,24 @@ class Calls:
         return lambda: codec.encode_fed(x, len(self.x), out, **options)
 
     def wire_bytes(self) -> int:
-        """What the last coding would send: payloads that vary say it in their first word."""
+        """Return the last payload's bytes; a variable payload begins with its length."""
         return int(self.payload[:4].view(np.uint32)[0]) if self.variable else self.payload.nbytes
 
     def error(self) -> float:
-        """The relative L2 error of one coding."""
+        """Return the relative L2 error of encoding and decoding once."""
         self.runs["encode"]()
         self.runs["decode"]()
         return float(np.linalg.norm(self.decoded - self.x) / np.linalg.norm(self.x))
 
 
 def time_in_turns(runs: dict[str, Run], blocks: int = BLOCKS) -> dict[str, list[float]]:
-    """Microseconds per call, block by block in turns, so that all meet the same machine."""
+    """Return microseconds per call, measured block by block in turns under the same conditions.
+
+    Times are CPU times of this thread, which does all of the work, so other processes on the core
+    do not count.
+    """
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    clock = time.perf_counter_ns
+    clock = time.thread_time_ns
     gc.disable()
     for block in range(blocks + 1):
         for name, run in runs.items():
@@ -149,7 +154,7 @@ def time_in_turns(runs: dict[str, Run], blocks: int = BLOCKS) -> dict[str, list[
                 begin = clock()
                 run()
                 done = clock()
-                if block > 0:  # the first warms up
+                if block > 0:  # the first block warms up
                     samples[name].append((done - begin) / 1e3)
                 if done >= end:
                     break
@@ -158,7 +163,7 @@ def time_in_turns(runs: dict[str, Run], blocks: int = BLOCKS) -> dict[str, list[
 
 
 def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float) -> Row:
-    """What a codec's call has taken, against `copy`, GB/s of memcpy."""
+    """Return the row for a codec's call, relative to `copy`, GB/s of memcpy."""
     size, wire_bytes = calls.x.nbytes, calls.wire_bytes()
     p50 = harness.quantile(times, 0.5)
     rate = size / p50 / 1e3
@@ -187,24 +192,24 @@ def measure(spec: str, size: int, report: Report) -> None:
     fed = spec == parse_codec(FED).spec() and size <= SEGMENT
     calls = Calls(codec, size // 4, fed=fed)
     err = calls.error()
-    samples = time_in_turns(calls.runs)
+    peer = {TORCH: peer_of(calls)} if spec in specs(PEERS) else {}
+    samples = time_in_turns(calls.runs | peer)
     copy = size / harness.quantile(samples.pop("copy"), 0.5) / 1e3
     for op, times in samples.items():
-        report.add(replace(row(spec, op, calls, times, copy), err=err))
-    if spec == parse_codec(PEER).spec():
-        measure_peer(spec, calls, copy, report)
+        if op == TORCH:
+            report.add(replace(row(spec, "encode", calls, times, copy), backend=TORCH))
+        else:
+            report.add(replace(row(spec, op, calls, times, copy), err=err))
 
 
-def measure_peer(spec: str, calls: Calls, copy: float, report: Report) -> None:
-    """What `torch.topk` takes to find the same values; torch is not needed for anything else."""
+def peer_of(calls: Calls) -> Run:
+    """Return a `torch.topk` call that selects as many values; only this needs torch."""
     import torch
 
     torch.set_num_threads(1)
     x = torch.from_numpy(calls.x)
     k = calls.wire_bytes() // 8
-    chosen = {"torch": lambda: torch.topk(x.abs(), k, sorted=False)}
-    times = time_in_turns(chosen, blocks=2)["torch"]
-    report.add(replace(row(spec, "encode", calls, times, copy), backend="torch.topk"))
+    return lambda: torch.topk(x.abs(), k, sorted=False)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -1,7 +1,7 @@
-"""Collectives through codecs: the calls, what is right, and what one coding loses.
+"""Collectives with codecs: the calls, the expected results, and the loss of one encoding.
 
-Values are near a normal distribution, as gradients are. With a lossy codec no result is right to
-the bit, so it is held to what the codec itself loses, and ranks to each other.
+Values are near a normal distribution, as gradients are. A lossy codec has no bit-exact result, so
+the error is compared with the codec's own loss, and all ranks must agree.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from pycomm import _C
-from pycomm.bench.operations import Array, Case, Run
+from pycomm.bench.cases import Array, Case, Run
 
-SAMPLE = 1 << 16  # values on which a codec's loss is taken, besides those of the case
-SLACK = 1.5  # one sample's loss by another's
-# Relative, of sums in float32 and of results that are stored.
+SAMPLE = 1 << 16  # values on which a codec's loss is estimated, besides those of the case
+SLACK = 1.5  # ratio between the losses of two samples
+# Relative tolerances of float32 sums and of stored results.
 ROUNDING = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -51,12 +51,12 @@ CORE: dict[str, Callable[[_C.Communicator, Case, int, int, str], Run]] = {
 
 
 def core_run(c: _C.Communicator, case: Case, x: Array, y: Array, spec: str) -> Run:
-    """One call of the core."""
+    """Return one call of the core."""
     return CORE[case.op.name](c, case, x.ctypes.data, y.ctypes.data, spec)
 
 
 def torch_run(native: Any, case: Case, x: Any, y: Any, spec: str) -> Run:
-    """One call of the backend of torch, on tensors."""
+    """Return one call of the torch backend, on tensors."""
     from pycomm._build import load_c10d
 
     rows = case.ranks if case.op.name == "reduce_scatter" else 1
@@ -72,17 +72,17 @@ def torch_run(native: Any, case: Case, x: Any, y: Any, spec: str) -> Run:
 
 
 def gradient(count: int, rank: int) -> Array:
-    """What a codec meets in training: float32, different on each rank."""
+    """Return gradient-like float32 values, different on each rank."""
     return np.random.default_rng(rank).standard_normal(count, dtype=np.float32)
 
 
 def inputs(case: Case, rank: int) -> Array:
-    """A rank's input, as it is stored."""
+    """Return a rank's input in its stored form."""
     return case.stored(gradient(case.op.parts(case.ranks)[0] * case.count, rank))
 
 
 def expected(case: Case) -> Array:
-    """The exact result on this rank, in float64."""
+    """Return the exact result on this rank, in float64."""
     every = (case.values(inputs(case, rank)) for rank in range(case.ranks))
     if case.op.name == "all_gather":
         return np.concatenate(list(every))
@@ -92,7 +92,7 @@ def expected(case: Case) -> Array:
 
 @cache
 def one_coding(spec: str, count: int, rank: int) -> tuple[float, int]:
-    """The relative L2 error of one coding of a rank's values, and the payload's bytes."""
+    """Return the relative L2 error of encoding a rank's values once, and the payload's bytes."""
     x = gradient(count, rank)
     codec = _C.Codec(spec)
     payload, decoded = np.zeros(codec.encoded_bytes(count), np.uint8), np.zeros_like(x)
@@ -108,9 +108,9 @@ def one_coding(spec: str, count: int, rank: int) -> tuple[float, int]:
 
 
 def most_error(case: Case, spec: str) -> float:
-    """More than this and the result is wrong.
+    """Return the largest relative error of a correct result.
 
-    A mean of independent values has the relative error of one of them, v, and is coded once more:
+    A mean of independent values has the relative error of one of them, v, and is encoded once more:
     v + v (1 + v).
     """
     v = max(one_coding(spec, case.count, case.rank)[0], one_coding(spec, SAMPLE, 0)[0])
@@ -118,5 +118,5 @@ def most_error(case: Case, spec: str) -> float:
 
 
 def ratio(case: Case, spec: str) -> float:
-    """Plain bytes over those of the payload, of what one call codes at once."""
+    """Return plain bytes over payload bytes, for what one call encodes at once."""
     return case.count * case.itemsize / one_coding(spec, case.count, case.rank)[1]

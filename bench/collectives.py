@@ -1,10 +1,10 @@
-"""Collectives of several backends side by side, in nccl-tests' words.
+"""Collectives of several backends side by side, with nccl-tests' options and columns.
 
     python -m pycomm.bench all_reduce -b 8 -e 128M -f 4 -p 2 --backend pycomm,gloo
     torchrun --nproc-per-node 4 -m pycomm.bench all_gather --backend pycomm-torch,gloo
 
 Without torchrun it starts its own ranks. All backends run in the same processes and take turns,
-iteration by iteration, so that whatever else the machine does meets all of them alike. The time of
+iteration by iteration, so that other load on the machine affects all of them alike. The time of
 an iteration is that of its slowest rank. docs/bench.md explains the columns.
 """
 
@@ -23,17 +23,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm.bench import arguments, backends, coded, harness, mpi
+from pycomm.bench.cases import ALIASES, REDUCTIONS, STORAGE
 from pycomm.bench.harness import Origin
 from pycomm.bench.measure import STEPS, Rank
-from pycomm.bench.operations import ALIASES, OPERATIONS, REDUCTIONS, STORAGE
+from pycomm.bench.operations import OPERATIONS
 from pycomm.bench.report import Report, ratios
 from pycomm.env import env
 
-PATIENCE = 5.0  # seconds that rank 0 waits for others to leave
+PATIENCE = 5.0  # seconds that rank 0 waits for the others to finish
 
 
 def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
-    """Of the table: name, width, format."""
+    """Return name, width and format of each column."""
     return (
         ("size", 7, ""),
         ("count", 9, "d"),
@@ -55,7 +56,7 @@ def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
 
 
 def print_ratios(report: Report, baseline: str) -> None:
-    """How many times better every backend is than the baseline; the rows join the report."""
+    """Print by which factor each backend beats the baseline, and add those rows to the report."""
     found = ratios(report.rows, baseline)
     if not found:
         return
@@ -93,7 +94,7 @@ def rank_main(
 
 
 def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
-    """Start this program once per rank; the first that fails ends all."""
+    """Start this program once per rank; the first failure ends all ranks."""
     if mpi_wanted:
         command = [sys.executable, "-m", "pycomm.bench", *argv]
         # mpirun gives the ranks a terminal of its own, on which they would draw progress bars.
@@ -101,13 +102,13 @@ def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
         variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ) | plain
         return subprocess.run([*mpi.mpirun(ranks), *command], env=variables).returncode
     folder = _meeting_place(os.getpid())
-    shutil.rmtree(folder, ignore_errors=True)  # of a process with our number that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed process that had our pid
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
             names = {"RANK": rank, "LOCAL_RANK": rank}
             names |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            # Gloo would look up the host's name, which not every machine can.
+            # Gloo would resolve the host's name, which fails on some machines.
             variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ)
             variables |= {name: str(value) for name, value in names.items()}
             command = [sys.executable, "-m", "pycomm.bench", *argv]
@@ -126,13 +127,13 @@ def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
 
 
 def _meeting_place(starter: int) -> Path:
-    """The folder of the ranks that one process has started: torchrun, or ourselves."""
+    """Return the folder shared by all ranks that one process started: torchrun or this program."""
     return Path(tempfile.gettempdir()) / f"pycomm-bench-{starter}"
 
 
 def _leave(folder: Path, rank: int, ranks: int) -> None:
-    """Rank 0 removes the folder once the others have let go of it: as it ends, a FileStore of torch
-    waits for minutes for a folder that is gone."""
+    """Remove the folder on rank 0 once the others have released it. (A FileStore of torch that is
+    destroyed waits for minutes for a folder that does not exist.)"""
     with contextlib.suppress(OSError):
         (folder / f"left-{rank}").touch()
     if rank > 0:
@@ -144,7 +145,7 @@ def _leave(folder: Path, rank: int, ranks: int) -> None:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Let the ranks tell each other why they end, then end them."""
+    """Give the ranks time to report their errors to each other, then end them."""
     deadline = time.monotonic() + 5
     for process in processes:
         try:
@@ -280,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
         )
         return 2
     folder = Path(options.store) if options.store else _meeting_place(os.getppid())
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)  # private, since ranks trust its contents
     try:
         command = shlex.join(["python", "-m", "pycomm.bench", *argv])
         return rank_main(options, command, folder, rank, ranks)

@@ -1,10 +1,10 @@
-"""`make demo`: a real model trains over a slow link, with Gloo and with pycomm, beside each other.
+"""`make demo`: trains a real model over a slow link, with Gloo and with pycomm, side by side.
 
     python -m pycomm.bench.demo
 
 Two ranks with one torch thread each, on a link of 200 Mbit/s (netlab.py), run the same training
-(training.py) once per row: same weights, data and steps. Then a table, and from it a picture of the
-loss against wall time.
+(training.py) once per row, with the same weights, data and steps. The results are printed as a
+table and drawn as a picture of the loss against wall time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
 
 @dataclass
 class Run:
-    """One row: what differs from the others, and what came out."""
+    """One training run: its settings, which differ between rows, and its results."""
 
     label: str
     backend: str
@@ -63,11 +63,11 @@ def runs(with_gloo: bool) -> list[Run]:
 
 
 class RankFailed(RuntimeError):
-    """A rank ended with an error; the text is what it said."""
+    """A rank ended with an error; the text is its output."""
 
 
 def train(run: Run, lab: netlab.Lab, arguments: list[str], progress: Progress, bar: TaskID) -> None:
-    """Runs one training on the lab's nodes, and moves its bar as rank 0 reports steps."""
+    """Run one training on the lab's nodes, and advance its bar as rank 0 reports steps."""
     with tempfile.TemporaryDirectory() as folder:
         log, output = Path(folder, "log"), Path(folder, "output")
         log.touch()
@@ -85,13 +85,13 @@ def train(run: Run, lab: netlab.Lab, arguments: list[str], progress: Progress, b
 
 
 def running(ranks: list[subprocess.Popen[bytes]]) -> bool:
-    """False when all ranks have ended, or any with an error."""
+    """Return False when all ranks have ended, or any rank has failed."""
     statuses = [rank.poll() for rank in ranks]
     return None in statuses and not any(statuses)
 
 
 def read(run: Run, lines: list[str], progress: Progress, bar: TaskID) -> bool:
-    """Takes what rank 0 has written since. True if there was something."""
+    """Read rank 0's new output. Return True if there was any."""
     for row in map(json.loads, lines):
         if "step_seconds" in row:
             run.result = row
@@ -106,7 +106,7 @@ def read(run: Run, lines: list[str], progress: Progress, bar: TaskID) -> bool:
 
 
 def rows(done: list[Run]) -> list[tuple[str, ...]]:
-    """The table as text, its head first. Speed-ups are against the first row."""
+    """Return the table as text, header first. Speed-ups are relative to the first row."""
     first = done[0]
     return [HEAD] + [
         (
@@ -121,7 +121,7 @@ def rows(done: list[Run]) -> list[tuple[str, ...]]:
 
 
 def verdict(done: list[Run]) -> list[str]:
-    """What the numbers say, in words."""
+    """Return a summary of the numbers in words."""
     exact = [run for run in done if not run.codec]
     best, first = done[-1], done[0]
     change = (best.loss / exact[0].loss - 1) * 100
@@ -142,7 +142,7 @@ def verdict(done: list[Run]) -> list[str]:
 def records(
     done: list[Run], lab: netlab.Lab, config: Config, origin: Origin
 ) -> list[dict[str, Any]]:
-    """A row per run for a table of results; `curve` has "seconds:loss" of every evaluation."""
+    """Return a row per run for a result table; `curve` is "seconds:loss" of every evaluation."""
     size = sum(p.numel() for p in Transformer(config).parameters())
     return [
         {
@@ -167,7 +167,7 @@ def records(
 
 
 def draw(done: list[Run], table: Path, folder: Path) -> list[Path]:
-    """The table's picture, as a PNG and as a page that needs no network."""
+    """Draw the table as a PNG and as a page that needs no network."""
     chart = charts.loss(tables.read(table))
     png, page = folder / "loss.png", folder / "loss.html"
     save_png(chart, png)
@@ -177,13 +177,13 @@ def draw(done: list[Run], table: Path, folder: Path) -> list[Path]:
 
 
 def spell(rate: str) -> str:
-    """ "200mbit", as `tc` writes it, to "200 Mbit/s"."""
+    """Format "200mbit", as `tc` writes it, as "200 Mbit/s"."""
     digits = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
     return f"{digits} {rate[len(digits) :].capitalize()}/s"
 
 
 def train_all(done: list[Run], lab: netlab.Lab, steps: int, console: Console) -> None:
-    """Trains every row in turn, each with a bar that shows its loss and its speed."""
+    """Train every row in turn, each with a bar that shows its loss and its speed."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

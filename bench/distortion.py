@@ -1,11 +1,11 @@
-"""How much of a vector each codec loses, and for how many bits: its rate and distortion.
+"""Rate and distortion of the codecs: bits per value against how much of a vector is lost.
 
     python -m pycomm.bench.distortion --csv bench/results/distortion-cpu.csv
 
 codes two kinds of values: 2^20 normally distributed ones, and the gradients of the demo's model
-(training.py) after 100 steps, matrices only, each by itself. `bits` are bits of the code per value,
-`error` is the relative squared error |x - decode(encode(x))|^2 / |x|^2. Nothing is timed; bits and
-errors do not depend on the machine, gradients do in their last bits.
+(training.py) after 100 steps, each matrix separately, without the vectors. `bits` are bits of the
+code per value, `error` is the relative squared error |x - decode(encode(x))|^2 / |x|^2. Nothing is
+timed. Bits and errors do not depend on the machine, except for the last bits of the gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = 100
 FAMILIES: dict[str, Sequence[str]] = {
     "quant": [f"int{bits}" for bits in range(2, 9)],
     "rotate + quant": [f"rotate+int{bits}" for bits in range(2, 9)],
-    "eden": [f"eden:bits={bits}" for bits in ("0.5", 1, "1.5", 2, "2.5", 3, "3.5", 4)],
+    "eden": [f"eden:bits={bits}" for bits in ("0.5", 1, "1.5", 2, "2.5", 3, "3.5", 4, 5, 6, 7, 8)],
     "mx": ["mxfp4", "nvfp4", "mxfp6", "mxfp8"],
     "cast": ["fp8", "bf16", "fp16"],
     "sign": ["sign"],
@@ -39,11 +39,11 @@ FAMILIES: dict[str, Sequence[str]] = {
     "randomk": [f"randomk:every={every}" for every in (100, 30, 10, 3)],
 }
 LADDERS = ("quant", "rotate + quant", "eden", "topk", "randomk")
-"""Families whose codecs differ in one number, so that a line through them means something."""
+"""Families whose codecs differ in a single number, so that a line can connect them."""
 
 
 def gradients(steps: int = STEPS) -> list[torch.Tensor]:
-    """Of the demo's model after so many steps, float32, matrices alone."""
+    """Return the float32 gradients of the demo model's matrices after `steps` steps."""
     config = Config()
     torch.manual_seed(config.seed)
     model = Transformer(config)
@@ -62,7 +62,7 @@ def gradients(steps: int = STEPS) -> list[torch.Tensor]:
 
 
 def measure(text: str, vectors: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Bits per value and relative squared error of a codec."""
+    """Return bits per value and relative squared error of a codec."""
     codec = parse_codec(text)
     size = wrong = total = 0.0
     for vector in vectors:
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--csv", type=Path, help="append all rows to this file")
     options = parser.parse_args(argv)
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.distortion", *argv]))
-    torch.set_num_threads(1)  # sums have one order, so every run has the same gradients
+    torch.set_num_threads(1)  # fixes the order of sums, so that every run has the same gradients
     normal = torch.randn(VALUES, generator=torch.Generator().manual_seed(0))
     records = []
     print(f"{'values':<10} {'codec':<45} {'bits':>6} {'error':>9}")

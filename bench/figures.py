@@ -1,4 +1,4 @@
-"""Every figure of README and docs: its table in bench/results, its chart, and its command."""
+"""Figures of README and docs: the result table, the chart and the command of each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pycomm.charts import Chart
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture, docs/img/NAME.png, and where its data come from."""
+    """A picture, docs/img/NAME.png, and the source of its data."""
 
     name: str
     table: str
-    """in bench/results"""
+    """the table's file name in bench/results"""
     chart: Callable[[Sequence[Row]], Chart]
     command: str
-    """that makes the table"""
+    """the command that makes the table"""
     note: str = ""
 
     def of(self, results: Path) -> Chart:

@@ -2,9 +2,10 @@
 
     python -m pycomm.bench.fsdp --csv bench/results/fsdp-cpu.csv
 
-Each rank is a node of netlab.py, whose interface counts every byte that leaves it, headers and
-acknowledgements too. The model stays gathered between forward and backward, so that forward moves
-parameters alone and backward gradients alone; a barrier parts the two. Losses must be equal.
+Each rank is a node of netlab.py, whose interface counts every byte that leaves it, including
+headers and acknowledgements. The model stays gathered between forward and backward, so that forward
+moves only parameters and backward only gradients; a barrier separates the two. Losses must be
+equal.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def train(config: Config) -> dict[str, Any]:
     losses = []
 
     def part(phase: str, begin: tuple[float, int]) -> tuple[float, int]:
-        """Close a phase: all ranks have what they need of it, so no byte of it is still to come."""
+        """End a phase at a barrier, so that no byte of it is still in flight."""
         seconds[phase].append(time.perf_counter() - begin[0])
         dist.barrier()
         sent[phase].append(wire_bytes() - begin[1])
@@ -84,10 +85,10 @@ def run_rank(backend: str, config: Config, folder: Path) -> None:
 
 
 def measure(lab: netlab.Lab, backend: str, steps: int) -> list[dict[str, Any]]:
-    """Run all ranks on the lab's nodes and return what each has measured.
+    """Run all ranks on the lab's nodes and return each rank's measurements.
 
     Raises:
-        RuntimeError: a rank failed; the text is what it said.
+        RuntimeError: a rank failed; the text is its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pycomm.bench.fsdp", "--rank-of", backend]
@@ -103,13 +104,13 @@ def measure(lab: netlab.Lab, backend: str, steps: int) -> list[dict[str, Any]]:
 
 
 def rows(results: dict[str, list[dict[str, Any]]], connection: str) -> list[Row]:
-    """A row per backend and phase, and how many times fewer bytes than Gloo pycomm moves."""
+    """Return a row per backend and phase, with the factor by which pycomm moves fewer bytes."""
     found = []
     first = results[BACKENDS[0]]
     for phase in PHASES:
         gloo_bytes = 0.0
         for backend, ranks in results.items():
-            # The median: the first steps allocate, and a lost packet is sent again.
+            # The median excludes the first steps, which allocate, and retransmitted packets.
             sent = statistics.mean(statistics.median(rank["sent"][phase]) for rank in ranks)
             slowest = [
                 max(step) * 1e6 for step in zip(*(r["seconds"][phase] for r in ranks), strict=True)

@@ -2,11 +2,11 @@
 
     python -m pycomm.bench.gpu --results bench/results
 
-First the suites of gpu_checks.py: the contract test for every implementation, collectives and the
-backend with several ranks on the one GPU. Then every kernel is timed (gpu_tasks.py), then
-all-reduces of several ranks; the kernels under compute-sanitizer, which is slow, come last. All of
-it goes to one CSV, row by row: whatever breaks or runs out of time, what came before is there.
-Nothing is downloaded or installed.
+The suites of gpu_checks.py run first: the contract test for every implementation, collectives and
+the backend with several ranks on one GPU. Then every kernel is timed (gpu_tasks.py), then
+all-reduces of several ranks. The kernels under compute-sanitizer, which is slow, come last. Results
+go to one CSV row by row, so a crash or timeout keeps all earlier rows. Nothing is downloaded or
+installed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pycomm.bench.gpu_results import NO_TIMES, Row, Table, this_machine
 from pycomm.bench.gpu_tasks import tasks_of
 
 KINDS = ("native", "nvrtc", "triton", "reference")
-NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one whose time is all bandwidth
+NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one that is bound by bandwidth
 MINUTES = 6.5  # for checks and times; the build takes the rest of eight
 
 
 class Run:
-    """What has been found so far."""
+    """The results so far."""
 
     def __init__(self, table: Table, minutes: float) -> None:
         self.table, self.deadline = table, time.monotonic() + 60 * minutes
@@ -39,7 +39,7 @@ class Run:
         self.counts: dict[str, Counts] = {}
 
     def check(self, suites: list[gpu_checks.Suite]) -> None:
-        """Run suites side by side; a row for each."""
+        """Run suites side by side and add a row for each."""
         found = gpu_checks.run(suites, self.deadline)
         self.counts |= found
         for name, counts in found.items():
@@ -48,7 +48,7 @@ class Run:
                 self.problem(f"{name}: {counts}")
 
     def take(self, messages: Iterator[dict]) -> None:
-        """Keep the rows and problems of processes."""
+        """Add the rows and problems that worker processes report."""
         for message in messages:
             if "problem" in message:
                 self.problem(message["problem"])
@@ -60,7 +60,7 @@ class Run:
             print(_line(row), flush=True)
 
     def problem(self, text: str) -> None:
-        if text not in self.problems:  # a codec that is not there is told at each size
+        if text not in self.problems:  # a missing codec is reported at each size
             self.problems.append(text)
 
 

@@ -1,8 +1,8 @@
-"""What `make gpu` checks before it times anything: suites of pytest on cuda, and two sanitizers.
+"""Checks that `make gpu` runs before timing: pytest suites on cuda, and two sanitizers.
 
-The contract test runs once for every implementation, all at once, since each keeps one core of the
-host busy and the GPU little; what has several ranks runs alone after it, because its deadlines are
-those of a GPU that nobody else uses.
+The contract test runs once for every implementation, all in parallel, since each keeps one core of
+the host busy and the GPU little. Suites with several ranks run alone after it, because their
+deadlines assume an otherwise idle GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECONDS = 300  # for one suite
 
 @dataclass(frozen=True)
 class Counts:
-    """What pytest said."""
+    """The counts of a pytest run."""
 
     passed: int = 0
     failed: int = 0
@@ -48,7 +48,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Suite:
-    """A run of pytest, under a tool or by itself."""
+    """A run of pytest, optionally under a tool."""
 
     name: str
     arguments: Sequence[str]
@@ -57,7 +57,7 @@ class Suite:
     def start(self, folder: Path) -> tuple[subprocess.Popen[bytes], Path, Path]:
         stem = self.name.replace(" ", "-")
         junit, log = folder / f"{stem}.xml", folder / f"{stem}.log"
-        # Without the project's options: they are strict about plugins that may not be here.
+        # The project's own options are omitted: they are strict about plugins that may be missing.
         plain = ["-q", "--tb=short", "--maxfail=20", "-o", "addopts=", f"--junitxml={junit}"]
         command = [*self.tool, sys.executable, "-m", "pytest", *self.arguments, *plain]
         with log.open("w") as out:
@@ -66,7 +66,7 @@ class Suite:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "TRITON_INTERPRET": "0"},
-                start_new_session=True,  # it is ended together with the ranks that it starts
+                start_new_session=True,  # to end it together with its ranks
             )
         return process, junit, log
 
@@ -76,12 +76,12 @@ def contract(kind: str) -> Suite:
 
 
 def ranks() -> list[Suite]:
-    """Collectives, and the backend under DDP and FSDP2, with several ranks on one GPU."""
+    """Return suites for collectives, and for DDP and FSDP2, with several ranks on one GPU."""
     return [Suite(Path(file).stem, [file]) for file in RANKS if Path(file).exists()]
 
 
 def sanitizers() -> tuple[list[Suite], str]:
-    """compute-sanitizer on every codec's kernels at a small size; or none, and the reason."""
+    """Return compute-sanitizer suites for every codec's kernels, or none and the reason."""
     cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     places = os.pathsep.join([os.environ.get("PATH", ""), f"{cuda}/bin"])
     tool = shutil.which("compute-sanitizer", path=places)
@@ -95,7 +95,7 @@ def sanitizers() -> tuple[list[Suite], str]:
         )
         for name in SANITIZERS
     ]
-    # Some virtual machines do not let it look at the GPU.
+    # Some virtual machines do not allow it to access the GPU.
     command = [tool, sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
     try:
         trial = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -107,7 +107,7 @@ def sanitizers() -> tuple[list[Suite], str]:
 
 
 def counts_of(junit: Path) -> Counts:
-    """Read a JUnit report; none at all is a failure. What is skipped by design is no test."""
+    """Read a JUnit report; a missing report is a failure. Intended skips are not counted."""
     if not junit.exists():
         return Counts(failed=1)
     suite = next(ElementTree.parse(junit).getroot().iter("testsuite"))
@@ -119,11 +119,11 @@ def counts_of(junit: Path) -> Counts:
 
 
 def run(suites: Iterable[Suite], deadline: float = float("inf")) -> dict[str, Counts]:
-    """Run suites side by side; print what each said, and the end of the text of what fails.
+    """Run suites side by side; print each result, and the end of a failing suite's output.
 
-    A suite whose tests pass and whose process does not end with 0 counts as one failure more: so
-    speaks a sanitizer. One that takes longer than `SECONDS`, or is not done by the deadline (of
-    ``time.monotonic()``), is ended with all that it has started, and has failed.
+    If all tests pass but the process exits non-zero, one more failure is counted: sanitizers report
+    this way. A suite that takes longer than `SECONDS`, or is not done by the deadline (of
+    ``time.monotonic()``), is ended with all its child processes and counts as failed.
     """
     found = {}
     deadline = min(deadline, time.monotonic() + SECONDS)

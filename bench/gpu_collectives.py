@@ -1,11 +1,11 @@
-"""Times all-reduces of several ranks on one GPU: each is a thread with a stream of its own.
+"""All-reduce timings of several ranks on one GPU; each rank is a thread with its own stream.
 
     CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER python -m pycomm.bench.gpu_collectives
 
-One GPU's memory carries what links between GPUs would, so the limit is its bandwidth: a line is the
-traffic of all ranks over the time of the slowest, as a share of a device-to-device copy. Written as
-JSON, a line for each way or for what went wrong with it; `make gpu` puts them into its CSV. On the
-CPU (`--device cpu`) the same kernels run on threads; that is for tests.
+One GPU's memory takes the place of the links between GPUs, so its bandwidth is the limit. A line
+reports the traffic of all ranks over the time of the slowest, relative to a device-to-device copy.
+The output is JSON, a line for each algorithm or its error, and `make gpu` adds it to its CSV. On
+the CPU (`--device cpu`), for tests, the same kernels run on threads.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ RANKS = (2, 4, 8)
 CODECS = ("", "int8", "int4")  # "": exact
 DTYPES = (torch.float32, torch.bfloat16)
 ROUNDS = 20
-DEADLINE = 60.0  # seconds for all rounds of one line
+DEADLINE = 60.0  # seconds for all rounds of one configuration
 
 
 @dataclass(frozen=True)
 class Line:
-    """One way of all ranks to reduce."""
+    """The result of one algorithm and codec."""
 
     ranks: int
     codec: str
     algo: str
     dtype: str
     numel: int
-    bytes: int  # that all ranks together read and write
+    bytes: int  # read and written by all ranks together
     microseconds: float
     gbps: float
 
@@ -52,12 +52,13 @@ class Line:
 def traffic(
     ranks: int, numel: int, codec: str, algo: str, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Bytes that all ranks read and write in memory; see docs/algorithms.md, "On a GPU".
+    """Return the bytes that all ranks read and write; see docs/algorithms.md, "On a GPU".
 
-    Exact, of b bytes: a rank reads its b and shows them (b); one_shot then reads n b and writes b;
-    two_shot reads b, its share of all ranks, writes b/n, and reads and writes b. With k bytes of
-    payload: reads b, writes k; reads k, writes k/n; reads k and writes b. The float32 of 16-bit
-    values is not counted: it need not leave the cache.
+    For an exact all-reduce of b bytes on n ranks, each rank reads its input and publishes it (b).
+    one_shot then reads n b and writes b; two_shot reads its share of all ranks (b), writes b/n,
+    then reads and writes b. With a payload of k bytes, a rank reads b and writes k; reads k and
+    writes k/n; reads k and writes b. The float32 copy of 16-bit values is not counted, since it
+    need not leave the cache.
     """
     b = dtype.itemsize * numel
     if codec:
@@ -69,7 +70,7 @@ def traffic(
 
 
 class Rank:
-    """A thread's tensor, stream and group. All memory is there before ranks meet."""
+    """A thread's tensor, stream and group. All memory is allocated before the rendezvous."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Rank:
         self.pieces = _C.Pieces()
         if codec:
             self.pieces.add(numel, _C.Codec(pycomm.codec(codec).spec()))
-        # Of codecs, and float32 of all values at most.
+        # Space for the codecs, at most a float32 copy of all values.
         self.scratch = torch.empty(8 * numel if codec else 0, dtype=torch.uint8, device=device)
         if self.cuda:
             torch.cuda.synchronize()
@@ -109,7 +110,7 @@ class Rank:
         )
 
     def seconds(self, call: Callable[[], None]) -> list[float]:
-        """Each round's time on our stream, from the moment when all ranks have come."""
+        """Return each round's time on this stream, from the moment when all ranks have arrived."""
         times = []
         for _ in range(ROUNDS):
             if self.stream is None:
@@ -130,10 +131,10 @@ class Rank:
 
 
 def measure(ranks: int, numel: int, codec: str, algo: str, dtype: torch.dtype, device: str) -> Line:
-    """Time one way, on ranks that are threads.
+    """Time one configuration, on ranks that are threads.
 
     Raises:
-        pycomm.Error: what the first rank to fail says.
+        pycomm.Error: the error of the first rank that failed.
     """
     store = _C.Store.local()
     found: list[Any] = [None] * ranks

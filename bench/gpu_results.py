@@ -1,4 +1,4 @@
-"""The one CSV of `make gpu`: a row per measurement, with the machine that made it."""
+"""The CSV of `make gpu`: a row per measurement, with the machine that made it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the numbers come from; in every row."""
+    """The origin of the numbers, repeated in every row."""
 
     device: str
     driver: str
@@ -33,17 +33,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel, timed; or, where kind is "check", what one suite said, and no times."""
+    """One timed kernel or, where kind is "check", the result of one suite without times."""
 
     kind: str  # native, nvrtc, triton, reference, torch, ranks; or check: `codec` names the suite
-    contract: str  # what the contract test said of this kind in this run: "767 passed"
+    contract: str  # the contract test's result for this kind in this run: "767 passed"
     codec: str
     op: str
     numel: int
-    bytes: int  # that the kernel must move
+    bytes: int  # minimum memory traffic of the kernel
     microseconds: float
     gbps: float
-    copy_gbps: float  # device-to-device copy of numel values: read and written
+    copy_gbps: float  # device-to-device copy of numel values, bytes read plus written
     share: float  # gbps / copy_gbps
     method: str  # graph, or events if it cannot be captured
 
@@ -52,12 +52,12 @@ NO_TIMES = ("", 0, 0, 0.0, 0.0, 0.0, 0.0, "")  # the rest of a row of the kind "
 
 
 def slug(device: str) -> str:
-    """A device's name as part of a file name: "NVIDIA H200" is nvidia-h200."""
+    """Return a device's name in file name form: "NVIDIA H200" is nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 class Table:
-    """The CSV of this machine, a row for each thing that was found, written as they come."""
+    """The CSV of this machine; rows are written as they arrive."""
 
     def __init__(self, folder: Path, machine: Machine) -> None:
         folder.mkdir(parents=True, exist_ok=True)

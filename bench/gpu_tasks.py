@@ -1,9 +1,10 @@
-"""What `make gpu` times, one task after the other, in a process that may break.
+"""The timing tasks of `make gpu`, run one after the other in a process that may crash.
 
     python -m pycomm.bench.gpu_tasks < tasks.json
 
-gpu_workers.py starts it. A line of JSON says which task begins, then one for each row or problem.
-After an error that leaves the GPU's context unusable the process ends, so that a new one can go on.
+gpu_workers.py starts this program. It writes a line of JSON when a task begins, then one for each
+row or problem. After an error that makes the GPU's context unusable the process exits, and a new
+one continues.
 """
 
 from __future__ import annotations
@@ -57,20 +58,20 @@ SPECS = (
     "lossless",
 )
 CONVERSIONS = (
-    (torch.float32, torch.float32),  # unscale and clip in place of torch's passes
+    (torch.float32, torch.float32),  # unscale and clip, which torch does in separate passes
     (torch.float16, torch.float32),
     (torch.float32, torch.bfloat16),  # the end of a compressed all-reduce
 )
 REFERENCE_NUMEL = 1 << 22  # plain torch makes dozens of passes and temporaries
 CONVERT, TOPK = "convert", "torch.topk"
-BROKEN = 3  # exit status: no later task could run here
+BROKEN = 3  # exit status: no later task can run in this process
 
 copy_rate = cache(time_copy)
 
 
 @dataclass(frozen=True)
 class Task:
-    """All calls of one codec, all conversions, or torch.topk, by one implementation at one size."""
+    """One codec's calls, all conversions, or torch.topk, by one implementation at one size."""
 
     kind: str
     what: str  # a codec, CONVERT or TOPK
@@ -81,7 +82,7 @@ class Task:
 
 
 def tasks_of(kinds: tuple[str, ...], numels: tuple[int, ...]) -> list[Task]:
-    """Return everything that there is to time."""
+    """Return all tasks."""
     tasks = []
     for kind in kinds:
         for numel in (REFERENCE_NUMEL,) if kind == "reference" else numels:
@@ -90,7 +91,7 @@ def tasks_of(kinds: tuple[str, ...], numels: tuple[int, ...]) -> list[Task]:
 
 
 def perform(task: Task) -> Iterator[Row | str]:
-    """Yield a row for each call, and a text for each that fails: the others still count."""
+    """Yield a row for each call, or an error text for a call that fails."""
     if task.what == TOPK:
         calls = [("", lambda: time_topk(task.numel))]
     elif task.what == CONVERT:
@@ -109,7 +110,7 @@ def perform(task: Task) -> Iterator[Row | str]:
     for name, call in calls:
         try:
             yield call()
-        except Exception as error:  # compilers and CUDA have types of their own
+        except Exception as error:  # compilers and CUDA raise their own types
             yield f"{task.kind} {task.what} {name}: {error}"
 
 
@@ -134,7 +135,7 @@ def time_conversion(task: Task, source: torch.dtype, target: torch.dtype) -> Row
 
 
 def time_topk(numel: int) -> Row:
-    """Time torch.topk, which our top-k is compared with."""
+    """Time torch.topk, the baseline of topk."""
     seconds, method = measure([topk_of_torch(numel) for _ in range(2)])
     return _row("torch", "torch.topk 1 %", "topk", numel, 4 * numel, seconds, method)
 
@@ -148,7 +149,7 @@ def _row(
 
 
 def is_broken() -> bool:
-    """True after an error that every later call would report again."""
+    """Return True after an error that every later call would report again."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

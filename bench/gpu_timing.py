@@ -1,8 +1,8 @@
-"""How a GPU kernel is timed, and how many bytes it must move.
+"""Timing of GPU kernels, and the bytes that each must move.
 
-Calls on several sets of buffers, more memory than the L2 cache holds, are captured in one CUDA
-graph, so that no launch from Python is in the number; events around a replay, the median of many
-replays.
+Calls on several sets of buffers, larger in total than the L2 cache, are captured in one CUDA graph,
+so that the launch overhead of Python is excluded. Events time each replay, and the result is the
+median of many replays.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from typing import Any
 
 import torch
 
-from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
+from pycomm.codecs.args import EncodeArgs, RandomKey
+from pycomm.codecs.base import Codec
 from pycomm.codecs.convert import Conversion, Run
 
 SECONDS = 0.08  # per kernel
 
 
 def bytes_moved(codec: Codec, op: str, numel: int) -> int:
-    """Bytes that must cross the memory bus: each input read once, each output written once.
+    """Return the bytes that must cross the memory bus: each input once, each output once.
 
-    A variable payload is written whole, zeros behind what is used.
+    A variable payload is written completely, with zeros after the used part.
     """
     floats = {"encode": 1, "encode_feedback": 3, "decode": 1, "decode_add": 2}[op]
     return 4 * numel * floats + codec.encoded_bytes(numel)
 
 
 def sets_needed(set_bytes: int, l2_bytes: int) -> int:
-    """Sets of buffers to go round over, so that none is left in L2 when its turn comes."""
+    """Return how many sets of buffers to cycle through, so that none is still in L2 when reused."""
     return max(2, -(-3 * l2_bytes // set_bytes) + 1)
 
 
 def call_of(run: Any, codec: Codec, op: str, numel: int) -> Callable[[], None]:
-    """One use of a codec on buffers of its own."""
+    """Return one call of a codec on buffers of its own."""
     x = torch.randn(numel, device="cuda")
     payload = codec.encode(x)
     if op == "decode":
@@ -54,7 +55,7 @@ def call_of(run: Any, codec: Codec, op: str, numel: int) -> Callable[[], None]:
 def conversion_of(
     run: Run, source: torch.dtype, target: torch.dtype, numel: int
 ) -> Callable[[], None]:
-    """One `pycomm.convert` that unscales, clips and looks for overflow."""
+    """Return one `pycomm.convert` call that unscales, clips and checks for overflow."""
     x = torch.randn(numel, device="cuda").to(source)
     out, found_inf = torch.empty_like(x, dtype=target), torch.zeros(1, device="cuda")
     by, clip = torch.full((1,), 0.5, device="cuda"), torch.ones(1, device="cuda")
@@ -63,7 +64,7 @@ def conversion_of(
 
 
 def topk_of_torch(numel: int) -> Callable[[], Any]:
-    """torch.topk of 1 % of the magnitudes, and the gather of their values: what a hook would do."""
+    """Return torch.topk of 1 % of the magnitudes plus the gather of values, as a hook would do."""
     x = torch.randn(numel, device="cuda")
 
     def call() -> Any:
@@ -74,7 +75,7 @@ def topk_of_torch(numel: int) -> Callable[[], Any]:
 
 
 def measure(calls: list[Callable[[], None]]) -> tuple[float, str]:
-    """Return the median seconds of one call of a round, and how it was timed."""
+    """Return the median seconds per call, and the method of timing."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:  # compiles, loads and warms up

@@ -1,4 +1,4 @@
-"""Runs what `make gpu` times in processes of their own: one that breaks does not end the others."""
+"""Worker processes that time `make gpu`'s tasks; a crash of one does not end the others."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from typing import Any
 from pycomm.bench.gpu_results import Row
 from pycomm.bench.gpu_tasks import Task
 
-PATIENCE = 90.0  # seconds without a line, after which a process hangs
+PATIENCE = 90.0  # seconds without output after which a process counts as hung
 TASKS = (sys.executable, "-m", "pycomm.bench.gpu_tasks")
 COLLECTIVES = (sys.executable, "-m", "pycomm.bench.gpu_collectives")
 
 
 class Died(Exception):
-    """A process hangs, has crashed, or its time is over; the text says which."""
+    """A worker hung, crashed or exceeded its deadline; the text says which."""
 
 
 def end(process: subprocess.Popen[Any]) -> int:
-    """End a process and all that it has started; it leads a session. Return its status."""
+    """End a process, which leads a session, and its descendants. Return its status."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
@@ -40,15 +40,15 @@ def messages(
     env: dict[str, str] | None = None,
     deadline: float = float("inf"),
 ) -> Iterator[dict[str, Any]]:
-    """Yield the lines of JSON that a process writes, as they come.
+    """Yield the lines of JSON that a process writes, as they arrive.
 
     Args:
-        text: what it reads.
-        env: variables that it gets beside ours.
+        text: its standard input.
+        env: variables added to this process's environment.
         deadline: when it must have ended, by ``time.monotonic()``.
 
     Raises:
-        Died: it says nothing for `PATIENCE` seconds, is not done by the deadline, or fails.
+        Died: it writes nothing for `PATIENCE` seconds, misses the deadline, or fails.
     """
     process = subprocess.Popen(
         command,
@@ -64,7 +64,7 @@ def messages(
         with contextlib.suppress(BrokenPipeError), process.stdin as to:
             to.write(text)
         while (line := _next(lines, deadline)) is not None:
-            if line.startswith("{"):  # libraries may print, too
+            if line.startswith("{"):  # libraries may print other lines
                 yield json.loads(line)
         if status := process.wait(PATIENCE):
             raise Died(f"its process ended with status {status}")
@@ -90,7 +90,7 @@ def _next(lines: queue.Queue[str | None], deadline: float) -> str | None:
 def perform(tasks: list[Task], deadline: float = float("inf")) -> Iterator[dict[str, Any]]:
     """Yield {"row": ...} and {"problem": ...} of all tasks.
 
-    A task that breaks its process is a problem, and a new process goes on behind it.
+    A task that crashes its process is a problem, and a new process continues after it.
     """
     while tasks:
         began = -1
@@ -113,8 +113,8 @@ def perform(tasks: list[Task], deadline: float = float("inf")) -> Iterator[dict[
 
 
 def collectives(deadline: float = float("inf")) -> Iterator[dict[str, Any]]:
-    """Yield the same of all-reduces of several ranks on this GPU; see gpu_collectives.py."""
-    # Kernels of ranks wait for each other: a queue for each stream, and none is loaded late.
+    """Yield rows and problems of all-reduces between ranks on this GPU; see gpu_collectives.py."""
+    # Ranks' kernels wait for each other: each stream needs its own queue, and eager loading.
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
     copy = 0.0
     try:

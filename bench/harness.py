@@ -1,7 +1,7 @@
-"""What every benchmark shares: sizes, the one schema of results, and where they come from.
+"""Basics of all benchmarks: sizes, the common schema of results, and their origin.
 
-Every row of every benchmark has the columns of :class:`Row`, in a table for people, in a CSV that
-is only ever appended to, and in JSON.
+Every row of every benchmark has the columns of :class:`Row`, in a printed table, in an append-only
+CSV, and in JSON.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any
 from pycomm.env import given
 
 UNTOLD = {"PYCOMM_SECRET", "PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE"}
-"""Variables that no row tells: a secret, and what builds take."""
+"""Variables that are not recorded in rows: a secret, and build options."""
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "8", "64K", "1.5M", "2G", with an optional B.
+    """Return the bytes of "8", "64K", "1.5M", "2G", with an optional B.
 
     Raises:
-        ValueError: the text is something else, or no whole number of bytes.
+        ValueError: the text has another form, or is not a whole number of bytes.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.strip(), re.IGNORECASE)
     size = float(match[1]) * UNITS[match[2].upper()] if match else math.nan
@@ -43,7 +43,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """The shortest text that parse_size reads back."""
+    """Return the shortest text that parse_size reads back."""
     for unit in ("G", "M", "K"):
         if size and size % UNITS[unit] == 0:
             return f"{size // UNITS[unit]}{unit}"
@@ -51,7 +51,7 @@ def format_size(size: int) -> str:
 
 
 def sizes(first: int, last: int, factor: float) -> Iterator[int]:
-    """first, first * factor, ... up to last; 0 can only be alone."""
+    """Yield first, first * factor, ... up to last; 0 is only allowed alone."""
     if factor <= 1:
         raise ValueError(f"the factor between sizes must be larger than 1, not {factor:g}")
     size = first
@@ -63,14 +63,14 @@ def sizes(first: int, last: int, factor: float) -> Iterator[int]:
 
 
 def quantile(samples: Sequence[float], q: float) -> float:
-    """The smallest sample that at least a share q of all samples does not exceed."""
+    """Return the smallest sample that is >= a share q of all samples."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where and from what a result comes; the same for all rows of a run."""
+    """The time, commit and machine of a result; the same for all rows of a run."""
 
     time: str
     command: str
@@ -78,7 +78,7 @@ class Origin:
     device: str
     cores: int
     load: float
-    """processes that wanted to run in the minute before: a busy machine measures badly"""
+    """runnable processes in the minute before, since load distorts measurements"""
     kernel: str
     congestion: str
     simd: str
@@ -88,7 +88,7 @@ class Origin:
 
     @classmethod
     def here(cls, command: str) -> Origin:
-        """Of this process; variables of ours that are set stand before the command."""
+        """Return the origin of this process; PYCOMM variables that are set precede the command."""
         from pycomm import _C
 
         ours = {k: v for k, v in given().items() if k not in UNTOLD}
@@ -110,16 +110,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class Row:
-    """One result, of whichever benchmark; docs/bench.md says how each column comes about.
+    """One result of any benchmark; docs/bench.md explains each column.
 
-    Times are in microseconds, rates in GB/s (10^9 bytes); None: no meaning here.
+    Times are in microseconds, rates in GB/s (10^9 bytes); None: not applicable.
 
     Kinds:
         time: a collective.
         ratio: one backend over another, which `vs` names; `time_p50`, `time_p99` and `effbw` hold
             how many times better the first is.
         codec: one core; `algbw` counts float32 bytes, `copybw` is memcpy's in the same run and
-            `of_copy` the one over the other.
+            `of_copy` the ratio of the two.
         train: a phase of a training step; `wire_bytes` leave a rank's interface, `ratio` is those
             of `vs` over them, `wrong` counts steps whose losses differ from those of `vs`.
         loss, step, total: of `bench training`: one training, steps on a link, and both together.
@@ -151,23 +151,23 @@ class Row:
     of_copy: float | None = None
     connection: str = ""
 
-    # Of trainings; `count` is their parameters.
+    # Only for trainings; `count` is the number of parameters.
     model: str = ""
     parameters: int | None = None
     method: str = ""
     hook: str = ""
     """torch's own communication hook"""
     rate: str = ""
-    """of the link, as tc writes it"""
+    """the link's rate, as tc writes it"""
     seed: int | None = None
     steps: int | None = None
     seconds: float | None = None
-    """of a step, the median"""
+    """median of a step"""
     windows: int | None = None
-    """of held-out text, on which `loss` was taken; a curve is taken on 256"""
+    """windows of held-out text for `loss`; a curve uses 256"""
     loss: float | None = None
     change: float | None = None
-    """of the loss at the end of the schedule, against float32's with the same seed, relative"""
+    """relative change of the final loss against float32's with the same seed"""
     steps_to_loss: float | None = None
     seconds_to_loss: float | None = None
     vs_fp16_hook: float | None = None
@@ -184,7 +184,7 @@ def record(row: Row, origin: Origin) -> dict[str, Any]:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The results of a file of `append_csv`. Columns that it lacks are as they are by default."""
+    """Read the results that `append_csv` wrote. Missing columns get their default values."""
     with path.open(newline="") as file:
         return [
             Row(**{f.name: _value(f, line[f.name]) for f in fields(Row) if line.get(f.name)})
@@ -199,12 +199,12 @@ def _value(column: Field[Any], text: str) -> str | int | float:
 
 
 def append_csv(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append rows to a CSV, which is made with its header if it is not there.
+    """Append rows to a CSV, which is created with its header if it does not exist.
 
-    A file of an earlier version, which has some of the columns, gets the others, empty.
+    A file of an earlier version, which has only some of the columns, gets the others, empty.
 
     Raises:
-        ValueError: the file has a column that we do not know.
+        ValueError: the file has an unknown column.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     header: list[str] | None = None
@@ -224,7 +224,7 @@ def append_csv(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def _write_csv(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Written beside it first, so that no row is lost if we are ended."""
+    """Write to a temporary file first, so that an interruption loses no row."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
@@ -240,7 +240,7 @@ def write_json(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 @cache
 def _commit() -> str:
-    """Of the checkout that runs, with a + if it has changes; empty where there is none."""
+    """Return the checkout's commit, with a + if it has changes; empty outside a checkout."""
     try:
         return subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],

@@ -1,11 +1,12 @@
-"""Runs one rank's command and leaves no process behind, whatever ends it.
+"""Keeper process: runs one rank's command and ends all of its processes afterwards.
 
     python keeper.py PARENT COMMAND...
 
-It stands between a lab (lab.py) and a rank. Orphans of the command become its children
-(PR_SET_CHILD_SUBREAPER), in whatever session they are, so it can end every one. It does so when the
-command has ended, when the process PARENT has (PR_SET_PDEATHSIG), and at SIGHUP. SIGTERM goes on to
-the command. The exit status is the command's, or 128 + n if signal n has ended it, as in a shell.
+The keeper runs between a lab (lab.py) and a rank. Orphans of the command become its children
+(PR_SET_CHILD_SUBREAPER), whatever their session, so that it can end all of them. It does so when
+the command has ended, when the process PARENT has ended (PR_SET_PDEATHSIG), and at SIGHUP. It
+forwards SIGTERM to the command. Its exit status is the command's, or 128 + n if signal n ended the
+command, as in a shell.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def start(command: list[str], mask: set[signal.Signals]) -> int:
-    """Returns the process of the command, which dies with this one."""
+    """Start the command, which dies with this process; return its pid."""
     keeper = os.getpid()
     child = os.fork()
     if child:
@@ -35,7 +36,7 @@ def start(command: list[str], mask: set[signal.Signals]) -> int:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:
         os._exit(128 + signal.SIGKILL)
-    # What Python has changed at its start must not reach the command.
+    # Signal settings that Python changed at its start must not reach the command.
     for changed in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(changed, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
@@ -49,14 +50,14 @@ def start(command: list[str], mask: set[signal.Signals]) -> int:
 
 
 def wait(child: int) -> int:
-    """Returns the exit status of the command, or of SIGHUP, as soon as there is one."""
+    """Return the exit status of the command, or of SIGHUP, as soon as there is one."""
     while True:
         heard = signal.sigwait(HEARD)
         if heard == signal.SIGHUP:
             return 128 + heard
         if heard == signal.SIGTERM:
             os.kill(child, heard)
-        # SIGINT came from a terminal, which has sent it to the command, too.
+        # A SIGINT from a terminal has reached the command as well.
         ended = -1
         while ended != 0:
             ended, status = os.waitpid(-1, os.WNOHANG)
@@ -66,21 +67,21 @@ def wait(child: int) -> int:
 
 
 def children() -> list[int]:
-    """Of this process. (/proc/self/task/*/children is not in every kernel.)"""
+    """Return this process's children. (/proc/self/task/*/children is not in every kernel.)"""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat") as file:
                 parent = file.read().rpartition(")")[2].split()[1]
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended in the meantime
         if int(parent) == os.getpid():
             found.append(int(name))
     return found
 
 
 def end_all() -> None:
-    """Kills children, and theirs as they become ours, until there is none."""
+    """Kill all children, and their children as this process inherits them, until none is left."""
     while True:
         for pid in children():
             os.kill(pid, signal.SIGKILL)

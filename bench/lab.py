@@ -1,4 +1,4 @@
-"""Labs: nodes that ranks run on, whatever a node is, and what becomes of the ranks."""
+"""Labs: sets of nodes that ranks run on, and the lifetime of the ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pycomm.bench import awake, keeper
 from pycomm.bench.rates import UNLIMITED
 
 Rank = subprocess.Popen[bytes]
-GRACE = 3.0  # seconds that a rank has to end after SIGTERM
+GRACE = 3.0  # seconds that a rank gets to end after SIGTERM
 
 
 class Unavailable(RuntimeError):
-    """Namespaces cannot be made here; the text says why."""
+    """Namespaces cannot be created here; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes over one interface of a node since the start, headers included."""
+    """The bytes over one interface of a node since the start, headers included."""
 
     node: int
     interface: str
@@ -37,7 +37,7 @@ class Traffic:
 
 
 class Lab(ABC):
-    """Nodes that ranks run on. A context manager: leaving it ends every rank."""
+    """A set of nodes that ranks run on. Leaving this context manager ends every rank."""
 
     interface: str
     master: str
@@ -50,22 +50,22 @@ class Lab(ABC):
 
     @abstractmethod
     def wrap(self, node: int) -> list[str]:
-        """The command that runs what follows it on a node."""
+        """Return the command prefix that runs a command on a node."""
 
     @abstractmethod
     def traffic(self) -> list[Traffic]:
-        """What went over each interface of each node; empty: not counted."""
+        """Return the traffic of each interface of each node; empty if it is not counted."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for people."""
+        """Return a one-line description."""
 
     def sent_bytes(self, node: int) -> int | None:
-        """Bytes that a node has sent over its first link since the start; None: not counted."""
+        """Return the bytes that a node has sent over its first link; None if not counted."""
         return next((t.sent for t in self.traffic() if t.node == node), None)
 
     def environment(self) -> dict[str, str]:
-        """Where ranks meet, and over what; the same for all, and new with every call."""
+        """Return the rendezvous and interface variables, common to all ranks; new in every call."""
         names = {name: self.interface for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")}
         return names | {"MASTER_ADDR": self.master, "MASTER_PORT": str(_free_port())}
 
@@ -78,9 +78,9 @@ class Lab(ABC):
         stdout: IO[bytes] | int | None = None,
         stderr: IO[bytes] | int | None = None,
     ) -> list[Rank]:
-        """Starts the command once per rank, with torchrun's variables added to `env`.
+        """Start the command once per rank, with torchrun's variables added to `env`.
 
-        Call it in a thread that outlives the ranks: to the kernel its end is that of their parent.
+        Call this in a thread that outlives the ranks: for the kernel, the thread is their parent.
         """
         base = dict(os.environ if env is None else env) | self.environment()
         base |= {"WORLD_SIZE": str(self.nodes * ranks_per_node)}
@@ -100,7 +100,7 @@ class Lab(ABC):
         stdout: IO[bytes] | int | None = None,
         stderr: IO[bytes] | int | None = None,
     ) -> Rank:
-        """Starts a command on a node, which ends with this process and with the lab."""
+        """Start a command on a node; it ends with this process and with the lab."""
         self._stay_awake()
         keep = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid())]
         rank = subprocess.Popen(
@@ -110,13 +110,13 @@ class Lab(ABC):
         return rank
 
     def _stay_awake(self) -> None:
-        """Lets no processor sleep from now on until ranks are stopped."""
+        """Keep all processors from idling until the ranks are stopped."""
         if self._awake is None:
             command = [sys.executable, "-I", "-S", awake.__file__, str(os.getpid())]
             self._awake = subprocess.Popen(command)
 
     def stop(self) -> None:
-        """Ends every rank that still runs, and all that it has started: politely, then for sure."""
+        """End every rank and its descendants: first with SIGTERM, then with SIGKILL."""
         for sent in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL):
             running = [rank for rank in self._ranks if rank.poll() is None]
             for rank in running:
@@ -131,7 +131,7 @@ class Lab(ABC):
             self._awake = None
 
     def close(self) -> None:
-        """Ends the ranks and takes the nodes down."""
+        """End the ranks and remove the nodes."""
         self.stop()
 
     def __enter__(self) -> Lab:
@@ -147,7 +147,7 @@ class Lab(ABC):
 
 
 class Paced(Lab):
-    """Nodes that are only processes: pycomm paces its own sockets. Other backends run unlimited."""
+    """Nodes that are plain processes: pycomm paces its sockets; other backends are unlimited."""
 
     interface = "lo"
     master = "127.0.0.1"
@@ -171,11 +171,11 @@ class Paced(Lab):
 
 
 def wait(ranks: Sequence[Rank], *, watch: Callable[[], None] | None = None) -> int:
-    """Waits for all ranks; returns 0, or at once the exit status of the first that failed.
+    """Wait for all ranks; return 0, or immediately the exit status of the first that failed.
 
     Args:
-        ranks: what `Lab.start` has returned.
-        watch: called all the while; what it raises ends the wait.
+        ranks: the result of `Lab.start`.
+        watch: called repeatedly; an exception from it ends the wait.
     """
     running = list(ranks)
     while running:
@@ -191,7 +191,7 @@ def wait(ranks: Sequence[Rank], *, watch: Callable[[], None] | None = None) -> i
 
 
 def interface_counts(pid: int | str = "self") -> dict[str, tuple[int, int]]:
-    """Bytes sent and received so far by each interface of a process's network namespace."""
+    """Return the bytes sent and received by each interface of a process's network namespace."""
     found = {}
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]:
         name, _, counts = line.partition(":")
@@ -201,10 +201,10 @@ def interface_counts(pid: int | str = "self") -> dict[str, tuple[int, int]]:
 
 
 def interface_bytes(interface: str, pid: int | str = "self") -> int:
-    """Bytes sent so far by an interface of the network namespace of a process.
+    """Return the bytes sent by an interface of the network namespace of a process.
 
     Raises:
-        ValueError: it has no such interface.
+        ValueError: the namespace has no such interface.
     """
     counts = interface_counts(pid)
     if interface not in counts:

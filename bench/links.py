@@ -1,11 +1,11 @@
-"""How much of a TCP link collectives use, beside Gloo and one plain stream of iperf3.
+"""TCP link utilisation of collectives, beside Gloo and one plain stream of iperf3.
 
     python -m pycomm.bench.links --rate 1gbit,10gbit --congestion reno,bbr
 
-joins two network namespaces by a link of each rate (netlab.py) and measures, over the same link,
-one stream of iperf3 before and after, and between them all_reduce and sendrecv of pycomm's core
-over TCP and of Gloo, taking turns. Both operations move their bytes both ways at once, so iperf3
-runs with a stream each way, too: where the processors are the limit it is slower than one way.
+joins two network namespaces by a link of each rate (netlab.py). Over the same link it measures one
+stream of iperf3, then all_reduce and sendrecv of pycomm's core over TCP and of Gloo, in turns, and
+then iperf3 again. Both operations send in both directions at once, so iperf3 also runs with a
+stream each way: where the processors are the limit, that is slower than one direction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STREAM = (
 
 
 def stream_rate(lab: netlab.Lab, seconds: float, ways: int = 1) -> float:
-    """GB/s of one iperf3 stream to node 0, as the receiver counts them.
+    """Return GB/s of one iperf3 stream to node 0, as the receiver counts them.
 
     Args:
         ways: 2 for a stream each way at the same time; their mean is returned.
@@ -50,11 +50,11 @@ def stream_rate(lab: netlab.Lab, seconds: float, ways: int = 1) -> float:
 
 
 def collectives(lab: netlab.Lab, op: str, options: argparse.Namespace) -> list[dict[str, str]]:
-    """Rows of `python -m pycomm.bench` on both nodes."""
+    """Return the rows of `python -m pycomm.bench` on both nodes."""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "rows.csv"
         bench = [sys.executable, "-m", "pycomm.bench", op, "-b", options.first, "-e", options.last]
-        # Not pinned, since iperf3 and Gloo's threads are not.
+        # The ranks are not pinned, since the threads of iperf3 and Gloo are not.
         bench += ["-f", "8", "-n", options.iterations, "-w", "1", "--pin", "0"]
         bench += ["--backend", "pycomm,gloo", "--csv", str(table)]
         env = dict(os.environ) | {"PYCOMM_TRANSPORT": "tcp", "PYCOMM_SOCKETS": options.sockets}

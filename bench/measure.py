@@ -1,4 +1,4 @@
-"""What one rank measures: verification, then all backends in turns, iteration by iteration."""
+"""Measurement on one rank: verification, then all backends in turns, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ import numpy as np
 
 from pycomm import _C
 from pycomm.bench import arguments, backends, coded, harness
-from pycomm.bench.backends import Backend
+from pycomm.bench.backend import Backend
+from pycomm.bench.cases import Array, Case, Run
 from pycomm.bench.harness import Row
-from pycomm.bench.operations import OPERATIONS, Array, Case, Run, make_case
+from pycomm.bench.operations import OPERATIONS, make_case
 from pycomm.bench.report import Report
 
-SECONDS = 0.5  # that the iterations of the slowest backend at one size take, unless -n is given
+SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
 FEWEST, MOST = 20, 5000  # iterations
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machine
-STEPS = 10  # of the progress bar, for each case
+STEPS = 10  # of the progress bar, per case
 
 
 @dataclass
 class Variant:
-    """A backend with a codec, at one size: what is timed in turns."""
+    """A backend with a codec, at one size: the unit that is timed in turns."""
 
     backend: Backend
     codec: str
     spec: str
     run: Run
     buffers: tuple[Array, Array] | None = None
-    """what `run` works on: the core takes addresses, which keep nothing alive"""
+    """the memory of `run`, kept alive here since the core takes raw addresses"""
     wrong: int = 0
     err: float | None = None
     sent: float | None = None
@@ -47,11 +48,11 @@ class Variant:
 
 
 class Rank:
-    """What one rank does. The rows are made and printed on rank 0."""
+    """The measurement on one rank. Rank 0 creates and prints the rows."""
 
     def __init__(self, options: argparse.Namespace, rank: int, ranks: int, folder: Path) -> None:
         self.options, self.rank, self.ranks = options, rank, ranks
-        # Reads the clocks of all ranks; in a group of its own, so that it works beside any backend.
+        # Collects the clocks of all ranks, in a separate group that works beside any backend.
         control = _C.CommunicatorOptions()
         control.group = "bench-control"
         self.control = _C.Communicator(_C.Store.file(str(folder)), rank, ranks, control)
@@ -66,10 +67,10 @@ class Rank:
         del self.control
 
     def _pin(self) -> None:
-        """Each rank's main thread on a core of its own, where the machine has enough.
+        """Pin each rank's main thread to a core of its own, if the machine has enough.
 
-        After the backends have started, so that their own threads stay free to run anywhere. Nodes
-        that are namespaces share a machine, so LOCAL_RANK would not tell.
+        This runs after the backends have started, so that their own threads stay unpinned. Nodes
+        that are namespaces share a machine, so LOCAL_RANK would not be unique.
         """
         machine = np.zeros(self.ranks)
         machine[self.rank] = int(BOOT.read_text()[:8], 16) if BOOT.exists() else 0
@@ -87,7 +88,7 @@ class Rank:
         return values
 
     def cases(self) -> Iterator[tuple[int, Case | None]]:
-        """Every size, type and reduction; None where a size leaves nothing for so many ranks."""
+        """Yield every size, dtype and reduction; None where a size is too small for the ranks."""
         op, options = OPERATIONS[self.options.op], self.options
         redops = options.redops if op.reduces else [""]
         for dtype, redop, size in itertools.product(options.dtypes, redops, options.sizes):
@@ -97,7 +98,7 @@ class Rank:
             )
 
     def run(self, report: Report) -> bool:
-        """Measure everything; True if every result was right."""
+        """Measure everything; return True if every result was correct."""
         right = True
         for size, case in self.cases():
             if case is None:
@@ -135,7 +136,7 @@ class Rank:
         return found
 
     def verify(self, case: Case, variant: Variant) -> None:
-        """One run on values whose result is known. Adds to `wrong`; with a codec, sets `err`."""
+        """Run once on values with a known result. Adds to `wrong`; with a codec, sets `err`."""
         x, y = variant.backend.buffers(case)
         run = variant.backend.prepare(case, x, y, variant.spec)
         exact = variant.codec == "none"
@@ -151,21 +152,21 @@ class Rank:
             variant.wrong += self.verify_coded(case, variant, y)
 
     def verify_coded(self, case: Case, variant: Variant, y: Array) -> int:
-        """All elements are wrong if the error is too large for the codec, or if ranks differ."""
+        """Return 0, or the count of all elements if the error is too large or ranks differ."""
         want = coded.expected(case)
         distances = [np.sum((case.values(y) - want) ** 2), np.sum(want**2)]
         error, norm = self.agree(distances, "sum")
         variant.err = float(np.sqrt(error / norm))
         most = self.agree([coded.most_error(case, variant.spec)], "max")[0]
         same = True
-        if case.op.name != "reduce_scatter":  # there each rank has a part of its own
+        if case.op.name != "reduce_scatter":  # its result differs by rank
             checksum = _C.crc32c(y.tobytes())
             low, high = (self.agree([checksum], op)[0] for op in ("min", "max"))
             same = bool(low == high)
         return 0 if same and variant.err <= most else case.count
 
     def make_time_buffers(self, case: Case, variants: Sequence[Variant]) -> None:
-        """Zeros for exact sums, which would overflow in time; an average of gradients does not."""
+        """Allocate buffers: zeros for exact sums, which would overflow, gradients for averages."""
         for variant in variants:
             x, y = variant.backend.buffers(case)
             variant.run = variant.backend.prepare(case, x, y, variant.spec)
@@ -175,7 +176,7 @@ class Rank:
             variant.buffers = (x, y)
 
     def warm_up(self, variant: Variant) -> float:
-        """Run without a protocol; return seconds per call, equal on all ranks."""
+        """Warm up without a fixed count; return seconds per call, equal on all ranks."""
         count = max(1, self.options.warmup)
         before = variant.backend.sent_bytes()
         self.control.barrier()
@@ -191,10 +192,10 @@ class Rank:
     def time_in_turns(
         self, variants: Sequence[Variant], count: int, report: Report, what: str
     ) -> None:
-        """Time `count` iterations of each variant, in rounds in which each has one turn.
+        """Time `count` iterations of each variant, in rounds that give each variant one turn.
 
-        A turn is a barrier, a call that does not count, after which the ranks are in step and the
-        backend's memory is back in the caches, and `--turn` calls that do: one, unless asked.
+        A turn is a barrier, one untimed call, which synchronizes the ranks and brings the backend's
+        memory back into the caches, and `--turn` timed calls (default: one).
         """
         clock, cpu_clock, barrier = time.perf_counter_ns, time.process_time_ns, self.control.barrier
         walls = np.empty((len(variants), count))

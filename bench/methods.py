@@ -1,6 +1,6 @@
-"""Ways to average gradients that are compared with each other: ours, and torch's own hooks."""
+"""Methods of averaging gradients for comparisons: pycomm's, and torch's own hooks."""
 
-# No `from __future__ import annotations` here: DDP compares a hook's annotations with the types.
+# No `from __future__ import annotations` here: DDP checks a hook's annotations, as types.
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +14,14 @@ HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
 
 @dataclass(frozen=True)
 class Method:
-    """What differs between the runs of a comparison."""
+    """The settings that differ between the runs of a comparison."""
 
     label: str
     backend: str = "pycomm"
     codec: str = ""
-    """Of `pycomm.compress`; empty: gradients travel as they are."""
+    """The codec for `pycomm.compress`; empty: gradients are not compressed."""
     feedback: str = ""
-    """Of `pycomm.compress`: a kind, or "none"; empty: its default."""
+    """The feedback for `pycomm.compress`: a kind, or "none"; empty: the default."""
     hook: str = ""
     """One of torch's own communication hooks, as in `HOOKS`, or `late_hook`."""
     bucket_mb: float = 25.0
@@ -29,7 +29,7 @@ class Method:
 
     @property
     def scheduled(self) -> bool:
-        """Whether its codec changes with the steps; then no step's time is that of all."""
+        """Return whether the codec changes over the steps, so that step times vary."""
         return " " in self.codec
 
     def wrap(
@@ -39,8 +39,8 @@ class Method:
 
         Args:
             model: the bare model.
-            group: of this method's backend; None: the default group.
-            sync: let DDP send rank 0's parameters to all at first.
+            group: a group of this method's backend; None: the default group.
+            sync: let DDP broadcast rank 0's parameters first.
 
         Raises:
             ValueError: an unknown hook.
@@ -75,7 +75,7 @@ def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGr
     state = powerSGD_hook.PowerSGDState(
         process_group=group,
         matrix_approximation_rank=int(rank),
-        start_powerSGD_iter=2,  # the least that its error feedback allows
+        start_powerSGD_iter=2,  # the minimum with its error feedback
     )
     hook = powerSGD_hook.powerSGD_hook
     if name == "fp16-powersgd":
@@ -84,7 +84,7 @@ def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGr
 
 
 class Late:
-    """What `late_hook` keeps: its group, and each parameter's mean gradient of the step before."""
+    """State of `late_hook`: its group, and each parameter's mean gradient of the previous step."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -92,9 +92,9 @@ class Late:
 
 
 def late_hook(state: Late, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Exact means that come one step late: what a delay alone does to a training.
+    """Return exact means delayed by one step, which shows the effect of delay alone on training.
 
-    The first step has its own.
+    The first step uses its own mean.
     """
 
     def swap(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -107,8 +107,8 @@ def late_hook(state: Late, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return default_hooks.allreduce_hook(state.group, bucket).then(swap)
 
 
-# Theirs first. PowerSGD on Gloo aborts with more than one bucket: its chained collectives start in
-# another order on every rank.
+# torch's methods come first. PowerSGD on Gloo aborts with more than one bucket: its chained
+# collectives start in a different order on every rank.
 ONE_BUCKET = 1000.0
 METHODS = (
     Method("Gloo, fp32", "gloo"),

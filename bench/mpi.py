@@ -11,10 +11,10 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from pycomm.bench.backends import Backend
-from pycomm.bench.operations import Array, Case, Run
+from pycomm.bench.backend import Backend
+from pycomm.bench.cases import Array, Case, Run
 
-# mpirun's own variables, by library: Open MPI, then those that start ranks with hydra.
+# mpirun's own variables, by library: Open MPI, then libraries that start ranks with hydra.
 RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -31,7 +31,7 @@ TYPES = {
 
 
 def started_by_mpirun() -> tuple[int, int] | None:
-    """Our rank and the number of ranks, as mpirun tells its processes; None if it did not."""
+    """Return the rank and the number of ranks from mpirun's variables; None without mpirun."""
     for rank, size in zip(RANK, SIZE, strict=True):
         if rank in os.environ:
             return int(os.environ[rank]), int(os.environ[size])
@@ -39,17 +39,17 @@ def started_by_mpirun() -> tuple[int, int] | None:
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The command that starts `ranks` processes, however few cores there are."""
+    """Return the command that starts `ranks` processes, even on fewer cores."""
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
     if "Open MPI" not in version.stdout:
         return ["mpirun", "-n", str(ranks)]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    # We pin the ranks ourselves, alike for all backends.
+    # The benchmark pins the ranks itself, in the same way for all backends.
     return ["mpirun", *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
 
 
 class Mpi(Backend):
-    """All calls are mpi4py's upper-case ones, which hand buffers through."""
+    """MPI through mpi4py's upper-case calls, which work directly on buffers."""
 
     name = "mpi"
 
@@ -91,4 +91,4 @@ class Mpi(Backend):
         return str(self._mpi.Get_library_version().split("\n")[0].split(",")[0])
 
     def close(self) -> None:
-        """mpi4py ends MPI when the process exits."""
+        """Do nothing: mpi4py finalizes MPI when the process exits."""

@@ -22,7 +22,7 @@ BURST = 128 * 1024  # bytes that may pass at once: two of the kernel's largest p
 _CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000  # sched.h
 QUEUE_MS = 50  # a packet that would wait longer in the bucket is dropped
 
-# A shell's lines that give ranks of mpirun torchrun's variables, too.
+# Shell lines that give mpirun's ranks torchrun's variables as well.
 _PLACE = """
 export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
 export LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE={per_node}
@@ -49,16 +49,16 @@ class Netlab(Lab):
         """
         Args:
             nodes: number of namespaces, 2 to 250.
-            rate: of each node's links, as rates.py has it: "200mbit", "100mbit/1gbit", ...
-            node_rates: of nodes that differ, with as many links as the others.
-            congestion: TCP's congestion control in the nodes. The default is not that of the
-                kernel, since bbr paces itself by a model of the path that a token bucket upsets: it
-                reaches half of a low rate.
+            rate: rates of each node's links, in the format of rates.py: "200mbit", ...
+            node_rates: rates of nodes that differ, with as many links as the others.
+            congestion: TCP's congestion control in the nodes. The default is not the kernel's
+                default, since bbr paces itself by a model of the path that a token bucket upsets:
+                it reaches half of a low rate.
             user_namespace: do without root's rights, even if this is root.
 
         Raises:
             Unavailable: the kernel, the user's rights or missing tools do not allow it.
-            ValueError: a rate or a node that cannot be.
+            ValueError: an invalid rate or node.
         """
         super().__init__(nodes, rate)
         self.congestion = congestion
@@ -117,14 +117,14 @@ class Netlab(Lab):
             self.congestion = self._shell(node + 1, lines).strip()
 
     def _hold(self, enter: list[str]) -> int:
-        """Makes a namespace and returns the process that keeps it."""
+        """Create a namespace and return the process that keeps it alive."""
         holder = subprocess.Popen(
             [*enter, "sh", "-c", "echo ready; exec cat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C goes to the ranks; bytes are counted after it
+            start_new_session=True,  # survives Ctrl-C; bytes are counted after it
         )
         self._holders.append(holder)
         assert holder.stdout is not None
@@ -147,16 +147,16 @@ class Netlab(Lab):
         return done.stdout
 
     def start(self, command: Sequence[str], **options: Any) -> list[Rank]:
-        """As of every lab. The first ranks to start also start the clock of changing rates."""
+        """Start ranks as in every lab. The first start also starts the clock of changing rates."""
         started = super().start(command, **options)
         self._start_clock()
         return started
 
     def start_mpi(self, command: Sequence[str], *, ranks_per_node: int = 1) -> list[Rank]:
-        """Starts the command's ranks by Open MPI's `mpirun`, which runs on the first node.
+        """Start the command's ranks by Open MPI's `mpirun`, which runs on the first node.
 
         Raises:
-            Unavailable: there is no mpirun.
+            Unavailable: mpirun is not installed.
         """
         if not shutil.which("mpirun"):
             raise Unavailable("no mpirun (apt-get install openmpi-bin)")
@@ -205,7 +205,7 @@ class Netlab(Lab):
         return self._enter(node + 1)
 
     def enter(self, node: int) -> None:
-        """Moves this process, which must have one thread, to a node's network, for good.
+        """Move this process, which must have one thread, to a node's network permanently.
 
         Raises:
             Unavailable: the kernel refuses it.
@@ -218,16 +218,16 @@ class Netlab(Lab):
                     raise Unavailable(f"setns: {os.strerror(ctypes.get_errno())}")
 
     def cut(self, node: int, *, link: int = 0) -> None:
-        """From now on what a node sends and what is sent to it vanishes; its interface stays up."""
+        """Drop all packets from and to a node from now on; its interface stays up."""
         self._shell(0, [f"ip link set dev port{link}.{node} nomaster"])
 
     def mend(self, node: int, *, link: int = 0) -> None:
-        """The opposite of `cut`, and of an interface that is down."""
+        """Undo `cut` or `take_down`."""
         self._shell(0, [f"ip link set dev port{link}.{node} master switch{link}"])
         self._shell(node + 1, [f"ip link set dev eth{link} up"])
 
     def take_down(self, node: int, *, link: int = 0) -> None:
-        """Takes a node's interface down."""
+        """Set a node's interface down."""
         self._shell(node + 1, [f"ip link set dev eth{link} down"])
 
     def traffic(self) -> list[Traffic]:
@@ -259,7 +259,7 @@ class Netlab(Lab):
 
 
 def _limit(device: str, rate: str | None) -> str:
-    """The shell's line that limits what leaves a device, from now on."""
+    """Return the shell line that limits the egress rate of a device from now on."""
     if rate is None:
         return f"tc qdisc del dev {device} root 2>/dev/null || true"
     return f"tc qdisc replace dev {device} root tbf rate {rate} burst {BURST} latency {QUEUE_MS}ms"

@@ -4,15 +4,15 @@
     python -m pycomm.bench.netlab --rate "1gbit 30s:100mbit" --node 1=10mbit/100mbit -- COMMAND
 
 runs the command once per rank, with torchrun's environment, prints the bytes that crossed each
-interface, and exits as the ranks do: 0, or the status of the first that failed. All nodes hang on
-one switch; what a node sends and what it receives is limited at the ends of its own link, so links
-are full duplex. rates.py has the words for rates. Root is not needed where the kernel allows user
+interface, and exits with 0, or with the status of the first rank that failed. All nodes connect to
+one switch. The egress and ingress of a node are limited at the ends of its own link, so links are
+full duplex. rates.py defines the format of rates. Root is not needed where the kernel allows user
 namespaces.
 
-Nothing can be left behind. A namespace, with all that is in it, lives as long as the process that
-holds it open, which ends when its standard input does; and each rank has a keeper (keeper.py) that
-ends whatever the rank has started. So an exception, Ctrl-C and kill -9 all end the same way, and
-the program stops when the process that has started it is gone.
+Nothing is left behind. A namespace and its contents live as long as the process that holds it open,
+and that process ends when its standard input is closed. Each rank has a keeper (keeper.py) that
+ends all processes that the rank has started. So an exception, Ctrl-C and kill -9 all have the same
+effect, and the program stops when the process that has started it is gone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def open_lab(nodes: int, rate: str, *, paced: bool = False) -> tuple[Lab, str]:
-    """Returns real links where they can be made, else (or if asked) paced ones and the reason."""
+    """Return real links if possible; otherwise, or if asked, paced ones and the reason."""
     if paced:
         return Paced(nodes, rate), "paced links were asked for"
     try:
@@ -61,7 +61,7 @@ def open_lab(nodes: int, rate: str, *, paced: bool = False) -> tuple[Lab, str]:
 
 
 def show(traffic: Sequence[Traffic]) -> str:
-    """A table of what crossed each interface."""
+    """Return a table of the traffic of each interface."""
     lines = [f"{'node':>4} {'interface':>9} {'sent bytes':>16} {'received bytes':>16}"]
     for t in traffic:
         lines.append(f"{t.node:>4} {t.interface:>9} {t.sent:>16,} {t.received:>16,}")
@@ -69,7 +69,7 @@ def show(traffic: Sequence[Traffic]) -> str:
 
 
 def node_rate(text: str) -> tuple[int, str]:
-    """ "2=100mbit" as a node and its rate."""
+    """Parse "2=100mbit" into a node and its rate."""
     node, equals, rate = text.partition("=")
     if not equals or not node.isdigit():
         raise argparse.ArgumentTypeError(f"want NODE=RATE, such as 2=100mbit, not {text!r}")
@@ -77,7 +77,7 @@ def node_rate(text: str) -> tuple[int, str]:
 
 
 class _Ended(Exception):
-    """Something outside ends the lab; the argument is the exit status."""
+    """A signal or the parent's death ends the lab; the argument is the exit status."""
 
 
 def main() -> int:

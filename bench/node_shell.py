@@ -1,8 +1,9 @@
-"""What Open MPI takes for ssh when its nodes are namespaces (netlab.py).
+"""A replacement for ssh that Open MPI uses when its nodes are namespaces (netlab.py).
 
     python node_shell.py 10.77.0.2 COMMAND...
 
-runs a command line on the node of that address; `NETLAB_NODES` holds, as JSON, how each is entered.
+runs a command line on the node of that address; `NETLAB_NODES` maps each address, as JSON, to the
+command that enters the node.
 """
 
 from __future__ import annotations

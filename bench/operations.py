@@ -5,134 +5,11 @@ A new operation is one entry of :data:`OPERATIONS`. The bus factors are derived 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any
-
 import numpy as np
 
 from pycomm import _C
 from pycomm.bench import torch_calls
-
-Array = np.ndarray[Any, Any]
-Inputs = Callable[[int], Array]  # a rank's input, in float64
-Run = Callable[[], None]
-
-# Name in pycomm, and the numpy type that has its bits (numpy has no bfloat16).
-STORAGE = {
-    "float32": np.float32,
-    "float64": np.float64,
-    "float16": np.float16,
-    "bfloat16": np.uint16,
-    "int8": np.int8,
-    "uint8": np.uint8,
-    "int32": np.int32,
-    "uint32": np.uint32,
-    "int64": np.int64,
-    "uint64": np.uint64,
-}
-# nccl-tests' words.
-ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}
-REDUCTIONS = ("sum", "avg", "prod", "min", "max")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One operation at one size, as one rank sees it. `count` is what nccl-tests calls so."""
-
-    op: Operation
-    count: int
-    dtype: str
-    redop: str
-    rank: int
-    ranks: int
-
-    @property
-    def itemsize(self) -> int:
-        return np.dtype(STORAGE[self.dtype]).itemsize
-
-    @property
-    def size(self) -> int:
-        """Bytes of the larger buffer: the size that rates are computed from."""
-        return self.count * self.itemsize * max(self.op.parts(self.ranks))
-
-    @property
-    def core_dtype(self) -> _C.DType:
-        return _C.DType.__members__[self.dtype]
-
-    @property
-    def core_redop(self) -> _C.ReduceOp:
-        return _C.ReduceOp.__members__[self.redop]
-
-    def buffers(self, allocate: Callable[[int], Array] | None = None) -> tuple[Array, Array]:
-        """Input and output, of zeros that are really there; one array where the op is in place."""
-
-        def zeros(parts: int) -> Array:
-            numel = parts * self.count
-            array = allocate(numel) if allocate else np.empty(numel, STORAGE[self.dtype])
-            array[:] = 0
-            return array
-
-        first, second = self.op.parts(self.ranks)
-        x = zeros(first)
-        return (x, x) if self.op.in_place else (x, zeros(second))
-
-    def inputs(self, rank: int) -> Array:
-        """Small integers: every type holds them and their sums exactly, in whatever order."""
-        place = np.arange(self.op.parts(self.ranks)[0] * self.count)
-        values = (place * 7 + rank * 5) % 8
-        return (values % 2 + 1 if self.redop == "prod" else values).astype(np.float64)
-
-    def stored(self, values: Array) -> Array:
-        """Values of float64 in this dtype."""
-        if self.dtype != "bfloat16":
-            return values.astype(STORAGE[self.dtype])
-        bits = values.astype(np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-    def values(self, stored: Array) -> Array:
-        """What is stored, in float64."""
-        if self.dtype != "bfloat16":
-            return stored.astype(np.float64)
-        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-    def expected(self) -> Array:
-        return self.stored(self.op.expected(self, self.inputs))
-
-    def reduced(self, inputs: Inputs) -> Array:
-        """The reduction of all ranks' inputs, in float64."""
-        functions = {"prod": np.multiply, "min": np.minimum, "max": np.maximum}
-        function = functions.get(self.redop, np.add)
-        total = reduce(function, (inputs(rank) for rank in range(self.ranks)))
-        if self.redop != "avg":
-            return total
-        if np.issubdtype(STORAGE[self.dtype], np.integer) and self.dtype != "bfloat16":
-            return np.trunc(total / self.ranks)
-        wide = np.float64 if self.dtype == "float64" else np.float32
-        return (total.astype(wide) / wide(self.ranks)).astype(np.float64)
-
-    def part(self, values: Array, rank: int) -> Array:
-        return values[rank * self.count : (rank + 1) * self.count]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What nccl-tests calls a collective."""
-
-    name: str
-    bus_factor: Callable[[int], float]
-    """bytes that cross each rank's link, over bytes of `Case.size`, by number of ranks"""
-    parts: Callable[[int], tuple[int, int]]
-    """input and output in units of `Case.count`, by number of ranks"""
-    in_place: bool
-    expected: Callable[[Case, Inputs], Array]
-    core: Callable[[_C.Communicator, Case, Array, Array], Run]
-    torch: Callable[[Any, Any, Case, Any, Any], Run]
-    """of torch.distributed, group, case, input and output tensor"""
-    reduces: bool = False
-    to_root: bool = False
-    """only rank 0 has a result"""
+from pycomm.bench.cases import STORAGE, Array, Case, Inputs, Operation, Run
 
 
 def _address(array: Array) -> int:
@@ -301,7 +178,7 @@ OPERATIONS = {
 def make_case(
     op: Operation, size: int, *, dtype: str, redop: str, rank: int, ranks: int
 ) -> Case | None:
-    """The case nearest below `size` bytes; None if that leaves nothing."""
+    """Return the largest case of at most `size` bytes; None if it is empty."""
     unit = np.dtype(STORAGE[dtype]).itemsize * max(op.parts(ranks))
     count = size // unit
     return Case(op, count, dtype, redop if op.reduces else "", rank, ranks) if count else None

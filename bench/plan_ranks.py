@@ -1,7 +1,6 @@
-"""What the ranks of validate_plan.py do: all-reduces of every size and codec in turns; see
-plan_steps.py for training.
+"""Ranks of validate_plan.py: all-reduces of every size and codec in turns.
 
-Rank 0 writes one JSON object per case to a file.
+plan_steps.py does the training. Rank 0 writes one JSON object per case to a file.
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from pycomm.bench.plan_log import write
 from pycomm.communicator import Communicator
 from pycomm.plan.codecs import CODINGS
 
-BUDGET = 1.5  # seconds of one case, but for its fewest calls
+BUDGET = 1.5  # seconds per case, unless the minimum number of calls takes longer
 FEWEST, MOST = 2, 20
 ROUNDS = 4
-PAUSE = 0.03  # before each call: a link's token bucket is full then, as it is after computing
+PAUSE = 0.03  # before each call, so that a link's token bucket is full, as it is after computing
 
 
 def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: str) -> None:
-    """Median seconds of all-reduces, of the slowest rank; see :func:`turns`."""
+    """Measure the median seconds of all-reduces, of the slowest rank; see :func:`turns`."""
     cases = list(itertools.product(sizes, codecs))
     with Communicator.from_env(folder, transport="tcp", timeout=300) as group:
         source = np.random.default_rng(group.rank).standard_normal(max(sizes) // 4, np.float32)
@@ -60,11 +58,11 @@ def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: s
 
 
 def turns(counts: Sequence[int], codecs: int) -> Iterable[tuple[int, bool]]:
-    """Which case is next, and whether it counts: each as often as its count says.
+    """Yield the next case and whether it counts, each case as often as its count says.
 
-    The sizes come in several rounds, so that a slow minute meets all of them, and in each the
-    codecs of a size take turns. Those that are often called are first called once more, since
-    buffers of another size have left nothing in the caches.
+    The sizes come in several rounds, so that a slow minute affects all of them, and in each round
+    the codecs of a size take turns. Cases with many calls get one more call first, which does not
+    count, since buffers of another size have evicted theirs from the caches.
     """
     for turn in range(ROUNDS):
         for size in range(0, len(counts), codecs):
@@ -75,13 +73,8 @@ def turns(counts: Sequence[int], codecs: int) -> Iterable[tuple[int, bool]]:
                 yield from ((i, True) for i in here if k < times[i])
 
 
-def write(log: str, **record: Any) -> None:
-    with Path(log).open("a") as file:
-        print(json.dumps(record), file=file, flush=True)
-
-
 def main(words: str) -> int:
-    """Run what validate_plan.py asks for, as JSON."""
+    """Run the measurement that validate_plan.py requests as JSON."""
     asked = json.loads(words)
     if asked.pop("kind") == "all_reduces":
         all_reduces(**asked)

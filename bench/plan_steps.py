@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 from pycomm.bench.methods import Method
-from pycomm.bench.plan_ranks import write
+from pycomm.bench.plan_log import write
 from pycomm.bench.training import Config, Transformer, batches, loss_of, standard_library
 
-TURNS, STEPS = 4, 3  # of a codec, and steps of each
-# More that do not count: DDP makes new buckets in a model's first, and others have had the caches.
+TURNS, STEPS = 4, 3  # per codec, and steps per turn
+# Untimed warm-up steps: DDP makes new buckets first, and other models have used the caches.
 WARM = 3, 1
 
 
 class Trained:
-    """The demo's model in DDP, and the seconds of its steps that count."""
+    """The demo's model in DDP, and the times of its counted steps."""
 
     def __init__(self, codec: str, group: dist.ProcessGroup | None = None) -> None:
         torch.manual_seed(0)
@@ -32,13 +32,13 @@ class Trained:
         self.samples: list[list[float]] = []
 
     def fill(self, batch: torch.Tensor) -> None:
-        """Adam's second moments by a dense gradient of one's own: a square root of their zeros,
-        which a sparse one leaves for many steps, takes torch on a CPU several times longer."""
+        """Fill Adam's second moments from a dense local gradient. A sparse one leaves zeros for
+        many steps, and torch takes their square roots several times slower on a CPU."""
         with self.wrapped.no_sync():
             self.step(batch)
 
     def step(self, batch: torch.Tensor) -> list[float]:
-        """Seconds of the pass forward, of the one backward, and of the optimizer."""
+        """Return the seconds of the forward pass, the backward pass and the optimizer."""
         clock = [time.perf_counter()]
         loss = loss_of(self.wrapped, batch)
         clock.append(time.perf_counter())
@@ -50,16 +50,16 @@ class Trained:
         return [end - begin for begin, end in itertools.pairwise(clock)]
 
     def slowest(self) -> float:
-        """Median seconds of a step, of the slowest rank."""
+        """Return the median seconds of a step, of the slowest rank."""
         seconds = torch.tensor(self.samples, dtype=torch.float64).sum(1)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return statistics.median(seconds.tolist())
 
 
 def run(codecs: Sequence[str], log: str) -> None:
-    """Seconds of a training step with each codec; all take turns, with ranks that do not talk.
+    """Measure training steps with each codec, in turns with ranks that do not communicate.
 
-    The parts of a step of those add up to what the slowest rank takes.
+    The parts of a step of the latter add up to the slowest rank's time.
     """
     torch.set_num_threads(1)
     dist.init_process_group("pycomm")

@@ -1,11 +1,11 @@
-"""Draws every figure of README and docs from bench/results, and nothing else does.
+"""Figures of README and docs, drawn from bench/results.
 
     python -m pycomm.bench.plot            all of them, into docs/img
     python -m pycomm.bench.plot loss       only this one
     python -m pycomm.bench.plot --check    says what is out of date; exit status 1 if anything is
 
-A picture holds the digest of the chart that it shows, so whether it is older than its table is a
-question of what the table says, not of when the file was written.
+A picture holds the digest of the chart that it shows. Whether it is out of date thus depends on the
+contents of its table, not on the time of the file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ IMAGES = Path("docs/img")
 
 
 def pages(root: Path) -> Iterator[Path]:
-    """All that may show a figure."""
+    """Yield all pages that may show a figure."""
     yield root / "README.md"
     yield from sorted((root / "docs").rglob("*.md"))
 
 
 def shown(root: Path) -> dict[Path, Path]:
-    """Each image that a page shows, and the first page that does."""
+    """Return each image that a page shows, and the first page that does."""
     found: dict[Path, Path] = {}
     for page in pages(root):
         for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text()):
@@ -41,11 +41,11 @@ def shown(root: Path) -> dict[Path, Path]:
 
 
 def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
-    """What is wrong with the committed figures, one sentence each.
+    """Return the problems of the committed figures, one sentence each.
 
     Args:
-        root: of a checkout.
-        figures: what there should be.
+        root: the root of a checkout.
+        figures: the expected figures.
     """
     images = root / IMAGES
     made = {(images / f"{figure.name}.png").resolve(): figure for figure in figures}

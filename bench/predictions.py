@@ -1,9 +1,9 @@
-"""What the planner predicts for one model along both axes, as a table for a figure.
+"""Planner predictions for one model, over rates and over ranks, as the table of a figure.
 
     python -m pycomm.bench.predictions --csv bench/results/predictions.csv
 
-is `python -m pycomm.plan sweep 350M --ranks 16 --link 10gbe --compute 300ms --processor gpu`, whose
-pages and pictures are for people's own models. Nothing is measured here.
+is `python -m pycomm.plan sweep 350M --ranks 16 --link 10gbe --compute 300ms --processor gpu`. That
+command's own pages and pictures are meant for users' models. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARAMETERS, SECONDS, RANKS, LINK = 350_000_000, 0.3, 16, "10gbe"
 
 
 def rows(found: Sweep) -> Iterator[dict[str, Any]]:
-    """One for each codec and place; `pays_below` is its crossover in bytes per second."""
+    """Yield a row per codec and point; `pays_below` is its crossover in bytes per second."""
     what = {
         "what": describe(found.model, found.cluster),
         "ranks": found.cluster.ranks,
@@ -46,7 +46,7 @@ def rows(found: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def _digits(value: float | None) -> str:
-    """Six of them, which are the same on every machine."""
+    """Format six digits, which are the same on every machine."""
     return "" if value is None else f"{value:.6g}"
 
 

@@ -1,4 +1,4 @@
-"""How rates of links are written, for one node or for all.
+"""Format of link rates, for one node or for all.
 
 | text | meaning |
 | --- | --- |
@@ -20,19 +20,19 @@ _RATE = re.compile(r"\d+(\.\d+)?[kmgt]?(bit|bps)")
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one link, both ways, from a moment on. Rates are texts that `tc` takes; None: no limit."""
+    """The rate of one link, both ways, from a time on, as texts for `tc`; None: no limit."""
 
     since: float
-    """seconds after the first ranks have started"""
+    """seconds since the start of the first ranks"""
     sent: str | None
     received: str | None
 
 
 def parse(text: str) -> list[list[Rate]]:
-    """The rates of each link in the order of time, the first from the start on.
+    """Return the rates of each link in order of time, the first from the start on.
 
     Raises:
-        ValueError: the text is something else; the message says what would be right.
+        ValueError: the text has another form; the message shows a valid one.
     """
     return [_link(part) for part in text.split(",")]
 

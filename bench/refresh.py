@@ -1,13 +1,13 @@
-"""`make bench`: measures anew what a CPU can in half an hour; then figures and report follow.
+"""`make bench`: repeats the CPU measurements that take half an hour, then draws the figures.
 
     python -m pycomm.bench.refresh                       all commands below
     python -m pycomm.bench.refresh --only demo,links     those of these tables
     python -m pycomm.bench.refresh --list                what would run
 
-Each command writes the table in bench/results that its row below names. There its rows take the
-place of those that the same command has written before; rows of other commands stay, since pages of
-docs cite them. A command that fails leaves its table as it was, and the others go on. What takes
-longer than half an hour stands in bench/results/README.md with its command.
+Each command writes the table in bench/results that its row below names. Its new rows replace those
+that the same command wrote before. Rows of other commands stay, since pages of docs cite them. A
+command that fails leaves its table as it was, and the others continue. Measurements that take
+longer than half an hour are listed in bench/results/README.md with their commands.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pathlib import Path
 
 from pycomm.bench import tables
 
-LIMIT = 1500.0  # seconds of one command
+LIMIT = 1500.0  # seconds per command
 JUDGED = {"pycomm.bench.validate_plan": 1}
-"""Statuses of programs that measured all and found a promise broken: their rows count."""
+"""Exit statuses of complete measurements that found a broken promise; their rows count."""
 ALGORITHMS = "pycomm:one_shot,pycomm:two_shot,pycomm:bruck,pycomm:halving_doubling,pycomm:ring,gloo"
 METHODS = (
     "Gloo, fp32$|Gloo, fp16 hook|exact|int8|int4$|EDEN 2 bits of 128|EDEN 1 bit|PowerSGD rank 4"
@@ -37,13 +37,13 @@ METHODS = (
 
 
 def mpi() -> str:
-    """ ",mpi" for a list of backends, if there is an MPI library and its door to Python."""
+    """Return ",mpi" for a list of backends if an MPI library and mpi4py are installed."""
     found = shutil.which("mpirun") and importlib.util.find_spec("mpi4py")
     return ",mpi" if found else ""
 
 
 def commands() -> list[tuple[str, str]]:
-    """Tables, and what fills them: `python -m pycomm.bench`, these words, and --csv TABLE."""
+    """Return tables and their commands: `python -m pycomm.bench`, these words, and --csv TABLE."""
     return [
         ("all_reduce-cpu.csv", " all_reduce -b 8 -e 64M -f 2 -p 2 --backend pycomm,gloo -n 30"),
         (
@@ -87,7 +87,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def merge(table: Path, fresh: Path) -> int:
-    """Put the rows of a new table in the place of those with the same commands; their number."""
+    """Replace the rows that have the commands of a new table's rows; return the number of rows."""
     rows = tables.read(fresh)
     done = {row["command"] for row in rows}
     kept = tables.read(table) if table.exists() else []
@@ -103,7 +103,7 @@ def merge(table: Path, fresh: Path) -> int:
 
 
 def run(table: str, words: str, results: Path, log: Path) -> bool:
-    """One command, in a folder of its own, so that it writes the same name wherever it runs."""
+    """Run one command in a temporary folder, so that its own file names are always the same."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder, "bench/results", table)
         fresh.parent.mkdir(parents=True)
@@ -117,7 +117,7 @@ def run(table: str, words: str, results: Path, log: Path) -> bool:
                     command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT
                 ).returncode
             except subprocess.TimeoutExpired:
-                status = 124  # as of timeout(1)
+                status = 124  # the status of timeout(1)
         good = status in (0, JUDGED.get(module)) and fresh.exists()
         rows = f"{merge(results / table, fresh)} rows" if good else "no rows"
         verdict = f", status {status}: see {log}" if status else ""

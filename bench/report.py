@@ -1,4 +1,4 @@
-"""Results for people: a table that grows row by row, and how backends compare."""
+"""Printed results: a table that grows row by row, and ratios between backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycomm.bench.harness import Origin, Row, append_csv, format_size, record, w
 
 @dataclass
 class Report:
-    """Prints rows as they come, under a progress bar where there is a terminal, and keeps them."""
+    """Prints and keeps rows as they arrive, above a progress bar if there is a terminal."""
 
     columns: Sequence[tuple[str, int, str]]
     """name of a column of :class:`Row`, its width, its number format"""
@@ -89,7 +89,7 @@ def _cell(row: Row, name: str, width: int, spec: str) -> str:
 
 
 def _progress_bar(steps: int) -> Any:
-    """A bar of rich, or None where that is not installed (`pip install pycomm[bench]`)."""
+    """Return a bar of rich, or None if it is not installed (`pip install pycomm[bench]`)."""
     try:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
@@ -102,9 +102,9 @@ def _progress_bar(steps: int) -> Any:
 
 
 def ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
-    """Each row against the exact row of `baseline` of the same case.
+    """Return each row relative to the exact row of `baseline` of the same case.
 
-    Codecs average; they are held against sums where there is no exact average.
+    Codecs average; where no exact average exists, they are compared with sums.
     """
 
     def case(row: Row, redop: str) -> tuple[object, ...]:

@@ -2,8 +2,8 @@
 
     python -m pycomm.bench report --html report.html --png pictures
 
-The page has plotly in it and needs no network. Below each figure stand the command that made its
-table, and from which commit and on what machine its newest rows are.
+The page embeds plotly and needs no network. Each figure is followed by the command that made its
+table, and by the commit and the machine of its newest rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INTRO = (
 
 
 def section(figure: Figure, results: Path) -> Section:
-    """A figure with where it comes from."""
+    """Return a figure with its command, commit and machine."""
     last = max(tables.read(results / figure.table), key=lambda row: row["time"])
     origin = (
         f"From {figure.table}, newest rows of {last['time'][:10]}: commit {last['commit']}, "

@@ -1,10 +1,10 @@
-"""Many ranks on one machine: start-up, memory, sockets and latency, beside Gloo.
+"""Start-up, memory, sockets and latency of many ranks on one machine, beside Gloo.
 
     python -m pycomm.bench.scale -p 8,16,32 --csv scale.csv
 
 `core-shm` and `core-tcp` are pycomm's core without torch; `pycomm-shm`, `pycomm-tcp` and `gloo` are
 backends of torch.distributed. Each has its own processes, forked from this one, and they take turns
-in `--rounds`. Per rank, and of the rank where it is most:
+in `--rounds`. Values are per rank, as the maximum over the ranks:
 
 * start: seconds to make the group and to do a first all_reduce
 * memory: growth of the proportional set size (shared pages count by their share) by all of this
@@ -78,7 +78,7 @@ def core_calls(rank: int, ranks: int, folder: str) -> tuple[Call, list[Call]]:
 
 
 def torch_store(rank: int, ranks: int, port: int) -> Any:
-    """Where the ranks meet. torch waits up to seconds before it tries again to connect to it."""
+    """Return the rendezvous store. (After a failed connect, torch waits up to seconds to retry.)"""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
@@ -134,11 +134,11 @@ def rank_main(backend: str, rank: int, ranks: int, folder: str, port: int, gate:
 def target(report: Any, *args: Any) -> None:
     report.send(rank_main(*args))
     report.close()
-    os._exit(0)  # all has been measured: 32 interpreters that end take their time
+    os._exit(0)  # skip the exit of 32 interpreters, which takes long
 
 
 def measure(backend: str, ranks: int) -> Result:
-    """Runs one set of ranks; the largest value of each measure, but times of rank 0."""
+    """Run one set of ranks; return the largest value of each measure, but rank 0's times."""
     context = multiprocessing.get_context("fork")
     gate = context.Barrier(ranks)
     with socket.create_server(("127.0.0.1", 0)) as probe:

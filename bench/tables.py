@@ -1,4 +1,4 @@
-"""Tables of results: CSV files that are only ever appended to, and what is looked up in them."""
+"""Result tables: append-only CSV files, and look-ups in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read(path: Path) -> list[Row]:
 
 
 def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append rows to a CSV, which is made with its header if it is not there.
+    """Append rows to a CSV, which is created with its header if it does not exist.
 
     Raises:
         ValueError: the file has other columns.
@@ -34,7 +34,7 @@ def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def newest(rows: Iterable[Row], *columns: str) -> list[Row]:
-    """The last measured of rows that are equal in these columns, in the order of the first."""
+    """Return the newest of the rows that are equal in these columns, in the order of the first."""
     found: dict[Hashable, Row] = {}
     for row in rows:
         key = tuple(row[column] for column in columns)
@@ -44,7 +44,7 @@ def newest(rows: Iterable[Row], *columns: str) -> list[Row]:
 
 
 def widest_run(rows: Sequence[Row], column: str) -> list[Row]:
-    """The rows of one command: that which compares most values of a column, of these the newest."""
+    """Return the rows of the newest command among those that compare most values of a column."""
     runs: dict[str, list[Row]] = {}
     for row in rows:
         runs.setdefault(row["command"], []).append(row)
@@ -54,6 +54,6 @@ def widest_run(rows: Sequence[Row], column: str) -> list[Row]:
 
 
 def parse_curve(text: str) -> list[tuple[float, float]]:
-    """ "1:4.5 10:3.2" as pairs of numbers."""
+    """Parse "1:4.5 10:3.2" into pairs of numbers."""
     pairs = (item.split(":") for item in text.split())
     return [(float(x), float(y)) for x, y in pairs]

@@ -2,16 +2,16 @@
 
     python -m pycomm.bench training --models demo,25m --csv bench/results/training-cpu.csv
 
-Bits do not depend on the link, so losses and times are measured apart:
+The bits of a result do not depend on the link, so losses and times are measured separately:
 
     losses  every method trains on two ranks on an unlimited loopback, once per seed, for a quarter
-            more steps than the learning rate's schedule has; the loss on held-out text is taken on
-            the way (256 windows), and at the end of the schedule (2048 windows)
+            more steps than the learning rate's schedule has; the loss on held-out text is taken
+            during the training (256 windows), and at the end of the schedule (2048 windows)
     steps   two ranks on a real link (netlab.py) take steps with one method after the other, in one
-            set of processes, over and over; the median counts
+            set of processes, repeatedly; the median counts
 
 The time to the loss is the number of steps after which a method's loss, averaged over seeds, has
-come down to where the float32 run ends its schedule, times its median step.
+come down to the float32 run's loss at the end of its schedule, times the method's median step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm.bench import arguments, netlab
+from pycomm.bench import arguments, netlab, progress
 from pycomm.bench.harness import Origin, Row, append_csv, record, write_json
 from pycomm.bench.methods import METHODS, Method
 from pycomm.bench.time_to_loss_results import RANKS, load, show, totals
@@ -51,10 +51,10 @@ from pycomm.bench.training import (
 
 MODELS = {
     "demo": Config(),
-    "demo-beta0": Config(beta1=0.0),  # feedback delays, which momentum does not stand
+    "demo-beta0": Config(beta1=0.0),  # feedback delays gradients, which conflicts with momentum
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
 }
-SETTLE = 3  # steps after a change of the method that are not timed: DDP makes new buckets
+SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
 
 
 # -------------------------------------------------------------------- losses
@@ -64,7 +64,7 @@ def train(config: Config, method: Method) -> list[dict[str, float]]:
     """Train on an unlimited loopback; return rank 0's rows.
 
     Raises:
-        RuntimeError: a rank failed; the text is what it said.
+        RuntimeError: a rank failed; the text is its output.
     """
     arguments = {**asdict(config), "backend": method.backend, "bucket_mb": method.bucket_mb}
     arguments |= {"codec": method.codec, "feedback": method.feedback, "hook": method.hook}
@@ -73,7 +73,9 @@ def train(config: Config, method: Method) -> list[dict[str, float]]:
         command += [f"--{name.replace('_', '-')}={value}"]
     with tempfile.TemporaryDirectory() as folder, netlab.Paced(RANKS, netlab.UNLIMITED) as lab:
         log = Path(folder, "log")
-        run(lab, [*command, f"--log={log}"], Path(folder, "output"))
+        what = f"training {method.label}, seed {config.seed}"
+        with progress.following(what, log, config.steps):
+            run(lab, [*command, f"--log={log}"], Path(folder, "output"))
         return [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -118,7 +120,9 @@ def step_times(
         labels = [method.label for method in methods]
         chosen = json.dumps({"model": model, "rounds": rounds, "methods": labels, "log": str(log)})
         command = [sys.executable, "-m", "pycomm.bench.time_to_loss", "--rank", chosen]
-        run(lab, [*command, f"--turn-seconds={turn_seconds}"], Path(folder, "output"))
+        what = f"timing steps of {len(methods)} methods at {rate}"
+        with progress.following(what, log, rounds * len(methods)):
+            run(lab, [*command, f"--turn-seconds={turn_seconds}"], Path(folder, "output"))
         samples = [json.loads(line) for line in log.read_text().splitlines()]
         connection = f"tcp ({lab.congestion})"
     for method in methods:
@@ -137,7 +141,7 @@ def step_times(
 def time_on_this_rank(
     model: str, methods: Sequence[Method], rounds: int, turn_seconds: float, log: Path
 ) -> None:
-    """Take turns with all methods on one model and one optimizer; rank 0 writes the samples."""
+    """Time all methods in turns on one model and one optimizer; rank 0 writes the samples."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     groups = {"gloo": None, "pycomm": dist.new_group(backend="pycomm")}
@@ -174,19 +178,19 @@ def time_on_this_rank(
 
 
 def settle_steps(method: Method) -> int:
-    """Steps that a method takes before it runs as it will: `auto` has to try first."""
-    return 80 if method.codec.startswith("auto") else SETTLE
+    """Return how many steps a method takes to settle: `auto` has to try codecs first."""
+    return 330 if method.codec.startswith("auto") else SETTLE
 
 
 def agreed_count(steps: float) -> int:
-    """How many steps to time, the same on all ranks."""
+    """Return how many steps to time, the same on all ranks."""
     count = torch.tensor([max(2, min(40, round(steps)))])
     dist.broadcast(count, 0)
     return int(count)
 
 
 def describe(kind: str, model: str, method: Method) -> Row:
-    """A row with nothing measured yet."""
+    """Return a row without measurements."""
     count = sum(p.numel() for p in Transformer(MODELS[model]).parameters())
     return Row(
         kind=kind,
@@ -218,7 +222,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--only", choices=("losses", "steps", "totals"), help="totals: from what --csv holds")
     add("--seeds", default="0,1,2", help="of the trainings")
     add("--rounds", type=arguments.count, default=3, help="turns of every method on a link")
-    add("--turn-seconds", type=float, default=6.0, help="of timed steps a turn, but at least two")
+    add(
+        "--turn-seconds",
+        type=arguments.seconds,
+        default=6.0,
+        help="of timed steps a turn, but at least two",
+    )
     arguments.add_files(parser)
     add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -249,7 +258,15 @@ def main(argv: Sequence[str]) -> int:
     methods = options.methods
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "training", *argv]))
     csv_path = Path(options.csv) if options.csv else None
-    rows = load(csv_path) if csv_path and csv_path.exists() else []
+    try:
+        rows = load(csv_path) if csv_path and csv_path.exists() else []
+    except (KeyError, TypeError, ValueError) as error:
+        print(
+            f"python -m pycomm.bench training: --csv {csv_path} holds no rows of this benchmark: "
+            f"{error}",
+            file=sys.stderr,
+        )
+        return 2
     records: list[dict[str, Any]] = []
 
     def keep(row: Row) -> None:

@@ -1,7 +1,7 @@
-"""What follows from the losses and the steps of `time_to_loss` together.
+"""Results derived from the losses and the steps of `time_to_loss`.
 
-Its rows are of three kinds: `loss` is one training, whose `curve` has the loss at every evaluation;
-`step` is steps on a link; `total` is both, and how many times faster than two of Gloo's methods.
+The rows are of three kinds: `loss` is one training, whose `curve` has the loss at every evaluation;
+`step` is steps on a link; `total` combines both, with the speed-up over two of Gloo's methods.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
 
 
 def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | None:
-    """Steps until the mean of the curves is at the target, between evaluations; None: never."""
+    """Return the steps until the mean curve reaches the target, interpolated; None: never."""
     places = sorted(curves[0])
     means = [statistics.fmean(curve[step] for curve in curves) for step in places]
     for (a, high), (b, low) in zip(
@@ -31,7 +31,7 @@ def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | 
 
 
 def totals(rows: Sequence[Row]) -> Iterable[Row]:
-    """Put losses and steps together, from the rows of both; of steps measured twice the last."""
+    """Combine the rows of losses and of steps; of repeated measurements the last counts."""
     for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
         steps = {r.method: r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)}
         done = [with_loss(row, rows) for row in steps.values()]
@@ -46,9 +46,9 @@ def totals(rows: Sequence[Row]) -> Iterable[Row]:
 
 
 def pairs(method: str, model: str, rows: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """A method's trainings, one for each seed, and the exact one of the same seed.
+    """Return a method's trainings, one per seed, each with the exact one of the same seed.
 
-    Of trainings measured twice the last.
+    Of repeated trainings the last counts.
     """
     found = [r for r in rows if (r.kind, r.model) == ("loss", model)]
     mine, exact = (
@@ -58,9 +58,9 @@ def pairs(method: str, model: str, rows: Iterable[Row]) -> list[tuple[Row, Row]]
 
 
 def changes(method: str, model: str, rows: Iterable[Row]) -> list[float]:
-    """By seed: the loss at the end of the schedule against the exact one, relative.
+    """Return by seed the relative change of the loss at the schedule's end against the exact run.
 
-    On the same held-out text: where one of them was taken on less, by the curves.
+    Both losses are on the same held-out text: if one was taken on less, the curves are compared.
     """
     return [
         loss(mine) / loss(exact) - 1
@@ -71,11 +71,11 @@ def changes(method: str, model: str, rows: Iterable[Row]) -> list[float]:
 
 
 def with_loss(row: Row, rows: Sequence[Row]) -> Row:
-    """A row of steps with what the trainings of its method say, held against exact ones."""
+    """Return a row of steps with the results of its method's trainings against exact ones."""
     trained = pairs(row.method, row.model, rows)
     if not trained:
         return replace(row, kind="total")
-    # Of the curves, which are taken on less text than the loss.
+    # These are from the curves, which use less text than the final loss.
     target = statistics.fmean(curve_end(exact) for _, exact in trained)
     count = steps_to_loss([parse_curve(mine.curve) for mine, _ in trained], target)
     return replace(
@@ -93,7 +93,7 @@ def loss(row: Row) -> float:
 
 
 def curve_end(row: Row) -> float:
-    """The curve's loss at the end of the schedule."""
+    """Return the curve's loss at the end of the schedule."""
     return parse_curve(row.curve)[row.steps or 0]
 
 
@@ -107,7 +107,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a CSV that earlier runs have written; its totals are made anew."""
+    """Return the rows of a CSV that earlier runs have written; its totals are recomputed."""
     return [row for row in read_csv(path) if row.kind != "total"]
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from pycomm import takeover
 from pycomm.bench import coded
-from pycomm.bench.backends import Backend
-from pycomm.bench.operations import STORAGE, Array, Case, Run
+from pycomm.bench.backend import Backend
+from pycomm.bench.cases import STORAGE, Array, Case, Run
 
-# What torch.distributed calls them.
+# The names in torch.distributed.
 NAMES = {
     "pycomm-torch": "pycomm",
     "pycomm-torch-shared": "pycomm",
@@ -66,7 +66,7 @@ class Torch(Backend):
 
 
 class SharedTorch(Torch):
-    """The same on memory of the group's allocate_tensor(): where DDP keeps its buckets."""
+    """The backend on memory from the group's allocate_tensor(), where DDP keeps its buckets."""
 
     def buffers(self, case: Case) -> tuple[Array, Array]:
         cpu = torch.device("cpu")
@@ -82,7 +82,7 @@ class SharedTorch(Torch):
 
 
 class Nccl(Torch):
-    """On this rank's GPU. A call ends when the GPU is done; copies to and from it do not count."""
+    """NCCL on this rank's GPU. A call ends when the GPU is done; host copies are not timed."""
 
     def __init__(self, name: str, group: Any) -> None:
         super().__init__(name, group)
@@ -119,7 +119,7 @@ class Nccl(Torch):
 
 
 def make(name: str, folder: Path, rank: int, ranks: int) -> Torch:
-    """Meet the other ranks in one backend of torch."""
+    """Connect to the other ranks in one backend of torch."""
     if name == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     kinds = {"pycomm-torch-shared": SharedTorch, "nccl": Nccl}
@@ -127,11 +127,11 @@ def make(name: str, folder: Path, rank: int, ranks: int) -> Torch:
 
 
 def _group(backend: str, folder: Path, rank: int, ranks: int) -> Any:
-    """The default group, or a further group beside it."""
+    """Return the default group, or a further group if there is one already."""
     if backend == "pycomm":
-        import pycomm.backend  # noqa: F401  (torch knows the name by itself where it is installed)
+        import pycomm.backend  # noqa: F401  (installed packages register the name without this)
 
-    with takeover.released():  # whatever PYCOMM_TAKEOVER says
+    with takeover.released():  # ignores PYCOMM_TAKEOVER
         if dist.is_initialized():
             return dist.new_group(backend=backend)
         store = dist.FileStore(str(folder / "torch"), ranks)
@@ -140,7 +140,7 @@ def _group(backend: str, folder: Path, rank: int, ranks: int) -> Any:
 
 
 def no_nccl(ranks_here: int) -> str:
-    """Why NCCL cannot be used by so many ranks of this machine; empty: it can."""
+    """Return why NCCL cannot be used by so many local ranks; empty if it can."""
     gpus = torch.cuda.device_count()
     if gpus == 0:
         return f"--backend nccl needs a GPU, and torch {torch.__version__} finds none here"

@@ -1,18 +1,14 @@
-"""How each operation is called in torch.distributed, whatever the backend.
+"""Calls of each operation in torch.distributed, for any backend.
 
 Each function takes torch.distributed, the group, the case, and the input and output tensor, and
-returns a call that does the operation once. torch is the caller's to import.
+returns a callable that runs the operation once. The caller imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from pycomm.bench.operations import Case
-
-Run = Callable[[], None]
+from pycomm.bench.cases import Case, Run
 
 
 def _redop(dist: Any, case: Case) -> Any:
@@ -22,7 +18,7 @@ def _redop(dist: Any, case: Case) -> Any:
 
 
 def _newer(dist: Any, name: str, old: str) -> Any:
-    """torch 2.13 renames some; the old names warn."""
+    """Return the function torch 2.13 renamed, or the old one; the old names warn there."""
     return getattr(dist, name, None) or getattr(dist, old)
 
 
@@ -53,7 +49,7 @@ def all_to_all(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
 def reduce(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
     op = _redop(dist, case)
 
-    def run() -> None:  # torch's is in place: the copy keeps the input for the next time
+    def run() -> None:  # torch's call is in place, so the copy preserves the input
         y.copy_(x)
         dist.reduce(y, 0, op, group)
 
@@ -72,7 +68,7 @@ def scatter(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
 
 def sendrecv(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
     after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
-    if x.is_cuda:  # there one after the other would wait for the other rank's other one
+    if x.is_cuda:  # sequential calls would deadlock, since each waits for the peer's other call
         pair = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, y, before, group)]
 
         def run_together() -> None:

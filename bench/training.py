@@ -1,10 +1,10 @@
-"""Data-parallel training of a small language model, as a user of DDP writes it.
+"""Data-parallel training of a small language model, written as a user of DDP would.
 
     torchrun --nproc-per-node 2 -m pycomm.bench.training --backend pycomm --codec int4
 
-A byte-level transformer learns Python from the standard library's own sources. Everything but the
-backend and the codec is the same in every run: weights, data and their order, so two exact runs
-give equal losses. Rank 0 writes one JSON object per step to `--log`.
+A byte-level transformer learns Python from the standard library's own sources. All runs share
+weights, data and their order, and differ only in the backend and the codec, so two exact runs have
+equal losses. Rank 0 writes one JSON object per step to `--log`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch import nn
 from pycomm.bench.methods import HOOKS, Method
 from pycomm.bench.netlab import interface_bytes
 
-WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the end of the schedule
+WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the schedule's end
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained. All runs of a comparison share it."""
+    """The training's settings, which all runs of a comparison share."""
 
     layers: int = 2
     width: int = 224
@@ -56,7 +56,7 @@ class Config:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after a norm and around a skip connection."""
+    """Attention and a perceptron, each after a norm and with a skip connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next byte. The output weights are the embedding's."""
+    """A model that predicts the next byte. The output weights are the embedding's."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(weight, std=0.05 / math.sqrt(skips))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Bytes [batch, length] to the logits of each next byte [batch, length, 256]."""
+        """Map bytes [batch, length] to the logits of each next byte [batch, length, 256]."""
         places = torch.arange(x.shape[1], device=x.device)
         hidden = self.norm(self.blocks(self.bytes(x) + self.places(places)))
         return F.linear(hidden, self.bytes.weight)
@@ -99,9 +99,9 @@ class Transformer(nn.Module):
 
 
 def standard_library(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
-    """Python's own sources as bytes (uint8), for training and held out: every 16th file."""
+    """Return Python's own sources as bytes (uint8): for training, and every 16th file held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    # Not the library's own, or tables that repeat each other: one half would give away the other.
+    # Tests and tables that repeat each other are excluded: they would leak held-out text.
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
     skipped |= {"encodings", "pydoc_data"}
     paths = [p for p in sorted(root.rglob("*.py")) if not set(p.relative_to(root).parts) & skipped]
@@ -120,12 +120,12 @@ def standard_library(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
-    """Cuts `length` + 1 bytes at each start: inputs and, one further, targets (int64)."""
+    """Cut `length` + 1 bytes at each start: inputs and, shifted by one, targets (int64)."""
     return torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
 
 
 def batches(text: torch.Tensor, config: Config, rank: int, ranks: int) -> Iterator[torch.Tensor]:
-    """Random windows, a different share for each rank, in an order that the seed alone decides."""
+    """Yield random windows, different on each rank, in an order that only the seed determines."""
     order = torch.Generator().manual_seed(config.seed)
     while True:
         starts = torch.randint(
@@ -135,14 +135,14 @@ def batches(text: torch.Tensor, config: Config, rank: int, ranks: int) -> Iterat
 
 
 def loss_of(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats per byte."""
+    """Return the mean cross entropy in nats per byte."""
     logits = model(sequences[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, text: torch.Tensor, config: Config, count: int) -> float:
-    """Loss on `count` windows spread over the text; each rank takes its share."""
+    """Return the loss on `count` windows spread over the text; each rank takes its share."""
     starts = torch.linspace(0, text.numel() - config.context - 1, count).long()
     share = starts[dist.get_rank() :: dist.get_world_size()]
     losses = [loss_of(model, windows(text, part, config.context)) for part in share.split(16)]
@@ -155,7 +155,7 @@ def evaluate(model: nn.Module, text: torch.Tensor, config: Config, count: int) -
 
 
 def wire_bytes() -> int:
-    """Bytes this rank has sent so far: as its own interface counts, else as pycomm does."""
+    """Return the bytes this rank has sent: by its interface's counter, else by pycomm's."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if interface != "lo":
         return interface_bytes(interface)
@@ -166,7 +166,7 @@ def wire_bytes() -> int:
 
 
 def schedule(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine to a tenth, which stays."""
+    """Return the learning rate factor: linear warm-up, then a cosine to a tenth, which stays."""
     if step < config.warmup:
         return (step + 1) / config.warmup
     done = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
@@ -174,7 +174,7 @@ def schedule(step: int, config: Config) -> float:
 
 
 def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
-    """Trains; yields what happened in each step, and at the end the result."""
+    """Train; yield a record of each step, and at the end the result."""
     torch.manual_seed(config.seed)
     model = method.wrap(Transformer(config))
     betas = config.beta1, 0.95
@@ -231,8 +231,8 @@ def main() -> int:
     with open(log if dist.get_rank() == 0 else os.devnull, "a") as file:
         for row in train(Config(**args), method):
             print(json.dumps(row), file=file, flush=True)
-    # DDP is part of a cycle and holds the group. While that lives, Gloo's threads do: one that lets
-    # go of a tensor when the interpreter ends aborts the process (pytorch#190489).
+    # DDP is part of a reference cycle that holds the group. Gloo's threads live as long as the
+    # group, and one that releases a tensor at interpreter exit aborts the process (pytorch#190489).
     gc.collect()
     dist.destroy_process_group()
     return 0

@@ -1,13 +1,13 @@
-"""The planner against this machine: what `python -m pycomm.plan` predicts, and what happens.
+"""Validation of the planner: predictions of `python -m pycomm.plan` against measurements.
 
     python -m pycomm.bench.validate_plan --rate 1gbit --ranks 4 --csv bench/results/plan-cpu.csv
 
-For each link rate and number of ranks a `plan probe` of eight ranks calibrates, since cores of a
-rented machine change within minutes; then all-reduces without and with codecs, and the demo's
-training steps, of 2, 4 and 8 ranks in network namespaces. Predictions know the probe, and for steps
-what ranks take that do not talk, and nothing else. The last lines have the median and the worst
-error, and how often the codec predicted to be fastest was that, or within 10 % of it; the exit
-status is 1 if a promise of the planner is broken.
+For each link rate and number of ranks a `plan probe` of eight ranks calibrates the planner, since
+the cores of a rented machine change within minutes. Then all-reduces without and with codecs, and
+the demo's training steps, run on 2, 4 and 8 ranks in network namespaces. Predictions use only the
+probe, and for steps also the times of ranks that do not communicate. The last lines have the median
+and the worst error, and how often the codec predicted to be fastest was the fastest, or within 10 %
+of it; the exit status is 1 if a promise of the planner is broken.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from typing import Any
 
 from pycomm.bench import harness, netlab
 from pycomm.bench.harness import Origin
-from pycomm.plan import CODINGS, Model, Probe, of_tensors, simulate
+from pycomm.plan import CODINGS, Model, Probe, of_tensors
 from pycomm.plan.algorithms import Size
+from pycomm.plan.sim import simulate
 
 CODECS = ("none", "int8", "int4", "topk:0.01")
-MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # what is promised
-PROBED = 8  # ranks of a probe: two show a link, more what it is to share cores
+MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # the promised accuracy
+PROBED = 8  # ranks of a probe: two measure a link, more also measure the sharing of cores
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prediction and what was measured, in seconds."""
+    """A prediction and its measurement, in seconds."""
 
     kind: str
     rate: str
@@ -55,7 +56,7 @@ class Case:
 
     @property
     def group(self) -> tuple[str, str, int, int]:
-        """Cases that differ in the codec alone."""
+        """Return a key shared by cases that differ only in the codec."""
         return self.kind, self.rate, self.ranks, self.size
 
 
@@ -66,7 +67,7 @@ COLUMNS = [f.name for f in fields(Case)] + ["error"] + [f.name for f in fields(O
 
 
 def run_ranks(lab: netlab.Lab, ranks: int, command: Sequence[str]) -> None:
-    """Run a command once on each of the first nodes, which must succeed."""
+    """Run a command once on each of the first nodes; all must succeed."""
     with tempfile.TemporaryFile() as output:
         started = lab.start(command, stdout=output, stderr=subprocess.STDOUT)
         status = netlab.wait(started)
@@ -77,7 +78,7 @@ def run_ranks(lab: netlab.Lab, ranks: int, command: Sequence[str]) -> None:
 
 
 def ask(lab: netlab.Lab, **what: Any) -> list[dict[str, Any]]:
-    """Let the ranks of plan_ranks.py do something, and return what rank 0 wrote."""
+    """Let the ranks of plan_ranks.py measure something, and return rank 0's records."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         if what["kind"] == "all_reduces":
@@ -90,7 +91,7 @@ def ask(lab: netlab.Lab, **what: Any) -> list[dict[str, Any]]:
 
 
 def probe(rate: str, path: Path) -> Probe:
-    """One probe on links of a rate."""
+    """Run one probe on links of a rate."""
     with netlab.Netlab(PROBED, rate) as lab, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)]
         run_ranks(lab, PROBED, [*command, "--store", f"{folder}/store"])
@@ -110,11 +111,11 @@ def predict_all_reduce(found: Probe, ranks: int, codec: str, size: int) -> tuple
 
 
 def model_of(parts: dict[str, Any], ranks: int) -> Model:
-    """The demo's model, with the parts of its step as ranks took them that do not talk.
+    """Return the demo's model, with the step times of ranks that do not communicate.
 
-    They shared cores, so each had only a part of the seconds of one.
+    Those ranks shared cores, so each of them had only a part of a core's seconds.
     """
-    from pycomm.bench.methods import Method  # needs torch, as steps do
+    from pycomm.bench.methods import Method  # needs torch, like steps
 
     share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
     compute = parts["forward"] + parts["backward"] + parts["optimizer"]
@@ -139,7 +140,7 @@ def predict_step(found: Probe, ranks: int, codec: str, model: Model) -> tuple[st
 
 
 def picks(cases: Sequence[Case]) -> list[bool]:
-    """For each group, whether the codec predicted to be fastest was so, or close."""
+    """Return for each group whether the codec predicted to be fastest was so, or close."""
     groups: dict[tuple[str, str, int, int], list[Case]] = {}
     for case in cases:
         groups.setdefault(case.group, []).append(case)
@@ -152,7 +153,7 @@ def picks(cases: Sequence[Case]) -> list[bool]:
 
 
 def judge(cases: Sequence[Case]) -> bool:
-    """Print the errors; True if all promises hold."""
+    """Print the errors; return True if all promises hold."""
     errors = [abs(case.error) for case in cases]
     picked = picks(cases)
     median, worst, share = statistics.median(errors), max(errors), sum(picked) / len(picked)
@@ -165,7 +166,7 @@ def judge(cases: Sequence[Case]) -> bool:
 
 
 def summary(cases: Sequence[Case]) -> Iterable[list[str]]:
-    """Cells of a row for each kind, link rate and number of ranks, and one for all."""
+    """Yield the cells of a row for each kind, link rate and number of ranks, and one for all."""
     groups: dict[tuple[str, str, str], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.kind, case.rate, str(case.ranks)), []).append(case)
@@ -182,7 +183,7 @@ def summary(cases: Sequence[Case]) -> Iterable[list[str]]:
 
 
 def save(path: Path, cases: Iterable[Case], origin: Origin) -> None:
-    """Append to a CSV."""
+    """Append the cases to a CSV."""
     new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
@@ -211,7 +212,7 @@ def show(case: Case) -> None:
 
 
 def measure(options: argparse.Namespace, rate: str, ranks: int, found: Probe) -> Iterable[Case]:
-    """All cases of one link rate and number of ranks."""
+    """Yield all cases of one link rate and number of ranks."""
     with netlab.Netlab(ranks, rate) as lab:
         if "all_reduce" in options.kind:
             rows = ask(lab, kind="all_reduces", sizes=options.size, codecs=CODECS)

@@ -9,14 +9,14 @@ from pycomm import backend
 
 
 def main() -> None:
-    dist.init_process_group("pycomm")  # works without the import above, too
+    dist.init_process_group("pycomm")  # also works without the import above
     rank, size = dist.get_rank(), dist.get_world_size()
 
     x = torch.full((4,), float(rank))
     dist.all_reduce(x)
     assert torch.equal(x, torch.full((4,), float(sum(range(size)))))
 
-    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # runs while this thread goes on
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # runs in the background
     work.wait()
 
     y = torch.ones(1 << 20)

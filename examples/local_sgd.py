@@ -1,4 +1,4 @@
-"""Train apart, meet every ten steps: torchrun --nproc-per-node 2 examples/local_sgd.py"""
+"""Train locally and average every ten steps: torchrun --nproc-per-node 2 examples/local_sgd.py"""
 
 import torch
 import torch.distributed as dist

@@ -1,10 +1,13 @@
-"""The torch-free core (csrc/binding). Buffers are addresses; sizes are in elements unless said."""
+"""The torch-free core (csrc/binding). Buffers are addresses; sizes are in elements unless noted.
+
+Longer than others: it lists one whole binary, which Python sees as one module.
+"""
 
 from builtins import bool as _bool
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, overload
 
-# -- core (bind_core.cpp)
+# -- core (core/core.cpp)
 
 class DType:
     float32: ClassVar[DType]
@@ -48,15 +51,9 @@ class ReduceOp:
 
 def size_of(dtype: DType) -> int: ...
 def reduce(
-    dtype: DType,
-    op: ReduceOp,
-    inputs: Sequence[int],
-    out: int,
-    numel: int,
-    *,
-    copy: int = 0,
-    factor: float = 1.0,
+    dtype: DType, op: ReduceOp, inputs: Sequence[int], out: int, numel: int, *, copy: int = 0
 ) -> None: ...
+def scale(dtype: DType, input: int, out: int, numel: int, factor: float) -> None: ...
 def check_reducible(dtype: DType, op: ReduceOp) -> None: ...
 def all_finite(x: int, numel: int) -> _bool: ...
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]: ...
@@ -72,8 +69,8 @@ def traces() -> list[dict[str, Any]]: ...
 def groups() -> list[tuple[str, int]]: ...
 def simd_level() -> str: ...
 
-# -- codecs (bind_codecs.cpp): `stream` None is the CPU, a number is a cudaStream_t;
-# `scratch`: memory of scratch_bytes(numel) on cuda
+# -- codecs (core/codecs.cpp): `stream` None means the CPU, a number is a cudaStream_t; `scratch` is
+# memory of scratch_bytes(numel) on cuda
 
 class FeedbackKind:
     residual: ClassVar[FeedbackKind]
@@ -158,17 +155,18 @@ def codec_names() -> list[str]: ...
 def cuda_built() -> bool: ...
 def convert(*buffers: Any, **factors: Any) -> None: ...
 
-# -- stores (bind_transports.cpp)
+# -- stores (core/transports.cpp)
 
 class Store:
     @staticmethod
-    def local() -> Store: ...
+    def local(appends: _bool = False) -> Store: ...
     @staticmethod
     def file(folder: str) -> Store: ...
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str, timeout: float) -> bytes: ...
+    def exchange(self, group: str, topic: str, *rank_size_word_timeout: Any) -> list[str]: ...
 
-# -- transports (bind_transports.cpp): for tests and measurements
+# -- transports (core/transports.cpp): for tests and measurements
 
 class OpTag:
     def __init__(
@@ -217,20 +215,13 @@ class Transport:
     def describe(self) -> str: ...
     def reaches(self, rank: int) -> _bool: ...
     def channel(self, rank: int, lane: int = 0) -> Channel: ...
+    def ask(self) -> None: ...
     def check(self) -> None: ...
-    def wait(
-        self, lane: int, goals: Sequence[tuple[Channel, int, int]], timeout: float
-    ) -> None: ...
+    def wait(self, lane: int, goals: Sequence[Any], timeout: float) -> None: ...
     @property
     def has_window(self) -> _bool: ...
     def run_shared(
-        self,
-        tag: OpTag,
-        input: int = 0,
-        out: int = 0,
-        *,
-        factor: float = 1.0,
-        timeout: float = 20.0,
+        self, tag: OpTag, input: int = 0, out: int = 0, *, timeout: float = 20.0
     ) -> None: ...
     def abort(self, why: str) -> None: ...
     def close(self) -> None: ...
@@ -241,12 +232,12 @@ def choose_interfaces(
     names: str, one_host: _bool, candidates: Sequence[tuple[str, str]], store_host: str = ""
 ) -> list[tuple[str, str]]: ...
 
-# -- communicator (bind_communicator.cpp): times are in seconds, 0 is the group's timeout
+# -- communicator (core/communicator.cpp): times are in seconds, 0 is the group's timeout
 
 def digest(parts: Parts) -> int: ...
 def buffer(array: object, write: _bool) -> tuple[int, int, int, str]: ...
 
-ALGOS: tuple[str, ...]  # what PYCOMM_ALGO may be: csrc/core/env.h
+ALGOS: tuple[str, ...]  # values of PYCOMM_ALGO: csrc/core/env.h
 
 class CommunicatorOptions:
     group: str
@@ -268,6 +259,71 @@ class CommunicatorOptions:
     segment_bytes: int
     nodes: list[int]
     def __init__(self) -> None: ...
+
+# -- buckets whose payloads Python moves (bind_coded.cpp)
+
+class CodedValues:
+    def __init__(self, address: int, dtype: DType, rows: int = 1) -> None: ...
+
+class CodedPayloads:
+    def __init__(self, address: int, capacity: int, places: Sequence[tuple[int, int]]) -> None: ...
+
+class CodedBucket:
+    def __init__(self, rows: int = 1) -> None: ...
+    def add(
+        self,
+        numel: int,
+        codec: Codec,
+        *,
+        tensor: int = 0,
+        kind: FeedbackKind = ...,
+        storage: FeedbackStorage = ...,
+        decay: float = 0.0,
+        nesterov: _bool = False,
+        worker: Sequence[int] = ...,
+        owner: Sequence[int] = ...,
+        momentum: Sequence[int] = ...,
+        mean: Sequence[int] = ...,
+    ) -> None: ...
+    def add_chunk(self, runs: Sequence[tuple[int, int, int]]) -> None: ...
+    @property
+    def most(self) -> list[int]: ...
+    @property
+    def room_behind(self) -> int: ...
+    def begin(
+        self,
+        sides: Sequence[tuple[int, int]],
+        *,
+        rank: int,
+        ranks: int,
+        seed: int,
+        step: int,
+        average: _bool = True,
+    ) -> None: ...
+    def agreed_count(self, rows: int = 1) -> int: ...
+    def measure(self, values: CodedValues, out: int) -> None: ...
+    def contribute(
+        self,
+        values: CodedValues,
+        first: int,
+        last: int,
+        out: int,
+        capacity: int,
+        agreed: int = 0,
+    ) -> list[int]: ...
+    def own(
+        self,
+        values: CodedValues,
+        chunk: int,
+        received: CodedPayloads,
+        out: int,
+        capacity: int,
+        agreed: int = 0,
+    ) -> int: ...
+    def add_up(self, values: CodedValues, chunk: int, received: CodedPayloads) -> _bool: ...
+    def land(
+        self, values: CodedValues, first: int, last: int, received: CodedPayloads
+    ) -> _bool: ...
 
 class Pieces:
     def __init__(self) -> None: ...
@@ -318,6 +374,9 @@ class Communicator:
     def compare(self, what: str, digest: int) -> None: ...
     def wire_bytes(self) -> int: ...
     def sent_bytes(self) -> int: ...
+    def compare_sizes(
+        self, op: str, own: int, parts: Sequence[int], dtype: DType, redop: ReduceOp, timeout: float
+    ) -> None: ...
     def all_reduce(
         self,
         data: int,
@@ -414,9 +473,14 @@ class Communicator:
     def recv(self, data: int, bytes: int, src: int, tag: int = 0) -> Request: ...
     def abort(self, reason: str) -> None: ...
 
-# -- ranks on GPUs (bind_device.cpp)
+# -- ranks on GPUs (core/device.cpp)
 
 def device_count() -> int: ...
+
+class BlockShare:
+    count: int  # to be read only
+    def __init__(self, index: int, room: int, most: int) -> None: ...
+    def shrink(self, count: int) -> None: ...
 
 class DeviceGroup:
     def __init__(
@@ -484,13 +548,13 @@ class DeviceGroup:
         self, input: Parts, out: int, numel: int, dtype: DType, root: int, *, stream: int = 0
     ) -> None: ...
     def barrier(self, *, stream: int = 0) -> None: ...
-    # With keywords average (not all_gather), seed, step, stream.
+    # The next three take the keywords average (not all_gather_coded), seed, step and stream.
     def all_reduce_coded(self, data: int, pieces: Pieces, **key: Any) -> None: ...
     def reduce_scatter_coded(self, input: int, out: int, pieces: Pieces, **key: Any) -> None: ...
     def all_gather_coded(self, input: int, out: int, pieces: Pieces, **key: Any) -> None: ...
     def coded_scratch_bytes(self, op: str, pieces: Pieces, dtype: DType = ...) -> int: ...
 
-# -- schedule (bind_schedule.cpp)
+# -- schedule (core/schedule.cpp)
 
 def hop_seed(seed: int, rank: int) -> int: ...
 

@@ -1,9 +1,9 @@
-"""Finds the `_c10d` that fits the installed torch, and compiles it at first use if there is none.
+"""Lookup of the `_c10d` binary that fits the installed torch; compiles it if there is none.
 
 One C++ file of pycomm includes torch, and its binary fits one version of torch only. `pip install`
-builds it when torch can be imported at build time, which pip's isolated builds cannot. Otherwise
-`load_c10d` compiles it with the package's own CMakeLists.txt, beside the package if that folder can
-be written, else in ~/.cache/pycomm. The ranks of one machine build it once.
+builds it if torch can be imported at build time, which pip's isolated builds do not allow.
+Otherwise `load_c10d` compiles it at first use with the package's own CMakeLists.txt, beside the
+package if that folder is writable, else in ~/.cache/pycomm. The ranks of one machine build it once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ BINARY = "_c10d" + importlib.machinery.EXTENSION_SUFFIXES[0]
 
 
 def source_root() -> Path:
-    """The folder that holds CMakeLists.txt and csrc/: the package, or the checkout around it."""
+    """Return the folder of CMakeLists.txt and csrc/: the package, or the checkout around it."""
     return PACKAGE if (PACKAGE / "CMakeLists.txt").exists() else PACKAGE.parent
 
 
 def load_c10d() -> ModuleType:
-    """Imports `pycomm._c10d`, the part of pycomm that is compiled against torch.
+    """Import `pycomm._c10d`, the part of pycomm that is compiled against torch.
 
     Raises:
-        Error: It had to be compiled and that failed; the text has the compiler's words.
+        Error: It had to be compiled and that failed; the text has the compiler's output.
     """
     import torch
 
@@ -53,7 +53,7 @@ def load_c10d() -> ModuleType:
     binary = folder / BINARY
     if not binary.exists():
         with _locked(folder):
-            if not binary.exists():  # else another rank was faster
+            if not binary.exists():  # else another rank has built it
                 reason = f"found one for torch {built_for}" if built_for else "there is none yet"
                 _say(f"compiling _c10d for torch {torch.__version__} ({reason}), about 30 s, once")
                 _compile(folder)
@@ -62,13 +62,13 @@ def load_c10d() -> ModuleType:
 
 
 def c10d_built_for() -> str | None:
-    """The version of torch for which the `_c10d` beside the package is; None: there is none."""
+    """Return the version of torch that `_c10d` beside the package was built for, or None."""
     stamp = PACKAGE / "_c10d.torch"
     return stamp.read_text().strip() if stamp.exists() else None
 
 
 def find_c10d(version: str) -> Path | None:
-    """The `_c10d` that `load_c10d` would take with this torch; None: it would compile one."""
+    """Return the `_c10d` that `load_c10d` would take for this torch; None: it would compile it."""
     if c10d_built_for() == version:
         return PACKAGE / BINARY
     found = (home / _folder_name(version) / BINARY for home in _homes())
@@ -76,7 +76,7 @@ def find_c10d(version: str) -> Path | None:
 
 
 def _homes() -> tuple[Path, Path]:
-    """Where builds are kept: beside the package, or, if that cannot be written, of the user."""
+    """Return the two places of builds: beside the package, and the user's cache folder."""
     return PACKAGE / "_built", Path.home() / ".cache" / "pycomm"
 
 
@@ -85,17 +85,17 @@ def _folder_name(version: str) -> str:
 
 
 def _fingerprint() -> str:
-    """Names everything but torch that decides what is built: the sources and the interpreter."""
+    """Return a hash of all build inputs but torch: the sources and the interpreter."""
     root = source_root()
     digest = hashlib.sha256(str(sys.implementation.cache_tag).encode())
     headers = sorted((root / "csrc").rglob("*.h"))
-    for path in [root / "CMakeLists.txt", *headers, *sorted(root.glob("csrc/binding/c10d*.cpp"))]:
+    for path in [root / "CMakeLists.txt", *headers, *sorted(root.glob("csrc/binding/torch/*.cpp"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _folder(name: str) -> Path:
-    """A folder of that name that can be written, or that holds a build by somebody who could."""
+    """Return a folder of that name that is writable, or that holds another user's build."""
     beside, of_user = (home / name for home in _homes())
     try:
         beside.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def _compile(folder: Path) -> None:
         ]
         _run(configure)
         _run(["cmake", "--build", build])
-        # Renamed into place, so that no rank ever sees half a file.
+        # Renaming is atomic, so no rank ever sees half a file.
         partial = folder / "partial.so"
         shutil.copy(Path(build) / BINARY, partial)
         os.replace(partial, folder / BINARY)

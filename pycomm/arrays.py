@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,18 +12,22 @@ from pycomm.errors import Error
 
 _DTYPES = dict(_C.DType.__members__)
 _OPS = dict(_C.ReduceOp.__members__)
-# What torch calls differently.
+# Dtypes to which torch gives other names.
 _DTYPES |= {"float8_e4m3fn": _C.DType.float8_e4m3}
-# Letters of the items of buffers that have no dtype, such as array.array: those that say their size
-# themselves, and whole numbers.
+# Item codes of buffers that have no dtype, such as array.array: those that imply a size, and whole
+# numbers.
 _ITEMS = {"B": "uint8", "c": "uint8", "?": "bool", "e": "float16", "f": "float32", "d": "float64"}
 _SIGNED, _UNSIGNED = set("bhilq"), set("HILQ")
-# Filled as dtypes are met: str() of a dtype costs more than a small all_reduce.
+# Byte order marks in front of the code, as ctypes writes them: those that mean this machine's own
+# order.
+_OWN_ORDER = "@=" + ("<" if sys.byteorder == "little" else ">")
+_LARGEST = (1 << 63) - 1
+# A cache: str() of a dtype costs more than a small all_reduce.
 _known_dtypes: dict[Any, _C.DType] = {}
 
 
 def core_dtype(dtype: Any) -> _C.DType:
-    """The core's name of a torch or numpy dtype."""
+    """Return the core's dtype for one of torch or numpy."""
     found = _known_dtypes.get(dtype)
     if found is None:
         name = str(dtype).removeprefix("torch.")
@@ -37,6 +43,21 @@ def reduce_op(op: str | _C.ReduceOp) -> _C.ReduceOp:
     if op not in _OPS:
         raise Error(f"unknown reduction {op!r}: use one of {', '.join(_OPS)}")
     return _OPS[op]
+
+
+def count(what: str, number: Any) -> int:
+    """Return a number of elements as an int.
+
+    Raises:
+        Error: it is no integer, negative, or larger than any memory.
+    """
+    try:
+        value = operator.index(number)
+    except TypeError:
+        raise Error(f"{what} is {number!r}, not an integer") from None
+    if not 0 <= value <= _LARGEST:
+        raise Error(f"{what} is {value}; it must be at least 0 and fit into memory")
+    return value
 
 
 def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
@@ -55,11 +76,18 @@ def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
     address, numel, itemsize, code = _C.buffer(array, write)
     dtype = getattr(array, "dtype", None)
     if dtype is not None:
-        return address, numel, core_dtype(dtype)
-    name = _ITEMS.get(code)
-    if code in _SIGNED or code in _UNSIGNED:
-        name = f"{'u' * (code in _UNSIGNED)}int{8 * itemsize}"
-    if name is None:
+        known = core_dtype(dtype)
+        if _C.size_of(known) != itemsize:
+            raise Error(
+                f"this {type(array).__name__} says that its dtype is {dtype}, but its buffer has "
+                f"items of {itemsize} bytes"
+            )
+        return address, numel, known
+    letter = code[1:] if code[:1] in _OWN_ORDER and len(code) > 1 else code
+    name = _ITEMS.get(letter)
+    if letter in _SIGNED or letter in _UNSIGNED:
+        name = f"{'u' * (letter in _UNSIGNED)}int{8 * itemsize}"
+    if name is None or _C.size_of(_DTYPES[name]) != itemsize:
         raise Error(f"cannot tell the dtype of {type(array).__name__} with items {code!r}")
     return address, numel, _DTYPES[name]
 
@@ -67,13 +95,13 @@ def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
 def pair(
     input: Any, out: Any, what: str, in_parts: int, out_parts: int
 ) -> tuple[int, int, int, _C.DType]:
-    """Return where an input of ``in_parts`` and an output of ``out_parts`` equal parts lie.
+    """Return the addresses of an input of ``in_parts`` and an output of ``out_parts`` equal parts.
 
     Returns:
-        Both addresses, the elements of a part, and the dtype.
+        Both addresses, the number of elements of a part, and the dtype.
 
     Raises:
-        Error: their dtypes or sizes do not fit.
+        Error: their dtypes or sizes do not match.
     """
     source, in_numel, in_dtype = span(input, False)
     target, out_numel, out_dtype = span(out, True)
@@ -90,13 +118,13 @@ def pair(
 def parts(
     what: str, arrays: Any, ranks: int, write: bool, counts: Sequence[int] | None = None
 ) -> tuple[list[tuple[int, int]], _C.DType]:
-    """Return where the part of each rank lies.
+    """Return the address and size of each rank's part.
 
     Args:
         what: operation and argument, for errors.
         arrays: one array per rank in a list or tuple, or one array that holds all parts.
-        ranks: how many.
-        write: the parts will be written.
+        ranks: number of ranks.
+        write: whether the parts will be written.
         counts: elements of each part of one array; None: equal parts.
 
     Returns:
@@ -119,20 +147,44 @@ def parts(
         if numel % ranks:
             raise Error(f"{what} has {numel} elements, not {ranks} equal parts")
         counts = [numel // ranks] * ranks
-    if len(counts) != ranks or min(counts) < 0 or sum(counts) > numel:
-        raise Error(
-            f"{what} has {numel} elements; its counts {list(counts)} must be {ranks} that fit"
-        )
+    sizes = [count(f"{what}: a count", number) for number in counts]
+    if len(sizes) != ranks or sum(sizes) > numel:
+        raise Error(f"{what} has {numel} elements; its counts {sizes} must be {ranks} that fit")
     found = []
-    for count in counts:
-        found.append((address, count))
-        address += count * _C.size_of(dtype)
+    for size in sizes:
+        found.append((address, size))
+        address += size * _C.size_of(dtype)
     return found, dtype
 
 
 def check_own(what: str, numel: int, out_numel: int, dtype: _C.DType, out_dtype: _C.DType) -> None:
-    """Refuse sizes and dtypes of our own part that differ between input and output."""
+    """Raise Error if this rank's own part differs in size or dtype between input and output."""
     if dtype != out_dtype:
         raise Error(f"{what}: input is {dtype.name}, out is {out_dtype.name}")
     if numel != out_numel:
         raise Error(f"{what}: our own part has {numel} elements as input and {out_numel} as output")
+
+
+def check_part(
+    core: _C.Communicator,
+    what: str,
+    listed: list[tuple[int, int]],
+    list_dtype: _C.DType,
+    numel: int,
+    dtype: _C.DType,
+    timeout: float,
+    redop: _C.ReduceOp = _C.ReduceOp.sum,
+) -> None:
+    """Raise Error if an array does not match this rank's part of a list in dtype and size.
+
+    If the parts are equal, a mismatch shows on every rank or on none. If they differ, one rank may
+    find a mismatch and the others none, and they would wait for it: so all ranks compare their
+    sizes before anything is sent, and all of them raise.
+    """
+    sizes = [size for _, size in listed]
+    if list_dtype != dtype:
+        raise Error(f"{what}: the list is {list_dtype.name}, the other array is {dtype.name}")
+    if len(set(sizes)) > 1:
+        core.compare_sizes(what, numel, sizes, dtype, redop, timeout)
+    elif numel != sizes[core.rank]:
+        raise Error(f"{what}: our part of the list has {sizes[core.rank]} elements, not {numel}")

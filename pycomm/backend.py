@@ -1,4 +1,4 @@
-"""The process group "pycomm" for torch.distributed; csrc/binding/c10d_backend.h does the work."""
+"""The process group "pycomm" for torch.distributed; csrc/binding/torch/backend.h does the work."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from pycomm import _autoload
+from pycomm import _register
 from pycomm._build import load_c10d
 from pycomm.env import env, let_groups_allocate_buckets
 
 if TYPE_CHECKING:
     from pycomm._c10d import Backend, Options
 
-_autoload.register()
-
 
 def create(given: Any, options: Options | None) -> Backend:
-    """Make the backend of one process group. torch calls this.
+    """Make the backend of one process group; called by torch.
 
     Args:
         given: torch's DistributedBackendOptions: store, rank, size, timeout, name.
-        options: what the user passed as ``pg_options``: ``pycomm.Options`` or None.
+        options: the user's ``pg_options``: ``pycomm.Options`` or None.
 
     Raises:
-        TypeError: other options than ours.
-        PeerLost: a rank died after it had come, or that the default group knows.
-        Timeout: some ranks did not come; the text names them.
+        TypeError: options of another type.
+        PeerLost: a rank died after it had joined, or is known to the default group as lost.
+        Timeout: some ranks did not join; the text names them.
     """
     c10d = load_c10d()
     if options is None:
@@ -50,11 +49,35 @@ def create(given: Any, options: Options | None) -> Backend:
     return made
 
 
-def _timeout(given: timedelta, of_options: timedelta) -> timedelta:
-    """The timeout of a new group: the first that somebody named.
+_register.register(create)
 
-    By `init_process_group` or `new_group`; by ``pycomm.Options``; by PYCOMM_TIMEOUT; else torch's
-    30 minutes. torch fills in its default before we see it, so that one counts as not named.
+
+def reducer_wants_reals(backend: Backend) -> bool:
+    """Return whether torch's reducer needs real, not complex, memory from a backend for buckets.
+
+    Some versions of torch view buckets of complex parameters as real only if they allocated them
+    themselves, and fail on other memory. The backend calls this before it allocates a bucket.
+    """
+    group = dist.ProcessGroup(_distributed_c10d.HashStore(), 0, 1)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    parameter = torch.zeros(1, dtype=torch.complex64, requires_grad=True)
+    try:
+        _distributed_c10d.Reducer([parameter], [[0]], [1 << 20], group)
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        return True
+    return False
+
+
+def _timeout(given: timedelta, of_options: timedelta) -> timedelta:
+    """Return the timeout of a new group.
+
+    The first that was given counts: to `init_process_group` or `new_group`; in ``pycomm.Options``;
+    in PYCOMM_TIMEOUT; else torch's 30 minutes. torch fills in its default before this is called, so
+    that value counts as not given.
     """
     if given != default_pg_timeout:
         return given
@@ -67,13 +90,13 @@ def _timeout(given: timedelta, of_options: timedelta) -> timedelta:
 def find(
     group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> Backend | None:
-    """Return the pycomm backend that moves a group's tensors, or None if it is another one.
+    """Return the pycomm backend that moves a group's tensors, or None if another backend does.
 
-    Where pycomm moves both, it is the same for CPU and CUDA tensors.
+    If pycomm moves both CPU and CUDA tensors, one backend does.
 
     Args:
         group: a process group; None means the default group.
-        device: of the tensors; None: the CPU.
+        device: device of the tensors; None: the CPU.
 
     Example:
         >>> import pycomm.backend, torch.distributed as dist
@@ -86,7 +109,7 @@ def find(
         return None
     try:
         backend: Any = group._get_backend(device or torch.device("cpu"))
-    except RuntimeError:  # a group that has no backend for such tensors
+    except RuntimeError:  # the group has no backend for such tensors
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return backend if type(backend).__module__ == "pycomm._c10d" else None

@@ -1,9 +1,9 @@
 """Collectives on arrays, without torch: a thin layer over csrc/collectives/communicator.h.
 
-An array is a torch tensor on the CPU, a numpy array, or anything with a buffer; it must be
-contiguous. Ranks of one call must agree on operation, size and dtype; if they do not, every rank
-gets a :class:`pycomm.WireMismatch` that names both. After an error in the middle of an operation
-the group is over, and all later calls raise that first error again.
+An array is a torch tensor on the CPU, a numpy array, or any object with a buffer; it must be
+contiguous. The ranks of one call must agree on operation, size and dtype; if they do not, every
+rank gets a :class:`pycomm.WireMismatch` that names both. An error in the middle of an operation
+ends the group: every later call raises that first error again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _C
-from pycomm.arrays import check_own, core_dtype, pair, parts, reduce_op, span
+from pycomm.arrays import check_own, check_part, core_dtype, count, pair, parts, reduce_op, span
 from pycomm.env import env
 from pycomm.errors import Error
 from pycomm.pieces import Piece, built, floats
@@ -24,40 +24,40 @@ Store = _C.Store
 
 
 class Communicator:
-    """A group of ranks and what they can do together.
+    """A group of ranks and its collectives.
 
     Calls block until this rank's part is done, one collective at a time. Results have the same bits
     on all ranks: every element is reduced by one rank, in rank order; on several nodes, node
     by node (``docs/algorithms.md``).
 
     Args:
-        store: where the ranks meet; ``Store.file(folder)`` for processes that share a folder,
+        store: rendezvous store; ``Store.file(folder)`` for processes that share a folder,
             ``Store.local()`` for threads; None if there is only one rank.
-        rank: our number, 0 to size - 1.
+        rank: this process's number, 0 to size - 1.
         size: number of ranks.
         group: unique name among the groups of this store.
-        timeout: seconds that the meeting, and by default every operation, may take.
+        timeout: seconds that the rendezvous, and by default every operation, may take.
         transport: "auto" (shared memory where it reaches, else TCP), "shm", "tcp" or "local"
             (ranks are threads of this process).
         algo: "auto", or the algorithm of the operations that have it (``docs/algorithms.md``).
         sockets: TCP sockets per peer.
-        checksum: what TCP frames are checked by: "payload" (and header), "header" alone, or
-            "auto": payloads too, unless they stay on the host or are encrypted.
+        checksum: the part of TCP frames that checksums cover: "payload" (and header), "header"
+            alone, or "auto": payloads too, unless they stay on the host or are encrypted.
         tls: whether TCP connections are encrypted, by TLS 1.3; equal on all ranks.
-        check: "results": results that differ are an error (docs/reliability.md); "none".
+        check: "results": differing results are an error (docs/reliability.md); "none".
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
-        parent: a group in which these ranks are already: it knows who dies in the meeting.
-        parent_ranks: their numbers there; empty: as here.
-        segment_bytes: for tests: pieces in which channels pipeline.
-        nodes: for tests: number of the node of each rank. Ranks of different nodes share no memory
-            and talk by TCP. Empty: as it is.
+        parent: an existing group with these ranks: it detects deaths during the rendezvous.
+        parent_ranks: the ranks' numbers in ``parent``; empty: the same as here.
+        segment_bytes: for tests: size of the pieces in which channels pipeline.
+        nodes: for tests: the node of each rank. Ranks of different nodes share no memory and
+            communicate over TCP. Empty: the actual nodes.
 
-    What is not given comes from the environment: see ``csrc/core/env.h``.
+    Options that are not given come from the environment: see ``csrc/core/env.h``.
 
     Raises:
-        PeerLost: a rank died after it had come.
-        Timeout: ranks did not come; the text names them.
+        PeerLost: a rank died after it had joined the rendezvous.
+        Timeout: ranks are missing; the text names them.
         WireMismatch: ranks have different options.
 
     Example:
@@ -118,7 +118,7 @@ class Communicator:
 
         Args:
             store_folder: a folder that all ranks share and that no earlier run has used.
-            options: as for the class.
+            options: as for the constructor.
 
         Raises:
             Error: one of the variables is not set.
@@ -130,7 +130,7 @@ class Communicator:
 
     @property
     def core(self) -> _C.Communicator:
-        """The communicator in C++, for callers that have addresses.
+        """The C++ communicator, for callers that have addresses.
 
         Raises:
             Error: the communicator is closed.
@@ -140,7 +140,7 @@ class Communicator:
         return self._core
 
     def close(self) -> None:
-        """Leave the group. Ranks that still wait for us get :class:`pycomm.PeerLost`."""
+        """Leave the group. Ranks that still wait for this one get :class:`pycomm.PeerLost`."""
         self._core = None
 
     def __enter__(self) -> Communicator:
@@ -155,7 +155,7 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """Our number in the group."""
+        """This process's number in the group."""
         return self.core.rank
 
     @property
@@ -165,7 +165,7 @@ class Communicator:
 
     @property
     def timeout(self) -> float:
-        """Seconds that an operation may take if its call names no timeout."""
+        """Seconds that an operation may take if its call gives no timeout."""
         return self.core.timeout
 
     @timeout.setter
@@ -173,46 +173,46 @@ class Communicator:
         self.core.timeout = seconds
 
     def describe(self) -> str:
-        """Return one line on how the group is connected."""
+        """Return one line that describes the group's connections."""
         return self.core.describe()
 
     def compare(self, what: str, digest: int) -> None:
-        """With ``check="results"``: fail the next operation if ranks give other digests, not 0.
+        """Fail the next operation if ranks give different nonzero digests (``check="results"``).
 
-        ``what`` is for the error. All ranks call it between the same two operations."""
+        ``what`` is for the error. All ranks call this between the same two operations."""
         self.core.compare(what, digest)
 
     def trace(self) -> dict[str, Any]:
-        """Return this rank's recent operations; :mod:`pycomm.trace` makes something of them."""
+        """Return this rank's recent operations in raw form; :mod:`pycomm.trace` formats them."""
         return self.core.trace()
 
     def wire_bytes(self) -> int:
-        """Return how many bytes this rank has handed to TCP since the start."""
+        """Return the number of bytes that this rank has handed to TCP since the start."""
         return self.core.wire_bytes()
 
     def sent_bytes(self) -> int:
-        """Return how many bytes this rank has handed to any transport since the start."""
+        """Return the number of bytes that this rank has handed to any transport since the start."""
         return self.core.sent_bytes()
 
     def allocate(self, numel: int, dtype: Any = "float32") -> _C.SharedArray:
         """Return an array that peers on this host read and write in place.
 
-        Collectives between such arrays, on every rank, copy nothing through buffers. The array has
-        a buffer: ``numpy.asarray(array)`` and ``torch.frombuffer(array, dtype=...)`` share its
-        memory and keep it. It may outlive the communicator. Where ranks share no memory it is
-        ordinary memory.
+        Collectives between such arrays, on every rank, need no copies through buffers. The array
+        has a buffer: ``numpy.asarray(array)`` and ``torch.frombuffer(array, dtype=...)`` share its
+        memory and keep it alive. It may outlive the communicator. Where ranks share no memory it
+        is ordinary memory.
 
         Args:
-            numel: elements; what they hold is unspecified.
-            dtype: as torch or numpy call it. bfloat16 and 8-bit floats show as unsigned integers.
+            numel: number of elements; their values are unspecified.
+            dtype: torch's or numpy's name. bfloat16 and 8-bit floats show as unsigned integers.
 
         Raises:
-            Error: the heap has no room for it.
+            Error: the heap has no room for it, or no memory could hold so many elements.
         """
-        return self.core.allocate(numel, core_dtype(dtype))
+        return self.core.allocate(count("allocate: numel", numel), core_dtype(dtype))
 
-    # Every operation takes a timeout in seconds; 0 is the group's. It raises Error for arguments
-    # that cannot work, before a byte is sent, then Timeout, PeerLost or WireMismatch.
+    # Every operation takes a timeout in seconds; 0 is the group's. It raises Error for invalid
+    # arguments, before a byte is sent, else Timeout, PeerLost or WireMismatch.
 
     def all_reduce(
         self,
@@ -226,9 +226,9 @@ class Communicator:
 
         Args:
             data: any shape and dtype, in place.
-            op: sum, avg, premul_sum (every input times ``factor``), prod, min, max, band, bor or
+            op: sum, avg, premul_sum (``data`` times ``factor``), prod, min, max, band, bor or
                 bxor.
-            factor: for premul_sum.
+            factor: factor of this rank's own data, for premul_sum; ranks may have different ones.
             timeout: seconds.
         """
         address, numel, dtype = span(data, True)
@@ -248,14 +248,14 @@ class Communicator:
 
         Each value is encoded twice, whatever the number of ranks: by each rank for the owner, and
         by the owner for all. The owner adds in float32 and divides once. Codecs whose payloads can
-        only be gathered (``combine`` "gather") are encoded once, sent to all and added by all.
+        only be gathered (``combine`` "gather") encode once; every rank gets and adds all payloads.
 
         Args:
             data: float32, any shape, in place.
             codec: one codec for all, or :class:`Piece` s that cover ``data``.
             average: divide the sum by the number of ranks.
-            seed: of stochastic rounding, equal on all ranks.
-            step: of training, equal on all ranks; also names random numbers.
+            seed: seed of stochastic rounding, equal on all ranks.
+            step: training step, equal on all ranks; also names random numbers.
             timeout: seconds.
 
         Returns:
@@ -280,21 +280,21 @@ class Communicator:
         step: int = 0,
         timeout: float = 0.0,
     ) -> bool:
-        """Sum or average rows over all ranks, sent through codecs; ``out`` gets our row.
+        """Sum or average rows over all ranks, sent through codecs; ``out`` gets this rank's row.
 
         The first half of :meth:`all_reduce_coded`: each value is encoded once, by each rank for
         the owner of its row.
 
         Args:
-            input: float32 [size, n]: row r is for rank r. This is what FSDP2 hands to its
-                reduce-scatter, where a row has one shard of each parameter, padded to equal sizes.
-            out: float32 [n]; may be our row of ``input``.
+            input: float32 [size, n]: row r is for rank r. FSDP2 hands this to its reduce-scatter:
+                a row has one shard of each parameter, padded to equal sizes.
+            out: float32 [n]; may be this rank's row of ``input``.
             codec: one codec for all, or :class:`Piece` s that cover one row. Residuals are float32
-                [size, numel of the piece]. Each row of a piece is a tensor of its own: codecs that
-                take whole tensors take it whole.
+                [size, numel of the piece]. Each row of a piece is a tensor of its own, which codecs
+                for whole tensors encode whole.
             average: divide the sum by the number of ranks.
-            seed: of stochastic rounding, equal on all ranks.
-            step: of training, equal on all ranks.
+            seed: seed of stochastic rounding, equal on all ranks.
+            step: training step, equal on all ranks.
             timeout: seconds.
 
         Returns:
@@ -322,17 +322,17 @@ class Communicator:
         step: int = 0,
         timeout: float = 0.0,
     ) -> bool:
-        """Put what every rank has encoded of its ``input`` in ``out``, in rank order.
+        """Encode every rank's ``input`` and put the decoded values in ``out``, in rank order.
 
-        Our own row goes through the codec too, so all ranks have the same bits.
+        This rank's own row goes through the codec too, so all ranks have the same bits.
 
         Args:
-            input: float32 [n]; may be our row of ``out``.
+            input: float32 [n]; may be this rank's row of ``out``.
             out: float32 [size, n].
             codec: one codec for all, or :class:`Piece` s that cover ``input``; a piece's
                 ``residual`` is float32 [numel], if it has one.
-            seed: of stochastic rounding, equal on all ranks.
-            step: of training, equal on all ranks.
+            seed: seed of stochastic rounding, equal on all ranks.
+            step: training step, equal on all ranks.
             timeout: seconds.
 
         Returns:
@@ -359,23 +359,22 @@ class Communicator:
         factor: float = 1.0,
         timeout: float = 0.0,
     ) -> None:
-        """Reduce ``input`` over all ranks; ``out`` gets our part of ``size`` equal parts.
+        """Reduce ``input`` over all ranks; ``out`` gets this rank's part of ``size`` equal parts.
 
         Args:
             input: size * n elements, or a list of arrays, one per rank, whose sizes may differ
                 but are equal on all ranks.
             out: n elements of the same dtype.
             op: as in :meth:`all_reduce`.
-            factor: for premul_sum.
+            factor: as in :meth:`all_reduce`.
             timeout: seconds.
         """
         if isinstance(input, list | tuple):
             sources, dtype = parts("reduce_scatter: input", input, self.size, False)
             target, numel, out_dtype = span(out, True)
-            check_own("reduce_scatter", sources[self.rank][1], numel, dtype, out_dtype)
-            self.core.reduce_scatter(
-                _C.Parts(sources), target, dtype, reduce_op(op), factor, timeout
-            )
+            how, core = reduce_op(op), self.core
+            check_part(core, "reduce_scatter", sources, dtype, numel, out_dtype, timeout, how)
+            core.reduce_scatter(_C.Parts(sources), target, dtype, how, factor, timeout)
             return
         source, target, numel, dtype = pair(input, out, "reduce_scatter", self.size, 1)
         self.core.reduce_scatter(source, target, numel, dtype, reduce_op(op), factor, timeout)
@@ -383,13 +382,13 @@ class Communicator:
     def all_gather(self, input: Any, out: Any, *, timeout: float = 0.0) -> None:
         """Put every rank's ``input`` (n elements) in ``out`` (size * n elements), in rank order.
 
-        ``input`` may be our part of ``out``. ``out`` may be a list of arrays, one per rank; then n
-        may differ between ranks, but all ranks must agree on the sizes.
+        ``input`` may be this rank's part of ``out``. ``out`` may be a list of arrays, one per rank;
+        then n may differ between ranks, but all ranks must agree on the sizes.
         """
         if isinstance(out, list | tuple):
             targets, dtype = parts("all_gather: out", out, self.size, True)
             source, numel, in_dtype = span(input, False)
-            check_own("all_gather", numel, targets[self.rank][1], in_dtype, dtype)
+            check_part(self.core, "all_gather", targets, dtype, numel, in_dtype, timeout)
             self.core.all_gather(source, _C.Parts(targets), dtype, timeout)
             return
         source, target, numel, dtype = pair(input, out, "all_gather", 1, self.size)
@@ -404,7 +403,7 @@ class Communicator:
         recv_counts: Sequence[int] | None = None,
         timeout: float = 0.0,
     ) -> None:
-        """Send part r of ``input`` to rank r; part r of ``out`` is what rank r sent us.
+        """Send part r of ``input`` to rank r; part r of ``out`` is received from rank r.
 
         Args:
             input: the parts one after another, or a list of arrays, one per rank.
@@ -420,7 +419,7 @@ class Communicator:
         self.core.all_to_all(_C.Parts(sources), _C.Parts(targets), dtype, timeout)
 
     def broadcast(self, data: Any, root: int = 0, *, timeout: float = 0.0) -> None:
-        """Replace ``data`` on every rank by the root's."""
+        """Replace ``data`` on every rank by the root's data."""
         address, numel, dtype = span(data, True)
         self.core.broadcast(address, numel, dtype, root, timeout)
 
@@ -434,7 +433,7 @@ class Communicator:
         factor: float = 1.0,
         timeout: float = 0.0,
     ) -> None:
-        """Reduce ``input`` over all ranks into the root's ``out``; elsewhere it may be None."""
+        """Reduce ``input`` over all ranks into the root's ``out``, which may be None elsewhere."""
         source, numel, dtype = span(input, False)
         target = 0 if out is None else pair(input, out, "reduce", 1, 1)[1]
         self.core.reduce(source, target, numel, dtype, reduce_op(op), root, factor, timeout)
@@ -442,7 +441,7 @@ class Communicator:
     def gather(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Put every rank's ``input`` (n elements) in the root's ``out`` (size * n elements).
 
-        Elsewhere ``out`` may be None. It may be a list of arrays, one per rank, of any sizes.
+        On other ranks ``out`` may be None. It may be a list of arrays, one per rank, of any sizes.
         """
         source, numel, dtype = span(input, False)
         targets: list[tuple[int, int]] = []
@@ -471,7 +470,7 @@ class Communicator:
         """Post a send of ``data`` to rank ``dst``.
 
         Returns:
-            A request: ``data`` must stay as it is until its ``wait(timeout)`` returns.
+            A request: ``data`` must not change until its ``wait(timeout)`` returns.
         """
         address, numel, dtype = span(data, False)
         request = self.core.send(address, numel * _C.size_of(dtype), dst, tag)
@@ -484,8 +483,8 @@ class Communicator:
         Sends and receives match by rank and tag, in order of posting. Both must have the same size.
 
         Returns:
-            A request: ``data`` is there when its ``wait(timeout)`` returns; ``source()`` tells who
-            sent it.
+            A request: ``data`` is valid after its ``wait(timeout)`` returns; ``source()`` returns
+            the sender.
         """
         address, numel, dtype = span(data, True)
         request = self.core.recv(address, numel * _C.size_of(dtype), src, tag)
@@ -493,5 +492,5 @@ class Communicator:
         return request
 
     def abort(self, reason: str) -> None:
-        """End every running and later operation on all ranks. From any thread, at any time."""
+        """End all running and later operations on all ranks; callable from any thread."""
         self.core.abort(reason)

@@ -1,8 +1,9 @@
-"""One line that makes a model's gradients travel compressed."""
+"""Entry point of gradient compression: `compress` and `state_of`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,14 +11,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
-from pycomm.hooks.fsdp import FSDPState
+from pycomm.hooks.fsdp import FSDPState, compressed_state
 from pycomm.hooks.replicas import watch_if_asked
-from pycomm.hooks.state import CompressionState
 from pycomm.policy import Policy
+from pycomm.reduction.detached import DetachedState
+from pycomm.reduction.state import CompressionState
 
 
 def compress(
@@ -31,39 +34,45 @@ def compress(
     """Compress the gradients of a data-parallel model, from now on.
 
     Collective: every rank calls it, after the model is wrapped and before the first backward. It
-    works with every process group; the backend "pycomm" does the work in C++. What travels
-    compressed depends on the wrapper:
+    works with every process group; the backend "pycomm" does the work in C++. The wrapper decides
+    which collective is compressed:
 
     * `DistributedDataParallel`: the all-reduce of the gradients, off the caller's thread.
     * `fully_shard` (FSDP2): the reduce-scatter of the gradients.
     * `fully_shard` on a mesh of two dimensions (HSDP): the all-reduce between replicas.
 
     Args:
-        model: a model that one of these has wrapped, compiled or not.
+        model: a model in one of these wrappers, compiled or not.
         spec: a codec, its text ("int8", "topk:0.01,values=int8"), a `pycomm.Policy`, or the text of
             one: "auto", "int4 warmup=100", and more in `Policy.of`. "dgc:0.01" is top-k with all
             of Deep Gradient Compression. A codec leaves norms, biases and tiny parameters exact.
-        feedback: what becomes of the error of each payload: True, it is added to the next; False;
+        feedback: error feedback. True: the error of each payload is added to the next; False: none;
             or a kind with options, "ema:0.9,storage=int8", see `pycomm.Feedback`.
-        seed: of random rounding; equal on all ranks.
+        seed: seed of random rounding; equal on all ranks.
         weights: for FSDP2 only, a codec of the parameters when they are gathered, such as "bf16" or
-            "int8". No feedback makes up for what it loses: each rank computes with such weights.
+            "int8". No feedback corrects its error: each rank computes with such weights.
 
     Returns:
-        The state: `summary()`, `residual_norms()`, and `state_dict()` for checkpoints.
+        The state: `summary()`, `residual_norms()`, and `state_dict()` for checkpoints. As a context
+        manager it calls `remove()` at the end of its block, on all ranks alike; not after an
+        exception, since other ranks may be elsewhere.
 
     Raises:
-        TypeError: the model is wrapped in nothing that reduces gradients through hooks.
+        TypeError: no wrapper of the model reduces gradients through hooks, or an argument has
+            another type.
         ValueError: an unknown codec, bad options, or a codec that this wrapper cannot use.
         WireMismatch: ranks have different models or codecs; the text names them.
-        Error: the model has a communication hook already, or does not use them.
+        Error: the model already has a communication hook, or its reducer takes none.
 
     Example:
         >>> import pycomm
         >>> model = DistributedDataParallel(net)  # doctest: +SKIP
         >>> state = pycomm.compress(model, "int4")  # doctest: +SKIP
         >>> print(state.summary())  # doctest: +SKIP
+        >>> with pycomm.compress(model, "int4") as state:  # doctest: +SKIP
+        ...     train(model)  # exact again after the block
     """
+    typed("model", model, nn.Module)
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
     if isinstance(model, DistributedDataParallel):
         if weights is not None:
@@ -80,10 +89,69 @@ def compress(
     return state
 
 
+def state_of(model: nn.Module) -> CompressionState | None:
+    """Return the state of a compressed model, as `compress` returned it.
+
+    Scripts under `pycomm.run` do not call `compress`; they need the state to save it or to call
+    `follow`. There, if a model in fully_shard has had no forward yet, this call compresses it;
+    that is collective.
+
+    Args:
+        model: the model that was given to `compress`, compiled or not, or a module that contains
+            it.
+
+    Returns:
+        The state; None if nothing of the model is compressed, or `remove` was called.
+
+    Example:
+        >>> state = pycomm.state_of(model)  # doctest: +SKIP
+        >>> if state is not None:  # doctest: +SKIP
+        ...     saved["pycomm"] = state
+    """
+    typed("model", model, nn.Module)
+    model = getattr(model, "_orig_mod", model)
+    for module in model.modules():
+        for _, state in getattr(module, "_comm_hooks", []):
+            if isinstance(state, CompressionState) and not state.removed:
+                return state
+    sharded = next((m for m in model.modules() if isinstance(m, FSDPModule)), None)
+    if sharded is None:
+        return None
+    if (found := compressed_state(model)) is None:
+        for act in _late:
+            act(model)
+        found = compressed_state(model)
+    return found
+
+
+_late: list[Callable[[nn.Module], None]] = []
+
+
+def compress_late(act: Callable[[nn.Module], None]) -> None:
+    """Register a function that `state_of` calls with a fully_shard model not compressed yet."""
+    _late.append(act)
+
+
 def _compress_ddp(
     model: DistributedDataParallel, spec: str | Codec | Policy, **options: Any
 ) -> HookState:
-    if hooks := getattr(model, "_comm_hooks", []):
+    hooks = getattr(model, "_comm_hooks", [])
+    if hooks and isinstance(hooks[0][1], DetachedState):  # the model is a copy of a compressed one
+        hooks.clear()
+    if getattr(model, "_use_python_reducer", False):
+        raise Error(
+            "DDP has the reducer of torch.compile, which traces hooks: set torch._dynamo.config."
+            'optimize_ddp = "ddp_optimizer" before DistributedDataParallel is made'
+        )
+    before = hooks[0][1] if hooks else None
+    if isinstance(before, HookState) and before.removed:
+        # torch's reducer takes one hook, for good: the old state forwards to the new one.
+        state = HookState(spec, model, **options)
+        state.agree()
+        before.successor = state
+        hooks[0] = (compress_hook, state)
+        return state
+    if hooks:
         raise Error(
             f"the model has the communication hook {hooks[0][0].__qualname__} already, and DDP "
             "takes one: wrap the module in a new DistributedDataParallel to change it"
@@ -100,7 +168,7 @@ def _compress_ddp(
 
 
 def _advice(model: nn.Module) -> str:
-    """What to do with a model that is wrapped in something else, or in nothing."""
+    """Return what to do with a model in another wrapper, or in none."""
     names = {type(module).__name__ for module in model.modules()}
     if "FullyShardedDataParallel" in names:
         return "shard it with torch.distributed.fsdp.fully_shard, which FSDP1 has become"
@@ -120,7 +188,7 @@ def _advice(model: nn.Module) -> str:
 
 
 class _Function(ModuleType):
-    """An import of this module puts it where `pycomm.compress`, the function, is expected."""
+    """A callable module: importing `pycomm.compress` hides the function of that name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> CompressionState:
         return compress(*args, **kwargs)

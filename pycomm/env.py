@@ -1,4 +1,4 @@
-"""The one page of environment variables that pycomm's Python reads; the core's: core/env.h."""
+"""Every environment variable that pycomm's Python code reads; csrc/core/env.h has the core's."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Env:
-    """Read once, at first use."""
+    """Settings that are read once, at first use."""
 
     # PYCOMM_IMPL: the codec implementation to use: native, nvrtc, triton or reference; it must
-    # then work or raise. Empty: the first of these that is there.
+    # then work or raise. Empty: the first of these that is available.
     impl: str = ""
     # TRITON_INTERPRET=1, Triton's own variable: its kernels run on the CPU.
     triton_interpret: bool = False
     # RANK and WORLD_SIZE, as torchrun sets them; None where they are not set.
     rank: int | None = None
     world_size: int | None = None
-    # LOCAL_RANK and LOCAL_WORLD_SIZE, of this machine by torchrun's count: only the doctor looks.
+    # LOCAL_RANK and LOCAL_WORLD_SIZE, torchrun's counts on this machine; read by the doctor only.
     local_rank: int | None = None
     local_world_size: int | None = None
-    # PYCOMM_TIMEOUT, the core's: whether somebody has set it.
+    # PYCOMM_TIMEOUT, a variable of the core: whether it is set.
     timeout_is_set: bool = False
     # PYCOMM_HEALTH: "on", "off", or seconds from one comparison of the ranks to the next, 1 to
     # 86400; None: they are never compared. docs/monitor.md.
@@ -33,39 +33,51 @@ class Env:
 
 @dataclass(frozen=True)
 class AtImport:
-    """Read at the end of every `import torch`, where pycomm is installed: by _autoload.py."""
+    """Settings that _autoload.py reads at the end of every `import torch`."""
 
-    # PYCOMM_TAKEOVER: names of backends that pycomm answers for, such as "gloo,nccl"; takeover.py.
+    # PYCOMM_TAKEOVER: names of backends that pycomm replaces, such as "gloo,nccl"; see takeover.py.
     takeover: tuple[str, ...] = ()
     # PYCOMM_RUN: options of `python -m pycomm.run`, for processes that another launcher starts.
-    run: tuple[str, ...] = ()
+    run: str = ""
 
 
 def at_import() -> AtImport:
-    """Return the settings that change what torch does. Not kept: scripts set variables, too."""
+    """Return the settings that change torch's behaviour. Not cached: scripts set variables, too."""
     names = os.environ.get("PYCOMM_TAKEOVER", "").split(",")
     return AtImport(
         takeover=tuple(name.strip() for name in names if name.strip()),
-        run=tuple(shlex.split(os.environ.get("PYCOMM_RUN", ""))),
+        run=os.environ.get("PYCOMM_RUN", ""),
     )
 
 
+def run_options(text: str) -> list[str]:
+    """Return the options that PYCOMM_RUN holds.
+
+    Raises:
+        ValueError: it is no command line.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:  # such as "No closing quotation"
+        raise ValueError(f"{error} in its text") from None
+
+
 def hand_on_run(options: Sequence[str]) -> None:
-    """Set PYCOMM_RUN for the processes that this one starts."""
+    """Set PYCOMM_RUN for the child processes of this one."""
     os.environ["PYCOMM_RUN"] = shlex.join(options)
 
 
 def let_groups_allocate_buckets() -> None:
-    """Unless the user has said otherwise, let DDP take its buckets from its process group.
+    """Let DDP allocate its buckets from its process group, unless the user has decided otherwise.
 
-    torch's own variable, off by default, makes DDP ask the group's allocate_tensor(). Ours hands
-    out memory that the ranks of a host share, in which an all-reduce copies nothing.
+    The variable is torch's own and off by default. With it DDP calls the group's allocate_tensor();
+    pycomm's returns memory that the ranks of a host share, in which an all-reduce copies nothing.
     """
     os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 
 
 def variables_of_rank(rank: int, size: int) -> dict[str, str]:
-    """Return the environment of a rank that is started on this machine, as torchrun makes it."""
+    """Return the environment of a rank that is started on this machine, as torchrun sets it."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return dict(os.environ) | {name: str(value) for name, value in names.items()}
 
@@ -74,13 +86,13 @@ PREFIX = "PYCOMM_"
 
 
 def given(*others: str) -> dict[str, str]:
-    """Return the variables that are set and begin like ours, and those of `others` that are."""
+    """Return the variables that are set and start with pycomm's prefix, and those in `others`."""
     names = [name for name in os.environ if name.startswith(PREFIX) or name in others]
     return {name: os.environ[name] for name in sorted(names)}
 
 
 def with_only(*names: str) -> dict[str, str]:
-    """Return an environment in which, of what begins like ours, only these are set."""
+    """Return the environment without pycomm's variables, except for those named."""
     return {k: v for k, v in os.environ.items() if k in names or not k.startswith(PREFIX)}
 
 
@@ -97,6 +109,22 @@ def env() -> Env:
         timeout_is_set=bool(os.environ.get("PYCOMM_TIMEOUT")),
         health=_health(os.environ.get("PYCOMM_HEALTH", "")),
     )
+
+
+def place() -> tuple[int | None, int | None, int | None]:
+    """Return RANK, WORLD_SIZE and LOCAL_WORLD_SIZE alone; None where they are not set."""
+    return _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_WORLD_SIZE")
+
+
+def refused() -> dict[str, str]:
+    """Return the error of each variable of `env` that has an invalid value, by its name."""
+    found = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYCOMM_HEALTH"):
+        try:
+            _health(os.environ.get(name, "")) if name == "PYCOMM_HEALTH" else _number(name)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
 
 
 def _number(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""What can go wrong, one class per thing a caller can do about it."""
+"""Exceptions of pycomm: one class for each reaction that a caller can have."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ __all__ = ["Error", "PeerLost", "Timeout", "WireMismatch"]
 
 
 class Error(RuntimeError):
-    """Anything that went wrong in pycomm; also bad arguments, found before a byte is sent."""
+    """Base class of pycomm's errors; also invalid arguments, found before a byte is sent."""
 
 
 class Timeout(Error):
-    """A deadline passed; the text names the ranks that did not come."""
+    """A deadline has passed; the text names the ranks that are missing."""
 
 
 class PeerLost(Error):
-    """A rank died or left.
+    """A rank has died or left the group.
 
     Attributes:
         rank: its number in the group.
-        ranks: those of all ranks that are known to be gone, ascending: what to give to
+        ranks: numbers of all ranks that are known to be gone, ascending; the argument for
             `torch.distributed.shrink_group`.
     """
 
@@ -31,4 +31,4 @@ class PeerLost(Error):
 
 
 class WireMismatch(Error):
-    """Two ranks called different things: op, order, dtype, size, codec or version."""
+    """Two ranks made different calls: op, order, dtype, size, codec or version differ."""

@@ -1,21 +1,23 @@
-"""Ranks that train by themselves and meet now and then: local SGD with an outer optimizer (DiLoCo).
+"""Local SGD with an outer optimizer (DiLoCo): ranks train alone and synchronize every H steps.
 
-Every rank takes H optimizer steps on its own. Then what they have moved, start minus end, is
-averaged over the ranks as an outer gradient, and an outer SGD with Nesterov momentum moves the
-common start by it (Douillard et al. 2023, "DiLoCo", algorithm 1). With an outer learning rate of 1
-and no momentum that is plain averaging of parameters (local SGD, Stich 2018). The outer gradient is
-compressed, with feedback.
+Every rank takes H optimizer steps on its own. Then the ranks' movements, start minus end, are
+averaged as an outer gradient, and an outer SGD with Nesterov momentum moves the common start by it
+(Douillard et al. 2023, "DiLoCo", algorithm 1). With an outer learning rate of 1 and no momentum
+that is plain averaging of parameters (local SGD, Stich 2018). The outer gradient is compressed,
+with feedback.
 
-Delayed, the outer gradient of a round travels while the next round is computed, and is applied at
-that round's end (Kale, Douillard, Donchev 2025, "Eager updates for overlapped communication and
-computation in DiLoCo", the delayed outer gradient of section 3; Streaming DiLoCo, Douillard et al.
-2025, overlaps in the same way within a round).
+With `delayed`, the outer gradient of a round travels while the next round is computed, and is
+applied at that round's end (Kale, Douillard, Donchev 2025, "Eager updates for overlapped
+communication and computation in DiLoCo", the delayed outer gradient of section 3; Streaming DiLoCo,
+Douillard et al. 2025, overlaps in the same way within a round).
 """
 
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -23,46 +25,57 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import backend
+from pycomm.arguments import number, typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.hooks.state import CompressionState
 from pycomm.policy import Policy
+from pycomm.policy.names import clean
+from pycomm.reduction.outer import OuterParameters, Values, broadcast, reals
+from pycomm.reduction.state import CompressionState
 
 logger = logging.getLogger("pycomm")
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class LocalSGD:
-    """Lets the ranks of a group train apart, and brings them together every so many steps.
+    """Rounds of local training on the ranks of a group, with an outer step after each.
 
-    Collective: every rank makes one, with the same model and options, and from then on they start
-    from the first rank's parameters. After an outer step all ranks have the same parameters, to the
-    bit. Only parameters are averaged; buffers, such as a batch norm's statistics, and the inner
-    optimizer's state stay each rank's own.
+    Collective: every rank makes one, with the same model and options, and all start from the first
+    rank's parameters and buffers. After an outer step all ranks have the same parameters, to the
+    bit. Only trained parameters are averaged; each rank keeps its own buffers, such as a batch
+    norm's statistics, and its own state of the inner optimizer.
+
+    A parameter that is unfrozen, added or replaced during a round is averaged exactly when that
+    round ends, and takes part like the others from then on; a parameter that is frozen or removed
+    takes part for the last time. Such a round is not delayed. All ranks must make such a change in
+    the same round.
 
     Args:
-        model: not wrapped in DistributedDataParallel over the same group, which would average every
-            step. Over a group of nodes, with DDP or FSDP2 inside each of them, is what this is for:
-            parameters in shards are averaged shard by shard.
+        model: a model whose wrapper, if any, does not reduce over the same ranks:
+            DistributedDataParallel and FSDP2 would synchronize them in every step. The intended use
+            is a group of nodes with DDP or FSDP2 inside each node: sharded parameters are averaged
+            shard by shard.
         every: local steps in a round.
-        codec: of outer gradients: a codec, its text ("int4"), or a `pycomm.Policy`.
+        codec: codec of the outer gradients, its text ("int4"), or a `pycomm.Policy`.
         lr: outer learning rate.
-        momentum: of the outer optimizer; 0 for none.
+        momentum: momentum of the outer optimizer; 0 for none.
         nesterov: look ahead by the momentum, as DiLoCo does.
-        delayed: apply an outer gradient one round later, and let it travel meanwhile. A smaller
+        delayed: apply an outer gradient one round later, so that it travels meanwhile. A smaller
             momentum suits it.
-        optimizer: the inner one; needed only where this is used as a context manager, to count its
-            steps.
-        process_group: ranks that train apart; None: the default group.
-        feedback: what becomes of what a payload loses; see `pycomm.compress`.
-        seed: of random rounding; equal on all ranks.
+        optimizer: the inner optimizer; needed only if this is used as a context manager, which
+            counts the optimizer's steps.
+        process_group: the ranks that train apart; None: the default group.
+        feedback: error feedback; see `pycomm.compress`.
+        seed: seed of random rounding; equal on all ranks.
 
     Raises:
-        ValueError: an option that makes no sense.
+        ValueError: an option has a value that makes no sense.
+        Error: the model's own wrapper reduces over ranks that are to train apart.
         WireMismatch: ranks have different models or codecs.
 
     Example:
@@ -90,6 +103,10 @@ class LocalSGD:
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
     ) -> None:
+        typed("model", model, nn.Module)
+        typed("optimizer", optimizer, torch.optim.Optimizer, None)
+        every = whole("every", every, -math.inf)
+        lr, momentum = number("lr", lr), number("momentum", momentum)
         if every < 1 or lr <= 0 or not 0 <= momentum < 1:
             raise ValueError(
                 f"LocalSGD: every={every} must be at least 1, lr={lr} above 0 and "
@@ -100,18 +117,19 @@ class LocalSGD:
         self.local_steps = 0
         """Optimizer steps in this round."""
         self.rounds = 0
-        """Outer gradients that were applied, or dropped because they were not finite."""
+        """Outer gradients that were applied, or skipped because they were not finite."""
         self.skipped = 0
-        """Those that were dropped."""
+        """Outer gradients that were skipped."""
         self._optimizer = optimizer
         self._hook: Any = None
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        locals_ = self._locals()
-        if not locals_:
+        self._model = model
+        trained = self._trained()
+        if not trained:
             raise ValueError("LocalSGD: the model has no parameters to train")
         group = process_group or dist.group.WORLD
-        if delayed and group is not None and not (backend.find(group) and locals_[0].is_cpu):
-            # A thread talks there while the caller trains, and may use its own groups as ever.
+        on_cpu = reals(next(iter(trained.values()))).is_cpu
+        if delayed and group is not None and not (backend.find(group) and on_cpu):
+            # A thread uses this group while the caller trains and uses its own groups as before.
             group = dist.new_group(
                 dist.get_process_group_ranks(group), use_local_synchronization=True
             )
@@ -120,20 +138,17 @@ class LocalSGD:
             self._thread = None
         self.state = CompressionState(codec, process_group=group, feedback=feedback, seed=seed)
         """Codecs and feedback: `summary()`, `residual_norms()`."""
-        for name, values in zip(self._parameters, locals_, strict=True):
-            self.state.add(name, values)
-        self.state.agree()
-        self._start = torch.cat([values.detach().float().reshape(-1) for values in locals_])
-        group = self.state.process_group
-        dist.broadcast(self._start, dist.get_global_rank(group, 0), group=group)
-        self._velocity = torch.zeros_like(self._start) if momentum else None
-        self._under_way: Future[torch.Tensor] | torch.futures.Future[torch.Tensor] | None = None
-        self._write(self._start)
+        _refuse_meetings(model, self.state.process_group)
+        broadcast(model, self.state.process_group)
+        self._outer = OuterParameters(trained, momentum=momentum, nesterov=nesterov)
+        self._enter(trained)
+        self.state.plan.complete()
+        self._under_way: Callable[[], Values] | None = None
 
     # ------------------------------------------------------------------ for users
 
     def step(self) -> bool:
-        """Count one optimizer step; call it after each. Returns whether the ranks have met."""
+        """Count one optimizer step; call it after each. Returns whether it ended a round."""
         self.local_steps += 1
         if self.local_steps < self.every:
             return False
@@ -141,12 +156,12 @@ class LocalSGD:
         return True
 
     def finish(self) -> None:
-        """End the round now, with all that is under way; afterwards all ranks are equal."""
+        """End the round now and apply all outer gradients; afterwards all ranks are equal."""
         if self.local_steps or self._under_way is not None:
             if self.local_steps:
                 self._end_round()
             self._apply()
-            self._write(self._start)
+            self._outer.write()
 
     def __enter__(self) -> LocalSGD:
         if self._optimizer is None:
@@ -168,16 +183,15 @@ class LocalSGD:
             self.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beside model and optimizer. Each rank saves its own."""
+        """Return the state to checkpoint beside model and optimizer. Each rank saves its own."""
         pending = None
         if self._under_way is not None:
-            pending = _wait(self._under_way)
+            pending = self._under_way()
             self._under_way = _done(pending)
         return {
             "version": STATE_VERSION,
-            "start": self._start.clone(),
-            "velocity": None if self._velocity is None else self._velocity.clone(),
-            "pending": None if pending is None else pending.clone(),
+            **self._outer.state_dict(),
+            "pending": None if pending is None else _copies(pending),
             "local_steps": self.local_steps,
             "rounds": self.rounds,
             "skipped": self.skipped,
@@ -185,7 +199,7 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; the model is loaded by itself.
+        """Restore the state from `state_dict`; the model is loaded separately.
 
         Raises:
             ValueError: the state is of another version, model, momentum, rank or number of ranks.
@@ -194,89 +208,102 @@ class LocalSGD:
             raise ValueError(
                 f"LocalSGD's state has version {state['version']}: not {STATE_VERSION}"
             )
-        if state["start"].numel() != self._start.numel():
-            raise ValueError(
-                f"LocalSGD's state has {state['start'].numel()} values, the model "
-                f"{self._start.numel()}: it belongs to another model"
-            )
-        if (state["velocity"] is None) != (self._velocity is None):
-            raise ValueError("LocalSGD's state was saved with momentum or without, unlike this one")
+        self._outer.load_state_dict(state, self._named())
+        self._enter(self._outer.parameters)
         self.state.load_state_dict(state["compression"])
-        self._start.copy_(state["start"])
-        if self._velocity is not None:
-            self._velocity.copy_(state["velocity"])
         pending = state["pending"]
-        self._under_way = None if pending is None else _done(pending.clone())
+        self._under_way = None if pending is None else _done(_copies(pending))
         self.local_steps, self.rounds = state["local_steps"], state["rounds"]
         self.skipped = state["skipped"]
 
     # ------------------------------------------------------------------ rounds
 
     def _end_round(self) -> None:
-        moved = self._start - torch.cat([v.float().reshape(-1) for v in self._locals()])
+        trained = self._trained()
+        renewed = self._outer.differ(trained)
+        moved = self._outer.moved()
         if self.delayed:
             self._apply()
         self._send(moved)
-        if not self.delayed:
+        if not self.delayed or renewed:
             self._apply()
-        self._write(self._start)
+        self._outer.write()
+        if renewed:
+            new = self._outer.renew(trained, self.state.process_group)
+            self._enter({name: trained[name] for name in new})
+            self._outer.write()
         self.local_steps = 0
 
-    def _send(self, moved: torch.Tensor) -> None:
-        def exchange() -> torch.Tensor:
-            self.state.begin_step()
-            future = self.state.reduce(moved, tuple(self._parameters))
-            self.state.end_step()
-            return future.wait()
+    def _send(self, moved: Values) -> None:
+        names = self._outer.names
 
-        if self._thread is not None:
-            self._under_way = self._thread.submit(exchange)
-            return
-        self.state.begin_step()
-        self._under_way = self.state.reduce(moved, tuple(self._parameters))
-        self.state.end_step()
+        def exchange() -> Callable[[], Values]:
+            self.state.begin_step()
+            futures = {width: self.state.reduce(moved[width], names[width]) for width in moved}
+            self.state.end_step()
+            return lambda: {width: future.wait() for width, future in futures.items()}
+
+        if self._thread is None:
+            self._under_way = exchange()
+        else:
+            self._under_way = self._thread.submit(lambda: exchange()()).result
 
     def _apply(self) -> None:
-        """Move the start by the outer gradient that is under way, if there is one."""
+        """Move the start by the outer gradient that is in flight, if there is one."""
         if self._under_way is None:
             return
-        gradient, self._under_way = _wait(self._under_way), None
+        gradient, self._under_way = self._under_way(), None
         self.rounds += 1
-        if not gradient.isfinite().all():  # on all ranks alike
+        if not all(part.isfinite().all() for part in gradient.values()):  # on all ranks alike
             self.skipped += 1
             logger.warning(
                 "LocalSGD: round %d is not finite on some rank; all go back to its start",
                 self.rounds,
             )
             return
-        update = gradient
-        if self._velocity is not None:
-            self._velocity.mul_(self.momentum).add_(gradient)
-            update = self._velocity
-            if self.nesterov:
-                update = gradient.add_(self._velocity, alpha=self.momentum)
-        self._start.add_(update, alpha=-self.lr)
+        self._outer.apply(gradient, self.lr)
 
-    @torch.no_grad()
-    def _write(self, values: torch.Tensor) -> None:
-        locals_ = self._locals()
-        parts = torch.split(values, [p.numel() for p in locals_])
-        for parameter, part in zip(locals_, parts, strict=True):
-            parameter.copy_(part.view_as(parameter))
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._named().items() if p.requires_grad}
 
-    def _locals(self) -> list[torch.Tensor]:
-        """What this rank has of each parameter."""
-        return [
-            (p.to_local() if isinstance(p, DTensor) else p).detach()
-            for p in self._parameters.values()
-        ]
+    def _named(self) -> dict[str, nn.Parameter]:
+        return {clean(name): p for name, p in self._model.named_parameters()}
+
+    def _enter(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Decide the codecs of parameters, and check that all ranks have decided alike."""
+        for name, parameter in parameters.items():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self.state.add(name, own.detach())
+        self.state.agree()
 
 
-def _wait(under_way: Future[torch.Tensor] | torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    return under_way.result() if isinstance(under_way, Future) else under_way.wait()
+def _refuse_meetings(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise if the model's own wrapper reduces over ranks that are to train apart."""
+    apart = set(dist.get_process_group_ranks(group))
+
+    def refuse(what: str, ranks: set[int]) -> None:
+        if len(apart & ranks) > 1:
+            raise Error(
+                f"LocalSGD: {what} over ranks {sorted(apart & ranks)}, which are to train apart "
+                "and would meet in every step: use one of the two, or a group with one rank of "
+                "each node"
+            )
+
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            refuse("the model is wrapped in DistributedDataParallel", set(ranks))
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for dim in range(mesh.ndim):
+                ranks = dist.get_process_group_ranks(mesh.get_group(dim))
+                refuse("parameters are distributed", set(ranks))
 
 
-def _done(values: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(values)
-    return future
+def _done(values: Values) -> Callable[[], Values]:
+    return lambda: values
+
+
+def _copies(values: Values) -> Values:
+    return {width: part.clone() for width, part in values.items()}

@@ -1,7 +1,7 @@
-"""What this process does while it trains: as text, JSON, and for Prometheus.
+"""Metrics of this process while it trains: as text, as JSON, and for Prometheus.
 
-Of each model whose gradients are compressed, how well; of each group, its operations, and which
-rank holds the others up (``docs/monitor.md``).
+They cover each model whose gradients are compressed (size and error of the compression) and each
+group (its operations, and the rank that holds the others up); see ``docs/monitor.md``.
 
 Example:
     >>> from pycomm import monitor
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
-from pycomm.health import metrics, show
+from pycomm.straggler import metrics, show
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that travel with one codec for one reason."""
+    """Parameters that share a codec and the reason for it."""
 
     codec: str
     reason: str
@@ -40,37 +40,37 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is known of one model. None: not measured yet, or not at all."""
+    """Metrics of one model. None: not measured yet, or not at all."""
 
     step: int
     step_seconds: float | None
     """Median of the last steps, from one reduction to the next."""
     payload_bytes: int
-    """Of all gradients of one step, encoded once."""
+    """Payload of all gradients of one step, encoded once."""
     plain_bytes: int
-    """The same in float32."""
+    """The same gradients in float32."""
     overflows: int
     """Steps whose result was not finite."""
     checked: int
-    """Parameters of which there was a sample; the next four are of their last samples."""
+    """Parameters with at least one sample; the next four fields are of their last samples."""
     error: float | None
     """The largest |result - exact| / |exact|, L2, of averaged gradients."""
     cosine: float | None
-    """The smallest, between result and exact."""
+    """The smallest cosine between result and exact."""
     coding: float | None
-    """The largest |result - due| / |due|, where due includes what residuals owed."""
+    """The largest |result - due| / |due|, where due includes the residuals."""
     residual: float | None
-    """The largest |what residuals owed| / |exact|."""
+    """The largest |residuals| / |exact|."""
     sampled: int
     """Values in those samples, of all ranks."""
     saturated: int
-    """Those that were cut off, being larger than their block's scale can show: MX with floor
-    scales, NVFP4. Other scales follow from the largest value of a block, and cut nothing off."""
+    """Values clipped because they exceed what their block's scale can represent: MX with floor
+    scales, NVFP4. Other scales follow from a block's amax and clip nothing."""
     check_every: int | None
     """Steps from one check to the next."""
     groups: tuple[Group, ...]
     events: tuple[str, ...]
-    """What has changed, and why."""
+    """Changes, each with its reason."""
 
     @property
     def ratio(self) -> float:
@@ -79,10 +79,10 @@ class Report:
 
 
 class Watched(Protocol):
-    """What can be watched: a `pycomm.policy.Plan`."""
+    """An object that can be watched: a `pycomm.policy.Plan`."""
 
     def report(self) -> Report:
-        """Return what is known now. Called from any thread."""
+        """Return the present metrics. May be called from any thread."""
 
 
 _lock = threading.Lock()
@@ -90,18 +90,38 @@ _watched: WeakValueDictionary[int, Watched] = WeakValueDictionary()
 _made = 0
 
 
-def watch(watched: Watched) -> None:
-    """Show an object from now on, for as long as it lives."""
+def watch(watched: Watched, before: Watched | None = None) -> None:
+    """Include an object in all reports from now on, for as long as it lives.
+
+    Args:
+        watched: what reports are made of.
+        before: the object whose place and number it takes.
+    """
     global _made
     with _lock:
-        _watched[_made] = watched
-        _made += 1
+        number = _number(before)
+        if number is None:
+            number, _made = _made, _made + 1
+        _watched[number] = watched
+
+
+def forget(watched: Watched) -> None:
+    """Show an object no longer."""
+    with _lock:
+        number = _number(watched)
+        if number is not None:
+            del _watched[number]
+
+
+def _number(watched: Watched | None) -> int | None:
+    return next((n for n, known in _watched.items() if known is watched), None)
 
 
 def snapshot() -> dict[int, Report]:
-    """Return what is known of each model whose gradients this process compresses, by number.
+    """Return the report of each model whose gradients this process compresses, by number.
 
-    Numbers count from 0 in the order in which the models were given to `pycomm.compress`.
+    Numbers count from 0 in the order in which the models were given to `pycomm.compress`. A model
+    keeps its number when its policy is set anew, and has none after `remove`.
     """
     with _lock:
         living = sorted(_watched.items())
@@ -109,7 +129,7 @@ def snapshot() -> dict[int, Report]:
 
 
 def text() -> str:
-    """Return all that is known, for people."""
+    """Return all metrics as text."""
     lines = []
     for number, r in snapshot().items():
         seconds = "" if r.step_seconds is None else f" {r.step_seconds:.3g} s a step,"
@@ -132,7 +152,7 @@ def text() -> str:
 
 
 def json() -> str:
-    """Return the same as JSON: "models", each with its number and ratio, and "groups"."""
+    """Return all metrics as JSON: "models", each with its number and ratio, and "groups"."""
     models = [
         {"model": number, **asdict(report), "ratio": report.ratio}
         for number, report in snapshot().items()
@@ -143,7 +163,7 @@ def json() -> str:
 
 # --------------------------------------------------------------------- Prometheus
 
-# Names in a Report, and what Prometheus shows beside them.
+# Names in a Report, and their names and help texts in Prometheus.
 _GAUGES = {
     "step": "Number of the step",
     "step_seconds": "Median time of a step",
@@ -160,7 +180,7 @@ _GAUGES = {
 
 
 class Collector:
-    """A collector of prometheus-client: its registries ask it for the metrics at each scrape."""
+    """A collector for prometheus-client, whose registries call it at each scrape."""
 
     def collect(self) -> Iterator[Metric]:
         """Return metrics named ``pycomm_...``, with the model's number or the group as a label."""
@@ -186,11 +206,11 @@ class Collector:
 
 
 def serve(port: int, address: str = "127.0.0.1") -> Any:
-    """Answer Prometheus at ``http://address:port/metrics``, in a thread of this process.
+    """Serve Prometheus metrics at ``http://address:port/metrics``, in a thread of this process.
 
     Args:
         port: one for each rank of a host, such as 9400 + local_rank; 0 takes any free one.
-        address: who may ask; "0.0.0.0" for everybody.
+        address: address to listen on; "0.0.0.0" for all interfaces.
 
     Returns:
         The server: ``server_port`` is its port, ``shutdown()`` ends it.

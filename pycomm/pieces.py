@@ -1,4 +1,4 @@
-"""The parts of a bucket that the communicator's coded collectives take, as C++ wants them."""
+"""Pieces of a bucket for the communicator's coded collectives, and their conversion for C++."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Piece:
     """A part of a bucket with a codec and feedback of its own, such as one parameter's gradient."""
 
     numel: int
-    """elements; the pieces of a bucket follow each other without gaps"""
+    """number of elements; the pieces of a bucket follow each other without gaps"""
     codec: Any
     """a :class:`pycomm.codecs.Codec`, or a core codec's spec such as ``"quant:bits=4"``"""
     tensor: int = 0
-    """number of the parameter, equal on all ranks: it names the random numbers of rounding"""
+    """number of the parameter, equal on all ranks: it selects the random numbers of rounding"""
     residual: Any = None
     """float32 [numel], read and written: error of what this rank sends; for
     :meth:`Communicator.reduce_scatter_coded` [size, numel]"""
@@ -29,7 +29,7 @@ class Piece:
 
 
 def floats(what: str, array: Any, write: bool) -> tuple[int, int]:
-    """Address and elements of a float32 array."""
+    """Return the address and number of elements of a float32 array."""
     address, numel, dtype = span(array, write)
     if dtype != _C.DType.float32:
         raise Error(f"{what} takes float32, not {dtype.name}")
@@ -37,7 +37,7 @@ def floats(what: str, array: Any, write: bool) -> tuple[int, int]:
 
 
 def built(codec: Any, numel: int, rows: int = 1) -> _C.Pieces:
-    """What a coded call got as its codec. Worker residuals have that many rows."""
+    """Convert the codec argument of a coded call; worker residuals have `rows` rows."""
     pieces = codec if isinstance(codec, Sequence) and not isinstance(codec, str) else None
     result = _C.Pieces()
     codecs: dict[str, _C.Codec] = {}

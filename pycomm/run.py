@@ -1,16 +1,16 @@
-"""Runs an unmodified training script over pycomm, with compressed gradients if asked.
+"""Launcher: runs an unmodified training script over pycomm, with compressed gradients if asked.
 
     torchrun --nproc-per-node 2 -m pycomm.run --codec int4 train.py --its --own --arguments
     torchrun --nproc-per-node 2 -m pycomm.run --codec int4 -m package.train --its --own --arguments
 
-Two things change before the script starts. Its process groups are pycomm groups, whether it asks
-for "gloo", for "nccl" (without a GPU) or for nothing, and go by the name that it asked for
-(takeover.py). And every DistributedDataParallel compresses its gradients, from its construction on,
-and every model in fully_shard (FSDP2), from its first forward on.
-All else is as `python train.py` has it: `sys.argv`, `sys.path`, `__main__`, traceback, exit status.
+Two things change before the script starts. Its process groups become pycomm groups, whether it asks
+for "gloo", for "nccl" (without a GPU) or for no backend, and keep the name that it asked for
+(takeover.py). Gradients are compressed: those of every DistributedDataParallel from its
+construction on, and those of every model in fully_shard (FSDP2) from its first forward on.
+All else is as with `python train.py`: `sys.argv`, `sys.path`, `__main__`, traceback, exit status.
 
-Processes that the script starts do the same: they find the options in PYCOMM_RUN. Set by hand, it
-serves launchers that leave no room for a command: `PYCOMM_RUN="--codec int4" accelerate launch ...`
+Processes that the script starts read the same options from PYCOMM_RUN. Set it by hand for launchers
+that have no place for a command: `PYCOMM_RUN="--codec int4" accelerate launch ...`
 """
 
 from __future__ import annotations
@@ -33,21 +33,25 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm import _autoload, takeover
-from pycomm.compress import compress
+from pycomm import _register, takeover
+from pycomm.arguments import whole
+from pycomm.backend import create
+from pycomm.compress import compress, compress_late
 from pycomm.env import at_import, hand_on_run
+from pycomm.hooks import unreached
 from pycomm.policy import PROTECT, Policy, Rule, usual_feedback
 
 logger = logging.getLogger("pycomm")
 
-AS_ASKED = "script"  # for --backend: what the script says
+AS_ASKED = "script"  # value of --backend that leaves the choice to the script
 
 
 @dataclass
 class Compression:
-    """What happens to every DistributedDataParallel and fully_shard; None: nothing."""
+    """Options for every DistributedDataParallel and fully_shard; policy None: no compression."""
 
     policy: Policy | None = None
     feedback: bool | str = True
@@ -60,14 +64,14 @@ _compression = Compression()
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises: a wrong PYCOMM_RUN must not end a process in the middle of `import torch`."""
+    """A parser that raises, so that a wrong PYCOMM_RUN does not end a process in `import torch`."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 class _Once(argparse.Action):
-    """An option that may be given once: two words for one thing would hide a mistake."""
+    """An option that may be given only once: a second value is probably a mistake."""
 
     def __call__(
         self,
@@ -95,7 +99,7 @@ def _parser() -> _Parser:
         action="append",
         default=[],
         metavar="PATTERN=CODEC",
-        help='for parameters of these names: "*.head.*=int8"; the first that matches counts',
+        help='for parameters of these names: "*head.*=int8"; the first that matches counts',
     )
     parser.add_argument("--no-feedback", action="store_true", help="forget what codecs lose")
     parser.add_argument("--seed", type=int, action=_Once, help="of random rounding")
@@ -110,7 +114,7 @@ def _parser() -> _Parser:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part our options from the script and its arguments, at the first word that is not ours."""
+    """Split our options from the script and its arguments, at the first word that is not ours."""
     valued = {
         option
         for action in _parser()._actions
@@ -125,13 +129,13 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def apply(options: Sequence[str]) -> None:
-    """Change what process groups and models of this process do; the last call counts.
+    """Apply options to the process groups and models of this process; the last call counts.
 
     Args:
-        options: ours alone, as on the command line.
+        options: our options alone, as on the command line.
 
     Raises:
-        ValueError: they are wrong; the text says how.
+        ValueError: an option is wrong; the text explains it.
     """
     global _compression
     parser = _parser()
@@ -139,13 +143,15 @@ def apply(options: Sequence[str]) -> None:
     rules = []
     for text in given.rule:
         pattern, equals, spec = text.rpartition("=")
-        # A codec's options hold "=", too: "head.*=quant:bits=8".
+        # A codec's options contain "=", too: "head.*=quant:bits=8".
         pattern, equals, spec = text.partition("=") if ":" in pattern else (pattern, equals, spec)
         if not pattern or not spec:
             parser.error(f"--rule takes PATTERN=CODEC, not {text!r}")
         rules.append((pattern, spec))
     if given.codec is None and (rules or given.no_feedback or given.seed is not None):
         parser.error("--rule, --no-feedback and --seed are about compression: give a --codec")
+    if given.seed is not None:
+        whole("seed", given.seed, 0, 2**64 - 1)
     policy = None
     feedback: bool | str = not given.no_feedback
     if given.codec is not None:
@@ -170,7 +176,7 @@ def apply(options: Sequence[str]) -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-    _autoload.register()
+    _register.register(create)
     if backend != AS_ASKED:
         # Tensors on a GPU stay with NCCL.
         names = ["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"]
@@ -179,13 +185,14 @@ def apply(options: Sequence[str]) -> None:
     if policy is not None:
         _compress_every_ddp()
         _compress_every_fsdp()
+        unreached.watch()
 
 
-# ------------------------------------------------------------------------ what changes
+# ------------------------------------------------------------------------ patches of torch
 
 
 def _compress_every_ddp() -> None:
-    """Let every DistributedDataParallel compress its gradients from its construction on."""
+    """Make every DistributedDataParallel compress its gradients from its construction on."""
     if hasattr(DistributedDataParallel.__init__, "_pycomm"):
         return
     construct = DistributedDataParallel.__init__
@@ -213,30 +220,30 @@ def _compress_every_ddp() -> None:
 
 
 def _compress_every_fsdp() -> None:
-    """Let what fully_shard has wrapped compress its gradients from its first forward on.
+    """Make models in fully_shard or replicate compress from their first forward on.
 
-    Only then is it known which module is the root, from which parameters have their names.
+    The root module, which gives the parameters their names, is known only then. Scripts may have
+    imported both functions already, under several names; both make the one class patched here.
     """
-    from torch.distributed import fsdp
-
-    if hasattr(fsdp.fully_shard, "_pycomm"):
+    if hasattr(FSDPState.init, "_pycomm"):
         return
-    original = fsdp.fully_shard
+    original = FSDPState.init
 
     @functools.wraps(original)
-    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-        wrapped = original(module, *args, **kwargs)
+    def init(self: FSDPState, modules: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
+        original(self, modules, *args, **kwargs)  # type: ignore[arg-type]
         if _compression.policy is not None:
-            for part in module if isinstance(module, (list, tuple)) else [module]:
-                part.register_forward_pre_hook(_compress_root, prepend=True)
-        return wrapped
+            for module in modules:
+                module.register_forward_pre_hook(_compress_root, prepend=True)
 
-    vars(fully_shard)["_pycomm"] = True
-    fsdp.fully_shard = fully_shard
+    vars(init)["_pycomm"] = True
+    FSDPState.init = init  # type: ignore[method-assign]
+    compress_late(lambda model: _compress_root(model, None))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _compress_root(module: nn.Module, _: object) -> None:
-    """The forward hook of every module in fully_shard: the first to be called is the root."""
+    """Compress the root: the forward pre-hook of all fully_shard modules, run first on the root."""
     given = _compression
     if vars(module).get("_pycomm") or given.policy is None:
         return
@@ -245,7 +252,7 @@ def _compress_root(module: nn.Module, _: object) -> None:
     compress(module, given.policy, feedback=given.feedback, seed=given.seed)
 
 
-# ------------------------------------------------------------------------ as python does
+# ------------------------------------------------------------------------ scripts and modules
 
 
 def _load(script: str) -> tuple[CodeType, ModuleType]:
@@ -257,7 +264,7 @@ def _load(script: str) -> tuple[CodeType, ModuleType]:
 
 
 def _find(name: str) -> tuple[CodeType, ModuleType]:
-    """The same for `-m name`; of a package it is the module `__main__` in it."""
+    """Find the module for `-m name`, a package's `__main__`, and make its `__main__`."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -281,7 +288,7 @@ def _main_module(file: str, spec: ModuleSpec | None, loader: Any) -> ModuleType:
 
 
 def _hide_our_frames() -> None:
-    """Let tracebacks begin in the script."""
+    """Make tracebacks begin in the script."""
     show = sys.excepthook
 
     def excepthook(
@@ -301,6 +308,7 @@ def main() -> None:
     """Entry point of ``python -m pycomm.run``."""
     options, words = split(sys.argv[1:])
     try:
+        takeover.install(at_import().takeover)  # torch has done so where pycomm is installed
         apply(options)
         as_module = words[:1] == ["-m"]
         words = words[as_module:]
@@ -316,7 +324,7 @@ def main() -> None:
     hand_on_run(options or ["--backend", "pycomm"])
     _hide_our_frames()
     if found is None and not getattr(sys.flags, "safe_path", False):
-        # `-m` has put the current folder there, and a script expects its own.
+        # `-m` has put the current folder there; a script expects its own folder.
         sys.path[0] = str(Path(words[0]).resolve().parent)
     code, module = found or _load(words[0])
     sys.argv = [str(module.__file__) if as_module else words[0], *words[1:]]
@@ -325,5 +333,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # By its own name, under which others know it.
+    # The import makes this run under the module's own name, by which other modules know it.
     importlib.import_module("pycomm.run").main()

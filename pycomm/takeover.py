@@ -1,14 +1,14 @@
-"""Answers for backend names that somebody has written into a script or a library.
+"""Takeover: pycomm in place of backends whose names are written into a script or a library.
 
     PYCOMM_TAKEOVER=gloo,nccl torchrun --nproc-per-node 2 train.py
 
-Every process group that asks for one of these names becomes a pycomm group, whoever makes it:
-`init_process_group`, `new_group`, DeviceMesh. `get_backend` still says the name that was asked for,
-because that is what libraries compare: Accelerate sends other collectives to "gloo",
-`monitored_barrier` refuses every other name. `pycomm.backend.find` tells what a group really is,
-and so does the group's own `name()`: it must, because torch casts what calls itself Gloo there to
-its own class. What constructs `ProcessGroupGloo` itself, as torch's debug wrapper does, gets Gloo;
-so does everything inside `released()`.
+Every process group that asks for one of these names becomes a pycomm group, whether
+`init_process_group`, `new_group` or DeviceMesh makes it. `get_backend` still returns the name that
+was asked for, because libraries compare it: Accelerate sends other collectives to "gloo",
+`monitored_barrier` refuses every other name. `pycomm.backend.find` returns the actual backend, and
+so does the group's own `name()`: torch casts a group that calls itself Gloo there to its own class.
+Code that constructs `ProcessGroupGloo` itself, such as torch's debug wrapper, gets Gloo; so does
+everything inside `released()`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("pycomm")
 
 Make = Callable[..., tuple[Any, Any]]
 
-# Why a name cannot be answered for.
+# Why a name cannot be taken over.
 REFUSED = {
     "fake": "it stands for no communication",
     "mpi": "MPI starts its own ranks, so there is nothing to meet by",
@@ -40,22 +40,22 @@ REFUSED = {
     "torch would take, so name that",
 }
 
-_answers: dict[str, str] = {}  # the backend that stands in, by the name that is asked for
+_answers: dict[str, str] = {}  # the replacing backend, by the name that is asked for
 _released = ContextVar("pycomm_released", default=False)
 
 
 def install(names: Iterable[str], backend: str = "pycomm") -> None:
-    """Let process groups that ask for one of these names be made by another backend.
+    """Let another backend make the process groups that ask for one of these names.
 
-    May be called again: later names are added, and a name's last backend counts.
+    May be called again: later names are added, and the last backend given for a name counts.
 
     Args:
         names: of backends, as `init_process_group` takes them: "gloo", "nccl".
-        backend: which stands in.
+        backend: the backend that replaces them.
 
     Raises:
-        ValueError: a name that cannot be answered for; the text says why.
-        Error: this torch makes its groups in another way.
+        ValueError: a name cannot be taken over; the text says why.
+        Error: this version of torch makes its groups in another way.
     """
     wanted = [name.lower() for name in names]
     for name in wanted:
@@ -72,19 +72,19 @@ def install(names: Iterable[str], backend: str = "pycomm") -> None:
     if not hasattr(make, "_pycomm"):
         c10d._new_process_group_helper = _answering(make)
     if "nccl" in wanted and vars(c10d).get("default_pg_nccl_timeout") is None:
-        # A torch without NCCL has no default for it, and warns; where there is one, it is this.
+        # torch without NCCL has no default timeout for it and warns; with NCCL it is this one.
         vars(c10d)["default_pg_nccl_timeout"] = timedelta(minutes=10)
     _answers.update(dict.fromkeys(wanted, backend))
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that are answered for at the moment."""
+    """Return the names that are taken over at present."""
     return () if _released.get() else tuple(sorted(_answers))
 
 
 @contextmanager
 def released() -> Iterator[None]:
-    """Within it, names mean what torch says: a group that asks for "gloo" is Gloo's.
+    """Suspend the takeover: inside this context a group that asks for "gloo" is Gloo's.
 
     Example:
         >>> from pycomm import takeover
@@ -108,7 +108,7 @@ def _answering(make: Make) -> Make:
         if given == asked:
             return make(size, rank, ranks, backend, *args, **kwargs)
         stands_in = next(given[device] for device in asked if given[device] != asked[device])
-        for options in ("backend_options", "pg_options"):  # its name has changed over time
+        for options in ("backend_options", "pg_options"):  # torch has renamed this argument
             if kwargs.get(options) is not None and not _ours(kwargs[options]):
                 logger.info("takeover: %s of %s are left out", options, backend)
                 kwargs[options] = None
@@ -127,7 +127,7 @@ def _answering(make: Make) -> Make:
 
 
 def _asked(backend: str) -> dict[str, str]:
-    """The backend's name for each device; empty where no name is one that we answer for."""
+    """Return the backend's name for each device; empty if none of the names is taken over."""
     text = str(backend).lower()
     parts = {part.rpartition(":")[2] for part in text.split(",")}
     if _released.get() or not _answers or (text != "undefined" and parts.isdisjoint(_answers)):
@@ -143,7 +143,7 @@ def _ours(options: Any) -> bool:
 def _rename(
     group: dist.ProcessGroup, backend: str, asked: dict[str, str], given: dict[str, str]
 ) -> None:
-    """Let a group go by the name that was asked for, in what torch keeps in Python."""
+    """Give a group the name that was asked for, in torch's Python records."""
     devices = [device.type for device in group._device_types]
     # "nccl" is for CUDA tensors; a backend that also takes CPU tensors does so under this name.
     alone = next(iter(asked.values())) if len(set(asked.values())) == 1 else None

@@ -1,9 +1,9 @@
 """The recent operations of this process, in the schema of torch's flight recorder.
 
-Every group remembers its last operations (``PYCOMM_TRACE_SIZE``), without a lock or an allocation.
-:func:`dump` writes them; with ``PYCOMM_TRACE=folder`` set, every rank does so when a group fails.
-``torchfrtrace folder`` then tells which rank did not come or called something else. See
-``docs/trace.md``.
+Every group keeps a record of its last operations (``PYCOMM_TRACE_SIZE``), without a lock or an
+allocation. :func:`dump` writes them; with ``PYCOMM_TRACE=folder`` set, every rank does so when a
+group fails. ``torchfrtrace folder`` then names the rank that is missing or called something else.
+See ``docs/trace.md``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pycomm.errors import Error
 __all__ = ["collect", "dump"]
 
 VERSION = "2.10"
-"""of the flight recorder's schema"""
+"""Version of the flight recorder's schema."""
 
 # The names of c10::ScalarType, which the recorder writes.
 _DTYPES = {
@@ -45,9 +45,9 @@ _DTYPES = {
     "complex64": "ComplexFloat",
     "complex128": "ComplexDouble",
 }
-# torch's analyzer knows the names of a few backends, and "pycomm" is not among them.
+# torch's analyzer accepts the names of a few backends only; "pycomm" is not one of them.
 _BACKEND = "gloo"
-_STATES = {"failed": "started"}  # what has failed has started and is not completed
+_STATES = {"failed": "started"}  # a failed operation has started and is not completed
 
 _written: set[str] = set()
 _writing = threading.Lock()
@@ -59,11 +59,11 @@ class Traced(Protocol):
     """A :class:`pycomm.Communicator`, or the backend of a process group."""
 
     def trace(self) -> Trace:
-        """Return the trace as ``_C.traces()`` has it."""
+        """Return the trace, in the format of ``_C.traces()``."""
 
 
 def collect(group: Traced | None = None) -> dict[int, dict[str, Any]]:
-    """Return the recent operations, as the flight recorder would have them, by global rank.
+    """Return the recent operations in the flight recorder's format, by global rank.
 
     Args:
         group: one group; None: all groups of this process. Ranks that are threads of one process
@@ -79,19 +79,19 @@ def collect(group: Traced | None = None) -> dict[int, dict[str, Any]]:
 
 
 def dump(path: str | os.PathLike[str] | None = None, *, group: Traced | None = None) -> list[Path]:
-    """Write the recent operations of this process.
+    """Write the recent operations of this process to files.
 
     Args:
         path: a folder, made if needed, for ``rank_<r>.json`` and ``trace_rank_<r>``, which is the
             same in the pickled form that ``torchfrtrace`` reads; or a file that ends in ``.json``.
             None: the folder that PYCOMM_TRACE names.
-        group: as for :func:`collect`.
+        group: see :func:`collect`.
 
     Returns:
-        The JSON files, one for each rank that lives in this process.
+        The JSON files, one for each rank in this process.
 
     Raises:
-        Error: no path is given or set, or one file is to hold several ranks.
+        Error: no path is given or set, or one file would hold several ranks.
         OSError: the files cannot be written.
 
     Example:
@@ -111,7 +111,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: Traced | None = N
     target.mkdir(parents=True, exist_ok=True)
     files = []
     for rank, recording in ranks.items():
-        # The analyzer needs to know both ends.
+        # The analyzer needs both ends, so receives without a known sender are left out.
         known = [e for e in recording["entries"] if not e["profiling_name"].endswith(":recv")]
         _write(target / f"trace_rank_{rank}", pickle.dumps({**recording, "entries": known}))
         files.append(target / f"rank_{rank}.json")
@@ -123,10 +123,10 @@ def note_failure(text: str) -> str:
     """Write the traces once for this error; the bindings call this when PYCOMM_TRACE is set.
 
     Args:
-        text: of the error.
+        text: message of the error.
 
     Returns:
-        The text with the place of the trace.
+        The text with the location of the trace.
     """
     folder = _C.env()["trace"]
     with _writing:
@@ -140,7 +140,7 @@ def note_failure(text: str) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file whole: who reads it never sees a part."""
+    """Write a file atomically: a reader never sees a part of it."""
     scratch = path.parent / f".{path.name}.{os.getpid()}.{threading.get_ident()}.part"
     try:
         scratch.write_bytes(content)
@@ -159,7 +159,7 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
     for number, trace in enumerate(traces):
         name, ranks = trace["group"], trace["global_ranks"]
         namesakes[name] += 1
-        if namesakes[name] > 1:  # made again while the older one still lives
+        if namesakes[name] > 1:  # a group of this name was made again while the older one lives
             name = f"{name}/{namesakes[name]}"
         description = trace["description"] or "undefined"
         groups[name] = {"name": name, "desc": description, "ranks": str(ranks)}
@@ -174,8 +174,8 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
             entry["process_group"] = (name, description)
             entry["collective_seq_id"] = record["seq"] or done.expected(record)
             if record["op"] in ("send", "recv") and record["root"] >= 0:
-                # A stream in one direction is a group of its own: the analyzer wants all of an
-                # entry's group in it.
+                # Each direction of a stream gets its own group: the analyzer expects every rank
+                # of an entry's group to take part in it.
                 ends = trace["rank"], record["root"]
                 source, target = ends if record["op"] == "send" else ends[::-1]
                 stream = f"{name} {source}->{target}"
@@ -202,7 +202,7 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
 
 
 class _Numbers:
-    """The numbers of a group's collectives: how far each state has come."""
+    """Sequence numbers of a group's collectives: the last one in each state."""
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         collectives = [r for r in records if r["op"] not in ("send", "recv")]
@@ -217,12 +217,12 @@ class _Numbers:
         }
 
     def expected(self, record: dict[str, Any]) -> int:
-        """The number that a call gets if nothing comes before it."""
+        """Return the number that a call gets if nothing comes before it."""
         return self._waiting.get(record["id"], 0)
 
 
 def _spent(record: dict[str, Any]) -> dict[str, Any]:
-    """What of the time of a completed collective went where; ``pycomm.monitor`` compares it."""
+    """Return how a completed collective spent its time; ``pycomm.monitor`` compares it."""
     last = record["last"]
     return {
         "waited_ns": record["waited_ns"],
@@ -265,7 +265,7 @@ def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
         "retired": state in ("completed", "failed"),
         "timeout_ms": 0,
         "is_p2p": peers,
-        # What torch's reader does not know.
+        # Fields that torch's reader does not know.
         "pycomm": {
             "state": state,
             "algo": record["algo"],

@@ -1,4 +1,4 @@
-"""What all tests share: the tiers, and the table of their counts that ends every run."""
+"""Fixtures of all tests: the tiers, and the table of their counts that ends every run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECONDS: Counter[str] = Counter()
 
 
 def tier_of(path: Path) -> str:
-    """The tier of a test file: by its folder, or by its name where one folder holds several."""
+    """Return the tier of a test file: by its folder, or by its name if a folder holds several."""
     if path.name.startswith("test_contract"):
         return "contract"
     if path.name.startswith("test_ptx"):
@@ -41,7 +41,7 @@ def tier_of(path: Path) -> str:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     tier = tier_of(Path(report.nodeid.split("::")[0]))
     SECONDS[tier] += report.duration
-    # A test counts once, by its call; a failing set-up or clean-up counts as a failure.
+    # A test is counted once, by its call; a failing set-up or clean-up counts as a failure.
     if report.when == "call" or report.outcome != "passed":
         COUNTS[tier, report.outcome] += 1
 
@@ -52,7 +52,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Prints the table after everything else, so that the last line of all is the sum."""
+    """Print the table after everything else, so that the last line of all is the sum."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is None or config.option.collectonly or not COUNTS:
         return

@@ -20,14 +20,14 @@ OPTIONS = {"transport": "local", "timeout": 20.0}
 
 
 class Hung(AssertionError):
-    """Ranks were still running when the test's time was over."""
+    """Ranks were still running at the test's deadline."""
 
 
 def join(threads: list[threading.Thread], limit: float) -> list[int]:
-    """Wait until threads have ended, to the last; return the places of those that have not in time.
+    """Wait until threads have fully ended; return the indices of those that have not in time.
 
-    Python's own join returns while a thread still hands its memory back. A fork in that moment
-    leaves an allocator without fork handlers (the sanitizers') locked in the child for good.
+    Python's own join returns while a thread still releases its memory. A fork in that moment
+    leaves an allocator without fork handlers (the sanitizers') locked in the child forever.
     """
     end = time.monotonic() + limit
     for thread in threads:
@@ -52,7 +52,7 @@ def run(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any
 
 
 def attempt(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any]:
-    """The same, but a rank's error is its outcome. For tests of errors."""
+    """Run as `run` does, but return a rank's error as its outcome, for tests of errors."""
     outcomes: list[Any] = [None] * size
     store = Store.local()
 
@@ -101,7 +101,7 @@ def run_processes(
 ) -> list[Any]:
     """Run ``job(communicator)``, a function of a module, on ranks that are forked processes.
 
-    ``prepare(rank)`` runs in the process before the ranks meet.
+    ``prepare(rank)`` runs in the process before the rendezvous.
     A job that returns None may end by any means (a test kills it); others must return.
     """
     context = multiprocessing.get_context("fork")

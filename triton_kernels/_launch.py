@@ -1,4 +1,4 @@
-"""How every kernel starts: on the device of its tensors, and with each operation rounded alone."""
+"""Launch of every kernel: on its tensors' device, with each operation rounded separately."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-# Without this option Triton contracts a product and a sum into one rounding, which changes bytes.
+# Without this option Triton fuses a product and a sum into one rounding, which changes bytes.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-    """Run ``programs`` instances of ``kernel`` on torch's current stream; none is fine."""
+    """Run ``programs`` instances of ``kernel`` on torch's current stream; 0 is allowed."""
     if programs == 0:
         return
     device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
@@ -20,5 +20,5 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
 
 
 def as_int32(word: int) -> int:
-    """The int32 with the bits of an unsigned word, so that a kernel has one signature."""
+    """Return the int32 with the bits of an unsigned word, so that kernels have one signature."""
     return word - (1 << 32) if word >> 31 else word

@@ -1,4 +1,4 @@
-"""The arithmetic that several kernels share, as in csrc/codecs/block.h and csrc/core/floats.h."""
+"""Arithmetic shared by kernels, as in csrc/codecs/base/block.h and csrc/core/floats.h."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK: tl.constexpr):
 
 @triton.jit
 def owed(p, decoded, residual):
-    """Residual after p has travelled as ``decoded``; where that is not finite, as it was."""
+    """Return p's residual after it was sent as ``decoded``; if that is not finite, the old one."""
     return tl.where(magnitude_bits(decoded) < INF_BITS, p - decoded, residual)
 
 
@@ -59,9 +59,9 @@ def scales(p, TOP: tl.constexpr):
 
 @triton.jit
 def halves_added(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum of each row [ROWS, 1], halves of the row added until one number is left.
+    """Return the sum of each row [ROWS, 1]: halves are added until one number remains.
 
-    Spelled out, since the order of tl.sum is that of the layout.
+    It does not use tl.sum, whose order depends on the layout.
     """
     for bits in tl.static_range(12):
         if COLUMNS >> bits > 1:
@@ -73,9 +73,9 @@ def halves_added(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def mean_scales(p, row, numel, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (scale, used) of each row of ``p``, a block of which a part may be there; [ROWS, 1].
+    """Return (scale, used) of each row of ``p``, a block that may be short; [ROWS, 1].
 
-    A scale is the mean magnitude.
+    The scale is the mean magnitude.
     """
     total = halves_added(bits_float(magnitude_bits(p)), ROWS, BLOCK)
     left = numel - row * BLOCK
@@ -88,7 +88,7 @@ def mean_scales(p, row, numel, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_or_not(out_ptr, offsets, mask, value, ADD: tl.constexpr):
-    """out = value, or out = out + value."""
+    """Store value in out, or add it to out."""
     if ADD:
         value = tl.load(out_ptr + offsets, mask=mask, other=0.0) + value
     tl.store(out_ptr + offsets, value, mask=mask)
@@ -99,7 +99,7 @@ def add_or_not(out_ptr, offsets, mask, value, ADD: tl.constexpr):
 
 @triton.jit
 def random_words(seed_low, seed_high, step, tensor, group, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the words of a tile as uint32 [ROWS, BLOCK]; ``group`` is its place divided by 4."""
+    """Return the words of a tile as uint32 [ROWS, BLOCK]; ``group`` is its index divided by 4."""
     seed = seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
     seed = seed | seed_low.to(tl.uint32, bitcast=True).to(tl.uint64)
     groups = group + tl.arange(0, ROWS * BLOCK // 4)
@@ -113,7 +113,7 @@ def random_words(seed_low, seed_high, step, tensor, group, ROWS: tl.constexpr, B
         zero + tensor.to(tl.uint32, bitcast=True),
         zero + step.to(tl.uint32, bitcast=True),
     )
-    # [group, 2, 2]: the last dimension is the fastest.
+    # [group, 2, 2]: the last dimension varies fastest.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(words, (ROWS, BLOCK))
 
@@ -122,7 +122,7 @@ def random_words(seed_low, seed_high, step, tensor, group, ROWS: tl.constexpr, B
 def store_codes(
     code_ptr, row, q, code_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Eight codes are BITS bytes."""
+    """Store codes; eight codes take BITS bytes."""
     word = (q & ((1 << BITS) - 1)).to(tl.int64)
     even, odd = tl.split(tl.reshape(word, (ROWS, BLOCK // 2, 2)))
     even, odd = tl.split(tl.reshape(even | odd << BITS, (ROWS, BLOCK // 4, 2)))
@@ -145,7 +145,7 @@ def load_codes(
         part = tl.load(code_ptr + at, mask=at < code_bytes, other=0).to(tl.int64)
         word = word | part << (8 * byte)
     LOW: tl.constexpr = (1 << 4 * BITS) - 1
-    # Of 8 bits the highest code is where int64 has its sign, which the shift spreads.
+    # With 8 bits the highest code reaches int64's sign bit, which the shift spreads.
     word = tl.reshape(tl.join(word & LOW, (word >> (4 * BITS)) & LOW), (ROWS, BLOCK // 4))
     word = tl.reshape(tl.join(word & ((1 << 2 * BITS) - 1), word >> (2 * BITS)), (ROWS, BLOCK // 2))
     word = tl.reshape(tl.join(word & ((1 << BITS) - 1), word >> BITS), (ROWS, BLOCK))
@@ -157,7 +157,7 @@ def load_codes(
 
 @triton.jit
 def to_bfloat16(x):
-    """Bits of x rounded to nearest even; every NaN is 0x7fc0."""
+    """Return the bits of x rounded to nearest even; every NaN is 0x7fc0."""
     bits = float_bits(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(magnitude_bits(x) > INF_BITS, 0x7FC0, rounded).to(tl.int16)
@@ -172,7 +172,7 @@ def from_bfloat16(code):
 def to_small(v, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """Return the code of v, in range, rounded to nearest even, and the value of that code.
 
-    Rounds in the float adder, as `round_in_range` of csrc/codecs/cast.h: sm_80 has no instruction
+    The float adder rounds, as in `round_in_range` of csrc/codecs/cast.h: sm_80 has no instruction
     for it.
     """
     SHIFT: tl.constexpr = 23 - MANTISSA
@@ -191,7 +191,7 @@ def to_small(v, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def from_small(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Value of any code. Five bits of exponent are e5m2, which has Inf; e4m3 has one NaN."""
+    """Return the value of any code. 5 bits of exponent are e5m2, with Inf; e4m3 has one NaN."""
     SIGN: tl.constexpr = EXPONENT + MANTISSA
     MAGNITUDE: tl.constexpr = (1 << SIGN) - 1
     SHIFT: tl.constexpr = 23 - MANTISSA

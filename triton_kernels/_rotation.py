@@ -1,6 +1,6 @@
-"""The random rotation of rotate and eden: docs/wire/rotate.md, csrc/codecs/rotation.h.
+"""The random rotation of rotate and eden: docs/wire/rotate.md, csrc/codecs/base/rotation.h.
 
-A program takes a tile of whole rotations, a row each.
+A program processes a tile of whole rotations, one per row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from pycomm.triton_kernels._math import bits_float, float_bits
 TILE = 4096  # values per program, the largest rotation: 16 per thread
 WARPS = 8
 HEADER = 16  # bytes: the key of the signs, the number of their first word
+# Slopes of the first transform's first steps, and the inverse of both transforms' gain.
+SLOPE_0 = tl.constexpr(0.70710678)
+SLOPE_1 = tl.constexpr(0.8660254)
+SLOPE_2 = tl.constexpr(0.91287093)
+INVERSE = tl.constexpr(128 / 77)
 
 
 @triton.jit
@@ -32,7 +37,7 @@ def load_header(payload_ptr):
 
 @triton.jit
 def store_header(payload_ptr, key_low, key_high, first_low, first_high):
-    """By the first program."""
+    """Store the header, from the first program."""
     if tl.program_id(0) == 0:
         tl.store(payload_ptr, key_low)
         tl.store(payload_ptr + 1, key_high)
@@ -66,10 +71,10 @@ def random_bits(
 
 @triton.jit
 def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    """Transform each row, in the natural order of the page.
+    """Transform each row, in the natural order of the wire page.
 
-    In each of log2(SIZE) steps values half a row apart become neighbours, their sum and their
-    difference. So all steps are one loop; unrolled they are a megabyte of instructions.
+    Each of log2(SIZE) steps makes values half a row apart neighbours, as their sum and their
+    difference, so all steps are one loop; unrolled they are a megabyte of instructions.
     """
     for _ in range(STEPS):
         a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, SIZE // 2)), (0, 2, 1)))
@@ -79,9 +84,9 @@ def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def sums(x, ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    """Return the sum of each row [ROWS, 1], halves of the row added until one number is left.
+    """Return the sum of each row [ROWS, 1]: halves are added until one number remains.
 
-    By the same loop, in which every sum stands twice and at the end all values are the last one.
+    The loop keeps every sum twice, so that at the end all values are the final sum.
     """
     for _ in range(STEPS):
         a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, SIZE // 2)), (0, 2, 1)))
@@ -90,29 +95,59 @@ def sums(x, ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
+def spread(x, ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
+    """Apply the first transform: six steps, or all for small rotations; three have a slope."""
+    SPREAD: tl.constexpr = STEPS if STEPS < 10 else 6
+    REST: tl.constexpr = SIZE >> SPREAD
+    for i in range(SPREAD):
+        t = tl.where(i == 1, SLOPE_1, tl.where(i == 2, SLOPE_2, 1.0))
+        t = tl.where(i == 0, SLOPE_0, t)
+        pairs = tl.reshape(x, (ROWS, 2, SIZE // REST // 2, REST))
+        a, b = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+        pairs = tl.permute(tl.join(a + t * b, t * a - b), (0, 1, 3, 2))
+        x = tl.reshape(pairs, (ROWS, SIZE))
+    return x
+
+
+@triton.jit
 def flip(x, signs):
     return bits_float(float_bits(x) ^ (signs << 31))
 
 
 @triton.jit
+def rotation_signs(
+    key_low, key_high, first_low, first_high, ROWS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Return both signs of each value of this program's tile: bits 0 and 1, [ROWS, SIZE]."""
+    first = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 0)
+    second = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 2)
+    return first | second << 1
+
+
+@triton.jit
 def rotate(p, signs, ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    SCALE: tl.constexpr = 1.0 / (1 << (STEPS // 2))
-    return hadamard(flip(p * SCALE, signs), ROWS, SIZE, STEPS)
+    BITS: tl.constexpr = STEPS + (STEPS if STEPS < 10 else 6)
+    SCALE: tl.constexpr = 1.0 / (1 << (BITS // 2))
+    y = spread(flip(p * SCALE, signs), ROWS, SIZE, STEPS)
+    return hadamard(flip(y, signs >> 1), ROWS, SIZE, STEPS)
 
 
 @triton.jit
 def unrotate(y, signs, ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    SCALE: tl.constexpr = 1.0 / (1 << ((STEPS + 1) // 2))
-    return flip(hadamard(y, ROWS, SIZE, STEPS) * SCALE, signs)
+    BITS: tl.constexpr = STEPS + (STEPS if STEPS < 10 else 6)
+    BETWEEN: tl.constexpr = (STEPS + 1) // 2
+    SCALE: tl.constexpr = INVERSE / (1 << ((BITS + 1) // 2 - BETWEEN))
+    y = flip(hadamard(y, ROWS, SIZE, STEPS) * (1.0 / (1 << BETWEEN)), signs >> 1)
+    return flip(spread(y, ROWS, SIZE, STEPS) * SCALE, signs)
 
 
 def shape(size: int) -> dict[str, int]:
-    """The constants of every kernel: rotations of a tile, their size and its logarithm."""
+    """Return the constants of every kernel: rotations of a tile, their size and its logarithm."""
     return {"ROWS": TILE // size, "SIZE": size, "STEPS": size.bit_length() - 1}
 
 
 def header_words(codec: Any, args: Any) -> tuple[int, ...]:
-    """The words of the header that an encoder writes: pycomm.codecs.base.EncodeArgs."""
+    """Return the words of the header that an encoder writes, from its EncodeArgs."""
     numbers = (codec.sign_key(args.key), args.index // 32)
     return tuple(as_int32(word) for n in numbers for word in (n & 0xFFFFFFFF, n >> 32))
 

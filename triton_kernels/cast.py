@@ -1,6 +1,6 @@
-"""cast in Triton. Wire format: docs/wire/cast.md; numbers as in csrc/codecs/cast.h.
+"""cast in Triton. Wire format: docs/wire/cast.md; arithmetic as in csrc/codecs/cast.h.
 
-A program takes a tile of values; with blocks, a row of the tile is a block.
+A program processes a tile of values; with blocks, each row of the tile is a block.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def encode_rows(
     p, row, numel, scale_ptr, code_ptr, code_bytes,
     EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write scales and codes of this program's blocks; return what they decode to."""
+    """Write scales and codes of this program's blocks; return the decoded values."""
     offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
     scale, inv, used = scales(p, TOP)
     code, value = to_small(tl.where(used, p * inv, 0.0), EXPONENT, MANTISSA)
@@ -179,12 +179,12 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

@@ -1,4 +1,4 @@
-"""`pycomm.convert` in Triton; numbers as in csrc/codecs/convert.h."""
+"""`pycomm.convert` in Triton; arithmetic as in csrc/codecs/convert.h."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def convert_kernel(
 
 
 def _factor(factor: Any, x: torch.Tensor) -> torch.Tensor:
-    """A number as memory, so that a kernel has one signature."""
+    """Return a number as a tensor, so that kernels have one signature."""
     if isinstance(factor, torch.Tensor):
         return factor
     return torch.full((1,), factor, dtype=torch.float32, device=x.device)
 
 
 def convert(c: Any) -> None:
-    """out = cast(x * by * clip / divisor), of a `Conversion`."""
+    """Run a `Conversion`: out = cast(x * by * clip / divisor)."""
     numel = c.x.numel()
     launch(
         convert_kernel,

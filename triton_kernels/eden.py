@@ -1,6 +1,6 @@
-"""eden in Triton. Wire format: docs/wire/eden.md; numbers as in csrc/codecs/eden.h.
+"""eden in Triton. Wire format: docs/wire/eden.md; arithmetic as in csrc/codecs/eden.h.
 
-A program takes a tile of whole rotations, a row each.
+A program processes a tile of whole rotations, one per row.
 """
 
 from __future__ import annotations
@@ -35,13 +35,68 @@ from pycomm.triton_kernels._rotation import (
     load_header,
     random_bits,
     rotate,
+    rotation_signs,
     shape,
     store_header,
     sums,
     unrotate,
 )
 
-# By bits: magnitudes of the levels, and from where on the next one is nearer.
+# Of 5 to 8 bits.
+# fmt: off
+FINE = (
+    (
+        0.06588966, 0.19805183, 0.3313783, 0.4666995, 0.6049336, 0.7471357, 0.8945651, 1.0487833,
+        1.2118044, 1.3863404, 1.576228, 1.7872332, 2.0287285, 2.3177395, 2.6911197, 3.2607324,
+    ),
+    (
+        0.033409506, 0.10027829, 0.1672969, 0.23456699, 0.30219284, 0.37028265, 0.43894967,
+        0.5083138, 0.578503, 0.6496556, 0.7219219, 0.7954677, 0.8704766, 0.94715494, 1.0257363,
+        1.1064882, 1.1897202, 1.2757945, 1.365141, 1.4582764, 1.5558312, 1.6585889, 1.7675419,
+        1.8839773, 2.0096111, 2.1468103, 2.2989812, 2.471305, 2.6722739, 2.9174068, 3.240437,
+        3.7441013,
+    ),
+    (
+        0.01682817, 0.050490864, 0.08417264, 0.11788628, 0.15164465, 0.18546072, 0.21934764,
+        0.25331873, 0.28738755, 0.32156795, 0.35587403, 0.3903203, 0.42492166, 0.45969343,
+        0.49465147, 0.5298122, 0.56519264, 0.6008105, 0.6366843, 0.6728333, 0.70927787, 0.74603915,
+        0.78313965, 0.82060295, 0.8584542, 0.89671993, 0.9354285, 0.97461, 1.0142967, 1.0545232,
+        1.0953267, 1.1367474, 1.1788286, 1.2216175, 1.2651651, 1.3095276, 1.3547662, 1.4009485,
+        1.448149, 1.49645, 1.5459437, 1.5967331, 1.6489339, 1.702677, 1.7581115, 1.8154078,
+        1.8747625, 1.9364046, 2.0006018, 2.0676715, 2.1379933, 2.2120275, 2.2903392, 2.3736343,
+        2.4628115, 2.5590405, 2.6638865, 2.7795143, 2.9090471, 3.0572462, 3.231933, 3.4474304,
+        3.7349367, 4.189694,
+    ),
+    (
+        0.008446193, 0.025339384, 0.042234983, 0.059134603, 0.07603986, 0.092952356, 0.10987372,
+        0.12680559, 0.14374956, 0.16070732, 0.17768049, 0.19467075, 0.21167976, 0.2287092,
+        0.24576078, 0.26283622, 0.27993724, 0.2970656, 0.31422305, 0.3314114, 0.34863243, 0.365888,
+        0.38317996, 0.40051022, 0.41788065, 0.4352932, 0.45274988, 0.47025266, 0.4878036,
+        0.5054048, 0.5230583, 0.5407663, 0.55853105, 0.5763547, 0.5942396, 0.6121881, 0.6302026,
+        0.6482855, 0.6664394, 0.68466675, 0.70297027, 0.72135264, 0.7398166, 0.75836504,
+        0.77700084, 0.795727, 0.8145467, 0.833463, 0.8524793, 0.8715989, 0.8908253, 0.91016203,
+        0.92961293, 0.9491818, 0.9688726, 0.98868936, 1.0086365, 1.0287182, 1.0489392, 1.0693042,
+        1.0898181, 1.110486, 1.1313132, 1.1523054, 1.1734682, 1.1948076, 1.2163299, 1.2380418,
+        1.2599499, 1.2820615, 1.304384, 1.3269253, 1.3496937, 1.3726976, 1.3959464, 1.4194493,
+        1.4432166, 1.4672587, 1.491587, 1.5162132, 1.5411496, 1.5664098, 1.5920075, 1.6179578,
+        1.6442765, 1.6709803, 1.6980875, 1.7256169, 1.7535894, 1.7820269, 1.8109531, 1.8403933,
+        1.8703752, 1.900928, 1.9320842, 1.9638784, 1.9963485, 2.0295358, 2.0634851, 2.0982466,
+        2.1338742, 2.1704283, 2.2079754, 2.24659, 2.2863545, 2.3273618, 2.3697171, 2.4135387,
+        2.4589622, 2.5061426, 2.5552595, 2.6065214, 2.660174, 2.7165077, 2.7758706, 2.8386858,
+        2.905473, 2.9768822, 3.053742, 3.1371326, 3.2285001, 3.3298485, 3.4440718, 3.575588,
+        3.7316663, 3.9256377, 4.1865954, 4.6035357,
+    ),
+)
+# fmt: on
+
+
+def _between(levels: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the midpoints between neighbours, in float32."""
+    at = torch.tensor(levels, dtype=torch.float32)
+    return tuple(((at[:-1] + at[1:]) * 0.5).tolist())
+
+
+# Magnitudes of the levels by bits, and the thresholds between adjacent levels.
 LEVELS = tl.constexpr(
     (
         (0.0,),
@@ -49,6 +104,7 @@ LEVELS = tl.constexpr(
         (0.45278, 1.5104176),
         (0.2450942, 0.7560053, 1.3439093, 2.1519457),
         (0.128395, 0.3880483, 0.6567591, 0.9423405, 1.2562312, 1.6180464, 2.0690172, 2.7325896),
+        *FINE,
     )
 )
 BORDERS = tl.constexpr(
@@ -58,6 +114,7 @@ BORDERS = tl.constexpr(
         (0.9815988,),
         (0.5005497, 1.0499573, 1.7479275),
         (0.2582217, 0.5224037, 0.7995498, 1.0992858, 1.4371388, 1.8435318, 2.4008034),
+        *map(_between, FINE),
     )
 )
 
@@ -74,7 +131,7 @@ def level_of(place, BITS: tl.constexpr):
 
 @triton.jit
 def quantize(u, inv, BITS: tl.constexpr):
-    """Return codes (int32), the place of a level and the sign on top, and what they stand for."""
+    """Return codes (int32), a level's index with the sign on top, and the values they represent."""
     if BITS == 0:
         code = tl.zeros_like(float_bits(u))
         value = tl.zeros_like(u)
@@ -91,7 +148,7 @@ def quantize(u, inv, BITS: tl.constexpr):
 
 @triton.jit
 def dequantize(code, BITS: tl.constexpr):
-    """Values of the lowest BITS bits of codes (int32)."""
+    """Return the values of the lowest BITS bits of codes (int32)."""
     if BITS == 0:
         value = code.to(tl.float32) * 0.0
     else:
@@ -133,7 +190,7 @@ def encode_kernel(
     offsets = row * SIZE + tl.arange(0, SIZE)[None, :]
     mask = offsets < numel
     p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
-    signs = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 0)
+    signs = rotation_signs(key_low, key_high, first_low, first_high, ROWS, SIZE)
     y = rotate(p, signs, ROWS, SIZE, STEPS)
 
     amax = bits_float(tl.max(magnitude_bits(y), axis=1, keep_dims=True))
@@ -187,7 +244,7 @@ def decode_kernel(
     key_low, key_high, first_low, first_high = load_header(payload_ptr)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offsets = row * SIZE + tl.arange(0, SIZE)[None, :]
-    signs = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 0)
+    signs = rotation_signs(key_low, key_high, first_low, first_high, ROWS, SIZE)
     second = signs
     if HALF:
         choice = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 1)
@@ -208,7 +265,7 @@ def decode_kernel(
 def _sections(
     codec: Any, payload: torch.Tensor, numel: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The header, as words; the scales; the codes."""
+    """Return the header, as words; the scales; the codes."""
     end = HEADER + 4 * triton.cdiv(numel, codec.size)
     return header_of(payload), payload[HEADER:end].view(torch.float32), payload[end:]
 
@@ -233,12 +290,12 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

@@ -1,7 +1,8 @@
-"""lossless in Triton. Wire format: docs/wire/lossless.md; numbers as in csrc/codecs/lossless.h.
+"""lossless in Triton. Wire format: docs/wire/lossless.md; arithmetic as in csrc/codecs/lossless.h.
 
-A program takes eight blocks. Encoding: heads and sections of fixed size; from the heads where the
-part of each program's blocks in the stream is; the stream. Decoding has no first step.
+A program processes eight blocks. Encoding has three steps: write heads and fixed-size sections;
+compute from the heads where each program's part of the stream starts; write the stream. Decoding
+lacks the first step.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ HEAD = tl.constexpr(3)
 WHOLE = tl.constexpr(8)
 ROWS = tl.constexpr(8)  # blocks of a program
 TILE = ROWS.value * BLOCK.value
-SCAN = 1024  # programs whose sums are added up together
+SCAN = 1024  # number of programs whose sums are scanned together
 
 # ---------------------------------------------------------------- kernels
 
 
 @triton.jit
 def rows_of(numel):
-    """Return the numbers of this program's blocks [ROWS, 1], and their values [ROWS, BLOCK]."""
+    """Return the numbers of this program's blocks [ROWS, 1], and of their values [ROWS, BLOCK]."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     return block, block * BLOCK + tl.arange(0, BLOCK)[None, :]
 
@@ -50,7 +51,7 @@ def width_of(byte):
 
 @triton.jit
 def groups_of(block, numel):
-    """How many times so many values as make whole words the blocks have."""
+    """Return the number of groups of each block; a group's codes fill whole words."""
     left = numel - block * BLOCK
     left = tl.where(left < BLOCK, tl.where(left < 0, 0, left), BLOCK)
     return ((left + (GROUP - 1)) // GROUP).to(tl.int32)
@@ -71,7 +72,7 @@ def head_kernel(
     x_ptr, residual_ptr, new_residual_ptr, high_ptr, low_ptr, head_ptr, exponent_ptr, numel,
     WIDE: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sections of fixed size, and the exponents to scratch memory."""
+    """Write the fixed-size sections, and the exponents to scratch memory."""
     block, offsets = rows_of(numel)
     mask = offsets < numel
     p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
@@ -109,7 +110,7 @@ def head_kernel(
 
 @triton.jit
 def sum_kernel(head_ptr, sums_ptr, programs, blocks, numel, SIZE: tl.constexpr):
-    """What the blocks of each program take: words of codes, then bytes of escaped exponents."""
+    """Write the sizes of each program's blocks: words of codes, and bytes of escaped exponents."""
     program = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     block = program[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     _, _, escaped, words = load_head(head_ptr, block, blocks, numel)
@@ -120,7 +121,7 @@ def sum_kernel(head_ptr, sums_ptr, programs, blocks, numel, SIZE: tl.constexpr):
 
 @triton.jit
 def scan_kernel(sums_ptr, programs, SIZE: tl.constexpr):
-    """From sums to the sums of those before; behind them that of all. One program."""
+    """Replace the sums by exclusive prefix sums, and store the totals after them. One program."""
     for which in tl.static_range(2):
         from_ptr = sums_ptr + which * programs
         total = tl.zeros((), tl.int64)
@@ -138,14 +139,14 @@ def scan_kernel(sums_ptr, programs, SIZE: tl.constexpr):
 
 @triton.jit
 def load_sums(sums_ptr, place, stride):
-    """Return two sums as int64; they are unsigned."""
+    """Return two sums as int64; they are stored unsigned."""
     words = tl.load(sums_ptr + place).to(tl.int64) & 0xFFFFFFFF
     return words, tl.load(sums_ptr + place + stride).to(tl.int64) & 0xFFFFFFFF
 
 
 @triton.jit
 def places(sums_ptr, programs, head_ptr, block, blocks, numel):
-    """Return how many words and escaped exponents come before each block, [ROWS, 1]."""
+    """Return how many words and escaped exponents precede each block, [ROWS, 1]."""
     before_words, before_escaped = load_sums(sums_ptr, tl.program_id(0), programs)
     other = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :]
     _, _, escaped, words = load_head(head_ptr, other, blocks, numel)
@@ -166,7 +167,7 @@ def pack_kernel(
     byte_ptr, word_ptr, exponent_ptr, sums_ptr, programs, blocks, numel,
     low_at, low_end, heads_at, stream_at, whole,
 ):  # fmt: skip
-    """Write the stream, and zeros where nothing else is."""
+    """Write the stream, and zeros to the unused bytes."""
     block, offsets = rows_of(numel)
     head_ptr = byte_ptr + heads_at
     top, width, _, words = load_head(head_ptr, block, blocks, numel)
@@ -176,7 +177,7 @@ def pack_kernel(
     used = (codes_end + all_escaped + 3) // 4 * 4
     largest = (1 << width) - 1
 
-    # A byte of the codes has parts of up to four of them.
+    # A byte contains parts of up to four codes.
     byte = tl.arange(0, BLOCK)[None, :]
     safe = tl.where(width == 0, 1, width)
     first = 8 * byte // safe
@@ -197,10 +198,10 @@ def pack_kernel(
     mask = offsets < numel
     exponent = tl.load(exponent_ptr + offsets, mask=mask, other=0)
     far = mask & (top - exponent.to(tl.int32) >= largest) & (width > 0) & (width < WHOLE)
-    rank = tl.cumsum(far.to(tl.int32), axis=1)  # from 1 on
+    rank = tl.cumsum(far.to(tl.int32), axis=1)  # counts from 1
     tl.store(byte_ptr + used - before_escaped - rank, exponent, mask=far)
 
-    # What is not used: all programs together.
+    # All programs together clear the unused bytes.
     word = used // 4 + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = tl.zeros((), tl.int64)
     while used + 4 * at < whole:
@@ -217,7 +218,7 @@ def pack_kernel(
 
 @triton.jit
 def load_code_byte(byte_ptr, at, mask, end):
-    """Behind the end there are bytes of ones."""
+    """Load a byte of the codes; bytes beyond the end read as ones."""
     return tl.load(byte_ptr + at, mask=mask & (at < end), other=0xFF).to(tl.int32)
 
 
@@ -259,7 +260,7 @@ def decode_kernel(
 
 
 def _scan(codec: Any, payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, int, int]:
-    """From heads to (what is taken before each program, programs, blocks)."""
+    """Scan the heads; return (sums before each program, programs, blocks)."""
     blocks, programs = triton.cdiv(numel, BLOCK.value), triton.cdiv(numel, TILE)
     sums = torch.empty(2 * programs + 2, dtype=torch.int32, device=payload.device)
     heads = payload[sum(codec.sections(numel)[:3]) :]
@@ -301,12 +302,12 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

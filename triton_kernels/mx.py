@@ -1,6 +1,6 @@
-"""mx in Triton. Wire format: docs/wire/mx.md; numbers as in csrc/codecs/mx.h.
+"""mx in Triton. Wire format: docs/wire/mx.md; arithmetic as in csrc/codecs/mx.h.
 
-A program takes 2048 values, a super-block of nvfp4, with a row for each block.
+A program processes 2048 values, a super-block of nvfp4, with a row for each block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TILE = 2048
 
 @triton.jit
 def mx_scales(amax, TOP_BITS: tl.constexpr, CEIL: tl.constexpr):
-    """Return (code, scale, inverse scale) of blocks; ``amax`` is in bits."""
+    """Return (code, scale, inverse scale) of blocks; ``amax`` is given as bits."""
     exponent = amax >> 23
     if CEIL:
         exponent += ((amax & 0x7FFFFF) > (TOP_BITS & 0x7FFFFF)).to(tl.int32)
@@ -54,15 +54,20 @@ def from_e8m0(code):
 
 
 @triton.jit
-def nv_scales(amax):
-    """Return (second-level scale, code, scale, inverse scale); ``amax`` is in bits, [blocks, 1]."""
+def nv_scales(amax, STOCHASTIC: tl.constexpr):
+    """Return (super-scale, code, scale, inverse scale); ``amax`` is given as bits, [blocks, 1]."""
     top = bits_float(tl.max(amax, axis=0, keep_dims=True))
     used = (top > TINY) & (top < HUGE)
     safe = tl.where(used, top, 1.0)
     nan = bits_float(tl.full(top.shape, NAN_BITS, tl.int32))
     second = tl.where(used, tl.math.div_rn(safe, 2688.0), tl.where(top <= TINY, 0.0, nan))
     factor = tl.where(used, tl.math.div_rn(448.0, safe), 0.0)
-    code, value = to_small(tl.where(used, bits_float(amax), 0.0) * factor, 4, 3)
+    wanted = tl.where(used, bits_float(amax), 0.0) * factor
+    code, value = to_small(wanted, 4, 3)
+    if STOCHASTIC:
+        above = (value < wanted) & (code.to(tl.int32) < 0x7E)  # 0x7e is 448
+        code = code.to(tl.int32) + above.to(tl.int32)
+        value = tl.where(above, from_small(code, 4, 3), value)
     scale = value * second
     inv = tl.where(scale > 0, tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
     return second, code.to(tl.int32), scale, inv
@@ -107,7 +112,7 @@ def encode_kernel(
 
     amax = tl.max(magnitude_bits(p), axis=1, keep_dims=True)
     if NV:
-        second, scale_code, scale, inv = nv_scales(amax)
+        second, scale_code, scale, inv = nv_scales(amax, STOCHASTIC)
         places = tl.program_id(0) + tl.zeros_like(second).to(tl.int32)
         tl.store(super_ptr + places, second)
     else:
@@ -195,12 +200,12 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

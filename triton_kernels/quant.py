@@ -1,6 +1,6 @@
-"""quant in Triton. Wire format: docs/wire/quant.md; numbers as in csrc/codecs/quant.h.
+"""quant in Triton. Wire format: docs/wire/quant.md; arithmetic as in csrc/codecs/quant.h.
 
-A program takes a tile of whole blocks, a row each.
+A program processes a tile of whole blocks, one per row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def quantize(v, words, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def to_order(x):
-    """Integers in the order of the values, -0 below +0; `from_order` is the way back."""
+    """Map floats to integers in the values' order, -0 below +0; `from_order` is the inverse."""
     bits = float_bits(x)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -87,6 +87,11 @@ def minmax_scales(p, mask, TOP: tl.constexpr, BFLOAT16: tl.constexpr):
     if BFLOAT16:
         unit = bfloat16_above(unit)
     inv = tl.where(spans, tl.math.div_rn(1.0, tl.where(spans, unit, 1.0)), 0.0)
+    top = high
+    if BFLOAT16:
+        top = bits_float(float_bits(high) & -65536)
+    next_to_zero = tl.where(high < 0, top, tl.where(low > 0, low, 0.0))
+    low = tl.where(spans, low, next_to_zero)
     nan = bits_float(tl.full(amax.shape, NAN_BITS, tl.int32))
     return tl.where(used, unit, nan), inv, tl.where(used, low, nan), used
 
@@ -116,7 +121,7 @@ def encode_rows(
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
     MINMAX: tl.constexpr, BFLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Write scales and codes of this program's blocks; return what they decode to."""
+    """Write scales and codes of this program's blocks; return the decoded values."""
     TOP: tl.constexpr = (1 << BITS) - 1 if MINMAX else (1 << (BITS - 1)) - 1
     offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = offsets < numel
@@ -142,7 +147,7 @@ def encode_rows(
         store_scale(scale_ptr, 2 * row + 1, low, row * BLOCK < numel, BFLOAT16)
     else:
         store_scale(scale_ptr, row, scale, row * BLOCK < numel, BFLOAT16)
-        # Two scales of bfloat16 are a word: one that is zero may follow the last.
+        # Two bfloat16 scales make a word; the last may need a zero scale beside it.
         last = (row * BLOCK < numel) & ((row + 1) * BLOCK >= numel) & (row + 1 < scale_numbers)
         store_scale(scale_ptr, row + 1, tl.zeros_like(scale), last, BFLOAT16)
     if BITS == 8:
@@ -266,12 +271,12 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

@@ -1,7 +1,7 @@
 """randomk in Triton. Wire format: docs/wire/randomk.md; choices as in csrc/codecs/randomk.h.
 
-A program takes a few stretches, a row each, and walks along them twice when it encodes: a stretch
-that holds Inf or NaN anywhere travels as NaN.
+A program processes a few stretches, one per row. An encoder reads them twice, because a stretch
+with an Inf or NaN anywhere is sent as NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADER = struct.Struct("<QQII")  # seed, number of the first stretch, step, tens
 
 @triton.jit
 def unsigned(low, high):
-    """The 64-bit integer with these halves, each an int32."""
+    """Return the 64-bit integer with these halves, each an int32."""
     return high.to(tl.int64) << 32 | low.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
@@ -40,7 +40,7 @@ def unsigned(low, high):
 def choose(
     seed_low, seed_high, step, tensor, first_low, first_high, row, length, BLOCK: tl.constexpr
 ):
-    """Return (blocks, begin, end) of each row: what of its stretch travels, and out of how many."""
+    """Return (blocks, begin, end) of each row: its number of blocks, and the range to send."""
     seed = unsigned(seed_low, seed_high).to(tl.uint64, bitcast=True)
     stretch = unsigned(first_low, first_high) + row
     group = (stretch >> 2) & 0x3FFFFFFFFFFFFFFF
@@ -63,7 +63,7 @@ def choose(
 
 @triton.jit
 def lengths(numel, row, EVERY: tl.constexpr, BLOCK: tl.constexpr):
-    """Values of each row's stretch; 0 beyond the end."""
+    """Return the number of values in each row's stretch; 0 beyond the end."""
     left = numel - row * (EVERY * BLOCK)
     return tl.maximum(tl.minimum(left, EVERY * BLOCK), 0)
 
@@ -107,7 +107,7 @@ def encode_kernel(
             decoded = tl.where(bad, nan, tl.where(chosen, value, 0.0))
             tl.store(new_residual_ptr + start + place, owed(p, decoded, residual), mask=mask)
 
-    # What a short block leaves of its slot.
+    # The rest of the slot of a short block.
     for at in range(0, BLOCK, SIZE):
         place = at + tl.arange(0, SIZE)[None, :]
         rest = (place >= end - begin) & (place < tl.minimum(length, BLOCK))
@@ -148,7 +148,7 @@ def decode_kernel(
 
 
 def _shape(codec: Any, numel: int) -> tuple[int, dict[str, int]]:
-    """Programs, and what every kernel must know of the codec."""
+    """Return the number of programs, and the codec's constants for every kernel."""
     size = min(triton.next_power_of_2(codec.granule), TILE)
     rows = TILE // size
     constants = {"EVERY": codec.every, "BLOCK": codec.block, "ROWS": rows, "SIZE": size}
@@ -178,12 +178,12 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

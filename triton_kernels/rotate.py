@@ -1,6 +1,6 @@
 """rotate in Triton. Wire format: docs/wire/rotate.md; the inner codecs are in files of their own.
 
-A program takes a tile of whole rotations, which is one of whole blocks of the inner codec, too.
+A program processes a tile of whole rotations, which also contains whole blocks of the inner codec.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pycomm.triton_kernels._rotation import (
     header_of,
     header_words,
     load_header,
-    random_bits,
     rotate,
+    rotation_signs,
     shape,
     store_header,
     unrotate,
@@ -67,7 +67,7 @@ def encode_kernel(
     offsets = row * SIZE + tl.arange(0, SIZE)[None, :]
     mask = offsets < numel
     p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
-    signs = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 0)
+    signs = rotation_signs(key_low, key_high, first_low, first_high, ROWS, SIZE)
     y = tl.reshape(rotate(p, signs, ROWS, SIZE, STEPS), (BLOCKS, BLOCK))
 
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
@@ -102,7 +102,7 @@ def decode_kernel(
     EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     key_low, key_high, first_low, first_high = load_header(header_ptr)
-    signs = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 0)
+    signs = rotation_signs(key_low, key_high, first_low, first_high, ROWS, SIZE)
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     places = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     if INNER == "quant":
@@ -131,7 +131,7 @@ def _rotated(codec: Any, numel: int) -> int:
 def _sections(
     codec: Any, payload: torch.Tensor, numel: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The header, as words; scales and codes of the inner codec, as its kernels take them."""
+    """Return the header, as words; scales and codes in the types of the inner codec's kernels."""
     header, inner, rotated = header_of(payload), payload[HEADER:], _rotated(codec, numel)
     if codec.inner.name == "quant":
         end = -(-codec.inner.scale_bytes(rotated) // 4) * 4
@@ -146,7 +146,7 @@ def _sections(
 
 
 def _constants(codec: Any, encode: bool) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Return the constants for which the kernels are compiled."""
     inner = codec.inner
     exponent, mantissa, top = FLOAT8.get(getattr(inner, "dtype", ""), (0, 0, 0.0))
     quant = inner.name == "quant"
@@ -193,12 +193,12 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

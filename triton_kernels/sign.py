@@ -1,6 +1,6 @@
-"""sign in Triton. Wire format: docs/wire/sign.md; numbers as in csrc/codecs/sign.h.
+"""sign in Triton. Wire format: docs/wire/sign.md; arithmetic as in csrc/codecs/sign.h.
 
-A program takes a tile of whole blocks, a row each.
+A program processes a tile of whole blocks, one per row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TILE = 2048  # values per program, the largest block: 16 per thread of four warp
 
 @triton.jit
 def encode_rows(p, row, numel, scale_ptr, code_ptr, codes, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Write scales and codes of this program's blocks; return what they decode to."""
+    """Write scales and codes of this program's blocks; return the decoded values."""
     scale, used = mean_scales(p, row, numel, ROWS, BLOCK)
     negative = ((p < 0.0) & used).to(tl.int32)
 
@@ -96,12 +96,12 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

@@ -1,6 +1,6 @@
-"""ternary in Triton. Wire format: docs/wire/ternary.md; numbers as in csrc/codecs/ternary.h.
+"""ternary in Triton. Wire format: docs/wire/ternary.md; arithmetic as in csrc/codecs/ternary.h.
 
-A program takes a tile of whole blocks, a row each.
+A program processes a tile of whole blocks, one per row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pycomm.triton_kernels._math import (
 )
 
 TILE = 2048  # values per program, the largest block: 16 per thread of four warps
-LIMIT = tl.constexpr(2.0**120)  # from here on 127 * scale could overflow
+LIMIT = tl.constexpr(2.0**120)  # from this scale on, 127 * scale could overflow
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to nearest even
 
 # ---------------------------------------------------------------- kernels
@@ -145,12 +145,12 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

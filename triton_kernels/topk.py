@@ -1,5 +1,5 @@
-"""topk in Triton. Wire format: docs/wire/topk.md. Which values travel is found by the kernels of
-topk_select.py; those of topk_pack.py and topk_unpack.py write and read them.
+"""topk in Triton. Wire format: docs/wire/topk.md. The kernels of topk_select.py find the values
+to send; those of topk_pack.py and topk_unpack.py write and read payloads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from pycomm.triton_kernels._launch import launch
+from pycomm.triton_kernels._launch import as_int32, launch
 from pycomm.triton_kernels._math import INF_BITS
 from pycomm.triton_kernels.topk_pack import GROUP, pack_kernel
 from pycomm.triton_kernels.topk_select import (
@@ -19,21 +19,23 @@ from pycomm.triton_kernels.topk_select import (
     chunks_kernel,
     count_kernel,
     histogram_kernel,
+    sample_kernel,
     scan_kernel,
 )
 from pycomm.triton_kernels.topk_unpack import decode_bitmaps_kernel, fill_kernel, scatter_kernel
 
-TILE = 2048  # values that a program looks at together: 16 per thread of four warps
-LIMITS = {"int8": 0x7F000000}  # of magnitudes, by form of the values; else Inf
+TILE = 2048  # values that a program processes together: 16 per thread of four warps
+# Limits of magnitudes by format of the values; Inf for the others.
+LIMITS = {"float16": 0x7F000000, "int8": 0x7F000000}
 
 
 def _views(payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The payload as bytes, as halves of words and as words."""
+    """Return the payload as bytes, as halves of words and as words."""
     return payload, payload.view(torch.int16), payload.view(torch.int32)
 
 
 def _shape(codec: Any, numel: int) -> tuple[int, int, int, int]:
-    """Return (values of a record, records, how many travel of one, of the last one)."""
+    """Return (values of a record, records, values sent of a record, values sent of the last)."""
     length = codec.chunk or numel
     k = codec.most(numel) if codec.sample else codec.count(length)
     rest = numel % length
@@ -68,7 +70,7 @@ def encode(codec: Any, args: Any) -> None:
 
 
 def _constants(codec: Any, args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all kernels of the selection must know, and the limit of magnitudes."""
+    """Return the constants of all kernels of the selection, and the limit of magnitudes."""
     limit = LIMITS.get(codec.values, INF_BITS.value)
     return {"FEEDBACK": args.residual is not None, "TILE": TILE}, {"LIMIT": limit}
 
@@ -101,27 +103,37 @@ def _choose(
     tiles = triton.cdiv(numel, TILE)
     common, limit = _constants(codec, args)
     around = torch.empty(2 * tiles, dtype=torch.int32, device=args.x.device)
-    stages = [(codec.sample, codec.count(triton.cdiv(numel, codec.sample)))] if codec.sample else []
-    for stride, place in [*stages, (0, k)]:
-        n = triton.cdiv(numel, stride or 1)
+    asked = codec.count(numel)
+    stages = [(args.x, args.residual, asked)]
+    if codec.sample:
+        sample = _sample(codec, args)
+        stages.insert(0, (sample, None, codec.count(sample.numel())))
+    for x, residual, place in stages:
+        sampled = x is not args.x
         bins = torch.zeros(3 * BINS.value, dtype=torch.int32, device=args.x.device)
         for level in range(3):
             launch(
                 histogram_kernel,
-                triton.cdiv(n, TILE),
-                *(args.x, args.residual, state, bins, n, stride or 1, place),
+                triton.cdiv(x.numel(), TILE),
+                *(x, residual, state, bins, x.numel(), place),
                 LEVEL=level,
-                **common,
+                **(common | {"FEEDBACK": residual is not None}),
             )
         launch(
             count_kernel,
             tiles,
             *(args.x, args.residual, state, bins, around, tiles, numel, place),
-            SAMPLED=stride > 0,
+            SAMPLED=sampled,
             **limit,
             **common,
         )
-        launch(scan_kernel, 1, state, around, tiles, k, SAMPLED=stride > 0, SIZE=1024)
+        launch(
+            scan_kernel,
+            1,
+            *(state, around, tiles, asked, codec.least(numel), k),
+            SAMPLED=sampled,
+            SIZE=1024,
+        )
     launch(
         choose_kernel,
         tiles,
@@ -130,13 +142,29 @@ def _choose(
     )
 
 
+def _sample(codec: Any, args: Any) -> torch.Tensor:
+    """Return the sample whose k-th largest is the threshold, one value of each stretch."""
+    numel, key = args.x.numel(), args.key
+    sample = torch.empty(codec.sampled(numel), device=args.x.device)
+    words = (key.seed & 0xFFFFFFFF, key.seed >> 32, key.step, key.tensor)
+    launch(
+        sample_kernel,
+        triton.cdiv(sample.numel(), 4 * 256),
+        *(args.x, args.residual, sample, numel, sample.numel(), codec.sample),
+        *map(as_int32, words),
+        FEEDBACK=args.residual is not None,
+        SIZE=4 * 256,
+    )
+    return sample
+
+
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = decode(payload)."""
+    """Store the decoded payload in ``out``."""
     _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """out = out + decode(payload)."""
+    """Add the decoded payload to ``out``."""
     _decode(codec, payload, out, add=True)
 
 

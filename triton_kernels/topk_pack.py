@@ -1,4 +1,4 @@
-"""How chosen values travel, in Triton: a program writes 256 of them, which share their levels."""
+"""Encoding of chosen values in Triton: a program writes 256 of them, which share their levels."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from pycomm.triton_kernels.topk_select import COUNT, STATE, VOID
 
 GROUP = tl.constexpr(256)
 INT8_TOP = tl.constexpr(127.0)
+TINY_BITS = tl.constexpr(0x0D800000)  # bits of 2^-100
+HUGE_BITS = tl.constexpr(0x7F000000)  # bits of 2^127
 
 
 @triton.jit
@@ -27,12 +29,12 @@ def padded(size):
 
 @triton.jit
 def sections(n, k, VALUES: tl.constexpr, INDICES: tl.constexpr):
-    """Return where values and indices of a record begin, and its bytes."""
+    """Return the offsets of a record's values and indices, and its size in bytes."""
     groups = (k + (GROUP - 1)) // GROUP
     if VALUES == "float32":
         values_at, size = groups * 0, 4 * k
     elif VALUES == "float16":
-        values_at, size = groups * 0, 2 * k
+        values_at, size = groups * 4, 2 * k
     elif VALUES == "int8":
         values_at, size = groups * 4, k
     else:
@@ -50,6 +52,15 @@ def sections(n, k, VALUES: tl.constexpr, INDICES: tl.constexpr):
 
 
 @triton.jit
+def half_scale(top):
+    """Return the bits of a group's scale and of its inverse, given those of its amax."""
+    used = (top > TINY_BITS) & (top < HUGE_BITS)
+    scale = (top & INF_BITS) - (14 << 23)
+    inv = tl.where(used, (254 << 23) - scale, 0)
+    return tl.where(used, scale, tl.where(top <= TINY_BITS, 0, NAN_BITS)), inv
+
+
+@triton.jit
 def store_bytes(byte_ptr, at, first, end, value):
     """Store bytes at + first, at + first + 1, ... of a section of ``end`` bytes and its padding."""
     tl.store(byte_ptr + at + first, value.to(tl.uint8), mask=first < padded(end))
@@ -59,7 +70,7 @@ def store_bytes(byte_ptr, at, first, end, value):
 def store_values(
     byte_ptr, half_ptr, word_ptr, at, values_at, group, p, mask, k, VALUES: tl.constexpr
 ):
-    """Write the codes of a group and return the values of these; p is NaN in a void record."""
+    """Write the codes of a group and return their values; p is NaN in a void record."""
     lane = tl.arange(0, GROUP)
     j = group * GROUP + lane
     nan = magnitude_bits(p) > INF_BITS
@@ -67,10 +78,13 @@ def store_values(
         value = p
         tl.store(word_ptr + at // 4 + j, tl.where(nan, NAN_BITS, float_bits(p)), mask=mask)
     elif VALUES == "float16":
-        code = tl.where(mask, p, 0.0).to(tl.float16)
-        value = code.to(tl.float32)
-        code = tl.where(nan & mask, 0x7E00, code.to(tl.int16, bitcast=True)).to(tl.int16)
-        tl.store(half_ptr + at // 2 + j, code, mask=j < (k + 1) // 2 * 2)
+        top = tl.max(tl.where(mask, magnitude_bits(p), 0), axis=0)
+        scale, inv = half_scale(top)
+        tl.store(word_ptr + at // 4 + group, scale)
+        code = tl.where(mask & (top <= INF_BITS), p * bits_float(inv), 0.0).to(tl.float16)
+        value = code.to(tl.float32) * bits_float(scale)
+        code = code.to(tl.int16, bitcast=True)
+        tl.store(half_ptr + (at + values_at) // 2 + j, code, mask=j < (k + 1) // 2 * 2)
     elif VALUES == "int8":
         row = tl.reshape(tl.where(mask, p, 0.0), (1, GROUP))
         scale, inv, used = scales(row, INT8_TOP)
@@ -120,7 +134,7 @@ def pack_kernel(
     numel, length, groups, k, last_k,
     VALUES: tl.constexpr, INDICES: tl.constexpr, SAMPLED: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """Write a group of the chosen, and what they owe."""
+    """Write a group of the chosen values, and their residuals."""
     record = tl.program_id(0).to(tl.int64) // groups
     group = tl.program_id(0).to(tl.int64) % groups
     n = tl.minimum(numel - record * length, length)
@@ -151,7 +165,7 @@ def pack_kernel(
             kept = tl.load(residual_ptr + place, mask=there, other=0.0)
             tl.store(new_residual_ptr + place, owed(p, value, kept), mask=there)
     if SAMPLED:
-        # All programs together clear what is not used.
+        # All programs together clear the unused bytes.
         _, _, most = sections(n, tl.zeros((), tl.int64) + k, VALUES, INDICES)
         if group == 0:
             tl.store(word_ptr, (size + 8).to(tl.int32))

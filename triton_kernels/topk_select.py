@@ -1,10 +1,10 @@
-"""Finding the k largest magnitudes in Triton, exactly, and putting them in order.
+"""Selection of the k largest magnitudes in Triton, exactly, in index order.
 
 The bits of the magnitude are a radix key of 11, 11 and 9 bits: each digit of the k-th largest comes
-from a histogram. With chunks a program does all of a record. The programs of a whole tensor meet in
-scratch memory after each of three histograms, after counting around the cut, and after a scan of
-the counts; so they read the values five times, where CUDA's kernels keep candidates and read three
-times.
+from a histogram. With chunks one program processes a whole record. For whole tensors the programs
+synchronise through scratch memory, between launches: after each of three histograms, after counting
+values at the cut, and after a scan of the counts. So they read the values five times; the CUDA
+kernels keep candidates and read them three times.
 """
 
 from __future__ import annotations
@@ -12,29 +12,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pycomm.triton_kernels._math import load_sum, magnitude_bits
+from pycomm.triton_kernels._math import load_sum, magnitude_bits, random_words
 
 BINS = tl.constexpr(2048)
-# What is known of a record, int32: is it void, is its cut found, values that travel, the cut: the
-# smallest magnitude of which some travel, and how many of those that equal it.
+# State of a record, int32: whether it is void, whether its cut is found, the number of values sent,
+# the cut (the smallest magnitude of which some are sent), and how many equal to it are sent.
 STATE = tl.constexpr(5)
 VOID, DONE, COUNT, CUT, TIES = (tl.constexpr(i) for i in range(5))
 
 
 @triton.jit
-def load_tile(
-    x_ptr, residual_ptr, start, at, n, stride, FEEDBACK: tl.constexpr, TILE: tl.constexpr
-):
-    """Return (p, residual, places in the record, mask) of a tile of a record of n values."""
+def load_tile(x_ptr, residual_ptr, start, at, n, FEEDBACK: tl.constexpr, TILE: tl.constexpr):
+    """Return (p, residual, index in the record, mask) of a tile of a record of n values."""
     place = at + tl.arange(0, TILE).to(tl.int64)
     mask = place < n
-    p, residual = load_sum(x_ptr, residual_ptr, start + place * stride, mask, FEEDBACK)
+    p, residual = load_sum(x_ptr, residual_ptr, start + place, mask, FEEDBACK)
     return p, residual, place, mask
 
 
 @triton.jit
 def count_digits(bits, mask, prefix, LEVEL: tl.constexpr):
-    """Return the histogram of a digit, of those whose digits before are ``prefix``."""
+    """Return the histogram of a digit, over values whose higher digits are ``prefix``."""
     if LEVEL == 0:
         digit = bits >> 20
     elif LEVEL == 1:
@@ -58,7 +56,7 @@ def find_digit(bins, place):
 
 @triton.jit
 def any_beyond(bins, LIMIT: tl.constexpr):
-    """True if a magnitude makes the record void: both limits, 2^127 and Inf, begin a bin."""
+    """Return whether a magnitude makes the record void: both limits, 2^127 and Inf, begin a bin."""
     return tl.sum(tl.where(tl.arange(0, BINS) >= LIMIT >> 20, bins, 0), axis=0) != 0
 
 
@@ -68,13 +66,14 @@ def choose_tile(
     p_ptr, index_ptr, bitmap_ptr, new_residual_ptr,
     BITMAP: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Put the chosen of a tile into their places, and what is not chosen into the new residual.
+    """Write the chosen values of a tile to their slots, and the others to the new residual.
 
-    ``equals``: values before that equal the cut; ``count``: chosen ones before. Returns both after.
+    ``equals`` counts earlier values equal to the cut, ``count`` earlier chosen ones. Returns both,
+    updated.
     """
     bits = magnitude_bits(p)
     equal = mask & (bits == cut)
-    rank = equals + tl.cumsum(equal.to(tl.int64), axis=0)  # from 1 on
+    rank = equals + tl.cumsum(equal.to(tl.int64), axis=0)  # counts from 1
     chosen = mask & ((bits > cut) | (equal & (rank <= ties)))
     to = count + tl.cumsum(chosen.to(tl.int64), axis=0) - 1
     tl.store(p_ptr + to, p, mask=chosen)
@@ -111,7 +110,7 @@ def chunks_kernel(
         bins = tl.zeros((BINS,), tl.int32)
         at = tl.zeros((), tl.int64)
         while at < n:
-            p, _, _, mask = load_tile(x_ptr, residual_ptr, start, at, n, 1, FEEDBACK, TILE)
+            p, _, _, mask = load_tile(x_ptr, residual_ptr, start, at, n, FEEDBACK, TILE)
             bins += count_digits(magnitude_bits(p), mask, prefix, level)
             at += TILE
         digit, left = find_digit(bins, left)
@@ -125,14 +124,14 @@ def chunks_kernel(
     tl.store(state_ptr + COUNT, here.to(tl.int32))
     bitmap_ptr = word_ptr + record * record_words
     bitmap_ptr += tl.where(n == LENGTH, bitmap_at, last_bitmap_at)
-    # In a void record nothing is above the cut and nothing ties.
+    # A void record has no value above the cut and no ties.
     cut = tl.where(void, 0x7FFFFFFF, prefix)
     ties = tl.where(void, 0, left)
     equals = tl.zeros((), tl.int64)
     count = tl.zeros((), tl.int64)
     at = tl.zeros((), tl.int64)
     while at < n:
-        p, residual, place, mask = load_tile(x_ptr, residual_ptr, start, at, n, 1, FEEDBACK, TILE)
+        p, residual, place, mask = load_tile(x_ptr, residual_ptr, start, at, n, FEEDBACK, TILE)
         equals, count = choose_tile(
             tl.where(void, residual, p), residual, place, mask, cut, ties, equals, count, start, n,
             p_ptr + record * room, index_ptr + record * room, bitmap_ptr, new_residual_ptr,
@@ -141,12 +140,28 @@ def chunks_kernel(
         at += TILE
 
 
+@triton.jit(do_not_specialize=["stride", "seed_low", "seed_high", "step", "tensor"])
+def sample_kernel(
+    x_ptr, residual_ptr, sample_ptr, numel, n, stride, seed_low, seed_high, step, tensor,
+    FEEDBACK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Draw one value of each stretch of ``stride``, at an index that the key chooses."""
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    words = random_words(seed_low, seed_high, step, tensor, first // 4, 1, SIZE)
+    number = first + tl.arange(0, SIZE)
+    mask = number < n
+    length = tl.minimum(numel - number * stride, stride)
+    place = number * stride + (tl.reshape(words, (SIZE,)).to(tl.int64) * length >> 32)
+    p, _ = load_sum(x_ptr, residual_ptr, place, mask, FEEDBACK)
+    tl.store(sample_ptr + number, p, mask=mask)
+
+
 @triton.jit(do_not_specialize=["k"])
 def histogram_kernel(
-    x_ptr, residual_ptr, state_ptr, bins_ptr, n, stride, k,
+    x_ptr, residual_ptr, state_ptr, bins_ptr, n, k,
     LEVEL: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile to the histogram of a digit, after those of the digits before are complete."""
+    """Add a tile to the histogram of a digit; the histograms of higher digits are complete."""
     if tl.load(state_ptr + DONE) == 0:
         prefix = tl.zeros((), tl.int32)
         left = tl.zeros((), tl.int64) + k
@@ -155,7 +170,7 @@ def histogram_kernel(
             digit, left = find_digit(bins, left)
             prefix = prefix << 11 | digit
         at = tl.program_id(0).to(tl.int64) * TILE
-        p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, stride, FEEDBACK, TILE)
+        p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, FEEDBACK, TILE)
         counts = count_digits(magnitude_bits(p), mask, prefix, LEVEL)
         to = bins_ptr + LEVEL * BINS + tl.arange(0, BINS)
         tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
@@ -166,9 +181,9 @@ def count_kernel(
     x_ptr, residual_ptr, state_ptr, bins_ptr, around_ptr, tiles, n, k,
     LIMIT: tl.constexpr, SAMPLED: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Count the values of a tile above the cut, and those that equal it.
+    """Count the values of a tile above the cut, and those equal to it.
 
-    SAMPLED: the cut is the threshold of a sample, which does not know what makes a record void.
+    SAMPLED: the cut comes from a sample, which may lack the values that make the record void.
     """
     if tl.load(state_ptr + DONE) == 0:
         prefix = tl.zeros((), tl.int32)
@@ -179,7 +194,7 @@ def count_kernel(
             prefix = prefix << (9 if level == 2 else 11) | digit
         tile = tl.program_id(0)
         at = tile.to(tl.int64) * TILE
-        p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, 1, FEEDBACK, TILE)
+        p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, FEEDBACK, TILE)
         bits = magnitude_bits(p)
         tl.store(around_ptr + tile, tl.sum((mask & (bits > prefix)).to(tl.int32), axis=0))
         tl.store(around_ptr + tiles + tile, tl.sum((mask & (bits == prefix)).to(tl.int32), axis=0))
@@ -194,9 +209,11 @@ def count_kernel(
                 tl.store(state_ptr + VOID, any_beyond(bins, LIMIT).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["k"])
-def scan_kernel(state_ptr, around_ptr, tiles, k, SAMPLED: tl.constexpr, SIZE: tl.constexpr):
-    """From counts of each tile to counts before it, and to what travels. One program."""
+@triton.jit(do_not_specialize=["asked", "least", "most"])
+def scan_kernel(
+    state_ptr, around_ptr, tiles, asked, least, most, SAMPLED: tl.constexpr, SIZE: tl.constexpr
+):
+    """Turn the counts of each tile into prefix sums, and set the number to send. One program."""
     if tl.load(state_ptr + DONE) == 0:
         greater = tl.zeros((), tl.int64)
         equal = tl.zeros((), tl.int64)
@@ -213,13 +230,14 @@ def scan_kernel(state_ptr, around_ptr, tiles, k, SAMPLED: tl.constexpr, SIZE: tl
             greater += tl.sum(above, axis=0)
             equal += tl.sum(ties, axis=0)
             at += SIZE
-        count = tl.zeros((), tl.int64) + k
+        count = tl.zeros((), tl.int64) + asked
         if SAMPLED:
             void = tl.load(state_ptr + VOID) != 0
-            few = greater + equal <= k
-            count = tl.where(void, 1, tl.where(few, greater + equal, count))
+            chosen = greater + equal
+            fits = (chosen >= least) & (chosen <= most)
+            count = tl.where(void, 1, tl.where(fits, chosen, count))
             tl.store(state_ptr + TIES, equal.to(tl.int32))
-            tl.store(state_ptr + DONE, (void | few).to(tl.int32))
+            tl.store(state_ptr + DONE, (void | fits).to(tl.int32))
         tl.store(state_ptr + COUNT, count.to(tl.int32))
 
 
@@ -228,7 +246,7 @@ def choose_kernel(
     x_ptr, residual_ptr, new_residual_ptr, state_ptr, around_ptr, tiles, p_ptr, index_ptr, n,
     FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Put the chosen of a tile into their places."""
+    """Write the chosen values of a tile to their slots."""
     tile = tl.program_id(0)
     void = tl.load(state_ptr + VOID) != 0
     cut = tl.where(void, 0x7FFFFFFF, tl.load(state_ptr + CUT))
@@ -237,7 +255,7 @@ def choose_kernel(
     greater = tl.load(around_ptr + tile).to(tl.int64) & 0xFFFFFFFF
     equals = tl.load(around_ptr + tiles + tile).to(tl.int64) & 0xFFFFFFFF
     p, residual, place, mask = load_tile(
-        x_ptr, residual_ptr, 0, tile.to(tl.int64) * TILE, n, 1, FEEDBACK, TILE
+        x_ptr, residual_ptr, 0, tile.to(tl.int64) * TILE, n, FEEDBACK, TILE
     )
     choose_tile(
         tl.where(void, residual, p), residual, place, mask, cut, ties,

@@ -1,4 +1,4 @@
-"""Reading payloads of topk in Triton: records are checked before any of their values is used."""
+"""Decoding of topk payloads in Triton: a record is checked before any of its values is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pycomm.triton_kernels.topk_pack import GROUP, sections
 
 @triton.jit
 def count_of(word_ptr, n, k, VALUES: tl.constexpr, INDICES: tl.constexpr, SAMPLED: tl.constexpr):
-    """Return how many values travel of a record of n; 0 if its header is damaged."""
+    """Return the number of values sent of a record of n; 0 if its header is damaged."""
     here = tl.zeros((), tl.int64) + k
     if SAMPLED:
         count = tl.load(word_ptr + 1).to(tl.int64) & 0xFFFFFFFF
@@ -41,8 +41,9 @@ def load_value(byte_ptr, half_ptr, word_ptr, at, values_at, j, mask, VALUES: tl.
     if VALUES == "float32":
         value = bits_float(tl.load(word_ptr + at // 4 + j, mask=mask, other=0))
     elif VALUES == "float16":
-        code = tl.load(half_ptr + at // 2 + j, mask=mask, other=0)
-        value = code.to(tl.float16, bitcast=True).to(tl.float32)
+        code = tl.load(half_ptr + (at + values_at) // 2 + j, mask=mask, other=0)
+        scale = bits_float(tl.load(word_ptr + at // 4 + j // GROUP, mask=mask, other=0))
+        value = code.to(tl.float16, bitcast=True).to(tl.float32) * scale
     elif VALUES == "int8":
         code = tl.load(byte_ptr + at + values_at + j, mask=mask, other=0).to(tl.int8, bitcast=True)
         scale = bits_float(tl.load(word_ptr + at // 4 + j // GROUP, mask=mask, other=0))
@@ -56,12 +57,9 @@ def load_value(byte_ptr, half_ptr, word_ptr, at, values_at, j, mask, VALUES: tl.
 
 
 @triton.jit
-def begins_with_nan(half_ptr, word_ptr, at, VALUES: tl.constexpr):
-    if VALUES == "float16":
-        nan = (tl.load(half_ptr + at // 2).to(tl.int32) & 0x7FFF) > 0x7C00
-    else:
-        nan = (tl.load(word_ptr + at // 4) & 0x7FFFFFFF) > INF_BITS
-    return nan
+def begins_with_nan(word_ptr, at):
+    """Return whether the first scale, level or value is NaN."""
+    return (tl.load(word_ptr + at // 4) & 0x7FFFFFFF) > INF_BITS
 
 
 @triton.jit(do_not_specialize=["k", "last_k"])
@@ -70,7 +68,7 @@ def scatter_kernel(
     VALUES: tl.constexpr, INDICES: tl.constexpr, SAMPLED: tl.constexpr, SIZE: tl.constexpr,
     CHECK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """CHECK: find out if the record is void. Else put its values into their places."""
+    """With CHECK, find out whether the record is void; else store its values at their indices."""
     record = tl.program_id(0).to(tl.int64) // groups
     group = tl.program_id(0).to(tl.int64) % groups
     n = tl.minimum(numel - record * length, length)
@@ -90,7 +88,7 @@ def scatter_kernel(
         )
         wrong = mask & ((index >= n) | ((j > 0) & (before >= index)))
         bad = tl.max(wrong.to(tl.int32), axis=0) > 0
-        bad = bad | (here == 0) | begins_with_nan(half_ptr, word_ptr, at, VALUES)
+        bad = bad | (here == 0) | begins_with_nan(word_ptr, at)
         if bad:
             tl.atomic_max(void_ptr + record, 1)
     else:
@@ -102,7 +100,7 @@ def scatter_kernel(
 
 @triton.jit
 def fill_kernel(void_ptr, out_ptr, numel, length, SIZE: tl.constexpr, ADD: tl.constexpr):
-    """Zeros, or NaN in void records. Adding leaves the others as they are."""
+    """Store zeros, or NaN in void records. With ADD, other records are left unchanged."""
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     mask = place < numel
     void = tl.load(void_ptr + place // length, mask=mask, other=0) != 0
@@ -135,7 +133,7 @@ def decode_bitmaps_kernel(
         ones += tl.sum(one, axis=0)
         beyond += tl.sum(tl.where(i < n, 0, one), axis=0)
         first += TILE
-    void = (ones != here) | (beyond > 0) | begins_with_nan(half_ptr, word_ptr, at, VALUES)
+    void = (ones != here) | (beyond > 0) | begins_with_nan(word_ptr, at)
     nan = bits_float(tl.full((TILE,), NAN_BITS, tl.int32))
     rank = tl.zeros((), tl.int64)
     first = tl.zeros((), tl.int64)

@@ -1,11 +1,11 @@
 // cast on the CPU: plain loops over cast.h, compiled for several x86 levels.
 #include "codecs/cast.h"
 
+#include "codecs/base/loops.h"
+#include "codecs/base/options.h"
+#include "codecs/base/registry.h"
 #include "codecs/cuda.h"
-#include "codecs/loops.h"
-#include "codecs/options.h"
 #include "codecs/planar.h"
-#include "codecs/registry.h"
 
 namespace pycomm::codecs::cast {
 namespace {
@@ -102,7 +102,7 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   }
 }
 
-/// Calls `f` with the type that stands for `kind`.
+/// Calls `f` with the type of `kind`.
 template <typename F>
 void with_type(Kind kind, const F& f) {
   switch (kind) {

@@ -1,13 +1,13 @@
-// cast in CUDA. Wire format: docs/wire/cast.md. Arithmetic: cast.h; kernels with blocks:
+// cast in CUDA. Wire format: docs/wire/cast.md. The arithmetic is in cast.h, kernels with blocks in
 // block_cuda.h. Compiled by nvcc, or at run time by NVRTC, which takes the kernels only.
-#include "codecs/block_cuda.h"
+#include "codecs/base/block_cuda.h"
 #include "codecs/cast_cuda.h"
 
 namespace pycomm::codecs::cast {
 
 // ---------------------------------------------------------------- kernels
 
-/// The types without blocks. Codes end at a multiple of four bytes, in zeros.
+/// Encodes to the types without blocks. Codes are padded with zeros to a multiple of four bytes.
 template <typename Type, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_plain(const EncodeParams args) {
   using Code = typename Type::Code;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_plain(const DecodeParam
 // -------------------------------------------------------------- launchers
 
 #ifndef __CUDACC_RTC__
-#include "codecs/block_launch.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/cuda.h"
 
 namespace pycomm::codecs::cast {

@@ -1,8 +1,8 @@
-// cast: float32 as a smaller float, as it is or with a scale per block. Wire format:
-// docs/wire/cast.md. Everything that decides a bit is here and in block.h, compiled by gcc, nvcc
-// and NVRTC.
+// cast: float32 as a smaller float, unscaled or with a scale per block. Wire format:
+// docs/wire/cast.md. Everything that determines the bits is here and in block.h, compiled by gcc,
+// nvcc and NVRTC.
 #pragma once
-#include "codecs/block.h"
+#include "codecs/base/block.h"
 #include "core/floats.h"
 #include "core/types.h"
 
@@ -10,9 +10,9 @@ namespace pycomm::codecs::cast {
 
 constexpr int kWireVersion = 1;
 
-// One struct per dtype. kTop is the largest code, or 0 where there are no blocks. Without blocks
-// `encode` gets p and `decode` gives the value; with blocks `round` gets p * inv_scale, and
-// `decode` gives what is still to be multiplied by the scale.
+// There is one struct per dtype. kTop is the largest code, or 0 where there are no blocks. Without
+// blocks `encode` takes p and `decode` returns the value; with blocks `round` takes p * inv_scale,
+// and `decode` returns a value that is yet to be multiplied by the scale.
 
 struct Float32 {
   using Code = uint32_t;
@@ -23,7 +23,8 @@ struct Float32 {
   PYCOMM_HD static float decode(Code code) { return bits_float(code); }
 };
 
-/// IEEE rounding: a value beyond 65504 becomes Inf, so that a loss scaler sees the overflow.
+/// float16 with IEEE rounding: a value beyond 65504 becomes Inf, so that a loss scaler detects the
+/// overflow.
 struct Float16 {
   using Code = uint16_t;
   static constexpr float kTop = 0.0f;

@@ -1,7 +1,7 @@
-// The coder of cast's float8, for its own kernels and for those of rotate. Arithmetic: cast.h.
+// Coder of cast's float8, for its own kernels and for those of rotate. The arithmetic is in cast.h.
 // Compiled by nvcc and NVRTC.
 #pragma once
-#include "codecs/block_cuda.h"
+#include "codecs/base/block_cuda.h"
 #include "codecs/cast.h"
 
 namespace pycomm::codecs::cast {

@@ -1,10 +1,12 @@
-// convert.h on the CPU: tile by tile, in float32 that stays in the first-level cache.
+// Conversion of gradients on the CPU (convert.h): tile by tile, in float32 that stays in the
+// first-level cache.
 #include "codecs/convert.h"
 
 #include <algorithm>
 
+#include "codecs/base/loops.h"
 #include "codecs/cuda_convert.h"
-#include "codecs/loops.h"
+#include "core/arithmetic.h"
 #include "core/error.h"
 #include "core/float16.h"
 
@@ -28,7 +30,7 @@ PYCOMM_SIMD void scale(const float* in, float* out, size_t n, float by, float cl
   for (size_t i = 0; i < n; i++) out[i] = scaled(in[i], by, clip, divisor);
 }
 
-/// `exponent`: the bits that are all set in Inf and NaN.
+/// True if all values are finite. `exponent` has the bits that are all set in Inf and NaN.
 template <typename Code>
 PYCOMM_INLINE bool finite_codes(const Code* codes, size_t n, uint32_t exponent) {
   uint32_t bad = 0;
@@ -44,7 +46,7 @@ PYCOMM_SIMD bool finite_narrow(const uint16_t* codes, size_t n, uint32_t exponen
   return finite_codes(codes, n, exponent);
 }
 
-/// Values as float32: where they are, or in `tile`.
+/// Returns values as float32: in place, or in `tile`.
 const float* widen(DType from, const uint8_t* in, float* tile, size_t n) {
   const auto* codes = reinterpret_cast<const uint16_t*>(in);
   if (from == DType::float32) return reinterpret_cast<const float*>(in);
@@ -77,6 +79,7 @@ void convert(const ConvertArgs& args) {
   check(args.to);
   if (args.stream.device == Device::cuda) return convert_cuda(args);
 
+  const DefaultArithmetic arithmetic;
   const float by = args.by.at ? *args.by.at : args.by.value;
   const float clip = args.clip.at ? *args.clip.at : args.clip.value;
   const bool same = by == 1.0f && clip == 1.0f && args.divisor == 1.0f;

@@ -1,5 +1,5 @@
-// convert.h on the GPU: a warp takes a tile of rows, reads them once and writes them once. Compiled
-// by nvcc and NVRTC.
+// Conversion of gradients on the GPU (convert.h): a warp takes a tile of rows, reads them once and
+// writes them once. Compiled by nvcc and NVRTC.
 #include "codecs/convert.h"
 #include "core/cuda_vector.h"
 
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(cuda::kThreads) convert_kernel(const Params ar
     }
   }
   tile.store(out, args.numel, result);
-  if (!fine && args.found_inf) *args.found_inf = 1.0f;  // whoever writes it writes the same
+  if (!fine && args.found_inf) *args.found_inf = 1.0f;  // all writers write the same value
 }
 
 }  // namespace pycomm::codecs::convert
@@ -52,7 +52,7 @@ void load_from() {
   const auto load = [](auto kernel) {
     cudaFuncAttributes about{};
     if (cudaFuncGetAttributes(&about, kernel) == cudaSuccess) return;
-    cudaGetLastError();  // the next launch shall not find it
+    cudaGetLastError();  // clears the error for the next launch
     throw Error("convert: cuda cannot load its kernels");
   };
   load(convert_kernel<From, cast::Float32>);

@@ -1,15 +1,16 @@
-// Gradients from one float dtype to another, scaled on the way: out = cast(x * by * clip /
-// divisor), in float32, each operation rounded alone. It unscales and clips what AMP has scaled,
-// and it ends a collective with codecs: averaged, in the bucket's own dtype, and told if something
-// overflowed. Everything that decides a bit is here and in cast.h, compiled by gcc, nvcc and NVRTC.
+// Conversion of gradients from one float dtype to another, with scaling: out = cast(x * by * clip /
+// divisor), in float32, each operation rounded separately. It unscales and clips what AMP has
+// scaled, and it ends a collective with codecs: averages, converts to the bucket's own dtype, and
+// reports overflow. Everything that determines the bits is here and in cast.h, compiled by gcc,
+// nvcc and NVRTC.
 #pragma once
 #include "codecs/cast.h"
 
 namespace pycomm {
 
-/// A number, or where one will be when the work runs.
+/// A number, or the address where it will be when the work runs.
 struct Factor {
-  const float* at = nullptr;  ///< null: it is `value`
+  const float* at = nullptr;  ///< null: the number is `value`
   float value = 1.0f;
 };
 
@@ -20,17 +21,17 @@ struct ConvertArgs {
   DType from = DType::float32, to = DType::float32;  ///< float32, float16 or bfloat16
   Factor by, clip;
   float divisor = 1.0f;
-  /// Becomes 1 if a value of `out` is Inf or NaN, else stays as it was; null: nobody asks.
+  /// Becomes 1 if a value of `out` is Inf or NaN, else stays as it was; null: not computed.
   float* found_inf = nullptr;
   Stream stream;
 };
 
-/// Throws Error if a dtype is another.
+/// Converts values. Throws Error for any other dtype.
 PYCOMM_API void convert(const ConvertArgs& args);
 
 namespace codecs::convert {
 
-/// The kernel's argument. pycomm/codecs/convert.py has the same struct.
+/// Arguments of the kernel. pycomm/codecs/convert.py has the same struct.
 struct Params {
   const void* in;
   void* out;

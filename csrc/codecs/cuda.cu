@@ -1,4 +1,4 @@
-// This libpycomm has the CUDA halves of the codecs; the other answer is in no_cuda.cpp.
+// CUDA parts of the codecs in a build with CUDA; no_cuda.cpp is for a build without.
 #include "codecs/cuda.h"
 
 namespace pycomm::codecs {

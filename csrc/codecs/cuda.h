@@ -1,21 +1,21 @@
-// The CUDA halves of the codecs, on the stream of the call: <name>.cu, or no_cuda.cpp in a build
-// without CUDA, where each throws Error. CMake picks one; no other source asks what was built.
+// CUDA parts of the codecs, on the stream of the call: <name>.cu, or no_cuda.cpp in a build without
+// CUDA, where each function throws Error. CMake picks one; no other source depends on what was
+// built.
 #pragma once
+#include "codecs/base/codec.h"
 #include "codecs/cast.h"
-#include "codecs/codec.h"
 #include "codecs/eden.h"
 #include "codecs/mx.h"
 #include "codecs/planar.h"
 #include "codecs/quant.h"
 #include "codecs/randomk.h"
 #include "codecs/ternary.h"
-#include "codecs/topk.h"
 
 namespace pycomm::codecs {
 
 PYCOMM_API bool cuda_built();
 
-// Arguments are checked by the callers (cast.cpp and the like). `add`: out = out + decode(payload).
+// Callers check the arguments (cast.cpp and the like). `add`: out = out + decode(payload).
 
 namespace cast {
 void encode_cuda(const Format& format, const EncodeArgs& args);
@@ -72,11 +72,5 @@ void encode_cuda(const Format& format, const EncodeArgs& args);
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  Stream stream);
 }  // namespace ternary
-
-namespace topk {
-void encode_cuda(const Format& format, const EncodeArgs& args);
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 Stream stream);
-}  // namespace topk
 
 }  // namespace pycomm::codecs

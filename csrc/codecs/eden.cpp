@@ -2,11 +2,12 @@
 #include "codecs/eden.h"
 
 #include <cmath>
+#include <limits>
 
-#include "codecs/bits.h"
+#include "codecs/base/bits.h"
+#include "codecs/base/registry.h"
+#include "codecs/base/rotation_loops.h"
 #include "codecs/cuda.h"
-#include "codecs/registry.h"
-#include "codecs/rotation_loops.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::eden {
@@ -14,7 +15,7 @@ namespace {
 
 constexpr size_t kHeaderBytes = sizeof(RotationHeader);
 
-/// Each half is added to the other until one number is left.
+/// Adds each half to the other until one number is left.
 PYCOMM_INLINE float add_halves(float* terms, uint32_t n) {
   for (uint32_t width = n / 2; width > 0; width /= 2) {
 #pragma GCC ivdep
@@ -23,7 +24,51 @@ PYCOMM_INLINE float add_halves(float* terms, uint32_t n) {
   return terms[0];
 }
 
-/// Writes the codes of a used rotation; returns its scale. kBits whole bits, and half a bit.
+/// Implements quantize() of many levels by a table, from which vectors gather: a cell of 1 / kCells
+/// has one border at most, so a magnitude is beyond those below its cell and, perhaps, one more.
+template <int kBits>
+struct Search {
+  static constexpr int kCells = 64;
+  static constexpr int kLast = 5 * kCells - 1;  ///< beyond the last border
+
+  constexpr Search() {
+    const int count = num_levels(kBits) - 1;
+    for (int i = 0; i <= count; i++) levels[i] = level(kBits, i);
+    for (int i = 0; i < count; i++) borders[i] = border(kBits, i);
+    borders[count] = std::numeric_limits<float>::infinity();
+    int place = 0;
+    for (int cell = 0; cell <= kLast; cell++) {
+      while (borders[place] * kCells <= static_cast<float>(cell)) place++;
+      first[cell] = place;
+    }
+  }
+
+  int32_t first[kLast + 1] = {};
+  float borders[num_levels(kBits)] = {};
+  float levels[num_levels(kBits)] = {};
+};
+template <int kBits>
+constexpr Search<kBits> kSearch;
+
+template <int kBits>
+PYCOMM_INLINE Coded quantize_fast(float u, float inv) {
+  if constexpr (kBits < 5) {
+    return quantize<kBits>(u, inv);
+  } else {
+    const Search<kBits>& search = kSearch<kBits>;
+    const float magnitude = bits_float(magnitude_bits(u * inv));
+    const float scaled = magnitude * Search<kBits>::kCells;  // exact, and at most 64 * 64
+    const auto cell = static_cast<int32_t>(scaled);
+    int32_t place = search.first[cell < Search<kBits>::kLast ? cell : Search<kBits>::kLast];
+    place += magnitude >= search.borders[place] ? 1 : 0;
+    const uint32_t sign = float_bits(u) >> 31;
+    return {static_cast<uint32_t>(place) | sign << (kBits - 1),
+            bits_float(float_bits(search.levels[place]) | sign << 31)};
+  }
+}
+
+/// Writes the codes of a used rotation; returns its scale. kBits whole bits, and possibly half a
+/// bit.
 template <int kBits, bool kHalf, bool kMmse>
 PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int size_bits, float amax,
                                 uint8_t* out) {
@@ -54,7 +99,7 @@ PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int si
     }
   } else {
     for (uint32_t i = 0; i < size; i++) {
-      const Coded coded = quantize<kBits>(y[i], inv);
+      const Coded coded = quantize_fast<kBits>(y[i], inv);
       codes[i] = static_cast<uint8_t>(coded.code);
       terms[i] = coded.value * y[i];
       if (kMmse) squares[i] = coded.value * coded.value;
@@ -70,17 +115,22 @@ PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int si
   return (kMmse ? along / add_halves(squares, units) : energy / along) * exponent;
 }
 
-/// dequantize() by the code: vectors gather from it.
+/// Implements dequantize() by the code: vectors gather from a table.
 template <int kBits>
 struct Table {
-  PYCOMM_INLINE Table() {
-    for (uint32_t code = 0; code <= kMask; code++) values[code] = dequantize<kBits>(code);
+  constexpr Table() {
+    for (uint32_t code = 0; code <= kMask; code++) {
+      const float value = level(kBits, static_cast<int>(code & (kMask >> 1)));
+      values[code] = code > kMask >> 1 ? -value : value;
+    }
   }
   PYCOMM_INLINE float operator[](uint32_t code) const { return values[code & kMask]; }
 
   static constexpr uint32_t kMask = (1u << kBits) - 1;
-  alignas(64) float values[kMask + 1];
+  alignas(64) float values[kMask + 1] = {};
 };
+template <int kBits>
+constexpr Table<kBits> kTable;
 
 template <int kBits, bool kHalf>
 PYCOMM_INLINE void read_block(const Signs& choice, const uint8_t* in, float scale, int size_bits,
@@ -89,8 +139,9 @@ PYCOMM_INLINE void read_block(const Signs& choice, const uint8_t* in, float scal
   constexpr uint32_t kUnitBits = kHalf ? 2 * kBits + 1 : kBits;
   const uint32_t size = 1u << size_bits;
   const uint32_t units = kHalf ? size / 2 : size;
-  const Table<kBits> narrows;
-  const Table<kHalf ? kBits + 1 : 0> wides;
+  const Table<kBits>& narrows = kTable<kBits>;
+  constexpr int kWide = kHalf ? kBits + 1 : 0;
+  const Table<kWide>& wides = kTable<kWide>;
   for (uint32_t lo = 0; lo < units; lo += kMaxBlock) {
     const uint32_t n = units - lo < kMaxBlock ? units - lo : kMaxBlock;
     unpack<kUnitBits>(in + lo * kUnitBits / 8, n, codes + lo);
@@ -109,7 +160,7 @@ PYCOMM_INLINE void read_block(const Signs& choice, const uint8_t* in, float scal
     }
   } else {
     for (uint32_t i = 0; i < size; i++) {
-      // Of two levels the choice is faster than the table.
+      // With two levels the choice is faster than the table.
       const float value = kBits <= 2 ? dequantize<kBits>(codes[i]) : narrows[codes[i]];
       y[i] = value * scale;
     }
@@ -129,7 +180,7 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
     const size_t n = args.in.size - lo < size ? args.in.size - lo : size;
     const float* x = args.in.data + lo;
     const float* residual = args.residual ? args.residual + lo : nullptr;
-    const Signs signs(header, lo, size);
+    const RotationSigns signs(header, lo, size);
     rotate_block(signs, x, residual, n, f.size_bits, y);
     const float amax = max_magnitude(y, size);
     float scale = codecs::scale(amax, 1.0f);
@@ -163,7 +214,7 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
     const size_t n = out.size - lo < size ? out.size - lo : size;
     const Signs choice(header, lo, kHalf ? size : 0, kChoiceTensor);
     read_block<kBits, kHalf>(choice, codes, *scales++, f.size_bits, y);
-    unrotate_block(Signs(header, lo, size), y, n, f.size_bits, {then, out.data + lo});
+    unrotate_block(RotationSigns(header, lo, size), y, n, f.size_bits, {then, out.data + lo});
   }
 }
 
@@ -216,9 +267,10 @@ class Eden final : public Codec {
 std::unique_ptr<Codec> make(Options& options) {
   Format format;
   const double bits = options.number("bits", 2);
-  // Not in this range: NaN too.
-  if (!(bits >= 0.5 && bits <= 4) || std::floor(2 * bits) != 2 * bits) {
-    options.fail("bits=" + number_text(bits) + ": use 0.5, 1, 1.5, ... 4");
+  // Rejects everything outside this range, also NaN.
+  if (!(bits >= 0.5 && bits <= 8) || std::floor(2 * bits) != 2 * bits ||
+      (bits > 4 && std::floor(bits) != bits)) {
+    options.fail("bits=" + number_text(bits) + ": use 0.5, 1, 1.5, ... 4, 5, 6, 7 or 8");
   }
   format.half_bits = static_cast<int>(2 * bits);
   format.size_bits = rotation_option(options);

@@ -1,8 +1,8 @@
-// eden in CUDA. Wire format: docs/wire/eden.md. Arithmetic: eden.h; rotations: rotation_cuda.h.
-// Compiled by nvcc, or at run time by NVRTC, which takes the kernels only.
-#include "codecs/bits_cuda.h"
+// eden in CUDA. Wire format: docs/wire/eden.md. The arithmetic is in eden.h, rotations in
+// rotation_cuda.h. Compiled by nvcc, or at run time by NVRTC, which takes the kernels only.
+#include "codecs/base/bits_cuda.h"
+#include "codecs/base/rotation_cuda.h"
 #include "codecs/eden.h"
-#include "codecs/rotation_cuda.h"
 
 namespace pycomm::codecs::eden {
 
@@ -12,16 +12,17 @@ constexpr uint32_t kMmse = 1;
 /// With half a bit two values share a unit.
 PYCOMM_HD constexpr int unit_bits(int bits, bool half) { return half ? 2 * bits + 1 : bits; }
 
-/// Of four values from `place` of the tile on: a bit is 1 if the value is the wide one of its pair.
+/// Returns a bit for each of four values from `place` of the tile on: it is 1 if the value is the
+/// wide one of its pair.
 __device__ __forceinline__ uint32_t wide_bits(const RandomBits& choice, uint32_t place,
                                               uint32_t half) {
-  // A rotation of more than a tile has its other half in another warp, at the same place of a tile.
+  // A rotation larger than a tile has its other half in another warp, at the same place of a tile.
   const uint32_t second = choice.from(place & ~half & (kTile - 1));
   const bool far = ((warp_of() * kTile + place) & half) != 0;
   return far ? second : ~second;
 }
 
-/// What the lanes hold that have the other values of the pairs; four codes are a word.
+/// Returns the codes of the lanes with the other values of the pairs; four codes are a word.
 __device__ __forceinline__ void partners(const uint32_t (&codes)[kTileRows], uint32_t half,
                                          uint32_t (&others)[kTileRows]) {
   if (half >= kTile) {
@@ -43,7 +44,7 @@ __device__ __forceinline__ void partners(const uint32_t (&codes)[kTileRows], uin
   }
 }
 
-/// Four codes, a byte each, to four of `bits` bits.
+/// Joins four codes, a byte each, to four of `bits` bits.
 __device__ __forceinline__ uint32_t joined(uint32_t codes, int bits) {
   uint32_t chunk = 0;
   for (int k = 0; k < cuda::kVector; k++) chunk |= (codes >> (8 * k) & 255) << (k * bits);
@@ -60,8 +61,9 @@ __device__ __forceinline__ void store_units(uint8_t* codes, size_t i, size_t num
   }
 }
 
-/// Both lanes of a pair hold its unit, and the one with the near half of a rotation stores it. Near
-/// halves of less than a row, which leave gaps, are moved together two rows at a time.
+/// Stores the units of pairs. Both lanes of a pair hold its unit, and the one with the near half of
+/// a rotation stores it. Near halves of less than a row, which leave gaps, are moved together two
+/// rows at a time.
 template <int kUnitBits>
 __device__ __forceinline__ void store_pairs(const EncodeParams& args, const Tile& tile,
                                             size_t units, const uint32_t (&unit)[kTileRows]) {
@@ -85,7 +87,8 @@ __device__ __forceinline__ void store_pairs(const EncodeParams& args, const Tile
   }
 }
 
-/// A code takes part in the sums with its level; `wide` says which of a pair's two tables it has.
+/// Returns the code of a value, which takes part in the sums with its level; `wide` says which of a
+/// pair's two tables it has.
 template <int kBits, bool kHalf>
 __device__ __forceinline__ Coded quantize_one(float u, float inv, bool wide) {
   if constexpr (kHalf) {
@@ -107,8 +110,8 @@ __device__ __forceinline__ float dequantize_one(uint32_t code, bool wide) {
 
 // ---------------------------------------------------------------- kernels
 
-// As in rotate.cu. An encoder has values, signs and centroids in its registers: two blocks of it
-// fit with one bit.
+// Blocks per multiprocessor, as in rotate.cu. An encoder has values, signs and centroids in its
+// registers: two blocks of it fit with one bit.
 template <int kBits, bool kHalf>
 constexpr int kEncodeBlocks = kBits == 1 && !kHalf ? 2 : 1;
 constexpr int kDecodeBlocks = 2;
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kBits, kHalf>)
   const Tile tile(args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty() && size <= kTile) return;
   const RotationHeader header = write_header(args);
-  const RandomBits signs(header, first_of(tile));
+  const RotationSigns signs(header, first_of(tile));
   const RandomBits choice(header, kHalf ? first_of(tile) & ~size_t{size / 2} : 0, kChoiceTensor);
   const auto wide_of = [&](int row) {
     const uint32_t place = row * cuda::kRow + lane_of() * cuda::kVector;
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(cuda::kThreads, kDecodeBlocks)
   const Tile tile(args.numel, args.out);
   if (tile.empty() && size <= kTile) return;
   const RotationHeader header = read_header(args);
-  const RandomBits signs(header, first_of(tile));
+  const RotationSigns signs(header, first_of(tile));
   const RandomBits choice(header, kHalf ? first_of(tile) & ~size_t{half} : 0, kChoiceTensor);
 
   Values y;
@@ -259,8 +262,8 @@ __global__ void __launch_bounds__(cuda::kThreads, kDecodeBlocks)
 // -------------------------------------------------------------- launchers
 
 #ifndef __CUDACC_RTC__
+#include "codecs/base/rotation_launch.h"
 #include "codecs/cuda.h"
-#include "codecs/rotation_launch.h"
 
 namespace pycomm::codecs::eden {
 

@@ -3,18 +3,19 @@
 
 #include <algorithm>
 
-#include "codecs/bits.h"
+#include "codecs/base/bits.h"
+#include "codecs/base/loops.h"
+#include "codecs/base/options.h"
+#include "codecs/base/registry.h"
 #include "codecs/cuda.h"
-#include "codecs/loops.h"
-#include "codecs/options.h"
-#include "codecs/registry.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::lossless {
 namespace {
 
-/// How many of a block's offsets are `limit` or more, fewer than all; those beyond its end are 0.
-/// Each of 64 bytes counts for itself, then the sum of the bytes of a word is in its highest one.
+/// Counts the offsets of a block that are `limit` or more, fewer than all; those beyond its end are
+/// 0. Each of 64 bytes counts for itself, then the sum of the bytes of a word is in its highest
+/// one.
 PYCOMM_INLINE uint32_t count_from(const uint8_t* __restrict offset, uint8_t limit) {
   alignas(64) uint8_t count[64] = {};
   for (size_t i = 0; i < kBlock; i += 64) {
@@ -28,8 +29,8 @@ PYCOMM_INLINE uint32_t count_from(const uint8_t* __restrict offset, uint8_t limi
   return static_cast<uint32_t>(sum * 0x0101010101010101u >> 56);
 }
 
-/// Calls f(i) for each byte of `marks` that is 1, in order; others are 0. They are kBlock bytes, of
-/// which few are marked.
+/// Calls f(i) for each byte of `marks` that is 1, in order; others are 0. There are kBlock bytes,
+/// of which few are marked.
 template <typename F>
 PYCOMM_INLINE void for_each_marked(const uint8_t* marks, F&& f) {
   for (size_t i = 0; i < kBlock; i += 8) {
@@ -39,7 +40,7 @@ PYCOMM_INLINE void for_each_marked(const uint8_t* marks, F&& f) {
   }
 }
 
-/// Codes of 2 to 8 bits; pack() and unpack() know those of less than 8.
+/// Packs codes of 2 to 8 bits; pack() and unpack() handle those of less than 8.
 PYCOMM_INLINE void pack_codes(uint32_t width, uint8_t* code, size_t n, uint8_t* out) {
   if (width == kWhole) {
     std::memcpy(out, code, n);
@@ -55,12 +56,13 @@ PYCOMM_INLINE void unpack_codes(uint32_t width, const uint8_t* in, size_t n, uin
   }
 }
 
-/// Writes the stream from both ends.
+/// Writer of the stream from both ends.
 struct Writer {
   uint8_t* codes;
   uint8_t* escaped;
 
-  /// The head and the part of the stream of a block of n values. `exponent` has 0 beyond them.
+  /// Writes the head and the part of the stream of a block of n values. `exponent` has 0 beyond
+  /// them.
   PYCOMM_INLINE void write(const uint8_t* __restrict exponent, size_t n, uint8_t* __restrict head) {
     alignas(64) uint8_t offset[kBlock];
     alignas(64) uint8_t mark[kBlock];
@@ -87,12 +89,12 @@ struct Writer {
   }
 };
 
-/// Reads the stream from both ends; beyond them there are bytes of ones.
+/// Reader of the stream from both ends; beyond them it reads bytes of ones.
 class Reader {
  public:
   Reader(const uint8_t* begin, const uint8_t* end) : begin_(begin), end_(end) {}
 
-  /// The exponents of a block of n values.
+  /// Reads the exponents of a block of n values.
   PYCOMM_INLINE void read(const uint8_t* head, size_t n, uint8_t* __restrict exponent) {
     const uint8_t top = head[0];
     const uint32_t width = width_of(head[1]);
@@ -120,7 +122,7 @@ class Reader {
  private:
   size_t size() const { return static_cast<size_t>(end_ - begin_); }
 
-  /// The next kBlock bytes.
+  /// Returns the next kBlock bytes.
   const uint8_t* codes() {
     const size_t left = size() - std::min(codes_, size());
     if (left >= kBlock) return begin_ + codes_;
@@ -143,7 +145,7 @@ PYCOMM_SIMD void encode_all(const EncodeArgs& args) {
   const Layout at(args.in.size, kWide);
   uint8_t* out = args.out.data;
   uint8_t* const end = out + args.out.size;
-  // The header and the padding of each section of fixed size.
+  // Clears the header and the padding of each section of fixed size.
   for (size_t from : {size_t{0}, at.low - 16, at.heads - 16, at.stream - 16}) {
     std::memset(out + from, 0, 16);
   }
@@ -170,7 +172,7 @@ PYCOMM_SIMD void encode_all(const EncodeArgs& args) {
     for (size_t i = 0; i < kBlock; i++) exponent[i] = static_cast<uint8_t>(bits[i] >> 23);
     stream.write(exponent, n, out + at.heads + lo / kBlock * kHead);
   }
-  // The two ends of the stream come together, with less than a word of padding between them.
+  // The two ends of the stream are adjacent, with less than a word of padding between them.
   const auto escaped = static_cast<size_t>(end - stream.escaped);
   const size_t used = padded(static_cast<size_t>(stream.codes - out) + escaped);
   uint8_t* const to = out + used - escaped;

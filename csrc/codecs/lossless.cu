@@ -1,16 +1,18 @@
-// lossless in CUDA. Wire format: docs/wire/lossless.md. Arithmetic: lossless.h. Compiled by nvcc,
-// or at run time by NVRTC, which takes the kernels only.
+// lossless in CUDA. Wire format: docs/wire/lossless.md. The arithmetic is in lossless.h. Compiled
+// by nvcc, or at run time by NVRTC, which takes the kernels only.
 //
-// A warp takes two blocks. Encoding: heads and sections of fixed size; from the heads where each
-// block's part of the stream is (sum_kernel, scan_kernel); the stream. Decoding has no first step.
-#include "codecs/bits_cuda.h"
+// A warp takes two blocks. Encoding writes heads and sections of fixed size, computes from the
+// heads the place of each block in the stream (sum_kernel, scan_kernel), and writes the stream.
+// Decoding has no first step.
+#include "codecs/base/bits_cuda.h"
 #include "codecs/lossless_cuda.h"
 
 namespace pycomm::codecs::lossless {
 
 // --------------------------------------------------------------- encoding
 
-/// The head of a block of n values, whose exponents are a byte each. All lanes of the warp.
+/// Writes the head of a block of n values, whose exponents are a byte each. Called by all lanes of
+/// the warp.
 __device__ __forceinline__ void write_head(const uint32_t* exponent, size_t n, uint8_t* head) {
   uint32_t top = 0;
 #pragma unroll
@@ -21,7 +23,7 @@ __device__ __forceinline__ void write_head(const uint32_t* exponent, size_t n, u
   for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
     top = max(top, __shfl_xor_sync(kAll, top, lane));
   }
-  // How many offsets are too large for each width: ten bits for each of three.
+  // Counts how many offsets are too large for each width: ten bits for each of three.
   constexpr uint32_t kHalf = 3;
   uint32_t low = 0, high = 0, any = 0;
 #pragma unroll
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(cuda::kThreads) head_kernel(const LosslessPara
   }
 }
 
-/// What the blocks of each span take.
+/// Sums the stream sizes of the blocks of each span.
 __global__ void __launch_bounds__(cuda::kThreads) sum_kernel(const LosslessParams args) {
   const Places in(args);
   const size_t span = warp_of_grid();
@@ -103,14 +105,15 @@ __global__ void __launch_bounds__(cuda::kThreads) sum_kernel(const LosslessParam
   if (span * kSpan < in.blocks && lane_of_warp() == 0) in.spans[span] = plus({0, 0}, sum);
 }
 
-/// What the blocks before each span take, and all of them. One block of threads.
+/// Computes the stream sizes before each span, and the total. One block of threads.
 __global__ void __launch_bounds__(cuda::kThreads) scan_kernel(const LosslessParams args) {
   const Places in(args);
   const uint2 total = scan_in_place(in.spans, num_blocks(in.blocks, kSpan));
   if (threadIdx.x == 0) *in.total = total;
 }
 
-/// The part of the stream of a block of n values. `end`: of the stream. All lanes of the warp.
+/// Writes the part of the stream of a block of n values. `end` is the end of the stream. Called by
+/// all lanes of the warp.
 __device__ __forceinline__ void write_block(const uint32_t* exponent, size_t n, const uint8_t* head,
                                             uint2 before, uint32_t* stream, uint8_t* end) {
   const uint32_t top = head[0], width = head[1];
@@ -139,7 +142,7 @@ __device__ __forceinline__ void write_block(const uint32_t* exponent, size_t n, 
   }
 }
 
-/// Sets bytes of the payload to zero, a lane after the other.
+/// Sets bytes of the payload to zero, one lane after the other.
 __device__ __forceinline__ void clear(uint8_t* payload, size_t begin, size_t end) {
   for (size_t i = begin + lane_of_warp(); i < end; i += cuda::kLanes) payload[i] = 0;
 }
@@ -165,7 +168,7 @@ __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const LosslessPara
                   pair.before[b], to.stream, to.payload + used);
     }
   }
-  // What is not used: all threads together; paddings and the header: the first warp.
+  // Unused memory is cleared by all threads together, paddings and the header by the first warp.
   auto* words = reinterpret_cast<uint32_t*>(to.payload);
   const size_t threads = size_t{gridDim.x} * cuda::kThreads;
   for (size_t i = used / 4 + blockIdx.x * cuda::kThreads + threadIdx.x; i < to.at.bytes / 4;
@@ -182,18 +185,18 @@ __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const LosslessPara
 
 // --------------------------------------------------------------- decoding
 
-/// Reads the stream from both ends; beyond them there are bytes of ones.
+/// Both ends of the stream; beyond them it reads bytes of ones.
 struct Ends {
   const uint32_t* words;
   const uint8_t* end;
   size_t size;
 
   __device__ uint32_t word(size_t i) const { return i < size / 4 ? words[i] : ~0u; }
-  /// The i-th escaped exponent.
+  /// Returns the i-th escaped exponent.
   __device__ uint32_t escaped(size_t i) const { return i < size ? *(end - 1 - i) : 0xff; }
 };
 
-/// The exponents of a block of n values, a byte each. All lanes of the warp.
+/// Reads the exponents of a block of n values, a byte each. Called by all lanes of the warp.
 __device__ __forceinline__ void read_block(const Ends& stream, const uint8_t* head, uint2 before,
                                            size_t n, uint32_t* exponent) {
   const uint32_t top = head[0], width = width_of(head[1]);
@@ -292,7 +295,7 @@ void launch(void (*kernel)(LosslessParams), const LosslessParams& params, size_t
   cuda::launch("lossless", kernel, params, size, tile, stream);
 }
 
-/// From heads to places.
+/// Computes places from heads.
 void launch_scan(const LosslessParams& params, Stream stream) {
   launch(sum_kernel, params, num_blocks(params.numel, kBlock), kSpan, stream);
   launch(scan_kernel, params, 1, 1, stream);

@@ -1,7 +1,7 @@
 // lossless: float32, or float32 rounded to bfloat16, with the exponents of a block coded as offsets
 // from its largest. Wire format: docs/wire/lossless.md. Compiled by gcc, nvcc and NVRTC.
 #pragma once
-#include "codecs/block.h"
+#include "codecs/base/block.h"
 #include "core/floats.h"
 #include "core/types.h"
 
@@ -9,19 +9,20 @@ namespace pycomm::codecs::lossless {
 
 constexpr int kWireVersion = 2;
 constexpr uint32_t kBlock = 256;
-/// The codes of so many values are whole words.
+/// Values of a group, whose codes are whole words.
 constexpr uint32_t kGroup = 32;
-/// Bits of a code that holds every offset. With kNarrow bits and more, up to there, the largest
-/// code says that the exponent is among the escaped ones.
+/// Bits of a code that holds every offset. With kNarrow bits and more, below this width, the
+/// largest code marks an exponent that is among the escaped ones.
 constexpr uint32_t kWhole = 8;
 constexpr uint32_t kNarrow = 2;
-/// Of a block: its largest exponent, the bits of a code, how many exponents are escaped.
+/// Bytes of a block's head: its largest exponent, the bits of a code, how many exponents are
+/// escaped.
 constexpr size_t kHead = 3;
 
 PYCOMM_HD size_t padded16(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
-/// The sections of fixed size, then the stream: codes from its start on, escaped exponents from its
-/// end back. All begin at multiples of 16.
+/// Places of the sections of fixed size, then the stream: codes from its start on, escaped
+/// exponents from its end back. All begin at multiples of 16.
 struct Layout {
   size_t high;  ///< a byte per value: sign, upper 7 bits of the mantissa
   size_t low;   ///< float32: 16 bits per value, the rest of the mantissa
@@ -37,43 +38,43 @@ struct Layout {
     bytes = stream + num_blocks(numel, kGroup) * kGroup;
   }
 
-  /// The end of the stream, from the first word of a payload, which may lie.
+  /// Returns the end of the stream, from the first word of a payload, which may be wrong.
   PYCOMM_HD size_t end(uint32_t used) const {
     const size_t whole = used / 4 * 4;
     return whole < stream ? stream : whole < bytes ? whole : bytes;
   }
 };
 
-/// The value that travels for p. All NaNs are one.
+/// Returns the value that travels for p. All NaNs are one.
 PYCOMM_HD uint32_t value_bits(float p, bool wide) {
   const uint32_t bits = wide ? float_bits(p) : BFloat16::encode(p) << 16;
   return magnitude_bits(p) > kInfBits ? kNanBits : bits;
 }
 
-/// Sign and upper mantissa in a byte, and back.
+/// Returns sign and upper mantissa in a byte; the next function is the inverse.
 PYCOMM_HD uint32_t high_of(uint32_t bits) { return (bits >> 24 & 0x80) | (bits >> 16 & 0x7f); }
 PYCOMM_HD float value_of(uint32_t high, uint32_t exponent, uint32_t low) {
   return bits_float((high & 0x80) << 24 | exponent << 23 | (high & 0x7f) << 16 | low);
 }
 
-/// The width that a head names.
+/// Returns the width in a head.
 PYCOMM_HD uint32_t width_of(uint32_t byte) { return byte == 1 || byte > kWhole ? kWhole : byte; }
-/// The largest code, an offset from which on exponents are escaped if escapes().
+/// Returns the largest code, an offset from which on exponents are escaped if escapes().
 PYCOMM_HD uint32_t largest_code(uint32_t width) { return (1u << width) - 1; }
 PYCOMM_HD bool escapes(uint32_t width) { return width >= kNarrow && width < kWhole; }
-/// Words of the codes of a block of n values.
+/// Returns the words of the codes of a block of n values.
 PYCOMM_HD uint32_t code_words(uint32_t width, size_t n) {
   return width * static_cast<uint32_t>(num_blocks(n, kGroup));
 }
 
-/// What is left to know of a block when its offsets are.
+/// Width of a block's codes and number of its escaped exponents, which follow from its offsets.
 struct Choice {
   uint32_t width;
   uint32_t escaped;
 };
 
-/// The width that takes the fewest bytes, the smallest of equals. `escaped(width)`: how many
-/// offsets of the block are largest_code(width) or more.
+/// Chooses the width that takes the fewest bytes, the smallest of equals. `escaped(width)` is how
+/// many offsets of the block are largest_code(width) or more.
 template <typename F>
 PYCOMM_HD Choice choose(size_t n, bool all_equal, F&& escaped) {
   if (all_equal) return {0, 0};
@@ -89,14 +90,14 @@ PYCOMM_HD Choice choose(size_t n, bool all_equal, F&& escaped) {
   return best;
 }
 
-// What the CUDA kernels keep beside the payload.
+// Working data of the CUDA kernels beside the payload.
 
-/// Blocks whose places are found together: one for each lane of a warp.
+/// Blocks whose places are computed together: one for each lane of a warp.
 constexpr uint32_t kSpan = 32;
 
-/// Scratch memory. What blocks take of the stream are two numbers: words of codes, then bytes of
-/// escaped exponents. They are there of all blocks, then of those before each span; then come the
-/// exponents of all values, a byte each.
+/// Layout of the scratch memory. A block's size in the stream is two numbers: words of codes, then
+/// bytes of escaped exponents. The memory has them for all blocks, then for those before each span;
+/// then come the exponents of all values, a byte each.
 struct Scratch {
   size_t spans;
   size_t exponents;

@@ -1,12 +1,12 @@
-// What the CUDA kernels of lossless share: their arguments, where everything is, and where the part
-// of each block in the stream is. Compiled by nvcc and NVRTC.
+// CUDA code that the kernels of lossless share: their arguments, the layout, and the place of each
+// block in the stream. Compiled by nvcc and NVRTC.
 #pragma once
+#include "codecs/base/warp_cuda.h"
 #include "codecs/lossless.h"
-#include "codecs/warp_cuda.h"
 
 namespace pycomm::codecs::lossless {
 
-/// Arguments of every kernel; pycomm/codecs/cuda_lossless.py has the same fields in the same order.
+/// Arguments of every kernel; pycomm/codecs/cuda/lossless.py has the same fields in the same order.
 struct LosslessParams {
   const float* in;
   const float* residual;
@@ -22,8 +22,8 @@ constexpr int kBlockRows = kBlock / cuda::kRow;
 constexpr int kBlocks = 2;  ///< of a warp
 constexpr int kRows = kBlocks * kBlockRows;
 
-/// What blocks take of the stream: words of codes in x, bytes of escaped exponents in y. Of a span
-/// both fit in one word.
+/// Joins a size in the stream: words of codes in x, bytes of escaped exponents in y. Those of a
+/// span fit together in one word.
 __device__ __forceinline__ uint32_t joined(uint32_t words, uint32_t escaped) {
   return words | escaped << 16;
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint2 plus(uint2 a, uint32_t b) {
   return {a.x + (b & 0xffff), a.y + (b >> 16)};
 }
 
-/// Where everything is.
+/// Places of all sections.
 struct Places {
   size_t numel;
   size_t blocks;
@@ -60,12 +60,12 @@ struct Places {
     exponents = reinterpret_cast<uint32_t*>(args.scratch + scratch.exponents);
   }
 
-  /// Values of a block; 0 beyond the last one.
+  /// Returns the values of a block; 0 beyond the last one.
   __device__ size_t size(size_t block) const {
     const size_t left = block < blocks ? numel - block * kBlock : 0;
     return left < kBlock ? left : kBlock;
   }
-  /// What a block takes, joined.
+  /// Returns the size of a block in the stream, joined.
   __device__ uint32_t taken(size_t block) const {
     if (block >= blocks) return 0;
     const uint8_t* head = heads + block * kHead;
@@ -73,7 +73,7 @@ struct Places {
   }
 };
 
-/// The two blocks of a warp, and what is taken before each. All lanes of the warp.
+/// The two blocks of a warp, and the stream sizes before each. Used by all lanes of the warp.
 struct Pair {
   size_t block[kBlocks];
   uint2 before[kBlocks];
@@ -92,13 +92,13 @@ struct Pair {
 
 __device__ __forceinline__ uint32_t byte_of(uint32_t word, int k) { return word >> 8 * k & 0xff; }
 
-/// Place in its block of the lane's first value of a row.
+/// Returns the place in its block of the lane's first value of a row.
 __device__ __forceinline__ size_t place_of(int row) {
   return row * cuda::kRow + lane_of_warp() * cuda::kVector;
 }
 
-/// The places of the marked among the values of a row, for the lane's first one; `rank` is that of
-/// the first marked of the row, and then of the next row. `marks` has a bit for each value.
+/// Returns the places of the marked values of a row, for the lane's first one; `rank` is that of
+/// the first marked value of the row, and then of the next row. `marks` has a bit for each value.
 __device__ __forceinline__ uint32_t rank_marked(uint32_t marks, uint32_t& rank) {
   uint32_t mine = rank;
 #pragma unroll

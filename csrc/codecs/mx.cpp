@@ -1,18 +1,18 @@
 // mx on the CPU: plain loops over mx.h, compiled for several x86 levels.
 #include "codecs/mx.h"
 
-#include "codecs/bits.h"
+#include "codecs/base/bits.h"
+#include "codecs/base/loops.h"
+#include "codecs/base/options.h"
+#include "codecs/base/registry.h"
 #include "codecs/cuda.h"
-#include "codecs/loops.h"
-#include "codecs/options.h"
-#include "codecs/registry.h"
 
 namespace pycomm::codecs::mx {
 namespace {
 
 constexpr const char* kNames[] = {"fp8_e4m3", "fp8_e5m2", "fp6_e2m3",
                                   "fp6_e3m2", "fp4_e2m1", "nvfp4"};
-/// Values that are worked on at once: whole blocks of every kind, in the first-level cache.
+/// Values that are processed at once: whole blocks of every kind, in the first-level cache.
 constexpr uint32_t kTile = kSuperBlock;
 
 /// Element type and block of a kind.
@@ -24,8 +24,8 @@ struct Type {
   static constexpr uint32_t kBlocks = kTile / kBlock;
 };
 
-/// The scales of the blocks of a tile. A block without an inverse has codes 0; it owes all of p if
-/// its scale is 0, and travels as NaN if not.
+/// Scales of the blocks of a tile. A block without an inverse has codes 0; its residual is all of p
+/// if its scale is 0, and it travels as NaN if not.
 template <typename T>
 struct Scales {
   float unit[T::kBlocks];
@@ -37,7 +37,7 @@ PYCOMM_INLINE size_t count(size_t n, size_t begin, size_t block) {
 }
 
 /// Measures the blocks of a tile, writes their scales at `codes` and that of the super-block.
-template <typename T>
+template <typename T, bool kStochastic>
 PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __restrict codes,
                               float* super, Scales<T>& scales) {
   uint32_t amax[T::kBlocks];
@@ -54,8 +54,9 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
     const Scale second = super_scale(bits_float(top));
     *super = second.unit;
     for (size_t b = 0; b < blocks; b++) {
-      const Rounded first =
-          second.used ? nv_scale(bits_float(amax[b]), bits_float(top)) : Rounded{0, 0.0f};
+      const Rounded first = second.used
+                                ? nv_scale(bits_float(amax[b]), bits_float(top), kStochastic)
+                                : Rounded{0, 0.0f};
       const float unit = first.value * second.unit;
       codes[b] = static_cast<uint8_t>(first.code);
       scales.unit[b] = unit;
@@ -74,7 +75,7 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
 // The loops over a block have few rounds, and gcc would unroll them whole before it vectorises:
 // nvfp4 then decodes six times slower.
 
-/// Codes of a block, and what it still owes.
+/// Writes the codes of a block, and its residual.
 template <typename Small, bool kStochastic, bool kFeedback>
 PYCOMM_INLINE void encode_block(const float* __restrict p, const uint32_t* __restrict words,
                                 size_t n, float unit, float inv, uint8_t* __restrict codes,
@@ -99,7 +100,7 @@ PYCOMM_INLINE void encode_tile(const EncodeArgs& args, const Scales<T>& scales, 
     const size_t m = count(n, i, T::kBlock);
     float* owed = kFeedback ? args.new_residual + lo + i : nullptr;
     const uint32_t* random = kStochastic ? words + i : nullptr;
-    // A tile is read in bursts that the hardware prefetcher loses.
+    // A tile is read in bursts that the hardware prefetcher does not follow.
     for (size_t line = 0; ahead && line < T::kBlock; line += 16) {
       __builtin_prefetch(args.in.data + lo + kTile + i + line);
       if (kFeedback) __builtin_prefetch(args.residual + lo + kTile + i + line);
@@ -135,7 +136,8 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
       for (size_t i = 0; i < n; i++) sum[i] = p[i] + args.residual[lo + i];
       p = sum;
     }
-    scale_tile<T>(f.ceil, p, n, scale_codes + lo / T::kBlock, supers + lo / kTile, scales);
+    scale_tile<T, kStochastic>(f.ceil, p, n, scale_codes + lo / T::kBlock, supers + lo / kTile,
+                               scales);
     uint8_t* codes = kBits == 8 ? out + lo : unpacked;
     if (args.residual != nullptr) {
       encode_tile<T, kStochastic, true>(args, scales, p, lo, n, codes);
@@ -180,7 +182,7 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   }
 }
 
-/// Calls `f` with the Type that stands for `kind`.
+/// Calls `f` with the Type of `kind`.
 template <typename F>
 void with_type(Kind kind, const F& f) {
   switch (kind) {

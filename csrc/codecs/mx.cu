@@ -1,14 +1,14 @@
-// mx in CUDA. Wire format: docs/wire/mx.md. Arithmetic: mx.h. Compiled by nvcc, or at run time by
-// NVRTC, which takes the kernels only.
-#include "codecs/bits_cuda.h"
-#include "codecs/block_cuda.h"
+// mx in CUDA. Wire format: docs/wire/mx.md. The arithmetic is in mx.h. Compiled by nvcc, or at run
+// time by NVRTC, which takes the kernels only.
+#include "codecs/base/bits_cuda.h"
+#include "codecs/base/block_cuda.h"
 #include "codecs/mx.h"
 
 namespace pycomm::codecs::mx {
 
 // ---------------------------------------------------------------- kernels
 
-/// The scales of a block: `code` travels.
+/// Scales of a block: `code` travels.
 struct BlockScale {
   uint32_t code;
   float unit;
@@ -22,14 +22,14 @@ __device__ __forceinline__ BlockScale mx_scale(uint32_t amax, bool ceil) {
 }
 
 __device__ __forceinline__ BlockScale nv_block_scale(uint32_t amax, float super_amax,
-                                                     const Scale& second) {
+                                                     const Scale& second, bool stochastic) {
   Rounded first{0, 0.0f};
-  if (second.used) first = nv_scale(bits_float(amax), super_amax);
+  if (second.used) first = nv_scale(bits_float(amax), super_amax, stochastic);
   const float unit = first.value * second.unit;
   return {first.code, unit, unit > 0.0f ? 1.0f / unit : 0.0f};
 }
 
-/// args.options: 1 if scales are rounded up. A tile of nvfp4 is a super-block.
+/// Encodes values. args.options is 1 if scales are rounded up. A tile of nvfp4 is a super-block.
 template <typename Small, bool kNv, bool kRandom, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodeParams args) {
   constexpr int kRows = kNv ? kLarge : kSmall;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
     const size_t i = tile.index(row);
     BlockScale scale;
     if constexpr (kNv) {
-      scale = nv_block_scale(top[row], super_amax, second);
+      scale = nv_block_scale(top[row], super_amax, second, kRandom);
     } else {
       scale = mx_scale<Small>(top[row], args.options != 0);
     }
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodePara
 // -------------------------------------------------------------- launchers
 
 #ifndef __CUDACC_RTC__
-#include "codecs/block_launch.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/cuda.h"
 
 namespace pycomm::codecs::mx {

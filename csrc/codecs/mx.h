@@ -1,15 +1,15 @@
 // mx: the microscaling floats of OCP, and NVFP4: 8, 6 or 4 bits with a scale of one byte for 32 or
-// 16 values. Wire format: docs/wire/mx.md. Everything that decides a bit is here, in block.h and in
-// core/floats.h, compiled by gcc, nvcc and NVRTC.
+// 16 values. Wire format: docs/wire/mx.md. Everything that determines the bits is here, in block.h
+// and in core/floats.h, compiled by gcc, nvcc and NVRTC.
 #pragma once
-#include "codecs/block.h"
+#include "codecs/base/block.h"
 #include "core/floats.h"
 #include "core/philox.h"
 #include "core/types.h"
 
 namespace pycomm::codecs::mx {
 
-constexpr int kWireVersion = 1;
+constexpr int kWireVersion = 2;
 /// Values that share a scale in NVFP4, and that share its second, float32 scale.
 constexpr uint32_t kNvBlock = 16;
 constexpr uint32_t kSuperBlock = 2048;
@@ -43,7 +43,8 @@ PYCOMM_HD size_t encoded_bytes(Kind kind, size_t numel) {
 
 // ------------------------------------------------------------------- scales
 
-/// E8M0: a power of two by its float32 exponent; 255 is NaN. `amax`: bits of the largest magnitude.
+/// E8M0 scale: a power of two by its float32 exponent; 255 is NaN. `amax`: bits of the largest
+/// magnitude.
 constexpr uint32_t kNanScale = 255;
 template <typename Small>
 PYCOMM_HD uint32_t scale_code(uint32_t amax, bool ceil) {
@@ -56,21 +57,31 @@ PYCOMM_HD uint32_t scale_code(uint32_t amax, bool ceil) {
 PYCOMM_HD float decode_scale(uint32_t code) {
   return bits_float(code == kNanScale ? kNanBits : code == 0 ? 1u << 22 : code << 23);
 }
-/// 1 / decode_scale(code) of a code that scale_code() gives; 0 of kNanScale.
+/// Returns 1 / decode_scale(code) for a code from scale_code(); 0 for kNanScale.
 PYCOMM_HD float inv_scale(uint32_t code) {
   return bits_float(code == kNanScale ? 0 : (254 - code) << 23);
 }
 
-/// NVFP4: the second-level scale of a super-block, with 448 * 6 the largest of what it multiplies.
+/// E4M3 code of 448.
+constexpr uint32_t kLargestScale = 0x7e;
+/// Returns the second-level scale of a super-block in NVFP4; the largest value that it multiplies
+/// is 448 * 6.
 PYCOMM_HD Scale super_scale(float amax) { return symmetric_scale(amax, 448.0f * 6.0f); }
-/// The first-level scale of a block in a used super-block, whose largest magnitude is `super_amax`.
-PYCOMM_HD Rounded nv_scale(float amax, float super_amax) {
-  return round_in_range<Float8E4M3>(amax * (448.0f / super_amax));
+/// Returns the first-level scale of a block in a used super-block, whose largest magnitude is
+/// `super_amax`. With stochastic rounding the scale is never rounded down: values that saturate
+/// have a bias, and so has a block that travels as zeros.
+PYCOMM_HD Rounded nv_scale(float amax, float super_amax, bool stochastic) {
+  const float wanted = amax * (448.0f / super_amax);
+  const Rounded nearest = round_in_range<Float8E4M3>(wanted);
+  if (!stochastic || !(nearest.value < wanted) || nearest.code >= kLargestScale) return nearest;
+  // Codes of positive numbers are in the order of the numbers.
+  const uint32_t above = nearest.code + 1;
+  return {above, Float8E4M3::decode(above)};
 }
 
 // -------------------------------------------------------------------- codes
 
-/// |v| beyond the largest number is that number.
+/// Rounds to nearest; |v| beyond the largest number becomes that number.
 template <typename Small>
 PYCOMM_HD uint32_t saturated(float v) {
   const uint32_t magnitude = magnitude_bits(v);
@@ -83,7 +94,7 @@ PYCOMM_HD Rounded round_nearest(float v) {
       bits_float(saturated<Small>(v) | (float_bits(v) ^ magnitude_bits(v))));
 }
 
-/// Up or down by chance, as quant does it, in the steps of the binade that |v| is in.
+/// Rounds up or down by chance, as quant does, in the steps of the binade that |v| is in.
 template <typename Small>
 PYCOMM_HD Rounded round_randomly(float v, uint32_t random) {
   const uint32_t magnitude = saturated<Small>(v);

@@ -1,5 +1,7 @@
-// The CUDA halves of the codecs in a build without CUDA.
+// CUDA parts of the codecs in a build without CUDA.
 #include "codecs/cuda.h"
+#include "codecs/cuda_convert.h"
+#include "codecs/topk/cuda.h"
 #include "core/error.h"
 
 namespace pycomm::codecs {
@@ -65,5 +67,10 @@ namespace topk {
 void encode_cuda(const Format&, const EncodeArgs&) { fail(); }
 void decode_cuda(const Format&, Span<const uint8_t>, Span<float>, bool, Stream) { fail(); }
 }  // namespace topk
+
+namespace convert {
+void convert_cuda(const ConvertArgs&) { fail(); }
+void load_convert() { fail(); }
+}  // namespace convert
 
 }  // namespace pycomm::codecs

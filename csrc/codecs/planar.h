@@ -1,23 +1,24 @@
-// Codecs whose payloads are two sections, so that they can be read and written piece by piece.
+// PlanarCodec: a codec whose payload is two sections, so that it can be read and written piece by
+// piece.
 #pragma once
 #include <variant>
 
+#include "codecs/base/codec.h"
 #include "codecs/cast.h"
-#include "codecs/codec.h"
 #include "codecs/quant.h"
 #include "codecs/sign.h"
 
 namespace pycomm::codecs {
 
-/// What kernels have to know of such a codec that go through it together with something else.
+/// Format of such a codec, for kernels that combine it with another operation.
 using PlanarFormat = std::variant<cast::Format, quant::Format, sign::Format>;
 
-/// A payload is scales, then codes, each padded to a multiple of 4 bytes. A part of a tensor has in
-/// each the bytes that the whole has there, if it begins and ends at multiples of granule() where
-/// no section has to be padded; all multiples of 4096 values are.
+/// A payload is scales, then codes, each padded to a multiple of 4 bytes. In each section, a part
+/// of a tensor has the same bytes as in the payload of the whole, if it begins and ends at
+/// multiples of granule() where no section has to be padded; all multiples of 4096 values are.
 class PlanarCodec : public Codec {
  public:
-  /// Where the codes of so many values begin.
+  /// Returns the place where the codes of this many values begin.
   virtual size_t codes_offset(size_t numel) const = 0;
   virtual PlanarFormat format() const = 0;
 };

@@ -1,12 +1,12 @@
 // quant on the CPU: plain loops over quant.h, compiled for several x86 levels.
 #include "codecs/quant.h"
 
-#include "codecs/bits.h"
+#include "codecs/base/bits.h"
+#include "codecs/base/loops.h"
+#include "codecs/base/options.h"
+#include "codecs/base/registry.h"
 #include "codecs/cuda.h"
-#include "codecs/loops.h"
-#include "codecs/options.h"
 #include "codecs/planar.h"
-#include "codecs/registry.h"
 
 namespace pycomm::codecs::quant {
 namespace {
@@ -103,7 +103,7 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
                 Writer<kMinMax, kRandom>{f, args.out.data, codes, args.key, args.index});
 }
 
-/// Unit and low of a block.
+/// Reads unit and low of a block.
 template <bool kMinMax>
 PYCOMM_INLINE void read_scale(const Format& f, const uint8_t* scales, size_t block, float& unit,
                               float& low) {

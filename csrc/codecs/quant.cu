@@ -1,6 +1,6 @@
-// quant in CUDA. Wire format: docs/wire/quant.md. Arithmetic: quant.h; kernels: block_cuda.h.
-// Compiled by nvcc, or at run time by NVRTC, which takes the coders only.
-#include "codecs/block_cuda.h"
+// quant in CUDA. Wire format: docs/wire/quant.md. The arithmetic is in quant.h, kernels in
+// block_cuda.h. Compiled by nvcc, or at run time by NVRTC, which takes the coders only.
+#include "codecs/base/block_cuda.h"
 #include "codecs/quant.h"
 #include "codecs/quant_cuda.h"
 
@@ -8,7 +8,7 @@ namespace pycomm::codecs::quant {
 
 // ---------------------------------------------------------------- kernels
 
-/// Four codes of 8 bits are one word, four of 4 bits half a word.
+/// Coder: four codes of 8 bits are one word, four of 4 bits half a word.
 template <int kBits>
 struct Packing;
 
@@ -63,13 +63,13 @@ struct Coder {
 // -------------------------------------------------------------- launchers
 
 #ifndef __CUDACC_RTC__
-#include "codecs/block_launch.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/cuda.h"
 
 namespace pycomm::codecs::quant {
 namespace {
 
-/// Formats with kernels of their own.
+/// True for formats with kernels of their own.
 bool plain(const Format& f) {
   return (f.bits == 8 || f.bits == 4) && !f.minmax && !f.bfloat16 &&
          f.rounding != Rounding::correlated;

@@ -1,13 +1,13 @@
-// quant: block-wise integers of 2 to 8 bits. Wire format: docs/wire/quant.md.
-// Everything that decides a bit is here and in block.h, compiled by gcc, nvcc and NVRTC.
+// quant: block-wise integers of 2 to 8 bits. Wire format: docs/wire/quant.md. Everything that
+// determines the bits is here and in block.h, compiled by gcc, nvcc and NVRTC.
 #pragma once
-#include "codecs/block.h"
+#include "codecs/base/block.h"
 #include "core/philox.h"
 #include "core/types.h"
 
 namespace pycomm::codecs::quant {
 
-constexpr int kWireVersion = 1;
+constexpr int kWireVersion = 2;
 /// Adding then subtracting 1.5 * 2^23 rounds to nearest, ties to even, with plain float adds.
 constexpr float kRound = 12582912.0f;
 
@@ -21,7 +21,7 @@ struct Format {
   bool bfloat16 = false;  ///< scales in bfloat16; else in float32
 };
 
-/// Largest code of a symmetric range: 127 for 8 bits, 1 for 2 bits.
+/// Returns the largest code of a symmetric range: 127 for 8 bits, 1 for 2 bits.
 PYCOMM_HD constexpr int top(int bits) { return (1 << (bits - 1)) - 1; }
 PYCOMM_HD int top(const Format& f) { return f.minmax ? (1 << f.bits) - 1 : top(f.bits); }
 
@@ -36,18 +36,18 @@ PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
 
 // ------------------------------------------------------------------- scales
 
-/// The next bfloat16 that is not less; x is not negative, or NaN.
+/// Returns the next bfloat16 that is not less; x is not negative, or NaN.
 PYCOMM_HD float bfloat16_above(float x) {
   return bits_float((float_bits(x) + 0xffffu) & 0xffff0000u);
 }
-/// The next bfloat16 that is not greater; x is finite.
+/// Returns the next bfloat16 that is not greater; x is finite.
 PYCOMM_HD float bfloat16_below(float x) {
   const uint32_t bits = float_bits(x);
   return bits_float((bits >> 31 ? bits + 0xffffu : bits) & 0xffff0000u);
 }
 
-/// The order of these integers is the order of the values, with -0 below +0 and NaN at both ends;
-/// from_order() is the way back.
+/// Converts to integers whose order is the order of the values, with -0 below +0 and NaN at both
+/// ends; from_order() is the inverse.
 PYCOMM_HD int32_t to_order(float x) {
   const auto bits = static_cast<int32_t>(float_bits(x));
   return bits ^ ((bits >> 31) & 0x7fffffff);
@@ -56,8 +56,8 @@ PYCOMM_HD float from_order(int32_t order) {
   return bits_float(static_cast<uint32_t>(order ^ ((order >> 31) & 0x7fffffff)));
 }
 
-/// A symmetric block with the largest magnitude `amax`. A bfloat16 scale is rounded up, so that no
-/// code leaves the range.
+/// Returns the scale of a symmetric block with the largest magnitude `amax`. A bfloat16 scale is
+/// rounded up, so that no code leaves the range.
 PYCOMM_HD Scale symmetric_scale(const Format& f, float amax) {
   Scale s = codecs::symmetric_scale(amax, static_cast<float>(top(f)));
   if (f.bfloat16) {
@@ -67,28 +67,34 @@ PYCOMM_HD Scale symmetric_scale(const Format& f, float amax) {
   return s;
 }
 
-/// A block of values from `low` to `high`. One that spans no more than kTiny travels as its least
-/// value, with codes that are zero.
+/// Returns the scale of a block of values from `low` to `high`. A block that spans no more than
+/// kTiny travels as its value next to zero, or as zero if it has values on both sides: no value is
+/// then further from its decoded value than from zero.
 PYCOMM_HD Scale minmax_scale(const Format& f, float low, float high) {
   const uint32_t a = magnitude_bits(low), b = magnitude_bits(high);
   const float nan = bits_float(kNanBits);
-  // Half of kHuge, since the span may be twice the largest magnitude.
+  // The limit is half of kHuge, since the span may be twice the largest magnitude.
   if (!(bits_float(a > b ? a : b) < kHuge / 2)) return {nan, 0.0f, nan, false};
   if (f.bfloat16) low = bfloat16_below(low);
   const float span = high - low;
-  float unit = span > kTiny ? span / static_cast<float>(top(f)) : 0.0f;
+  if (!(span > kTiny)) {
+    const float next = high < 0.0f ? bits_float(float_bits(high) & (f.bfloat16 ? ~0xffffu : ~0u))
+                                   : (low > 0.0f ? low : 0.0f);
+    return {0.0f, 0.0f, next, true};
+  }
+  float unit = span / static_cast<float>(top(f));
   if (f.bfloat16) unit = bfloat16_above(unit);
-  return {unit, unit > 0.0f ? 1.0f / unit : 0.0f, low, true};
+  return {unit, 1.0f / unit, low, true};
 }
 
 // -------------------------------------------------------------------- codes
 
-/// The code of v = (p - low) * inv. No finite p gets beyond the top, since v is at most
-/// top * (1 + 2^-22).
+/// Returns the code of v = (p - low) * inv. No finite p gets beyond the top, since v is at most top
+/// * (1 + 2^-22).
 PYCOMM_HD int round_nearest(float v) { return static_cast<int>((v + kRound) - kRound); }
 
-/// The same, up or down by chance: up if the upper 31 bits of `random` are below the fraction,
-/// which is exact in float32 because it is taken from the magnitude.
+/// Rounds up or down by chance: up if the upper 31 bits of `random` are below the fraction, which
+/// is exact in float32 because it is taken from the magnitude.
 PYCOMM_HD int round_randomly(float v, uint32_t random, int top) {
   const float a = bits_float(magnitude_bits(v));
   const int down = static_cast<int>(a);
@@ -98,8 +104,8 @@ PYCOMM_HD int round_randomly(float v, uint32_t random, int top) {
   return v < 0.0f ? -q : q;
 }
 
-/// What a rank adds to the random words that all ranks share, so that the words of one value are
-/// spread evenly over the ranks; 0 if they are not shared.
+/// Returns what a rank adds to the random words that all ranks share, so that the words of one
+/// value are spread evenly over the ranks; 0 if they are not shared.
 PYCOMM_HD uint32_t rank_shift(Rounding rounding, uint32_t rank, uint32_t ranks) {
   if (rounding != Rounding::correlated) return 0;
   return static_cast<uint32_t>((uint64_t{1} << 32) / ranks * rank);
@@ -110,7 +116,7 @@ PYCOMM_HD float dequantize(int q, float unit, float low) {
   return static_cast<float>(q) * unit + low;
 }
 
-/// Two codes of 4 bits in a byte: the value with the even index is the low nibble.
+/// Packs two codes of 4 bits in a byte: the value with the even index is the low nibble.
 PYCOMM_HD uint8_t pack4(int even, int odd) {
   return static_cast<uint8_t>((even & 15) | (odd & 15) << 4);
 }

@@ -1,9 +1,9 @@
-// The CUDA kernels of quant for every width, range and type of scale, which are arguments at run
-// time; 8 and 4 bits around zero with float32 scales have kernels of their own (quant.cu).
-// Compiled by nvcc and NVRTC.
+// CUDA kernels of quant for every width, range and type of scale, which are arguments at run time;
+// 8 and 4 bits around zero with float32 scales have kernels of their own (quant.cu). Compiled by
+// nvcc and NVRTC.
 #pragma once
-#include "codecs/bits_cuda.h"
-#include "codecs/block_cuda.h"
+#include "codecs/base/bits_cuda.h"
+#include "codecs/base/block_cuda.h"
 #include "codecs/quant.h"
 
 namespace pycomm::codecs::quant {
@@ -23,7 +23,8 @@ __device__ __forceinline__ Format format_of(uint32_t options) {
   return f;
 }
 
-/// `last`: the block is the last one, behind which the section may need padding.
+/// Stores the scale of a block. `last`: it is the last one, after which the section may need
+/// padding.
 __device__ __forceinline__ void store_scale(const Format& f, float* scales, size_t block, bool last,
                                             Scale s) {
   if (f.bfloat16) {
@@ -55,8 +56,8 @@ __device__ __forceinline__ Scale load_scale(const Format& f, const float* scales
   return s;
 }
 
-/// The largest value of a row, and the largest complement of a value, in the unsigned order of
-/// to_order(); 0 is below every value, so what lies beyond the end does not count.
+/// Computes the largest value of a row, and the largest complement of a value, in the unsigned
+/// order of to_order(); 0 is below every value, so values beyond the end do not count.
 __device__ __forceinline__ void extremes(const cuda::Vector<float>& p, size_t i, size_t numel,
                                          uint32_t& high, uint32_t& low) {
   high = low = 0;
@@ -68,7 +69,7 @@ __device__ __forceinline__ void extremes(const cuda::Vector<float>& p, size_t i,
   }
 }
 
-/// From the extremes of a block.
+/// Returns the scale of a block with these extremes.
 __device__ __forceinline__ Scale scale_of(const Format& f, uint32_t high, uint32_t low) {
   const float most = from_order(static_cast<int32_t>(high ^ 0x80000000u));
   const float least = from_order(static_cast<int32_t>(~low ^ 0x80000000u));
@@ -76,7 +77,7 @@ __device__ __forceinline__ Scale scale_of(const Format& f, uint32_t high, uint32
   return f.minmax ? minmax_scale(f, least, most) : symmetric_scale(f, bits_float(amax));
 }
 
-/// The codes of the four values from value i on, and what they stand for.
+/// Encodes the four values from value i on: their codes, and what the codes represent.
 template <bool kRandom>
 __device__ __forceinline__ Encoded<uint32_t> encode_row(const Format& f, const Scale& s,
                                                         const cuda::Vector<float>& p,
@@ -97,7 +98,7 @@ __device__ __forceinline__ Encoded<uint32_t> encode_row(const Format& f, const S
   return out;
 }
 
-/// The four values of a chunk of codes.
+/// Decodes the four values of a chunk of codes.
 __device__ __forceinline__ cuda::Vector<float> decode_row(const Format& f, const Scale& s,
                                                           uint32_t chunk) {
   const int sign = f.minmax ? 0 : 1 << (f.bits - 1);
@@ -112,8 +113,8 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(const Format& f, const
 
 // ---------------------------------------------------------------- kernels
 
-// As in rotate.cu: a warp with the values and residuals of 16 rows has no registers for a second
-// block.
+// Blocks per multiprocessor, as in rotate.cu: a warp with the values and residuals of 16 rows has
+// no registers for a second block.
 template <int kRows, bool kFeedback>
 constexpr int kEncodeBlocks = kRows > kSmall&& kFeedback ? 1 : 2;
 

@@ -3,16 +3,16 @@
 
 #include <algorithm>
 
+#include "codecs/base/loops.h"
+#include "codecs/base/options.h"
+#include "codecs/base/registry.h"
 #include "codecs/cuda.h"
-#include "codecs/loops.h"
-#include "codecs/options.h"
-#include "codecs/registry.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::randomk {
 namespace {
 
-/// Random words of one stretch after the other; four stretches share a call of Philox.
+/// Random words of consecutive stretches; four stretches share a call of Philox.
 class Words {
  public:
   explicit Words(const Header& header) : header_(header), next_(header.first) {}
@@ -30,7 +30,7 @@ class Words {
   Random4 four_{};
 };
 
-/// The largest magnitude of p in a stretch.
+/// Returns the largest magnitude of p in a stretch.
 template <bool kFeedback>
 PYCOMM_INLINE float max_sum(const float* __restrict x, const float* __restrict residual, size_t n) {
   uint32_t top = 0;

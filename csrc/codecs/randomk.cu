@@ -1,12 +1,12 @@
-// randomk in CUDA. Wire format: docs/wire/randomk.md. Arithmetic: randomk.h. Compiled by nvcc, or
-// at run time by NVRTC, which takes the kernels only.
-#include "codecs/block_cuda.h"
+// randomk in CUDA. Wire format: docs/wire/randomk.md. The arithmetic is in randomk.h. Compiled by
+// nvcc, or at run time by NVRTC, which takes the kernels only.
+#include "codecs/base/block_cuda.h"
 #include "codecs/randomk.h"
 
 namespace pycomm::codecs::randomk {
 
-/// Lanes that share a stretch: a power of two, and several values for each, since all of them
-/// compute its random word.
+/// Returns the lanes that share a stretch: a power of two, and several values for each, since all
+/// of them compute its random word.
 PYCOMM_HD uint32_t lanes_of(size_t stretch) {
   uint32_t lanes = 1;
   while (lanes < cuda::kLanes && size_t{lanes} * 8 <= stretch) lanes *= 2;
@@ -30,7 +30,7 @@ PYCOMM_HD Format unpack(uint32_t options) {
 
 // ---------------------------------------------------------------- kernels
 
-/// The stretch of this lane. Beyond the last one there are stretches of no values.
+/// Stretch of this lane. Beyond the last one there are stretches of no values.
 struct Stretch {
   uint64_t number;  ///< from the start of the payload
   size_t begin;
@@ -49,7 +49,8 @@ struct Stretch {
   }
 };
 
-/// The word is picked by comparing: an index would put all four into local memory.
+/// Chooses the block. The word is picked by comparing: an index would put all four into local
+/// memory.
 __device__ __forceinline__ Choice choose(const Format& f, const Header& header,
                                          const Stretch& stretch) {
   const uint64_t number = header.first + stretch.number;
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
 
   float* to = reinterpret_cast<float*>(args.codes) + stretch.number * f.block;
   if (kFeedback) {
-    // One lane reads, sends and keeps a value, since the residuals may be one array.
+    // One lane reads, sends and stores a value, since the residuals may be one array.
     float* owes = args.new_residual + stretch.begin;
 #pragma unroll 4
     for (uint32_t i = stretch.lane; i < stretch.size; i += stretch.lanes) {
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
       to[i] = bad ? nan : scaled(x[c.first + i], c.blocks, f.unbiased);
     }
   }
-  // What a short block leaves of its slot.
+  // Fills the rest of the slot of a short block.
   for (uint32_t i = c.size + stretch.lane; i < c.slot; i += stretch.lanes) to[i] = bad ? nan : 0.0f;
 }
 
@@ -145,13 +146,13 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodePara
 // -------------------------------------------------------------- launchers
 
 #ifndef __CUDACC_RTC__
-#include "codecs/block_launch.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/cuda.h"
 
 namespace pycomm::codecs::randomk {
 namespace {
 
-/// Values of a warp.
+/// Returns the values of a warp.
 int tile(const Format& f) {
   return static_cast<int>(cuda::kLanes / lanes_of(stretch_of(f)) * stretch_of(f));
 }

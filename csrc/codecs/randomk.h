@@ -1,8 +1,8 @@
-// randomk: of every so many values one, or one block of neighbours, chosen by the key that all
-// ranks share. Wire format: docs/wire/randomk.md. Everything that decides a bit is here and in
-// block.h, compiled by gcc, nvcc and NVRTC.
+// randomk: one value, or one block of neighbours, in every stretch of many, chosen by the key that
+// all ranks share. Wire format: docs/wire/randomk.md. Everything that determines the bits is here
+// and in block.h, compiled by gcc, nvcc and NVRTC.
 #pragma once
-#include "codecs/block.h"
+#include "codecs/base/block.h"
 #include "core/philox.h"
 #include "core/types.h"
 
@@ -13,12 +13,12 @@ constexpr uint32_t kMaxEvery = 65536;
 constexpr uint32_t kLargestBlock = 4096;
 
 struct Format {
-  uint32_t every = 100;  ///< one block of so many travels
+  uint32_t every = 100;  ///< one block in this many travels
   uint32_t block = 1;    ///< values
   bool unbiased = false;
 };
 
-/// A payload begins with what its places follow from.
+/// Header of a payload, from which its places follow.
 struct Header {
   uint64_t seed;
   uint64_t first;  ///< number of the first stretch in its tensor
@@ -27,7 +27,7 @@ struct Header {
 };
 constexpr size_t kHeader = sizeof(Header);
 
-/// Values of a stretch: of its blocks one travels.
+/// Returns the values of a stretch: one of its blocks travels.
 PYCOMM_HD size_t stretch_of(const Format& f) { return size_t{f.every} * f.block; }
 
 PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
@@ -36,10 +36,10 @@ PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
   return kHeader + 4 * (numel / stretch_of(f) * f.block + (rest < f.block ? rest : f.block));
 }
 
-/// What travels of a stretch of `length` values.
+/// The block that travels of a stretch of `length` values.
 struct Choice {
-  uint32_t blocks;  ///< of which one was chosen
-  uint32_t first;   ///< its first value
+  uint32_t blocks;  ///< of the stretch, of which one was chosen
+  uint32_t first;   ///< of the chosen block: its first value
   uint32_t size;    ///< its values: fewer than `block` in the last block of a tensor
   uint32_t slot;    ///< values that the payload has for it
 };
@@ -53,7 +53,7 @@ PYCOMM_HD Choice choose(const Format& f, size_t length, uint32_t random) {
   return {blocks, first, size, n < f.block ? n : f.block};
 }
 
-/// What travels for p.
+/// Returns the value that travels for p.
 PYCOMM_HD float scaled(float p, uint32_t blocks, bool scales) {
   return scales ? p * static_cast<float>(blocks) : p;
 }

@@ -1,6 +1,7 @@
-// The only list of codecs in C++: one line each.
-#include "codecs/registry.h"
+// Registry of codecs: the only list of them in C++, one line each.
+#include "codecs/base/registry.h"
 
+#include "core/arithmetic.h"
 #include "core/error.h"
 
 namespace pycomm {
@@ -11,7 +12,7 @@ struct Entry {
   std::unique_ptr<Codec> (*make)(codecs::Options& options);
 };
 
-// clang-format off: one line each, so that codecs are added apart.
+// clang-format off: one line each, so that codecs can be added without conflicts.
 constexpr Entry kCodecs[] = {
     {"cast", codecs::cast::make},
     {"eden", codecs::eden::make},
@@ -29,6 +30,7 @@ constexpr Entry kCodecs[] = {
 }  // namespace
 
 std::unique_ptr<Codec> make_codec(std::string_view spec) {
+  const DefaultArithmetic arithmetic;  // numbers in a spec are rounded too
   const size_t plus = spec.find('+');
   const std::string_view inner = plus < spec.size() ? spec.substr(plus + 1) : "";
   spec = spec.substr(0, plus);

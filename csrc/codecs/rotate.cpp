@@ -1,27 +1,27 @@
-// rotate on the CPU: a segment at a time is rotated on the stack and goes through the inner codec.
-// Wire format: docs/wire/rotate.md.
+// rotate on the CPU: each segment is rotated on the stack and passed to the inner codec. Wire
+// format: docs/wire/rotate.md.
+#include "codecs/base/registry.h"
+#include "codecs/base/rotation_loops.h"
 #include "codecs/cuda.h"
-#include "codecs/registry.h"
-#include "codecs/rotation_loops.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::rotate {
 namespace {
 
-/// Grows with that of every inner codec, too.
-constexpr int kWireVersion = 1;
+/// Wire version; it is raised with that of every inner codec, too.
+constexpr int kWireVersion = 2;
 constexpr size_t kHeaderBytes = sizeof(RotationHeader);
 /// Values of a segment: blocks of the rotation and of the inner codec both divide it.
 constexpr size_t kSegment = 4096;
-/// Enough for float32 with two scales for every 32 values.
+/// Largest payload of a segment: enough for float32 with two scales for every 32 values.
 constexpr size_t kSegmentBytes = kSegment * 4 + kSegment / 32 * 8;
 
-/// y = the rotation of the n values from `first` on, block after block.
+/// Computes y = the rotation of the n values from `first` on, block after block.
 PYCOMM_SIMD void rotate_segment(const RotationHeader& header, size_t first, const float* x,
                                 const float* residual, size_t n, int size_bits, float* y) {
   const size_t size = size_t{1} << size_bits;
   for (size_t lo = 0; lo < n; lo += size) {
-    const Signs signs(header, first + lo, size);
+    const RotationSigns signs(header, first + lo, size);
     const size_t there = n - lo < size ? n - lo : size;
     rotate_block(signs, x + lo, residual ? residual + lo : nullptr, there, size_bits, y + lo);
   }
@@ -31,7 +31,7 @@ PYCOMM_SIMD void unrotate_segment(const RotationHeader& header, size_t first, fl
                                   int size_bits, const Sink& sink) {
   const size_t size = size_t{1} << size_bits;
   for (size_t lo = 0; lo < n; lo += size) {
-    const Signs signs(header, first + lo, size);
+    const RotationSigns signs(header, first + lo, size);
     const size_t there = n - lo < size ? n - lo : size;
     unrotate_block(signs, y + lo, there, size_bits, sink.from(lo));
   }

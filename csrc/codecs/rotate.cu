@@ -1,20 +1,19 @@
-// rotate in CUDA: a tile is rotated in registers and goes from there through the inner codec. Wire
-// format: docs/wire/rotate.md. Compiled by nvcc, or at run time by NVRTC, which takes the kernels
-// only.
-#include "codecs/bits_cuda.h"
+// rotate in CUDA: a tile is rotated in registers and passed to the inner codec there. Wire format:
+// docs/wire/rotate.md. Compiled by nvcc, or at run time by NVRTC, which takes the kernels only.
+#include "codecs/base/bits_cuda.h"
+#include "codecs/base/rotation_cuda.h"
 #include "codecs/cast_cuda.h"
 #include "codecs/quant_cuda.h"
-#include "codecs/rotation_cuda.h"
 #include "codecs/sign.h"
 
 namespace pycomm::codecs::rotate {
 
 // ------------------------------------------------------------ inner codecs
 //
-// encode() writes scales and codes of a tile, of which `numel` values in all are there, and leaves
-// in y what they decode to; decode() reads them.
+// encode() writes scales and codes of a tile, where `numel` values exist in all, and leaves in y
+// the values that they decode to; decode() reads them.
 
-/// cast without blocks.
+/// Inner codec: cast without blocks.
 template <typename Type>
 struct Plain {
   using Code = typename Type::Code;
@@ -43,7 +42,7 @@ struct Plain {
   }
 };
 
-/// cast with blocks.
+/// Inner codec: cast with blocks.
 template <typename Coder>
 struct Blocks {
   using Codes = typename Coder::Codes;
@@ -166,17 +165,20 @@ struct Sign {
 
 // ---------------------------------------------------------------- kernels
 
-/// A warp whose tile is empty stays where others of its block have to meet.
+/// True if a warp needs no other of its block. If not, a warp with an empty tile stays for the
+/// barriers.
 __device__ __forceinline__ bool alone(uint32_t rotation_bits, uint32_t block_bits) {
   return max(1u << rotation_bits, 1u << block_bits) <= kTile;
 }
 
-// How many blocks a multiprocessor runs at once: as many as need no register spilled (ptxas -v for
+// Blocks that a multiprocessor runs at once: as many as need no register spilled (ptxas -v for
 // sm_80, 90 and 100), since one waits for memory while another computes.
 template <typename Inner>
 constexpr int kEncodeBlocks = 2;
 template <bool kRandom>
 constexpr int kEncodeBlocks<Quant<kRandom>> = 1;
+template <>
+constexpr int kEncodeBlocks<Sign> = 1;
 constexpr int kDecodeBlocks = 2;
 
 template <typename Inner>
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<Inner>)
     encode_kernel(const EncodeParams args) {
   const Tile tile(args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty() && alone(args.rotation_bits, args.block_bits)) return;
-  const RandomBits signs(write_header(args), first_of(tile));
+  const RotationSigns signs(write_header(args), first_of(tile));
   Values y;
   load_rotated(tile, args, signs, y);
   Inner::encode(args, tile, rotated_values(args.numel, args.rotation_bits), y);
@@ -196,7 +198,7 @@ __global__ void __launch_bounds__(cuda::kThreads, kDecodeBlocks)
     decode_kernel(const DecodeParams args) {
   const Tile tile(args.numel, args.out);
   if (tile.empty() && alone(args.rotation_bits, 0)) return;
-  const RandomBits signs(read_header(args), first_of(tile));
+  const RotationSigns signs(read_header(args), first_of(tile));
   Values y;
   Inner::decode(args, tile, rotated_values(args.numel, args.rotation_bits), y);
   store_unrotated(tile, args, signs, y);
@@ -207,13 +209,13 @@ __global__ void __launch_bounds__(cuda::kThreads, kDecodeBlocks)
 // -------------------------------------------------------------- launchers
 
 #ifndef __CUDACC_RTC__
+#include "codecs/base/rotation_launch.h"
 #include "codecs/cuda.h"
-#include "codecs/rotation_launch.h"
 
 namespace pycomm::codecs::rotate {
 namespace {
 
-/// What kernels ask of an inner codec.
+/// Properties of an inner codec that kernels need.
 struct Part {
   uint32_t block = 1;  ///< 1: it has no blocks
   uint32_t options = 0;
@@ -226,7 +228,7 @@ Part part_of(const quant::Format& f, const RandomKey& key) {
 }
 Part part_of(const sign::Format& f, const RandomKey&) { return {f.block}; }
 
-/// Calls f with the struct above that stands for the inner codec.
+/// Calls f with the struct above for the inner codec.
 template <typename F>
 void with_inner(const cast::Format& format, F&& f) {
   switch (format.kind) {
@@ -277,7 +279,7 @@ void decode_cuda(int size_bits, const PlanarFormat& inner, Span<const uint8_t> p
   std::visit(
       [&](auto format) {
         if constexpr (std::is_same_v<decltype(format), quant::Format>) {
-          format.rounding = quant::Rounding::nearest;  // codes mean the same however they came
+          format.rounding = quant::Rounding::nearest;  // codes mean the same for every rounding
         }
         const Part part = part_of(format, {});
         DecodeParams params = rotation_params(size_bits, part.block, codes_offset(format, rotated),

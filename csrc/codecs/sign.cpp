@@ -1,19 +1,19 @@
 // sign on the CPU: plain loops over sign.h, compiled for several x86 levels.
 #include "codecs/sign.h"
 
+#include "codecs/base/loops.h"
+#include "codecs/base/options.h"
+#include "codecs/base/registry.h"
 #include "codecs/cuda.h"
-#include "codecs/loops.h"
-#include "codecs/options.h"
 #include "codecs/planar.h"
-#include "codecs/registry.h"
 
 namespace pycomm::codecs::sign {
 namespace {
 
 constexpr size_t kWord = 32;
 
-/// The sum of the magnitudes of a block, which is padded with zeros: each half is added to the
-/// other until one number is left. `half` has room for half a block.
+/// Returns the sum of the magnitudes of a block, which is padded with zeros: each half is added to
+/// the other until one number is left. `half` has room for half a block.
 PYCOMM_INLINE float sum_magnitudes(const float* __restrict p, uint32_t block,
                                    float* __restrict half) {
   for (uint32_t i = 0; i < block / 2; i++) {
@@ -25,14 +25,14 @@ PYCOMM_INLINE float sum_magnitudes(const float* __restrict p, uint32_t block,
   return half[0];
 }
 
-/// p = x + residual (null: x), padded with zeros to a block.
+/// Loads p = x + residual (null: x), padded with zeros to a block.
 PYCOMM_INLINE void load_block(const float* __restrict x, const float* __restrict residual, size_t n,
                               uint32_t block, float* __restrict p) {
   for (size_t i = 0; i < n; i++) p[i] = residual ? x[i] + residual[i] : x[i];
   for (size_t i = n; i < block; i++) p[i] = 0.0f;
 }
 
-/// The bits of a block that is padded with zeros.
+/// Writes the bits of a block that is padded with zeros.
 template <bool kFeedback>
 PYCOMM_INLINE void write_block(const float* __restrict p, size_t n, float s,
                                uint32_t* __restrict words, float* __restrict left) {
@@ -65,7 +65,8 @@ PYCOMM_SIMD void encode_all(uint32_t block, const EncodeArgs& args) {
       write_block<kFeedback>(p, n, mean, words, kFeedback ? args.new_residual + lo : nullptr);
     } else {
       std::memset(words, 0, (n + kWord - 1) / kWord * 4);
-      // A tiny block still owes all of p; one that is not finite leaves the residual as it was.
+      // The residual of a tiny block is all of p; a block that is not finite keeps its old
+      // residual.
       if (kFeedback) {
         std::memmove(args.new_residual + lo, mean == 0.0f ? p : args.residual + lo, n * 4);
       }

@@ -1,15 +1,15 @@
-// sign in CUDA. Wire format: docs/wire/sign.md. Arithmetic: sign.h. Compiled by nvcc, or at run
-// time by NVRTC, which takes the kernels only.
-#include "codecs/bits_cuda.h"
-#include "codecs/block_cuda.h"
+// sign in CUDA. Wire format: docs/wire/sign.md. The arithmetic is in sign.h. Compiled by nvcc, or
+// at run time by NVRTC, which takes the kernels only.
+#include "codecs/base/bits_cuda.h"
+#include "codecs/base/block_cuda.h"
 #include "codecs/sign.h"
 
 namespace pycomm::codecs::sign {
 
 // ---------------------------------------------------------------- kernels
 
-/// The sum of the magnitudes of the block that begins in `row`: each half of it is added to the
-/// other, first whole rows, then lanes, then the values of a lane.
+/// Returns the sum of the magnitudes of the block that begins in `row`: each half of it is added to
+/// the other, first whole rows, then lanes, then the values of a lane.
 template <int kBlock, int kRows>
 __device__ __forceinline__ float sum_magnitudes(const cuda::Vector<float> (&p)[kRows], int row) {
   constexpr int kBlockRows = kBlock > cuda::kRow ? kBlock / cuda::kRow : 1;
@@ -42,7 +42,7 @@ __device__ __forceinline__ float sum_magnitudes(const cuda::Vector<float> (&p)[k
   return (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
 }
 
-/// Rows of a tile: at least a block.
+/// Returns the rows of a tile: at least a block.
 PYCOMM_HD constexpr int tile_rows(int block) {
   return block > kSmall * cuda::kRow ? block / cuda::kRow : kSmall;
 }
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodePara
 // -------------------------------------------------------------- launchers
 
 #ifndef __CUDACC_RTC__
-#include "codecs/block_launch.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/cuda.h"
 
 namespace pycomm::codecs::sign {

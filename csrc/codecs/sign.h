@@ -1,8 +1,8 @@
 // sign: one bit per value, and a scale per block, its mean magnitude. Wire format:
-// docs/wire/sign.md. Everything that decides a bit is here and in block.h, compiled by gcc, nvcc
-// and NVRTC.
+// docs/wire/sign.md. Everything that determines the bits is here and in block.h, compiled by gcc,
+// nvcc and NVRTC.
 #pragma once
-#include "codecs/block.h"
+#include "codecs/base/block.h"
 #include "core/types.h"
 
 namespace pycomm::codecs::sign {
@@ -23,14 +23,15 @@ PYCOMM_HD size_t encoded_bytes(uint32_t block, size_t numel) {
   return codes_offset(block, numel) + padded((numel + 7) / 8);
 }
 
-/// `sum` is that of the magnitudes of n values, in the order that the page states. The mean stands
-/// where other block codecs have the largest magnitude: it too is not finite if a value is not.
+/// Returns the scale of a block. `sum` is that of the magnitudes of n values, in the order that
+/// docs/wire/sign.md defines. The mean is used where other block codecs use the largest magnitude:
+/// it too is not finite if a value is not.
 PYCOMM_HD float mean_scale(float sum, size_t n) { return scale(sum / static_cast<float>(n), 1.0f); }
 
-/// Bit of a value of a used block; zeros of both signs are positive.
+/// Returns the bit of a value of a used block; zeros of both signs are positive.
 PYCOMM_HD uint32_t quantize(float p) { return p < 0.0f ? 1u : 0u; }
 
-/// Of the lowest bit of `bits`; the others may be anything.
+/// Decodes the lowest bit of `bits`; the others may be anything.
 PYCOMM_HD float dequantize(uint32_t bits, float scale) {
   return bits_float(float_bits(scale) ^ bits << 31);
 }

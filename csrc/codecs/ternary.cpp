@@ -1,9 +1,9 @@
 // ternary on the CPU: plain loops over ternary.h, compiled for several x86 levels.
 #include "codecs/ternary.h"
 
-#include "codecs/bits.h"
+#include "codecs/base/bits.h"
+#include "codecs/base/registry.h"
 #include "codecs/cuda.h"
-#include "codecs/registry.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::ternary {

@@ -1,7 +1,7 @@
-// ternary in CUDA. Wire format: docs/wire/ternary.md. Arithmetic: ternary.h. Compiled by nvcc, or
-// at run time by NVRTC, which takes the kernels only.
-#include "codecs/bits_cuda.h"
-#include "codecs/block_cuda.h"
+// ternary in CUDA. Wire format: docs/wire/ternary.md. The arithmetic is in ternary.h. Compiled by
+// nvcc, or at run time by NVRTC, which takes the kernels only.
+#include "codecs/base/bits_cuda.h"
+#include "codecs/base/block_cuda.h"
 #include "codecs/ternary.h"
 
 namespace pycomm::codecs::ternary {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_sum(const cuda::Tile<kRows>& tile, const En
   }
 }
 
-/// The scales of `args` are where the measures go.
+/// Measures blocks; the scales of `args` are the destination of the measures.
 template <int kRows>
 __global__ void __launch_bounds__(cuda::kThreads) measure_kernel(const EncodeParams args) {
   const cuda::Tile<kRows> tile(args.numel, args.in, args.residual);
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(cuda::kThreads) measure_kernel(const EncodePar
   }
 }
 
-/// The seed of `args` is that of the rank; options are the bits of a code.
+/// Encodes values. The seed of `args` is that of the rank; options are the bits of a code.
 template <bool kSum, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodeParams args) {
   const cuda::Tile<kSmall> tile(args.numel, args.in, args.residual, args.new_residual);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodePara
 // -------------------------------------------------------------- launchers
 
 #ifndef __CUDACC_RTC__
-#include "codecs/block_launch.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/cuda.h"
 
 namespace pycomm::codecs::ternary {

@@ -1,17 +1,17 @@
 // ternary: -1, 0 or 1 times a scale that all ranks share, so that contributions add up to integers.
-// Wire format: docs/wire/ternary.md. Everything that decides a bit is here and in block.h, compiled
-// by gcc, nvcc and NVRTC.
+// Wire format: docs/wire/ternary.md. Everything that determines the bits is here and in block.h,
+// compiled by gcc, nvcc and NVRTC.
 #pragma once
 #include "codecs/quant.h"
 
 namespace pycomm::codecs::ternary {
 
 constexpr int kWireVersion = 1;
-/// From here on 127 * scale could overflow.
+/// Magnitude from which 127 * scale could overflow.
 constexpr float kLimit = 0x1p120f;
 
 struct Format {
-  int ranks = 7;          ///< so many contributions fit in a code
+  int ranks = 7;          ///< this many contributions fit in a code
   int bits = 4;           ///< of a code: 2 * ranks + 1 integers
   uint32_t block = 2048;  ///< values that share a scale
 };
@@ -24,13 +24,13 @@ PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
   return codes_offset(f, numel) + padded((numel * f.bits + 7) / 8);
 }
 
-/// What ranks agree on is a maximum, which must not depend on the order of NaNs.
+/// Returns a rank's measure. Ranks agree on a maximum, which must not depend on the order of NaNs.
 PYCOMM_HD float measured(float amax) {
   return bits_float(magnitude_bits(amax) < kInfBits ? float_bits(amax) : kInfBits);
 }
 
-/// Eight significant bits: each of their multiples up to 65535 is exact. `inv` is what a random
-/// number below 2^24 is multiplied by.
+/// Returns the shared scale, with eight significant bits: each of its multiples up to 65535 is
+/// exact. `inv` is the factor of a random number below 2^24.
 PYCOMM_HD Scale shared_scale(float agreed) {
   if (!(agreed < kLimit)) return {bits_float(kNanBits), 0.0f, 0.0f, false};
   if (!(agreed > kTiny)) return {0.0f, 0.0f, 0.0f, false};
@@ -38,20 +38,21 @@ PYCOMM_HD Scale shared_scale(float agreed) {
   return {unit, unit * 0x1p-24f, 0.0f, true};
 }
 
-/// Each rank rounds with words of its own, though all have one seed. No value is in these groups.
+/// Returns a rank's seed: each rank rounds with words of its own, though all have one seed. No
+/// value is in these groups.
 PYCOMM_HD uint64_t rank_seed(uint64_t seed, uint32_t step, uint32_t tensor, uint32_t rank) {
   const Random4 random = random_words(seed, step, tensor, (uint64_t{1} << 62) + 1 + rank);
   return uint64_t{random.word[1]} << 32 | random.word[0];
 }
 
-/// Code of a contribution: away from zero with the chance |p| / scale.
+/// Returns the code of a contribution: away from zero with the probability |p| / scale.
 PYCOMM_HD int quantize(float p, const Scale& scale, uint32_t random) {
   const float threshold = static_cast<float>(static_cast<int>(random >> 8)) * scale.inv;
   const int away = bits_float(magnitude_bits(p)) > threshold ? 1 : 0;
   return p < 0.0f ? -away : away;
 }
 
-/// Code of a sum of contributions: p is a multiple of the scale, and within the top.
+/// Returns the code of a sum of contributions: p is a multiple of the scale, and within the top.
 PYCOMM_HD int quantize_sum(float p, const Scale& scale, int top) {
   const float v = p / scale.unit;
   const auto most = static_cast<float>(top);

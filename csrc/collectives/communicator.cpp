@@ -1,34 +1,41 @@
-// The public face: checks arguments, gives each call its number, has an algorithm run it, and makes
-// sure that an error on one rank is an error on all.
+// Public face of the collectives: checks arguments, numbers each call, runs an algorithm for it,
+// and makes sure that an error on one rank is an error on all.
 #include <algorithm>
+#include <numeric>
 
+#include "collectives/algorithms/direct.h"
+#include "collectives/algorithms/dispatch.h"
+#include "collectives/common/contribution.h"
 #include "collectives/communicator_impl.h"
-#include "collectives/direct.h"
-#include "collectives/dispatch.h"
-#include "collectives/shared.h"
+#include "collectives/window/shared.h"
 #include "core/crc32c.h"
 #include "core/reduce.h"
 
 namespace pycomm {
 namespace {
 
-/// For an op whose parts have the same sizes on all ranks. Uneven sizes are hashed into the tag.
+void add_sizes(OpTag& tag, std::string label, const std::vector<size_t>& sizes) {
+  for (size_t r = 0; r < sizes.size(); r++) {
+    const uint64_t numel = sizes[r];
+    tag.codec = crc32c({reinterpret_cast<const uint8_t*>(&numel), sizeof numel}, tag.codec);
+    label += (r == 0 ? "" : ",") + std::to_string(numel);
+  }
+  label.copy(tag.label, sizeof tag.label - 1);
+}
+
+/// True if an op's parts have the same sizes on all ranks. Uneven sizes are hashed into the tag.
 template <typename T>
 OpTag make_tag(Op op, const BasicParts<T>& parts, int ranks, DType dtype,
                ReduceOp redop = ReduceOp::sum) {
   if (parts.even(ranks)) return make_tag(op, parts.numel(0), dtype, redop);
   OpTag tag = make_tag(op, parts.total(ranks), dtype, redop);
-  std::string label = "parts of ";
-  for (int r = 0; r < ranks; r++) {
-    const uint64_t numel = parts.numel(r);
-    tag.codec = crc32c({reinterpret_cast<const uint8_t*>(&numel), sizeof numel}, tag.codec);
-    label += (r == 0 ? "" : ",") + std::to_string(numel);
-  }
-  label.copy(tag.label, sizeof tag.label - 1);
+  std::vector<size_t> sizes;
+  for (int r = 0; r < ranks; r++) sizes.push_back(parts.numel(r));
+  add_sizes(tag, "parts of ", sizes);
   return tag;
 }
 
-Alike whole(void* data, size_t numel, DType dtype) {
+ReplicatedResult whole(void* data, size_t numel, DType dtype) {
   return {Parts(data, numel).of(size_of(dtype)), 1};
 }
 
@@ -38,7 +45,7 @@ Communicator::Communicator(std::shared_ptr<Store> store, int rank, int size,
                            CommunicatorOptions options)
     : impl_(std::make_unique<Impl>(std::move(store), rank, size, std::move(options))) {}
 Communicator::~Communicator() {
-  // In a forked child nothing can be ended, so it is left as it is.
+  // A forked child cannot end anything, so the implementation is left as it is.
   if (impl_->in_child()) static_cast<void>(impl_.release());
 }
 
@@ -59,11 +66,16 @@ void Communicator::resume(uint64_t issued) { impl_->resume(issued); }
 const Trace& Communicator::trace() const { return impl_->trace(); }
 void Communicator::abort(const std::string& reason) noexcept { impl_->abort(reason); }
 std::exception_ptr Communicator::over() const { return impl_->failure().error(); }
-std::string Communicator::whereabouts() const { return pycomm::whereabouts(impl_->mesh()); }
+std::string Communicator::whereabouts() const {
+  impl_->check_process("whereabouts");
+  return pycomm::whereabouts(impl_->mesh());
+}
 bool Communicator::lost(int rank) const { return impl_->mesh().lost(rank); }
 std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
 
 std::shared_ptr<void> Communicator::allocate(size_t bytes) {
+  impl_->check_process("allocate");
+  if (bytes > kLargestBuffer) throw Error("no memory holds " + std::to_string(bytes) + " bytes");
   if (auto heap = impl_->mesh().heap()) return allocate_shared(heap, bytes);
   constexpr size_t kAlign = 64;
   void* data =
@@ -78,66 +90,74 @@ void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op
                               Milliseconds timeout) {
   impl_->check_dtype(Op::all_reduce, dtype);
   check_reducible(dtype, op);
-  impl_->check_buffer(Op::all_reduce, data, numel);
+  impl_->check_buffer(Op::all_reduce, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::all_reduce, numel, dtype, op);
-  const Alike result = whole(data, numel, dtype);
+  const ReplicatedResult result = whole(data, numel, dtype);
+  const Contribution ours(dtype, op, factor);
   if (Window* window = impl_->window()) {
     return impl_->run(
         tag, timeout,
-        [&](const Deadline& deadline) { shared::all_reduce(*window, tag, data, factor, deadline); },
+        [&](const Deadline& deadline) {
+          ours.in_place(data, numel);
+          shared::all_reduce(*window, tag, data, deadline);
+        },
         result);
   }
   impl_->exchange(
       tag, timeout,
-      [&](Exchange& ex) {
-        dispatch::all_reduce(ex, impl_->algo(), data, numel, {dtype, op, factor});
+      [&](CollectiveContext& context) {
+        ours.in_place(data, numel);
+        dispatch::all_reduce(context, impl_->algo(), data, numel, {dtype, op});
       },
       result);
 }
 
 bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout) {
-  impl_->check_buffer(Op::all_reduce, args.data.data, args.data.size);
+  impl_->check_buffer(Op::all_reduce, args.data.data, args.data.size, size_of(args.data.dtype));
   coded::check("all_reduce_coded", args, 1);
-  const Alike result = whole(args.data.data, args.data.size, args.data.dtype);
+  const ReplicatedResult result = whole(args.data.data, args.data.size, args.data.dtype);
   return impl_->exchange_coded(
       Op::all_reduce, args, timeout,
-      [&](Exchange& ex) { return coded::all_reduce(ex, impl_->algo(), args); }, result);
+      [&](CollectiveContext& context) { return coded::all_reduce(context, impl_->algo(), args); },
+      result);
 }
 
 bool Communicator::reduce_scatter_coded(const CodedArgs& args, void* out, Milliseconds timeout) {
   const auto ranks = static_cast<size_t>(size());
-  impl_->check_buffer(Op::reduce_scatter, args.data.data, args.data.size);
-  impl_->check_buffer(Op::reduce_scatter, out, args.data.size / ranks);
+  impl_->check_buffer(Op::reduce_scatter, args.data.data, args.data.size, size_of(args.data.dtype));
+  impl_->check_buffer(Op::reduce_scatter, out, args.data.size / ranks, size_of(args.data.dtype));
   coded::check("reduce_scatter_coded", args, ranks);
-  return impl_->exchange_coded(Op::reduce_scatter, args, timeout,
-                               [&](Exchange& ex) { return coded::reduce_scatter(ex, args, out); });
+  return impl_->exchange_coded(Op::reduce_scatter, args, timeout, [&](CollectiveContext& context) {
+    return coded::reduce_scatter(context, args, out);
+  });
 }
 
 bool Communicator::all_gather_coded(const CodedArgs& args, void* out, Milliseconds timeout) {
-  impl_->check_buffer(Op::all_gather, args.data.data, args.data.size);
-  impl_->check_buffer(Op::all_gather, out, args.data.size);
+  impl_->check_buffer(Op::all_gather, args.data.data, args.data.size, size_of(args.data.dtype));
+  impl_->check_parts(Op::all_gather, Parts(out, args.data.size), size_of(args.data.dtype));
   coded::check("all_gather_coded", args, 1);
   const Parts rows = Parts(out, args.data.size).of(size_of(args.data.dtype));
-  return impl_->exchange_coded(Op::all_gather, args, timeout,
-                               [&](Exchange& ex) { return coded::all_gather(ex, args, out); },
-                               {rows, size()});
+  return impl_->exchange_coded(
+      Op::all_gather, args, timeout,
+      [&](CollectiveContext& context) { return coded::all_gather(context, args, out); },
+      {rows, size()});
 }
 
 void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,
                                   double factor, Milliseconds timeout) {
   impl_->check_dtype(Op::reduce_scatter, dtype);
   check_reducible(dtype, op);
-  impl_->check_parts(Op::reduce_scatter, in);
-  impl_->check_buffer(Op::reduce_scatter, out, in.numel(rank()));
+  impl_->check_parts(Op::reduce_scatter, in, size_of(dtype));
+  impl_->check_buffer(Op::reduce_scatter, out, in.numel(rank()), size_of(dtype));
   OpTag tag = make_tag(Op::reduce_scatter, in, size(), dtype, op);
-  const ConstParts parts = in.of(size_of(dtype));
+  Contribution ours(dtype, op, factor);
   if (Window* window = impl_->window()) {
     return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::reduce_scatter(*window, tag, parts, out, factor, deadline);
+      shared::reduce_scatter(*window, tag, ours.of(in, size()), out, deadline);
     });
   }
-  impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    dispatch::reduce_scatter(ex, impl_->algo(), parts, out, {dtype, op, factor});
+  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
+    dispatch::reduce_scatter(context, impl_->algo(), ours.of(in, size()), out, {dtype, op});
   });
 }
 
@@ -146,16 +166,19 @@ void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, 
   impl_->check_dtype(Op::reduce, dtype);
   check_reducible(dtype, op);
   impl_->check_rank(Op::reduce, "root", root);
-  impl_->check_buffer(Op::reduce, in, numel);
-  if (rank() == root) impl_->check_buffer(Op::reduce, out, numel);
+  impl_->check_buffer(Op::reduce, in, numel, size_of(dtype));
+  if (rank() == root) impl_->check_buffer(Op::reduce, out, numel, size_of(dtype));
   OpTag tag = make_tag(Op::reduce, numel, dtype, op, root);
+  Contribution ours(dtype, op, factor);
+  void* result = rank() == root ? out : nullptr;
   if (Window* window = impl_->window()) {
     return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::reduce(*window, tag, in, out, factor, deadline);
+      shared::reduce(*window, tag, ours.of(in, numel, result), out, deadline);
     });
   }
-  impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    dispatch::reduce(ex, impl_->algo(), in, out, numel, {dtype, op, factor}, root);
+  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
+    dispatch::reduce(context, impl_->algo(), ours.of(in, numel, result), out, numel, {dtype, op},
+                     root);
   });
 }
 
@@ -163,8 +186,8 @@ void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, 
 
 void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Milliseconds timeout) {
   impl_->check_dtype(Op::all_gather, dtype);
-  impl_->check_parts(Op::all_gather, out);
-  impl_->check_buffer(Op::all_gather, in, out.numel(rank()));
+  impl_->check_parts(Op::all_gather, out, size_of(dtype));
+  impl_->check_buffer(Op::all_gather, in, out.numel(rank()), size_of(dtype));
   OpTag tag = make_tag(Op::all_gather, out, size(), dtype);
   const Parts parts = out.of(size_of(dtype));
   if (Window* window = impl_->window()) {
@@ -173,17 +196,19 @@ void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Mil
         [&](const Deadline& deadline) { shared::all_gather(*window, tag, in, parts, deadline); },
         {parts, size()});
   }
-  impl_->exchange(tag, timeout,
-                  [&](Exchange& ex) { dispatch::all_gather(ex, impl_->algo(), in, parts); },
-                  {parts, size()});
+  impl_->exchange(
+      tag, timeout,
+      [&](CollectiveContext& context) { dispatch::all_gather(context, impl_->algo(), in, parts); },
+      {parts, size()});
 }
 
 void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtype,
                               Milliseconds timeout) {
   impl_->check_dtype(Op::all_to_all, dtype);
-  impl_->check_parts(Op::all_to_all, in);
-  impl_->check_parts(Op::all_to_all, out);
-  impl_->check_own(Op::all_to_all, in.numel(rank()), out.numel(rank()));
+  impl_->check_parts(Op::all_to_all, in, size_of(dtype));
+  impl_->check_parts(Op::all_to_all, out, size_of(dtype));
+  impl_->check_own(Op::all_to_all, in.numel(rank()), out.numel(rank()),
+                   !in.even(size()) || !out.even(size()));
   OpTag tag = make_tag(Op::all_to_all, in.total(size()), dtype);
   if (Window* window = impl_->window()) {
     return impl_->run(tag, timeout, [&](const Deadline& deadline) {
@@ -192,9 +217,9 @@ void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtyp
     });
   }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout, [&](Exchange& ex) {
+  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
     impl_->note_parts(in.total(size()), out.total(size()));
-    direct::all_to_all(ex, in.of(element), out.of(element));
+    direct::all_to_all(context, in.of(element), out.of(element));
   });
 }
 
@@ -202,9 +227,9 @@ void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
                              Milliseconds timeout) {
   impl_->check_dtype(Op::broadcast, dtype);
   impl_->check_rank(Op::broadcast, "root", root);
-  impl_->check_buffer(Op::broadcast, data, numel);
+  impl_->check_buffer(Op::broadcast, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::broadcast, numel, dtype, ReduceOp::sum, root);
-  const Alike result = whole(data, numel, dtype);
+  const ReplicatedResult result = whole(data, numel, dtype);
   if (Window* window = impl_->window()) {
     return impl_->run(
         tag, timeout,
@@ -213,17 +238,20 @@ void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
   const size_t bytes = numel * size_of(dtype);
   impl_->exchange(
       tag, timeout,
-      [&](Exchange& ex) { dispatch::broadcast(ex, impl_->algo(), data, bytes, root); }, result);
+      [&](CollectiveContext& context) {
+        dispatch::broadcast(context, impl_->algo(), data, bytes, root);
+      },
+      result);
 }
 
 void Communicator::gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,
                           Milliseconds timeout) {
   impl_->check_dtype(Op::gather, dtype);
   impl_->check_rank(Op::gather, "root", root);
-  impl_->check_buffer(Op::gather, in, numel);
+  impl_->check_buffer(Op::gather, in, numel, size_of(dtype));
   if (rank() == root) {
-    impl_->check_parts(Op::gather, out);
-    impl_->check_own(Op::gather, numel, out.numel(root));
+    impl_->check_parts(Op::gather, out, size_of(dtype));
+    impl_->check_own(Op::gather, numel, out.numel(root), true);
   }
   OpTag tag = make_tag(Op::gather, numel, dtype, ReduceOp::sum, root);
   if (Window* window = impl_->window()) {
@@ -232,8 +260,8 @@ void Communicator::gather(const void* in, size_t numel, const Parts& out, DType 
     });
   }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    direct::gather(ex, in, numel * element, out.of(element), root);
+  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
+    direct::gather(context, in, numel * element, out.of(element), root);
   });
 }
 
@@ -241,10 +269,10 @@ void Communicator::scatter(const ConstParts& in, void* out, size_t numel, DType 
                            Milliseconds timeout) {
   impl_->check_dtype(Op::scatter, dtype);
   impl_->check_rank(Op::scatter, "root", root);
-  impl_->check_buffer(Op::scatter, out, numel);
+  impl_->check_buffer(Op::scatter, out, numel, size_of(dtype));
   if (rank() == root) {
-    impl_->check_parts(Op::scatter, in);
-    impl_->check_own(Op::scatter, in.numel(root), numel);
+    impl_->check_parts(Op::scatter, in, size_of(dtype));
+    impl_->check_own(Op::scatter, in.numel(root), numel, true);
   }
   OpTag tag = make_tag(Op::scatter, numel, dtype, ReduceOp::sum, root);
   if (Window* window = impl_->window()) {
@@ -253,8 +281,8 @@ void Communicator::scatter(const ConstParts& in, void* out, size_t numel, DType 
     });
   }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout, [&](Exchange& ex) {
-    direct::scatter(ex, in.of(element), out, numel * element, root);
+  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
+    direct::scatter(context, in.of(element), out, numel * element, root);
   });
 }
 
@@ -264,23 +292,62 @@ void Communicator::barrier(Milliseconds timeout) {
     return impl_->run(tag, timeout,
                       [&](const Deadline& deadline) { shared::barrier(*window, tag, deadline); });
   }
-  impl_->exchange(tag, timeout, [&](Exchange& ex) { dispatch::barrier(ex, impl_->algo()); });
+  impl_->exchange(tag, timeout,
+                  [&](CollectiveContext& context) { dispatch::barrier(context, impl_->algo()); });
+}
+
+void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
+                                 ReduceOp redop, Milliseconds timeout) {
+  if (parts.size() != static_cast<size_t>(size())) {
+    impl_->fail(op, "needs one part per rank, " + std::to_string(size()) + ", and got " +
+                        std::to_string(parts.size()));
+  }
+  impl_->check_dtype(op, dtype);
+  // Ranks whose lists differ read about the call that they made, so this one is named after it; its
+  // messages are whole elements of every dtype.
+  struct alignas(16) Message {
+    uint64_t own = 0;
+  };
+  const Message mine{own};
+  std::vector<Message> theirs(parts.size());
+  OpTag tag = make_tag(op, std::accumulate(parts.begin(), parts.end(), size_t{0}), dtype, redop);
+  add_sizes(tag, "parts of ", parts);
+  const Parts out = Parts(theirs.data(), sizeof mine / size_of(dtype)).of(size_of(dtype));
+  if (Window* window = impl_->window()) {
+    impl_->run(tag, timeout, [&](const Deadline& deadline) {
+      shared::all_gather(*window, tag, &mine, out, deadline);
+    });
+  } else {
+    impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
+      dispatch::all_gather(context, impl_->algo(), &mine, out);
+    });
+  }
+  for (int r = 0; r < size(); r++) {
+    if (theirs[r].own == parts[r]) continue;
+    impl_->fail(op, "has a part of " + std::to_string(parts[r]) + " elements for rank " +
+                        std::to_string(r) + " in its list, but rank " + std::to_string(r) +
+                        " brings " + std::to_string(theirs[r].own));
+  }
 }
 
 // ------------------------------------------------------------------ point to point
 
 std::shared_ptr<Communicator::Request> Communicator::send(const void* data, size_t bytes, int dst,
                                                           int tag) {
+  impl_->check_process("send");
   impl_->check_rank(Op::send, "destination", dst);
-  impl_->check_buffer(Op::send, data, bytes);
+  impl_->check_buffer(Op::send, data, bytes, 1);
   return impl_->point_to_point().send(data, bytes, dst, tag, impl_->timeout());
 }
 
 std::shared_ptr<Communicator::Request> Communicator::recv(void* data, size_t bytes, int src,
                                                           int tag) {
+  impl_->check_process("recv");
   if (src != -1) impl_->check_rank(Op::recv, "source", src);
-  impl_->check_buffer(Op::recv, data, bytes);
+  impl_->check_buffer(Op::recv, data, bytes, 1);
   return impl_->point_to_point().recv(data, bytes, src, tag, impl_->timeout());
 }
+
+void Communicator::end_requests() { impl_->point_to_point().close(); }
 
 }  // namespace pycomm

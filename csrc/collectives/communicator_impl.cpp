@@ -1,4 +1,4 @@
-// How a communicator begins, and how it ends before its time.
+// Start and failure of a communicator.
 #include "collectives/communicator_impl.h"
 
 #include <algorithm>
@@ -6,16 +6,21 @@
 #include <numeric>
 #include <utility>
 
-#include "transports/window.h"
+#include "transports/shm/window.h"
 
 namespace pycomm {
 namespace {
 
-Rendezvous meeting(std::shared_ptr<Store> store, int rank, int size,
-                   const CommunicatorOptions& options) {
+Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
+                      const CommunicatorOptions& options) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw Error("rank " + std::to_string(rank) + " of " + std::to_string(size) +
                 " ranks: the rank must be at least 0 and less than the number of ranks");
+  }
+  if (options.timeout <= Milliseconds(0)) {
+    throw Error("rank " + std::to_string(rank) + ": a group's timeout of " +
+                std::to_string(options.timeout.count()) +
+                " ms: give one that is more than 0, in which all ranks can come");
   }
   if (!store && size > 1) throw Error("a group of more than one rank needs a store");
   constexpr const char* kTransports[] = {"auto", "shm", "tcp", "local"};
@@ -43,12 +48,12 @@ std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions&
 }
 
 /// " in all_reduce #7 (...)" or " after all_reduce #7", for the middle of a sentence.
-std::string doing(const Standing& standing) {
-  if (standing.inside()) return " in " + describe(standing.call);
-  if (standing.waits.op != Op::none) return " in " + describe(standing.waits);
-  if (standing.completed == 0) return "";
-  return std::string(" after ") + name(standing.completed_op) + " #" +
-         std::to_string(standing.completed);
+std::string doing(const RankState& rank_state) {
+  if (rank_state.inside()) return " in " + describe(rank_state.call);
+  if (rank_state.waits.op != Op::none) return " in " + describe(rank_state.waits);
+  if (rank_state.completed == 0) return "";
+  return std::string(" after ") + name(rank_state.completed_op) + " #" +
+         std::to_string(rank_state.completed);
 }
 
 }  // namespace
@@ -58,37 +63,50 @@ Communicator::Impl::Impl(std::shared_ptr<Store> store, int rank, int size,
     : options_(std::move(options)),
       algo_(parse_algo(options_.algo)),
       timeout_(options_.timeout.count()),
-      digests_(checks_results(options_.check)),
-      mesh_(meeting(std::move(store), rank, size, options_), options_, failure_),
+      result_checksums_(checks_results(options_.check)),
+      mesh_(rendezvous(std::move(store), rank, size, options_), options_, failure_),
       trace_(make_trace(rank, size, options_)),
       point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, *trace_,
                                                      [this] { over(Lane::point_to_point); })) {
-  if (Window* window = mesh_.node_window()) window->note_waits(&spent_);
+  if (Window* window = mesh_.node_window()) window->note_waits(&timing_);
 }
 
 void Communicator::Impl::over(Lane lane) {
   const std::exception_ptr thrown = from_reason(std::current_exception());
   // Another thread may be using them.
-  const Digests* digests = lane == Lane::collective ? &digests_ : nullptr;
-  if (failure_.happened()) return;
+  const ResultChecksums* result_checksums = lane == Lane::collective ? &result_checksums_ : nullptr;
+  if (failure_.happened()) {
+    // The thread that was first may not have told the others yet; all must be able to know before
+    // our caller continues.
+    mesh_.abort(to_reason(failure_.error()));
+  } else {
+    end_with(thrown, lane, result_checksums);
+  }
+  if (lane != Lane::collective) return;
+  const std::string problem = mesh_.take_back_heap();
+  if (!problem.empty()) failure_.add(problem);
+}
+
+void Communicator::Impl::end_with(const std::exception_ptr& thrown, Lane lane,
+                                  const ResultChecksums* result_checksums) {
   try {
     const std::exception_ptr error =
-        mesh_.aborted() ? thrown : explained(thrown, mesh_, lane, digests);
-    // What another rank has said meanwhile is the cause.
+        mesh_.aborted() ? thrown : explained(thrown, mesh_, lane, result_checksums);
+    // What another rank has reported meanwhile is the cause.
     const std::exception_ptr cause = mesh_.aborted();
     failure_.set(cause ? cause : error);
     mesh_.abort(to_reason(cause ? cause : error));
     trace_->set_error(failure_.text());
-  } catch (const std::bad_alloc&) {  // not enough for long words
+  } catch (const std::bad_alloc&) {  // not enough memory for the full text
     failure_.set(thrown);
     mesh_.abort("out of memory");
   }
 }
 
 void Communicator::Impl::abort(const std::string& reason) noexcept {
-  if (in_child()) return;  // the parent's group goes on
+  if (in_child()) return;  // the parent's group stays usable
   const std::string text = "rank " + std::to_string(rank()) + " was aborted" +
-                           doing(mesh_.standing().load()) + ": " + reason;
+                           doing(mesh_.rank_state().load()) + ": " + reason;
   failure_.set(std::make_exception_ptr(Error(text)));
   mesh_.abort(text);
   trace_->set_error(text);

@@ -1,16 +1,17 @@
-// What a communicator consists of: its mesh, its trace, the numbers of its calls, and the error
-// that ends it. Included where Communicator is implemented.
+// Implementation of Communicator: its mesh, its trace, the numbers of its calls, and the error that
+// it failed with. Included where Communicator is implemented.
 #pragma once
 #include <atomic>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "collectives/coded.h"
+#include "collectives/algorithms/context.h"
+#include "collectives/coded/coded.h"
 #include "collectives/communicator.h"
-#include "collectives/digests.h"
-#include "collectives/exchange.h"
-#include "collectives/point_to_point.h"
+#include "collectives/group/result_checksums.h"
+#include "collectives/point_to_point/point_to_point.h"
+#include "core/arithmetic.h"
 #include "core/error.h"
 #include "core/fork_guard.h"
 
@@ -26,7 +27,11 @@ class Communicator::Impl {
   }
 
   bool in_child() const { return fork_.in_child(); }
-  Mesh& mesh() { return mesh_; }
+  /// Throws Error if this process is a forked child, which must not use anything that peers see.
+  void check_process(const char* what) const {
+    if (in_child()) fork_.refuse("rank " + std::to_string(rank()), what);
+  }
+  ChannelMesh& mesh() { return mesh_; }
   const Failure& failure() const { return failure_; }
   int rank() const { return mesh_.rank(); }
   int size() const { return mesh_.size(); }
@@ -41,23 +46,25 @@ class Communicator::Impl {
   }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
-  /// Memory that all ranks share, unless an algorithm over channels was asked for.
+  /// Window over memory that all ranks share, or null if an algorithm over channels was asked for.
   Window* window() const {
     const bool over_channels = algo_ != Algo::automatic && algo_ != Algo::hierarchical;
     return over_channels ? nullptr : mesh_.window();
   }
 
-  /// One collective: body(deadline), with the call's number in the tag.
+  /// Runs one collective: body(deadline), with the call's number in the tag.
   template <typename Body>
-  void run(OpTag& tag, Milliseconds timeout, const Body& body, const Alike& alike = {}) {
+  void run(OpTag& tag, Milliseconds timeout, const Body& body, const ReplicatedResult& alike = {}) {
+    check_process(name(tag.op));
     std::lock_guard<std::mutex> one(one_at_a_time_);
     tag.seq = ++seq_;
     if (failure_.happened()) failure_.rethrow_in(tag, rank());
-    digests_.stamp(tag);
+    result_checksums_.stamp(tag);
     recording_ = trace_->start(tag, issued_);
     issued_ = 0;
-    spent_ = {};
+    timing_ = {};
     trace_->set_algo(recording_, "window");  // over channels the algorithms say more
+    const DefaultArithmetic arithmetic;
     try {
       body(Deadline::on_demand(timeout.count() > 0 ? timeout : this->timeout()));
     } catch (...) {
@@ -65,73 +72,103 @@ class Communicator::Impl {
       over(Lane::collective);
       failure_.rethrow_in(tag, rank());
     }
-    trace_->end(recording_, tag, spent_);
-    digests_.keep(tag, alike);
+    trace_->end(recording_, tag, timing_);
+    result_checksums_.keep(tag, alike);
   }
 
-  /// In a body: what this rank sends and gets in an all_to_all, for the trace.
+  /// Records in the trace what this rank sends and receives in an all_to_all; called in a body.
   void note_parts(size_t sent, size_t received) { trace_->set_parts(recording_, sent, received); }
-  /// The operation that runs next is one that was noted when it was issued.
+  /// Links the operation that runs next to the record `issued`.
   void resume(uint64_t issued) {
     if (issued == 0) trace_->end(issued_);  // it had nothing to run
     issued_ = issued;
   }
-  uint64_t note_issued(const OpTag& tag) { return trace_->schedule(tag); }
+  uint64_t note_issued(const OpTag& tag) {
+    check_process(name(tag.op));
+    return trace_->schedule(tag);
+  }
 
-  /// The same over channels.
+  /// Runs one collective over channels.
   template <typename Body>
-  void exchange(OpTag& tag, Milliseconds timeout, const Body& body, const Alike& alike = {}) {
+  void exchange(OpTag& tag, Milliseconds timeout, const Body& body,
+                const ReplicatedResult& alike = {}) {
     const auto over_channels = [&](const Deadline& deadline) {
-      Exchange ex(mesh_, scratch_, tag, deadline, options_.segment_bytes,
-                  {*trace_, recording_, spent_});
-      body(ex);
-      mesh_.standing().end(tag);
+      CollectiveContext context(mesh_, scratch_, tag, deadline, options_.segment_bytes,
+                                {*trace_, recording_, timing_});
+      body(context);
+      mesh_.rank_state().end(tag);
       mesh_.note_links(*trace_);
     };
     run(tag, timeout, over_channels, alike);
   }
 
-  /// body(exchange) of an operation with codecs, about which it returns something.
+  /// Runs body(context) of an operation with codecs and returns its result.
   template <typename Body>
   bool exchange_coded(Op op, const CodedArgs& args, Milliseconds timeout, const Body& body,
-                      const Alike& alike = {}) {
+                      const ReplicatedResult& alike = {}) {
     const ReduceOp redop = args.average ? ReduceOp::avg : ReduceOp::sum;
     OpTag tag = make_tag(op, args.data.size, args.data.dtype, redop);
     tag.codec = coded::signature(args);
     coded::label(args).copy(tag.label, sizeof tag.label - 1);
     bool result = false;
-    exchange(tag, timeout, [&](Exchange& ex) { result = body(ex); }, alike);
+    exchange(tag, timeout, [&](CollectiveContext& context) { result = body(context); }, alike);
     return result;
   }
 
-  /// Called with an error in flight that no rank can go on after: tells everybody. From then on
-  /// there is a failure.
+  /// Called with an error in flight that no rank can recover from: tells all ranks. Afterwards the
+  /// group has a failure.
   void over(Lane lane);
+  void end_with(const std::exception_ptr& thrown, Lane lane,
+                const ResultChecksums* result_checksums);
   void abort(const std::string& reason) noexcept;
 
   void compare(const std::string& what, uint32_t digest) {
+    check_process("compare");
     std::lock_guard<std::mutex> one(one_at_a_time_);
-    digests_.compare(what, digest);
+    result_checksums_.compare(what, digest);
   }
-  bool compares() const { return digests_.on(); }
+  bool compares() const { return result_checksums_.on(); }
 
-  void check_buffer(Op op, const void* data, size_t numel) const {
+  /// Checks a buffer with elements of the given size: their number may come from anywhere, so their
+  /// size in bytes may wrap.
+  void check_buffer(Op op, const void* data, size_t numel, size_t element_bytes) const {
     if (!data && numel > 0) fail(op, "got no buffer for " + std::to_string(numel) + " elements");
+    const auto address = reinterpret_cast<uintptr_t>(data);
+    if (numel > kLargestBuffer / element_bytes || address > UINTPTR_MAX - numel * element_bytes) {
+      fail(op, "got " + std::to_string(numel) + " elements, which no memory holds");
+    }
   }
-  /// One part per rank, with memory.
+  /// Checks that there is one part per rank, with memory.
   template <typename T>
-  void check_parts(Op op, const BasicParts<T>& parts) const {
+  void check_parts(Op op, const BasicParts<T>& parts, size_t element_bytes) const {
     if (parts.is_list() && parts.listed() != static_cast<size_t>(size())) {
       fail(op, "needs one part per rank, " + std::to_string(size()) + ", and got " +
                    std::to_string(parts.listed()));
     }
-    for (int r = 0; r < size(); r++) check_buffer(op, parts[r].data, parts.numel(r));
+    if (!parts.is_list()) {  // parts of one buffer
+      const auto ranks = static_cast<size_t>(size());
+      if (parts.numel(0) > kLargestBuffer / ranks) {
+        fail(op, "got " + std::to_string(parts.numel(0)) + " elements for each of " +
+                     std::to_string(ranks) + " ranks, which no memory holds");
+      }
+      return check_buffer(op, parts.data(), parts.numel(0) * ranks, element_bytes);
+    }
+    size_t left = kLargestBuffer / element_bytes;
+    for (int r = 0; r < size(); r++) {
+      check_buffer(op, parts[r].data, parts.numel(r), element_bytes);
+      if (parts.numel(r) > left) fail(op, "got parts that no memory holds together");
+      left -= parts.numel(r);
+    }
   }
-  /// Our own part is copied on this rank, so its two sizes are compared here.
-  void check_own(Op op, size_t in, size_t out) const {
+  /// Compares the two sizes of our own part, which is copied on this rank. `alone`: the other
+  /// ranks' calls may be right, and they would wait for this one until their deadline; so they get
+  /// an error, and the group fails.
+  void check_own(Op op, size_t in, size_t out, bool alone) {
     if (in == out) return;
-    fail(op,
-         "has " + std::to_string(in) + " elements for itself but expects " + std::to_string(out));
+    const std::string what =
+        "has " + std::to_string(in) + " elements for itself but expects " + std::to_string(out);
+    if (alone && size() > 1) abort(std::string("its ") + name(op) + " " + what);
+    fail(op, what);
   }
   void check_dtype(Op op, DType dtype) const {
     if (static_cast<int>(dtype) >= kDTypes) fail(op, "got an unknown dtype");
@@ -150,16 +187,16 @@ class Communicator::Impl {
   const CommunicatorOptions options_;
   const Algo algo_;
   std::atomic<Milliseconds::rep> timeout_;
-  Digests digests_;
+  ResultChecksums result_checksums_;
   Failure failure_;
-  Mesh mesh_;
+  ChannelMesh mesh_;
   Scratch scratch_;
   std::mutex one_at_a_time_;
   uint64_t seq_ = 0;
   const std::shared_ptr<Trace> trace_;
   // Numbers in the trace: of the running collective, and of the one that runs next if it is known.
   uint64_t recording_ = 0, issued_ = 0;
-  Spent spent_;  // of the running collective
+  OpTiming timing_;  // of the running collective
   std::shared_ptr<PointToPoint> point_to_point_;
 };
 

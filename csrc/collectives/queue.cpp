@@ -1,12 +1,14 @@
-// Every operation takes a number; numbers are served in order, by the thread or by the caller that
-// holds them.
+// Queue: every operation takes a number; numbers are served in order, by the thread or by the
+// caller that holds them.
 #include "collectives/queue.h"
 
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "core/fork_guard.h"
 
@@ -14,9 +16,13 @@ namespace pycomm {
 
 class Queue::Impl : public std::enable_shared_from_this<Impl> {
  public:
+  /// The queue that this thread serves.
+  static thread_local Impl* served_here;
+
   void submit(std::function<void()> op) {
+    fork_.refuse("queue", "an operation");
     {
-      std::lock_guard<std::mutex> lock(mutex_);  // before the number: the deque is in order
+      std::lock_guard<std::mutex> lock(mutex_);  // taken before the number: the deque is in order
       waiting_.push_back({next_.fetch_add(1), std::move(op)});
       if (!thread_.joinable()) {
         thread_ = std::thread([self = shared_from_this()] { self->serve(); });
@@ -42,9 +48,11 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     }
   }
 
-  // Without the lock where nobody else is there. Who takes a number reads serving_ afterwards, and
-  // who ends a turn reads next_ after it has moved serving_ on: one of the two sees the other.
+  // Takes no lock if no other thread is there. A thread that takes a number reads serving_
+  // afterwards, and a thread that ends a turn reads next_ after it has advanced serving_: one of
+  // the two sees the other.
   void begin_turn() {
+    fork_.refuse("queue", "an operation");
     const uint64_t number = next_.fetch_add(1);
     if (serving_.load() == number) return;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -52,12 +60,28 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
   }
 
   void end_turn() {
+    if (fork_.in_child()) return;  // the turn belongs to the parent
     const uint64_t following = serving_.load(std::memory_order_relaxed) + 1;
     serving_.store(following);
     if (next_.load() == following) return;
-    mutex_.lock();  // who has looked in vain sleeps by now
+    mutex_.lock();  // a thread that has looked in vain sleeps by now
     mutex_.unlock();
     changed_.notify_all();
+  }
+
+  // The operation that waits gives its turn to the next one and takes over the turn of the last one
+  // when it continues: a caller on another thread in between has its turn meanwhile.
+  bool run_until(const std::function<bool()>& done, Deadline deadline) {
+    while (!done()) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (waiting_.empty() || deadline.expired()) return false;
+      lock.unlock();
+      end_own_turn();
+      lock.lock();
+      changed_.wait(lock, [this] { return is_front_due(); });
+      run_front(lock);
+    }
+    return true;
   }
 
   bool idle() const { return next_.load() == serving_.load(); }
@@ -70,20 +94,34 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
 
   void serve() {
     server_ = std::this_thread::get_id();
+    served_here = this;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [this] {
-        return waiting_.empty() ? closing_ : waiting_.front().number == serving_.load();
-      });
+      changed_.wait(lock, [this] { return waiting_.empty() ? closing_ : is_front_due(); });
       if (waiting_.empty()) return;
-      std::function<void()> op = std::move(waiting_.front().op);
-      waiting_.pop_front();
-      lock.unlock();
-      op();
-      op = nullptr;  // what it holds may end the group, which is part of its turn
-      end_turn();
+      run_front(lock);
+      end_own_turn();
       lock.lock();
     }
+  }
+
+  bool is_front_due() const {
+    return !waiting_.empty() && waiting_.front().number == serving_.load();
+  }
+
+  // Runs the front operation; returns with `lock` unlocked.
+  void run_front(std::unique_lock<std::mutex>& lock) {
+    std::function<void()> op = std::move(waiting_.front().op);
+    running_ = waiting_.front().number;
+    waiting_.pop_front();
+    lock.unlock();
+    op();
+    op = nullptr;  // what it holds may end the group, which is part of its turn
+  }
+
+  // Ends the turn of the operation that ran last; run_until() may have ended it before.
+  void end_own_turn() {
+    if (serving_.load() == running_) end_turn();
   }
 
   const ForkGuard fork_{};
@@ -94,14 +132,62 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
   std::atomic<std::thread::id> server_{};
   std::atomic<uint64_t> next_{0};     // number of the next operation
   std::atomic<uint64_t> serving_{0};  // number of the one whose turn it is
+  uint64_t running_ = 0;              // number of the last one that the thread has begun
   bool closing_ = false;
 };
+
+thread_local Queue::Impl* Queue::Impl::served_here = nullptr;
+
+namespace {
+
+/// Registry of the threads that wait for each other's queues.
+struct Waits {
+  std::mutex mutex;
+  std::map<const void*, const void*> awaited;
+};
+
+Waits& waits() {
+  static Waits* const all = new Waits;  // threads may wait until the process ends
+  return *all;
+}
+
+}  // namespace
+
+Queue::Waiting::Waiting(const Queue& other) {
+  const std::lock_guard<std::mutex> lock(waits().mutex);
+  before_ = std::exchange(waits().awaited[Impl::served_here], other.impl_.get());
+}
+Queue::Waiting::~Waiting() {
+  const std::lock_guard<std::mutex> lock(waits().mutex);
+  if (before_) {
+    waits().awaited[Impl::served_here] = before_;
+  } else {
+    waits().awaited.erase(Impl::served_here);
+  }
+}
+bool Queue::Waiting::in_a_circle() const {
+  const std::lock_guard<std::mutex> lock(waits().mutex);
+  const auto& awaited = waits().awaited;
+  auto next = awaited.find(Impl::served_here);
+  for (size_t steps = 0; next != awaited.end() && steps <= awaited.size(); steps++) {
+    if (next->second == Impl::served_here) return true;
+    next = awaited.find(next->second);
+  }
+  return false;
+}
+bool Queue::Waiting::run_until(const std::function<bool()>& done, Deadline deadline) const {
+  return Impl::served_here->run_until(done, deadline);
+}
 
 Queue::Queue() : impl_(std::make_shared<Impl>()) {}
 Queue::~Queue() { impl_->close(); }
 void Queue::submit(std::function<void()> op) { impl_->submit(std::move(op)); }
 bool Queue::inside() const { return impl_->inside(); }
 bool Queue::idle() const { return impl_->idle(); }
+bool Queue::run_until(const std::function<bool()>& done, Deadline deadline) {
+  return impl_->run_until(done, deadline);
+}
+bool Queue::inside_any() { return Impl::served_here != nullptr; }
 
 Queue::Turn::Turn(Queue& queue) : impl_(queue.inside() ? nullptr : queue.impl_.get()) {
   if (impl_) impl_->begin_turn();

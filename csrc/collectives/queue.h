@@ -1,10 +1,11 @@
-// The in-order thread of a group: async operations run on it, in the order of issue, which is the
-// same on all ranks. A synchronous caller runs on its own thread when nothing is queued, since a
-// hand-over costs a wake-up.
+// Queue: the in-order thread of a group. Async operations run on it, in the order of issue, which
+// is the same on all ranks. A synchronous caller runs on its own thread when nothing is queued,
+// since a hand-over costs a wake-up.
 #pragma once
 #include <functional>
 #include <memory>
 
+#include "core/deadline.h"
 #include "core/types.h"
 
 namespace pycomm {
@@ -12,9 +13,9 @@ namespace pycomm {
 class PYCOMM_API Queue {
  public:
   Queue();
-  /// Finishes what is queued. (Abort the communicator first to make that quick.) On the queue's own
-  /// thread, where an operation may hold the last reference to its group, what is queued is
-  /// finished later.
+  /// Finishes what is queued. (Abort the communicator first to make that quick.) If it runs on the
+  /// queue's own thread, where an operation may hold the last reference to its group, what is
+  /// queued is finished later.
   ~Queue();
 
   /// Runs `op` on the thread after everything before it. `op` must not throw.
@@ -27,16 +28,44 @@ class PYCOMM_API Queue {
     op();
   }
 
-  /// True on the queue's thread: an operation issued there is part of the one that runs, and must
-  /// run at once, since who issued it may wait for it.
+  /// True on the queue's thread: an operation issued there is part of the running one and must run
+  /// at once, since its issuer may wait for it.
   bool inside() const;
+  /// Runs what is queued, in order, until done(). Called on the queue's thread, in an operation
+  /// that has done its work and waits for a later one. Returns false if the deadline passes first,
+  /// or if nothing is queued that could make done() true. An operation that is run at once from
+  /// then on (see inside()) comes right after the last one that was run.
+  bool run_until(const std::function<bool()>& done, Deadline deadline);
+  /// True on the thread of any queue.
+  static bool inside_any();
+
+  /// Marks, during its lifetime, that the thread of some queue waits in an operation for one of
+  /// `other`.
+  class PYCOMM_API Waiting {
+   public:
+    explicit Waiting(const Queue& other);
+    ~Waiting();
+    Waiting(const Waiting&) = delete;
+    /// True if the other queue's thread waits for this one's in turn, possibly through further
+    /// queues.
+    bool in_a_circle() const;
+    /// Runs what is queued on this thread, as run_until() does: in a cycle no other thread makes
+    /// progress.
+    bool run_until(const std::function<bool()>& done, Deadline deadline) const;
+
+   private:
+    const void* before_ =
+        nullptr;  ///< the queue that an operation around this one waits for, if there is one
+  };
+
   /// True if an operation that is run now would not wait, unless another thread is faster.
   bool idle() const;
 
  private:
   class Impl;
 
-  /// Begins when everything queued before is done; later operations wait for its end.
+  /// Turn of an operation. It begins when everything queued before is done; later operations wait
+  /// for its end.
   class PYCOMM_API Turn {
    public:
     explicit Turn(Queue& queue);

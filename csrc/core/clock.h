@@ -1,11 +1,11 @@
-// The cheapest clock of this machine, for stamps on every operation.
+// Clock: the cheapest one of this machine, for time stamps on every operation.
 #pragma once
 #include <chrono>
 #include <cstdint>
 
 namespace pycomm {
 
-/// A count that grows evenly; of the processor where it has one that all cores share, else
+/// Returns a count that grows evenly: the processor's if it has one that all cores share, else
 /// nanoseconds. Never 0.
 inline uint64_t ticks() {
 #if defined(__x86_64__)
@@ -15,20 +15,20 @@ inline uint64_t ticks() {
 #endif
 }
 
-/// Turns ticks into nanoseconds since the epoch. The rate is measured between its construction and
-/// its use, so stamps taken in between are right to about a microsecond.
+/// Scale that converts ticks to nanoseconds since the epoch. The rate is measured between its
+/// construction and its use, so stamps taken in between are right to about a microsecond.
 class TickScale {
  public:
   TickScale() : first_(now()) {}
 
-  /// To be called for many stamps at once: they keep their distances.
+  /// One reading of the clock, for many stamps at once: they keep their distances.
   class Reading {
    public:
     int64_t epoch_ns(uint64_t stamp) const {
       const auto back = static_cast<double>(static_cast<int64_t>(last_.ticks - stamp));
       return epoch_ns_ - static_cast<int64_t>(back * ns_per_tick_);
     }
-    /// A length of time.
+    /// Converts a duration.
     int64_t ns(uint64_t ticks) const {
       return static_cast<int64_t>(static_cast<double>(ticks) * ns_per_tick_);
     }

@@ -1,8 +1,8 @@
 // CRC-32C, as fast as the processor allows: 256 bytes per step by carry-less multiplication of
-// AVX-512 vectors, three interleaved streams of the crc32 instruction, or a table of eight bytes
-// per step.
+// AVX-512 vectors, three interleaved streams of the crc32 instruction (x86 and Arm), or a table of
+// eight bytes per step.
 //
-// Folding as in V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
+// Folding follows V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
 // Instruction", Intel 2009. All polynomials here are bit-reflected, as CRC-32C is.
 #include "core/crc32c.h"
 
@@ -13,6 +13,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#define PYCOMM_ARM_CRC
 #endif
 
 namespace pycomm {
@@ -52,14 +55,14 @@ uint32_t update_by_table(uint32_t crc, const uint8_t* p, size_t n) {
   return crc;
 }
 
-#if defined(__x86_64__)
-
 // x^n modulo the polynomial. The highest bit is x^0.
-constexpr uint32_t power_of_x(uint64_t n) {
+[[maybe_unused]] constexpr uint32_t power_of_x(uint64_t n) {
   uint32_t power = 0x80000000;
   for (; n > 0; n--) power = power & 1 ? power >> 1 ^ kPolynomial : power >> 1;
   return power;
 }
+
+#if defined(__x86_64__)
 
 __attribute__((target("sse4.2"))) uint32_t update_in_order(uint32_t crc, const uint8_t* p,
                                                            size_t n) {
@@ -74,7 +77,7 @@ __attribute__((target("sse4.2"))) uint32_t update_in_order(uint32_t crc, const u
   return crc;
 }
 
-// The checksum as it is after 8 * `kBytes` more zero bits. The product is one bit short of its
+// Returns the checksum after 8 * `kBytes` more zero bits. The product is one bit short of its
 // place, and the instruction multiplies by x^32: hence the 33.
 template <uint64_t kBytes>
 __attribute__((target("sse4.2,pclmul"))) uint32_t after_zeros(uint32_t crc) {
@@ -84,8 +87,8 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t after_zeros(uint32_t crc) {
   return static_cast<uint32_t>(_mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(product))));
 }
 
-// The instruction takes three cycles and starts every cycle: three independent streams keep it
-// busy.
+// Computes the checksum by the crc32 instruction, which takes three cycles and starts every cycle:
+// three independent streams keep it busy.
 __attribute__((target("sse4.2,pclmul"))) uint32_t update_by_streams(uint32_t crc, const uint8_t* p,
                                                                     size_t n) {
   constexpr size_t kStream = 1024;
@@ -104,8 +107,9 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t update_by_streams(uint32_t crc
   return update_in_order(crc, p, n);
 }
 
-// Factors that move 128 bits `kBits` further: of the low half, which stands for the higher powers,
-// and of the high half. Shifted by one, since the product of two reflected words is one bit short.
+// Factors that advance 128 bits by `kBits`: for the low half, which stands for the higher powers,
+// and for the high half. They are shifted by one, since the product of two reflected words is one
+// bit short.
 template <uint64_t kBits>
 __attribute__((target("avx512f"))) inline __m512i factors() {
   constexpr auto kLow = static_cast<int64_t>(uint64_t{power_of_x(kBits + 32)} << 1);
@@ -122,9 +126,9 @@ __attribute__((target("avx512f,vpclmulqdq"))) inline __m512i fold(__m512i sum, _
 
 constexpr size_t kPage = 4 << 10, kInCache = 1 << 10, kInMemory = 16 << 10;  // bytes
 
-// Fetches `kAhead` bytes ahead, also of what follows the data. Over several pages and into the
-// second-level cache where it comes from memory, since the processor by itself stops at the end of
-// each page; what is in that cache only so far that it is in the first when it is wanted.
+// Prefetches `kAhead` bytes ahead, also past the data. Data in memory are fetched over several
+// pages and into the second-level cache, since the processor by itself stops at the end of each
+// page; data in that cache only so far ahead that they are in the first-level cache in time.
 template <size_t kAhead>
 __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2"))) uint32_t
 update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
@@ -146,9 +150,91 @@ update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
   const __m512i by = factors<512>();
   __m512i sum = sums[0];
   for (size_t v = 1; v < kVectors; v++) sum = fold(sum, by, sums[v]);
-  uint8_t rest[64];  // congruent to all so far
+  uint8_t rest[64];  // congruent to everything so far
   _mm512_storeu_si512(rest, sum);
   return update_by_streams(update_in_order(0, rest, sizeof rest), p, n);
+}
+
+#elif defined(PYCOMM_ARM_CRC)
+
+// gcc and clang call the extension and its instructions differently.
+#if defined(__clang__)
+#define PYCOMM_CRC __attribute__((target("crc")))
+PYCOMM_CRC inline uint32_t step(uint32_t crc, uint64_t word) {
+  return __builtin_arm_crc32cd(crc, word);
+}
+PYCOMM_CRC inline uint32_t step(uint32_t crc, uint8_t byte) {
+  return __builtin_arm_crc32cb(crc, byte);
+}
+#else
+#define PYCOMM_CRC __attribute__((target("+crc")))
+PYCOMM_CRC inline uint32_t step(uint32_t crc, uint64_t word) {
+  return __builtin_aarch64_crc32cx(crc, word);
+}
+PYCOMM_CRC inline uint32_t step(uint32_t crc, uint8_t byte) {
+  return __builtin_aarch64_crc32cb(crc, byte);
+}
+#endif
+
+PYCOMM_CRC uint32_t update_in_order(uint32_t crc, const uint8_t* p, size_t n) {
+  for (; n >= 8; p += 8, n -= 8) {
+    uint64_t word;
+    std::memcpy(&word, p, 8);
+    crc = step(crc, word);
+  }
+  for (; n > 0; p++, n--) crc = step(crc, *p);
+  return crc;
+}
+
+// Returns a times b modulo the polynomial.
+constexpr uint32_t product(uint32_t a, uint32_t b) {
+  uint32_t sum = 0;
+  for (; a != 0; a <<= 1) {
+    if (a & 0x80000000) sum ^= b;
+    b = b & 1 ? b >> 1 ^ kPolynomial : b >> 1;
+  }
+  return sum;
+}
+
+// Tables of how each byte of a checksum changes by `kBytes` more zero bytes. They are used since
+// not every processor with crc32 has the multiplication that x86 uses here.
+template <uint64_t kBytes>
+constexpr std::array<std::array<uint32_t, 256>, 4> make_shifts() {
+  constexpr uint32_t kFactor = power_of_x(8 * kBytes);
+  std::array<std::array<uint32_t, 256>, 4> shifts{};
+  for (uint32_t k = 0; k < 4; k++) {
+    for (uint32_t b = 0; b < 256; b++) shifts[k][b] = product(b << (8 * k), kFactor);
+  }
+  return shifts;
+}
+
+template <uint64_t kBytes>
+uint32_t after_zeros(uint32_t crc) {
+  static constexpr auto kShifts = make_shifts<kBytes>();
+  return kShifts[0][crc & 0xff] ^ kShifts[1][crc >> 8 & 0xff] ^ kShifts[2][crc >> 16 & 0xff] ^
+         kShifts[3][crc >> 24];
+}
+
+// As on x86, three streams: an instruction takes two or three cycles and starts every cycle.
+PYCOMM_CRC uint32_t update_by_streams(uint32_t crc, const uint8_t* p, size_t n) {
+  constexpr size_t kStream = 1024;
+  for (; n >= 3 * kStream; p += 3 * kStream, n -= 3 * kStream) {
+    uint32_t a = crc, b = 0, c = 0;
+    for (size_t i = 0; i < kStream; i += 8) {
+      uint64_t words[3];
+      for (size_t s = 0; s < 3; s++) std::memcpy(&words[s], p + s * kStream + i, 8);
+      a = step(a, words[0]);
+      b = step(b, words[1]);
+      c = step(c, words[2]);
+    }
+    crc = after_zeros<2 * kStream>(a) ^ after_zeros<kStream>(b) ^ c;
+  }
+  return update_in_order(crc, p, n);
+}
+
+bool has_crc_instruction() {
+  constexpr unsigned long kCrc32 = 1ul << 7;  // HWCAP_CRC32 of the kernel's interface
+  return (getauxval(AT_HWCAP) & kCrc32) != 0;
 }
 
 #endif
@@ -160,13 +246,15 @@ struct Way {
   Update update;
 };
 
-// Those that this processor has, fastest first.
+// Returns the implementations that this processor has, fastest first.
 std::vector<Way> ways() {
   std::vector<Way> ways = {{"table", update_by_table}};
-#if defined(__x86_64__)
+#if defined(__x86_64__) || defined(PYCOMM_ARM_CRC)
   const auto add = [&](const char* name, Update update) {
     ways.insert(ways.begin(), {name, update});
   };
+#endif
+#if defined(__x86_64__)
   if (!__builtin_cpu_supports("sse4.2")) return ways;
   add("instruction", update_in_order);
   if (!__builtin_cpu_supports("pclmul")) return ways;
@@ -174,6 +262,10 @@ std::vector<Way> ways() {
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("vpclmulqdq")) return ways;
   add("folding from memory", update_by_folding<kInMemory>);
   add("folding", update_by_folding<kInCache>);
+#elif defined(PYCOMM_ARM_CRC)
+  if (!has_crc_instruction()) return ways;
+  add("instruction", update_in_order);
+  add("streams", update_by_streams);
 #endif
   return ways;
 }

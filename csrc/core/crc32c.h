@@ -7,17 +7,17 @@
 
 namespace pycomm {
 
-/// Where bytes most likely are.
+/// Likely location of the bytes.
 enum class Where : uint8_t { cache, memory };
 
-/// Continue a checksum by passing the one of the bytes before.
+/// Computes a checksum; pass the checksum of the preceding bytes as `before` to continue it.
 PYCOMM_API uint32_t crc32c(Span<const uint8_t> data, uint32_t before = 0,
                            Where where = Where::cache);
 
-/// The ways to compute it that this processor has, fastest first for what is in a cache; crc32c()
-/// takes the first.
+/// Names of the implementations that this processor has, fastest first for data in a cache;
+/// crc32c() uses the first.
 PYCOMM_API std::vector<std::string> crc32c_ways();
-/// The same by one of these ways; for tests and measurements.
+/// Computes it by one of these implementations, for tests and measurements.
 PYCOMM_API uint32_t crc32c_by(const std::string& way, Span<const uint8_t> data,
                               uint32_t before = 0);
 

@@ -1,5 +1,5 @@
-// Starting kernels from C++: the launch with its check, and run-time flags as template arguments.
-// Host code of .cu files.
+// Kernel launch from C++: the launch with its check, and run-time flags as template arguments. Host
+// code of .cu files.
 #pragma once
 #include <cuda_runtime.h>
 

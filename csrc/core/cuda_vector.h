@@ -1,6 +1,6 @@
-// How the CUDA kernels touch memory: a warp takes a tile of rows, a lane four neighbouring values
+// Memory access of the CUDA kernels: a warp takes a tile of rows, a lane four neighbouring values
 // of each row. So every access of float32 is 16 bytes wide, the accesses of a warp are one run, and
-// all rows are on their way before the first is used. Compiled by nvcc and NVRTC.
+// all rows are in flight before the first is used. Compiled by nvcc and NVRTC.
 #pragma once
 #include "core/types.h"
 
@@ -18,8 +18,8 @@ struct alignas(kVector * sizeof(T)) Vector {
   T v[kVector];
 };
 
-/// An intrinsic, since the compiler may take a plain store apart. It also asks the cache to evict
-/// first what is written once and not read again by this kernel.
+/// Stores by an intrinsic, since the compiler may split a plain store. It also asks the cache to
+/// evict first what is written once and not read again by this kernel.
 template <typename T>
 __device__ __forceinline__ void store_vector(T* to, const Vector<T>& from) {
   if constexpr (sizeof from == 16) {
@@ -30,15 +30,14 @@ __device__ __forceinline__ void store_vector(T* to, const Vector<T>& from) {
   }
 }
 
-/// The part of an array of `size` values that belongs to this warp: rows of kRow values. A tile
-/// that is cut by the end of the array, or whose arrays are not aligned, moves value by value
-/// instead.
+/// Part of an array of `size` values that belongs to this warp: rows of kRow values. A tile that is
+/// cut by the end of the array, or whose arrays are not aligned, moves value by value instead.
 template <int kRows>
 class Tile {
  public:
   static constexpr int kValues = kRows * kRow;
 
-  /// `pointers`: all arrays that load() and store() will be given; a null is aligned.
+  /// `pointers` are all arrays that load() and store() will be given; a null is aligned.
   template <typename... T>
   __device__ explicit Tile(size_t size, const T*... pointers) : size_(size) {
     const size_t begin = (size_t{blockIdx.x} * kWarps + threadIdx.x / kLanes) * kValues;
@@ -49,10 +48,10 @@ class Tile {
 
   /// True for all lanes of a warp or for none.
   __device__ bool empty() const { return empty_; }
-  /// Place of the lane's first value in a row.
+  /// Index of the lane's first value in a row.
   __device__ size_t index(int row) const { return first_ + row * kRow; }
 
-  /// Values beyond the end are 0.
+  /// Loads a row. Values beyond the end are 0.
   template <typename T>
   __device__ void load(const T* from, Vector<T> (&to)[kRows]) const {
     if (whole_) {
@@ -72,7 +71,7 @@ class Tile {
     return load_cut(from, row);
   }
 
-  /// `to` has `size` values: those of the tile's arrays, or more if it is padded.
+  /// Stores a row. `to` has `size` values: those of the tile's arrays, or more if it is padded.
   template <typename T>
   __device__ void store(T* to, size_t size, const Vector<T> (&from)[kRows]) const {
     if (whole_) {

@@ -1,32 +1,38 @@
-// A point in time after which a wait gives up. Every wait in pycomm has one.
+// Deadline: a point in time after which a wait gives up. Every wait in pycomm has one.
 #pragma once
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 
 namespace pycomm {
 
 using Milliseconds = std::chrono::milliseconds;
 
+/// A hundred years. Longer limits are reduced to it, since clocks in nanoseconds count 292 years.
+constexpr Milliseconds kForever{int64_t{36525} * 24 * 3600 * 1000};
+inline Milliseconds at_most_forever(Milliseconds limit) { return std::min(limit, kForever); }
+
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  static Deadline after(Milliseconds limit) { return Deadline(limit, Clock::now() + limit); }
-  /// Counts from the first question. For calls that mostly end before anybody asks: the clock costs
-  /// a sixth of a small one. Ask one copy.
+  static Deadline after(Milliseconds limit) { return Deadline(limit); }
+  /// Returns a deadline that counts from its first query. It is for calls that mostly end before
+  /// any query: the clock costs a sixth of a small call. Query one copy only.
   static Deadline on_demand(Milliseconds limit) { return Deadline(limit, Clock::time_point()); }
 
   bool expired() const { return Clock::now() >= end(); }
-  /// What is left, never negative.
+  /// Returns the remaining time, never negative.
   Milliseconds left() const {
     const auto left = end() - Clock::now();
     return std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(left));
   }
-  /// What was granted at the start; for error texts.
+  /// Returns the whole limit, for error texts.
   Milliseconds limit() const { return limit_; }
 
  private:
-  Deadline(Milliseconds limit, Clock::time_point end) : limit_(limit), end_(end) {}
+  explicit Deadline(Milliseconds limit) : Deadline(limit, Clock::now() + at_most_forever(limit)) {}
+  Deadline(Milliseconds limit, Clock::time_point end) : limit_(at_most_forever(limit)), end_(end) {}
   Clock::time_point end() const {
     if (end_ == Clock::time_point()) end_ = Clock::now() + limit_;
     return end_;

@@ -1,4 +1,4 @@
-// The seam to GPUs on the CUDA runtime; the other answer is in device_no_cuda.cpp.
+// Interface to GPUs on the CUDA runtime; device_no_cuda.cpp is the one without CUDA.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -11,7 +11,7 @@ namespace {
 
 void check(cudaError_t code, const char* what) {
   if (code == cudaSuccess) return;
-  cudaGetLastError();  // the next launch shall not find it
+  cudaGetLastError();  // clears the error for the next launch
   throw Error(std::string("cuda: cannot ") + what + ": " + cudaGetErrorString(code));
 }
 
@@ -67,7 +67,7 @@ std::shared_ptr<void> allocate(int index, size_t bytes) {
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes), "allocate memory of a device");
   std::shared_ptr<void> owned(memory, [](void* p) { cudaFree(p); });
-  // On a stream of its own: kernels of others may be waiting for us.
+  // A stream of its own is used: kernels of others may be waiting for this rank.
   const std::shared_ptr<void> stream = make_stream(index);
   fill_zero(memory, bytes, {Device::cuda, stream.get()});
   synchronize({Device::cuda, stream.get()});

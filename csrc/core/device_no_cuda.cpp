@@ -1,4 +1,4 @@
-// The seam to GPUs in a build without CUDA: there is none, and the CPU's half still works.
+// Interface to GPUs in a build without CUDA: there is none, and the CPU functions still work.
 #include <cstring>
 
 #include "core/device.h"

@@ -1,4 +1,4 @@
-// Reads the environment, once. The variables are documented in env.h.
+// Environment variables: reads them, once. They are documented in env.h.
 #include "core/env.h"
 
 #include <cmath>
@@ -19,7 +19,7 @@ std::string read(const char* variable) {
   throw Error(std::string(variable) + "=" + value + " makes no sense: want " + want);
 }
 
-/// The first word if the variable is not set.
+/// Parses one of some words; the first one if the variable is not set.
 template <typename Words>
 std::string read_word(const char* variable, const Words& words) {
   const std::string value = read(variable);
@@ -73,6 +73,7 @@ Env read_env() {
   for (const char* variable : {"PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}) {
     if (env.interface.empty()) env.interface = read(variable);
   }
+  env.host_id = read("PYCOMM_HOST_ID");
   env.master_addr = read("MASTER_ADDR");
   env.timeout = read_seconds("PYCOMM_TIMEOUT", env.timeout);
   env.secret = read("PYCOMM_SECRET");
@@ -98,7 +99,7 @@ double parse_rate(const std::string& text) {
     const char* word;
     double bytes_per_second;
   };
-  // tc's words: "bit" counts bits, "B" counts bytes; a bare number is bytes.
+  // Units of tc: "bit" counts bits, "B" counts bytes; a bare number is bytes.
   static constexpr Unit kUnits[] = {{"", 1},           {"bit", 1. / 8},   {"kbit", 1e3 / 8},
                                     {"mbit", 1e6 / 8}, {"gbit", 1e9 / 8}, {"KB", 1e3},
                                     {"MB", 1e6},       {"GB", 1e9}};

@@ -1,4 +1,4 @@
-// The one page of environment variables read by the core. Nothing else calls getenv.
+// Environment variables that the core reads. Nothing else calls getenv.
 #pragma once
 #include <string>
 
@@ -7,12 +7,13 @@
 
 namespace pycomm {
 
-/// What PYCOMM_ALGO may be; docs/algorithms.md says what they are.
+/// Values of PYCOMM_ALGO; docs/algorithms.md describes them.
 constexpr const char* kAlgoNames[] = {"auto",     "flat",        "direct",           "one_shot",
                                       "two_shot", "bruck",       "halving_doubling", "ring",
                                       "tree",     "hierarchical"};
 
-/// Read once, at first use. A value that cannot be understood raises Error and names the variable.
+/// Values of the variables, read once, at first use. An invalid value raises Error and names the
+/// variable.
 struct Env {
   /// PYCOMM_TRANSPORT: "auto" (shared memory where the probe finds it, else TCP), "shm" or "tcp".
   std::string transport = "auto";
@@ -29,10 +30,13 @@ struct Env {
   /// NCCL_SOCKET_IFNAME say. Empty: loopback if all ranks are on one host, else the route to the
   /// store.
   std::string interface;
-  /// MASTER_ADDR: where torchrun's store is; only its route matters here.
+  /// PYCOMM_HOST_ID: a unique name of this machine, where several have the same hostname and were
+  /// cloned from one snapshot; equal for all ranks of a machine. Empty: the hostname.
+  std::string host_id;
+  /// MASTER_ADDR: host of torchrun's store; only its route matters here.
   std::string master_addr;
-  /// PYCOMM_TIMEOUT: seconds that one operation may take, when the caller names no timeout. A
-  /// process group of torch has torch's 30 minutes if this is not set.
+  /// PYCOMM_TIMEOUT: seconds that one operation may take, if the caller gives no timeout. A process
+  /// group of torch has torch's 30 minutes if this is not set.
   Milliseconds timeout{300000};
   /// PYCOMM_SECRET: secret of the handshake; empty: each rank makes one for those who connect to it
   /// and shares it by the store.
@@ -40,15 +44,15 @@ struct Env {
   /// PYCOMM_TLS: "on": every TCP connection is encrypted by TLS 1.3 (OpenSSL 3); "off". Equal on
   /// all ranks.
   bool tls = false;
-  /// PYCOMM_CHECKSUM: what TCP frames are checked by: "payload" (CRC-32C over header and payload),
-  /// "header", or "auto": payloads too, unless they stay on the host, where nothing but memory
-  /// carries them, or are encrypted, which authenticates them. What is sent says which; ranks need
-  /// not agree.
+  /// PYCOMM_CHECKSUM: what the checksum of TCP frames covers: "payload" (CRC-32C over header and
+  /// payload), "header", or "auto": payloads too, unless they stay on the host, where only memory
+  /// carries them, or are encrypted, which authenticates them. Each frame says what its checksum
+  /// covers; ranks need not agree.
   std::string checksum = "auto";
-  /// PYCOMM_CHECK: "results": digests of results and parameters travel with the next operation, and
-  /// ranks that differ are an error (docs/reliability.md); "none". Equal on all ranks.
+  /// PYCOMM_CHECK: "results": checksums of results and parameters travel with the next operation,
+  /// and ranks that differ are an error (docs/reliability.md); "none". Equal on all ranks.
   std::string check = "none";
-  /// PYCOMM_SPIN: how often a wait on shared memory looks before it yields; -1: chosen by cores.
+  /// PYCOMM_SPIN: polls of a wait on shared memory before it yields; -1: chosen by cores.
   int spin = -1;
   /// PYCOMM_TRACE: folder into which every rank writes its recent operations when the group fails;
   /// empty: they are not written. docs/trace.md.

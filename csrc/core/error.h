@@ -1,4 +1,4 @@
-// One exception type per thing that a caller can do about it.
+// Exceptions: one type per way in which a caller can react.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -10,21 +10,21 @@
 
 namespace pycomm {
 
-/// Anything that went wrong; also bad arguments, which are found before a byte is sent.
+/// Any failure; also bad arguments, which are found before a byte is sent.
 class PYCOMM_API Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// A deadline passed. The text names the ranks that did not come.
+/// A deadline passed. The text names the missing ranks.
 class PYCOMM_API Timeout : public Error {
  public:
   explicit Timeout(const std::string& what, std::vector<int> waited_for = {})
       : Error(what), waited_for(std::move(waited_for)) {}
-  std::vector<int> waited_for;  ///< ranks in the group from which nothing came; empty: not known
+  std::vector<int> waited_for;  ///< ranks in the group from which nothing arrived; empty: not known
 };
 
-/// A rank died or left.
+/// A rank died or closed its connection.
 class PYCOMM_API PeerLost : public Error {
  public:
   PeerLost(int rank, const std::string& what) : PeerLost(rank, what, {rank}) {}
@@ -34,14 +34,14 @@ class PYCOMM_API PeerLost : public Error {
   std::vector<int> ranks;  ///< all that are known to be gone, `rank` among them, ascending
 };
 
-/// Two ranks called different things: op, order, dtype, size, codec or version. Or they hold
-/// different bytes where all must be equal (PYCOMM_CHECK=results).
+/// Two ranks made different calls: op, order, dtype, size, codec or version. Or they hold different
+/// bytes where all must be equal (PYCOMM_CHECK=results).
 class PYCOMM_API WireMismatch : public Error {
  public:
   using Error::Error;
   WireMismatch(const std::string& what, int peer, const OpTag& theirs)
       : Error(what), peer(peer), theirs(theirs) {}
-  int peer = -1;  ///< who has called `theirs`; -1: not known
+  int peer = -1;  ///< the rank that has called `theirs`; -1: not known
   OpTag theirs;
 };
 

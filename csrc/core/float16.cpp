@@ -10,18 +10,31 @@
 namespace pycomm {
 namespace {
 
+// Both ways give a NaN the same bits, those of the instruction: it is quiet and keeps its sign and
+// the part of its payload that fits. So results do not depend on where vectors end.
+
+constexpr uint32_t kInf = 0x7f800000, kQuiet = 0x00400000;
+
+bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > kInf; }
+
 PYCOMM_SIMD void decode_by_bits(const uint16_t* in, float* out, size_t n) {
-  for (size_t i = 0; i < n; i++) out[i] = Float16::decode(in[i]);
+  for (size_t i = 0; i < n; i++) {
+    const uint32_t bits = float_bits(Float16::decode(in[i]));
+    out[i] = bits_float(is_nan(bits) ? bits | kQuiet : bits);
+  }
 }
 
 PYCOMM_SIMD void encode_by_bits(const float* in, uint16_t* out, size_t n) {
-  for (size_t i = 0; i < n; i++) out[i] = static_cast<uint16_t>(Float16::encode(in[i]));
+  for (size_t i = 0; i < n; i++) {
+    const uint32_t bits = float_bits(in[i]), payload = bits >> 13 & 0x3ffu;
+    out[i] = static_cast<uint16_t>(Float16::encode(in[i]) | (is_nan(bits) ? payload : 0));
+  }
 }
 
 #ifdef PYCOMM_F16C
 constexpr size_t kLanes = 8;
 
-// Both return how many they did: whole vectors. They ignore the flush-to-zero modes.
+// Both convert whole vectors and return the number of values. They ignore the flush-to-zero modes.
 PYCOMM_F16C size_t decode_by_instruction(const uint16_t* in, float* out, size_t n) {
   const size_t end = n - n % kLanes;
   for (size_t i = 0; i < end; i += kLanes) {

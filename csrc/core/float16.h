@@ -1,5 +1,5 @@
-// Arrays of float16 to and from float32, by the processor's conversion (F16C) where it has one:
-// three times the speed of floats.h, and the same bits but for those of NaN.
+// Conversion of arrays of float16 to and from float32, by the processor's instruction (F16C) where
+// it has one: three times the speed of floats.h, and the same bits except those of NaN.
 #pragma once
 #include "core/types.h"
 

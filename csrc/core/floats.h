@@ -1,10 +1,10 @@
-// Small floats to and from float32, for gcc and nvcc: float16, bfloat16, float8 e4m3fn and e5m2,
-// float6 e2m3 and e3m2, float4 e2m1.
+// Conversion of small floats to and from float32, for gcc and nvcc: float16, bfloat16, float8
+// e4m3fn and e5m2, float6 e2m3 and e3m2, float4 e2m1.
 //
-// Branch-free integer and float operations, so plain loops over them vectorise, with the same bits
-// at every level. Rounding is to nearest, ties to even. What is too large becomes Inf, or in
-// e4m3fn, which has none, the largest number, as torch and NVIDIA's instruction cast it; the
-// *_saturating forms give the largest number in all formats. NaN stays NaN and keeps its sign.
+// Branch-free integer and float operations are used, so plain loops over them vectorise, with the
+// same bits at every level. Rounding is to nearest, ties to even. Values that are too large become
+// Inf, or in e4m3fn, which has none, the largest number, as torch and NVIDIA's instruction cast it;
+// the *_saturating forms give the largest number in all formats. NaN stays NaN and keeps its sign.
 #pragma once
 #ifndef __CUDACC_RTC__
 #include <cstring>
@@ -25,14 +25,14 @@ PYCOMM_HD float bits_float(uint32_t bits) {
   return x;
 }
 
-/// What the codes of a small float with the largest exponent are.
+/// Meaning of the codes of a small float with the largest exponent.
 enum class Last : uint8_t {
   ieee,     ///< Inf and NaN
   one_nan,  ///< numbers, and all ones is NaN (the "fn" of e4m3fn)
   numbers,  ///< numbers alone: there is no Inf and no NaN
 };
 
-/// A sign, `kExponent` bits and `kMantissa` bits.
+/// Small float with a sign, `kExponent` bits and `kMantissa` bits.
 template <int kExponent, int kMantissa, Last kLast>
 struct SmallFloat {
   static constexpr int kBits = 1 + kExponent + kMantissa;
@@ -40,7 +40,7 @@ struct SmallFloat {
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr uint32_t kMagnitude = (1u << (kExponent + kMantissa)) - 1;
   static constexpr uint32_t kSignShift = 31 - kExponent - kMantissa;
-  /// One above the largest number.
+  /// Code above that of the largest number.
   static constexpr uint32_t kTop = kLast == Last::ieee      ? ((1u << kExponent) - 1) << kMantissa
                                    : kLast == Last::one_nan ? kMagnitude
                                                             : kMagnitude + 1;
@@ -53,8 +53,8 @@ struct SmallFloat {
   /// last place is our smallest subnormal: adding it rounds a subnormal in the float adder.
   static constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(127 + 1 - kBias) << 23;
   static constexpr uint32_t kRound = static_cast<uint32_t>(127 + 1 - kBias + kShift) << 23;
-  /// float32 bits of the largest number, and of the one that kTop would be: it and all above
-  /// overflow.
+  /// float32 bits of the largest number, and of the one that kTop would be: that value and all
+  /// above overflow.
   static constexpr uint32_t kLargestBits =
       (kLargest << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);
   static constexpr uint32_t kLimit = (kTop << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);

@@ -1,4 +1,4 @@
-// Names, sizes and the hash of what a rank is doing.
+// Names, sizes and the hash of operations.
 #include "core/op.h"
 
 #include <cstdio>
@@ -21,7 +21,7 @@ static_assert(sizeof kDTypeNames / sizeof *kDTypeNames == kDTypes);
 static_assert(sizeof kDTypeSizes / sizeof *kDTypeSizes == kDTypes);
 static_assert(sizeof kReduceOpNames / sizeof *kReduceOpNames == kReduceOps);
 
-// The numbers may come from the network, so they may be anything.
+// Returns the name of a number. The numbers may come from the network, so they may be anything.
 template <size_t kCount>
 const char* name_in(const char* const (&names)[kCount], uint8_t number) {
   return number < kCount ? names[number] : "unknown";
@@ -41,7 +41,7 @@ size_t size_of(DType dtype) {
 }
 
 uint32_t OpTag::hash() const {
-  // FNV-1a over the words; the padding-free struct is its own serialisation.
+  // FNV-1a over 64-bit words; the padding-free struct is its own serialisation.
   OpTag shared = *this;
   if (sizes_differ(op)) shared.numel = 0;
   uint64_t words[sizeof(OpTag) / 8];

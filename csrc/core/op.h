@@ -1,5 +1,5 @@
-// What a rank is doing: the tag that every collective carries, checked against the peers' and
-// printed in every error.
+// OpTag: identifies a rank's operation. Every collective carries it; it is checked against the
+// peers' tags and printed in every error.
 #pragma once
 #include <string>
 
@@ -7,7 +7,7 @@
 
 namespace pycomm {
 
-/// The numbers travel on the wire: append, never renumber.
+/// Operations. The numbers travel on the wire: append, never renumber.
 enum class Op : uint8_t {
   none,
   all_reduce,
@@ -24,7 +24,7 @@ enum class Op : uint8_t {
 };
 constexpr int kOps = static_cast<int>(Op::recv) + 1;
 
-/// One collective call, as all its ranks must agree on it. Plain bytes: it travels as it is.
+/// Tag of one collective call, on which all its ranks must agree. Plain bytes: it travels as it is.
 struct OpTag {
   uint64_t seq = 0;    ///< number of the call in its group, from 1
   uint64_t numel = 0;  ///< elements as the caller counts them; see sizes_differ()
@@ -34,13 +34,14 @@ struct OpTag {
   ReduceOp redop = ReduceOp::sum;
   uint8_t reserved = 0;
   int32_t root = -1;  ///< root rank of a rooted op, else -1
-  /// With PYCOMM_CHECK=results digests of what all ranks hold alike when they call: the result of
-  /// an earlier op, and what callers name (collectives/digests.h). 0: none.
+  /// With PYCOMM_CHECK=results, checksums of data that all ranks hold alike when they call: the
+  /// result of an earlier op, and what callers name (collectives/group/result_checksums.h). 0:
+  /// none.
   uint32_t result = 0;
   uint32_t state = 0;
   char label[28] = {};  ///< codec in words ("int4,block=128"), zero-terminated
 
-  /// Equal on all ranks that call the same thing; never 0.
+  /// Hash that is equal on all ranks that make the same call; never 0.
   PYCOMM_API uint32_t hash() const;
 };
 static_assert(sizeof(OpTag) == 64, "OpTag travels as one cache line");
@@ -56,8 +57,8 @@ inline OpTag make_tag(Op op, size_t numel, DType dtype, ReduceOp redop = ReduceO
   return tag;
 }
 
-/// Ops whose ranks have sizes of their own: `numel` of their tags is for people, and each message's
-/// size is checked on arrival.
+/// True for ops whose ranks have sizes of their own: `numel` of their tags is for people, and each
+/// message's size is checked on arrival.
 inline bool sizes_differ(Op op) {
   return op == Op::all_to_all || op == Op::gather || op == Op::scatter;
 }
@@ -69,11 +70,12 @@ PYCOMM_API size_t size_of(DType dtype);
 
 /// "all_reduce #12 (sum of 1000 float32, int4,block=128)", "recv of 80 bytes from rank 1 (tag 7)".
 PYCOMM_API std::string describe(const OpTag& tag);
-/// The same with digests of options, result and state, if it has any: for two tags that may differ
-/// in nothing else.
+/// Describes it with the checksums of options, result and state, if it has any: for two tags that
+/// may differ in nothing else.
 PYCOMM_API std::string describe_fully(const OpTag& tag);
 
-/// A send to a rank or a recv from it, -1 for any; for people, it does not travel with data.
+/// Tag of a send to a rank or a recv from it, -1 for any; it is for people and does not travel with
+/// data.
 PYCOMM_API OpTag peer_tag(Op op, uint64_t bytes, int peer, int tag);
 
 }  // namespace pycomm

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the one
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the only
 // source of random bits, for gcc, nvcc and, restated as tl.philox, for Triton.
 //
 // The random word of value `index` of a tensor is a function of (seed, step, tensor, index) alone:
@@ -19,7 +19,7 @@ struct Random4 {
 constexpr int kPhiloxRounds = 10;
 constexpr uint32_t kPhiloxFactor0 = 0xD2511F53;
 constexpr uint32_t kPhiloxFactor1 = 0xCD9E8D57;
-/// What each round adds to the two halves of the key.
+/// Increments of the two halves of the key in each round.
 constexpr uint32_t kPhiloxKey0 = 0x9E3779B9;
 constexpr uint32_t kPhiloxKey1 = 0xBB67AE85;
 
@@ -39,7 +39,7 @@ PYCOMM_HD Random4 philox4x32_10(Random4 counter, uint32_t key0, uint32_t key1) {
   return counter;
 }
 
-/// The words of the values 4 * group to 4 * group + 3.
+/// Returns the words of the values 4 * group to 4 * group + 3.
 PYCOMM_HD Random4 random_words(uint64_t seed, uint32_t step, uint32_t tensor, uint64_t group) {
   return philox4x32_10(
       {{static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32), tensor, step}},

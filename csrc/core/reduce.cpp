@@ -1,9 +1,10 @@
-// Picks the kernel of a dtype and op and walks it over the buffers, block by block.
+// Reductions: selects the kernel of a dtype and op and runs it over the buffers, block by block.
 #include "core/reduce.h"
 
 #include <algorithm>
 #include <cstring>
 
+#include "core/arithmetic.h"
 #include "core/error.h"
 #include "core/op.h"
 #include "core/reduce_kernels.h"
@@ -13,7 +14,7 @@ namespace {
 
 using kernels::Kernel;
 
-/// The loop, and what it is given.
+/// Kernel of a reduction and its arguments.
 struct Plan {
   Kernel kernel;
   ReduceOp op;
@@ -29,7 +30,7 @@ bool is_complex(DType dtype) { return dtype == DType::complex64 || dtype == DTyp
 
 bool is_integer(DType dtype) { return dtype >= DType::int8 && dtype <= DType::uint64; }
 
-/// The op on bytes of 0 and 1 that means the same.
+/// Returns the op on bytes of 0 and 1 with the same meaning.
 ReduceOp bit_op(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
@@ -83,10 +84,26 @@ Kernel kernel_of(DType dtype) {
   return nullptr;
 }
 
-Plan plan(const ReduceArgs& args) {
-  const Lowered lowered = lower(args.dtype, args.op);
+Plan plan(DType dtype, ReduceOp op, size_t numel) {
+  const Lowered lowered = lower(dtype, op);
   return {is_bitwise(lowered.op) ? kernels::fold_bits : kernel_of(lowered.dtype), lowered.op,
-          args.numel * lowered.times, size_of(lowered.dtype)};
+          numel * lowered.times, size_of(lowered.dtype)};
+}
+
+/// Runs a plan over the buffers. The inputs, their count and the numbers are those of `block`.
+void run(const Plan& plan, kernels::Block block, void* out, void* copy) {
+  block.op = plan.op;
+  for (size_t begin = 0; begin < plan.numel; begin += kernels::kBlock) {
+    block.offset = begin * plan.element_bytes;
+    block.out = static_cast<char*>(out) + block.offset;
+    block.numel = std::min(kernels::kBlock, plan.numel - begin);
+    plan.kernel(block);
+    if (copy) {
+      // The copy reads from the first-level cache, which is as fast as a second store in the loop.
+      std::memcpy(static_cast<char*>(copy) + block.offset, block.out,
+                  block.numel * plan.element_bytes);
+    }
+  }
 }
 
 bool has_meaning(DType dtype, ReduceOp op) {
@@ -129,36 +146,36 @@ bool is_order_free(DType dtype, ReduceOp op) {
 
 void reduce(const ReduceArgs& args) {
   check_reducible(args.dtype, args.op);
+  const DefaultArithmetic arithmetic;
   if (args.count < 1 || args.count > kernels::kMaxInputs) {
     throw Error("reduce takes 1 to " + std::to_string(kernels::kMaxInputs) + " inputs, not " +
                 std::to_string(args.count));
   }
-  const Plan plan = pycomm::plan(args);
+  const ReduceOp op = args.op == ReduceOp::premul_sum ? ReduceOp::sum : args.op;
+  const Plan plan = pycomm::plan(args.dtype, op, args.numel);
   const int divisor = args.divisor > 0 ? args.divisor : args.count;
-  const bool scales = args.op == ReduceOp::premul_sum || (args.op == ReduceOp::avg && divisor != 1);
-  if (args.count == 1 && !scales) {
+  const bool divides = op == ReduceOp::avg && divisor != 1;
+  if (args.count == 1 && !divides) {
     const size_t bytes = plan.numel * plan.element_bytes;
     std::memmove(args.out, args.inputs[0], bytes);
     if (args.copy) std::memcpy(args.copy, args.out, bytes);
     return;
   }
-  for (size_t begin = 0; begin < plan.numel; begin += kernels::kBlock) {
-    kernels::Block block;
-    block.inputs = args.inputs;
-    block.offset = begin * plan.element_bytes;
-    block.count = args.count;
-    block.out = static_cast<char*>(args.out) + block.offset;
-    block.numel = std::min(kernels::kBlock, plan.numel - begin);
-    block.op = plan.op;
-    block.factor = args.factor;
-    block.divisor = divisor;
-    plan.kernel(block);
-    if (args.copy) {
-      // From the first-level cache: as good as a second store in the loop.
-      std::memcpy(static_cast<char*>(args.copy) + block.offset, block.out,
-                  block.numel * plan.element_bytes);
-    }
-  }
+  kernels::Block block;
+  block.inputs = args.inputs;
+  block.count = args.count;
+  block.divisor = divisor;
+  run(plan, block, args.out, args.copy);
+}
+
+void scale(DType dtype, const void* in, void* out, size_t numel, double factor) {
+  check_reducible(dtype, ReduceOp::premul_sum);
+  const DefaultArithmetic arithmetic;
+  kernels::Block block;
+  block.inputs = &in;
+  block.count = 1;
+  block.factor = factor;
+  run(plan(dtype, ReduceOp::premul_sum, numel), block, out, nullptr);
 }
 
 bool all_finite(Span<const float> x) {

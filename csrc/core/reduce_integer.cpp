@@ -1,4 +1,4 @@
-// Kernels of the integers, and of bits. Sums and products wrap; avg divides the wrapped sum.
+// Kernels of integers and of bits. Sums and products wrap; avg divides the wrapped sum.
 #include "core/reduce_kernels.h"
 
 namespace pycomm::kernels {

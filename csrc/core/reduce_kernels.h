@@ -1,4 +1,4 @@
-// The loops under reduce(): one fold over a block of elements, for any element type and op.
+// Loops of reduce(): one fold over a block of elements, for any element type and op.
 //
 // target_clones cannot sit on a template, so the loops here are always inlined into plain functions
 // that carry it (reduce_*.cpp). Everything is element-wise, so `out` may be one of the inputs;
@@ -11,25 +11,25 @@
 
 namespace pycomm::kernels {
 
-/// One block: small enough that the accumulators stay in the first-level cache.
+/// Elements of a block: few enough that the accumulators stay in the first-level cache.
 constexpr size_t kBlock = 1024;
-/// So that buffers per input can live on the stack.
+/// Most inputs, so that buffers per input can live on the stack.
 constexpr int kMaxInputs = 8192;
 
 /// `inputs[j] + offset` bytes is where input j of this block starts.
 struct Block {
-  const void* const* inputs;
-  size_t offset;
-  int count;
-  void* out;
-  size_t numel;
-  ReduceOp op;
-  double factor;
-  int divisor;
+  const void* const* inputs = nullptr;
+  size_t offset = 0;
+  int count = 0;
+  void* out = nullptr;
+  size_t numel = 0;
+  ReduceOp op = ReduceOp::sum;
+  double factor = 1.0;  ///< of scale()
+  int divisor = 1;
 };
 
 template <typename Type, typename Op>
-struct Fold {
+struct KernelFold {
   using Stored = typename Type::Stored;
   using Acc = typename Type::Acc;
   using Scalar = typename Type::Scalar;
@@ -76,10 +76,11 @@ struct Fold {
 template <typename Type, typename Op>
 PYCOMM_INLINE void fold(const Block& block) {
   using Scalar = typename Type::Scalar;
-  Fold<Type, Op>{static_cast<Scalar>(block.factor), static_cast<Scalar>(block.divisor)}.run(block);
+  KernelFold<Type, Op>{static_cast<Scalar>(block.factor), static_cast<Scalar>(block.divisor)}.run(
+      block);
 }
 
-/// The ops that every float type has.
+/// Folds with the ops that every float type has.
 template <typename Type>
 PYCOMM_INLINE void fold_float(const Block& block) {
   switch (block.op) {
@@ -103,7 +104,8 @@ PYCOMM_INLINE void fold_float(const Block& block) {
 /// Folds one block of at most kBlock elements.
 using Kernel = void (*)(const Block& block);
 
-// One kernel per element type. Each takes the ops that its file lists; reduce() has checked.
+// There is one kernel per element type. Each takes the ops that its file lists; reduce() has
+// checked.
 
 void fold_float32(const Block& block);
 void fold_float64(const Block& block);
@@ -123,7 +125,7 @@ void fold_uint8(const Block& block);
 void fold_uint16(const Block& block);
 void fold_uint32(const Block& block);
 void fold_uint64(const Block& block);
-/// Band, bor and bxor of anything, as bytes.
+/// Folds band, bor and bxor of anything, as bytes.
 void fold_bits(const Block& block);
 
 }  // namespace pycomm::kernels

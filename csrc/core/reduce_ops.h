@@ -1,5 +1,5 @@
 // Element types and ops of the reductions, one element at a time, for gcc and nvcc: the loops are
-// in reduce_kernels.h and collectives/device_fold.h.
+// in reduce_kernels.h and collectives/device/fold.h.
 #pragma once
 #include <type_traits>
 
@@ -7,8 +7,15 @@
 
 namespace pycomm::kernels {
 
-// Element types: how one is stored, in what it accumulates (with what `divisor` and `factor` become
-// beside it), and how it goes there and back.
+// Element types: how a type is stored, in what it accumulates (and what `divisor` and `factor`
+// become beside it), and how it is converted to that and back. A NaN is stored as the quiet one
+// without sign or payload: which NaN an operation gives depends on the processor, on the order of
+// its operands and so on the compiler.
+
+template <typename T>
+PYCOMM_HD T canonical(T x) {
+  return x == x ? x : static_cast<T>(__builtin_nan(""));
+}
 
 template <typename T>
 struct Float {
@@ -16,7 +23,7 @@ struct Float {
   using Acc = T;
   using Scalar = T;
   static PYCOMM_HD Acc load(Stored x) { return x; }
-  static PYCOMM_HD Stored store(Acc x) { return x; }
+  static PYCOMM_HD Stored store(Acc x) { return canonical(x); }
 };
 
 template <typename Format, typename Code>
@@ -25,7 +32,25 @@ struct SmallFloat {
   using Acc = float;
   using Scalar = float;
   static PYCOMM_HD Acc load(Stored x) { return Format::decode(x); }
-  static PYCOMM_HD Stored store(Acc x) { return static_cast<Stored>(Format::encode(x)); }
+  // The NaN test works on integers: loops over other forms of it do not vectorise.
+  static PYCOMM_HD Stored store(Acc x) {
+    const bool nan = (float_bits(x) & 0x7fffffffu) > 0x7f800000u;
+    return static_cast<Stored>(nan ? Format::kNan : Format::encode(x));
+  }
+};
+
+/// Stores with one choice for NaN, where encode() makes another.
+template <typename Code>
+struct SmallFloat<pycomm::BFloat16, Code> {
+  using Stored = Code;
+  using Acc = float;
+  using Scalar = float;
+  static PYCOMM_HD Acc load(Stored x) { return pycomm::BFloat16::decode(x); }
+  static PYCOMM_HD Stored store(Acc x) {
+    const uint32_t bits = float_bits(x);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    return static_cast<Stored>(x == x ? rounded : 0x7fc0u);
+  }
 };
 
 template <typename T>
@@ -48,10 +73,11 @@ struct Complex {
   using Acc = ComplexValue<T>;
   using Scalar = T;
   static PYCOMM_HD Acc load(Stored x) { return x; }
-  static PYCOMM_HD Stored store(Acc x) { return x; }
+  static PYCOMM_HD Stored store(Acc x) { return {canonical(x.re), canonical(x.im)}; }
 };
 
-// Ops: `scale` meets every input first, `fold` joins two, `finish` ends.
+// Ops: `scale` is applied to every input first, `fold` joins two, `finish` ends. A premul_sum
+// scales the contribution of one rank, and is a sum from there on.
 
 /// Integers wrap: as unsigned of at least 32 bits, since int overflow (which two uint16 can reach
 /// by promotion) is undefined.
@@ -109,7 +135,7 @@ struct Prod : Op {
   }
 };
 
-// A NaN on either side wins; written so that both compile to one compare and one blend.
+// A NaN on either side wins; the code is written so that both compile to one compare and one blend.
 struct Min : Op {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {

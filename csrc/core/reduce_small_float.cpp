@@ -6,7 +6,8 @@
 
 namespace pycomm::kernels {
 
-// Through float32 copies in the first-level cache, since the processor converts whole arrays best.
+// Folds through float32 copies in the first-level cache, since the processor converts whole arrays
+// best.
 void fold_float16(const Block& block) {
   constexpr size_t kScratch = kMaxInputs;
   const auto count = static_cast<size_t>(block.count);

@@ -4,7 +4,7 @@ namespace pycomm {
 
 namespace {
 
-// The same question to the loader as every other clone asks.
+// Asks the loader the same question as every other clone.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(PYCOMM_NO_SIMD)
 __attribute__((target("default"))) const char* level() { return "default"; }
 __attribute__((target("arch=x86-64-v3"))) const char* level() { return "x86-64-v3"; }

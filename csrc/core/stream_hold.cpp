@@ -5,16 +5,16 @@
 namespace pycomm {
 namespace {
 
-// As cuda.h has it: CUresult(CUstream, CUdeviceptr, cuuint32_t, unsigned flags). Pinned memory has
-// one address on host and device.
+// Declared as in cuda.h: CUresult(CUstream, CUdeviceptr, cuuint32_t, unsigned flags). Pinned memory
+// has one address on host and device.
 using WaitValue32 = int (*)(void*, unsigned long long, uint32_t, unsigned);
 constexpr unsigned kGreaterOrEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ
 
 WaitValue32 find_wait_value() {
-  // Never closed: streams may wait for as long as the process lives.
+  // The driver is never closed: streams may wait for as long as the process lives.
   void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
   if (!driver) return nullptr;
-  // The first version works on some drivers only if a kernel module was loaded with an option.
+  // The first version needs, on some drivers, a kernel module that was loaded with an option.
   return reinterpret_cast<WaitValue32>(dlsym(driver, "cuStreamWaitValue32_v2"));
 }
 

@@ -1,4 +1,4 @@
-// The slow side of the trace: memory, reading, and the list of all traces.
+// Trace, the slow part: memory, reading, and the registry of all traces.
 #include "core/trace.h"
 
 #include <sys/mman.h>
@@ -15,7 +15,7 @@ struct Registry {
   std::vector<std::weak_ptr<Trace>> traces;
 };
 
-// A process that hangs is looked at by those who hold none of its groups.
+// Registry of all traces, since code that inspects a hanging process holds none of its groups.
 Registry& registry() {
   static Registry registry;
   return registry;
@@ -40,7 +40,7 @@ Trace::Trace(TraceOwner owner, size_t size)
     : owner_(std::move(owner)), links_(new Link[owner_.global_ranks.size()]) {
   if (size == 0) return;
   size = power_of_two(size);
-  // Zero pages: no record has the number 0, and what is never written costs nothing.
+  // The pages are zero: no record has the number 0, and memory that is never written costs nothing.
   void* memory = ::mmap(nullptr, size * sizeof(Slot), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -148,7 +148,7 @@ std::vector<OpRecord> Trace::read() const {
   records.reserve(kept);
   for (uint64_t id = last - kept + 1; id <= last; id++) {
     const Slot& slot = slots_[(id - 1) & mask_];
-    // One that is written right now is left out: it is newer than the first look, or too old.
+    // A record that is being written is left out: it is newer than the first look, or too old.
     if (slot.id.load(std::memory_order_acquire) != id) continue;
     OpRecord record;
     record.id = id;
@@ -164,10 +164,10 @@ std::vector<OpRecord> Trace::read() const {
     record.started_ns = time(started);
     // The stamp lost its highest bit to make room; counts of the processor never reach it.
     record.ended_ns = time(ended >> 1);
-    const uint64_t spent = slot.spent.load(std::memory_order_relaxed);
-    record.waited_ns = scale.ns(unpack_time(spent >> kTimeBits));
-    record.coded_ns = scale.ns(unpack_time(spent));
-    const auto last = static_cast<int>(spent >> 2 * kTimeBits);
+    const uint64_t timing = slot.timing.load(std::memory_order_relaxed);
+    record.waited_ns = scale.ns(unpack_time(timing >> kTimeBits));
+    record.coded_ns = scale.ns(unpack_time(timing));
+    const auto last = static_cast<int>(timing >> 2 * kTimeBits);
     record.last = last == kNobody ? -1 : last;
     record.state = ended     ? (ended & 1 ? OpState::failed : OpState::completed)
                    : started ? OpState::started

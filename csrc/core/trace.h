@@ -1,7 +1,7 @@
-// The recent operations of a group, for those who look after a hang or a crash.
+// Trace: the recent operations of a group, for diagnosing a hang or a crash.
 //
-// A ring of records of two cache lines. Writers take no lock and allocate nothing; any thread may
-// read at any time and gets every record whole. docs/trace.md says what users see of it.
+// It is a ring of records of two cache lines. Writers take no lock and allocate nothing; any thread
+// may read at any time and gets every record whole. docs/trace.md describes what users see of it.
 #pragma once
 #include <atomic>
 #include <cstring>
@@ -12,28 +12,28 @@
 #include <vector>
 
 #include "core/op.h"
-#include "core/spent.h"
+#include "core/op_timing.h"
 
 namespace pycomm {
 
 enum class OpState : uint8_t { scheduled, started, completed, failed };
 PYCOMM_API const char* name(OpState state);
 
-/// One operation, as a trace is read.
+/// One operation, as read from a trace.
 struct OpRecord {
   uint64_t id = 0;  ///< in order of issue, from 1
   OpTag tag;        ///< seq 0 until it starts; for a send or recv see peer_tag()
   OpState state = OpState::scheduled;
   size_t sent = 0, received = 0;  ///< elements of this rank in an all_to_all
   const char* algo = "";
-  // Of a collective that is completed; see Spent.
+  // Times of a completed collective; see OpTiming.
   int64_t waited_ns = 0, coded_ns = 0;
   int last = -1;
   // Nanoseconds since the epoch; 0 for what has not happened.
   int64_t issued_ns = 0, started_ns = 0, ended_ns = 0;
 };
 
-/// All completed collectives of one kind.
+/// Totals of all completed collectives of one kind.
 struct OpTotals {
   Op op = Op::none;
   uint64_t count = 0;
@@ -41,7 +41,7 @@ struct OpTotals {
   int64_t ns = 0, waited_ns = 0, coded_ns = 0;
 };
 
-/// Whose trace it is, in words that are equal on all ranks of the group where they can be.
+/// Owner of a trace, in words that are equal on all ranks of the group where possible.
 struct TraceOwner {
   std::string group;
   std::string description;
@@ -51,20 +51,20 @@ struct TraceOwner {
 
 class PYCOMM_API Trace {
  public:
-  /// Remembers at least `size` operations; none if it is 0.
+  /// Keeps at least `size` operations; none if it is 0.
   Trace(TraceOwner owner, size_t size);
-  /// The traces of all groups of this process that live.
+  /// Returns the traces of all existing groups of this process.
   static std::vector<std::shared_ptr<const Trace>> all();
-  /// The same as the constructor, and all() finds it.
+  /// Makes a trace that all() finds.
   static std::shared_ptr<Trace> make(TraceOwner owner, size_t size);
 
   const TraceOwner& owner() const { return owner_; }
 
-  // Any thread. Each returns or takes the number of the record; 0 is none.
+  // Any thread may call these. Each returns or takes the number of the record; 0 is none.
 
-  /// Notes an operation that is issued now and runs later.
+  /// Records an operation that is issued now and runs later.
   uint64_t schedule(const OpTag& tag) { return append(tag, 0); }
-  /// It begins to run; `scheduled` names it if it was noted before.
+  /// Records that it starts to run; `scheduled` is its record if there is one.
   uint64_t start(const OpTag& tag, uint64_t scheduled = 0) {
     if (scheduled == 0) return append(tag, ticks());
     restart(scheduled, tag);
@@ -73,9 +73,9 @@ class PYCOMM_API Trace {
   void set_algo(uint64_t id, const char* algo) {
     if (Slot* slot = find(id)) slot->algo.store(algo, std::memory_order_relaxed);
   }
-  /// Elements of this rank, where the tag cannot say.
+  /// Sets the elements of this rank, where the tag cannot say.
   void set_parts(uint64_t id, size_t sent, size_t received);
-  /// Who sent what was received from any rank.
+  /// Sets the sender of what was received from any rank.
   void set_root(uint64_t id, int root);
   void end(uint64_t id, bool fine = true) {
     if (Slot* slot = find(id)) {
@@ -83,51 +83,51 @@ class PYCOMM_API Trace {
     }
   }
 
-  /// A collective is completed. They end one at a time.
-  void end(uint64_t id, const OpTag& tag, const Spent& spent) {
+  /// Records that a collective is completed. They end one at a time.
+  void end(uint64_t id, const OpTag& tag, const OpTiming& timing) {
     Slot* slot = find(id);
     if (!slot) return;
     const uint64_t now = ticks();
-    slot->spent.store(pack(spent), std::memory_order_relaxed);
+    slot->timing.store(pack(timing), std::memory_order_relaxed);
     slot->ended.store(now << 1, std::memory_order_release);
     Totals& totals = totals_[static_cast<size_t>(tag.op)];
     add(totals.count, 1);
     add(totals.bytes, tag.numel * size_of(tag.dtype));
     add(totals.ticks, now - slot->started.load(std::memory_order_relaxed));
-    add(totals.waited, spent.waited);
-    add(totals.coded, spent.coded);
+    add(totals.waited, timing.waited);
+    add(totals.coded, timing.coded);
   }
-  /// What has gone to a rank by the network, from time to time.
+  /// Records the traffic to a rank over the network, from time to time.
   void note_link(int rank, const LinkUse& use) {
     links_[rank].bytes.store(use.bytes, std::memory_order_relaxed);
     links_[rank].busy_us.store(use.busy_us, std::memory_order_relaxed);
   }
 
-  /// What ended the group; the first call counts.
+  /// Sets the error that the group failed with; the first call counts.
   void set_error(const std::string& text);
   std::string error() const;
 
-  /// From the oldest to the newest.
+  /// Returns the records from the oldest to the newest.
   std::vector<OpRecord> read() const;
-  /// Of the kinds that have been called.
+  /// Returns totals of the kinds that have been called.
   std::vector<OpTotals> totals() const;
-  /// By rank.
+  /// Returns the traffic by rank.
   std::vector<LinkUse> links() const;
-  /// Called before each read(), by its thread: for who learns of an end only by looking. Null: no
-  /// more; none runs when this returns.
+  /// Sets a function that is called before each read(), by its thread: for a caller that notices an
+  /// end only by polling. Null removes it; none runs when this returns.
   void set_look(std::function<void()> look);
 
  private:
   static constexpr size_t kTagWords = sizeof(OpTag) / 8;
 
   struct alignas(128) Slot {
-    std::atomic<uint64_t> id;  ///< 0 while it is written
+    std::atomic<uint64_t> id;  ///< 0 while it is being written
     std::atomic<uint64_t> tag[kTagWords];
     std::atomic<uint64_t> sent, received;
     std::atomic<const char*> algo;
     std::atomic<uint64_t> issued, started;  ///< ticks
-    std::atomic<uint64_t> ended;            ///< ticks, and in the lowest bit whether it failed
-    std::atomic<uint64_t> spent;            ///< see pack()
+    std::atomic<uint64_t> ended;            ///< ticks, with the lowest bit set on failure
+    std::atomic<uint64_t> timing;           ///< see pack()
   };
   static_assert(sizeof(Slot) == 128, "a record is two cache lines");
 
@@ -137,12 +137,12 @@ class PYCOMM_API Trace {
   struct Link {
     std::atomic<uint64_t> bytes{0}, busy_us{0};
   };
-  /// One thread at a time writes.
+  /// Adds to a sum that one thread at a time writes.
   static void add(std::atomic<uint64_t>& sum, uint64_t more) {
     sum.store(sum.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
   }
 
-  // Two times of 24 bits each, of which 19 count and 5 say how far they are shifted, and the rank.
+  // A timing packs two times of 24 bits each, of which 19 are digits and 5 a shift, and the rank.
   static constexpr int kTimeBits = 24, kDigits = 19, kNobody = 0xffff;
   static uint64_t pack_time(uint64_t time) {
     const int shift = time >> kDigits ? 64 - kDigits - __builtin_clzll(time) : 0;
@@ -151,13 +151,13 @@ class PYCOMM_API Trace {
   static uint64_t unpack_time(uint64_t packed) {
     return (packed & ((1 << kDigits) - 1)) << (packed >> kDigits & 31);
   }
-  static uint64_t pack(const Spent& spent) {
-    return static_cast<uint64_t>(spent.last & kNobody) << 2 * kTimeBits |
-           pack_time(spent.waited) << kTimeBits | pack_time(spent.coded);
+  static uint64_t pack(const OpTiming& timing) {
+    return static_cast<uint64_t>(timing.last & kNobody) << 2 * kTimeBits |
+           pack_time(timing.waited) << kTimeBits | pack_time(timing.coded);
   }
 
-  // A slot may be taken over while its operation still runs, if as many as there are slots come
-  // after it. What ends then finds another number.
+  // Returns the slot of a record, or null. A slot may be taken over while its operation still runs,
+  // if as many operations as there are slots follow it. The end then finds another number.
   Slot* find(uint64_t id) const {
     if (id == 0) return nullptr;
     Slot& slot = slots_[(id - 1) & mask_];
@@ -181,7 +181,7 @@ class PYCOMM_API Trace {
     slot.issued.store(started ? started : ticks(), std::memory_order_relaxed);
     slot.started.store(started, std::memory_order_relaxed);
     slot.ended.store(0, std::memory_order_relaxed);
-    slot.spent.store(uint64_t{kNobody} << 2 * kTimeBits, std::memory_order_relaxed);
+    slot.timing.store(uint64_t{kNobody} << 2 * kTimeBits, std::memory_order_relaxed);
     slot.id.store(id, std::memory_order_release);
     return id;
   }

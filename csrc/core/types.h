@@ -1,4 +1,4 @@
-// The few plain types every layer shares. No torch, no CUDA headers.
+// Plain types that every layer shares. No torch, no CUDA headers.
 #pragma once
 #ifndef __CUDACC_RTC__
 #include <cstddef>
@@ -17,10 +17,10 @@ using uint64_t = unsigned long;
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define PYCOMM_HD __host__ __device__ __forceinline__
 #else
-// Always: a call out of a PYCOMM_SIMD loop would cost the vectors.
+// Always inlined: a call out of a PYCOMM_SIMD loop would prevent vectorisation.
 #define PYCOMM_HD inline __attribute__((always_inline))
 #endif
-// Compiles a plain loop for several x86 levels; the loader picks one. The result is the same bits.
+// Compiles a plain loop for several x86 levels; the loader picks one. All give the same bits.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
     !defined(PYCOMM_NO_SIMD)
 #define PYCOMM_SIMD __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
@@ -33,7 +33,7 @@ namespace pycomm {
 
 enum class Device : uint8_t { cpu, cuda };
 
-/// Non-owning run of `size` elements. Owners live above; nothing below frees.
+/// Non-owning run of `size` elements. Owners live in the layers above; nothing below frees memory.
 template <typename T>
 struct Span {
   T* data = nullptr;
@@ -41,7 +41,7 @@ struct Span {
 
   Span() = default;
   Span(T* data, size_t size) : data(data), size(size) {}
-  /// Span<T> to Span<const T>.
+  /// Converts Span<T> to Span<const T>.
   template <typename U>
   Span(const Span<U>& other) : data(other.data), size(other.size) {}
 
@@ -51,12 +51,13 @@ struct Span {
   T* end() const { return data + size; }
 };
 
-/// Where work is queued. `handle` is a cudaStream_t on cuda and null on cpu.
+/// Queue for work. `handle` is a cudaStream_t on cuda and null on cpu.
 struct Stream {
   Device device = Device::cpu;
   void* handle = nullptr;
-  /// On cuda: memory for work that is queued here, aligned to 16 bytes. One call after the other
-  /// may use the same, since the work runs in order. Who asks for some says how much.
+  /// On cuda: memory for work that is queued here, aligned to 16 bytes. Successive calls may use
+  /// the same memory, since the work runs in order. Functions that use it document how much they
+  /// need.
   Span<uint8_t> scratch = {};
 };
 

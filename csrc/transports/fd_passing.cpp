@@ -4,24 +4,28 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
 #include <system_error>
 
 #include "core/error.h"
+#include "transports/abstract_address.h"
+#include "transports/process.h"
 
 namespace pycomm {
 namespace {
 
+constexpr Milliseconds kStep(40);                          // of a wait, between two looks out
+constexpr Milliseconds kLongest = std::chrono::hours(24);  // that poll() can count
+
 [[noreturn]] void throw_errno(const std::string& what) {
-  throw Error("shm: cannot " + what + ": " + std::generic_category().message(errno));
+  const int error = errno;
+  throw Error("shm: cannot " + what + ": " + std::generic_category().message(error) +
+              (error == EMFILE ? "; raise the limit of open files (ulimit -n)" : ""));
 }
 
 std::string random_name() {
@@ -35,20 +39,6 @@ std::string random_name() {
   return name;
 }
 
-/// Abstract: the path begins with a zero byte and is as long as the length says.
-struct Address {
-  sockaddr_un un = {};
-  socklen_t length;
-
-  explicit Address(const std::string& name) {
-    un.sun_family = AF_UNIX;
-    const size_t bytes = std::min(name.size(), sizeof un.sun_path - 1);
-    std::memcpy(un.sun_path + 1, name.data(), bytes);
-    length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes);
-  }
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&un); }
-};
-
 bool same_user(int socket) {
   ucred peer = {};
   socklen_t length = sizeof peer;
@@ -56,7 +46,7 @@ bool same_user(int socket) {
          peer.uid == ::geteuid();
 }
 
-/// One byte that carries one descriptor.
+/// A message of one byte that carries one descriptor.
 struct Message {
   char byte = 0;
   iovec part = {&byte, 1};
@@ -85,12 +75,10 @@ bool send_fd(int socket, int fd) {
 }  // namespace
 
 std::string host_id() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   struct stat network = {};
   ::stat("/proc/self/ns/net", &network);
-  return boot + "/" + std::to_string(network.st_dev) + "/" + std::to_string(network.st_ino) + "/" +
-         std::to_string(::geteuid());
+  return machine_name() + "/" + std::to_string(network.st_dev) + "/" +
+         std::to_string(network.st_ino) + "/" + std::to_string(::geteuid());
 }
 
 FileDescriptor::~FileDescriptor() {
@@ -114,7 +102,7 @@ int FileDescriptor::release() {
 FdServer::FdServer()
     : name_(random_name()), listener_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
   if (listener_.get() < 0) throw_errno("make a Unix socket");
-  const Address address(name_);
+  const AbstractAddress address(name_);
   if (::bind(listener_.get(), address.get(), address.length) != 0 ||
       ::listen(listener_.get(), SOMAXCONN) != 0) {
     throw_errno("listen on an abstract Unix socket");
@@ -123,30 +111,39 @@ FdServer::FdServer()
 
 bool FdServer::serve(int fd, Milliseconds limit) {
   pollfd wanted = {listener_.get(), POLLIN, 0};
-  if (::poll(&wanted, 1, static_cast<int>(limit.count())) <= 0) return false;
+  if (::poll(&wanted, 1, static_cast<int>(std::min(limit, kLongest).count())) <= 0) return false;
   const FileDescriptor peer(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  // Who waits there would wait on, and we would find it there again and again.
+  if (peer.get() < 0 && (errno == EMFILE || errno == ENFILE)) throw_errno("accept a peer");
   return peer.get() >= 0 && same_user(peer.get()) && send_fd(peer.get(), fd);
 }
 
-FileDescriptor receive_fd(const std::string& name, Deadline deadline) {
+FileDescriptor receive_fd(const std::string& name, Deadline deadline,
+                          const std::function<void()>& interrupt_check) {
   const FileDescriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (socket.get() < 0) throw_errno("make a Unix socket");
-  const Address address(name);
+  const AbstractAddress address(name);
   if (::connect(socket.get(), address.get(), address.length) != 0) {
     throw_errno("connect to the rank that made the segment");
   }
   if (!same_user(socket.get())) throw Error("shm: the segment belongs to another user");
   pollfd wanted = {socket.get(), POLLIN, 0};
-  if (::poll(&wanted, 1, static_cast<int>(deadline.left().count())) <= 0) {
-    throw Error("shm: the rank that made the segment does not hand it out");
+  const auto step = [&] { return static_cast<int>(std::min(deadline.left(), kStep).count()); };
+  while (::poll(&wanted, 1, step()) <= 0) {
+    if (deadline.expired()) {
+      throw Error("shm: the rank that made the segment does not hand it out");
+    }
+    interrupt_check();
   }
   Message message;
-  if (::recvmsg(socket.get(), &message.header, MSG_CMSG_CLOEXEC) != 1) {
-    throw_errno("receive the segment");
-  }
+  const ssize_t bytes = ::recvmsg(socket.get(), &message.header, MSG_CMSG_CLOEXEC);
+  if (bytes < 0) throw_errno("receive the segment");
+  if (bytes == 0) throw Error("shm: the rank that made the segment has closed the connection");
   const cmsghdr* item = CMSG_FIRSTHDR(&message.header);
   if (!item || item->cmsg_level != SOL_SOCKET || item->cmsg_type != SCM_RIGHTS) {
-    throw Error("shm: the rank that made the segment sent no file");
+    throw Error((message.header.msg_flags & MSG_CTRUNC) != 0
+                    ? "shm: cannot take the segment: the limit of open files (ulimit -n) is reached"
+                    : "shm: the rank that made the segment sent no file");
   }
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(item), sizeof fd);

@@ -1,5 +1,5 @@
-// Hands an open file from one process of this host to others, over an abstract Unix socket: it has
-// no file that could be left behind, and no other network namespace sees it.
+// Passing an open file from one process of this host to others over an abstract Unix socket, which
+// has no file that could be left behind and is invisible to other network namespaces.
 #pragma once
 #include <functional>
 #include <string>
@@ -9,12 +9,13 @@
 
 namespace pycomm {
 
-/// Equal for processes that may share memory: same running kernel, same user, and same network
-/// namespace. Ranks in different ones stand for different hosts, and could not find each other's
-/// socket anyway.
+/// Returns a string that is equal for processes that may share memory: same machine
+/// (transports/process.h), same user, and same network namespace. Whether they do share it shows
+/// when one passes the other a file. Ranks in different network namespaces count as different
+/// hosts, and could not connect to each other's socket anyway.
 std::string host_id();
 
-/// Closes on destruction.
+/// An owned file descriptor, closed on destruction.
 class FileDescriptor {
  public:
   explicit FileDescriptor(int fd = -1) : fd_(fd) {}
@@ -29,13 +30,14 @@ class FileDescriptor {
   int fd_;
 };
 
-/// Gives a file to whoever connects, knows the name and runs as our user.
+/// A server that passes a file to every process that connects, knows the name and runs as our user.
 class FdServer {
  public:
   /// Listens on a name that nobody can guess. Throws Error.
   FdServer();
   const std::string& name() const { return name_; }
-  /// Serves whoever comes within `limit`. Returns true if it has served anybody.
+  /// Serves whoever comes within `limit`. Returns true if it has served anybody. Throws Error if
+  /// there is no descriptor for it.
   bool serve(int fd, Milliseconds limit);
 
  private:
@@ -43,7 +45,10 @@ class FdServer {
   FileDescriptor listener_;
 };
 
-/// The other side. Throws Error, with the reason.
-FileDescriptor receive_fd(const std::string& name, Deadline deadline);
+/// Receives the file from the server of this name. Throws Error with the reason, and whatever
+/// `interrupt_check` throws, which is called now and then during the wait.
+FileDescriptor receive_fd(
+    const std::string& name, Deadline deadline,
+    const std::function<void()>& interrupt_check = [] {});
 
 }  // namespace pycomm

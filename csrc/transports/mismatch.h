@@ -1,4 +1,4 @@
-// The error for two ends of a channel that mean different messages.
+// Mismatch error: the two ends of a channel expect different messages.
 #pragma once
 #include <string>
 

@@ -1,5 +1,5 @@
-// Processes of this machine that are not connected with us: one can say who it is, and others can
-// see whether it still runs.
+// Identity and liveness of processes that are not connected with us: a process publishes its name,
+// and other processes of the machine can tell whether it still runs.
 #pragma once
 #include <sys/types.h>
 
@@ -7,22 +7,49 @@
 
 namespace pycomm {
 
-/// Names this process, never again another one. Empty if /proc does not show it.
+/// Returns the parent of a process of our PID namespace; 0 if it is not known.
+pid_t parent_of(pid_t process);
+
+/// By a signal or a debugger. Of a process of our PID namespace; false if it is not known.
+bool is_stopped(pid_t process);
+
+/// When this process began, in clock ticks since the start of the machine. 0 if /proc does not show
+/// it.
+uint64_t process_birth();
+
+/// Returns a name that tells this machine from others, without blanks: its running kernel, and the
+/// hostname or PYCOMM_HOST_ID. Machines that were cloned from one snapshot may have the same name,
+/// so code that infers something from it needs another proof. Empty if /proc is not mounted.
+std::string machine_name();
+
+/// Returns a name of this process that no other process will ever have; empty if /proc does not
+/// show it.
 std::string process_name();
 
-/// A process as it has named itself.
+/// Another process, identified by the name that it has published.
 class Process {
  public:
-  /// Of one that we cannot see, because it is on another machine or in another PID namespace, or
-  /// that is our own, nothing is ever known.
+  /// Looks up a published name. Nothing is ever known of a process that we cannot see, because it
+  /// is on another machine or in another PID namespace, nor of our own.
   explicit Process(const std::string& name);
+  /// Takes a process that is proven to be in our PID namespace. `birth`: field 22 of
+  /// /proc/[pid]/stat, or empty if it is not known.
+  Process(pid_t id, std::string birth);
 
-  /// It has ended, however it did.
-  bool died() const;
+  /// True if the process has ended in any way: we have seen it run, and it does not run any more.
+  bool died() const { return seen_ && gone(); }
+  /// True if there is no such process here. If it was never seen, it may be on another machine that
+  /// seems to be this one.
+  bool gone() const;
+  /// True if the process has crashed and its memory is being written to a core file.
+  bool dumps() const;
   pid_t id() const { return id_; }
 
  private:
-  pid_t id_ = 0;  ///< 0: not seen
+  bool is_here() const;
+
+  pid_t id_ = 0;  ///< 0: nothing is ever known
+  bool seen_ = false;
   std::string birth_;
 };
 

@@ -1,4 +1,4 @@
-// The two stores that need no server: a map for threads, a folder for processes.
+// Stores that need no server: a map for threads, a folder for processes.
 #include "transports/store.h"
 
 #include <fcntl.h>
@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -15,6 +16,7 @@
 #include <thread>
 
 #include "core/error.h"
+#include "transports/fd_passing.h"
 
 namespace pycomm {
 namespace {
@@ -26,6 +28,8 @@ namespace {
 
 class LocalStore final : public Store {
  public:
+  explicit LocalStore(bool appends) : appends_(appends) {}
+
   void set(const std::string& key, const std::string& value) override {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -52,7 +56,18 @@ class LocalStore final : public Store {
     return found->second;
   }
 
+  bool appends() const override { return appends_; }
+
+  void append(const std::string& key, const std::string& value) override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      values_[key] += value;
+    }
+    changed_.notify_all();
+  }
+
  private:
+  const bool appends_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, std::string> values_;
@@ -63,10 +78,12 @@ class LocalStore final : public Store {
               "; check the folder and its rights");
 }
 
-// Closes on scope exit, so that errors may be thrown freely.
+// An open file, closed on scope exit, so that errors may be thrown freely.
 class File {
  public:
-  File(const std::string& path, int flags) : fd_(::open(path.c_str(), flags | O_CLOEXEC, 0600)) {}
+  /// Takes `folder` as openat() does (AT_FDCWD included). A symbolic link is no file of ours.
+  File(int folder, const std::string& path, int flags)
+      : fd_(::openat(folder, path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600)) {}
   ~File() {
     if (fd_ >= 0) ::close(fd_);
   }
@@ -78,10 +95,10 @@ class File {
   int fd_;
 };
 
-// Keys may hold any character and be long (1,000 characters always fit), names of files may not:
-// other characters than letters, digits, '-' and '_' travel as %XX, and a folder begins every 180
-// characters. The endings ('+' of folders, ".value", ".part") cannot occur in an encoded key, so no
-// two keys collide.
+// Keys may hold any character and be long (1,000 characters always fit), but names of files may
+// not: characters other than letters, digits, '-' and '_' are written as %XX, and a new folder
+// begins every 180 characters. The endings ('+' of folders, ".value", ".part") cannot occur in an
+// encoded key, so no two keys collide.
 std::string relative_path(const std::string& key) {
   constexpr size_t kNameLimit = 180;
   constexpr char kHex[] = "0123456789abcdef";
@@ -106,32 +123,44 @@ std::string relative_path(const std::string& key) {
   return path + ".value";
 }
 
+// A store in a folder. Ranks take addresses and secrets from it, so nobody else may write here: the
+// check is made on the open folder, and all files are reached through it, whatever becomes of its
+// name.
 class FileStore final : public Store {
  public:
-  explicit FileStore(const std::string& folder) : folder_(folder + "/") {
-    make_folders(folder_);
-    const File opened(folder_, O_RDONLY | O_DIRECTORY);
-    if (opened.fd() < 0) throw_errno("open the folder", folder_);
+  explicit FileStore(const std::string& folder) : folder_(folder + "/"), opened_(open(folder_)) {
+    struct stat info = {};
+    if (::fstat(opened_.get(), &info) != 0) throw_errno("look at the folder", folder_);
+    check_owner(info, folder_);
+    if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+      char mode[8];
+      std::snprintf(mode, sizeof mode, "%03o", static_cast<unsigned>(info.st_mode & 0777));
+      throw Error("store: other users may write to " + folder_ + " (mode " + mode +
+                  "), and could pass for ranks; run chmod go-w on it, or name a folder that does "
+                  "not exist yet");
+    }
   }
 
   void set(const std::string& key, const std::string& value) override {
     static std::atomic<uint64_t> serial{0};
-    const std::string path = folder_ + relative_path(key);
+    const std::string path = relative_path(key);
     const std::string part = path + "." + host() + "-" + std::to_string(::getpid()) + "-" +
                              std::to_string(serial++) + ".part";
-    make_folders(path);
+    make_folders_in(path);
     try {
       write(part, value);
       // Readers see the whole value or none.
-      if (::rename(part.c_str(), path.c_str()) != 0) throw_errno("rename", part);
+      if (::renameat(opened_.get(), part.c_str(), opened_.get(), path.c_str()) != 0) {
+        throw_errno("rename", folder_ + part);
+      }
     } catch (const Error&) {  // a full disk
-      ::unlink(part.c_str());
+      ::unlinkat(opened_.get(), part.c_str(), 0);
       throw;
     }
   }
 
   std::string get(const std::string& key, Deadline deadline) override {
-    const std::string path = folder_ + relative_path(key);
+    const std::string path = relative_path(key);
     auto pause = std::chrono::microseconds(50);
     for (;;) {
       const bool last = deadline.expired();
@@ -144,25 +173,40 @@ class FileStore final : public Store {
   }
 
   std::optional<std::string> find(const std::string& key) override {
-    return read(folder_ + relative_path(key));
+    return read(relative_path(key));
   }
 
  private:
-  static void write(const std::string& path, const std::string& value) {
-    File file(path, O_WRONLY | O_CREAT | O_EXCL);
-    if (file.fd() < 0) throw_errno("create", path);
+  static FileDescriptor open(const std::string& folder) {
+    make_folders(folder);
+    FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (opened.get() < 0) throw_errno("open the folder", folder);
+    return opened;
+  }
+  static void check_owner(const struct stat& info, const std::string& path) {
+    if (info.st_uid == ::geteuid()) return;
+    throw Error("store: " + path + " belongs to user " + std::to_string(info.st_uid) +
+                ", and this rank is user " + std::to_string(::geteuid()) +
+                ": it could pass for ranks; name a folder of your own");
+  }
+  void write(const std::string& path, const std::string& value) const {
+    File file(opened_.get(), path, O_WRONLY | O_CREAT | O_EXCL);
+    if (file.fd() < 0) throw_errno("create", folder_ + path);
     for (size_t done = 0; done < value.size();) {
       const ssize_t n = ::write(file.fd(), value.data() + done, value.size() - done);
-      if (n < 0 && errno != EINTR) throw_errno("write", path);
+      if (n < 0 && errno != EINTR) throw_errno("write", folder_ + path);
       done += n > 0 ? static_cast<size_t>(n) : 0;
     }
   }
-  static std::optional<std::string> read(const std::string& path) {
-    File file(path, O_RDONLY);
-    if (file.fd() < 0) {
+  std::optional<std::string> read(const std::string& path) const {
+    File file(opened_.get(), path, O_RDONLY);
+    struct stat info = {};
+    if (file.fd() < 0 || ::fstat(file.fd(), &info) != 0) {
       if (errno == ENOENT) return std::nullopt;
-      throw_errno("read", path);
+      throw_errno("read", folder_ + path);
     }
+    check_owner(info, folder_ + path);  // it may date from a time when others could write here
+    if (!S_ISREG(info.st_mode)) throw Error("store: " + folder_ + path + " is no file");
     std::string value;
     char buffer[4096];
     for (;;) {
@@ -171,7 +215,7 @@ class FileStore final : public Store {
       if (n > 0) {
         value.append(buffer, static_cast<size_t>(n));
       } else if (errno != EINTR) {
-        throw_errno("read", path);
+        throw_errno("read", folder_ + path);
       }
     }
   }
@@ -186,20 +230,32 @@ class FileStore final : public Store {
       }
     }
   }
+  void make_folders_in(const std::string& path) const {
+    for (size_t slash = path.find('/'); slash != std::string::npos;
+         slash = path.find('/', slash + 1)) {
+      const std::string folder = path.substr(0, slash);
+      if (::mkdirat(opened_.get(), folder.c_str(), 0700) != 0 && errno != EEXIST) {
+        throw_errno("make the folder", folder_ + folder);
+      }
+    }
+  }
 
-  // Process ids repeat between the hosts of a shared folder.
+  // Names this host, because process ids repeat between the hosts of a shared folder.
   static std::string host() {
     char name[256] = {};
     ::gethostname(name, sizeof name - 1);
     return std::string(name).substr(0, 24);
   }
 
-  std::string folder_;
+  const std::string folder_;
+  const FileDescriptor opened_;
 };
 
 }  // namespace
 
-std::shared_ptr<Store> make_local_store() { return std::make_shared<LocalStore>(); }
+std::shared_ptr<Store> make_local_store(bool appends) {
+  return std::make_shared<LocalStore>(appends);
+}
 
 std::shared_ptr<Store> make_file_store(const std::string& folder) {
   return std::make_shared<FileStore>(folder);

@@ -1,5 +1,5 @@
-// Where ranks meet before they can talk: a small key-value store. torch's c10d::Store is adapted to
-// this in binding/c10d_store.h.
+// Store: a small key-value store in which ranks exchange values before they are connected.
+// binding/torch/store.h adapts torch's c10d::Store to this interface.
 #pragma once
 #include <memory>
 #include <optional>
@@ -15,22 +15,29 @@ class Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  /// Waits for the key. Throws Timeout, which names the key.
+  /// Waits for the key and returns its value. Throws Timeout, which names the key.
   virtual std::string get(const std::string& key, Deadline deadline) = 0;
-  /// The key's value if it is there now.
+  /// Returns the key's value if it is there now. A remote store does this in one round trip.
   virtual std::optional<std::string> find(const std::string& key) = 0;
-  /// Waits for all of the keys. A store that is far away does it in one round trip.
-  virtual std::vector<std::string> get_many(const std::vector<std::string>& keys,
-                                            Deadline deadline) {
+  /// Returns the values of the keys if all of them are there now.
+  virtual std::optional<std::vector<std::string>> find_all(const std::vector<std::string>& keys) {
     std::vector<std::string> values;
-    for (const std::string& key : keys) values.push_back(get(key, deadline));
+    for (const std::string& key : keys) {
+      auto value = find(key);
+      if (!value) return std::nullopt;
+      values.push_back(std::move(*value));
+    }
     return values;
   }
+  /// True if several ranks may append() to one key, so that one find() returns the values of all.
+  virtual bool appends() const { return false; }
+  /// Appends to the key's value, which is empty at first. Only if appends().
+  virtual void append(const std::string& key, const std::string& value) { set(key, value); }
 };
 
-/// For ranks that are threads of one process.
-PYCOMM_API std::shared_ptr<Store> make_local_store();
-/// For processes that share a folder: one file per key, written by rename.
+/// Makes a store for ranks that are threads of one process. `appends`: as remote stores do.
+PYCOMM_API std::shared_ptr<Store> make_local_store(bool appends = false);
+/// Makes a store for processes that share a folder: one file per key, written by rename.
 PYCOMM_API std::shared_ptr<Store> make_file_store(const std::string& folder);
 
 }  // namespace pycomm

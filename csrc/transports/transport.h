@@ -1,5 +1,5 @@
-// A way to move bytes between ranks. All transports have the same few nouns:
-//   Transport  everything that one group has of one kind (shm, tcp, local)
+// Transport interfaces: ways to move bytes between ranks. All transports have the same few nouns:
+//   Transport  all connections of one kind (shm, tcp, local) that a group has
 //   Channel    an ordered, reliable byte stream to and from one peer
 //   Window     memory that all ranks address directly (window.h; shm and local only)
 //
@@ -8,6 +8,7 @@
 // other.
 #pragma once
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -16,18 +17,20 @@
 #include "core/deadline.h"
 #include "core/error.h"
 #include "core/op.h"
-#include "core/spent.h"
-#include "core/standing.h"
+#include "core/op_timing.h"
+#include "core/rank_state.h"
 #include "core/types.h"
 #include "transports/store.h"
 
 namespace pycomm {
 
+class FdServer;
+class HostDoor;
 class SharedHeap;
 class Window;
 
-/// Independent streams between the same two ranks, so that a posted receive never stands in the
-/// way of a collective.
+/// Independent streams between the same two ranks, so that a posted receive never blocks a
+/// collective.
 enum class Lane : uint8_t { collective, point_to_point };
 constexpr int kLanes = 2;
 
@@ -35,45 +38,57 @@ class Channel {
  public:
   virtual ~Channel() = default;
 
-  /// Queues bytes and returns a ticket (1, 2, 3, ...). `data` must stay until sent() reaches it.
+  /// Queues bytes and returns a ticket (1, 2, 3, ...). `data` must stay valid until sent() reaches
+  /// it.
   virtual uint64_t send(const OpTag& tag, Span<const uint8_t> data) = 0;
   /// Queues a receive of the next message in order. It must have exactly this size and an equal
   /// tag hash, else progress() throws WireMismatch that describes both tags and names the peer.
   virtual uint64_t recv(const OpTag& tag, Span<uint8_t> data) = 0;
 
   virtual uint64_t sent() const = 0;      ///< highest ticket whose bytes may be reused
-  virtual uint64_t received() const = 0;  ///< highest ticket whose bytes are all there
+  virtual uint64_t received() const = 0;  ///< highest ticket whose bytes have all arrived
 
-  /// Moves what can be moved now. True if anything moved. Throws PeerLost if the peer is gone while
-  /// something is still queued, and Error with the peer's reason if the peer has aborted.
+  /// Moves what can be moved now. Returns true if anything moved. Throws PeerLost if the peer is
+  /// gone while something is still queued, and Error with the peer's reason if the peer has
+  /// aborted.
   virtual bool progress() = 0;
-  /// What has gone out to the peer, where there is a network. By the lane's thread.
+  /// Returns what has gone out to the peer over a network, if there is one. To be called by the
+  /// lane's thread.
   virtual LinkUse use() const { return {}; }
 };
 
-/// What every rank brings to the meeting.
+/// A rank's view of the bootstrap: the store, the group and the rank's place in it.
 struct Rendezvous {
   std::shared_ptr<Store> store;
   std::string group;  ///< unique name of the group; prefix of all its keys in the store
   int rank = 0;
   int size = 1;
   Deadline deadline = Deadline::after(Milliseconds(300000));
-  /// To be called now and then by whoever waits for others; between two calls lies `patience` at
-  /// most. Throws if we wait in vain: somebody has died or given up, or this rank is to stop.
-  std::function<void()> look_out = [] {};
-  Milliseconds patience() const { return Milliseconds(40 + size / 4); }  ///< mild to the store
+  /// The interrupt check, which every wait for other ranks calls: after patience() at most, or a
+  /// few round trips to the store. Throws if the wait is in vain: a rank has died or given up, or
+  /// this rank is to stop.
+  std::function<void()> interrupt_check = [] {};
+  Milliseconds patience() const { return Milliseconds(40 + size / 4); }  ///< spares the store
+  /// Published values by topic, so that one exchange serves several (transports/rendezvous.h).
+  struct Talk {
+    std::map<std::string, std::string> announced;           ///< ours, for the next exchange
+    std::map<std::string, std::vector<std::string>> heard;  ///< all ranks', from earlier exchanges
+    std::shared_ptr<const HostDoor> door;  ///< lets TCP peers of the host prove that we share it
+    std::shared_ptr<FdServer> server;      ///< passes on a shared region, if we create it
+  };
+  std::shared_ptr<Talk> talk = std::make_shared<Talk>();
 };
 
-/// 0 .. size - 1.
-PYCOMM_API std::vector<int> all_ranks(const Rendezvous& meeting);
+/// Returns 0 .. size - 1.
+PYCOMM_API std::vector<int> all_ranks(const Rendezvous& rendezvous);
 
-/// What we know of a rank, for the texts of errors.
-struct Sighting {
-  /// Silent: it does not answer; what is known of it is old. Stopped: its process is, by a signal
-  /// or a debugger.
-  enum class Presence : uint8_t { here, silent, stopped, left, died };
-  Presence presence = Presence::silent;
-  Standing standing;
+/// The known status of a rank, for error texts.
+struct PeerStatus {
+  /// Silent: the rank does not answer, and its last known state is old. Stopped: its process is
+  /// stopped by a signal or a debugger.
+  enum class Liveness : uint8_t { here, silent, stopped, left, died };
+  Liveness liveness = Liveness::silent;
+  RankState rank_state;
 };
 
 class Transport {
@@ -83,39 +98,43 @@ class Transport {
 
   /// True if this transport connects us with `rank` (never with ourselves).
   virtual bool reaches(int rank) const = 0;
-  /// The channel to a rank that it reaches; made at first use, owned by the transport.
+  /// Returns the channel to a rank that this transport reaches. It is made at first use and owned
+  /// by the transport.
   virtual Channel& channel(int rank, Lane lane) = 0;
-  /// Memory of the ranks of this host that it was made for, or null if one of them has no part in
-  /// it. Window::size() and member() say who they are.
+  /// Returns the memory shared by the ranks of this host for which it was made, or null if one of
+  /// them has no part in it. Window::size() and member() name them.
   virtual Window* window() { return nullptr; }
-  /// Memory of ours that all ranks of the window address in place, or null.
+  /// Returns memory of ours that all ranks of the window address in place, or null.
   virtual std::shared_ptr<SharedHeap> heap() { return nullptr; }
 
   /// Sleeps until a channel of the lane may have something to do, or for `limit`.
   virtual void idle(Lane lane, std::chrono::microseconds limit) = 0;
-  /// Throws PeerLost or Error if a peer has died or any rank has aborted. Cheap enough for every
-  /// few microseconds of waiting.
+  /// Throws PeerLost or Error if a peer has died or any rank has aborted. Cheap enough to call
+  /// every few microseconds of a wait.
   virtual void check() = 0;
-  /// Asks the ranks that it reaches what they are doing; look() knows it a moment later.
+  /// Asks the ranks that this transport reaches what they are doing; look() returns the answer a
+  /// moment later.
   virtual void ask() {}
-  /// A rank that it reaches, as far as we know now. Any thread.
-  virtual Sighting look(int rank) = 0;
-  /// Where this transport's peers see what we do; null if they must ask.
-  virtual SharedStanding* standing() { return nullptr; }
-  /// Tells all peers why this group is over: their waits throw Error with this reason and our rank.
-  /// Any thread, any time, never blocks.
+  /// Returns what is known now of a rank that this transport reaches. Any thread.
+  virtual PeerStatus look(int rank) = 0;
+  /// Returns where this transport's peers read our state; null if they must ask.
+  virtual SharedRankState* rank_state() { return nullptr; }
+  /// Returns the round-trip time to the farthest peer; 0 inside a host.
+  virtual Milliseconds round_trip() const { return Milliseconds(0); }
+  /// Tells all peers why this group has failed: their waits throw Error with this reason and our
+  /// rank. Any thread, any time, never blocks.
   virtual void abort(const std::string& reason) noexcept = 0;
-  /// Bytes that this rank has handed to the transport since the start: payload, and headers where
-  /// there are any. Any thread.
+  /// Returns the number of bytes that this rank has handed to the transport since the start:
+  /// payload, and headers where there are any. Any thread.
   virtual uint64_t sent_bytes() const = 0;
-  /// One line for people: "tcp to 1,2,3 by eth0 (10.0.0.5), 2 sockets each".
+  /// Returns one line for people: "tcp to 1,2,3 by eth0 (10.0.0.5), 2 sockets each".
   virtual std::string describe() const = 0;
 };
 
-/// Which payloads TCP sends with a checksum; headers always have one. Encrypted payloads are
+/// The payloads that TCP sends with a checksum; headers always have one. Encrypted payloads are
 /// authenticated anyway: leaving_host checks none of them.
 enum class PayloadCheck : uint8_t { leaving_host, all, none };
-/// Of "auto", "payload" and "header", as env().checksum has them; throws Error for other words.
+/// Parses "auto", "payload" or "header", the values of env().checksum; throws Error for others.
 PYCOMM_API PayloadCheck payload_check(const std::string& word);
 
 struct TcpOptions {
@@ -125,18 +144,22 @@ struct TcpOptions {
   std::string secret;
   bool tls = false;  ///< TLS 1.3 on every connection; equal on all ranks
   PayloadCheck checks = PayloadCheck::leaving_host;
-  const SharedStanding* standing = nullptr;  ///< ours, for peers that ask
+  const SharedRankState* rank_state = nullptr;  ///< our state, for peers that ask
 };
 
-/// Ranks as threads of one process. All of `ranks` are reached.
-PYCOMM_API std::unique_ptr<Transport> make_local(const Rendezvous& meeting,
+/// Makes the transport for ranks that are threads of one process. It reaches all of `ranks`.
+PYCOMM_API std::unique_ptr<Transport> make_local(const Rendezvous& rendezvous,
                                                  const std::vector<int>& ranks);
-/// Those of `ranks` that are on this host, found by trying, never by LOCAL_WORLD_SIZE. Null if
-/// there is no other.
-PYCOMM_API std::unique_ptr<Transport> make_shm(const Rendezvous& meeting,
+/// Announce what make_shm() and make_tcp() publish about this rank's host, with the exchange that
+/// begins a group, so that they need no exchange of their own.
+void announce_shm(const Rendezvous& rendezvous);
+void announce_tcp(const Rendezvous& rendezvous);
+/// Makes the transport to those of `ranks` that are on this host, found by trying, never by
+/// LOCAL_WORLD_SIZE. Null if there is no other.
+PYCOMM_API std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous,
                                                const std::vector<int>& ranks);
-/// The given ranks by TCP; all of them must be given us as well.
-PYCOMM_API std::unique_ptr<Transport> make_tcp(const Rendezvous& meeting,
+/// Makes the TCP transport to the given ranks; each of them must be given our rank as well.
+PYCOMM_API std::unique_ptr<Transport> make_tcp(const Rendezvous& rendezvous,
                                                const std::vector<int>& ranks,
                                                const TcpOptions& options);
 

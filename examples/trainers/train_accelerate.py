@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate. On CPUs it asks for "gloo" by name, so pycomm answers for that name:
+"""Hugging Face Accelerate asks for "gloo" by name on CPUs, so pycomm takes over that name:
 
 PYCOMM_TAKEOVER=gloo torchrun --nproc-per-node 2 examples/trainers/train_accelerate.py
 """

@@ -1,4 +1,4 @@
-"""DeepSpeed with ZeRO stage 2 takes the backend as a word:
+"""DeepSpeed with ZeRO stage 2 takes the backend by name:
 
 DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/trainers/train_deepspeed.py
 """

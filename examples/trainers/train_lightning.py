@@ -1,4 +1,4 @@
-"""Lightning takes the backend as a word:
+"""Lightning takes the backend by name:
 
 torchrun --nproc-per-node 2 examples/trainers/train_lightning.py
 """

@@ -1,4 +1,4 @@
-"""Ray Train takes the backend as a word, and starts the ranks itself:
+"""Ray Train takes the backend by name and starts the ranks itself:
 
 python examples/trainers/train_ray.py
 """

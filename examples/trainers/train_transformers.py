@@ -1,4 +1,4 @@
-"""Hugging Face Trainer. It knows a fixed list of backends, so pycomm answers for one of them:
+"""Hugging Face Trainer knows a fixed list of backends, so pycomm takes over the name of one:
 
 PYCOMM_TAKEOVER=gloo torchrun --nproc-per-node 2 examples/trainers/train_transformers.py
 """

@@ -1,4 +1,4 @@
-"""Charts: what they show (chart.py), drawn as pictures (png.py) and as pages (page.py).
+"""Charts: their description (chart.py), drawn as pictures (png.py) and as web pages (page.py).
 
 Pictures need matplotlib, pages plotly: `pip install 'pycomm[bench]'`.
 """

@@ -1,4 +1,4 @@
-"""What a chart shows, without a word on how it is drawn."""
+"""Description of a chart, independent of the library that draws it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-# Colours of Okabe and Ito, which also people who do not see all colours can tell apart, without
-# their yellow, which is too pale for a line. More series than colours also differ in dashes.
+# Okabe and Ito's colours, which are distinct for colour-blind readers, too, without their yellow,
+# which is too pale for a line. More series than colours also differ in dashes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#8c6d31")
 BASE = "#6e6e6e"
 INK, FAINT, PAPER, GRID = "#222222", "#555555", "#ffffff", "#e6e6e6"
@@ -23,10 +23,10 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     hover: Sequence[str] = ()
-    """what a page says of each point; empty: label and figures"""
+    """Hover text of each point on a page; empty: label and values."""
     kind: Literal["line", "points"] = "line"
     base: bool = False
-    """what all others are held against: grey, wide and behind them"""
+    """True for the baseline of the comparison: grey, wide and behind the others."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Axis:
     label: str
     log: bool = False
     ticks: Sequence[tuple[float, str]] = ()
-    """places and what stands there; empty: as the library likes"""
+    """Positions and labels of ticks; empty: the library's choice."""
     limits: tuple[float, float] | None = None
 
 
@@ -47,37 +47,37 @@ class Panel:
     series: Sequence[Series]
     title: str = ""
     guides: Sequence[Series] = ()
-    """thin grey lines to compare with; their labels are in the legend once"""
+    """Thin grey reference lines; their labels appear in the legend once."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel, or two beside each other, under one title."""
+    """One panel, or two side by side, under one title."""
 
     title: str
     subtitle: str
     panels: Sequence[Panel]
     labels: Literal["legend", "ends"] = "legend"
-    """where names stand in a picture: "ends": where the lines end, for a few lines in one panel"""
+    """Place of the names in a picture; "ends": at the lines' ends, for a few lines in one panel."""
 
     def digest(self) -> str:
-        """Of all that is shown: equal for equal charts, on every machine."""
+        """Return a hash of the contents: equal for equal charts, on every machine."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Look:
-    """Of one series, the same in all panels and in both libraries."""
+    """Appearance of one series, the same in all panels and in both libraries."""
 
     colour: str
     dashed: bool
     marker: int
-    """index of a shape"""
+    """Index of a marker shape."""
 
 
 def looks(chart: Chart) -> dict[str, Look]:
-    """How each label looks, by the order in which labels appear."""
+    """Return the appearance of each label, by the order in which labels appear."""
     order = dict.fromkeys(series.label for series in _all(chart) if not series.base)
     found = {
         label: Look(COLOURS[i % len(COLOURS)], i // len(COLOURS) % 2 == 1, i)

@@ -1,4 +1,4 @@
-"""Charts as a page that needs no network: plotly, which draws them, is written into it."""
+"""Charts as a page that works offline: the page contains plotly, which draws them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "penta
 
 @dataclass(frozen=True)
 class Section:
-    """A chart of a page and what belongs to it."""
+    """One chart of a page, with its notes, command and table."""
 
     chart: Chart
     notes: Sequence[str] = ()
-    """sentences below the chart"""
+    """Sentences below the chart."""
     command: str = ""
-    """what makes its data"""
+    """The command that produces its data."""
     table: Sequence[Sequence[str]] = ()
-    """rows of cells, the head first; the first column may name series, and takes their colours"""
+    """Rows of cells, the head first; the first column may name series, and takes their colours."""
 
 
 def save_page(title: str, intro: str, sections: Sequence[Section], path: Path) -> None:
     """Write a page.
 
     Raises:
-        ImportError: plotly is not there.
+        ImportError: plotly is not installed.
     """
     from plotly.offline import get_plotlyjs
 
@@ -69,7 +69,7 @@ def _section(index: int, section: Section) -> str:
 
 
 def figure(chart: Chart) -> Any:
-    """The chart as a figure of plotly, each name in the legend once, for all panels."""
+    """Return the chart as a plotly figure, with each name in the legend once, for all panels."""
     from plotly.subplots import make_subplots
 
     drawn: Any = make_subplots(

@@ -1,4 +1,4 @@
-"""Charts as PNG, by matplotlib."""
+"""Charts as PNG files, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DIGEST = "Chart"  # the text in the file that says which chart it shows
 INCHES = {1: (9.6, 5.4), 2: (12.6, 5.4)}  # by the number of panels
 DPI = 120
 MARKERS = "os^Dv<>pPX*h"
-# Width and opacity. What others are held against often lies below one of them, and shows around it.
+# Width and opacity. The baseline often lies below another line, and shows at both sides of it.
 BASE, LINE = (6.0, 0.5), (2.2, 1.0)
 
 
@@ -20,7 +20,7 @@ def save_png(chart: Chart, path: Path) -> None:
     """Draw a chart.
 
     Raises:
-        ImportError: matplotlib is not there.
+        ImportError: matplotlib is not installed.
     """
     import matplotlib
 
@@ -49,7 +49,7 @@ def save_png(chart: Chart, path: Path) -> None:
 
 
 def picture_digest(path: Path) -> str:
-    """Of the chart that a picture of `save_png` shows; empty if it is none."""
+    """Return the digest of the chart in a picture of `save_png`; empty for other pictures."""
     from PIL import Image  # matplotlib brings it
 
     with Image.open(path) as image:
@@ -102,14 +102,14 @@ def _scale(set_scale: Any, set_limits: Any, drawn: Any, axis: Axis) -> None:
 
 
 def _legend_width(chart: Chart) -> float:
-    """Share of the picture that names take."""
+    """Return the share of the picture's width that names take."""
     names = [s.label for panel in chart.panels for s in (*panel.series, *panel.guides)]
     width, _ = INCHES[len(chart.panels)]
     return (0.6 + 0.088 * max(map(len, names))) / width
 
 
 def _legend(canvas: Any, drawn: Any) -> None:
-    """To the right of all panels, each name once."""
+    """Draw the legend to the right of all panels, each name once."""
     found: dict[str, Any] = {}
     for axes in drawn:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -126,7 +126,7 @@ def _legend(canvas: Any, drawn: Any) -> None:
 
 
 def _name_ends(axes: Any, chart: Chart) -> None:
-    """Names and last places at the ends of the lines, so nobody searches a legend."""
+    """Write names and final values at the lines' ends, in place of a legend."""
     series = chart.panels[0].series
     low, high = axes.get_ylim()
     axes.set_ylim(low - 0.1 * (high - low), high)
@@ -143,14 +143,14 @@ def _name_ends(axes: Any, chart: Chart) -> None:
             fontweight="bold",
             fontsize=10,
             ha="center",
-            zorder=100 + offset,  # a name hides the stalks of those below it
+            zorder=100 + offset,  # a name hides the connecting lines of those below it
             bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.0},
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkB": 4},
         )
 
 
 def _offsets(series: Sequence[Series]) -> list[float]:
-    """Of names from the ends in points: below them, in two rows where ends lie close together."""
+    """Return the names' offsets from the ends in points: below, in two rows if ends are close."""
     longest = max(line.x[-1] for line in series)
     order = sorted(range(len(series)), key=lambda i: series[i].x[-1])
     places, lower, last = [0.0] * len(series), True, -1.0

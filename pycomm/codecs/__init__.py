@@ -1,11 +1,16 @@
-"""Codecs by name, and the text form of a codec: "int8", "quant:bits=4,block=64", "cast:float16"."""
+"""Registry of codecs, and their text form: "int8", "quant:bits=4,block=64", "cast:float16"."""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, get_type_hints
+from fractions import Fraction
+from importlib import import_module
+from typing import Any, cast, get_type_hints
 
-from pycomm.codecs.base import Codec, RandomKey
+from pycomm.arguments import typed
+from pycomm.codecs import implementations
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.eden import Eden
 from pycomm.codecs.implementations import Unavailable
@@ -40,7 +45,15 @@ __all__ = [
     "codec",
 ]
 
-# The only list of codecs in Python: one line each.
+
+def _nvrtc() -> implementations.Implementation:
+    """Import CuPy only when a codec first needs it, since it may be missing."""
+    return cast(implementations.Implementation, import_module("pycomm.codecs.cuda.nvrtc"))
+
+
+implementations.nvrtc = _nvrtc
+
+# The only list of codecs in Python, one line each.
 CODECS: dict[str, type[Codec]] = {
     "cast": Cast,
     "eden": Eden,
@@ -54,13 +67,13 @@ CODECS: dict[str, type[Codec]] = {
     "topk": TopK,
 }
 
-# Codecs whose ranks meet by collectives of their own (combine "factors"): a hook runs them, in
-# torch, and no other implementation has them.
+# Codecs whose ranks combine payloads by collectives of their own (combine "factors"): a hook runs
+# them, in torch, and there is no other implementation.
 SCHEMES: dict[str, type[Codec]] = {
     "powersgd": PowerSGD,
 }
 
-# Short names. More options may follow one: "int4:block=64".
+# Short names, which may be followed by more options: "int4:block=64".
 ALIASES: dict[str, str] = {
     "int8": "quant:bits=8",
     "int7": "quant:bits=7",
@@ -87,14 +100,15 @@ ALIASES: dict[str, str] = {
 
 
 def codec(text: str | Codec) -> Codec:
-    """Return the codec that a text describes; a codec is returned as it is.
+    """Return the codec that a text describes; a codec is returned unchanged.
 
     The text is a name or short name, then options: ``name:option=value,option=value``. The first
-    option may be given by its value alone. Options are the fields of the codec's dataclass. A codec
-    that rotates takes another text behind a plus: ``rotate+int4``.
+    option may be given by its value alone. Options are the fields of the codec's dataclass. A
+    codec that rotates has its inner codec after a plus sign: ``rotate+int4``.
 
     Raises:
-        ValueError: an unknown name or option, with the list of known ones, or a bad value.
+        TypeError: neither a text nor a codec.
+        ValueError: an unknown name or option, with the list of known ones, or an invalid value.
 
     Example:
         >>> import pycomm
@@ -105,6 +119,7 @@ def codec(text: str | Codec) -> Codec:
     """
     if isinstance(text, Codec):
         return text
+    typed("codec", text, str, Codec)
     text, plus, inner = text.partition("+")
     name, _, rest = text.partition(":")
     given = [option for option in rest.split(",") if option]
@@ -146,7 +161,21 @@ def _convert(name: str, option: str, value: str, hint: Any) -> Any:
     if hint not in (int, float):
         return value
     try:
-        return hint(value)
+        return int(value) if hint is int else _number(value)
     except ValueError:
         words = {int: "an integer", float: "a number"}
         raise ValueError(f"{name}: {option}={value!r} is not {words[hint]}") from None
+
+
+def _number(text: str) -> float:
+    """Return the float64 nearest to a decimal number, whatever the thread's rounding mode.
+
+    float() computes in floats and so follows the thread's rounding mode: ranks with different modes
+    would have different densities. Python divides integers that no float64 holds by integer
+    arithmetic alone.
+    """
+    value = float(text)
+    if not 1e-300 < abs(value) < 1e300:
+        return value
+    numerator, denominator = Fraction(text).as_integer_ratio()
+    return (numerator << 64) / (denominator << 64)

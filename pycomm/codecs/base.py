@@ -1,4 +1,4 @@
-"""The codec interface. Who runs a codec is chosen in `pycomm.codecs.implementations`.
+"""The codec interface. `pycomm.codecs.implementations` selects the code that runs a codec.
 
 A codec is defined by its wire page (docs/wire/), its options (a frozen dataclass) and its
 reference in plain torch, the two ``reference_*`` methods. Every implementation must write the same
@@ -15,48 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Implementation, native_codec, select
 
 if TYPE_CHECKING:
     from pycomm import _C
 
-# How payloads of several ranks meet: docs/architecture.md, "How payloads meet".
+# How the payloads of several ranks are combined: docs/architecture.md, "Combining payloads".
 Combine = Literal["sum", "recode", "gather", "factors"]
-# A tensor, or anything else that torch.from_dlpack takes without a copy, such as a CuPy array.
+# A tensor, or any object that torch.from_dlpack takes without a copy, such as a CuPy array.
 Array = Any
-
-
-@dataclass(frozen=True)
-class RandomKey:
-    """Names every random number of one encode, together with a value's index in its tensor."""
-
-    seed: int = 0  # 64 bits
-    step: int = 0  # 32 bits
-    tensor: int = 0  # 32 bits: number of the parameter
-    rank: int = 0  # who encodes, for rounding that is correlated across ranks
-    ranks: int = 1  # among how many that encode the same tensor
-
-    def __post_init__(self) -> None:
-        for name, bits in (("seed", 64), ("step", 32), ("tensor", 32)):
-            value = getattr(self, name)
-            if not 0 <= value < 1 << bits:
-                raise ValueError(f"RandomKey: {name}={value} does not fit in {bits} unsigned bits")
-        if not 0 <= self.rank < self.ranks < 1 << 32:
-            raise ValueError(f"RandomKey: there is no rank {self.rank} of {self.ranks}")
-
-
-@dataclass(frozen=True, eq=False)
-class EncodeArgs:
-    """What one encode reads and writes; the C++ struct of the same name. All checks are done."""
-
-    x: torch.Tensor  # float32, any shape, contiguous
-    out: torch.Tensor  # uint8 [encoded_bytes(x.numel())]
-    residual: torch.Tensor | None  # float32, x.numel() values
-    new_residual: torch.Tensor | None  # may be `residual`; None iff `residual` is None
-    key: RandomKey
-    index: int  # place of x[0] in its tensor, a multiple of granule
-    agreed: torch.Tensor | None = None  # float32, one value for each granule of x
-    summed: bool = False  # x is a sum of decoded contributions of this key
 
 
 @dataclass(frozen=True)
@@ -71,7 +39,7 @@ class Codec(ABC):
     wire_version: ClassVar[int]
 
     def spec(self) -> str:
-        """Canonical text: equal text, equal bytes. Options that are 0 or "" mean nothing here."""
+        """Return the canonical text: equal text, equal bytes. Options of 0 or "" are left out."""
         options = [(f.name, getattr(self, f.name)) for f in fields(self)]
         text = ",".join(f"{name}={value}" for name, value in options if value not in (0, ""))
         return f"{self.name}:{text}" if text else self.name
@@ -79,38 +47,38 @@ class Codec(ABC):
     @property
     @abstractmethod
     def granule(self) -> int:
-        """A tensor may be cut for encoding only at multiples of this many values; 0: not at all."""
+        """Number of values at whose multiples a tensor may be cut for encoding; 0: nowhere."""
 
     def granules(self, numel: int) -> int:
-        """Return how many granules ``numel`` values have: one, if they cannot be cut."""
+        """Return the number of granules of ``numel`` values: one, if they cannot be cut."""
         return -(-numel // self.granule) if self.granule else min(numel, 1)
 
     @abstractmethod
     def encoded_bytes(self, numel: int) -> int:
-        """Exact payload size, a multiple of 4. If ``variable``, the most that it can be."""
+        """Return the exact payload size, a multiple of 4; the largest one if ``variable``."""
 
     @property
     def variable(self) -> bool:
-        """Payloads begin with a uint32: how many of their bytes are used, a multiple of 4."""
+        """True if payloads start with a uint32: the number of bytes used, a multiple of 4."""
         return False
 
     @property
     def shared_seed(self) -> bool:
-        """All ranks encode with the same seed: what their payloads mean together depends on it."""
+        """True if all ranks must encode with the same seed for their payloads to be combined."""
         return self.combine == "sum"
 
     @property
     def unbiased(self) -> bool:
-        """Decoded values are right on average over all keys, and far off in each payload.
+        """True if decoded values are right on average over all keys, and far off in each payload.
 
-        Such errors cancel by themselves. Feedback needs a codec that always comes closer, and this
+        Such errors cancel without feedback. Feedback needs a codec that always comes closer; this
         one may overshoot, so residuals would grow.
         """
         return False
 
     @property
     def agrees(self) -> bool:
-        """Before they encode, ranks agree on the largest of what each has measured, per granule."""
+        """True if ranks must agree on the maximum of their measurements before they encode."""
         return False
 
     def fit(self, shape: Sequence[int]) -> Codec:
@@ -118,14 +86,14 @@ class Codec(ABC):
         return self
 
     def saturated(self, p: torch.Tensor) -> int:
-        """Return how many values (float32 [numel]) are beyond what their block's scale can show.
+        """Return how many values (float32 [numel]) exceed what their block's scale can represent.
 
-        None, where scales follow from the largest value of a block.
+        That is 0 where scales follow from a block's amax.
         """
         return 0
 
     def implementation(self, device: str) -> Implementation:
-        """Return who runs this codec on a device type."""
+        """Return the implementation that runs this codec on a device type."""
         return select(self.name, device)
 
     @abstractmethod
@@ -137,11 +105,11 @@ class Codec(ABC):
     def reference_encode_sum(
         self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the payload of a sum of decoded contributions. Only if ``combine`` is sum."""
+        """Return the payload of a sum of decoded contributions; only if ``combine`` is sum."""
         return self.reference_encode(p, key, index, agreed)
 
     def reference_measure(self, p: torch.Tensor) -> torch.Tensor:
-        """Return what ranks agree on, float32 [granules of ``p``]. Only if ``agrees``."""
+        """Return what ranks agree on, float32 [granules of ``p``]; only if ``agrees``."""
         raise TypeError(f"{self.name}: its ranks have nothing to agree on before they encode")
 
     @abstractmethod
@@ -154,7 +122,7 @@ class Codec(ABC):
 
     @property
     def native(self) -> _C.Codec:
-        """The same codec in C++, for callers that have addresses.
+        """The codec in C++, for callers that have addresses.
 
         Raises:
             ImportError: pycomm._C is not built.
@@ -180,15 +148,15 @@ class Codec(ABC):
 
         Args:
             x: float32, any shape, contiguous.
-            out: uint8 [encoded_bytes(x.numel())] for the payload; made if it is None.
-            residual: float32, as many values as ``x``; what earlier payloads still owe.
-            new_residual: where the new residual goes; None: into ``residual``.
-            key: names the random numbers, for stochastic rounding.
-            index: place of ``x[0]`` in its tensor, a multiple of ``granule``.
-            agreed: float32, the largest of what the ranks measured (`measure`); None: what this
-                one measures. Only codecs that ``agrees`` take it.
-            summed: ``x`` is a sum of what contributions with this key decoded to; it is encoded
-                without loss. Only where ``combine`` is "sum".
+            out: uint8 [encoded_bytes(x.numel())] for the payload; None: a new tensor.
+            residual: float32, as many values as ``x``; the error left by earlier payloads.
+            new_residual: tensor for the new residual; None: ``residual`` itself.
+            key: key of the random numbers, for stochastic rounding.
+            index: index of ``x[0]`` in its tensor, a multiple of ``granule``.
+            agreed: float32, the maximum of the ranks' measurements (`measure`); None: this rank's
+                own. Only codecs with ``agrees`` take it.
+            summed: ``x`` is a sum of decoded contributions with this key; it is encoded without
+                loss. Only where ``combine`` is "sum".
 
         Returns:
             The payload: ``out``.
@@ -239,7 +207,7 @@ class Codec(ABC):
         return args.out
 
     def measure(self, x: Array, residual: Array | None = None) -> torch.Tensor:
-        """Return what ranks must agree on before they encode: their maximum goes to ``encode``.
+        """Return what ranks must agree on before they encode: ``encode`` takes the maximum.
 
         Args:
             x: float32, any shape, contiguous.
@@ -249,7 +217,7 @@ class Codec(ABC):
             float32, one value for each granule of ``x``.
 
         Raises:
-            TypeError: a wrong dtype, or a codec without ``agrees``.
+            TypeError: a wrong dtype, or the codec has no ``agrees``.
             ValueError: a wrong size, device or layout.
         """
         if not self.agrees:

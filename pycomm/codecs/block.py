@@ -1,12 +1,13 @@
-"""What the references of the block codecs share; the wire pages have the same steps."""
+"""Helpers shared by the references of the block codecs; the wire pages have the same steps."""
 
 from __future__ import annotations
 
 import torch
 
-TINY = 2.0**-100  # blocks at or below this travel as zeros
-HUGE = 2.0**127  # blocks that are not below this travel as NaN
+TINY = 2.0**-100  # blocks with amax at or below this are sent as zeros
+HUGE = 2.0**127  # blocks whose amax is not below this are sent as NaN
 NAN = 0x7FC00000  # bits of every NaN that an encoder writes
+INF = 0x7F800000  # bits of infinity: all of the exponent
 SIZES = tuple(2**k for k in range(5, 12))
 
 
@@ -17,17 +18,17 @@ def check_block(name: str, block: int) -> None:
 
 
 def num_blocks(numel: int, block: int) -> int:
-    """Number of blocks, a short last one included."""
+    """Return the number of blocks, including a short last one."""
     return -(-numel // block)
 
 
 def padded(size: int) -> int:
-    """Bytes of a section: the next multiple of 4."""
+    """Return the padded size of a section: the next multiple of 4."""
     return -(-size // 4) * 4
 
 
 def split(p: torch.Tensor, block: int) -> torch.Tensor:
-    """Return ``p`` (float32 [numel]) as rows of one block each; zeros fill the last row."""
+    """Return ``p`` (float32 [numel]) as rows of one block each; zeros pad the last row."""
     rows = p.new_zeros(num_blocks(p.numel(), block) * block)
     rows[: p.numel()] = p
     return rows.view(-1, block)
@@ -36,11 +37,11 @@ def split(p: torch.Tensor, block: int) -> torch.Tensor:
 def scales(rows: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (scale, inverse scale, used) of each row, [blocks] each.
 
-    Only used blocks have codes other than zero.
+    Blocks that are not used have zero codes only.
     """
     amax = rows.abs().amax(dim=1)
     used = (amax > TINY) & (amax < HUGE)
-    # Tensor by tensor: torch turns a scalar operand into a multiplication by a reciprocal.
+    # Tensor by tensor: torch turns division by a scalar into multiplication by its reciprocal.
     tops = torch.full_like(amax, top)
     nan = torch.full_like(amax, NAN, dtype=torch.int32).view(torch.float32)
     zero = torch.zeros_like(amax)
@@ -49,7 +50,7 @@ def scales(rows: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def add_halves(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row: its halves are added to each other until one number is left."""
+    """Return the sum of each row: its halves are added to each other until one number remains."""
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
@@ -57,7 +58,7 @@ def add_halves(rows: torch.Tensor) -> torch.Tensor:
 
 
 def mean_scales(rows: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (scale, used) of each row, [blocks] each: a scale is the mean magnitude of a block."""
+    """Return (scale, used) of each row, [blocks] each; the scale is a block's mean magnitude."""
     block = rows.shape[1]
     begin = block * torch.arange(len(rows), device=rows.device)
     mean = add_halves(rows.abs()) / (numel - begin).clamp(max=block).to(torch.float32)
@@ -80,7 +81,7 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the little-endian bit string (uint8) of codes of ``bits`` bits each.
 
     Args:
-        codes: uint8 [numel]; of each the lowest ``bits`` bits count.
+        codes: uint8 [numel]; the lowest ``bits`` bits of each are used.
         bits: 1 to 8.
     """
     if bits == 8:

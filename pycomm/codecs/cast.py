@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.block import check_block, num_blocks, padded, payload, scales, split
 
 DTYPES = {
@@ -19,7 +20,7 @@ DTYPES = {
 }
 TOP = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}  # types with a scale per block
 DEFAULT_BLOCK = 256
-NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}  # every NaN travels as this
+NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}  # encoding of every NaN
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Gradients from one float dtype to another, scaled on the way, in one pass over memory.
+"""Conversion of gradients from one float dtype to another, with scaling, in one pass over memory.
 
-It unscales and clips what AMP has scaled, and hooks end a collective with it: averaged, in the
-bucket's own dtype. The arithmetic is that of csrc/codecs/convert.h; who runs it is chosen like who
-runs a codec (`pycomm.codecs.implementations`), with the same bits from all.
+It unscales and clips gradients that AMP has scaled. Communication hooks finish a collective with
+it: averaged, in the bucket's own dtype. The arithmetic is that of csrc/codecs/convert.h; the
+implementation is selected as for codecs (`pycomm.codecs.implementations`), and all write the same
+bits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from importlib import import_module
 import torch
 
 from pycomm.arrays import core_dtype
-from pycomm.codecs.cuda_kernels import WARPS, Call
-from pycomm.codecs.cuda_names import NAMESPACE, ROW, SMALL
+from pycomm.codecs.cuda.kernels import WARPS, Call
+from pycomm.codecs.cuda.names import NAMESPACE, ROW, SMALL
 from pycomm.codecs.implementations import ORDER, Unavailable, _device, _stream
 from pycomm.env import env
 
@@ -29,7 +30,7 @@ Factor = float | torch.Tensor
 
 @dataclass(frozen=True)
 class Conversion:
-    """What one call does; see `convert`, which has checked it."""
+    """Arguments of one conversion, checked by `convert`."""
 
     x: torch.Tensor
     out: torch.Tensor
@@ -51,29 +52,28 @@ def convert(
     divisor: float = 1.0,
     found_inf: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply, divide and cast gradients, and tell whether they overflowed.
+    """Multiply, divide and cast gradients, and report overflow.
 
-    ``out = cast(x * by * clip / divisor)``, in float32 with each operation rounded alone. What
-    takes several passes over the gradients otherwise (unscale, look for Inf and NaN, clip, cast)
-    takes one. Nothing waits for the device: factors and flag can be tensors there.
-
+    ``out = cast(x * by * clip / divisor)``, in float32 with each operation rounded alone. One pass
+    over the gradients replaces several (unscale, look for Inf and NaN, clip, cast). Nothing waits
+    for the device: factors and flag can be tensors there.
     Args:
         x: float32, float16 or bfloat16, any shape, contiguous.
         out: as many values of one of these dtypes, contiguous; or the dtype of a new tensor; None:
-            into ``x`` itself.
+            ``x`` itself.
         by: a number, or float32 with one value on the device of ``x``: the reciprocal of the loss
             scale.
-        clip: another one: the most that the norm may be over the norm, if that is below 1.
-        divisor: a number, such as how many ranks were added up.
-        found_inf: float32 with one value, on the device of ``x``. Becomes 1 if a value of the
-            result is Inf or NaN, also where only the cast made it so; else it stays as it was, so
-            that it can serve several tensors. Optimizers with ``found_inf`` take it.
+        clip: the same: the maximum norm over the norm, if that is below 1.
+        divisor: a number, such as the number of ranks in the sum.
+        found_inf: float32 with one value, on the device of ``x``. Set to 1 if a value of the
+            result is Inf or NaN, also if only the cast made it so; else left unchanged, so that
+            several tensors can share it. Optimizers with ``found_inf`` take it.
 
     Returns:
         ``out``.
 
     Raises:
-        TypeError: a dtype is another.
+        TypeError: an unsupported dtype.
         ValueError: a wrong size, device or layout.
 
     Example:
@@ -118,11 +118,11 @@ def _check_single(role: str, factor: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def reference(c: Conversion) -> None:
-    """The definition, in plain torch."""
+    """Run a conversion in plain torch; this is the definition."""
     value = c.x.reshape(-1).float()
     for factor in (c.by, c.clip):
         value = value * torch.as_tensor(factor, dtype=torch.float32, device=value.device)
-    # torch multiplies by the reciprocal of a number.
+    # torch would replace division by a number with multiplication by its reciprocal.
     value = value / value.new_tensor(c.divisor).expand_as(value)
     c.out.view(-1).copy_(value)
     if c.found_inf is not None:
@@ -130,7 +130,7 @@ def reference(c: Conversion) -> None:
 
 
 def native(c: Conversion) -> None:
-    """csrc/codecs/convert.cpp, or convert.cu on torch's current stream."""
+    """Run csrc/codecs/convert.cpp, or convert.cu on torch's current stream."""
     from pycomm import _C
 
     with _device(c.x):
@@ -149,7 +149,7 @@ def native(c: Conversion) -> None:
 
 
 def _factor(factor: Factor) -> tuple[int, float]:
-    """An address, or 0 and the number that holds then."""
+    """Return an address, or 0 and the number that is used instead."""
     return (factor.data_ptr(), 1.0) if isinstance(factor, torch.Tensor) else (0, factor)
 
 
@@ -170,13 +170,13 @@ class Params(ctypes.Structure):
 
 
 def kernel_name(source: torch.dtype, target: torch.dtype) -> str:
-    """Return the kernel's name in C++."""
+    """Return the kernel's C++ name."""
     types = f"{NAMESPACE}::cast::{_TYPES[source]}, {NAMESPACE}::cast::{_TYPES[target]}"
     return f"{NAMESPACE}::convert::convert_kernel<{types}>"
 
 
 def cuda_call(c: Conversion) -> Call:
-    """Return the launch of the CUDA kernel; csrc/codecs/convert.cu chooses alike."""
+    """Return the launch of the CUDA kernel, chosen as in csrc/codecs/convert.cu."""
     (by_at, by_value), (clip_at, clip_value) = _factor(c.by), _factor(c.clip)
     params = Params(
         x=c.x.data_ptr(),
@@ -194,7 +194,7 @@ def cuda_call(c: Conversion) -> Call:
 
 
 def _nvrtc(c: Conversion) -> None:
-    import_module("pycomm.codecs.nvrtc").launch([cuda_call(c)], c.x.device)
+    import_module("pycomm.codecs.cuda.nvrtc").launch([cuda_call(c)], c.x.device)
 
 
 def implementation(kind: str, device: str) -> Run:
@@ -221,16 +221,16 @@ def implementation(kind: str, device: str) -> Run:
     if kind == "nvrtc":
         if device != "cuda":
             raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
-        import_module("pycomm.codecs.nvrtc")
+        import_module("pycomm.codecs.cuda.nvrtc")
         return _nvrtc
     raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
 
 
 def select(device: str) -> Run:
-    """Return the first implementation that is there, or the one that PYCOMM_IMPL names.
+    """Return the first available implementation, or the one that PYCOMM_IMPL names.
 
     Raises:
-        Unavailable: the named one is not there, with the reason.
+        Unavailable: the named one is not available; the text has the reason.
     """
     return _select(device, env().impl)
 

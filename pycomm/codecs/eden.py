@@ -1,8 +1,8 @@
-"""eden: half a bit to 4 bits per value, 64 to 8 times smaller than float32, and without bias.
+"""eden: half a bit to 8 bits per value, 64 to 4 times smaller than float32, unbiased.
 
 Wire format: docs/wire/eden.md. Vargaftik et al., "DRIVE: One-bit distributed mean estimation"
-(NeurIPS 2021) is one bit; "EDEN: Communication-efficient and robust distributed mean estimation for
-federated learning" (ICML 2022, algorithm 1) is the rest.
+(NeurIPS 2021) describes one bit; "EDEN: Communication-efficient and robust distributed mean
+estimation for federated learning" (ICML 2022, algorithm 1) the other widths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.block import (
     HUGE,
     NAN,
@@ -26,14 +27,57 @@ from pycomm.codecs.block import (
 from pycomm.codecs.philox import derived_seed
 from pycomm.codecs.rotation import HEADER, check_size, header, random_bits, rotate, unrotate
 
-# Magnitudes of the Lloyd-Max levels of N(0, 1), and from where on the next one is nearer.
+# Magnitudes of the Lloyd-Max levels of N(0, 1), and the thresholds between adjacent levels.
+# fmt: off
 LEVELS: dict[int, list[float]] = {
     0: [0.0],
     1: [0.7978846],
     2: [0.45278, 1.5104176],
     3: [0.2450942, 0.7560053, 1.3439093, 2.1519457],
     4: [0.128395, 0.3880483, 0.6567591, 0.9423405, 1.2562312, 1.6180464, 2.0690172, 2.7325896],
+    5: [
+        0.06588966, 0.19805183, 0.3313783, 0.4666995, 0.6049336, 0.7471357, 0.8945651, 1.0487833,
+        1.2118044, 1.3863404, 1.576228, 1.7872332, 2.0287285, 2.3177395, 2.6911197, 3.2607324,
+    ],
+    6: [
+        0.033409506, 0.10027829, 0.1672969, 0.23456699, 0.30219284, 0.37028265, 0.43894967,
+        0.5083138, 0.578503, 0.6496556, 0.7219219, 0.7954677, 0.8704766, 0.94715494, 1.0257363,
+        1.1064882, 1.1897202, 1.2757945, 1.365141, 1.4582764, 1.5558312, 1.6585889, 1.7675419,
+        1.8839773, 2.0096111, 2.1468103, 2.2989812, 2.471305, 2.6722739, 2.9174068, 3.240437,
+        3.7441013,
+    ],
+    7: [
+        0.01682817, 0.050490864, 0.08417264, 0.11788628, 0.15164465, 0.18546072, 0.21934764,
+        0.25331873, 0.28738755, 0.32156795, 0.35587403, 0.3903203, 0.42492166, 0.45969343,
+        0.49465147, 0.5298122, 0.56519264, 0.6008105, 0.6366843, 0.6728333, 0.70927787, 0.74603915,
+        0.78313965, 0.82060295, 0.8584542, 0.89671993, 0.9354285, 0.97461, 1.0142967, 1.0545232,
+        1.0953267, 1.1367474, 1.1788286, 1.2216175, 1.2651651, 1.3095276, 1.3547662, 1.4009485,
+        1.448149, 1.49645, 1.5459437, 1.5967331, 1.6489339, 1.702677, 1.7581115, 1.8154078,
+        1.8747625, 1.9364046, 2.0006018, 2.0676715, 2.1379933, 2.2120275, 2.2903392, 2.3736343,
+        2.4628115, 2.5590405, 2.6638865, 2.7795143, 2.9090471, 3.0572462, 3.231933, 3.4474304,
+        3.7349367, 4.189694,
+    ],
+    8: [
+        0.008446193, 0.025339384, 0.042234983, 0.059134603, 0.07603986, 0.092952356, 0.10987372,
+        0.12680559, 0.14374956, 0.16070732, 0.17768049, 0.19467075, 0.21167976, 0.2287092,
+        0.24576078, 0.26283622, 0.27993724, 0.2970656, 0.31422305, 0.3314114, 0.34863243, 0.365888,
+        0.38317996, 0.40051022, 0.41788065, 0.4352932, 0.45274988, 0.47025266, 0.4878036,
+        0.5054048, 0.5230583, 0.5407663, 0.55853105, 0.5763547, 0.5942396, 0.6121881, 0.6302026,
+        0.6482855, 0.6664394, 0.68466675, 0.70297027, 0.72135264, 0.7398166, 0.75836504,
+        0.77700084, 0.795727, 0.8145467, 0.833463, 0.8524793, 0.8715989, 0.8908253, 0.91016203,
+        0.92961293, 0.9491818, 0.9688726, 0.98868936, 1.0086365, 1.0287182, 1.0489392, 1.0693042,
+        1.0898181, 1.110486, 1.1313132, 1.1523054, 1.1734682, 1.1948076, 1.2163299, 1.2380418,
+        1.2599499, 1.2820615, 1.304384, 1.3269253, 1.3496937, 1.3726976, 1.3959464, 1.4194493,
+        1.4432166, 1.4672587, 1.491587, 1.5162132, 1.5411496, 1.5664098, 1.5920075, 1.6179578,
+        1.6442765, 1.6709803, 1.6980875, 1.7256169, 1.7535894, 1.7820269, 1.8109531, 1.8403933,
+        1.8703752, 1.900928, 1.9320842, 1.9638784, 1.9963485, 2.0295358, 2.0634851, 2.0982466,
+        2.1338742, 2.1704283, 2.2079754, 2.24659, 2.2863545, 2.3273618, 2.3697171, 2.4135387,
+        2.4589622, 2.5061426, 2.5552595, 2.6065214, 2.660174, 2.7165077, 2.7758706, 2.8386858,
+        2.905473, 2.9768822, 3.053742, 3.1371326, 3.2285001, 3.3298485, 3.4440718, 3.575588,
+        3.7316663, 3.9256377, 4.1865954, 4.6035357,
+    ],
 }
+# fmt: on
 BORDERS: dict[int, list[float]] = {
     0: [],
     1: [],
@@ -43,21 +87,32 @@ BORDERS: dict[int, list[float]] = {
 }
 
 
+def _between(levels: list[float]) -> list[float]:
+    """Return what lies half way between neighbours, in float32."""
+    at = torch.tensor(levels, dtype=torch.float32)
+    halves: list[float] = ((at[:-1] + at[1:]) * 0.5).tolist()
+    return halves
+
+
+BORDERS |= {bits: _between(LEVELS[bits]) for bits in range(5, 9)}
+WIDTHS = (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
+
+
 @dataclass(frozen=True)
 class Eden(Codec):
-    """Rotations of ``size`` values, each with a float32 scale, and the nearest level per value."""
+    """Rotations of ``size`` values, with a float32 scale each and the nearest level per value."""
 
     name: ClassVar[str] = "eden"
     combine: ClassVar[Combine] = "recode"
-    wire_version: ClassVar[int] = 1
+    wire_version: ClassVar[int] = 2
 
     bits: float = 2
     size: int = 1024
     scale: Literal["unbiased", "mmse"] = "unbiased"
 
     def __post_init__(self) -> None:
-        if not (0.5 <= self.bits <= 4 and float(2 * self.bits).is_integer()):
-            raise ValueError(f"eden: bits={self.bits}: use 0.5, 1, 1.5, ... 4")
+        if self.bits not in WIDTHS:
+            raise ValueError(f"eden: bits={self.bits}: use 0.5, 1, 1.5, ... 4, 5, 6, 7 or 8")
         if float(self.bits).is_integer():
             object.__setattr__(self, "bits", int(self.bits))
         check_size("eden", self.size)
@@ -73,7 +128,7 @@ class Eden(Codec):
         return self.size
 
     def sign_key(self, key: RandomKey) -> int:
-        """Return the key of the signs, which a payload begins with."""
+        """Return the key of the signs, with which a payload starts."""
         return derived_seed(key, 0)
 
     def encoded_bytes(self, numel: int) -> int:
@@ -91,7 +146,7 @@ class Eden(Codec):
         y = rotate(p, head, self.size)
         amax = y.abs().amax(dim=1)
         used = (amax > TINY) & (amax < HUGE)
-        # By the power of two that brings the largest magnitude of a rotation into [1, 2).
+        # Scaled by the power of two that brings a rotation's largest magnitude into [1, 2).
         exponent = torch.where(used, amax, torch.ones_like(amax)).view(torch.int32) & 0x7F800000
         shrink = ((254 << 23) - exponent).view(torch.float32)
         u = torch.where(used[:, None], y * shrink[:, None], torch.zeros_like(y))
@@ -138,14 +193,14 @@ class Eden(Codec):
         return unrotate(y, head, numel)
 
     def _second(self, rotations: int, head: torch.Tensor) -> torch.Tensor:
-        """Whether the second value of a pair takes a bit more, bool [rotations, size / 2]."""
+        """Return whether the second value of a pair has the extra bit: bool [rotations, size/2]."""
         bits = random_bits(head, rotations * self.size, stream=1).view(rotations, -1)
         return bits[:, : self.size // 2] == 1
 
     def _parts(
         self, u: torch.Tensor, head: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Values with most bits, and those with a bit less: where there is half a bit, of pairs."""
+        """Return the values with most bits, and, for half bits, those with one less, or None."""
         if isinstance(self.bits, int):
             return u, None
         second = self._second(len(u), head)
@@ -154,7 +209,7 @@ class Eden(Codec):
 
 
 def _quantize(u: torch.Tensor, inv: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (int32), the place of a level and the sign on top, and what they stand for."""
+    """Return codes (int32), a level's index with the sign on top, and the values they represent."""
     if bits == 0:
         return torch.zeros_like(u, dtype=torch.int32), torch.zeros_like(u)
     z = (u * inv[:, None]).abs()

@@ -1,13 +1,14 @@
-"""Who runs a codec: one of up to four implementations of the same bytes.
+"""Implementations of codecs: up to four that write the same bytes.
 
 * ``native``: csrc/codecs through ``pycomm._C``; on cuda only if pycomm was built with CUDA.
-* ``nvrtc``: the same CUDA sources, compiled at run time: ``pycomm.codecs.nvrtc``.
+* ``nvrtc``: the same CUDA sources, compiled at run time: ``pycomm.codecs.cuda.nvrtc``.
 * ``triton``: ``pycomm.triton_kernels.<name>``; on cpu only in Triton's interpreter.
 * ``reference``: the codec's own ``reference_*`` methods, in plain torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 
+from pycomm.codecs.args import EncodeArgs, RandomKey
+from pycomm.codecs.cuda.sources import SOURCES
 from pycomm.env import env
 
 if TYPE_CHECKING:
     from pycomm import _C
-    from pycomm.codecs.base import Codec, EncodeArgs
 
 Kind = Literal["native", "nvrtc", "triton", "reference"]
 
@@ -30,11 +32,27 @@ ORDER: dict[str, tuple[Kind, ...]] = {
 
 
 class Unavailable(RuntimeError):
-    """An implementation is not part of this installation, or does not run on this device."""
+    """The implementation is not part of this installation, or does not run on this device."""
+
+
+class Codec(Protocol):
+    """The part of a codec that implementations use; see `pycomm.codecs.base`."""
+
+    @property
+    def native(self) -> _C.Codec: ...
+    def reference_measure(self, p: torch.Tensor) -> torch.Tensor: ...
+    def reference_encode(
+        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+    def reference_encode_sum(
+        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+    def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor: ...
+    def reference_decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
 class Implementation(Protocol):
-    """A module can be one. `measure` is there only for codecs that agree on something."""
+    """An implementation; may be a module. Only codecs with ``agrees`` need `measure`."""
 
     def measure(
         self, codec: Any, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, /
@@ -45,7 +63,7 @@ class Implementation(Protocol):
 
 
 class Reference:
-    """Any codec in plain torch, on any device."""
+    """The reference: any codec in plain torch, on any device."""
 
     def measure(
         self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
@@ -74,7 +92,7 @@ class Reference:
 
 
 class Native:
-    """pycomm._C on addresses; cuda tensors on torch's current stream."""
+    """The native implementation: pycomm._C; cuda tensors use torch's current stream."""
 
     def measure(
         self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
@@ -137,9 +155,9 @@ def _stream(x: torch.Tensor) -> int | None:
 
 
 def _scratch(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """Scratch memory on cuda, from torch's caching allocator.
+    """Return scratch memory on cuda, from torch's caching allocator.
 
-    It may be freed as soon as the work is queued: who gets it next comes later on the same stream.
+    It may be freed as soon as the work is queued: its next user comes later on the same stream.
     """
     count = codec.native.scratch_bytes(x.numel()) if x.is_cuda else 0
     return torch.empty(count, dtype=torch.uint8, device=x.device)
@@ -151,10 +169,18 @@ def _device(x: torch.Tensor) -> AbstractContextManager[None]:
 
 @cache
 def native_codec(spec: str) -> _C.Codec:
-    """Return the codec in C++. Raises ImportError if pycomm._C is not built."""
+    """Return the C++ codec. Raises ImportError if pycomm._C is not built."""
     from pycomm import _C
 
     return _C.Codec(spec)
+
+
+def _no_nvrtc() -> Implementation:
+    raise ImportError("pycomm.codecs has not been imported")
+
+
+nvrtc: Callable[[], Implementation] = _no_nvrtc
+"""Imports NVRTC's launches, which depend on the codecs; `pycomm.codecs` sets it."""
 
 
 def implementation(name: str, kind: str, device: str) -> Implementation:
@@ -183,22 +209,20 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
         if device != "cuda":
             raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
         _check_cuda_source(name)
-        return cast(Implementation, import_module("pycomm.codecs.nvrtc"))
+        return nvrtc()
     raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
 
 
 def _check_cuda_source(name: str) -> None:
-    from pycomm.codecs.cuda_kernels import SOURCES
-
     if name not in SOURCES:
         raise Unavailable(f"{name} has no CUDA kernels")
 
 
 def select(name: str, device: str) -> Implementation:
-    """Return the first implementation that is there, or the one that PYCOMM_IMPL names.
+    """Return the first available implementation, or the one that PYCOMM_IMPL names.
 
     Raises:
-        Unavailable: the named one is not there, with the reason.
+        Unavailable: the named one is not available; the text has the reason.
     """
     return _select(name, device, env().impl)
 

@@ -10,19 +10,20 @@ from typing import ClassVar, Literal
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.block import NAN, num_blocks, pack_bits, padded, unpack_bits
 
 BLOCK = 256
-GROUP = 32  # the codes of so many values are whole words
-HEAD = 3  # bytes of a block: its largest exponent, the bits of a code, how many are escaped
+GROUP = 32  # number of values whose codes fill whole words
+HEAD = 3  # bytes of a block: its largest exponent, the bits of a code, the number of escapes
 WHOLE = 8  # bits of a code that holds every offset
-WIDTHS = range(2, WHOLE + 1)  # beside 0, for equal exponents
+WIDTHS = range(2, WHOLE + 1)  # besides 0, for equal exponents
 
 
 @dataclass(frozen=True)
 class Lossless(Codec):
-    """Exponents of a block as offsets from its largest; the other bits as they are."""
+    """Exponents as offsets from the largest of their block; the other bits are unchanged."""
 
     name: ClassVar[str] = "lossless"
     combine: ClassVar[Combine] = "recode"
@@ -46,7 +47,7 @@ class Lossless(Codec):
         return sum(self.sections(numel)) if numel else 0
 
     def sections(self, numel: int) -> tuple[int, int, int, int, int]:
-        """Bytes of the header, of the three sections of fixed size, and the most of the stream."""
+        """Return the bytes of header, three fixed-size sections, and the stream's maximum."""
         low = padded16(2 * numel) if self.dtype == "float32" else 0
         heads = padded16(HEAD * num_blocks(numel, BLOCK))
         return 16, padded16(numel), low, heads, num_blocks(numel, GROUP) * GROUP
@@ -70,7 +71,7 @@ class Lossless(Codec):
         exponent[there] = (bits >> 23 & 0xFF).to(torch.int64)
         top = exponent.amax(dim=1, keepdim=True)
         offset = torch.where(there, top - exponent, 0)
-        # Bytes of a block at each width, and the width itself: the smallest of equals.
+        # Bytes of a block at each width, and the width itself: the smallest of equal sizes.
         size = [
             (4 * w * groups + (w < WHOLE) * (offset >= (1 << w) - 1).sum(dim=1)) << 4 | w
             for w in WIDTHS
@@ -101,7 +102,7 @@ class Lossless(Codec):
         used = int(header.view(torch.int32)[0]) & 0xFFFFFFFC
         stream = stream[: max(used - payload.numel() + stream.numel(), 0)]
         end = stream.numel()
-        stream = torch.cat((stream, stream.new_full((1,), 0xFF)))  # of what is not there
+        stream = torch.cat((stream, stream.new_full((1,), 0xFF)))  # stands for missing bytes
 
         there, groups = _blocks(high[:numel])
         top, width, count = heads[: HEAD * len(there)].view(-1, HEAD).to(torch.int64).unbind(dim=1)
@@ -128,12 +129,12 @@ class Lossless(Codec):
 
 
 def padded16(size: int) -> int:
-    """Bytes of a section: the next multiple of 16."""
+    """Return the padded size of a section: the next multiple of 16."""
     return -(-size // 16) * 16
 
 
 def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which places of the blocks have a value [blocks, BLOCK], and their groups [blocks]."""
+    """Return a mask of the values [blocks, BLOCK], and each block's groups [blocks]."""
     numel = values.numel()
     place = torch.arange(num_blocks(numel, BLOCK) * BLOCK, device=values.device)
     there = (place < numel).view(-1, BLOCK)
@@ -141,11 +142,11 @@ def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _escapes(width: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest code of each block, and if it says that an exponent is escaped."""
+    """Return the largest code of each block, and whether it marks an escaped exponent."""
     return ((1 << width) - 1)[:, None], ((width > 0) & (width < WHOLE))[:, None]
 
 
 def _sums(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the sums of the sizes before each one, and of all."""
+    """Return the exclusive prefix sums of the sizes, and the total."""
     sums = sizes.cumsum(dim=0)
     return sums - sizes, int(sums[-1])

@@ -1,4 +1,4 @@
-"""mx: the microscaling floats of OCP (MXFP8, MXFP6, MXFP4) and NVFP4, 3.9 to 7.5 times smaller.
+"""mx: OCP's microscaling floats (MXFP8, MXFP6, MXFP4) and NVFP4, 3.9 to 7.5 times smaller.
 
 Wire format: docs/wire/mx.md.
 """
@@ -10,7 +10,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.block import (
     HUGE,
     num_blocks,
@@ -24,6 +25,7 @@ from pycomm.codecs.block import (
 from pycomm.codecs.philox import random_words
 
 SUPER_BLOCK = 2048  # values that share the float32 scale of nvfp4
+LARGEST_SCALE = 0x7E  # the code of 448, the largest number of e4m3
 
 
 class Element(NamedTuple):
@@ -39,7 +41,7 @@ class Element(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Exponent of the smallest normal number; those below share its step."""
+        """Exponent of the smallest normal number; subnormals have the same step."""
         return 2 - (1 << (self.exponent - 1))
 
 
@@ -56,11 +58,11 @@ ELEMENTS = {
 
 @dataclass(frozen=True)
 class MX(Codec):
-    """Small floats with a scale of one byte for 32 values (nvfp4: 16)."""
+    """Small floats with a one-byte scale for 32 values (nvfp4: 16)."""
 
     name: ClassVar[str] = "mx"
     combine: ClassVar[Combine] = "recode"
-    wire_version: ClassVar[int] = 1
+    wire_version: ClassVar[int] = 2
 
     format: Literal["fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "nvfp4"] = (
         "fp8_e4m3"
@@ -88,7 +90,7 @@ class MX(Codec):
 
     @property
     def block(self) -> int:
-        """Values that share a scale."""
+        """Number of values that share a scale."""
         return 16 if self.format == "nvfp4" else 32
 
     @property
@@ -96,7 +98,7 @@ class MX(Codec):
         return SUPER_BLOCK if self.format == "nvfp4" else self.block
 
     def sections(self, numel: int) -> tuple[int, int]:
-        """Where the scales and where the codes begin, in bytes."""
+        """Return the byte offsets of the scales and of the codes."""
         scales_at = 4 * num_blocks(numel, SUPER_BLOCK) if self.format == "nvfp4" else 0
         return scales_at, scales_at + padded(num_blocks(numel, self.block))
 
@@ -115,12 +117,12 @@ class MX(Codec):
         return payload(*first, pack_bits(code.view(-1)[: p.numel()], self.element.bits))
 
     def saturated(self, p: torch.Tensor) -> int:
-        """Return how many values become the element's largest because they are larger than it."""
+        """Return how many values are clipped to the element's largest number."""
         _, v = self._scaled(p)
         return int((v.abs() > self.element.top).sum())
 
     def _scaled(self, p: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the sections of scales, and the values in units of them: float32 [blocks, ...]."""
+        """Return the scale sections, and the values divided by scale: float32 [blocks, ...]."""
         rows = split(p, self.granule)
         blocks = rows.view(-1, self.block)
         amax = blocks.abs().amax(dim=1)
@@ -130,7 +132,7 @@ class MX(Codec):
         else:
             scale, inv = self._scales(amax)
             first = [scale]
-        # Without an inverse scale a block travels as zeros or as NaN.
+        # A block without an inverse scale is sent as zeros or as NaN.
         return first, torch.where(inv[:, None] > 0, blocks * inv[:, None], torch.zeros_like(blocks))
 
     def _scales(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +142,7 @@ class MX(Codec):
         exponent = bits >> 23
         if self.scale == "ceil":
             exponent = exponent + ((bits & 0x7FFFFF) > (top & 0x7FFFFF))
-        used = amax < HUGE  # not so for NaN
+        used = amax < HUGE  # False for NaN
         code = torch.where(used, (exponent - (top >> 23) + 127).clamp(min=0), 255)
         inv = torch.where(used, 254 - code << 23, 0).to(torch.int32).view(torch.float32)
         return code.to(torch.uint8), inv
@@ -152,7 +154,12 @@ class MX(Codec):
         factor = torch.full_like(top, E4M3.top) / torch.where(used, top, torch.ones_like(top))
         each = SUPER_BLOCK // self.block
         v = amax.view(-1, each) * factor[:, None]
-        code = _encode(torch.where(used[:, None], v, torch.zeros_like(v)), E4M3)
+        v = torch.where(used[:, None], v, torch.zeros_like(v))
+        code = _encode(v, E4M3)
+        if self.rounding == "stochastic":
+            # Rounded up: a scale below the exact one would clip values, which is a bias.
+            least = (_decode(code, E4M3) < v).to(torch.uint8)
+            code = (code + least).clamp(max=LARGEST_SCALE)
         scale = (_decode(code, E4M3) * sup[:, None]).view(-1)
         inv = torch.where(scale > 0, torch.ones_like(scale) / scale, torch.zeros_like(scale))
         return sup, code.view(-1), inv
@@ -194,7 +201,7 @@ def _decode(code: torch.Tensor, of: Element) -> torch.Tensor:
         exponent, mantissa = magnitude >> of.mantissa, magnitude & (1 << of.mantissa) - 1
         normal = 1 << of.mantissa if exponent else 0
         values.append((normal + mantissa) * 2.0 ** (max(exponent, 1) - 1 + of.least - of.mantissa))
-    # Of these small floats two have codes that are no numbers: the last of e4m3, four of e5m2.
+    # Two of these formats have codes that are no numbers: e4m3 the last one, e5m2 four.
     last = values.index(of.top) + 1
     rest = len(values) - last
     values[last:] = [float("inf")] * (rest > 1) + [float("nan")] * (rest - (rest > 1))

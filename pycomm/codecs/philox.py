@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from pycomm.codecs.base import RandomKey
+from pycomm.codecs.args import RandomKey
 
 LOW = 0xFFFFFFFF
 
 
 def _times(factor: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Upper and lower 32 bits of factor * x; int64 wraps, and wrapped bits are the right ones."""
+    """Return the upper and lower 32 bits of factor * x; int64 wraps without harm to the bits."""
     product = x * factor
     return (product >> 32) & LOW, product & LOW
 
@@ -25,14 +25,28 @@ def random_words(key: RandomKey, index: int, numel: int, device: torch.device) -
     return _words_of_groups(key, group)[:numel]
 
 
+def sampled_places(words: torch.Tensor, numel: int, stride: int) -> torch.Tensor:
+    """Return one index of each ``stride`` of ``numel`` values, chosen by a random word: int64.
+
+    Equal distances would always hit the same column of a matrix.
+    Args:
+        words: int64, at least as many as there are stretches of ``stride`` values; the last stretch
+            may be shorter.
+        numel: at least 1.
+        stride: at most 2^31.
+    """
+    begin = torch.arange(0, numel, stride, device=words.device)
+    return begin + (words[: len(begin)] * (numel - begin).clamp(max=stride) >> 32)
+
+
 def derived_seed(key: RandomKey, number: int) -> int:
-    """Return a seed of 64 bits for other words: the first two of a group that no value is in."""
+    """Return a 64-bit seed for other words: the first two of a group that belongs to no value."""
     low, high = _words_of_groups(key, torch.tensor([(1 << 62) + number])).tolist()[:2]
     return int(high << 32 | low)
 
 
 def _words_of_groups(key: RandomKey, group: torch.Tensor) -> torch.Tensor:
-    """Return four words for each of ``group`` (int64)."""
+    """Return four words for each element of ``group`` (int64)."""
     c0, c1 = group & LOW, group >> 32
     c2, c3 = torch.full_like(group, key.tensor), torch.full_like(group, key.step)
     k0, k1 = key.seed & LOW, key.seed >> 32

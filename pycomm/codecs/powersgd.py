@@ -2,7 +2,7 @@
 
 As a codec of one tensor it is one step of power iteration from a random start, which shows the
 error of a first step. Ranks that train together do better: they average the factors themselves and
-start from those of the step before, see `pycomm.hooks.powersgd`.
+start from those of the step before, see `pycomm.reduction.powersgd`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import ClassVar
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Implementation, implementation
 from pycomm.codecs.philox import random_words
@@ -32,15 +33,15 @@ class PowerSGD(Codec):
     wire_version: ClassVar[int] = 1
 
     rank: int = 4
-    """More is closer and larger: 1, 2 and 4 are usual."""
+    """Columns of the factors; more is closer and larger: 1, 2 and 4 are usual."""
     alternate: int = 0
-    """1: steps send P and Q in turns, one all-reduce each (Zhang et al. 2023, "ACP-SGD")."""
+    """1: steps send P and Q alternately, one all-reduce each (Zhang et al. 2023, "ACP-SGD")."""
     restart: int = 0
-    """1: every step starts from a new random Q and not from the last one."""
+    """1: every step starts from a new random Q instead of the last one."""
     min_compression: float = 2.0
-    """Parameters whose factors are not smaller by more than this travel exactly."""
+    """Parameters whose factors are not smaller by more than this factor are sent exactly."""
     rows: int = 0
-    """Set by `fit`; 0: as many as make the matrix as near to a square as whole numbers allow."""
+    """Set by `fit`; 0: the number that makes the matrix as nearly square as integers allow."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -63,10 +64,10 @@ class PowerSGD(Codec):
         return fitted
 
     def shape(self, numel: int) -> tuple[int, int]:
-        """Return rows and columns of a tensor of so many values.
+        """Return the rows and columns of a tensor of ``numel`` values.
 
         Raises:
-            ValueError: the rows do not divide the values.
+            ValueError: the rows do not divide the number of values.
         """
         rows = self.rows or next((d for d in range(math.isqrt(numel), 0, -1) if numel % d == 0), 1)
         if numel % rows:
@@ -74,7 +75,7 @@ class PowerSGD(Codec):
         return rows, numel // rows
 
     def width(self, numel: int) -> int:
-        """Return how many columns the factors of so many values have: the rank, if it can be."""
+        """Return the number of columns of the factors of ``numel`` values: at most the rank."""
         return min(self.rank, *self.shape(numel))
 
     @property
@@ -88,7 +89,7 @@ class PowerSGD(Codec):
         return implementation(self.name, "reference", device)
 
     def start(self, numel: int, key: RandomKey, device: torch.device) -> torch.Tensor:
-        """Return the first Q, float32 [columns, width]: uniform in [-1, 1), equal everywhere."""
+        """Return the first Q, float32 [columns, width]: uniform in [-1, 1), equal on all ranks."""
         columns, width = self.shape(numel)[1], self.width(numel)
         words = random_words(key, 0, columns * width, device)
         return ((words >> 8).float() * 2.0**-23 - 1).view(columns, width)
@@ -114,8 +115,8 @@ class PowerSGD(Codec):
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Return orthonormal columns that span those of a matrix [n, rank], by Householder's QR.
 
-    It needs no threshold: columns that depend on others, or are zero, give some vector that is
-    orthogonal to the rest. What is not finite gives NaN.
+    QR needs no threshold: a column that is zero or depends on others yields some vector that is
+    orthogonal to the rest. Values that are not finite yield NaN.
     """
     if not matrix.isfinite().all():
         return torch.full_like(matrix, math.nan)

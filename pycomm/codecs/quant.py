@@ -10,7 +10,8 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.block import (
     HUGE,
     NAN,
@@ -34,11 +35,11 @@ ScaleType = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Quant(Codec):
-    """Each block has a grid of 2^bits values: evenly around zero, or from its least value up."""
+    """Blocks with a grid of 2^bits values each: symmetric around zero, or from the minimum up."""
 
     name: ClassVar[str] = "quant"
     combine: ClassVar[Combine] = "recode"
-    wire_version: ClassVar[int] = 1
+    wire_version: ClassVar[int] = 2
 
     bits: int = 8
     block: int = 0  # 0: DEFAULT_BLOCK
@@ -59,7 +60,7 @@ class Quant(Codec):
         check_block("quant", self.block)
 
     def spec(self) -> str:
-        """Canonical text; range and scale are named if they are not the default."""
+        """Return the canonical text; range and scale are included if they are not the default."""
         text = f"quant:bits={self.bits},block={self.block},rounding={self.rounding}"
         if self.range != "symmetric":
             text += f",range={self.range}"
@@ -81,11 +82,11 @@ class Quant(Codec):
         return self.rounding == "correlated"
 
     def shift(self, key: RandomKey) -> int:
-        """What a rank adds to the random words that ranks share."""
+        """Return the number that this rank adds to the shared random words."""
         return (1 << 32) // key.ranks * key.rank if self.rounding == "correlated" else 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Bytes of the scales, without the padding behind them."""
+        """Return the bytes of the scales, without the padding after them."""
         each = {"float32": 4, "bfloat16": 2}[self.scale]
         return num_blocks(numel, self.block) * each * (2 if self.range == "minmax" else 1)
 
@@ -104,7 +105,7 @@ class Quant(Codec):
             v = rows * inv[:, None]
             table = unit
         else:
-            # The last row ends in its own last value, which is no new extreme.
+            # Padding the last row with its own last value adds no extreme.
             rows.view(-1)[p.numel() :] = p[-1:]
             unit, inv, low, used = self._minmax(rows)
             v = (rows - low[:, None]) * inv[:, None]
@@ -128,7 +129,7 @@ class Quant(Codec):
         ends = torch.stack((order.amin(dim=1), order.amax(dim=1)))
         low, high = _order(ends).view(torch.float32)
         amax = torch.maximum(low.abs(), high.abs())
-        used = amax < HUGE / 2  # not so for NaN
+        used = amax < HUGE / 2  # False for NaN
         nan = torch.full_like(amax, NAN, dtype=torch.int32).view(torch.float32)
         zero = torch.zeros_like(amax)
         if self.scale == "bfloat16":
@@ -138,6 +139,10 @@ class Quant(Codec):
         if self.scale == "bfloat16":
             unit = _bfloat16_above(unit)
         inv = torch.where(unit > 0, torch.ones_like(unit) / unit, zero)
+        # A block without a unit is sent as its value nearest to zero, or zero if it has both signs.
+        top = _toward_zero(high) if self.scale == "bfloat16" else high
+        next_to_zero = torch.where(high < 0, top, torch.where(low > 0, low, zero))
+        low = torch.where(unit > 0, low, next_to_zero)
         return torch.where(used, unit, nan), inv, torch.where(used, low, nan), used
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
@@ -153,23 +158,28 @@ class Quant(Codec):
 
 
 def _order(bits: torch.Tensor) -> torch.Tensor:
-    """Bits of floats as integers in the order of the values, -0 below +0; and back."""
+    """Map the bits of floats to integers in the values' order, -0 below +0, and back."""
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def _bfloat16_above(x: torch.Tensor) -> torch.Tensor:
-    """The next bfloat16, as float32, that is not less; ``x`` is not negative, or NaN."""
+    """Return the least bfloat16, as float32, that is not less; ``x`` is >= 0, or NaN."""
     return (x.view(torch.int32) + 0xFFFF & ~0xFFFF).view(torch.float32)
 
 
+def _toward_zero(x: torch.Tensor) -> torch.Tensor:
+    """Return the nearest bfloat16, as float32, that is not further from zero."""
+    return (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
+
+
 def _bfloat16_below(x: torch.Tensor) -> torch.Tensor:
-    """The next bfloat16, as float32, that is not greater."""
+    """Return the largest bfloat16, as float32, that is not greater."""
     bits = x.view(torch.int32)
     return (torch.where(bits < 0, bits + 0xFFFF, bits) & ~0xFFFF).view(torch.float32)
 
 
 def _stored(table: torch.Tensor, scale: ScaleType) -> torch.Tensor:
-    """Scales as they travel; those of bfloat16 have no lower half."""
+    """Return scales in wire format; those of bfloat16 have no lower half."""
     return table if scale == "float32" else (table.view(torch.int32) >> 16).to(torch.int16)
 
 

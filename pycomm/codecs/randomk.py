@@ -1,4 +1,4 @@
-"""randomk: of every so many values one, chosen by a key that all ranks share.
+"""randomk: one block out of ``every``, chosen by a key that all ranks share.
 
 Wire format: docs/wire/randomk.md.
 """
@@ -11,7 +11,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.block import NAN, num_blocks
 from pycomm.codecs.philox import random_words
 
@@ -20,7 +21,7 @@ HEADER = struct.Struct("<QQII")  # seed, number of the first stretch, step, tens
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """One block of each stretch of ``every`` blocks travels; the key says which."""
+    """One block of each stretch of ``every`` blocks is sent; the key selects it."""
 
     name: ClassVar[str] = "randomk"
     combine: ClassVar[Combine] = "sum"
@@ -92,7 +93,7 @@ class RandomK(Codec):
             out[places] += rows.view(-1)[: out.numel()][places]
 
     def _decode_rows(self, payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return values as rows of one stretch each, and where they count (bool)."""
+        """Return values as rows of one stretch each, and a mask of the values sent (bool)."""
         seed, first, step, tensor = HEADER.unpack(bytes(payload[: HEADER.size].tolist()))
         count = num_blocks(numel, self.granule)
         values = payload.new_zeros(4 * count * self.block)
@@ -110,7 +111,7 @@ class RandomK(Codec):
     def _choose(
         self, key: RandomKey, first: int, numel: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which block of each stretch travels, and of how many it was chosen (int64)."""
+        """Return the block chosen in each stretch, and the number of blocks there (int64)."""
         count = num_blocks(numel, self.granule)
         begin = first // 4 * 4
         words = random_words(key, begin, first - begin + count, device)[first - begin :]
@@ -119,7 +120,7 @@ class RandomK(Codec):
         return (words * blocks) >> 32, blocks
 
     def _rows(self, p: torch.Tensor) -> torch.Tensor:
-        """Return ``p`` as rows of one stretch each; zeros fill the last row."""
+        """Return ``p`` as rows of one stretch each; zeros pad the last row."""
         rows = p.new_zeros(num_blocks(p.numel(), self.granule) * self.granule)
         rows[: p.numel()] = p
         return rows.view(-1, self.granule)

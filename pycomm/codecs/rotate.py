@@ -1,4 +1,4 @@
-"""rotate: a random rotation before a codec with blocks, so that no value stands out in its block.
+"""rotate: a random rotation before a codec with blocks, so that no block has an outlier.
 
 Wire format: docs/wire/rotate.md. The rotation is that of Suresh et al., "Distributed mean
 estimation with limited communication" (ICML 2017, section 3): random signs, then Hadamard.
@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.philox import derived_seed
 from pycomm.codecs.quant import Quant
@@ -23,11 +24,11 @@ INNER = Quant(bits=4)
 
 @dataclass(frozen=True)
 class Rotate(Codec):
-    """Blocks of ``size`` values are rotated; what that gives goes through the inner codec."""
+    """Blocks of ``size`` values are rotated, and the result goes through the inner codec."""
 
     name: ClassVar[str] = "rotate"
     combine: ClassVar[Combine] = "recode"
-    wire_version: ClassVar[int] = 1  # grows with that of every inner codec, too
+    wire_version: ClassVar[int] = 2  # also increases with that of any inner codec
 
     size: int = 1024
     inner: Codec = INNER
@@ -50,7 +51,7 @@ class Rotate(Codec):
         return self.inner.shared_seed
 
     def sign_key(self, key: RandomKey) -> int:
-        """Return the key of the signs, which a payload begins with."""
+        """Return the key of the signs, with which a payload starts."""
         return derived_seed(key, 0)
 
     def encoded_bytes(self, numel: int) -> int:

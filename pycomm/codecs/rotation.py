@@ -1,4 +1,4 @@
-"""The random rotation that rotate and eden begin with, in plain torch: docs/wire/rotate.md."""
+"""The random rotation of rotate and eden, in plain torch: docs/wire/rotate.md."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import struct
 
 import torch
 
-from pycomm.codecs.base import RandomKey
+from pycomm.codecs.args import RandomKey
 from pycomm.codecs.philox import derived_seed, random_words
 
 SIZES = tuple(2**k for k in range(5, 13))
 HEADER = 16  # bytes: the key of the signs, the number of their first word
+SECOND = 2  # the stream of the signs between the two transforms
+# Slopes of the first transform's steps, by size / distance; all other steps have slope 1.
+SLOPES = {2: 0.70710678, 4: 0.8660254, 8: 0.91287093}
 
 
 def check_size(name: str, size: int) -> None:
@@ -20,13 +23,13 @@ def check_size(name: str, size: int) -> None:
 
 
 def header(key: RandomKey, index: int, device: torch.device) -> torch.Tensor:
-    """Return the first bytes of a payload whose values begin at ``index`` of a tensor."""
+    """Return the first bytes of a payload whose values start at ``index`` of a tensor."""
     data = struct.pack("<QQ", derived_seed(key, 0), index // 32)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
 def random_bits(header: torch.Tensor, numel: int, stream: int = 0) -> torch.Tensor:
-    """Return one random bit for each value of a payload, int64 [numel]; 0 are those of signs."""
+    """Return one random bit for each value of a payload, int64 [numel]; stream 0 has the signs."""
     seed, first = struct.unpack("<QQ", bytes(header.tolist()))
     skip = first % 4
     words = random_words(
@@ -38,29 +41,63 @@ def random_bits(header: torch.Tensor, numel: int, stream: int = 0) -> torch.Tens
 
 def hadamard(rows: torch.Tensor) -> torch.Tensor:
     """Transform each row: values half a row apart are added and subtracted, then a quarter, ..."""
-    count, size = rows.shape
-    apart = size // 2
+    apart = rows.shape[1] // 2
     while apart:
-        pairs = rows.view(count, -1, 2, apart)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        rows = torch.stack((a + b, a - b), dim=2).view(count, size)
+        rows = _step(rows, apart)
         apart //= 2
     return rows
+
+
+def spread_over(size: int) -> int:
+    """Return the number of values over which the first transform spreads each one."""
+    return min(size, 64) if size >= 1024 else size
+
+
+def spread(rows: torch.Tensor) -> torch.Tensor:
+    """Transform each row by the first steps of `hadamard`, three of them with a slope."""
+    size = rows.shape[1]
+    apart = size // 2
+    while apart >= size // spread_over(size):
+        rows = _step(rows, apart, SLOPES.get(size // apart))
+        apart //= 2
+    return rows
+
+
+def _step(rows: torch.Tensor, apart: int, slope: float | None = None) -> torch.Tensor:
+    """Replace values a and b by a + t b and t a - b, where t is ``slope``, or 1."""
+    count, size = rows.shape
+    a, b = rows.view(count, -1, 2, apart).unbind(2)
+    if slope is None:
+        pairs = (a + b, a - b)
+    else:
+        t = torch.tensor(slope, dtype=torch.float32, device=rows.device)
+        pairs = (a + t * b, t * a - b)
+    return torch.stack(pairs, dim=2).view(count, size)
 
 
 def rotate(p: torch.Tensor, header: torch.Tensor, size: int) -> torch.Tensor:
     """Return the rotation of ``p`` (float32 [numel]) as rows of ``size`` values."""
     rows = p.new_zeros(-(-p.numel() // size) * size)
     rows[: p.numel()] = p
-    flipped = _flip(rows * 2.0 ** -((size.bit_length() - 1) // 2), header)
-    return hadamard(flipped.view(-1, size))
+    flipped = _flip(rows * 2.0 ** -(_steps(size) // 2), header)
+    mixed = spread(flipped.view(-1, size)).view(-1)
+    return hadamard(_flip(mixed, header, SECOND).view(-1, size))
 
 
 def unrotate(rows: torch.Tensor, header: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return the values (float32 [numel]) that `rotate` made the rows of."""
-    scaled = hadamard(rows).view(-1) * 2.0 ** -(rows.shape[1].bit_length() // 2)
-    return _flip(scaled, header)[:numel]
+    """Return the values (float32 [numel]) from which `rotate` made the rows."""
+    size = rows.shape[1]
+    between = size.bit_length() // 2
+    mixed = _flip(hadamard(rows).view(-1) * 2.0**-between, header, SECOND)
+    scale = torch.tensor(128 / 77, dtype=torch.float32, device=rows.device)
+    scale = scale * 2.0 ** (between - (_steps(size) + 1) // 2)
+    return _flip(spread(mixed.view(-1, size)).view(-1) * scale, header)[:numel]
 
 
-def _flip(x: torch.Tensor, header: torch.Tensor) -> torch.Tensor:
-    return torch.where(random_bits(header, x.numel()) == 1, -x, x)
+def _steps(size: int) -> int:
+    """Return the number of steps of both transforms together."""
+    return size.bit_length() - 1 + spread_over(size).bit_length() - 1
+
+
+def _flip(x: torch.Tensor, header: torch.Tensor, stream: int = 0) -> torch.Tensor:
+    return torch.where(random_bits(header, x.numel(), stream) == 1, -x, x)

@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.block import check_block, mean_scales, num_blocks, padded, payload, split
 
 

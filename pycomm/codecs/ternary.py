@@ -1,4 +1,4 @@
-"""ternary: -1, 0 or 1 times a scale that all ranks share, so that contributions add up to integers.
+"""ternary: -1, 0 or 1 times a scale that all ranks share, so contributions add as integers.
 
 Wire format: docs/wire/ternary.md. TernGrad with a shared scaler: Wen et al., "TernGrad: Ternary
 gradients to reduce communication in distributed deep learning" (NeurIPS 2017, sections 3 and 4).
@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.block import (
     NAN,
     TINY,
@@ -25,12 +26,12 @@ from pycomm.codecs.block import (
 )
 from pycomm.codecs.philox import derived_seed, random_words
 
-LIMIT = 2.0**120  # from here on 127 * scale could overflow
+LIMIT = 2.0**120  # from this scale on, 127 * scale could overflow
 
 
 @dataclass(frozen=True)
 class Ternary(Codec):
-    """A code holds the sum of ``ranks`` contributions, each of which is -1, 0 or 1."""
+    """Codes that hold the sum of ``ranks`` contributions, each of which is -1, 0 or 1."""
 
     name: ClassVar[str] = "ternary"
     combine: ClassVar[Combine] = "sum"
@@ -46,7 +47,7 @@ class Ternary(Codec):
 
     @property
     def bits(self) -> int:
-        """Of a code: enough for 2 * ranks + 1 integers."""
+        """Bits of a code: enough for 2 * ranks + 1 integers."""
         return (2 * self.ranks).bit_length()
 
     @property
@@ -67,14 +68,14 @@ class Ternary(Codec):
         return True
 
     def check_ranks(self, key: RandomKey) -> None:
-        """Raise ValueError unless a code holds the sum of all ranks."""
+        """Raise ValueError unless a code can hold the sum of all ranks."""
         if key.ranks > self.ranks:
             raise ValueError(
                 f"{self.spec()}: its codes hold no sum of {key.ranks} ranks: use ranks={key.ranks}"
             )
 
     def rank_seed(self, key: RandomKey) -> int:
-        """Return the seed that a rank rounds with: they share ``key.seed``, not their rounding."""
+        """Return the seed of a rank's rounding: ranks share ``key.seed``, not their rounding."""
         return derived_seed(key, 1 + key.rank)
 
     def encoded_bytes(self, numel: int) -> int:
@@ -113,13 +114,13 @@ class Ternary(Codec):
     def _scaled(
         self, p: torch.Tensor, key: RandomKey, agreed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows of one block each, and (scale, used) of each."""
+        """Return rows of one block each, and (scale, used) of each."""
         self.check_ranks(key)
         if agreed is None:
             raise ValueError(f"{self.name}: its ranks must agree before they encode")
         used = (agreed > TINY) & (agreed < LIMIT)
         safe = torch.where(used, agreed, torch.ones_like(agreed))
-        # The next number with 8 significant bits.
+        # The scale is rounded up to 8 significant bits.
         unit = ((safe.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
         nan = torch.full_like(agreed, NAN, dtype=torch.int32).view(torch.float32)
         unused = torch.where(agreed <= TINY, torch.zeros_like(agreed), nan)

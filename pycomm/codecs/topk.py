@@ -1,4 +1,4 @@
-"""topk: the values of largest magnitude, with their places.
+"""topk: the values of largest magnitude, with their positions.
 
 Wire format: docs/wire/topk.md.
 """
@@ -7,20 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
+from fractions import Fraction
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
-from pycomm.codecs.block import HUGE, NAN, pack_bits, padded, payload, scales, split, unpack_bits
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
+from pycomm.codecs.block import (
+    HUGE,
+    INF,
+    NAN,
+    TINY,
+    pack_bits,
+    padded,
+    payload,
+    scales,
+    split,
+    unpack_bits,
+)
+from pycomm.codecs.philox import random_words, sampled_places
 
-GROUP = 256  # chosen values that share a scale (int8) or a pair of levels (int2)
+GROUP = 256  # chosen values that share a scale (float16, int8) or a pair of levels (int2)
 CHUNKS = {"int12": 4096, "int16": 65536, "bitmap": 65536}
 VALUE_BITS = {"float32": 32, "float16": 16, "int8": 8, "int2": 2}
 INDEX_BITS = {"int32": 32, "int16": 16, "int12": 12}
-HEADER = 8  # of a payload of variable size: bytes used, values that travel
-SCALE_BYTES = {"float32": 0, "float16": 0, "int8": 4, "int2": 8}
+HEADER = 8  # bytes, of a payload of variable size: number of bytes used, number of values sent
+SCALE_BYTES = {"float32": 0, "float16": 4, "int8": 4, "int2": 8}
 
 
 @dataclass(frozen=True)
@@ -29,13 +43,13 @@ class TopK(Codec):
 
     name: ClassVar[str] = "topk"
     combine: ClassVar[Combine] = "gather"
-    wire_version: ClassVar[int] = 1
+    wire_version: ClassVar[int] = 2
 
     density: float = 0.01
     values: Literal["float32", "float16", "int8", "int2"] = "float32"
     indices: Literal["auto", "int32", "int16", "int12", "bitmap"] = "auto"
     chunk: int = 0  # 0: by indices, 4096 for int12, 65536 for int16 and bitmap, else whole tensors
-    sample: int = 0  # 0: exactly the largest; else every so many-th value finds a threshold
+    sample: int = 0  # 0: exactly the largest; else a sample of one in so many sets a threshold
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
@@ -81,15 +95,28 @@ class TopK(Codec):
         return self.sample > 0
 
     def count(self, numel: int) -> int:
-        """Number of values that travel of a record of ``numel``."""
-        return max(1, min(numel, ceil(self.density * numel)))
+        """Return the number of values that are sent for a record of ``numel``.
+
+        The product is exact, for the density as written: 0.07 of 100 values is 7, where the
+        float64 product is above 7.
+        """
+        part, whole = _decimal(self.density)
+        return max(1, min(numel, -(-part * numel // whole)))
 
     def most(self, numel: int) -> int:
-        """The largest number of values that a sampled threshold may choose."""
+        """Return the largest number of values that a sampled threshold may choose."""
         return min(numel, self.count(numel) + -(-self.count(numel) // 4))
 
+    def least(self, numel: int) -> int:
+        """Return the smallest number of values that a sampled threshold may choose."""
+        return self.count(numel) - self.count(numel) // 4
+
+    def sampled(self, numel: int) -> int:
+        """Return the number of values in the sample; 0 without one."""
+        return -(-numel // self.sample) if self.sample else 0
+
     def record_sizes(self, numel: int) -> list[int]:
-        """Values of each record of a tensor."""
+        """Return the number of values of each record of a tensor."""
         length = self.chunk or max(numel, 1)
         sizes = [length] * (numel // length)
         return [*sizes, numel % length] if numel % length else sizes
@@ -107,11 +134,11 @@ class TopK(Codec):
         return sum(self._sections(numel, self.count(numel)))
 
     def indices_at(self, numel: int) -> int:
-        """Where the indices of a record of ``numel`` values begin."""
+        """Return the offset of the indices of a record of ``numel`` values."""
         return sum(self._sections(numel, self.count(numel))[:2])
 
     def _sections(self, numel: int, k: int) -> tuple[int, int, int]:
-        """Bytes of scales, values and indices of a record of which ``k`` travel."""
+        """Return the bytes of scales, values and indices of a record that sends ``k`` values."""
         bits = numel if self.indices == "bitmap" else k * INDEX_BITS[self.indices]
         values = padded(-(-k * VALUE_BITS[self.values] // 8))
         return SCALE_BYTES[self.values] * -(-k // GROUP), values, padded(-(-bits // 8))
@@ -124,7 +151,7 @@ class TopK(Codec):
         if p.numel() == 0:
             return p.new_empty(0, dtype=torch.uint8)
         if self.variable:
-            k = self._sampled_count(p)
+            k = self._sampled_count(p, key)
             record = self._encode_record(p, k)
             out = record.new_zeros(self.encoded_bytes(p.numel()))
             used = HEADER + record.numel()
@@ -134,16 +161,22 @@ class TopK(Codec):
         records = torch.split(p, self.record_sizes(p.numel()))
         return torch.cat([self._encode_record(r, self.count(r.numel())) for r in records])
 
-    def _sampled_count(self, p: torch.Tensor) -> int:
-        """How many values reach the k-th largest of the sample; one of a record that is void."""
+    def _sampled_count(self, p: torch.Tensor, key: RandomKey) -> int:
+        """Return the number of values to send: those that reach the sample's k-th largest.
+
+        The number asked for is returned if these are too few or too many; 1 for a void record.
+        """
         if self._is_void(p):
             return 1
-        sample = magnitudes(p[:: self.sample])
-        threshold = sample.sort(descending=True).values[self.count(sample.numel()) - 1]
-        return min(int((magnitudes(p) >= threshold).sum()), self.most(p.numel()))
+        n, m = p.numel(), self.sampled(p.numel())
+        places = sampled_places(random_words(key, 0, m, p.device), n, self.sample)
+        threshold = magnitudes(p[places]).sort(descending=True).values[self.count(m) - 1]
+        k = int((magnitudes(p) >= threshold).sum())
+        return k if self.least(n) <= k <= self.most(n) else self.count(n)
 
     def _is_void(self, p: torch.Tensor) -> bool:
-        limit = torch.tensor([HUGE if self.values == "int8" else float("inf")], device=p.device)
+        huge = HUGE if self.values in ("float16", "int8") else float("inf")
+        limit = torch.tensor([huge], device=p.device)
         return bool((magnitudes(p) >= magnitudes(limit)).any())
 
     def _encode_record(self, p: torch.Tensor, k: int) -> torch.Tensor:
@@ -155,7 +188,9 @@ class TopK(Codec):
         if self.values == "float32":
             return payload(chosen, self._pack_indices(places, p.numel()))
         if self.values == "float16":
-            return payload(chosen.to(torch.float16), self._pack_indices(places, p.numel()))
+            scale, inv = half_scales(split(chosen, GROUP))
+            code = (split(chosen, GROUP) * inv[:, None]).to(torch.float16).view(-1)[:k]
+            return payload(scale, code, self._pack_indices(places, p.numel()))
         if self.values == "int8":
             rows = split(chosen, GROUP)
             scale, inv, _ = scales(rows, 127)
@@ -171,13 +206,10 @@ class TopK(Codec):
         return payload(levels, pack_bits(code, 2), self._pack_indices(places, p.numel()))
 
     def _void(self, p: torch.Tensor, k: int) -> torch.Tensor:
-        """A record that holds Inf or NaN: it begins with NaN."""
+        """Return the encoding of a record that holds Inf or NaN: it starts with NaN."""
         start, values, indices = self._sections(p.numel(), k)
         out = p.new_zeros(start + values + indices, dtype=torch.uint8)
-        if self.values == "float16":
-            out[: 2 * k].view(torch.int16).fill_(0x7E00)
-        else:
-            out[: 4 * k if self.values == "float32" else start].view(torch.int32).fill_(NAN)
+        out[: 4 * k if self.values == "float32" else start].view(torch.int32).fill_(NAN)
         return out
 
     def _pack_indices(self, places: torch.Tensor, numel: int) -> torch.Tensor:
@@ -211,7 +243,7 @@ class TopK(Codec):
     def _records(
         self, payload: torch.Tensor, numel: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the values and the places of each record; a void one is NaN at every place."""
+        """Yield the values and positions of each record; a void one is NaN at every position."""
         if self.variable and numel > 0:
             used, k = payload[:HEADER].view(torch.int32).tolist()
             known = 1 <= k <= self.most(numel)
@@ -226,7 +258,7 @@ class TopK(Codec):
             yield self._record(part, size, self.count(size))
 
     def _record(self, part: torch.Tensor, size: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values and the places of one record of ``size`` values."""
+        """Return the values and positions of one record of ``size`` values."""
         scale, code, index = torch.split(part, list(self._sections(size, k)))
         places = self._unpack_indices(index, k)
         value = self._values(scale, code, k)
@@ -239,11 +271,10 @@ class TopK(Codec):
     def _values(self, scale: torch.Tensor, code: torch.Tensor, k: int) -> torch.Tensor:
         if self.values == "float32":
             return code.view(torch.float32)
-        if self.values == "float16":
-            return code.view(torch.float16)[:k].to(torch.float32)
         group = torch.arange(k, device=code.device) // GROUP
-        if self.values == "int8":
-            return code.view(torch.int8)[:k].to(torch.float32) * scale.view(torch.float32)[group]
+        if self.values in ("float16", "int8"):
+            wide = code.view(torch.float16 if self.values == "float16" else torch.int8)[:k]
+            return wide.to(torch.float32) * scale.view(torch.float32)[group]
         bits = unpack_bits(code, 2, k).to(torch.int64)
         level = scale.view(torch.float32).view(-1, 2)[group, bits & 1]
         return torch.where(bits >> 1 > 0, -level, level)
@@ -265,13 +296,32 @@ def _void_values(size: int, device: torch.device) -> tuple[torch.Tensor, torch.T
     return torch.full_like(places, float("nan"), dtype=torch.float32), places
 
 
+@lru_cache(maxsize=256)
+def _decimal(density: float) -> tuple[int, int]:
+    """Return numerator and denominator of the shortest decimal that denotes the float64."""
+    return Fraction(repr(float(density))).as_integer_ratio()
+
+
+def half_scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale of each row of GROUP values as float16, and its inverse: powers of two.
+
+    Multiplied by the inverse the largest magnitude of the row is at least 2^14 and below 2^15.
+    """
+    amax = rows.abs().amax(1)
+    scale = (amax.view(torch.int32) & INF) - (14 << 23)
+    inv = ((254 << 23) - scale).view(torch.float32)
+    used = amax > TINY
+    zero = torch.zeros_like(amax)
+    return torch.where(used, scale.view(torch.float32), zero), torch.where(used, inv, zero)
+
+
 def magnitudes(p: torch.Tensor) -> torch.Tensor:
-    """Return the bits of ``|p|`` as int32, whose order is that of the values."""
+    """Return the bits of ``|p|`` as int32, which order as the values do."""
     return p.view(torch.int32) & 0x7FFFFFFF
 
 
 def split_with(values: torch.Tensor, fill: float) -> torch.Tensor:
-    """Return ``values`` as rows of GROUP; ``fill`` fills the last row."""
+    """Return ``values`` as rows of GROUP; ``fill`` pads the last row."""
     rows = values.new_full((-(-values.numel() // GROUP) * GROUP,), fill)
     rows[: values.numel()] = values
     return rows.view(-1, GROUP)

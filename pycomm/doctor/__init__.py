@@ -1,5 +1,5 @@
-"""`python -m pycomm.doctor`: what is installed, how ranks would talk, and what stands in the way.
+"""`python -m pycomm.doctor`: checks the installation, the machine, the network and the job.
 
-A check is two steps: facts, which a child process looks up where looking could end it (probe.py),
-and findings, which a function makes of the facts. docs/doctor.md has the list.
+A check has two steps: collect facts, in a child process if that may crash (probe.py), and derive
+findings from the facts. docs/doctor.md has the list of checks.
 """

@@ -19,7 +19,8 @@ from typing import Any
 
 from pycomm.doctor import installed, machine, network, probe, self_test, variables
 from pycomm.doctor.finding import LEVELS, STATUS, Finding, worst
-from pycomm.env import env, given
+from pycomm.env import given, place
+from pycomm.env import refused as refused_here
 
 MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
 
@@ -27,12 +28,12 @@ MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
 def examine(
     ranks_here: int = 0, ranks: int = 0, hosts: int = 0
 ) -> tuple[list[Finding], dict[str, str]]:
-    """Look at everything but the self-test.
+    """Run every check but the self-test.
 
     Args:
-        ranks_here: ranks of this machine; 0: not known.
-        ranks: of the job; 0: not known.
-        hosts: of the job; 0: not known.
+        ranks_here: number of ranks on this machine; 0: not known.
+        ranks: number of ranks of the job; 0: not known.
+        hosts: number of hosts of the job; 0: not known.
 
     Returns:
         The findings, and the facts that all ranks of a job should share.
@@ -40,7 +41,7 @@ def examine(
     found = probe.look()
     set_here = given(*variables.OTHERS)
     core, torch = found["core"], found["torch"]
-    refused = {} if core.error else variables.refusals(set_here)
+    refused = dict(refused_here()) if core.error else variables.refusals(set_here) | refused_here()
     findings = installed.judge(found)
     findings += variables.judge(
         set_here, refused, torch.facts.get("impl", ""), torch.facts.get("no_effect", ())
@@ -59,7 +60,7 @@ def examine(
 
 
 def alone(options: argparse.Namespace) -> list[Finding]:
-    """Examine this machine, and try ranks on it."""
+    """Examine this machine, and run a self-test with ranks on it."""
     findings, _ = examine()
     if options.self_test:
         bad = [f.name for f in findings if f.level == "problem" and blocks_ranks(f)]
@@ -72,12 +73,13 @@ def alone(options: argparse.Namespace) -> list[Finding]:
 
 
 def blocks_ranks(finding: Finding) -> bool:
-    """Whether ranks of the core cannot start with this problem."""
-    return finding.name in ("core", "interface") or finding.name in variables.CORE
+    """Return whether this problem keeps ranks of the core from starting."""
+    own = {*variables.CORE, "PYCOMM_HEALTH"}
+    return finding.name in ("core", "interface") or finding.name in own
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print findings by topic, and what to do below those that are not well."""
+    """Print findings by topic, with advice below those that are not ok."""
     print(f"pycomm doctor on {socket.gethostname()}: {describe_machine()}")
     width = max(len(finding.name) for finding in findings)
     for topic in dict.fromkeys(finding.topic for finding in findings):
@@ -95,7 +97,7 @@ def describe_machine() -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One line that counts what is not well."""
+    """Return one line that counts the findings that are not ok."""
     counts = {level: sum(f.level == level for f in findings) for level in LEVELS}
     said = [
         f"{counts[level]} {level}{'s' * (counts[level] != 1)}"
@@ -106,7 +108,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def to_record(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The report for programs."""
+    """Return the report as a value for JSON."""
     level = worst(findings)
     return {
         "host": socket.gethostname(),
@@ -121,7 +123,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m pycomm.doctor",
         description="Says what of pycomm is installed, how ranks would talk, what stands in the "
         "way, and what to do about it. Under torchrun it compares the ranks and tries their group.",
-        epilog="Exit status: 0 all is well, 1 a problem, 3 only warnings.",
+        epilog="Exit status: 0 all is well, 1 a problem, 2 wrong options, 3 only warnings.",
     )
     add = parser.add_argument
     add("--json", metavar="FILE", help="write the report to this file too; - prints it instead")
@@ -135,14 +137,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    rank, ranks = env().rank, env().world_size
+    try:
+        rank, ranks, local = place()
+        if rank is not None and ranks is not None and ranks > 1:
+            for text in refused_here().values():
+                raise ValueError(text)
+    except ValueError as error:
+        return fail(str(error))
     if rank is None or ranks is None or ranks == 1:
         findings = alone(options)
         status = STATUS[worst(findings)]
     else:
         from pycomm.doctor import job
 
-        here = env().local_world_size or 0
+        here = local or 0
         hosts = -(-ranks // here) if here else 0
         findings, status = job.examine(
             lambda: examine(here, ranks, hosts), rank, ranks, options.self_test
@@ -154,9 +162,22 @@ def main(argv: Sequence[str]) -> int:
         if options.json == "-":
             print(text, end="")
         else:
-            Path(options.json).write_text(text)
+            try:
+                Path(options.json).write_text(text)
+            except OSError as error:
+                return fail(f"--json {options.json} cannot be written: {error.strerror}")
     return status
 
 
+def fail(text: str) -> int:
+    """Print one line that says what is wrong with the arguments; return the exit status."""
+    print(f"python -m pycomm.doctor: {text}", file=sys.stderr)
+    return 2
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("python -m pycomm.doctor: interrupted", file=sys.stderr)
+        sys.exit(130)

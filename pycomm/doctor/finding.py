@@ -1,4 +1,4 @@
-"""What the doctor finds: one line, how bad it is, and what to do about it."""
+"""Findings of the doctor: one line each, with a level and advice."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 LEVELS = ("ok", "note", "warning", "problem")
-"""From good to bad. A note costs nothing that was asked for; a warning costs speed or comfort; with
-a problem something does not work."""
+"""Levels from good to bad. A note costs nothing that was asked for; a warning costs speed or
+comfort; with a problem something does not work."""
 STATUS = {"ok": 0, "note": 0, "warning": 3, "problem": 1}
-"""The exit status by the worst level; 2 is a wrong command line."""
+"""Exit status by the worst level; 2 is a wrong command line."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Finding:
 
     level: str
     topic: str
-    """heading under which it stands"""
+    """Heading under which the finding is printed."""
     name: str
     text: str
-    """what is so; one line"""
+    """What was found; one line."""
     advice: str = ""
-    """what to do; warnings and problems have it"""
+    """What to do; warnings and problems have it."""
     where: str = ""
-    """which ranks have it, if not the one that tells"""
+    """The ranks concerned, if not the reporting one."""
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -35,5 +35,5 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """The worst level of all."""
+    """Return the worst level of all findings."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

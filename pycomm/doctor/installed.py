@@ -1,4 +1,4 @@
-"""What is built and loads: the core, torch and the binary for it, CUDA, Triton, NVRTC."""
+"""Checks of what is built and loads: the core, torch and the binary for it, CUDA, Triton, NVRTC."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUPY = 'pip install "pycomm[cuda13]" (or cuda12, as the driver has it)'
 
 
 def judge(found: Mapping[str, Outcome], package: Path = PACKAGE) -> list[Finding]:
-    """Findings from what the probes have said."""
+    """Return findings from the outcomes of the probes."""
     return [
         *_core(found["core"], package),
         *_torch(found["torch"]),
@@ -198,7 +198,7 @@ def _no_gpu(driver: Outcome) -> Finding:
 
 
 def _kernels(core: Outcome, nvrtc: Outcome, triton: Outcome) -> Finding:
-    """Who runs codecs on the GPU that is there."""
+    """Return the finding on the implementation that runs codecs on the available GPU."""
     name = "CUDA kernels"
     if not core.error and core.facts["cuda"]:
         if core.facts["gpus"]:

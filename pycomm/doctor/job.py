@@ -1,7 +1,7 @@
-"""The doctor under torchrun: every host is examined, ranks are compared, and their group is tried.
+"""The doctor under torchrun: examines every host, compares the ranks, and tries their group.
 
-Ranks meet at torch's store. The first rank of each host looks at everything; the others tell what
-can differ between ranks of a host.
+The ranks exchange reports through torch's store. The first rank of each host examines everything;
+the others report what can differ between ranks of a host.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pycomm.env import env, given
 
 TOPIC = "between ranks"
 SECONDS = 90.0
-"""until a rank must have reported"""
+"""Time limit for a rank's report."""
 GROUP_SECONDS = 180.0
-"""until a rank must have tried the group, for which it may have to compile _c10d"""
+"""Time limit for a rank's trial of the group, for which it may have to compile _c10d."""
 KEY = "pycomm-doctor"
 
-# What to say where ranks differ: how bad it is, and what to do.
+# Findings where ranks differ: the level, and the advice.
 DIFFERENCES = {
     "pycomm": ("problem", "install the same version everywhere"),
     "torch": ("problem", "install the same version everywhere"),
@@ -45,7 +45,7 @@ Look = Callable[[], tuple[list[Finding], dict[str, str]]]
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank tells."""
+    """Report of one rank."""
 
     host: str
     facts: dict[str, str]
@@ -64,13 +64,13 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
     """Examine this rank; all ranks call it.
 
     Args:
-        look: examines this host.
-        rank: ours.
-        ranks: of the job.
+        look: function that examines this host.
+        rank: this rank.
+        ranks: number of ranks of the job.
         self_test_wanted: whether to try the group.
 
     Returns:
-        On rank 0 the findings of all; and the exit status, the same everywhere.
+        On rank 0 the findings of all ranks; and the exit status, the same everywhere.
     """
     try:
         from torch.distributed.rendezvous import rendezvous
@@ -109,7 +109,7 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
             findings.append(Finding("note", self_test.TOPIC, "group", text))
     status = STATUS[worst(findings)]
     store.set(f"{KEY}/status", str(status))
-    _collect(store, range(1, ranks), "left/", 5.0)  # the store may be ours
+    _collect(store, range(1, ranks), "left/", 5.0)  # this process may serve the store
     return findings, status
 
 
@@ -129,7 +129,7 @@ def _report(look: Look) -> Report:
 
 
 def _wait(store: Any, key: str, seconds: float) -> bytes | None:
-    """What another rank has said; None: nothing in time."""
+    """Return the value that another rank has published, or None after a timeout."""
     try:
         store.wait([f"{KEY}/{key}"], timedelta(seconds=max(0.01, seconds)))
     except RuntimeError:
@@ -141,7 +141,7 @@ def _wait(store: Any, key: str, seconds: float) -> bytes | None:
 def _collect(
     store: Any, ranks: Iterable[int], prefix: str, seconds: float
 ) -> tuple[dict[int, bytes], list[int]]:
-    """What ranks have said, and the ranks that have not in time."""
+    """Return the values that ranks have published, and the ranks that have not in time."""
     deadline = time.monotonic() + seconds
     said = {rank: _wait(store, f"{prefix}{rank}", deadline - time.monotonic()) for rank in ranks}
     return {r: text for r, text in said.items() if text is not None}, [
@@ -159,10 +159,10 @@ def _absent(ranks: Sequence[int], seconds: float) -> Finding:
 
 
 def _try_group(store: Any, rank: int, ranks: int) -> list[Finding]:
-    """Sums over all ranks, by the backend as trainings use it; findings on rank 0."""
+    """Sum over all ranks through the backend, as training does; return findings on rank 0."""
     try:
         said = json.dumps(asdict(_group_result(store, rank, ranks)))
-    except Exception as error:  # whatever it is, rank 0 must hear of it
+    except Exception as error:  # any failure must reach rank 0
         said = json.dumps({"error": f"rank {rank}: {str(error).splitlines()[0]}"})
     store.set(f"{KEY}/result/{rank}", said)
     if rank > 0:
@@ -216,7 +216,7 @@ def _group_result(store: Any, rank: int, ranks: int) -> self_test.Result:
 
 
 def merged(reports: dict[int, Report]) -> list[Finding]:
-    """Findings of all hosts: what is well once, as rank 0 has it; the rest with its ranks."""
+    """Return the findings of all hosts: an ok once, from rank 0; others with their ranks."""
     first = reports[min(reports)].findings
     having: dict[Finding, list[int]] = {}
     for rank, report in reports.items():
@@ -232,7 +232,7 @@ def merged(reports: dict[int, Report]) -> list[Finding]:
 
 
 def differences(reports: dict[int, Report]) -> Iterator[Finding]:
-    """What should be alike on all ranks and is not."""
+    """Yield findings on facts that differ between ranks but should be equal."""
     names = dict.fromkeys(name for report in reports.values() for name in report.facts)
     same = True
     for name in names:
@@ -262,7 +262,7 @@ def _places(ranks: Sequence[int], reports: dict[int, Report]) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0-2, 5"."""
+    """Return ranks as text: "rank 3", "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

@@ -1,4 +1,4 @@
-"""What the system allows: cores, memory that ranks share, descriptors, reads between processes."""
+"""Checks of the system's limits: cores, shared memory, descriptors, reads between processes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ from pycomm.doctor.finding import Finding
 TOPIC = "this machine"
 MIB = 1 << 20
 SHARED_BYTES = 64 * MIB
-"""What is mapped to see whether ranks could share memory; a group of a few ranks takes as much."""
+"""Memory mapped to test whether ranks can share it; a group of a few ranks takes as much."""
+HEAP_BYTES = 64 << 30
+"""Address space of each rank's part of the memory in which peers reduce in place."""
 FILES_PER_RANK = 4
-"""Descriptors that a group opens for each other rank: two sockets, and one each for meeting."""
+"""Descriptors that a group opens for each other rank: two sockets, and two for the rendezvous."""
 OTHER_FILES = 256
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts; sizes are in bytes, None is no limit."""
+    """Facts on a machine; sizes are in bytes, None means no limit."""
 
     cores: int
-    """on which this process may run"""
+    """Number of cores on which this process may run."""
     quota: float | None
-    """cores of time that the container may use"""
+    """Processor time that the container may use, in cores."""
     open_files: int | None
     locked_memory: int | None
     address_space: int | None
     overcommit: int
-    """vm.overcommit_memory: 2 refuses address space that is not backed"""
+    """vm.overcommit_memory: 2 refuses address space that is not backed."""
+    file_size: int | None
+    """Limit in bytes (ulimit -f), which also applies to files in memory."""
     shm_free: int | None
-    """of /dev/shm; None: it is not there"""
+    """Free bytes of /dev/shm; None: it does not exist."""
     memfd_error: str
-    """why memory cannot be shared; empty: it can"""
+    """Why memory cannot be shared; empty: it can."""
     ptrace_scope: int | None
-    """kernel.yama.ptrace_scope; None: no such limit"""
+    """kernel.yama.ptrace_scope; None: there is no such limit."""
 
 
 def look() -> Machine:
-    """Look at the machine that this process is on."""
+    """Return the facts on the machine of this process."""
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         quota=cpu_quota(),
@@ -50,6 +54,7 @@ def look() -> Machine:
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         address_space=_limit(resource.RLIMIT_AS),
         overcommit=int(_read("/proc/sys/vm/overcommit_memory") or 0),
+        file_size=_limit(resource.RLIMIT_FSIZE),
         shm_free=_free("/dev/shm"),
         memfd_error=_memfd_error(),
         ptrace_scope=_number("/proc/sys/kernel/yama/ptrace_scope"),
@@ -57,7 +62,7 @@ def look() -> Machine:
 
 
 def judge(machine: Machine, ranks_here: int, ranks: int) -> Iterator[Finding]:
-    """Findings for `ranks_here` ranks of this machine out of `ranks`; 0: not known."""
+    """Yield findings for `ranks_here` of `ranks` ranks on this machine; 0: not known."""
     yield _cores(machine, ranks_here)
     yield _files(machine, ranks)
     if machine.memfd_error:
@@ -76,6 +81,14 @@ def judge(machine: Machine, ranks_here: int, ranks: int) -> Iterator[Finding]:
             "address space",
             f"{what}: DDP's buckets may not get the sparse memory in which peers reduce in place",
             "ulimit -v unlimited, and sysctl vm.overcommit_memory=0 or 1",
+        )
+    if machine.file_size is not None and machine.file_size < HEAP_BYTES * max(2, ranks_here):
+        yield _finding(
+            "warning",
+            "file size",
+            f"{_size(machine.file_size)} (ulimit -f): the sparse memory in which peers reduce "
+            "DDP's buckets in place is a larger file; tensors are copied instead",
+            "ulimit -f unlimited",
         )
     yield _reads(machine)
     yield _dev_shm(machine)
@@ -129,6 +142,14 @@ def _files(machine: Machine, ranks: int) -> Finding:
 
 def _reads(machine: Machine) -> Finding:
     name = "reads between ranks"
+    if machine.ptrace_scope == 1:
+        return _finding(
+            "ok",
+            name,
+            "kernel.yama.ptrace_scope=1: ranks name the launcher that has started them all "
+            "(PR_SET_PTRACER), whose processes may then read and debug them; without one, large "
+            "tensors outside of shared memory are copied twice",
+        )
     if machine.ptrace_scope:
         return _finding(
             "note",
@@ -198,12 +219,13 @@ def _memfd_error() -> str:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores of time that the control groups of this process allow; None: no limit.
+    """Return the processor time that control groups allow, in cores; None: no limit.
 
-    Both versions of control groups, from our own group up to the root, as far as it is mounted.
+    Reads both versions of control groups, from this process's own group up to the root, as far as
+    it is mounted.
 
     Args:
-        root: where /proc and /sys are; for tests.
+        root: parent folder of /proc and /sys; for tests.
     """
     found: list[float] = []
     for line in _read(str(root / "proc/self/cgroup")).splitlines():

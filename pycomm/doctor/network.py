@@ -1,4 +1,4 @@
-"""Which network interface ranks on several machines would use, why, and what it is."""
+"""Checks of the network: the interface that ranks on several machines would use, and why."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from pycomm.doctor.finding import Finding
 
 TOPIC = "network"
-# As csrc/core/env.h has it: the first that is set counts.
+# In the order of csrc/core/env.h: the first that is set counts.
 WISHES = ("PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SMALLEST_MTU = 1280
-"""bytes; what every IPv6 link must carry"""
+"""The MTU in bytes that every IPv6 link must support."""
 WIRE_USUALLY = 1500
 
 Interface = tuple[str, str]
-"""name and address"""
+"""Name and address."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What the system says of an interface; None: it does not."""
+    """An interface as the system describes it; None: not reported."""
 
     name: str
     address: str
@@ -33,26 +33,26 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Facts."""
+    """Facts on the network of this machine."""
 
     up: list[Interface]
     here: list[Interface] = field(default_factory=list)
-    """chosen if all ranks are on this machine"""
+    """Interfaces chosen if all ranks are on this machine."""
     far: list[Link] = field(default_factory=list)
-    """chosen if they are on several"""
+    """Interfaces chosen if the ranks are on several machines."""
     why: str = ""
-    """how `far` came to be chosen"""
+    """The reason for the choice of `far`."""
     error: str = ""
-    """why none fits"""
+    """Why no interface fits."""
     error_far: str = ""
-    """why none leads to other machines"""
+    """Why no interface leads to other machines."""
     store_error: str = ""
-    """why MASTER_ADDR leads nowhere"""
+    """Why MASTER_ADDR has no route."""
     congestion: str = ""
 
 
 def look(given: Mapping[str, str]) -> Network:
-    """Ask the core what it would choose with these variables."""
+    """Return the core's choice of interfaces with these variables."""
     from pycomm import _C
 
     up = _C.interfaces()
@@ -80,7 +80,7 @@ def look(given: Mapping[str, str]) -> Network:
 
 
 def judge(network: Network, hosts: int) -> Iterator[Finding]:
-    """Findings for ranks on so many hosts; 0: not known."""
+    """Yield findings for ranks on a number of hosts; 0: not known."""
     if network.store_error:
         yield _finding(
             "problem",
@@ -138,7 +138,7 @@ def _names(interfaces: Sequence[Interface]) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Our end of the route to a host; no packet is sent. Empty: there is none."""
+    """Return the local address of the route to a host, or "". No packet is sent."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:
@@ -157,7 +157,7 @@ def _store_error(host: str) -> str:
 
 
 def _short(failure: RuntimeError) -> str:
-    """Without the list of interfaces, which the advice has."""
+    """Return the error without the list of interfaces, which the advice has."""
     return str(failure).removeprefix("tcp: ").partition("; interfaces")[0]
 
 
@@ -166,7 +166,7 @@ def _properties(name: str) -> tuple[int | None, int | None]:
 
 
 def _number(name: str, what: str) -> int | None:
-    """A number that the kernel knows of an interface; virtual ones have a speed of -1, or none."""
+    """Return a number of sysfs for an interface; virtual ones have a speed of -1, or none."""
     try:
         value = int(Path("/sys/class/net", name, what).read_text())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Looks at parts of the installation, in processes of their own: loading a wrong binary may crash.
+"""Probes of parts of the installation, in child processes: loading a wrong binary may crash.
 
     python -m pycomm.doctor.probe torch c10d triton
 
-prints the facts of each as a line of JSON, until it ends. `look` runs such processes side by side.
+prints the facts of each as a line of JSON. `look` runs such processes side by side.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pycomm.errors import Error
 
 SECONDS = 60.0
 AT_IMPORT = ("PYCOMM_RUN", "PYCOMM_TAKEOVER")
-"""what changes torch when it is imported"""
+"""Variables that change torch when it is imported."""
 Facts = dict[str, Any]
 
 
 def core() -> Facts:
-    """`_C` and libpycomm.so."""
+    """Return facts on `_C` and libpycomm.so."""
     from pycomm import _C
 
     try:
@@ -50,7 +50,7 @@ def core() -> Facts:
 
 
 def torch() -> Facts:
-    """torch itself, and what the environment makes pycomm do when it is imported."""
+    """Return facts on torch, and on what the environment makes pycomm do when it is imported."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         import torch
@@ -87,7 +87,7 @@ def _implementation_error(kind: str, device: str) -> str:
 
 
 def c10d() -> Facts:
-    """The one binary that is compiled against torch; what would compile it, if it must be."""
+    """Return facts on the binary compiled against torch, or on the tools to compile it."""
     import torch
 
     from pycomm import _build
@@ -106,7 +106,7 @@ def c10d() -> Facts:
 
 
 def driver() -> Facts:
-    """NVIDIA's driver, asked without torch or the CUDA runtime."""
+    """Return facts on NVIDIA's driver, without torch or the CUDA runtime."""
     cuda = ctypes.CDLL("libcuda.so.1")
     facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": [], "apart": 0}
     number = ctypes.c_int()
@@ -127,7 +127,7 @@ def driver() -> Facts:
 
 
 def triton() -> Facts:
-    """Triton and our kernels in it."""
+    """Return facts on Triton and on pycomm's kernels in it."""
     import triton
 
     import pycomm.triton_kernels.quant  # noqa: F401
@@ -136,7 +136,7 @@ def triton() -> Facts:
 
 
 def nvrtc() -> Facts:
-    """CuPy's compiler, which builds the CUDA kernels where there is no nvcc."""
+    """Return facts on CuPy's compiler, which builds the CUDA kernels where there is no nvcc."""
     import cupy
 
     major, minor = cupy.cuda.nvrtc.getVersion()
@@ -149,24 +149,25 @@ PROBES: dict[str, Callable[[], Facts]] = {
 
 
 GROUPS = (("core",), ("torch", "c10d", "triton"), ("driver",), ("nvrtc",))
-"""what runs in one process: three of them import torch, which takes a second or two"""
+"""Probes that share a process: three of them import torch, which takes a second or two."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one probe has said."""
+    """Result of one probe."""
 
     facts: Facts = field(default_factory=dict)
     error: str = ""
-    """why there are no facts"""
+    """Why there are no facts."""
     missing: bool = False
-    """it is not installed, as opposed to broken"""
+    """True if the part is not installed, as opposed to broken."""
 
 
 def look(groups: Iterable[Sequence[str]] = GROUPS) -> dict[str, Outcome]:
     """Run probes, those of a group in one process.
 
-    If a process crashes, the probe that it was at is to blame, and those after it are run alone.
+    A crash is attributed to the probe that was running; the probes after it are then run one by
+    one in processes of their own.
     """
     started = [(names, _start(names)) for names in groups]
     deadline = time.monotonic() + SECONDS
@@ -180,9 +181,9 @@ def look(groups: Iterable[Sequence[str]] = GROUPS) -> dict[str, Outcome]:
 
 
 def _start(names: Sequence[str]) -> subprocess.Popen[str]:
-    """Without our variables, which are judged one by one, but for those that torch's import reads.
+    """Start probes without pycomm's variables, except for those that torch's import reads.
 
-    PYCOMM_IMPL is looked at there, too.
+    The variables are checked one by one. The probe of torch also checks PYCOMM_IMPL.
     """
     return subprocess.Popen(
         [sys.executable, "-m", __name__, *names],
@@ -196,7 +197,7 @@ def _start(names: Sequence[str]) -> subprocess.Popen[str]:
 def _outcomes(
     names: Sequence[str], process: subprocess.Popen[str], deadline: float
 ) -> dict[str, Outcome]:
-    """What a process has said, up to the probe at which it ended."""
+    """Return the outcomes of a process, up to the probe at which it ended."""
     late = ""
     try:
         said, cries = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
@@ -218,7 +219,7 @@ def _outcomes(
 
 
 def main(names: Sequence[str]) -> None:
-    """Print what each probe has found, or why it could not."""
+    """Print the facts or the error of each probe."""
     for name in names:
         answer: Facts = {"probe": name, "facts": {}, "error": "", "missing": False}
         try:
@@ -233,7 +234,7 @@ def main(names: Sequence[str]) -> None:
 
 
 def platform_facts() -> dict[str, str]:
-    """What ranks of one job should have alike."""
+    """Return facts that should be equal on all ranks of a job."""
     try:
         version = metadata.version("pycomm")
     except metadata.PackageNotFoundError:

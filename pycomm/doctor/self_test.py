@@ -1,8 +1,8 @@
-"""Ranks of this machine, as processes, all-reduce exactly and coded; results are held by `==`.
+"""Self-test: ranks of this machine all-reduce, exactly and coded; results are compared by `==`.
 
     python -m pycomm.doctor.self_test RANK RANKS FOLDER
 
-is one rank; `run` starts all and makes findings of what they print.
+is one rank, a process; `run` starts all ranks and derives findings from what they print.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ TOPIC = "self-test"
 CODEC = "quant:bits=8,block=256,rounding=nearest"
 BLOCK = 256
 NUMEL = 1 << 22
-"""of the large tensor, float32: 16 MiB, more than caches of cores hold"""
+"""Size of the large tensor, float32: 16 MiB, more than a core's caches hold."""
 SECONDS = 0.5
-"""of one measurement"""
+"""Time of one measurement."""
 LIMIT = 30.0
-"""seconds until the self-test is given up"""
+"""Seconds after which the self-test is abandoned."""
 SLOW_GBS = 0.05
-"""all-reduce in shared memory below this is not what hardware does"""
+"""An all-reduce in shared memory that is slower than this is not limited by the hardware."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank has seen of one way to talk."""
+    """Result of one rank with one transport."""
 
     way: str
     connection: str
@@ -49,20 +49,20 @@ class Result:
     latency_us: float
     exact_gbs: float
     coded_gbs: float
-    """bytes of the tensor over time, as `effbw` of the benchmarks"""
+    """Bytes of the tensor over time, as `effbw` of the benchmarks."""
 
 
 # ------------------------------------------------------------------------------- one rank
 
 
 def pattern(numel: int) -> array[float]:
-    """Float32 integers from -127 to 127. Each block of int8's has 127, so that coding is exact."""
+    """Return float32 integers, -127 to 127. Each block of int8's has 127, so coding is exact."""
     block = [127.0, *(float(i * 7 % 255 - 127) for i in range(1, BLOCK))]
     return array("f", (block * (-(-numel // BLOCK)))[:numel])
 
 
 def share(rank: int) -> float:
-    """How often a rank brings the pattern."""
+    """Return the multiple of the pattern that a rank contributes."""
     return float(rank % 4 + 1)
 
 
@@ -78,16 +78,16 @@ def check_and_time(
     reduce: Callable[[array[float]], Any],
     reduce_coded: Callable[[array[float]], Any],
 ) -> Result:
-    """Reduce what is known, small and large, then time it. All ranks call this together.
+    """Reduce known values, small and large, then time it. All ranks call this together.
 
-    Each rank brings a small multiple of the pattern. The sum over all ranks is another multiple,
-    so int8 holds both without loss.
+    Each rank contributes a small multiple of the pattern. The sum over all ranks is another
+    multiple, so int8 represents both without loss.
 
     Args:
         way: name of the transport.
-        connection: what it says of itself.
-        rank: ours.
-        ranks: of the group.
+        connection: the transport's description of itself.
+        rank: this rank.
+        ranks: number of ranks in the group.
         reduce: sums an array over all ranks, in place.
         reduce_coded: the same through CODEC.
     """
@@ -102,7 +102,7 @@ def check_and_time(
             right[call] = right[call] and mine == want
     small = array("f", [0.0, 0.0])
     zeros = array("f", bytes(4 * NUMEL))
-    # Zeros stay zeros, however often they are added up.
+    # Zeros stay zeros, however often they are summed.
     latency = _fastest(lambda: reduce(small), ranks, reduce)
     exact = _fastest(lambda: reduce(zeros), ranks, reduce)
     coded = _fastest(lambda: reduce_coded(zeros), ranks, reduce)
@@ -119,7 +119,7 @@ def check_and_time(
 
 
 def _fastest(call: Callable[[], Any], ranks: int, agree: Callable[[array[float]], Any]) -> float:
-    """Seconds of the fastest call, of as many as all ranks make in about SECONDS."""
+    """Return the seconds of the fastest of the calls that all ranks make in about SECONDS."""
     begin = time.perf_counter()
     for _ in range(3):
         call()
@@ -135,11 +135,10 @@ def _fastest(call: Callable[[], Any], ranks: int, agree: Callable[[array[float]]
 
 
 def rank_main(rank: int, ranks: int, folder: str) -> None:
-    """Print a JSON line for each way to talk, and one for reads between processes."""
+    """Print a JSON line for each transport, and one for reads between processes."""
     from pycomm import _C
 
     store = _C.Store.file(folder)
-    print(json.dumps({"reads": _can_read(store, rank, ranks)}), flush=True)
     for way in ("shm", "tcp"):
         try:
             result = _try(store, rank, ranks, way)
@@ -154,6 +153,8 @@ def _try(store: _C.Store, rank: int, ranks: int, way: str) -> Result:
     options = _C.CommunicatorOptions()
     options.group, options.transport, options.timeout = f"doctor-{way}", way, 15.0
     group = _C.Communicator(store, rank, ranks, options)
+    if way == "shm":  # making a group may permit its ranks to read this process's memory
+        print(json.dumps({"reads": _can_read(store, rank, ranks)}), flush=True)
 
     def reduce(x: array[float]) -> None:
         group.all_reduce(x.buffer_info()[0], len(x), _C.DType.float32, _C.ReduceOp.sum)
@@ -167,7 +168,7 @@ def _try(store: _C.Store, rank: int, ranks: int, way: str) -> Result:
 
 
 def _can_read(store: _C.Store, rank: int, ranks: int) -> str:
-    """Whether we may read the next rank's memory: "yes", or why not."""
+    """Return "yes" if this rank can read the next rank's memory, else the error."""
     word = b"pycomm doctor"
     buffer = ctypes.create_string_buffer(word)
     store.set(f"doctor/{rank}", f"{os.getpid()} {ctypes.addressof(buffer)}")
@@ -182,7 +183,7 @@ def _can_read(store: _C.Store, rank: int, ranks: int) -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     got = libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
     error = ctypes.get_errno()
-    # The others may still be reading ours.
+    # Other ranks may still be reading this one's memory.
     store.set(f"doctor/{rank}/done", "1")
     for other in range(ranks):
         store.get(f"doctor/{other}/done", 15.0)
@@ -193,7 +194,7 @@ def _can_read(store: _C.Store, rank: int, ranks: int) -> str:
 
 
 def run(ranks: int) -> list[Finding]:
-    """Start ranks on this machine and judge what they print."""
+    """Start ranks on this machine and return findings from what they print."""
     with tempfile.TemporaryDirectory(prefix="pycomm-doctor-") as folder:
         command = [sys.executable, "-m", __name__]
         started = [
@@ -226,7 +227,7 @@ def run(ranks: int) -> list[Finding]:
 
 
 def judge(said: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
-    """Findings from every rank's lines."""
+    """Yield findings from every rank's lines."""
     reads = {line["reads"] for lines in said for line in lines if "reads" in line}
     if reads == {"yes"}:
         text = "ranks may read each other's memory: large tensors are copied once"
@@ -252,7 +253,7 @@ def judge(said: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
 
 
 def judge_results(results: Sequence[Result]) -> Iterator[Finding]:
-    """Findings from every rank's result of one way to talk."""
+    """Yield findings from every rank's result with one transport."""
     first = results[0]
     wrong = [name for name in ("exact", "coded") if not all(getattr(r, name) for r in results)]
     if wrong:

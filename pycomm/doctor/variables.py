@@ -1,4 +1,4 @@
-"""The environment variables that pycomm reads: which are set, and whether each makes sense."""
+"""Checks of pycomm's environment variables: which are set, and whether each value is valid."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pycomm.doctor.probe import AT_IMPORT
 from pycomm.env import PREFIX, with_only
 
 TOPIC = "environment"
-# Read by the core (csrc/core/env.h), which says itself what is wrong with one.
+# Variables of the core (csrc/core/env.h), which itself reports an invalid value.
 CORE = {
     "PYCOMM_ALGO": "one algorithm for all collectives",
     "PYCOMM_CHECK": "whether ranks compare results",
     "PYCOMM_CHECKSUM": "what TCP frames are checked by",
+    "PYCOMM_HOST_ID": "a name for this machine that no other has; equal for all its ranks",
     "PYCOMM_INTERFACE": "interfaces or addresses for TCP: see network",
     "PYCOMM_LINK": "rate to which each rank paces what it sends by TCP",
     "PYCOMM_SECRET": "secret of the handshake between ranks",
@@ -30,7 +31,7 @@ CORE = {
     "PYCOMM_TRACE_SIZE": "operations that a group remembers",
     "PYCOMM_TRANSPORT": "how ranks talk",
 }
-# Read by Python (pycomm/env.py).
+# Variables of the Python code (pycomm/env.py).
 PYTHON = {
     "PYCOMM_HEALTH": "whether, or how often, ranks are compared to find who is slow",
     "PYCOMM_IMPL": "implementation of all codecs",
@@ -38,10 +39,10 @@ PYTHON = {
     "PYCOMM_TAKEOVER": "backend names that pycomm answers for",
 }
 BUILD = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE")
-# Those of others from which the core takes its interface, if PYCOMM_INTERFACE is not set.
+# Other projects' variables: the core takes its interface from them if PYCOMM_INTERFACE is not set.
 OTHERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
 SECRETS = ("PYCOMM_SECRET",)
-# Which must be equal on all ranks.
+# Variables that must be equal on all ranks.
 SHARED = (
     "PYCOMM_ALGO",
     "PYCOMM_CHECK",
@@ -52,7 +53,7 @@ SHARED = (
     "PYCOMM_TLS",
     "PYCOMM_TRANSPORT",
 )
-# What is meant for trying things out, and costs something where it is forgotten.
+# Variables meant for experiments, and their cost if they are left set.
 FORGOTTEN = {
     "PYCOMM_LINK": "every rank sends no faster than that by TCP",
     "PYCOMM_ALGO": "no size of message gets the algorithm that is best for it",
@@ -67,13 +68,13 @@ def judge(
     impl_error: str = "",
     no_effect: Sequence[str] = (),
 ) -> Iterator[Finding]:
-    """Findings about the variables that are set.
+    """Yield findings on the variables that are set.
 
     Args:
         given: their names and values.
-        refused: what the core says against those that it does not take.
-        impl_error: why PYCOMM_IMPL cannot be had.
-        no_effect: why what is set for the import of torch does nothing.
+        refused: the core's error for each variable that it rejects.
+        impl_error: why PYCOMM_IMPL is not available.
+        no_effect: why the variables for the import of torch have no effect.
     """
     known = {**CORE, **PYTHON}
     for name, value in given.items():
@@ -112,18 +113,18 @@ def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
 
 
 def _can_be_written(folder: Path) -> bool:
-    """True if the folder can be written, or made."""
+    """Return True if the folder is writable or can be made."""
     there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def shared(given: Mapping[str, str]) -> dict[str, str]:
-    """Those that must be equal on all ranks."""
+    """Return those variables that must be equal on all ranks."""
     return {name: value for name, value in given.items() if name in SHARED}
 
 
 def refusals(given: Mapping[str, str]) -> dict[str, str]:
-    """What the core says against each variable, asked one at a time: it stops at the first."""
+    """Return the core's error for each variable, checked one by one: it stops at the first."""
     program = (
         "from pycomm import _C\ntry: _C.env()\nexcept Exception as error: print(error, end='')"
     )

@@ -1,8 +1,8 @@
-"""Error feedback as state beside the model: what each parameter's payloads still owe.
+"""Error feedback as state beside the model: the residual of each parameter's payloads.
 
-`Feedback` is what a user says, as data. `Residuals` is what becomes of it in one training: memory
-by parameter name, which a step reads and writes and which can be taken back. docs/feedback.md
-defines the kinds; csrc/codecs/feedback.h has the same in C++.
+`Feedback` is the user's configuration. `Residuals` is the memory of one training by parameter name,
+which a step reads and writes; a step can be taken back. docs/feedback.md defines the kinds;
+csrc/codecs/base/feedback.h implements the same in C++.
 """
 
 from __future__ import annotations

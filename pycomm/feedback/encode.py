@@ -1,6 +1,7 @@
-"""One encode with feedback, in torch: what it reads of the steps before, what it leaves.
+"""Encoding with feedback in torch: reads the residual of earlier steps and writes the new one.
 
-`encode` of csrc/codecs/feedback.cpp in the same order of operations, so with the same bits.
+The order of operations is that of `encode` in csrc/codecs/base/feedback.cpp, so the bits are the
+same.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ def encode(
     key: RandomKey = _KEY,
     agreed: torch.Tensor | None = None,
 ) -> None:
-    """Encode values of a parameter with the residual that it has for them.
+    """Encode values of a parameter with its residual.
 
     Args:
-        codec: writes the payload.
+        codec: codec of the payload.
         x: float32 [numel of the run].
         out: uint8 [bytes of the payload].
-        residual: of the whole parameter.
-        worker: as a contribution; else as an owner's result, whose feedback is plain.
-        begin: place of x[0] in the parameter.
-        row: of the residual.
-        key: names the random numbers.
+        residual: residual of the whole parameter.
+        worker: encode a contribution; else an owner's result, whose feedback is of the kind
+            residual.
+        begin: index of x[0] in the parameter.
+        row: row of the residual.
+        key: selects the random numbers.
         agreed: see `Codec.encode`.
     """
     rule, kind = residual.rule, residual.rule.kind if worker else "residual"
@@ -46,7 +48,7 @@ def encode(
     old_u, fresh_u = _parts(residual, momentum, row, begin, end)
     owed = None
     if old is not None and fresh is not None:
-        # A float32 residual is read and written where it is; in place only if nobody needs the old.
+        # The codec writes a float32 residual directly, if feedback does not transform it.
         direct = fresh.dtype == torch.float32 and kind == "residual"
         owed = fresh if direct else torch.empty_like(x)
     p, e, u = _past(rule.decay, rule.nesterov, kind, x, old, old_u)
@@ -67,7 +69,7 @@ def encode(
 def measure(
     codec: Codec, x: torch.Tensor, residual: Residual | None, *, row: int = 0
 ) -> torch.Tensor:
-    """`Codec.measure` of what `encode` would encode of a whole parameter as a contribution."""
+    """Return `Codec.measure` of the values that `encode` encodes for a whole contribution."""
     if residual is None:
         return codec.measure(x)
     rule, numel = residual.rule, residual.numel
@@ -78,7 +80,7 @@ def measure(
 
 
 def add_mean(residual: Residual | None, x: torch.Tensor) -> None:
-    """Of a result of EF21: add what all ranks knew before, in place, and keep the sum."""
+    """Add the mean that all ranks kept to an EF21 result, in place, and keep the sum."""
     if residual is not None and residual.mean is not None:
         now, then = residual.sides
         x.add_(residual.mean[now])
@@ -104,7 +106,7 @@ def _past(
     old: torch.Tensor | None,
     old_u: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """What the codec gets, its residual, and the new momentum."""
+    """Return the codec's input, its residual, and the new momentum."""
     e = None if old is None else storage.load(old, x.numel())
     if e is not None and kind == "ef21":
         e = -e

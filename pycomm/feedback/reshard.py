@@ -1,8 +1,8 @@
-"""Residuals for another number of ranks, so that what all ranks together owe stays the same.
+"""Resharding of residuals for another number of ranks.
 
-What is conserved is what is owed to the average gradient: the sum of the owners' residuals plus the
-mean of the workers'. So the average of all that was sent, plus this, is still the average of all
-gradients.
+It preserves the total correction of the average gradient: the sum of the owners' residuals plus the
+mean of the workers' residuals. So the average of all payloads, plus this correction, remains the
+average of all gradients.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Saved = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Cut:
-    """How ranks share a parameter: each has as many whole rows of its first dimension.
+    """The sharding of a parameter by rows of its first dimension, equal numbers on all ranks.
 
-    The last of them have fewer, or none, and zeros instead (FSDP2's padded shards). So the shards
-    in the order of ranks are the parameter, and then zeros.
+    The last ranks have fewer rows, or none, and are padded with zeros (FSDP2's padded shards). So
+    the shards in the order of ranks are the parameter, followed by zeros.
     """
 
     shape: tuple[int, ...]
     ranks: int
 
     def numel(self) -> int:
-        """Return the values of one rank's shard, with padding."""
+        """Return the number of values in one rank's shard, with padding."""
         first, rest = (self.shape or (1,))[0], torch.Size(self.shape[1:]).numel()
         return -(-first // self.ranks) * rest
 
@@ -40,9 +40,9 @@ class Cut:
 
 
 def sources(rule: Feedback, before: int, rank: int, ranks: int) -> list[int]:
-    """Return whose of `before` ranks' residuals rank `rank` of `ranks` takes over.
+    """Return the ranks, of `before`, whose residuals rank `rank` of `ranks` takes over.
 
-    Each is taken once. With ef21 every rank needs one, to know the mean.
+    Each old rank's residuals are taken once. With ef21 every rank needs one, for its mean.
     """
     mine = list(range(rank, before, ranks))
     return mine or ([rank % before] if rule.kind == "ef21" else [])
@@ -55,18 +55,18 @@ def reshard(
     ranks: int,
     cuts: Mapping[str, Cut] | None = None,
 ) -> dict[str, Any]:
-    """Return the residuals of a rank that takes over those of some ranks.
+    """Return the residuals of a rank that takes over those of other ranks.
 
     Args:
         rule: the kind of feedback.
-        saved: what `Residuals.state_dict` has returned on the ranks that `sources` names.
-        before: number of ranks that have saved.
-        ranks: number of ranks that go on.
-        cuts: by name, how these share the parameters of a reduce-scatter.
+        saved: results of `Residuals.state_dict` on the ranks given by `sources`.
+        before: number of ranks that saved.
+        ranks: number of ranks that continue.
+        cuts: by name, how these shard the parameters of a reduce-scatter.
 
     Raises:
-        ValueError: a parameter is shared otherwise than by rows, or was another one; or the kind is
-            ef21, of whose mean each rank has its own shard.
+        ValueError: a parameter is not sharded by rows, or has another shape; or the kind is ef21,
+            where each rank knows the mean of its own shard only.
     """
     cuts = cuts or {}
     result: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def reshard(
             _check_cut(rule, name, numel, rows, before, cut)
         about = (numel, rows, "", last_step) if cut is None else (cut.numel(), ranks, "", last_step)
         if rule.kind == "ef21":
-            # All ranks know this much of the mean gradient: say that each of theirs is this.
+            # All ranks know this mean gradient, so each takes it as the estimate of its own.
             mean = entries[0]["mean"].float().clone()
             result[name] = {"mean": mean, "worker": mean.clone(), "about": about}
         else:
@@ -111,7 +111,7 @@ def _check_cut(
 def _moved(
     entries: Sequence[Mapping[str, Any]], before: int, ranks: int
 ) -> dict[str, torch.Tensor]:
-    """A worker's error counts 1/ranks in the average, an owner's once."""
+    """Sum and rescale residuals: a worker's counts 1/ranks in the average, an owner's once."""
     share = ranks / before
     moved: dict[str, torch.Tensor] = {}
     for role, to, weight in (
@@ -128,13 +128,13 @@ def _moved(
 
 
 def _load(stored: torch.Tensor, numel: int, rows: int) -> torch.Tensor:
-    """Return float32 [rows * numel]."""
+    """Return stored rows as float32 [rows * numel]."""
     parts = [storage.part(stored, numel, row, 0, numel) for row in range(rows)]
     return torch.cat([storage.load(part, numel) for part in parts])
 
 
 def _recut(values: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Give shards of another size the same values in the same order, and zeros after them."""
+    """Redistribute values over shards of another size in the same order, padded with zeros."""
     total = torch.Size(cut.shape).numel()
     recut = values.new_zeros(cut.ranks * cut.numel())
     recut[:total] = values[:total]

@@ -1,13 +1,12 @@
 """The residual of one parameter on one rank.
 
-There are two per parameter. The worker residual is the error of what this rank contributed; the
-owner residual is the error of what this rank sent back for the values that it owns (Karimireddy et
-al. 2019, "Error Feedback Fixes SignSGD", section 4; for both sides Tang et al. 2019,
-"DoubleSqueeze", algorithm 1).
+There are two per parameter. The worker residual is the error of this rank's contribution; the owner
+residual is the error of the result that this rank sent back for the values that it owns
+(Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", section 4; for both sides Tang et al.
+2019, "DoubleSqueeze", algorithm 1).
 
 Each is a pair of buffers: a step reads one side and writes the other. `commit` makes the written
-side the current one; without it the step has left no trace, which is what a step that overflowed
-needs.
+side the current one; without it the step has no effect, as is right for a step that overflowed.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ _SLICE = 1 << 15  # values: a few pages, a multiple of storage.BLOCK
 
 
 class Residual:
-    """What one parameter owes on this rank.
+    """The buffers of one parameter's feedback on this rank.
 
     Args:
         rule: the kind of feedback.
         numel: number of values that are reduced here.
-        device: where they live.
-        rows: of the worker's residual, one for each owner in a reduce-scatter, which has no owner
-            residual.
-        error: keep the error of what is sent; without it there is only momentum.
+        device: device of the buffers.
+        rows: rows of the worker's residual, one for each owner in a reduce-scatter, which has no
+            owner residual.
+        error: keep the error of payloads; without it there is only momentum.
     """
 
     def __init__(
@@ -46,26 +45,26 @@ class Residual:
         rows: int = 1,
         error: bool = True,
     ) -> None:
-        self.rule, self.numel, self.rows, self.device = rule, numel, rows, device
+        self.rule, self.numel, self.rows, self.device = rule.kept(rows * numel), numel, rows, device
         self.side = 0
         """The current side; the other one is written."""
         self.in_place = False
-        """This step reads the other side too: the current one is as it was before buckets
-        changed."""
+        """This step reads the side that it writes, which `use` has prepared; the current side is
+        still in the layout of the old buckets."""
         self.moved = False
-        """All that was owed has become a part of this step's gradient."""
+        """The residuals have been added to this step's gradient."""
         self.layouts = ["", ""]
-        """By side: names the bucket under which `owner` was written, which decides who owns
-        what."""
+        """By side: the layout of the bucket for which `owner` was written, which decides which
+        values each rank owns."""
         self.last_step = 0
-        """Number of the last step in which it took part."""
+        """Number of the last step in which this residual took part."""
         self.worker: Pair | None = self._pair(rows) if error else None
-        """e; of momentum v; of ef21 what the others know of this rank's gradient."""
+        """e; for momentum v; for ef21 the estimate that other ranks have of our gradient."""
         self.owner: Pair | None = self._pair() if error and rows == 1 else None
-        """Zero but for the values that this rank owns; zeros that nobody writes cost nothing."""
+        """Zero but for the values that this rank owns; unwritten zeros take no memory."""
         self.momentum: Pair | None = self._pair(rows) if rule.kind == "momentum" else None
         self.mean: Pair | None = self._pair() if rule.kind == "ef21" and error else None
-        """What all ranks know of the mean gradient."""
+        """The mean gradient as all ranks know it."""
 
     def _pair(self, rows: int = 1) -> Pair:
         form = self.rule.storage, self.numel, self.device, rows
@@ -73,18 +72,18 @@ class Residual:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The side that this step reads, and the one that it writes."""
+        """The side that this step reads, and the side that it writes."""
         return (1 - self.side if self.in_place else self.side), 1 - self.side
 
     def pairs(self) -> Iterator[tuple[str, Pair]]:
-        """Its buffers and their roles."""
+        """Yield the buffers with their roles."""
         for role in ROLES:
             pair: Pair | None = getattr(self, role)
             if pair is not None:
                 yield role, pair
 
     def current(self, role: str) -> torch.Tensor:
-        """Return what holds after the last committed step, float32 [rows * numel]."""
+        """Return the values after the last committed step, float32 [rows * numel]."""
         pair: Pair = getattr(self, role)
         rows = self.rows if role in ("worker", "momentum") else 1
         whole = [
@@ -94,34 +93,35 @@ class Residual:
         return torch.cat(whole) if rows > 1 else whole[0]
 
     def owed(self) -> torch.Tensor:
-        """Return what this rank owes as a worker before this step, float32 [numel]."""
+        """Return the worker residual before this step, float32 [numel]."""
         assert self.worker is not None
         return storage.load(self.worker[self.sides[0]], self.numel)
 
     def room(self) -> torch.Tensor:
-        """Return float32 [numel] to prepare in what `owe` is to get: its own place, if it can."""
+        """Return float32 [numel] for the argument of `owe`: the residual itself if in float32."""
         assert self.worker is not None
         fresh = self.worker[self.sides[1]]
         return fresh if fresh.dtype == torch.float32 else fresh.new_empty(self.numel).float()
 
     def owe(self, values: torch.Tensor) -> None:
-        """Write what this rank owes as a worker after this step, float32 [numel]."""
+        """Write the worker residual after this step, float32 [numel]."""
         assert self.worker is not None
         fresh = self.worker[self.sides[1]]
         if fresh.data_ptr() != values.data_ptr():
             storage.store(values, fresh)
 
     def use(self, layout: str, ranks: int, gradient: torch.Tensor | None = None) -> None:
-        """Tell before a step that the owners of the values are those of `layout`.
+        """Set the layout of the bucket, which decides the owners of values, before a step.
 
-        If they change, what this rank owes as an owner becomes part of what it owes as a worker. An
-        owner's error counts once in the average and a worker's 1/ranks, so nothing is lost.
+        If the layout changes, the owner residual is added to the worker residual. An owner's error
+        counts once in the average and a worker's 1/ranks, so it is multiplied by the ranks and
+        nothing is lost.
 
         Args:
-            layout: names the bucket.
-            ranks: that are averaged.
-            gradient: [numel]; where ranks are workers for some values only, all that is owed is
-                added to it instead. Only residual and ema can do that.
+            layout: hash of the bucket's layout.
+            ranks: number of ranks that are averaged.
+            gradient: [numel]; if ranks are workers for some values only, both residuals are added
+                to it instead. Only the kinds residual and ema allow that.
         """
         now, then = self.sides
         if self.layouts[now] in ("", layout):
@@ -161,8 +161,8 @@ class Residual:
         _clear(self.owner[then])
 
     def commit(self, step: int) -> None:
-        """Keep what the last step has written."""
-        # Steps to come write on the old side what this rank has to do with then, and no more.
+        """Keep the residual that the last step has written."""
+        # Later steps write only this rank's own values to the old side, so the rest is cleared.
         if self.in_place and self.owner is not None:
             _clear(self.owner[self.side])
         if self.moved and self.worker is not None:
@@ -172,7 +172,7 @@ class Residual:
         self.last_step = step
 
     def take_back(self) -> None:
-        """Leave everything as it was before the last step."""
+        """Restore the residual from before the last step."""
         self.in_place = self.moved = False
 
 

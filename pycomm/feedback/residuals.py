@@ -7,13 +7,17 @@ step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from pycomm.codecs import Codec
 from pycomm.feedback import storage
 from pycomm.feedback.residual import ROLES, Pair, Residual
 from pycomm.feedback.rule import Feedback
+
+NO_CODECS: Mapping[str, Codec] = MappingProxyType({})
 
 
 class Residuals:
@@ -21,7 +25,7 @@ class Residuals:
 
     Args:
         rule: the kind of feedback.
-        ranks: number of ranks, by which owners divide.
+        ranks: number of ranks, the divisor of the average.
     """
 
     def __init__(self, rule: Feedback, ranks: int) -> None:
@@ -36,19 +40,32 @@ class Residuals:
         return self._residuals[name]
 
     def get(
-        self, name: str, numel: int, device: torch.device, *, rows: int = 1, error: bool = True
+        self,
+        name: str,
+        numel: int,
+        device: torch.device,
+        *,
+        rows: int = 1,
+        error: bool = True,
+        codec: Codec | None = None,
     ) -> Residual:
-        """Return the residual of a parameter; zeros at first. Arguments as of `Residual`.
+        """Return the residual of a parameter, initially zeros; arguments as for `Residual`.
+
+        Args:
+            codec: of the parameter, by which "auto" chooses the storage.
 
         Raises:
             ValueError: the parameter had another size before.
         """
         found = self._residuals.get(name)
+        rule = self.rule.kept(rows * numel, codec)
         if found is None or (error and found.worker is None):
-            fresh = Residual(self.rule, numel, device, rows=rows, error=error)
+            fresh = Residual(rule, numel, device, rows=rows, error=error)
             if found is not None:  # has been exact, and keeps its momentum
                 fresh.momentum, fresh.side = found.momentum, found.side
             found = self._residuals[name] = fresh
+        elif (found.rule.storage, rule.storage) == ("bf16", "float32"):
+            found = self._residuals[name] = _widened(found, rule)
         if (found.numel, found.rows) != (numel, rows):
             raise ValueError(
                 f"feedback: {name} has {rows} x {numel} values, its residual "
@@ -59,8 +76,8 @@ class Residuals:
     def owed(self, name: str, begin: int, end: int, row: int = 0) -> torch.Tensor | None:
         """Return what this rank's residuals of values begin <= i < end of a row add to the average.
 
-        A worker's error counts 1/ranks, an owner's once. float32 [end - begin]; None: nothing, as
-        with EF21, whose results are whole.
+        A worker's error counts 1/ranks, an owner's once. float32 [end - begin]; None: nothing. EF21
+        adds nothing, since its results include the mean.
         """
         found = self._residuals.get(name)
         if found is None or self.rule.kind == "ef21":
@@ -77,32 +94,65 @@ class Residuals:
         nothing = torch.zeros(end - begin, device=found.device)
         return owed / self.ranks + values(found.owner) + nothing
 
+    def bytes_for(self, codec: Codec, numel: int, rows: int) -> int:
+        """Return the bytes of a parameter's residual when all of it has been written.
+
+        Args:
+            codec: codec of the parameter.
+            numel: values of a row.
+            rows: number of rows; see `Residual`.
+        """
+        errors = self.rule.keeps_errors(codec)
+        if not errors and self.rule.kind != "momentum":
+            return 0
+        form = self.rule.kept(rows * numel, codec).storage
+        row = storage.count(form, numel)
+        taken = row * rows * (errors + (self.rule.kind == "momentum"))
+        if errors and rows == 1 and codec.combine == "recode":
+            taken += row // self.ranks  # the owner residual, of which the rest is never written
+        if errors and self.rule.kind == "ef21":
+            taken += row
+        return 2 * taken  # each has two sides
+
+    @property
+    def owes(self) -> bool:
+        """Whether a parameter has a residual that is still to be sent."""
+        return any(residual.worker is not None for residual in self._residuals.values())
+
+    def clear(self) -> None:
+        """Remove all residuals."""
+        self._residuals.clear()
+
     def drop(self, name: str) -> None:
-        """Forget what is not owed any more, since an exact payload has told all."""
+        """Remove a residual that a payload without error has sent; momentum stays."""
         found = self._residuals.pop(name)
         if found.momentum is not None:
             kept = Residual(found.rule, found.numel, found.device, rows=found.rows, error=False)
             kept.momentum, kept.side, kept.last_step = found.momentum, found.side, found.last_step
             self._residuals[name] = kept
 
+    def forget(self, name: str) -> None:
+        """Remove all buffers of a parameter, for example because its shape has changed."""
+        self._residuals.pop(name, None)
+
     def commit(self, names: Iterable[str], step: int = 0) -> None:
-        """Keep what the last step has written for those of these parameters that have one."""
+        """Commit the last step for those of these parameters that have a residual."""
         for name in names:
             if residual := self._residuals.get(name):
                 residual.commit(step)
 
     def take_back(self, names: Iterable[str]) -> None:
-        """Leave these parameters as they were before the last step."""
+        """Restore these parameters' residuals from before the last step."""
         for name in names:
             if residual := self._residuals.get(name):
                 residual.take_back()
 
     def scale(self, factor: float, names: Iterable[str] | None = None) -> None:
-        """Multiply what these parameters owe, momentum excluded; None: all parameters."""
+        """Multiply these parameters' residuals, but not momentum; None: all parameters."""
         self._scale(factor, names, ("worker", "owner"))
 
     def scale_units(self, factor: float) -> None:
-        """Multiply everything: gradients have another unit from now on."""
+        """Multiply residuals, momentum and means, for a new unit of the gradients."""
         self._scale(factor, None, ROLES)
 
     def _scale(self, factor: float, names: Iterable[str] | None, roles: Iterable[str]) -> None:
@@ -113,7 +163,7 @@ class Residuals:
                         storage.scale(pair[residual.side], factor)
 
     def reset(self) -> None:
-        """Let go of what workers owe."""
+        """Set the worker residuals to zero."""
         for residual in self._residuals.values():
             if residual.worker is not None:
                 residual.worker[residual.side].zero_()
@@ -126,10 +176,10 @@ class Residuals:
         }
 
     def ages(self, step: int) -> dict[str, int]:
-        """Return for how many steps each residual has been waiting, at the end of `step`.
+        """Return the number of steps for which each residual has waited, at the end of `step`.
 
-        0: it took part in that step. An unused or frozen parameter's grows, and in steps that
-        overflow all do.
+        0: it took part in that step. The age of an unused or frozen parameter grows, and all ages
+        grow in steps that overflow.
         """
         return {name: step - r.last_step for name, r in self._residuals.items()}
 
@@ -143,10 +193,16 @@ class Residuals:
             for name, r in self._residuals.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Mapping[str, Any]], codecs: Mapping[str, Codec] = NO_CODECS
+    ) -> None:
         """Take over what `state_dict` returned; residuals of other names become zero.
 
-        Saved residuals may have been stored in another form.
+        The saved residuals may have another storage.
+
+        Args:
+            state: what was returned.
+            codecs: by name, of the parameters that have one by now; see `get`.
 
         Raises:
             ValueError: a parameter has another size here, or was saved with another kind of
@@ -162,7 +218,8 @@ class Residuals:
             here = self._residuals.get(name)
             device = here.device if here else next(iter(tensors.values())).device
             numel, rows, layout, last_step = saved["about"]
-            mine = self.get(name, numel, device, rows=rows, error="worker" in tensors)
+            error, codec = "worker" in tensors, codecs.get(name)
+            mine = self.get(name, numel, device, rows=rows, error=error, codec=codec)
             if tensors.keys() != {role for role, _ in mine.pairs()}:
                 raise ValueError(
                     f"feedback: {name} was saved with {', '.join(sorted(tensors))}, which is not "
@@ -180,6 +237,17 @@ class Residuals:
                         to.copy_(there)
                     else:
                         storage.store(storage.load(there, mine.numel).to(device), to)
+
+
+def _widened(residual: Residual, rule: Feedback) -> Residual:
+    """The same in float32, between two steps."""
+    numel, rows, device = residual.numel, residual.rows, residual.device
+    wide = Residual(rule, numel, device, rows=rows, error=residual.worker is not None)
+    wide.layouts[wide.side] = residual.layouts[residual.side]
+    wide.last_step = residual.last_step
+    for (_, to), (_, there) in zip(wide.pairs(), residual.pairs(), strict=True):
+        to[wide.side].copy_(there[residual.side])
+    return wide
 
 
 def _norm(residual: Residual, role: str) -> float:

@@ -1,15 +1,20 @@
-"""What a user says about feedback, as data, and its text: "ema:0.9,storage=int8"."""
+"""Configuration of feedback as data, and its text form: "ema:0.9,storage=int8"."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from pycomm.arguments import number, put, typed, whole
 from pycomm.codecs import Cast, Codec
 
 Kind = Literal["residual", "ema", "momentum", "ef21"]
-StorageName = Literal["float32", "bf16", "int8"]
+StorageName = Literal["float32", "bf16", "int8", "auto"]
+
+LARGE = 1 << 16
+"""Number of values from which "auto" keeps a parameter's residual in bf16."""
 
 EXACT = Cast("float32")
 
@@ -18,31 +23,35 @@ _DECAY = {"residual": 0.0, "ema": 0.8, "momentum": 0.9, "ef21": 0.0}
 
 @dataclass(frozen=True)
 class Feedback:
-    """What a rank does with the error of what it sends. docs/feedback.md has the formulas.
+    """Configuration of error feedback; docs/feedback.md has the formulas.
 
     Example:
         >>> from pycomm.feedback import Feedback
         >>> Feedback.of("ema:0.9,storage=int8")
         Feedback(kind='ema', decay=0.9, storage='int8', reset=0, clip=0.0, nesterov=False)
         >>> print(Feedback.of("momentum:clip=1"))
-        momentum:decay=0.9,storage=float32,clip=1.0
+        momentum:decay=0.9,storage=auto,clip=1.0
     """
 
     kind: Kind = "residual"
-    """residual: all of it is added to the next payload (Seide et al. 2014). ema: a moving average
-    of it (LoCo, Xie et al. 2024). momentum: momentum is kept here and not in the optimizer (DGC,
-    Lin et al. 2018). ef21: differences to what was sent before travel (Richtarik et al. 2021)."""
+    """residual: the whole error is added to the next payload (Seide et al. 2014). ema: a moving
+    average of the error is added (LoCo, Xie et al. 2024). momentum: momentum is kept here and not
+    in the optimizer (DGC, Lin et al. 2018). ef21: ranks send differences to their previous payloads
+    (Richtarik et al. 2021)."""
     decay: float = -1.0
     """ema: share of the old average that is kept. momentum: its coefficient. Below 0: the default
     of the kind, 0.8 and 0.9."""
-    storage: StorageName = "float32"
-    """How residuals are kept; int8 has a scale for each 32 values."""
+    storage: StorageName = "auto"
+    """How residuals are kept; int8 has a scale for each 32 values. auto: as bf16 for parameters of
+    65536 values or more and the kinds residual and ema, at half the memory; else float32, as where
+    a payload has few of the values: the others wait for hundreds of steps, and bf16 rounds away
+    what a step adds to that many."""
     reset: int = 0
-    """ema: every so many steps the average starts from zero; 0: never."""
+    """ema: number of steps after which the average restarts from zero; 0: never."""
     clip: float = 0.0
     """momentum: bound of each gradient's L2 norm times sqrt(ranks) before it is added; 0: none."""
     nesterov: bool = False
-    """momentum: Nesterov's."""
+    """momentum: use Nesterov momentum."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -53,6 +62,10 @@ class Feedback:
             raise ValueError(
                 f"feedback: storage={self.storage!r}: use one of {', '.join(get_args(StorageName))}"
             )
+        for name in ("decay", "clip"):
+            put(self, **{name: number(f"feedback: {name}", getattr(self, name))})
+        put(self, reset=whole("feedback: reset", self.reset, -math.inf))
+        typed("feedback: nesterov", self.nesterov, bool)
         if self.decay < 0:
             object.__setattr__(self, "decay", _DECAY[self.kind])
         if not 0 <= self.decay < 1:
@@ -63,37 +76,47 @@ class Feedback:
             raise ValueError("feedback: reset is a number of steps, and only ema has it")
         if self.clip < 0 or ((self.clip or self.nesterov) and self.kind != "momentum"):
             raise ValueError("feedback: clip and nesterov belong to momentum; clip is not negative")
-        if self.kind == "ef21" and self.storage != "float32":
-            # What was sent must be known exactly, else ranks drift from their mean for good.
+        if self.kind == "ef21" and self.storage not in ("float32", "auto"):
+            # Sent values must be known exactly, else the ranks drift from their mean permanently.
             raise ValueError("feedback: ef21 is kept in float32 only")
 
     def __str__(self) -> str:
-        """Return the text from which `of` makes the same."""
+        """Return the text from which `of` makes an equal object."""
         given = [(f.name, getattr(self, f.name)) for f in fields(self)[1:]]
         options = [f"{k}={str(v).lower() if v is True else v}" for k, v in given if v]
         return f"{self.kind}:{','.join(options)}"
 
-    def keeps_errors(self, codec: Codec) -> bool:
-        """Whether what a payload of this codec leaves out is kept for the next.
+    def kept(self, numel: int, codec: Codec | None = None) -> Feedback:
+        """Return the same with a storage that is not "auto", for a parameter of so many values."""
+        if self.storage != "auto":
+            return self
+        few = codec is not None and codec.combine == "gather"
+        large = numel >= LARGE and self.kind in ("residual", "ema") and not few
+        return replace(self, storage="bf16" if large else "float32")
 
-        Not if nothing is left out, and not if the codec is unbiased, unless what is kept is more
-        than an error.
+    def keeps_errors(self, codec: Codec) -> bool:
+        """Whether the error of this codec's payloads is kept for the next payload.
+
+        An exact codec has no error. The error of an unbiased codec is not kept either, except with
+        the kinds whose state is more than an error (momentum, ef21).
         """
         return codec != EXACT and not (codec.unbiased and self.kind in ("residual", "ema"))
 
     @classmethod
     def of(cls, what: bool | str | Feedback | None) -> Feedback | None:
-        """Return the feedback that an argument asks for; None for none.
+        """Return the feedback for an argument; None: no feedback.
 
         Args:
             what: True: residual; False or None: none; a text, ``kind:option=value,option=value``,
                 where the first option may be ``decay`` by its value alone; or a `Feedback`.
 
         Raises:
+            TypeError: another type; a number alone is ambiguous.
             ValueError: an unknown kind or option, with the list of known ones, or a bad value.
         """
         if isinstance(what, Feedback):
             return what
+        typed("feedback", what, bool, str, Feedback, None)
         if not isinstance(what, str):
             return cls() if what else None
         kind, _, rest = what.partition(":")

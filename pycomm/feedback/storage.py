@@ -1,8 +1,8 @@
-"""How residuals are kept: float32, bf16, or int8 with a scale for each block of 32 values.
+"""Storage of residuals: float32, bf16, or int8 with a scale for each block of 32 values.
 
-Stored values are tensors, and their dtype says how: float32 [numel], bfloat16 [numel], or uint8
-[blocks, 36], where a block is a float32 scale and then its codes. Same bits as `load` and `store`
-of csrc/codecs/feedback.cpp.
+Stored values are tensors whose dtype is the format: float32 [numel], bfloat16 [numel], or uint8
+[blocks, 36], where a block is a float32 scale followed by its codes. The bits are those of `load`
+and `store` in csrc/codecs/base/feedback.cpp.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK_BYTES = 4 + BLOCK
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 _TINY, _HUGE, _TOP = 2.0**-100, 2.0**127, 127.0
-_PAGES = 1 << 17  # bytes from which zeros are asked of the kernel
+_PAGES = 1 << 17  # bytes from which zeros are mapped from the kernel
 
 
 def shape(storage: str, numel: int, rows: int = 1) -> tuple[int, ...]:
@@ -24,18 +24,23 @@ def shape(storage: str, numel: int, rows: int = 1) -> tuple[int, ...]:
     return (rows * -(-numel // BLOCK), BLOCK_BYTES) if storage == "int8" else (rows * numel,)
 
 
+def count(storage: str, numel: int, rows: int = 1) -> int:
+    """Return the bytes of `rows` rows of `numel` stored values each."""
+    return torch.Size(shape(storage, numel, rows)).numel() * DTYPES[storage].itemsize
+
+
 def zeros(storage: str, numel: int, device: torch.device, rows: int = 1) -> torch.Tensor:
     """Return stored zeros; on the CPU they take no memory before they are written."""
     size, dtype = shape(storage, numel, rows), DTYPES[storage]
-    count = torch.Size(size).numel() * dtype.itemsize
-    if device.type != "cpu" or count < _PAGES:  # torch.zeros writes all of them
+    total = count(storage, numel, rows)
+    if device.type != "cpu" or total < _PAGES:  # torch.zeros writes all bytes, a mapping none
         return torch.zeros(size, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(size)
 
 
 def part(stored: torch.Tensor, numel: int, row: int, begin: int, end: int) -> torch.Tensor:
-    """Return the values begin <= i < end of a row of `numel`, as they are stored.
+    """Return the stored values begin <= i < end of a row of `numel` values.
 
     Args:
         stored: rows of `numel` values each.
@@ -70,7 +75,7 @@ def store(values: torch.Tensor, stored: torch.Tensor) -> None:
         blocks.view(-1)[: values.numel()] = values
         amax = blocks.abs().amax(1, keepdim=True) if len(stored) else blocks[:, :1]
         used = (amax > _TINY) & (amax < _HUGE)
-        top = torch.full_like(amax, _TOP)  # by a tensor: a number's reciprocal rounds differently
+        top = torch.full_like(amax, _TOP)  # a tensor: for a number torch uses its reciprocal
         scales = torch.where(used, amax / top, torch.zeros_like(amax))
         codes = torch.where(used, blocks * torch.where(used, top / amax, 0.0), 0.0).round()
         stored[:, :4] = scales.view(torch.uint8)

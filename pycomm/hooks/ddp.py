@@ -9,21 +9,26 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from pycomm import backend
+from pycomm._build import load_c10d
+from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.hooks.state import CompressionState
 from pycomm.policy import Policy
+from pycomm.policy.names import clean
+from pycomm.reduction.state import CompressionState
+from pycomm.reduction.taken import Taken
 
 
 class HookState(CompressionState):
-    """What `compress_hook` keeps between steps: see `CompressionState`.
+    """State that `compress_hook` keeps between steps: see `CompressionState`.
 
     Args:
         codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
         model: the DDP model. Without it parameters are numbered in the order in which they first
-            appear, and rules by name have nothing to look at.
-        process_group: where to reduce; None: the model's group, or the default group.
-        options: feedback and seed, as `CompressionState` has them.
+            appear, and rules by name match nothing.
+        process_group: the ranks that reduce; None: the model's group, or the default group.
+        options: feedback and seed; see `CompressionState`.
 
     Example:
         >>> import pycomm
@@ -39,50 +44,107 @@ class HookState(CompressionState):
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
+        typed("model", model, DistributedDataParallel, None)
         if process_group is None and model is not None:
             process_group = model.process_group
         super().__init__(codec, process_group=process_group, **options)
-        # Weak: the model's reducer holds this state, in C++, where no garbage collector looks.
+        # Weak: the model's reducer holds this state in C++, where the garbage collector cannot see
+        # a cycle.
         self._model = weakref.ref(model) if model is not None else None
+        self._sparse = _sparse(model.module) if model is not None else set()
+        # The order is that of DDP's reducer, which has no frozen or ignored parameters.
+        reduced: list[torch.Tensor] = []
         if model is not None:
+            reduced = model._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
+            ids = set(map(id, reduced))
             for name, parameter in model.module.named_parameters():
-                self.add(name, parameter)
+                if id(parameter) in ids:
+                    self._enter(name, parameter)
+            self.plan.complete()
+        if self.residuals:
+            # With ef21 all ranks keep the same mean, so they must always judge alike.
+            always = self.residuals.rule.kind == "ef21"
+            self._taken = Taken(self._names, self._by_name, always=always)
         self._nobody_used: set[str] = set()  # in the last step
-        # In the order of DDP's reducer.
-        self._reduced = [self._names[id(p)] for p in self._parameters if p.requires_grad]
+        self._settles = False  # the forward hook `_settle_joined` is registered
+        self._paid = False  # a step has begun since `remove`
+        self.successor: HookState | None = None
+        """The new state, if the model was compressed again after `remove`."""
+        self._reduced = [self._names[id(parameter)] for parameter in reduced]
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket of DDP's over the group; see `compress_hook`."""
+        """Average a DDP bucket over the group; see `compress_hook`."""
+        if self._leaving and bucket.index() == 0 and self._paid and self._may_leave(begins=True):
+            self._leave()
+        if self.removed:
+            return self._average(bucket.buffer())
         if bucket.index() == 0:
+            self._paid = self._leaving
             self.begin_step()
+            self._joined = torch._C._current_graph_task_id() == -1
+            if self._joined and not self._settles and (model := self._looks_for_unused()):
+                model.register_forward_pre_hook(_settle_joined, prepend=True)
+                self._settles = True
         for parameter in bucket.parameters():
             if id(parameter) not in self._names:
-                self.add(self._new_name(parameter), parameter)
+                self._enter(self._new_name(parameter), parameter)
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         future = self.reduce(bucket.buffer(), names)
         if bucket.is_last():
             self.end_step()
-            model = self._model() if self._model else None
-            if model is not None and model.find_unused_parameters and not model.static_graph:
-                # Behind the callback with which DDP ends the backward; it comes behind this one.
+            if not self._joined and self._looks_for_unused() is not None:
+                # Queued twice: DDP queues the callback that ends the backward after this one, and
+                # the look must come after that.
                 queue = torch.autograd.Variable._execution_engine.queue_callback
                 queue(lambda: queue(self._look_for_unused))
         return future
 
+    def _enter(self, name: str, parameter: torch.Tensor) -> None:
+        why = "its gradient is sparse" if id(parameter) in self._sparse else ""
+        self.add(clean(name), parameter, exact=why)
+
+    def _average(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Average exactly, as DDP does without a hook."""
+        tensor.div_(self.process_group.size())
+        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+        plain: torch.futures.Future[torch.Tensor]
+        if backend.find(self.process_group, tensor.device):
+            plain = load_c10d().then(work, lambda results: results[0])
+        else:
+            plain = work.get_future().then(lambda future: future.value()[0])
+        return plain
+
     def _unused(self) -> set[str]:
+        # A joined rank had no backward, and the others have shared their map of used parameters by
+        # now. Inside a backward the reducer already holds the lock that this would take.
+        if self._joined and torch._C._current_graph_task_id() == -1:
+            self._look_for_unused()
         return self._nobody_used
 
-    def _look_for_unused(self) -> None:
-        """Note the parameters that no rank has used: DDP leaves their gradients as they are."""
+    def _looks_for_unused(self) -> DistributedDataParallel | None:
+        """The model, if it was wrapped with `find_unused_parameters`."""
         model = self._model() if self._model else None
-        assert model is not None  # its backward has just ended
-        used = model.reducer._get_local_used_map()  # of all ranks together
-        if used.numel() == len(self._reduced):  # else the model froze some after it was wrapped
+        if model is None or model.static_graph or not model.find_unused_parameters:
+            return None
+        return model
+
+    def _look_for_unused(self) -> None:
+        """Record the parameters that no rank has used: DDP leaves their gradients as they are."""
+        model = self._looks_for_unused()
+        if model is None:
+            return
+        used = model.reducer._get_local_used_map()  # summed over all ranks
+        if used.numel() == len(self._reduced):  # else some were frozen after the model was wrapped
             self._nobody_used = {
                 name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n
             }
 
     def _new_name(self, parameter: torch.Tensor) -> str:
+        """The name of a parameter that was frozen when compressed, but not when wrapped."""
+        model = self._model() if self._model else None
+        for name, known in model.module.named_parameters() if model is not None else ():
+            if known is parameter:
+                return str(name)
         if self._model is not None:
             raise Error(
                 f"rank {self.process_group.rank()}: a gradient of shape "
@@ -91,22 +153,40 @@ class HookState(CompressionState):
         return f"parameter{len(self._names)}"
 
 
+def _settle_joined(model: DistributedDataParallel, *_: Any) -> None:
+    """Settle the last step in which Join shadowed this rank, before the rank's own backward."""
+    for _hook, state in model._comm_hooks:
+        if isinstance(state, HookState) and state._joined:
+            state.settle()
+
+
+def _sparse(module: torch.nn.Module) -> set[int]:
+    """The ids of the parameters whose gradients DDP expects to be sparse."""
+    return {
+        id(part.weight)
+        for part in module.modules()
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse
+    }
+
+
 def compress_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients over all ranks, compressed.
 
-    Decoded values are summed in float32 in rank order and divided once, by the rank that owns them,
-    so all ranks get the same bits. With the codec "fp32" these are the exact average; DDP itself
+    The owner of each value sums the decoded values in float32 in rank order and divides once, so
+    all ranks get the same bits. With the codec "fp32" the result is the exact average; DDP itself
     divides before it sums, which for two ranks gives the same bits.
 
     Args:
         state: codec and feedback; the same on all ranks.
-        bucket: float32, or 16-bit floats, which are added up in float32 and rounded once. Other
-            dtypes are averaged as they are.
+        bucket: float32, or 16-bit floats, which are summed in float32 and rounded once. Other
+            dtypes and sparse gradients are averaged exactly.
 
     Returns:
         A future of the bucket's tensor.
 
     Raises:
-        Error: the gradients are sparse; and what the group's all_reduce raises.
+        Error: the group's all_reduce failed.
     """
+    while state.successor is not None:
+        state = state.successor
     return state.reduce_bucket(bucket)

@@ -1,19 +1,20 @@
-"""Communication of FSDP2 (`torch.distributed.fsdp.fully_shard`), compressed.
+"""Compressed communication of FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-What crosses the slow link decides what is compressed:
+The collective that crosses the slow link is compressed:
 
-* FSDP: gradients are reduce-scattered. Each rank encodes, with feedback, the shard of every
-  parameter for its owner, which decodes, adds and keeps float32: one coding, nothing is sent back.
-* HSDP: inside a replica the reduce-scatter stays exact, since that is where links are fast; the
-  all-reduce of the shards between replicas is compressed, with feedback, as a bucket of DDP's is.
-* `replicate()`: the all-reduce between replicas, of whole parameters.
-* Weights are all-gathered exactly unless a codec for them is named: no feedback corrects them.
+* FSDP: gradients are reduce-scattered. Each rank encodes every parameter's shards, with feedback,
+  for their owners, which decode, sum and keep float32: one coding, nothing is sent back.
+* HSDP: the reduce-scatter inside a replica stays exact, since links are fast there. The all-reduce
+  of the shards between replicas is compressed, with feedback, like a DDP bucket.
+* `replicate()`: the all-reduce of whole parameters between replicas is compressed.
+* Weights are all-gathered exactly unless a codec for them is given: no feedback corrects them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut
-from pycomm.hooks import two_shot
-from pycomm.hooks.bucket import Bucket
 from pycomm.hooks.fsdp_seams import (
+    Comm,
     CompressedAllGather,
     CompressedReduceScatter,
     ReplicaHook,
@@ -34,19 +34,26 @@ from pycomm.hooks.fsdp_seams import (
     leave_replicas_to_the_hook,
     units,
 )
-from pycomm.hooks.state import CompressionState
-from pycomm.policy import Decision, Policy, agree_on_options, summary
+from pycomm.policy import Decision, Parameter, Policy, agree_on_options, summary
 from pycomm.policy import agree as agree_on
+from pycomm.policy.exchange import gather
+from pycomm.reduction import two_shot
+from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.state import CompressionState
+from pycomm.reduction.taken import Taken
 
 
 class FSDPState(CompressionState):
-    """Codecs and feedback of a model's shards; and the model's communication uses it from now on.
+    """Codecs and feedback of a model's shards.
+
+    The constructor replaces the communication of the model, which uses this state from then on.
 
     Args:
-        codec: of gradients, as `CompressionState` has it. Rules see whole parameters, not shards.
+        codec: codec of the gradients; see `CompressionState`. Rules see whole parameters, not
+            shards.
         model: a model in which fully_shard or replicate has wrapped modules.
-        weights: codec or policy of the parameters when they are gathered; None: exactly.
-        options: feedback and seed, as `CompressionState` has them.
+        weights: codec or policy of the parameters when they are gathered; None: exact.
+        options: feedback and seed; see `CompressionState`.
 
     Raises:
         Error: parts of the model are reduced in different groups, or are compressed already.
@@ -69,44 +76,55 @@ class FSDPState(CompressionState):
         super().__init__(codec, process_group=group, **options)
         self._ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self._shard_group = info.shard_process_group if self._ranks > 1 else None
-        self._shards: dict[str, torch.Size] = {}  # by name: what a rank has of it, with padding
-        self._rows: set[str] = set()  # that ranks share by rows of their first dimension
-        self._backward: int | None = None  # number of the one that is running
+        self._shards: dict[str, torch.Size] = {}  # by name: a rank's padded shard
+        self._rows: set[str] = set()  # parameters that are sharded along their first dimension
+        self._backward: int | None = None  # number of the running backward
         self._reduced: set[str] = set()  # in this step
-        self._waits: list[Callable[[], object]] = []  # for what is under way
+        self._waits: list[Callable[[], object]] = []  # for collectives that are in flight
+        # The device of the groups; parameters may be on the CPU, or have no memory yet.
+        self._mesh_device = torch.device(info.mesh.device_type)
+        self._places: dict[str, int] = {}  # number of each parameter whose weights are gathered
+        self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {}
         for unit in self._units:
             for name, parameter in unit.parameters.items():
                 if name in self._shards:
                     raise Error(f"the model has two parameters of the name {name}")
-                self.add(name, parameter.sharded_param)
                 self._shards[name] = parameter.padded_sharded_param_size
                 if parameter.fsdp_placement.dim == 0:
                     self._rows.add(name)
-        self._refuse_factors()
+                self._places[name] = len(self._places)
+                self._tensor_of[name] = partial(getattr, parameter, "sharded_param")
+            self._enter(unit.trained())
+        self.plan.complete()
         self.agree()
         self.weights: dict[str, Decision] = {}
         """The codec of each parameter's weights, by name; none: exactly."""
         self._weight_buckets: dict[tuple[str, ...], Bucket] = {}
         policy = None if weights is None else Policy.of(weights)
         terms = [f"weights: {term}" for term in (policy.terms() if policy else ["exactly"])]
-        # Shards gather the weights, and replicas compute with the same. Gradients are one model's,
-        # but each shard's replicas have compared their terms among themselves alone.
+        # Weights are gathered among shards, and replicas must compute with the same ones. The
+        # terms of the gradients were compared only among the replicas of each shard so far.
         terms += [f"gradients: {term}" for term in self.plan.terms]
         groups = [g for g in (self._shard_group, self.process_group) if g is not None]
         agree_on_options(terms, *dict.fromkeys(groups))
         if policy is not None:
-            self.weights = {n: policy.decide(d.parameter) for n, d in self.decisions.items()}
+            for name, tensor in self._tensor_of.items():
+                parameter = Parameter(name, tuple(tensor().shape), tensor().dtype)
+                self.weights[name] = policy.decide(parameter)
             agree_on(list(self.weights.values()), self.process_group, self._device)
+        if self.residuals and self.residuals.rule.kind != "ef21":
+            # Not for ef21: its ranks must decide alike, but a shard may be zero on one rank only.
+            self._taken = Taken(self._names, self._by_name, early=True)
         for unit in self._units:
             self._install(unit)
 
-    def _refuse_factors(self) -> None:
-        for decision in self.decisions.values():
-            if self._scatters and decision.codec.combine == "factors":
-                raise ValueError(
-                    f"{decision.codec.name} averages whole matrices, and FSDP2 has shards of them "
-                    "at different ranks: take another codec, or HSDP, where it works on shards"
-                )
+    def _refusal(self, codec: Codec) -> str:
+        if self._scatters and codec.combine == "factors":
+            return (
+                f"{codec.name} averages whole matrices, and FSDP2 has shards of them at different "
+                "ranks: take another codec, or HSDP, where it works on shards"
+            )
+        return super()._refusal(codec)
 
     def _install(self, unit: Unit) -> None:
         if self._scatters:
@@ -124,8 +142,29 @@ class FSDPState(CompressionState):
 
     # ------------------------------------------------------------------ steps
 
+    def _enter(self, names: Sequence[str]) -> None:
+        """Let codecs be decided for parameters that get gradients, frozen ones when they do."""
+        for name in names:
+            if name not in self._numbers:
+                self.add(name, self._tensor_of[name]())
+        self._device = self._mesh_device
+
+    def begin_step(self) -> None:
+        """See `CompressionState`. Loading a model may have replaced its parameters' tensors."""
+        for name, before in list(self._by_name.items()):
+            now = self._tensor_of[name]()
+            if now is not before:
+                del self._names[id(before)]
+                self._parameters = [tensor for tensor in self._parameters if tensor is not before]
+                self._parameters.append(now)
+                self._names[id(now)], self._by_name[name] = name, now
+                if self._taken:
+                    self._taken.replaced(name)
+        super().begin_step()
+
     def enter(self, names: Sequence[str]) -> None:
-        """Begin a step if these parameters are the first of a backward, or come once more in it."""
+        """Begin a step if these are the first parameters of a backward, or recur in it."""
+        self._enter(names)
         backward = torch._C._current_graph_task_id()
         if backward == self._backward and self._reduced.isdisjoint(names):
             self._reduced.update(names)
@@ -133,18 +172,34 @@ class FSDPState(CompressionState):
         if backward == self._backward:
             self.end_step()
         else:
-            # Runs when all of this backward has run, as torch's own hooks do it.
-            torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+            # Runs at the end of this backward, like torch's own hooks.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward, self._reduced = backward, set(names)
         self._waits.clear()
         self.begin_step()
 
-    def _leave(self) -> None:
+    def _end_backward(self) -> None:
         self.end_step()
         self._backward = None
+        if self._leaving and self._may_leave(begins=False):
+            self._leave()
+
+    def _may_leave(self, *, begins: bool) -> bool:
+        """With HSDP all shards leave together: until then they synchronize after each step."""
+        may = super()._may_leave(begins=begins)
+        if self._scatters or self._shard_group is None:
+            return may
+        return all(others for (others,) in gather([may], self._shard_group, self._device))
+
+    def _leave(self) -> None:
+        super()._leave()
+        self.weights.clear()
+        self._weight_buckets.clear()
+        for unit in self._units:
+            unit.restore()
 
     def end_step(self) -> None:
-        """Wait for all of this step; with HSDP the shards agree on a verdict."""
+        """Wait for the step's collectives; with HSDP the shards agree whether it is finite."""
         super().end_step()
         for wait in self._waits:
             wait()
@@ -159,7 +214,7 @@ class FSDPState(CompressionState):
     # ------------------------------------------------------------------ exchanges
 
     def expects(self, names: Sequence[str]) -> int:
-        """Return how many values one rank has of the named parameters, with padding."""
+        """Return the number of values in one rank's shards of these parameters, with padding."""
         return sum(self._shards[name].numel() for name in names)
 
     def reduce_scatter(
@@ -172,15 +227,15 @@ class FSDPState(CompressionState):
         average: bool,
         later: bool = False,
     ) -> None:
-        """Sum or average what ranks have for each other.
+        """Sum or average the gradients of all ranks, compressed; each rank gets its shards.
 
         Args:
-            output: floats of 16 or 32 bits [values]; what this rank has of the named parameters.
-            input: the same for every rank [ranks * values].
-            names: as they lie in it.
-            group: where to reduce.
+            output: floats of 16 or 32 bits [values]; this rank's shards of the named parameters.
+            input: the shards of every rank [ranks * values].
+            names: the parameters, in the order of the input.
+            group: the ranks that reduce.
             average: divide by the number of ranks.
-            later: the result need not be there before backward ends.
+            later: the result is not needed before backward ends.
         """
         self.enter(names)
         bucket = self._bucket(tuple(names), input.device)
@@ -221,19 +276,19 @@ class FSDPState(CompressionState):
         names: Sequence[str],
         group: dist.ProcessGroup,
     ) -> dist.Work | None:
-        """Gather weights, encoded; the work is None if that is done.
+        """Gather encoded weights; the work is None if the gather is complete.
 
         Args:
             output: floats of 16 or 32 bits [ranks * values].
-            input: of the same type [values]: what this rank has of the named parameters.
-            names: as they lie in it.
-            group: where to gather.
+            input: of the same type [values]: this rank's shards of the named parameters.
+            names: the parameters, in the order of the input.
+            group: the ranks that gather.
         """
         key = tuple(names)
         bucket = self._weight_buckets.get(key)
         if bucket is None:
             decisions = [self.part(self.weights[name]) for name in key]
-            numbers = [self._numbers[name] for name in key]
+            numbers = [self._places[name] for name in key]
             bucket = self._weight_buckets[key] = Bucket(decisions, numbers, None, input.device)
         native = bucket.taken_by(group, "all_gather", output)
         if native is not None:
@@ -247,7 +302,7 @@ class FSDPState(CompressionState):
     def all_reduce(
         self, tensor: torch.Tensor, names: Sequence[str], *, later: bool = False
     ) -> None:
-        """Average shards over the replicas, in place; `later` as of `reduce_scatter`."""
+        """Average shards over the replicas, in place; `later`: see `reduce_scatter`."""
         self.enter(names)
         future = self.reduce(tensor, names)
         if later:
@@ -259,12 +314,12 @@ class FSDPState(CompressionState):
     def _cuts(self) -> dict[str, Cut]:
         if not self._scatters:
             return {}
-        shapes = {name: self.decisions[name].parameter.shape for name in self._rows}
+        shapes = {name: self._tensor_of[name]().shape for name in self._rows}
         return {name: Cut(tuple(shape), self._ranks) for name, shape in shapes.items()}
 
     @property
     def rows(self) -> int:
-        """A rank has a part of each parameter for every owner, or one for its other replicas."""
+        """A reduce-scatter has a row for every owner; an all-reduce between replicas has one."""
         return self._ranks if self._scatters else 1
 
     def part(self, decision: Decision) -> Decision:
@@ -275,7 +330,7 @@ class FSDPState(CompressionState):
 
 
 def _mesh_info(found: Sequence[Unit]) -> Any:
-    """The mesh that all parts of the model share."""
+    """The mesh that all wrapped parts of the model share."""
     infos = [unit.group.mesh_info for unit in found]
     if any(info != infos[0] for info in infos):
         raise Error(
@@ -287,3 +342,12 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
         if any(isinstance(comm, (CompressedReduceScatter, ReplicaHook)) for comm in comms):
             raise Error("this model, or a part of it, is compressed already")
     return infos[0]
+
+
+def compressed_state(model: nn.Module) -> FSDPState | None:
+    """Return the state that compresses a model in fully_shard, if there is one."""
+    for unit in units(model):
+        for comm in (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook):
+            if isinstance(comm, Comm):
+                return comm.state if isinstance(comm.state, FSDPState) else None
+    return None

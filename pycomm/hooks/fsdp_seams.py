@@ -1,5 +1,6 @@
-"""The seams of torch's FSDP2: what a wrapped model consists of, and what takes the place of its
-communication. `pycomm.hooks.fsdp` says what that does.
+"""Hooks into torch's FSDP2: the units of a wrapped model, and classes that replace its collectives.
+
+`pycomm.hooks.fsdp` implements the collectives.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 
-from pycomm.hooks.reducer import CODED
-
-if TYPE_CHECKING:
-    from pycomm.hooks.fsdp import FSDPState
+from pycomm.policy import CODED, Plan
+from pycomm.policy.names import clean
 
 logger = logging.getLogger("pycomm")
 
@@ -27,43 +26,97 @@ logger = logging.getLogger("pycomm")
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # which names of parameters do not show
+_KNOWN = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+
+# The attributes of FSDPParamGroup that compression replaces.
+_SEAMS = (
+    *("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook"),
+    *("mesh_info", "post_forward_mesh_info"),
+)
+
+
+class UnitReducer(Protocol):
+    """The interface of the state, which `pycomm.hooks.fsdp.FSDPState` implements and documents."""
+
+    process_group: dist.ProcessGroup
+    plan: Plan
+
+    def expects(self, names: Sequence[str]) -> int: ...
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        names: Sequence[str],
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+        later: bool = False,
+    ) -> None: ...
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        names: Sequence[str],
+        group: dist.ProcessGroup,
+    ) -> dist.Work | None: ...
+    def all_reduce(
+        self, tensor: torch.Tensor, names: Sequence[str], *, later: bool = False
+    ) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What one fully_shard call has made: parameters that travel together."""
+    """One fully_shard call's parameters, which travel together."""
 
     module: FSDPModule
     group: Any
     """torch's FSDPParamGroup."""
     parameters: dict[str, Any]
-    """torch's FSDPParam by name, in the order in which they lie in what is sent."""
+    """torch's FSDPParam by name, in the order of the message."""
+
+    def __post_init__(self) -> None:
+        kept = {name: getattr(self.group, name) for name in _SEAMS if hasattr(self.group, name)}
+        object.__setattr__(self, "_before", kept)
+
+    def restore(self) -> None:
+        """Restore the communication that torch's group had when this object was made."""
+        for name, value in vars(self)["_before"].items():
+            setattr(self.group, name, value)
 
     def trained(self) -> tuple[str, ...]:
         """Names of the parameters that get gradients."""
         return tuple(n for n, p in self.parameters.items() if p.sharded_param.requires_grad)
 
     def only_views(self, result: torch.Tensor) -> bool:
-        """Whether torch will not look at a result before backward ends, so that it may come later.
+        """Whether torch does not read a result before backward ends, so that it may come later.
 
-        It puts views of it where the gradients are, unless it has to convert, divide or add it to
-        gradients that are there, or somebody waits for them.
+        torch stores views of the result as gradients, unless it has to convert it, divide it or add
+        it to existing gradients, or user code waits for them.
         """
         trained = [self.parameters[name].sharded_param for name in self.trained()]
         return (
             result.is_cpu
-            and result.dtype == self.group._orig_dtype
             and result.dtype in (torch.float32, torch.bfloat16)
+            and all(self._gradient_dtype(name) == result.dtype for name in self.trained())
             and self.group.gradient_divide_factor is None
             and not self.group.force_sum_reduction_for_comms
             and all(p.grad is None for p in trained)
             and not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained)
         )
 
+    def _gradient_dtype(self, name: str) -> torch.dtype | None:
+        """The dtype to which torch converts a parameter's reduced gradient: since torch 2.15 an
+        attribute of each parameter, before that one of the group."""
+        parameter = self.parameters[name]
+        if hasattr(parameter, "sharded_grad_dtype"):
+            found: torch.dtype | None = parameter.sharded_grad_dtype
+        else:
+            found = self.group._orig_dtype
+        return found
+
 
 def units(model: nn.Module) -> Iterator[Unit]:
-    """Find the parts of a model that fully_shard has wrapped, each once."""
+    """Yield the parts of a model that fully_shard has wrapped, each once."""
     names = {id(module): name for name, module in model.named_modules()}
     seen = set()
     for module in model.modules():
@@ -77,18 +130,16 @@ def units(model: nn.Module) -> Iterator[Unit]:
             for parameter in group.fsdp_params:
                 info = parameter._module_info
                 name = ".".join(filter(None, (names[id(info.module)], info.param_name)))
-                for wrapper in WRAPPERS:
-                    name = name.replace(wrapper, "")
-                parameters[name] = parameter
+                parameters[clean(name)] = parameter
             yield Unit(module, group, parameters)
 
 
 def leave_replicas_to_the_hook(group: Any) -> None:
-    """Let torch reduce inside a replica only.
+    """Make torch reduce inside a replica only.
 
-    For HSDP torch calls the all-reduce between replicas itself, before the hook, and lets nobody
-    take its place. Without a replicating dimension in the group's mesh it calls the hook alone. The
-    parameters keep theirs, from which their placements follow.
+    For HSDP torch itself runs the all-reduce between replicas, before the hook, and has no way to
+    replace it. If the group's mesh has no replicating dimension, torch calls the hook alone. The
+    parameters keep that dimension, since their placements follow from it.
     """
     old = group.mesh_info
     kind = FSDPMeshInfo if isinstance(old, FSDPMeshInfo) else DataParallelMeshInfo
@@ -100,39 +151,45 @@ def leave_replicas_to_the_hook(group: Any) -> None:
     group.mesh_info = new
 
 
-class _Comm:
-    """What the classes below have in common."""
+class Comm:
+    """Base of the classes below."""
 
-    def __init__(self, state: FSDPState, unit: Unit) -> None:
-        self._state = state
+    def __init__(self, state: UnitReducer, unit: Unit) -> None:
+        self.state = state
         self._unit = unit
         self._told = False
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return memory for what is sent and received."""
+        """Return a buffer for a message."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _reducible(self, tensor: torch.Tensor, numel: int) -> bool:
-        """Whether gradients are those of all parameters; tells once if they are not."""
+        """Whether all parameters have gradients; logs once if they do not."""
+        names, exactly = self._unit.trained(), self.state.plan.exactly
         if tensor.dtype not in CODED:
+            what = str(tensor.dtype).removeprefix("torch.")
+            exactly.update(dict.fromkeys(names, f"no codec takes {what}"))
             return False
-        if numel != self._state.expects(self._unit.trained()):
+        if numel != self.state.expects(names):
+            exactly.update(dict.fromkeys(names, "some of its unit have no gradients"))
             if not self._told:
                 logger.warning(
                     "fsdp: some of %s have no gradient in this step, and it is not known which: "
                     "the others travel exactly. set_reduce_scatter_unused_params(True) on their "
                     "module makes them zero, and then all are compressed",
-                    ", ".join(self._unit.trained()),
+                    ", ".join(names),
                 )
                 self._told = True
             return False
+        for name in names if exactly else ():
+            exactly.pop(name, None)
         return True
 
 
-class CompressedReduceScatter(_Comm, ReduceScatter):
-    """For `FSDPModule.set_custom_reduce_scatter`."""
+class CompressedReduceScatter(Comm, ReduceScatter):
+    """Compressed reduce-scatter for `FSDPModule.set_custom_reduce_scatter`."""
 
     def __call__(
         self,
@@ -142,12 +199,17 @@ class CompressedReduceScatter(_Comm, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce; the result is there when this returns, or when backward does."""
-        known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+        """Reduce; the result is ready when this returns, or when backward ends."""
+        # Not `op in _KNOWN`: an operation with a factor equals its kind, but its kind does not
+        # equal the operation.
+        known = any(op == kind for kind in _KNOWN)
         if not known or not self._reducible(input_tensor, output_tensor.numel()):
             _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
             return None
-        self._state.reduce_scatter(
+        if op == dist.ReduceOp.PREMUL_SUM:  # each rank has a factor of its own
+            _, factor = op.__getstate__()
+            input_tensor = input_tensor * factor
+        self.state.reduce_scatter(
             output_tensor,
             input_tensor,
             self._unit.trained(),
@@ -155,14 +217,11 @@ class CompressedReduceScatter(_Comm, ReduceScatter):
             average=op == dist.ReduceOp.AVG,
             later=self._unit.only_views(output_tensor),
         )
-        if op == dist.ReduceOp.PREMUL_SUM:
-            _, factor = op.__getstate__()
-            output_tensor.mul_(factor)
         return None
 
 
-class CompressedAllGather(_Comm, AllGather):
-    """For `FSDPModule.set_custom_all_gather`."""
+class CompressedAllGather(Comm, AllGather):
+    """Compressed all-gather for `FSDPModule.set_custom_all_gather`."""
 
     def __call__(
         self,
@@ -171,10 +230,10 @@ class CompressedAllGather(_Comm, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather; shards of another kind, such as those of fewer ranks after forward, exactly."""
+        """Gather; other shards, such as those of fewer ranks after forward, travel exactly."""
         names = tuple(self._unit.parameters)
-        if input_tensor.dtype in CODED and input_tensor.numel() == self._state.expects(names):
-            work = self._state.all_gather(output_tensor, input_tensor, names, group)
+        if input_tensor.dtype in CODED and input_tensor.numel() == self.state.expects(names):
+            work = self.state.all_gather(output_tensor, input_tensor, names, group)
         else:
             work = _all_gather(output_tensor, input_tensor, group=group, async_op=True)
         if work is None or async_op:
@@ -183,12 +242,12 @@ class CompressedAllGather(_Comm, AllGather):
         return None
 
 
-class ReplicaHook(_Comm):
-    """For `FSDPModule.set_all_reduce_hook`: averages over the replicas."""
+class ReplicaHook(Comm):
+    """Average over the replicas, for `FSDPModule.set_all_reduce_hook`."""
 
-    def __init__(self, state: FSDPState, unit: Unit) -> None:
+    def __init__(self, state: UnitReducer, unit: Unit) -> None:
         super().__init__(state, unit)
-        self._partial: torch.Tensor | None = None  # of micro-steps that are not to be reduced
+        self._partial: torch.Tensor | None = None  # sum of micro-steps that are not reduced yet
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
         """Average the shards of a unit in place."""
@@ -201,12 +260,12 @@ class ReplicaHook(_Comm):
             self._partial = None
         if self._reducible(reduce_output, reduce_output.numel()):
             later = self._unit.only_views(reduce_output)
-            self._state.all_reduce(reduce_output, self._unit.trained(), later=later)
+            self.state.all_reduce(reduce_output, self._unit.trained(), later=later)
         else:
-            dist.all_reduce(reduce_output, group=self._state.process_group)
-            reduce_output.div_(self._state.process_group.size())
-        if group.gradient_divide_factor is not None:  # torch adds up then
-            reduce_output.mul_(self._state.process_group.size())
+            dist.all_reduce(reduce_output, group=self.state.process_group)
+            reduce_output.div_(self.state.process_group.size())
+        if group.gradient_divide_factor is not None:  # then torch sums instead of averaging
+            reduce_output.mul_(self.state.process_group.size())
 
     def _keep(self, reduce_output: torch.Tensor) -> None:
         if self._partial is None:

@@ -1,7 +1,8 @@
-"""Replicas of a model compare their parameters once per step, without a message.
+"""Comparison of replicas: the parameters are compared once per step, without an extra message.
 
-A digest of the parameters travels with the next operation of the group, if that makes the check
-"results" (csrc/collectives/digests.h): replicas that differ are an error that names the rank.
+A digest of the parameters travels with the group's next operation, if the group has the check
+"results" (csrc/collectives/group/result_checksums.h). Replicas that differ raise an error that
+names the rank.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from pycomm import _C
+from pycomm.arguments import typed
 from pycomm.backend import find
 from pycomm.errors import Error
 from pycomm.hooks.fsdp_seams import units
@@ -25,10 +27,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a number that differs if a bit of the tensors does.
+    """Return a number that differs if a bit of the tensors differs.
 
-    Memory of the CPU is hashed where it lies (CRC-32C). Of a tensor on a device the words are added
-    up there as integers, and the sums are hashed: that misses values that have changed places.
+    CPU memory is hashed in place (CRC-32C). The words of a tensor on a device are summed there as
+    integers, and the sums are hashed: that misses values that have changed places.
 
     Args:
         tensors: any shapes and dtypes.
@@ -50,7 +52,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[dist.ProcessGroup, torch.Tensor]]:
-    """What ranks have copies of, and which ranks."""
+    """Yield each replicated tensor with the group of ranks that have copies of it."""
     if isinstance(model, DistributedDataParallel):
         for parameter in model.module.parameters():
             yield model.process_group, parameter
@@ -62,7 +64,7 @@ def _replicated(model: nn.Module) -> Iterator[tuple[dist.ProcessGroup, torch.Ten
 
 
 class _Watch:
-    """A hook before the forward pass of a model."""
+    """A forward pre-hook that compares the parameters before each training step."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -79,7 +81,7 @@ class _Watch:
 
 
 def _synchronizes(model: nn.Module) -> bool:
-    """Whether a backward pass follows after which replicas are equal again."""
+    """Whether the next backward pass makes the replicas equal again."""
     if not isinstance(model, DistributedDataParallel):
         return True
     return model.require_backward_grad_sync and not model._join_config.enable
@@ -93,7 +95,7 @@ def _by_group(model: nn.Module) -> dict[dist.ProcessGroup, list[torch.Tensor]]:
 
 
 def watch_if_asked(model: nn.Module) -> None:
-    """Do what `watch_parameters` does if the groups of the model's replicas make that check."""
+    """Call `watch_parameters` if the groups of the model's replicas have that check."""
     groups = _by_group(model)
     backends = [find(group, copies[0].device) for group, copies in groups.items()]
     if backends and all(backend is not None and backend.compares for backend in backends):
@@ -103,24 +105,25 @@ def watch_if_asked(model: nn.Module) -> None:
 def watch_parameters(model: nn.Module) -> RemovableHandle:
     """Compare the parameters of all replicas before every training step from now on.
 
-    `pycomm.compress` does it by itself. The group's next operation raises `pycomm.WireMismatch` on
-    all ranks if the replicas differ: their memory is faulty, or one of them has missed an update.
+    `pycomm.compress` calls this itself. The group's next operation raises `pycomm.WireMismatch` on
+    all ranks if the replicas differ: memory is faulty, or a replica has missed an update.
 
     Args:
         model: wrapped in DistributedDataParallel, or in fully_shard on a mesh of two dimensions
             (HSDP): then replicas of shards are compared. All ranks call this.
 
     Returns:
-        A handle whose ``remove()`` ends it.
+        A handle whose ``remove()`` ends the comparison.
 
     Raises:
-        Error: the model has no replicas, or their group makes no such check.
+        Error: the model has no replicas, or their group has no such check.
 
     Example:
         >>> import pycomm
         >>> model = DistributedDataParallel(net)  # doctest: +SKIP
         >>> pycomm.watch_parameters(model)  # doctest: +SKIP
     """
+    typed("model", model, nn.Module)
     groups = _by_group(model)
     if not groups:
         raise Error(

@@ -1,9 +1,9 @@
-"""Predicts a training step over links that need not exist: which codec pays, and where none does.
+"""Planner: predicts a training step over hypothetical links, with and without each codec.
 
     python -m pycomm.plan 350M --ranks 16 --link 10gbe --compute 300ms
 
-Runs without torch and without the native build; `plan probe` alone needs the latter. What is
-assumed stands in docs/planning.md.
+It runs without torch and without the native build; only `plan probe` needs the latter.
+docs/planning.md states the assumptions.
 
 Example:
     >>> from pycomm import plan
@@ -20,7 +20,7 @@ from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, Link, Processor, Rat
 from pycomm.plan.codecs import CODINGS, Coding
 from pycomm.plan.model import Bucket, Model, of_count, of_tensors, of_text
 from pycomm.plan.prediction import Prediction, best_of_each, predict, step
-from pycomm.plan.probed import Probe
+from pycomm.plan.probe.result import Probe
 
 __all__ = [
     "CODINGS",

@@ -12,20 +12,21 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from pycomm.plan import options, show, simulate
+from pycomm.plan import options, show
 from pycomm.plan.advice import ERROR, advise
 from pycomm.plan.cluster import Cluster
-from pycomm.plan.codecs import CODINGS
+from pycomm.plan.codecs import find
 from pycomm.plan.model import Model
 from pycomm.plan.prediction import Prediction, best_of_each, predict
+from pycomm.plan.sim import simulate
 
 
 def main(argv: Sequence[str]) -> int:
     word, rest = (argv[0], argv[1:]) if argv else ("", argv)
     if word == "probe":
-        from pycomm.plan import probe_cli  # what it starts needs the native build
+        from pycomm.plan.probe import cli  # needs the native build
 
-        return probe_cli.main(rest)
+        return cli.main(rest)
     if word == "sweep":
         from pycomm.plan import sweep_cli
 
@@ -46,13 +47,15 @@ def plan(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     try:
         model, cluster = options.model(given), options.cluster(given, given.ranks)
-    except ValueError as error:
+        slow_ranks = options.slow(given.slow_rank, "rank", cluster.ranks)
+        slow_nodes = options.slow(given.slow_node, "node", cluster.nodes)
+    except (ValueError, ImportError) as error:
         parser.error(str(error))
     found = predict(model, cluster, options.chosen(given), every=given.all)
-    if given.simulate or given.slow_rank or given.slow_node:
-        # Formulas choose each codec's algorithm, of which there may be many.
+    if given.simulate or slow_ranks or slow_nodes:
+        # Formulas choose among each codec's algorithms, which may be many.
         kept = found if given.all else best_of_each(found)
-        found = simulated(model, cluster, kept, dict(given.slow_rank), dict(given.slow_node))
+        found = simulated(model, cluster, kept, slow_ranks, slow_nodes)
     limit = ERROR if given.max_error is None else given.max_error
     advice = advise(model, cluster, found, error=limit)
     shown = found if given.all else best_of_each(found)
@@ -81,12 +84,12 @@ def simulated(
     slow_ranks: Mapping[int, float],
     slow_nodes: Mapping[int, float],
 ) -> list[Prediction]:
-    """The same codecs and algorithms by events."""
+    """Return predictions of the same codecs and algorithms by events."""
     found = [
         simulate.step(
             model,
             cluster,
-            CODINGS[prediction.codec],
+            find(prediction.codec),
             prediction.algorithm,
             slow_ranks=slow_ranks,
             slow_nodes=slow_nodes,

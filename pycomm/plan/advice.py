@@ -1,4 +1,4 @@
-"""From predictions to advice: which codec, or none, and why, in words."""
+"""Advice from predictions: the codec to use, or none, and the reasons."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pycomm.plan.prediction import Prediction, best_of_each, with_feedback
 from pycomm.plan.units import format_rate, format_time
 
 WORTH = 0.05
-"""a codec must shorten the step by this share: less is within what a plan can tell"""
+"""Least share by which a codec must shorten the step: less is below a plan's accuracy."""
 CLOSE = 1.05
-"""of codecs whose steps are within this factor, the finer one is taken"""
+"""Of codecs whose steps are within this factor, the most accurate one is chosen."""
 ERROR = 0.3
-"""relative squared error above which a codec is not advised unless asked for: EDEN's 2 bits pass"""
+"""Relative squared error above which a codec is not advised by default: EDEN's 2 bits pass."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do."""
+    """The recommended codec and algorithm, with reasons."""
 
     codec: str
-    """"none": do not compress"""
+    """Name of a codec; "none": do not compress."""
     algorithm: str
     speedup: float
-    """of the step, against the best without a codec"""
+    """Speedup of the step against the best one without a codec."""
     why: tuple[str, ...]
 
     @property
@@ -36,7 +36,7 @@ class Advice:
 
 
 def break_even(cluster: Cluster, ratio: float) -> float:
-    """Bytes of float32 per second that encoding and decoding must reach together to win anything.
+    """Return the bytes/s of float32 that encoding and decoding together need to break even.
 
     With all communication exposed and nothing overlapped: Q > B / (2 (n-1)/n (1 - 1/r)).
     """
@@ -45,7 +45,7 @@ def break_even(cluster: Cluster, ratio: float) -> float:
 
 
 def codec_rate(cluster: Cluster, coding: codecs.Coding) -> float:
-    """Bytes of float32 per second through encoding, then decoding, of a rank."""
+    """Return the bytes/s of float32 that a rank encodes and then decodes."""
     rates = coding.rates(with_feedback(cluster, coding).processor)
     return 1 / (1 / rates.encode + 1 / rates.decode) / cluster.slowdown
 
@@ -53,13 +53,13 @@ def codec_rate(cluster: Cluster, coding: codecs.Coding) -> float:
 def advise(
     model: Model, cluster: Cluster, predictions: Sequence[Prediction], *, error: float = ERROR
 ) -> Advice:
-    """Choose among predictions, which must have some without a codec.
+    """Choose among predictions, of which some must be without a codec.
 
     Args:
-        model: what they are of.
-        cluster: where.
-        predictions: of :func:`predict`.
-        error: largest relative squared error of a gradient that is taken.
+        model: the model of the predictions.
+        cluster: the cluster of the predictions.
+        predictions: results of :func:`predict`.
+        error: largest acceptable relative squared error of a gradient.
     """
     best = best_of_each(sorted(predictions, key=lambda p: p.step))
     exact = next(p for p in best if p.codec == "none")
@@ -67,7 +67,7 @@ def advise(
     fastest = min(allowed, key=lambda p: p.step)
     chosen = min((p for p in allowed if p.step <= CLOSE * fastest.step), key=lambda p: p.error)
     if chosen.step > (1 - WORTH) * exact.step:
-        reasons = _why_not(model, cluster, exact, fastest)
+        reasons = (*_why_not(model, cluster, exact, fastest), *_limits(cluster))
         return Advice("none", exact.algorithm, 1.0, reasons)
     speedup = exact.step / chosen.step
     why = [
@@ -80,13 +80,25 @@ def advise(
             f"{best[0].codec} is faster still ({format_time(best[0].step)}) and was passed over: "
             f"its error of {best[0].error:.2g} is above {error:g} (--max-error)"
         )
-    return Advice(chosen.codec, chosen.algorithm, speedup, tuple(why))
+    return Advice(chosen.codec, chosen.algorithm, speedup, (*why, *_limits(cluster)))
+
+
+def _limits(cluster: Cluster) -> tuple[str, ...]:
+    """Return the limits on throughput other than the link's own rate."""
+    link = cluster.slowest
+    if cluster.ranks == 1 or link.rate * link.byte <= 1:
+        return ()
+    return (
+        f"TCP on a core moves {format_rate(1 / link.byte)}: the {format_rate(link.rate)} of "
+        f"{link.name} change nothing beyond that; where a card moves the bytes, say so by a prefix "
+        "(--link dma:100gbit)",
+    )
 
 
 def _why_not(
     model: Model, cluster: Cluster, exact: Prediction, fastest: Prediction
 ) -> tuple[str, ...]:
-    """Reasons against compression, the deciding one first."""
+    """Return the reasons against compression, the decisive one first."""
     if cluster.ranks == 1:
         return ("there is one rank: nothing is exchanged",)
     saved = (1 - fastest.step / exact.step) * 100

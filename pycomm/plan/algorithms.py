@@ -1,9 +1,9 @@
-"""The time of one all-reduce as a formula, for each algorithm of docs/algorithms.md.
+"""Formulas for the time of one all-reduce, for each algorithm of docs/algorithms.md.
 
-n equal ranks, b bytes. Everything is what the busiest rank does: `rounds` that wait for each other,
-`messages` and bytes `sent` by it, bytes that leave its node (`crossed`), seconds of its processor.
-Where segments let a link and a processor work at the same time, the longer of the two counts, and
-the shorter one by a segment: its first before the other can start, or its last after it.
+They assume n equal ranks and b bytes, and count what the busiest rank does: `rounds` that wait for
+each other, `messages` and bytes `sent` by it, bytes that leave its node (`crossed`), seconds of its
+processor. Where segments let a link and a processor overlap, the longer of the two counts in full
+and the shorter one for a segment: the first, before the other can start, or the last, after it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pycomm.plan.cluster import Cluster, Link
 from pycomm.plan.codecs import NONE, Coding
 
 SEGMENT = 256 << 10
-"""bytes of float32 that travel at once (`csrc/collectives/select.cpp`)"""
+"""Bytes of float32 that are sent at once (`csrc/collectives/common/select.cpp`)."""
 STAGE = 1 << 20
-"""bytes of a stage of the exact hierarchical all-reduce"""
+"""Bytes of a stage of the exact hierarchical all-reduce."""
 
 EXACT = ("one_shot", "two_shot", "bruck", "halving_doubling", "ring", "hierarchical")
 AUTO = ("one_shot", "two_shot", "bruck")
-"""those that keep rank order, among which pycomm's `auto` chooses on nodes of one rank"""
+"""Algorithms that keep rank order; pycomm's `auto` chooses among them on nodes of one rank."""
 CODED = {
     "recode": ("two_shot", "hierarchical"),
     "sum": ("two_shot", "hierarchical"),
@@ -32,21 +32,21 @@ CODED = {
 
 @dataclass(frozen=True)
 class Cost:
-    """An all-reduce of one bucket."""
+    """Cost of an all-reduce of one bucket."""
 
     seconds: float
-    """from the call to its end"""
+    """Time from the call to its end."""
     wire: float
-    """of them, at least: the busiest link's"""
+    """Time of the busiest link, a lower bound of `seconds`."""
     processor: float
-    """seconds of a core of each rank"""
+    """Core time of each rank, in seconds."""
     sent: float
-    """bytes that a rank sends"""
+    """Bytes that a rank sends."""
     latency: float
-    """of them, whatever the number of bytes: rounds that wait for each other, and messages"""
+    """Part of `seconds` that no number of bytes changes: dependent rounds, and messages."""
 
     def plus(self, other: Cost) -> Cost:
-        """One after the other."""
+        """Return the cost of both, one after the other."""
         return Cost(
             self.seconds + other.seconds,
             self.wire + other.wire,
@@ -56,7 +56,7 @@ class Cost:
         )
 
     def times(self, count: int) -> Cost:
-        """That many, one after the other."""
+        """Return the cost of `count` repetitions, one after the other."""
         return Cost(
             self.seconds * count,
             self.wire * count,
@@ -71,22 +71,33 @@ NOTHING = Cost(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Size:
-    """What one all-reduce carries."""
+    """Size of the data of one all-reduce."""
 
     values: int
     payload: float
-    """bytes of all that travels, once"""
+    """Bytes of all payloads, counted once."""
+    value_bytes: int = 4
+    """Bytes of a value that ranks of a node exchange: codecs work on float32."""
+
+    @property
+    def plain(self) -> float:
+        """Bytes inside a node, where nothing is encoded."""
+        return float(self.values * self.value_bytes)
+
+    def part(self, count: int) -> Size:
+        """Return the size of one of `count` equal parts."""
+        return Size(max(1, self.values // count), self.payload / count, self.value_bytes)
 
     @classmethod
     def of(cls, values: int, coding: Coding, exact: int = 0, value_bytes: int = 4) -> Size:
-        """`exact` of the values, in tensors of one dimension, are not compressed."""
+        """Return the size of `values`, of which `exact` (in 1-d tensors) are not compressed."""
         if coding.exact:
-            return cls(values, float(values * value_bytes))
+            return cls(values, float(values * value_bytes), value_bytes)
         return cls(values, (values - exact) * coding.payload + exact * value_bytes)
 
 
 def algorithms(cluster: Cluster, coding: Coding, *, every: bool = True) -> tuple[str, ...]:
-    """Those that pycomm has for a codec on such a cluster, or that its `auto` may choose."""
+    """Return pycomm's algorithms for a codec on this cluster, or those `auto` may choose."""
     if cluster.levels and not every:
         return ("hierarchical",)
     names = CODED[coding.combine] if not coding.exact else EXACT if every else AUTO
@@ -94,10 +105,10 @@ def algorithms(cluster: Cluster, coding: Coding, *, every: bool = True) -> tuple
 
 
 def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, float]:
-    """Rounds, messages, bytes sent and bytes folded by the busiest rank, as `select.cpp` has them.
+    """Return the busiest rank's rounds, messages, bytes sent and bytes folded; see `select.cpp`.
 
     Raises:
-        KeyError: an algorithm of other levels or codecs.
+        KeyError: the algorithm is one for other levels or codecs.
     """
     others, doublings = n - 1, math.ceil(math.log2(n)) if n > 1 else 0
     if algorithm == "one_shot":
@@ -119,9 +130,11 @@ def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, 
 
 
 def crossing(algorithm: str, cluster: Cluster) -> float:
-    """How many times what a rank sends leaves its node, which its ranks share a link of."""
+    """Return how many times a rank's data crosses the link that the ranks of a node share."""
     n, local = cluster.ranks, cluster.ranks_per_node
-    if cluster.nodes == 1 or local == 1 or algorithm == "ring":
+    if cluster.nodes == 1:
+        return float(n) if cluster.intra.shared else 1.0
+    if local == 1 or algorithm == "ring":
         return 1.0
     return local * (n - local) / (n - 1)
 
@@ -130,7 +143,7 @@ def all_reduce(cluster: Cluster, coding: Coding, algorithm: str, size: Size) -> 
     """Predict one all-reduce.
 
     Raises:
-        KeyError: no such algorithm for this codec.
+        KeyError: the codec has no such algorithm.
     """
     if cluster.ranks == 1:
         return NOTHING
@@ -150,7 +163,7 @@ def _flat(
     size: Size,
     cross: float = 1.0,
 ) -> Cost:
-    """Among n ranks over one kind of link."""
+    """Predict an all-reduce among n ranks over one kind of link."""
     if coding.combine == "factors":
         half = Size(int(size.payload / 8), size.payload / 2)
         exact = _flat(cluster, link, n, NONE, "two_shot", half, cross)
@@ -159,7 +172,7 @@ def _flat(
         return own.plus(exact).plus(exact)
     known = "one_shot" if algorithm == "gather" else algorithm
     rounds, messages, sent, folded = steps(known, n, size.payload)
-    if known == "two_shot":  # each chunk travels in segments
+    if known == "two_shot":  # each chunk is sent in segments
         messages *= max(1, round(size.values * 4 / n / SEGMENT))
     moving = messages * link.message + sent * link.byte
     if coding.exact:
@@ -177,7 +190,7 @@ def _flat(
 def _overlapped(
     algorithm: str, n: int, size: Size, wire: float, moving: float, work: float, slowdown: float
 ) -> float:
-    """Seconds of a link and of a processor, of which some pass at the same time."""
+    """Return the time of a link and a processor that overlap in part."""
     if algorithm != "two_shot":  # each round's bytes arrive before they are folded
         return max(wire, moving * slowdown) + work * slowdown
     pieces = max(1.0, size.values * 4 / n / SEGMENT)
@@ -186,10 +199,10 @@ def _overlapped(
 
 
 def coding_seconds(cluster: Cluster, coding: Coding, n: int, values: int) -> float:
-    """Seconds of a core of each of n ranks to encode, add and decode; links and waits excluded."""
+    """Return the core seconds of each of n ranks to encode, add and decode, without waits."""
     rates, memory, size = coding.rates(cluster.processor), cluster.processor.memory, 4.0 * values
     encode = 1 / rates.encode
-    check = size / memory  # that the result is finite
+    check = size / memory  # the check that the result is finite
     if coding.combine == "gather":
         return size * (encode + 1 / rates.decode + (n - 1) / rates.decode_add) + 3 * check
     if coding.combine == "factors":
@@ -200,13 +213,13 @@ def coding_seconds(cluster: Cluster, coding: Coding, n: int, values: int) -> flo
 
 
 def _hierarchical(cluster: Cluster, coding: Coding, size: Size) -> Cost:
-    """Exact in the node; between nodes every rank drives its shard."""
+    """Predict an exact reduction in the node, with shards all-reduced between nodes."""
     local, nodes = cluster.ranks_per_node, cluster.nodes
     inside = _inside(cluster, size)
-    shard = Size(size.values // local, size.payload / local)
+    shard = size.part(local)
     if coding.exact:
         between = _flat(cluster, cluster.inter, nodes, coding, "two_shot", shard, local)
-        stages = max(1.0, size.values * 4 / STAGE)
+        stages = max(1.0, size.plain / STAGE)
         both = between.plus(inside)
         longer, shorter = sorted((between.seconds, inside.seconds), reverse=True)
         return Cost(
@@ -217,13 +230,9 @@ def _hierarchical(cluster: Cluster, coding: Coding, size: Size) -> Cost:
 
 
 def _inside(cluster: Cluster, size: Size) -> Cost:
-    """Reduce-scatter and all-gather of float32 among the ranks of a node; sends nothing out."""
-    half = _flat(
-        cluster,
-        cluster.intra,
-        cluster.ranks_per_node,
-        NONE,
-        "two_shot",
-        Size(size.values, 4.0 * size.values),
-    )
+    """Predict the exact reduce-scatter and all-gather in a node, which send nothing out."""
+    local, link = cluster.ranks_per_node, cluster.intra
+    whole = Size(size.values, size.plain, size.value_bytes)
+    cross = float(local) if link.shared else 1.0
+    half = _flat(cluster, link, local, NONE, "two_shot", whole, cross)
     return Cost(half.seconds, 0.0, half.processor, 0.0, half.latency)

@@ -1,8 +1,8 @@
-"""What a plan is for: links, processors, and how ranks sit on them.
+"""Model of a cluster: links, processors, and the ranks on them.
 
-All figures are of one direction of a link or of one core, in bytes and seconds. Prices of TCP are
-those of ``csrc/collectives/select.cpp``; the presets of hardware are what its sellers promise less
-what protocols take, meant for a first answer. ``plan probe`` measures.
+All figures are for one direction of a link or for one core, in bytes and seconds. TCP costs are
+those of ``csrc/collectives/common/select.cpp``. The presets of hardware are vendors' figures less
+protocol overhead, meant for a first estimate; ``plan probe`` measures.
 """
 
 from __future__ import annotations
@@ -10,58 +10,92 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from pycomm.plan import units
 
+Mover = Literal["tcp", "dma", "bus"]
+"""What moves the bytes of a link: a core, through TCP; a device of each rank or node (an RDMA card,
+NVLink, a copy engine); or a bus that the ranks of a node share."""
+
 GOODPUT = 0.95
-"""Of a line's bits that are TCP's payload: frames of 1538 bytes carry 1448."""
+"""Share of a line's bits that is TCP payload: frames of 1538 bytes carry 1448."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link of each node, or inside a node of each rank. It is full duplex."""
+    """A full-duplex link: one of each node, or, inside a node, one of each rank."""
 
     name: str
     rate: float
-    """bytes per second, each way"""
+    """Bytes per second in each direction."""
     latency: float
-    """seconds from a send to the arrival of an empty message"""
+    """Seconds from a send to the arrival of an empty message."""
     message: float = 0.0
-    """seconds of a processor to send and to receive one message"""
+    """Seconds of a processor to send and to receive one message."""
     byte: float = 0.0
-    """seconds of a processor to send and to receive one byte; 0 where a device does it"""
+    """Seconds of a processor to send and to receive one byte; 0 where a device does it."""
     burst: float = 0.0
-    """bytes that pass at once after a pause, as a token bucket lets them"""
+    """Bytes that pass at once after a pause, as with a token bucket."""
+    shared: bool = False
+    """True if the ranks of a node share the link, like a PCIe root complex; only inside nodes."""
 
     @classmethod
-    def of(cls, text: str, latency: float | None = None) -> Link:
-        """A preset ("10gbe", "nvlink", "wan"), or TCP of a rate ("1gbit", "3GB/s").
+    def of(cls, text: str, latency: float | None = None, *, mover: Mover = "tcp") -> Link:
+        """Return a preset ("10gbe", "nvlink", "wan"), or a link of a rate ("1gbit", "3GB/s").
 
-        A rate in bits is the line's, of which headers take 5 %; one in bytes is what arrives.
+        A rate in bits is that of the line, of which headers take 5 %; one in bytes is what
+        arrives. A prefix says what moves the bytes: "tcp:40gbit" a core, "dma:40gbit" a device,
+        "bus:22GB/s" a bus that the ranks of a node share and that every byte crosses twice, into
+        the memory of the host and out of it.
+
+        Args:
+            text: preset, or rate with or without a prefix.
+            latency: seconds one way, instead of the preset's or the default.
+            mover: what moves the bytes of a rate without a prefix.
 
         Raises:
-            ValueError: neither.
+            ValueError: neither a preset nor a rate, or the latency is negative or not finite.
         """
+        if latency is not None and not 0 <= latency < math.inf:
+            raise ValueError(f"a latency of {latency} s: want a time of 0 or more")
         known = LINKS.get(text.lower())
         if known is None:
+            prefix, _, number = text.rpartition(":")
+            if prefix and prefix not in LATENCIES:
+                raise ValueError(
+                    f"cannot read the link {text!r}: before a rate stands {', '.join(LATENCIES)}"
+                )
             try:
-                rate, bits = units.parse_rate(text)
+                rate, bits = units.parse_rate(number)
             except ValueError as error:
                 raise ValueError(f"{error}; or one of {', '.join(LINKS)}") from None
-            known = replace(LINKS["10gbe"], name=text, rate=rate * (GOODPUT if bits else 1.0))
-            known = replace(known, latency=LATENCY_OF_TCP)
+            kind = prefix or mover
+            known = Link(text, rate * (GOODPUT if bits else 1.0), LATENCIES[kind])
+            if kind == "tcp":
+                known = _over_tcp(text, known.rate, known.latency)
+            elif kind == "bus":
+                known = replace(known, rate=known.rate / 2, shared=True)
         return known if latency is None else replace(known, latency=latency)
 
 
-LATENCY_OF_TCP = 50e-6
-_TCP = {"message": 8e-6, "byte": 0.8e-9}
+LATENCIES: dict[str, float] = {"tcp": 50e-6, "dma": 5e-6, "bus": 5e-6}
+"""Seconds from a send to its arrival, for links of which only the rate is known."""
+
+
+def _over_tcp(name: str, rate: float, latency: float) -> Link:
+    return Link(name, rate, latency, message=8e-6, byte=0.8e-9)
+
+
 LINKS: dict[str, Link] = {
-    "wan": Link("wan", GOODPUT * 100e6 / 8, 20e-3, **_TCP),
-    "1gbe": Link("1gbe", GOODPUT * 1e9 / 8, 50e-6, **_TCP),
-    "10gbe": Link("10gbe", GOODPUT * 10e9 / 8, 30e-6, **_TCP),
-    "25gbe": Link("25gbe", GOODPUT * 25e9 / 8, 20e-6, **_TCP),
+    "wan": _over_tcp("wan", GOODPUT * 100e6 / 8, 20e-3),
+    "1gbe": _over_tcp("1gbe", GOODPUT * 1e9 / 8, 50e-6),
+    "10gbe": _over_tcp("10gbe", GOODPUT * 10e9 / 8, 30e-6),
+    "25gbe": _over_tcp("25gbe", GOODPUT * 25e9 / 8, 20e-6),
     "100gbe": Link("100gbe", GOODPUT * 100e9 / 8, 10e-6),  # RDMA: the card moves the bytes
-    "pcie4": Link("pcie4", 22e9, 5e-6),
+    "pcie4": Link("pcie4", 22e9, 5e-6),  # between GPUs with peer access
+    # GPUs without peer access: each byte goes up to the host and down, past all others.
+    "pcie4-bus": Link("pcie4-bus", 22e9 / 2, 5e-6, shared=True),
     "nvlink": Link("nvlink", 400e9, 3e-6),
     "shm": Link("shm", 8e9, 1e-6),
 }
@@ -69,17 +103,17 @@ LINKS: dict[str, Link] = {
 
 @dataclass(frozen=True)
 class Rates:
-    """What one core, or one device, does with a codec: float32 bytes per second."""
+    """Throughput of one core, or one device, with a codec: float32 bytes per second."""
 
     encode: float
     decode: float
     decode_add: float
     encode_fed: float
-    """encoding with error feedback: reads and writes a residual besides"""
+    """Encoding with error feedback, which also reads and writes a residual."""
     measured: bool = False
 
     def times(self, factor: float) -> Rates:
-        """All of them faster by a factor."""
+        """Return all rates multiplied by a factor."""
         return Rates(
             encode=factor * self.encode,
             decode=factor * self.decode,
@@ -89,7 +123,7 @@ class Rates:
         )
 
     def toward(self, other: Rates, share: float) -> Rates:
-        """Between the two: seconds per byte are a share of the way to the other's."""
+        """Return rates between the two: `share` of the way to `other`, in seconds per byte."""
 
         def between(mine: float, others: float) -> float:
             return 1 / ((1 - share) / mine + share / others)
@@ -105,22 +139,22 @@ class Rates:
 
 @dataclass(frozen=True)
 class Processor:
-    """What encodes, adds and decodes."""
+    """The core or device that encodes, adds and decodes."""
 
     name: str
     memory: float
-    """bytes per second that a pass over memory reads and writes"""
+    """Bytes per second that a pass over memory reads and writes."""
     rates: Mapping[str, Rates] = field(default_factory=dict)
-    """of codecs by name, where they were measured"""
+    """Measured rates of codecs, by name."""
     is_core: bool = True
-    """a core of a CPU; else a device on which memory holds codecs back"""
+    """True for a core of a CPU; else a device whose memory bounds codecs."""
     far: Processor | None = None
-    """the same where no cache holds the buffers"""
+    """The same processor when no cache holds the buffers."""
     span: tuple[float, float] = (0.0, 0.0)
-    """bytes of buffers on a machine of which figures are these, and the far ones"""
+    """Bytes of buffers per machine to which these rates apply, and to which the far ones do."""
 
     def at(self, footprint: float) -> Processor:
-        """The same with that many bytes of buffers: between near and far, as the logarithm is."""
+        """Return the processor at `footprint` bytes of buffers, interpolated by their logarithm."""
         if self.far is None:
             return self
         low, high = self.span
@@ -131,18 +165,18 @@ class Processor:
         return replace(self, memory=memory, rates=rates, far=None)
 
     def slower(self, name: str, factor: float, far: float) -> Processor:
-        """The same, where a codec takes so many times longer, here and where no cache holds it."""
+        """Return a processor with a codec slower by a factor, or `far` where no cache holds it."""
         known = {**self.rates, name: self.rates[name].times(1 / factor)}
         return replace(self, rates=known, far=self.far and self.far.slower(name, far, far))
 
     def fed(self, name: str, rates: Rates) -> Processor:
-        """The same, where a codec's encoding takes what it takes with error feedback."""
+        """Return the processor with a codec's encoding at its rate with error feedback."""
         mine = self.rates.get(name, rates)
         known = {**self.rates, name: replace(mine, encode=mine.encode_fed)}
         return replace(self, rates=known, far=self.far and self.far.fed(name, rates))
 
 
-# The bandwidths of a core of a server, and of an accelerator with HBM of which kernels reach 60 %.
+# Bandwidths of a server's core, and of an accelerator with HBM of which kernels reach 60 %.
 PROCESSORS = {
     "core": Processor("core", 16e9),
     "gpu": Processor("gpu", 1.2e12, is_core=False),
@@ -155,16 +189,16 @@ class Cluster:
 
     ranks: int
     inter: Link
-    """between nodes; ranks of a node share it"""
+    """Link between nodes, which the ranks of a node share."""
     ranks_per_node: int = 1
     intra: Link = LINKS["shm"]
     processor: Processor = PROCESSORS["core"]
     cores: float = 2.0
-    """that a rank has for itself. Less than 2: its communication slows its computing"""
+    """Cores per rank. With less than 2, a rank's communication slows its computing."""
     compute_on_cores: bool = False
-    """training, too, runs on these cores and not on a device of its own"""
+    """True if training runs on these cores, too, and not on a device of its own."""
     ranks_per_machine: int = 0
-    """ranks that share cores: 0 is those of a node; more where nodes are namespaces of a machine"""
+    """Ranks that share cores; 0: those of a node; more if nodes are namespaces of one machine."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1:
@@ -173,8 +207,10 @@ class Cluster:
             raise ValueError(
                 f"{self.ranks} ranks do not fill nodes of {self.ranks_per_node}: choose a multiple"
             )
-        if self.cores <= 0:
-            raise ValueError("cores must be above 0")
+        if not 0 < self.cores < math.inf:
+            raise ValueError(f"{self.cores} cores: want a number above 0")
+        if self.inter.shared:
+            raise ValueError(f"{self.inter.name} is a bus inside a node: it cannot link nodes")
 
     @property
     def nodes(self) -> int:
@@ -182,21 +218,21 @@ class Cluster:
 
     @property
     def machine(self) -> int:
-        """Ranks that share cores."""
+        """Number of ranks that share cores."""
         return self.ranks_per_machine or self.ranks_per_node
 
     @property
     def levels(self) -> bool:
-        """Several nodes of several ranks."""
+        """True if there are several nodes of several ranks."""
         return self.nodes > 1 and self.ranks_per_node > 1
 
     @property
     def slowest(self) -> Link:
-        """The link that an algorithm without levels is held back by."""
+        """The link that limits an algorithm without levels."""
         return self.inter if self.nodes > 1 else self.intra
 
     def holding(self, values: float) -> Cluster:
-        """The same, while every rank works on a buffer of so many float32."""
+        """Return the cluster while every rank works on a buffer of `values` float32."""
         if self.processor.far is None:
             return self
         footprint = 4.0 * max(1.0, values) * self.machine
@@ -204,5 +240,5 @@ class Cluster:
 
     @property
     def slowdown(self) -> float:
-        """How many times longer work takes while ranks wait for each other's cores."""
+        """Factor by which work takes longer because ranks wait for each other's cores."""
         return max(1.0, 1.0 / self.cores)

@@ -1,14 +1,15 @@
-"""What is known of each codec without running it: bytes, error, and how payloads meet.
+"""Known properties of each codec: bytes, error, and how its payloads are combined.
 
 Errors are relative squared errors of one coding of normally distributed values, 2^20 of them; rates
-are of one core of a Xeon with AVX-512 on 4 MiB. ``tests/plan/test_plan_codecs.py`` holds bytes and
-errors to the codecs themselves.
+are of one core of a Xeon with AVX-512 on 4 MiB. ``tests/plan/test_plan_codecs.py`` compares bytes
+and errors with the codecs themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Literal
 
 from pycomm.plan.cluster import Processor, Rates
@@ -18,25 +19,25 @@ Combine = Literal["exact", "recode", "gather", "sum", "factors"]
 
 @dataclass(frozen=True)
 class Coding:
-    """A codec as a plan sees it."""
+    """Properties of a codec for the planner."""
 
     name: str
-    """as ``pycomm.compress`` takes it; "none" is no codec"""
+    """Name for ``pycomm.compress``; "none" is no codec."""
     payload: float
-    """bytes per value"""
+    """Bytes per value."""
     error: float
-    """relative squared error of one coding"""
+    """Relative squared error of one coding."""
     combine: Combine
     passes: float
-    """passes over memory that encoding takes on a device that memory holds back"""
+    """Passes over memory that encoding takes on a device bound by memory."""
     core: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """GB/s of float32 on one core: encode, decode, decode_add, encode with feedback"""
+    """GB/s of float32 on one core: encode, decode, decode_add, encode with feedback."""
     feedback: bool = True
-    """`pycomm.compress` gives it error feedback"""
+    """True if `pycomm.compress` gives it error feedback."""
     spec: str = ""
-    """as the core has it; empty: the core has it not"""
+    """The core's spec; empty: the core does not have this codec."""
     whole: bool = False
-    """takes tensors whole, so it cannot be sent in segments"""
+    """True if it encodes whole tensors, so it cannot be sent in segments."""
     note: str = ""
 
     @property
@@ -45,20 +46,21 @@ class Coding:
 
     @property
     def codings(self) -> int:
-        """How often a value is coded on its way, whatever the number of ranks."""
+        """Number of times that a value is encoded, whatever the number of ranks."""
         return {"exact": 0, "recode": 2, "gather": 1, "sum": 1, "factors": 1}[self.combine]
 
     @property
     def total_error(self) -> float:
         """Relative squared error of an averaged gradient of ranks with independent values.
 
-        Two codings with v each end at 2 v for any number of ranks. (A ring that coded again at
-        each hop would end at v (n+1)/2, recursive halving at v (1 + log2(n)/2).)
+        Two codings with v each end at 2 v + v^2 for any number of ranks: the second one also codes
+        the errors of the first. (A ring that coded again at each hop would end at v (n+1)/2 and
+        more, recursive halving at v (1 + log2(n)/2).)
         """
-        return self.codings * self.error
+        return self.error * (2 + self.error) if self.codings == 2 else self.codings * self.error
 
     def rates(self, processor: Processor) -> Rates:
-        """Of one core or device: measured ones, else known ones, bounded by its memory."""
+        """Return the rates on one core or device: measured, or else known, bounded by memory."""
         found = processor.rates.get(self.name)
         if found is not None:
             return found
@@ -165,7 +167,7 @@ _ALL = (
         spec="randomk:every=100,block=1,scale=none",
         note="slower to converge",
     ),
-    # Factors of matrices of 1024 x 1024; two products with the gradient a step, and one back.
+    # Factors of 1024 x 1024 matrices; two products with the gradient a step, and one back.
     Coding(
         "powersgd:4",
         4 * 4 * 2048 / 1024**2,
@@ -178,18 +180,169 @@ _ALL = (
     ),
 )
 CODINGS: Mapping[str, Coding] = {coding.name: coding for coding in _ALL}
+"""Codecs that are compared by default."""
 NONE = CODINGS["none"]
+
+
+def _quant(bits: int, block: int, error: float, core: tuple[float, ...]) -> Coding:
+    spec = f"quant:bits={bits},block={block},rounding=nearest"
+    encode, decode, add, fed = core
+    return Coding(
+        f"int{bits}",
+        bits / 8 + 4 / block,
+        error,
+        "recode",
+        1.0,
+        (encode, decode, add, fed),
+        spec=spec,
+    )
+
+
+_MORE = (
+    _quant(2, 64, 0.515, (15.1, 11.1, 10.4, 9.5)),
+    _quant(3, 64, 6.31e-2, (13.8, 11.2, 10.9, 9.3)),
+    _quant(5, 128, 3.0e-3, (16.2, 18.1, 16.5, 9.6)),
+    _quant(6, 256, 8.15e-4, (16.9, 18.4, 18.6, 9.6)),
+    _quant(7, 256, 1.98e-4, (17.0, 18.4, 18.6, 9.6)),
+    Coding(
+        "fp8",
+        1 + 4 / 256,
+        6.79e-4,
+        "recode",
+        1.0,
+        (15.6, 18.4, 19.0, 9.6),
+        spec="cast:dtype=float8_e4m3,block=256",
+    ),
+    Coding(
+        "fp8_e5m2",
+        1 + 4 / 256,
+        2.71e-3,
+        "recode",
+        1.0,
+        (15.7, 18.4, 19.0, 9.6),
+        spec="cast:dtype=float8_e5m2,block=256",
+    ),
+    Coding(
+        "mxfp6",
+        0.75 + 1 / 32,
+        8.07e-4,
+        "recode",
+        1.0,
+        (8.8, 16.5, 15.4, 5.8),
+        spec="mx:format=fp6_e2m3,scale=floor,rounding=nearest",
+    ),
+    Coding(
+        "mxfp8",
+        1 + 1 / 32,
+        8.61e-4,
+        "recode",
+        1.0,
+        (10.2, 18.4, 18.0, 6.6),
+        spec="mx:format=fp8_e4m3,scale=floor,rounding=nearest",
+    ),
+    Coding(
+        "nvfp4",
+        0.5645,
+        9.07e-3,
+        "recode",
+        1.0,
+        (5.3, 11.2, 9.7, 3.9),
+        spec="mx:format=nvfp4,rounding=nearest",
+    ),
+    Coding(
+        "eden:bits=2,size=128",
+        0.2813,
+        0.131,
+        "recode",
+        2.0,
+        (3.4, 5.7, 5.5, 3.4),
+        spec="eden:bits=2,size=128,scale=unbiased",
+        feedback=False,
+        note="unbiased",
+    ),
+    Coding(
+        "eden:bits=3",
+        0.379,
+        3.56e-2,
+        "recode",
+        2.0,
+        (4.1, 3.4, 3.2, 4.1),
+        spec="eden:bits=3,size=1024,scale=unbiased",
+        feedback=False,
+        note="unbiased",
+    ),
+    Coding(
+        "eden:bits=4",
+        0.504,
+        9.53e-3,
+        "recode",
+        2.0,
+        (3.2, 3.3, 3.2, 3.2),
+        spec="eden:bits=4,size=1024,scale=unbiased",
+        feedback=False,
+        note="unbiased",
+    ),
+)
+KNOWN: Mapping[str, Coding] = {coding.name: coding for coding in (*_ALL, *_MORE)}
 _SHORT = {"eden2": "eden:bits=2", "eden1": "eden:bits=1", "drive": "eden:bits=1"}
 _SHORT |= {"topk": "topk:0.01", "randomk": "randomk:every=100", "powersgd": "powersgd:4"}
 
 
 def find(text: str) -> Coding:
-    """The coding of a codec's name.
+    """Return the coding of a codec's name: one of `KNOWN`, `topk:D` or `randomk:every=N`.
 
     Raises:
-        ValueError: nothing is known of it; the text names those that are.
+        ValueError: the codec is unknown; the text names the known ones.
     """
-    found = CODINGS.get(_SHORT.get(text, text))
+    name = _SHORT.get(text, text)
+    family, _, option = name.partition(":")
+    found = KNOWN.get(name)
+    if found is None and family == "topk":
+        found = _topk(option)
+    if found is None and family == "randomk":
+        found = _randomk(option)
     if found is None:
-        raise ValueError(f"nothing is known of the codec {text!r}: use {', '.join(CODINGS)}")
+        names = ", ".join([*KNOWN, "topk:D", "randomk:every=N"])
+        raise ValueError(f"nothing is known of the codec {text!r}: use {names}")
     return found
+
+
+def _topk(option: str) -> Coding | None:
+    """Return top-k with a density: its error on normally distributed values follows from that."""
+    try:
+        density = float(option.removeprefix("density="))
+    except ValueError:
+        return None
+    if not 0 < density <= 1:
+        raise ValueError(f"topk:{option}: a density is above 0 and at most 1")
+    normal, known = NormalDist(), KNOWN["topk:0.01"]
+    tail = density / 2
+    limit = -normal.inv_cdf(tail) if tail < 0.5 else 0.0
+    kept = 2 * (limit * normal.pdf(limit) + tail)
+    encode, decode, add, fed = known.core
+    return replace(
+        known,
+        name=f"topk:{option}",
+        payload=8 * density,
+        error=1 - kept,
+        core=(encode, decode, add * 0.01 / density, fed),  # only values sent are added
+        spec=f"topk:density={density:g},values=float32,indices=int32",
+    )
+
+
+def _randomk(option: str) -> Coding | None:
+    """Return random-k that sends one value in N."""
+    number = option.removeprefix("every=")
+    if not number.isdecimal():
+        return None
+    every = int(number)
+    if every < 1:
+        raise ValueError(f"randomk:{option}: it sends one value of 1 or more")
+    known = KNOWN["randomk:every=100"]
+    return replace(
+        known,
+        name=f"randomk:{option}",
+        payload=4 / every,
+        error=1 - 1 / every,
+        spec=f"randomk:every={every},block=1,scale=none",
+    )

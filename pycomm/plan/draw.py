@@ -1,4 +1,4 @@
-"""Charts of a sweep: steps against the rate of links and the number of ranks."""
+"""Charts of a sweep: step times against the rate of links and the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycomm.plan.units import format_rate, format_time
 
 TITLE = "Predicted steps"
 ADVISED = "advised"
-SAME = 1.01  # curves that never differ by more share a line
+SAME = 1.01  # curves whose ratio never exceeds this share a line
 
 
 def chart(
@@ -24,13 +24,13 @@ def chart(
     subtitle: str,
     titles: tuple[str, str],
 ) -> Chart:
-    """Both axes of a sweep beside each other.
+    """Return a chart with both axes of a sweep side by side.
 
     Args:
-        by_rate, by_ranks: its curves.
-        crossovers: bytes per second below which each codec pays.
-        subtitle: what is predicted.
-        titles: what stays the same along each axis.
+        by_rate, by_ranks: curves of the sweep.
+        crossovers: bytes per second below which each codec pays off.
+        subtitle: description of what is predicted.
+        titles: what is held constant along each axis.
     """
     lines = _shared_lines(by_rate, by_ranks)
     left = _panel(by_rate, lines, titles[0], "rate between nodes", format_rate, 8)
@@ -52,10 +52,10 @@ def of_sweep(found: Sweep) -> Chart:
 
 
 def save_html(found: Sweep, path: Path) -> None:
-    """A page with both pictures and plotly itself in it: it needs no network.
+    """Save a page with both charts and plotly itself, which needs no network.
 
     Raises:
-        ImportError: plotly is not there.
+        ImportError: plotly is not installed.
     """
     pays = [("codec", "shortens the step")]
     pays += [(codec, _pays(rate)) for codec, rate in found.crossovers.items()]
@@ -65,10 +65,10 @@ def save_html(found: Sweep, path: Path) -> None:
 
 
 def save_png(found: Sweep, path: Path) -> None:
-    """Both pictures beside each other.
+    """Save both charts side by side.
 
     Raises:
-        ImportError: matplotlib is not there.
+        ImportError: matplotlib is not installed.
     """
     save_chart(of_sweep(found), path)
 
@@ -80,7 +80,7 @@ def _pays(below: float | None) -> str:
 
 
 def _shared_lines(by_rate: Curves, by_ranks: Curves) -> dict[str, str]:
-    """The name of the line that stands for each codec that has one, no codec first."""
+    """Return the names of lines by the codec that each stands for, no codec first."""
 
     def course(codec: str) -> list[float]:
         return [*by_rate.steps[codec], *by_ranks.steps[codec]]
@@ -129,7 +129,7 @@ def _panel(
 
 
 def _apart(guides: Sequence[Series]) -> list[Series]:
-    """Lines that a picture can tell apart: 5 % and more from the one before."""
+    """Return the lines that a picture can separate: 5 % or more from the one before."""
     kept: list[Series] = []
     for guide in guides:
         if not kept or guide.x[0] > 1.05 * kept[-1].x[0]:
@@ -138,7 +138,7 @@ def _apart(guides: Sequence[Series]) -> list[Series]:
 
 
 def ticks(low: float, high: float, spell: Callable[[float], str]) -> list[tuple[float, str]]:
-    """Places of a logarithmic axis: powers of ten, on a short axis also 2 and 5 times these."""
+    """Return a log axis's ticks: powers of ten, and on a short axis 2 and 5 times these."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if high / low < 100 else (1,)
     places = [step * 10.0**power for power in powers for step in steps]

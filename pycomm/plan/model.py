@@ -1,8 +1,9 @@
-"""What is trained, as far as gradients travel: buckets of values, in the order DDP sends them."""
+"""Model of what is trained: the buckets of its gradients, in the order in which DDP sends them."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import statistics
 import time
 from collections.abc import Iterable
@@ -15,18 +16,20 @@ from typing import Any
 from pycomm.plan import units
 
 FIRST_BUCKET = 1 << 20
-"""bytes of DDP's first bucket, which leaves while backward has just begun"""
+"""Bytes of DDP's first bucket, which is sent when backward has just begun."""
 BUCKET = 25 << 20
-"""bytes of the others: DDP's bucket_cap_mb"""
+"""Bytes of the other buckets: DDP's bucket_cap_mb."""
+MOST_BUCKETS = 1_000_000
+"""Limit that bounds the time of a plan; no real model has as many."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are all-reduced at once."""
+    """Gradients that are all-reduced together."""
 
     values: int
     exact: int = 0
-    """of them in norms, biases and other tensors of one dimension, which are not compressed"""
+    """Values in norms, biases and other tensors of one dimension, which are not compressed."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,13 @@ class Model:
     name: str
     buckets: tuple[Bucket, ...]
     compute: float
-    """seconds of forward, backward and optimizer"""
+    """Seconds of forward, backward and optimizer."""
     backward: float = 0.6
-    """share of backward in it, during which buckets become ready one after the other"""
+    """Share of backward in `compute`; buckets become ready one after the other during it."""
     forward: float = 0.3
-    """share of forward; what remains is the optimizer's, which waits for all gradients"""
+    """Share of forward; the rest is the optimizer's, which waits for all gradients."""
     value_bytes: int = 4
-    """of an uncompressed gradient: 4, or 2 for bf16"""
+    """Bytes of an uncompressed gradient: 4, or 2 for bf16."""
 
     @cached_property
     def values(self) -> int:
@@ -50,23 +53,26 @@ class Model:
 
     @cached_property
     def runs(self) -> tuple[tuple[Bucket, int], ...]:
-        """Buckets, and how many equal ones follow each other."""
+        """Buckets, with the number of equal ones in each run."""
         return tuple((bucket, len(list(same))) for bucket, same in groupby(self.buckets))
 
 
 def of_count(
     count: int, compute: float, *, bucket_mb: float | None = None, **options: Any
 ) -> Model:
-    """A model of which only the number of parameters is known: buckets are full.
+    """Return a model of which only the number of parameters is known: its buckets are full.
 
     Args:
-        count: parameters.
+        count: number of parameters.
         compute: seconds of a step of one rank.
-        bucket_mb: DDP's bucket_cap_mb, if it is given; the first bucket then has that size, too.
+        bucket_mb: DDP's bucket_cap_mb, if given; the first bucket then has that size, too.
         options: fields of :class:`Model`.
     """
     value_bytes = options.get("value_bytes", 4)
-    size, cap = _limits(bucket_mb)
+    size, cap = _limits(bucket_mb, value_bytes)
+    if count * value_bytes > MOST_BUCKETS * cap:
+        number = units.format_count(count * value_bytes / cap)
+        raise ValueError(f"buckets of {bucket_mb} MiB would be {number}: want larger ones")
     buckets, left = [], count
     while left > 0:
         values = min(left, size // value_bytes)
@@ -83,11 +89,12 @@ def of_tensors(
     bucket_mb: float | None = None,
     **options: Any,
 ) -> Model:
-    """A model of known parameters, in the order of `module.parameters()`.
+    """Return a model of known parameters, in the order of `module.parameters()`.
 
-    DDP goes through them from the last to the first and closes a bucket once it is full.
+    DDP adds them to buckets from the last to the first, and closes a bucket once it is full.
     """
-    (limit, cap), value_bytes = _limits(bucket_mb), options.get("value_bytes", 4)
+    value_bytes = options.get("value_bytes", 4)
+    limit, cap = _limits(bucket_mb, value_bytes)
     buckets: list[Bucket] = []
     values = exact = 0
     for shape in reversed(list(shapes)):
@@ -106,22 +113,29 @@ def of_tensors(
     return Model(name, tuple(buckets), compute, **options)
 
 
-def _limits(bucket_mb: float | None) -> tuple[int, int]:
-    """Bytes of DDP's first bucket and of the others."""
+def _limits(bucket_mb: float | None, value_bytes: int) -> tuple[int, int]:
+    """Return the bytes of DDP's first bucket and of the others: at least one value each.
+
+    Raises:
+        ValueError: `bucket_mb` is not above 0.
+    """
     if bucket_mb is None:
         return FIRST_BUCKET, BUCKET
-    return int(bucket_mb * 2**20), int(bucket_mb * 2**20)
+    if not 0 < bucket_mb < math.inf:
+        raise ValueError(f"buckets of {bucket_mb} MiB: want a number above 0")
+    size = max(value_bytes, int(bucket_mb * 2**20))
+    return size, size
 
 
 def of_text(text: str, compute: float | None, **options: Any) -> Model:
-    """A number of parameters ("25M"), or `file.py:function`.
+    """Return the model that a text names: a number of parameters ("25M"), or `file.py:function`.
 
     The function returns a module, or a module and the tuple of its inputs; with inputs, `compute`
     may be None and is measured here.
 
     Raises:
         ValueError: neither; there is no such file or function; or `compute` is not known.
-        ImportError: a module is asked for and torch is not there.
+        ImportError: a module is given and torch is not installed.
     """
     path, colon, function = text.rpartition(":")
     if not colon:
@@ -143,7 +157,7 @@ def of_text(text: str, compute: float | None, **options: Any) -> Model:
 
 
 def _measured(module: Any, inputs: tuple[Any, ...]) -> float:
-    """Seconds of forward and backward: the median of five, after one that warms up."""
+    """Return the seconds of forward and backward: the median of five, after one for warm-up."""
     import torch
 
     samples = []
@@ -165,7 +179,14 @@ def _call(path: Path, function: str) -> Any:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file")
     source = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(source)
-    if not hasattr(source, function):
+    try:
+        spec.loader.exec_module(source)
+    except Exception as error:  # a script may raise anything
+        raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
+    made = getattr(source, function, None)
+    if not callable(made):
         raise ValueError(f"{path} has no function {function!r}")
-    return getattr(source, function)()
+    try:
+        return made()
+    except Exception as error:
+        raise ValueError(f"{path}:{function} raised {type(error).__name__}: {error}") from error

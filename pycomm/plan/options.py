@@ -1,31 +1,35 @@
-"""The command line's words for models, links and processors."""
+"""Command line options for models, links and processors."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pycomm.plan import codecs, units
-from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, Link, Processor, Rates
+from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, Link, Mover, Processor, Rates
 from pycomm.plan.model import Model, of_text
-from pycomm.plan.probed import Probe
+from pycomm.plan.probe.result import Probe
 
 T = TypeVar("T")
 HELP = {
     "model": "number of parameters (25M, 7B), or file.py:function that returns a module",
     "compute": "time of a step of one rank alone, without communication: 120ms",
-    "link": f"between nodes: a rate (1gbit, 3GB/s) or one of {', '.join(LINKS)}",
-    "intra": "inside a node, likewise",
+    "link": f"between nodes: a rate (1gbit, 3GB/s; tcp:40gbit where a core moves the bytes, "
+    f"dma:40gbit where a card does) or one of {', '.join(LINKS)}",
+    "intra": "inside a node, likewise; bus:22GB/s is a bus that all ranks of a node share",
     "processor": f"that encodes and decodes: {' or '.join(PROCESSORS)}",
 }
 
 
 def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """For argparse, which prints this error and not a ValueError's."""
+    """Wrap a parser for argparse, which prints this error's text and not a ValueError's."""
 
     def read(text: str) -> T:
         try:
@@ -40,38 +44,94 @@ def _rate(text: str) -> float:
     return units.parse_rate(text)[0]
 
 
+def _count(text: str) -> int:
+    """Parse a whole number above 0."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r}: want a whole number above 0")
+    return int(text)
+
+
+def _number(text: str, least: float, *, above: bool) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < least or (above and value == least):
+        bound = f"above {least:g}" if above else f"of {least:g} or more"
+        raise ValueError(f"{text!r}: want a number {bound}")
+    return value
+
+
+def _positive(text: str) -> float:
+    return _number(text, 0.0, above=True)
+
+
+def _not_negative(text: str) -> float:
+    return _number(text, 0.0, above=False)
+
+
+def _step_time(text: str) -> float:
+    seconds = units.parse_time(text)
+    if seconds <= 0:
+        raise ValueError(f"{text!r}: a step takes longer than that")
+    return seconds
+
+
+def _output(text: str) -> Path:
+    """Return a writable file; an error is found before anything is computed."""
+    path = Path(text)
+    if text == "-":
+        return path
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(f"cannot write {text}: there is no folder {folder}")
+    if path.is_dir():
+        raise ValueError(f"cannot write {text}: it is a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"cannot write {text}: permission denied")
+    return path
+
+
 def _codings(text: str) -> list[codecs.Coding]:
-    names = [name for name in text.replace(";", ",").split(",") if name]
-    found = [codecs.find(name) for name in names]
+    # A comma before key=value belongs to a codec's name: eden:bits=2,size=128.
+    names = [name.strip() for name in re.split(r"[;,](?!\s*\w+=)", text) if name.strip()]
+    if not names:
+        raise ValueError(f"{text!r} names no codec")
+    found = list(dict.fromkeys(codecs.find(name) for name in names))
     return found if codecs.NONE in found else [codecs.NONE, *found]
 
 
+count, positive, file = _typed(_count), _typed(_positive), _typed(_output)
+"""Types for argparse: a whole number above 0, a number above 0, a writable file."""
+
+
 def add_what(parser: argparse.ArgumentParser, ranks: int | None = None) -> None:
-    """Model, cluster and codecs; `ranks` is the default."""
+    """Add the options of model, cluster and codecs; `ranks` is the default."""
     add = parser.add_argument
     add("model", help=HELP["model"])
     must = ranks is None
-    add("--ranks", "-n", type=int, default=ranks, required=must, help="number of ranks")
-    add("--ranks-per-node", "-l", type=int, default=1, help="default 1")
+    add("--ranks", "-n", type=count, default=ranks, required=must, help="number of ranks")
+    add("--ranks-per-node", "-l", type=count, default=1, help="default 1")
     add("--link", default="10gbe", help=HELP["link"] + " (10gbe)")
     add("--latency", type=_typed(units.parse_time), help="of that link, one way: 50us")
     add("--intra", default="shm", help=HELP["intra"] + " (shm)")
     add("--intra-latency", type=_typed(units.parse_time))
-    add("--compute", type=_typed(units.parse_time), help=HELP["compute"])
+    add("--compute", type=_typed(_step_time), help=HELP["compute"])
     add("--bf16", action="store_true", help="gradients have 16 bits, and codecs win less")
-    add("--bucket-mb", type=float, help="DDP's bucket_cap_mb, if it is given")
+    add("--bucket-mb", type=positive, help="DDP's bucket_cap_mb, if it is given")
     add("--codec", type=_typed(_codings), help="comma-separated (all)")
-    add("--max-error", type=float, help="largest relative squared error that is advised (0.3)")
+    most = "largest relative squared error that is advised (0.3)"
+    add("--max-error", type=_typed(_not_negative), help=most)
     add("--processor", choices=list(PROCESSORS), default="core", help=HELP["processor"])
     add("--memory-bandwidth", type=_typed(_rate), help="of that processor: 12GB/s, 2TB/s")
     add("--codec-throughput", type=_typed(_rate), help="each way, of every codec: 5GB/s")
-    add("--cores", type=float, default=2.0, help="that each rank has (2)")
+    add("--cores", type=positive, default=2.0, help="that each rank has (2)")
     add("--compute-on-cores", action="store_true", help="the model trains on these cores, too")
     add("--probe", type=_typed(Probe.read), help="file of `plan probe`: links, cores and codecs")
 
 
 def add_events(parser: argparse.ArgumentParser) -> None:
-    """Simulation, and what only it can show."""
+    """Add the options of the simulation, and of effects that only it shows."""
     add = parser.add_argument
     add("--simulate", action="store_true", help="by events, not by formulas")
     add("--slow-rank", type=_typed(_factor), action="append", default=[], metavar="RANK:FACTOR")
@@ -80,9 +140,26 @@ def add_events(parser: argparse.ArgumentParser) -> None:
 
 def _factor(text: str) -> tuple[int, float]:
     place, _, factor = text.partition(":")
-    if not factor or float(factor) <= 0:
-        raise ValueError(f"cannot read {text!r}: want 3:1.5, that is number 3 is 1.5 times slower")
-    return int(place), float(factor)
+    try:
+        return int(place), _positive(factor)
+    except ValueError:
+        raise ValueError(
+            f"cannot read {text!r}: want 3:1.5, that is number 3 is 1.5 times slower"
+        ) from None
+
+
+def slow(given: list[tuple[int, float]], word: str, count: int) -> dict[int, float]:
+    """Return factors by number of a rank or node.
+
+    Raises:
+        ValueError: no such number exists, or one is given twice.
+    """
+    for place, _ in given:
+        if not 0 <= place < count:
+            raise ValueError(f"--slow-{word} {place}: {word}s are numbered from 0 to {count - 1}")
+    if len(dict(given)) < len(given):
+        raise ValueError(f"--slow-{word} names a {word} twice")
+    return dict(given)
 
 
 def model(options: argparse.Namespace) -> Model:
@@ -93,18 +170,22 @@ def model(options: argparse.Namespace) -> Model:
 
 
 def cluster(options: argparse.Namespace, ranks: int) -> Cluster:
-    """The cluster of the options; what was probed goes before what was said of it."""
+    """Return the cluster of the options; probed figures take precedence over given ones."""
     probe: Probe | None = options.probe
     if probe is not None:
         return probe.cluster(
             ranks, options.ranks_per_node, compute_on_cores=options.compute_on_cores
         )
+    processor = _processor(options)
+    # Ranks on cores communicate over TCP by default; GPUs have network cards beside them, and
+    # inside a node neither uses TCP.
+    between: Mover = "tcp" if processor.is_core else "dma"
     return Cluster(
         ranks=ranks,
         ranks_per_node=options.ranks_per_node,
-        inter=Link.of(options.link, options.latency),
-        intra=Link.of(options.intra, options.intra_latency),
-        processor=_processor(options),
+        inter=Link.of(options.link, options.latency, mover=between),
+        intra=Link.of(options.intra, options.intra_latency, mover="dma"),
+        processor=processor,
         cores=options.cores,
         compute_on_cores=options.compute_on_cores,
     )
@@ -117,7 +198,7 @@ def _processor(options: argparse.Namespace) -> Processor:
     if options.codec_throughput:
         rate = options.codec_throughput
         same = Rates(encode=rate, decode=rate, decode_add=rate, encode_fed=rate)
-        found = replace(found, rates=dict.fromkeys(codecs.CODINGS, same))
+        found = replace(found, rates={coding.name: same for coding in chosen(options)})
     return found
 
 
@@ -127,12 +208,12 @@ def chosen(options: argparse.Namespace) -> list[codecs.Coding]:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", "-J", type=Path, help="write everything to this file; - prints it"
+        "--json", "-J", type=file, help="write everything to this file; - prints it"
     )
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """To a file, or to the standard output if it is "-"."""
+    """Write to a file, or to standard output if it is "-"."""
     text = json.dumps(record, indent=1)
     if str(path) == "-":
         print(text)

@@ -1,7 +1,7 @@
-"""A training step as a formula: buckets leave while backward runs, one after the other.
+"""Formula of a training step: buckets are sent while backward runs, one after the other.
 
 Bucket i is ready once backward has passed its parameters, and its all-reduce begins when that of
-the bucket before has ended. The step ends with the last all-reduce and the optimizer behind it.
+the bucket before has ended. The step ends with the last all-reduce and then the optimizer.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pycomm.plan.model import Model
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with one codec and one algorithm. Seconds and bytes are of one rank."""
+    """A step with one codec and one algorithm. Seconds and bytes are those of one rank."""
 
     codec: str
     algorithm: str
     step: float
     compute: float
-    """of the same step without any other rank"""
+    """Seconds of the same step without any other rank."""
     communication: float
-    """of all all-reduces, hidden or not"""
+    """Seconds of all all-reduces, hidden or not."""
     latency: float
-    """of that, rounds that wait for each other, whatever the number of bytes"""
+    """Part of it that no number of bytes changes: rounds that wait for each other."""
     processor: float
-    """seconds of a core that communication takes"""
+    """Seconds of a core that communication takes."""
     wire_bytes: float
-    """that a rank sends to other nodes, or where there is one node, to other ranks"""
+    """Bytes that a rank sends to other nodes, or to other ranks if there is one node."""
     error: float
-    """relative squared error of the averaged gradient, of independent normally distributed ones"""
+    """Relative squared error of the averaged gradient, for independent normal gradients."""
 
     @property
     def exposed(self) -> float:
@@ -43,16 +43,16 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """What a rank does beside what it would do alone: 1 is perfect scaling."""
+        """A rank's throughput relative to one alone: 1 is perfect scaling."""
         return self.compute / self.step if self.step else 1.0
 
     def record(self) -> dict[str, Any]:
-        """All figures by name, for JSON."""
+        """Return all figures by name, for JSON."""
         return asdict(self) | {"exposed": self.exposed, "efficiency": self.efficiency}
 
 
 def with_feedback(cluster: Cluster, coding: Coding) -> Cluster:
-    """The same cluster, where encoding takes what it takes with error feedback."""
+    """Return the cluster with encoding at its rate with error feedback."""
     if coding.exact or not coding.feedback:
         return cluster
     rates = coding.rates(cluster.processor)
@@ -69,9 +69,9 @@ def step(
 
     Args:
         model: what is trained.
-        cluster: where.
+        cluster: cluster on which it is trained.
         coding: the codec of all tensors of two or more dimensions.
-        algorithm: of every all-reduce.
+        algorithm: algorithm of every all-reduce.
 
     Raises:
         KeyError: the codec has no such algorithm.
@@ -87,7 +87,7 @@ def step(
             compute * (model.forward + model.backward * (passed + k * bucket.values) / model.values)
             for k in (1, count)
         )
-        # Of equal buckets the first or the last is the one that all after it wait for.
+        # Of equal buckets, all later ones wait for the first or the last.
         end = max(max(end, first) + count * cost.seconds, last + cost.seconds)
         total, passed = total.plus(cost.times(count)), passed + count * bucket.values
     optimizer = compute * (1 - model.forward - model.backward)
@@ -114,11 +114,12 @@ def predict(
     *,
     every: bool = False,
 ) -> list[Prediction]:
-    """Every codec with the algorithms that pycomm may choose for it, the shortest step first.
+    """Predict a step for every codec and algorithm that `auto` may choose, the shortest first.
 
-    With `every`, also those that only `PYCOMM_ALGO` chooses, since sums have another order there.
+    With `every`, include algorithms that only `PYCOMM_ALGO` chooses, since they sum in another
+    order.
 
-    Codecs that send no less than gradients as they are (16 bits for bf16) are left out.
+    Codecs that send no less than the gradients themselves (16 bits for bf16) are left out.
     """
     found = [
         step(model, cluster, coding, name)
@@ -130,7 +131,7 @@ def predict(
 
 
 def best_of_each(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """The fastest algorithm of each codec, the shortest step first."""
+    """Return the fastest algorithm of each codec, the shortest step first."""
     best: dict[str, Prediction] = {}
     for prediction in predictions:
         best.setdefault(prediction.codec, prediction)

@@ -1,4 +1,4 @@
-"""Tables for people: by rich where it is installed, plain text otherwise."""
+"""Tables on the console: by rich where it is installed, plain text otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pycomm.plan.units import format_bytes, format_count, format_rate, format_ti
 
 HEAD = ("codec", "algorithm", "step", "exposed", "scaling", "sent", "error")
 WIDTH = 120
-"""of tables in files"""
+"""Width of tables in files."""
 
 
 def row(prediction: Prediction) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def row(prediction: Prediction) -> tuple[str, ...]:
 
 
 def describe(model: Model, cluster: Cluster) -> str:
-    """What is predicted, on one line."""
+    """Return one line that describes what is predicted."""
     link = cluster.slowest
     nodes = f"{cluster.nodes} nodes of {cluster.ranks_per_node}"
     where = f"{cluster.ranks} ranks" + (f" on {nodes}" if cluster.ranks_per_node > 1 else "")
@@ -42,7 +42,7 @@ def describe(model: Model, cluster: Cluster) -> str:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", *, words: int = 2
 ) -> None:
-    """Print a table; the first columns are words, the others numbers."""
+    """Print a table; the first columns hold words, the others numbers."""
     try:
         from rich import box
         from rich.console import Console
@@ -64,7 +64,7 @@ def table(
 def plain(
     head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", *, words: int = 2
 ) -> str:
-    """The same table without rich."""
+    """Print the same table without rich."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [title] if title else []
     for cells in [head, *rows]:
@@ -77,7 +77,7 @@ def plain(
 
 
 def advice(given: Advice) -> None:
-    """Print what to do."""
+    """Print the advice."""
     if given.compress:
         print(f"use {given.codec}")
     else:

@@ -1,4 +1,4 @@
-"""Steps against the rate of links and the number of ranks, and up to where each codec pays."""
+"""Sweep of step times over link rates and numbers of ranks, with each codec's crossover."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ RATES = 37  # about eight in each power of ten
 
 
 def rates() -> list[float]:
-    """Bytes per second, evenly spaced as logarithms."""
+    """Return link rates in bytes per second, evenly spaced as logarithms."""
     ratio = (FASTEST / SLOWEST) ** (1 / (RATES - 1))
     return [SLOWEST * ratio**i for i in range(RATES)]
 
 
 def rank_counts(per_node: int, most: int) -> list[int]:
-    """Whole nodes: 2, 4, 8, ... of them, and as many as `most` ranks fill."""
+    """Return numbers of ranks: 2, 4, 8, ... whole nodes, and as many as `most` ranks fill."""
     fit, nodes = max(1, most // per_node), 2
     counts = []
     while nodes < fit:
@@ -43,7 +43,7 @@ class Curves:
     at: Sequence[float]
     steps: dict[str, list[float]]
     best: list[str]
-    """what is advised at each place; "none": not to compress"""
+    """Advice at each point; "none": not to compress."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Sweep:
     by_rate: Curves
     by_ranks: Curves
     crossovers: dict[str, float | None]
-    """bytes per second below which each codec pays; None: nowhere in the range"""
+    """Bytes per second below which each codec pays off; None: nowhere in the range."""
 
     def intervals(self) -> list[tuple[str, float, float]]:
-        """What is advised from which rate to which."""
+        """Return the advised codecs, each with its range of rates."""
         found: list[tuple[str, float, float]] = []
         for codec, rate in zip(self.by_rate.best, self.by_rate.at, strict=True):
             if found and found[-1][0] == codec:
@@ -66,7 +66,7 @@ class Sweep:
         return found
 
     def sentences(self) -> list[str]:
-        """The crossovers in words."""
+        """Return the crossovers as sentences."""
         lines = []
         for codec, rate in self.crossovers.items():
             if rate is None:
@@ -78,14 +78,14 @@ class Sweep:
         return lines
 
     def advised(self) -> str:
-        """The intervals in words."""
+        """Return the intervals as a sentence."""
         return ", ".join(
             f"{'no codec' if codec == NONE.name else codec} to {format_rate(high)}"
             for codec, _, high in self.intervals()
         )
 
     def record(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Return all results, for JSON."""
         curves = {
             curves.axis: {"at": list(curves.at), "steps": curves.steps, "best": curves.best}
             for curves in (self.by_rate, self.by_ranks)
@@ -100,14 +100,14 @@ class Sweep:
 
 
 def at_rate(cluster: Cluster, rate: float) -> Cluster:
-    """The same with another rate between nodes, or between ranks where there is one node."""
+    """Return the cluster with another rate between nodes, or between ranks of a single node."""
     if cluster.nodes == 1:
         return replace(cluster, intra=replace(cluster.intra, rate=rate))
     return replace(cluster, inter=replace(cluster.inter, rate=rate))
 
 
 def with_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """The same nodes, more or fewer. Where they share a machine, so do these."""
+    """Return the cluster with more or fewer such nodes, on one machine if these share one."""
     if cluster.ranks_per_machine <= cluster.ranks_per_node:
         return replace(cluster, ranks=ranks)
     cores = cluster.cores * cluster.ranks_per_machine
@@ -126,10 +126,10 @@ def sweep(
 
     Args:
         model: what is trained.
-        cluster: the other axis's place: its ranks along rates, its rate along ranks.
+        cluster: values held constant: its ranks along rates, its rate along ranks.
         codings: codecs, NONE among them.
-        most: ranks.
-        error: largest relative squared error that is advised.
+        most: largest number of ranks.
+        error: largest relative squared error of an advised codec.
     """
     along_rates = [at_rate(cluster, rate) for rate in rates()]
     counts = rank_counts(cluster.ranks_per_node, most)
@@ -163,16 +163,16 @@ def _curves(
 
 
 def gain(model: Model, cluster: Cluster, coding: Coding) -> float:
-    """Share of the step without a codec that this one saves."""
+    """Return the share of the step that a codec saves, against the one without."""
     found = best_of_each(predict(model, cluster, (NONE, coding)))
     steps = {prediction.codec: prediction.step for prediction in found}
     return 1 - steps[coding.name] / steps[NONE.name]
 
 
 def crossover(model: Model, cluster: Cluster, coding: Coding, by_rate: Curves) -> float | None:
-    """The rate below which a codec shortens the step by more than a plan can tell apart.
+    """Return the highest rate at which a codec shortens the step by more than a plan's accuracy.
 
-    Above it there may be none at which it does.
+    None if it does at no rate of the sweep.
     """
     pairs = zip(by_rate.steps[coding.name], by_rate.steps[NONE.name], strict=True)
     pays = [1 - coded / exact > WORTH for coded, exact in pairs]

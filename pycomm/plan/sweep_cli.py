@@ -1,10 +1,9 @@
-"""`python -m pycomm.plan sweep`: tables, JSON, and pictures of steps against rate and ranks."""
+"""`python -m pycomm.plan sweep`: tables, JSON, and charts of steps against rate and ranks."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from pycomm.plan import draw, options, show
 from pycomm.plan.advice import ERROR
@@ -12,8 +11,8 @@ from pycomm.plan.cluster import Cluster
 from pycomm.plan.sweep import Curves, Sweep, sweep
 from pycomm.plan.units import format_rate, format_time
 
-RANKS = 16  # by default, along rates
-COLUMNS = 7  # places that a table shows
+RANKS = 16  # default number of ranks along rates
+COLUMNS = 7  # points that a table shows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,13 +23,14 @@ def main(argv: Sequence[str]) -> int:
     options.add_what(parser, RANKS)
     options.add_json(parser)
     add = parser.add_argument
-    add("--most", type=int, default=10_000, help="ranks along that axis (10000)")
-    add("--html", type=Path, help="write a page with both pictures, which needs no network")
-    add("--png", type=Path, help="write both pictures")
+    add("--most", type=options.count, default=10_000, help="ranks along that axis (10000)")
+    page = "write a page with both pictures, which needs no network"
+    add("--html", type=options.file, help=page)
+    add("--png", type=options.file, help="write both pictures")
     given = parser.parse_args(argv)
     try:
         model, cluster = options.model(given), options.cluster(given, given.ranks)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         parser.error(str(error))
     limit = ERROR if given.max_error is None else given.max_error
     found = sweep(model, cluster, options.chosen(given), most=given.most, error=limit)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(found: Sweep, cluster: Cluster) -> None:
-    """Both axes as tables, then the crossovers."""
+    """Print both axes as tables, then the crossovers."""
     rate = format_rate(cluster.slowest.rate)
     table(found.by_rate, f"step by rate, {cluster.ranks} ranks", format_rate)
     table(found.by_ranks, f"step by ranks, {rate}", lambda ranks: f"{ranks:.0f}")
@@ -63,7 +63,7 @@ def report(found: Sweep, cluster: Cluster) -> None:
 
 
 def table(curves: Curves, title: str, spell: Callable[[float], str]) -> None:
-    """Some places of an axis: the first, the last and as many between as a page takes."""
+    """Print some points of an axis: the first, the last, and as many between as fit a page."""
     count = min(COLUMNS, len(curves.at))
     last = len(curves.at) - 1
     chosen = sorted({round(i * last / max(1, count - 1)) for i in range(count)})

@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: "25M", "1gbit", "50us", "3GB/s"; and back."""
+"""Numbers with units: parsing of "25M", "1gbit", "50us", "3GB/s", and formatting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 
 
 def parse_count(text: str) -> int:
-    """Number of "25M", "7B", "1.3e6" or "1000".
+    """Return the number in "25M", "7B", "1.3e6" or "1000".
 
     Raises:
         ValueError: the text is something else, or no positive whole number.
@@ -23,7 +23,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_rate(text: str) -> tuple[float, bool]:
-    """Bytes per second of "100mbit", "10gbit" or "25GB/s", and whether it was given in bits.
+    """Return the bytes per second of "100mbit" or "25GB/s", and whether the unit was bits.
 
     Raises:
         ValueError: the text is something else.
@@ -41,7 +41,7 @@ def parse_rate(text: str) -> tuple[float, bool]:
 
 
 def parse_time(text: str) -> float:
-    """Seconds of "50us", "120ms", "0.3s" or "0.3".
+    """Return the seconds in "50us", "120ms", "0.3s" or "0.3".
 
     Raises:
         ValueError: the text is something else.
@@ -60,7 +60,7 @@ def _number(digits: str, text: str) -> float:
 
 
 def format_time(seconds: float) -> str:
-    """Three digits and a unit: "1.23 ms"."""
+    """Return three digits and a unit: "1.23 ms"."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}" if seconds < 1000 * unit else f"{seconds:.0f} s"
@@ -68,17 +68,17 @@ def format_time(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Three digits and a unit: "13.7 MB"."""
+    """Return three digits and a unit: "13.7 MB"."""
     return _scaled(count, "B")
 
 
 def format_rate(rate: float) -> str:
-    """Bytes per second as a link's seller has it: "1 Gbit/s"."""
+    """Return bytes per second in a line's unit: "1 Gbit/s"."""
     return _scaled(8 * rate, "bit/s", ("", "k", "M", "G", "T"))
 
 
 def format_count(count: float) -> str:
-    """Three digits and a power: "25.4 M"."""
+    """Return three digits and a power: "25.4 M"."""
     return _scaled(count, "", ("", "k", "M", "G", "T")).rstrip()
 
 

@@ -1,7 +1,8 @@
-"""Which codec each parameter's gradient travels with, and why.
+"""Policies: the choice of a codec for each parameter's gradient.
 
-`Policy`, `Rule` and `Guard` are what a user says, as data. A `Plan` is what becomes of them in one
-training: the decision for each parameter, which may change between steps, on all ranks alike.
+`Policy`, `Rule` and `Guard` are the user's configuration, as data. A `Plan` applies them in one
+training: it has the decision for each parameter, which may change between steps and is equal on all
+ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,22 @@ from pycomm.policy.agreement import agree, agree_on_options, summary
 from pycomm.policy.auto import Trial
 from pycomm.policy.guard import Guard
 from pycomm.policy.plan import Plan
-from pycomm.policy.rules import AUTO, EXACT, PROTECT, Decision, Moment, Parameter, Policy, Rule
+from pycomm.policy.rules import (
+    AUTO,
+    CODED,
+    EXACT,
+    PROTECT,
+    Decision,
+    Moment,
+    Parameter,
+    Policy,
+    Rule,
+)
 from pycomm.policy.text import usual_feedback
 
 __all__ = [
     "AUTO",
+    "CODED",
     "EXACT",
     "PROTECT",
     "Decision",

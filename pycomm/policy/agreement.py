@@ -1,4 +1,4 @@
-"""Decisions for people to read, and the check that all ranks have made the same."""
+"""Summary of decisions for people, and the check that all ranks have decided alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pycomm.policy.rules import Decision
 
 
 def summary(decisions: Iterable[Decision]) -> str:
-    """One line per codec and reason: how many parameters, values and bytes; for people."""
+    """Return one line per codec and reason: the number of parameters, values and bytes."""
     groups: dict[tuple[str, str], list[Decision]] = {}
     for decision in decisions:
         groups.setdefault((decision.codec.spec(), decision.reason), []).append(decision)
@@ -29,20 +29,20 @@ def summary(decisions: Iterable[Decision]) -> str:
 
 
 def agree_on_options(options: Sequence[str], *groups: dist.ProcessGroup) -> None:
-    """Check that all ranks of a group, or of a mesh of ranks, were given the same; collective.
+    """Check that all ranks of a group, or of a mesh, were given the same options; collective.
 
     Args:
-        options: a line for each, in the same order on all ranks.
-        groups: whose ranks; of a mesh the groups along its dimensions, the last one first.
+        options: a line for each option, in the same order on all ranks.
+        groups: the group; for a mesh the groups along its dimensions, the last one first.
 
     Raises:
-        WireMismatch: on all ranks alike; names the ranks and the first difference.
+        WireMismatch: options differ; raised on all ranks, with the ranks and the first difference.
     """
     everybody = [list(options)]
     for group in groups:
         if group.size() == 1:
             continue
-        # Nobody judges before all have heard of all: who has raised would leave others waiting.
+        # Compare only after the last gather: a rank that raises earlier would leave others waiting.
         gathered: list[list[list[str]]] = [[] for _ in range(group.size())]
         dist.all_gather_object(gathered, everybody, group=group)
         everybody = [theirs for part in gathered for theirs in part]
@@ -56,12 +56,13 @@ def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch
     Every rank must call it: two small all-gathers, the second only after a difference.
 
     Args:
-        decisions: in the same order on all ranks.
-        group: whose ranks.
-        device: one that the group moves tensors of.
+        decisions: the decisions, in the same order on all ranks.
+        group: the ranks.
+        device: a device whose tensors the group moves.
 
     Raises:
-        WireMismatch: on all ranks alike; names the ranks and the first difference.
+        WireMismatch: decisions differ; raised on all ranks, with the ranks and the first
+            difference.
     """
     mine = [str(decision) for decision in decisions]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()

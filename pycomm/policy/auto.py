@@ -1,62 +1,96 @@
-"""codec="auto": the measured time of steps decides.
+"""Choice of a codec by measured step time, for codec="auto".
 
-Candidates are tried from the smallest payload to the largest, each for a few steps. The time of a
-step as a function of its payload is convex (it is constant while communication hides behind
-computing, and grows with the bytes when it does not), so two dense candidates tell the least that a
-larger one will take: where that is clearly too much it is not tried. So on a slow link exact
-steps, which may take ten times as long, are never made.
+Every candidate is measured, exact steps too: each has a few steps in every round, and the rounds
+alternate, so that a passing load affects all candidates alike. Two candidates are compared round by
+round, and a coarser one counts as faster only if it is faster by a margin and the differences are
+significant (Wilcoxon's signed-rank test). The choice is the finest candidate such that no other is
+faster: exact, if compression does not pay or the measurements are inconclusive.
 
-The choice is the finest candidate that is not slower than the fastest by more than a margin: exact,
-if compression does not pay.
+On a slow link exact steps may take ten times as long. A candidate that takes far longer than the
+fastest in its first look gets two more looks, a round apart, and is then left out: this costs a
+bounded number of steps. Afterwards the time of steps is watched, and candidates are tried again
+when it changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import log
 from statistics import median
 from typing import Any
 
+from pycomm.arguments import number, put, whole
+
 TRYING = "auto: trying"
+
+_LOOKS, _LOOK = 3, 2  # looks at a candidate that takes far longer, and steps of each look
+_DOUBT = 0.01
+_MORE = 4  # rounds from one judgement to the next
+_RAREST = 16  # largest multiple of Trial.again
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A codec, by its text, and the bytes of all payloads of one step with it."""
+    """A codec's text, and the bytes of all payloads of one step with it."""
 
     name: str
     bytes: int
-    dense: bool = True
-    """Whether it codes every value, in a time that is much the same for all that do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """How candidates are tried."""
+    """Options of the trials of candidates."""
 
-    skip: int = 2
-    """Steps that are left out after each change: new buckets, cold caches."""
-    steps: int = 5
-    """Steps whose median counts."""
+    skip: int = 1
+    """Steps that are not timed after each change, because of new buckets and cold caches."""
+    steps: int = 3
+    """Steps of a candidate in a round, whose median counts."""
+    rounds: int = 8
+    """Number of rounds before differences are judged."""
+    most: int = 16
+    """Largest number of rounds; those after `rounds` are for candidates that seem faster, but not
+    significantly."""
     margin: float = 0.03
-    """What a coarser codec must win to be taken, as a part of the step's time."""
-    hopeless: float = 1.5
-    """A larger candidate is not tried if it takes at least this times the fastest's time."""
+    """The least gain for which a coarser codec is taken, as a fraction of the step's time."""
+    hopeless: float = 2.0
+    """A candidate that takes at least this many times the fastest's time in three looks is left
+    out."""
     again: int = 1000
-    """Steps after which candidates are tried again."""
+    """Steps after which candidates are tried again; the number doubles each time that the choice
+    stays the same, up to 16 times this."""
+    watch: int = 100
+    """Number of steps whose median is compared with the median after the choice."""
+    change: float = 1.25
+    """Candidates are tried again when that median differs by this factor, up or down, twice in a
+    row."""
     first: int = 3
-    """Steps before the first trial: DDP makes its buckets anew, caches are cold."""
+    """Steps before the first trial, in which DDP rebuilds its buckets and caches are cold."""
+
+    def __post_init__(self) -> None:
+        for name in ("skip", "first"):
+            put(self, **{name: whole(f"trial: {name}", getattr(self, name))})
+        for name in ("steps", "rounds", "most", "again", "watch"):
+            put(self, **{name: whole(f"trial: {name}", getattr(self, name), 1)})
+        for name in ("margin", "hopeless", "change"):
+            put(self, **{name: number(f"trial: {name}", getattr(self, name))})
+        if self.margin < 0 or self.hopeless < 1 or self.change <= 1 or self.most < self.rounds:
+            raise ValueError(
+                "trial: margin is at least 0, hopeless at least 1, change above 1, and most at "
+                "least rounds"
+            )
 
 
 class Auto:
-    """Which candidate is in force, given the seconds of each step.
+    """State machine that chooses the current candidate from the seconds of each step.
 
-    Every rank makes the same calls in the same order. Numbers of the clock differ between ranks, so
-    only `judge` decides, from what all ranks have told each other.
+    Every rank makes the same calls in the same order. Measured times differ between ranks, so only
+    `judge` decides, from the times that all ranks have exchanged.
 
     Args:
-        candidates: in any order; payloads of different sizes.
-        trial: how they are tried.
+        candidates: candidates in any order, with payloads of different sizes.
+        trial: options of the trials.
     """
 
     def __init__(self, candidates: Sequence[Candidate], trial: Trial) -> None:
@@ -66,19 +100,37 @@ class Auto:
         self.trial = trial
         self.reason = TRYING
         self._at = 0
-        """The candidate in force."""
+        """Index of the current candidate."""
         self._chosen: int | None = None
-        """The choice, or before the first one None."""
+        """Index of the chosen candidate; None before the first choice."""
         self._trying = True
-        self._left_out = trial.first + trial.skip
-        self._seconds: list[float] = []
-        self._results: dict[int, float] = {}
-        self._expected: dict[int, float] = {}
+        self._again = trial.again
+        """Steps from the choice to the next trial."""
         self._since = 0
+        """Steps since the choice."""
+        self._usual: float | None = None
+        """Seconds of a step in the first watch after the choice."""
+        self._changed = False
+        """The last watch differed by more than `Trial.change`."""
+        self._seconds: list[float] = []
+        """Seconds of the steps that are being timed."""
+        self._left_out = 0
+        """Number of coming steps that are not timed."""
+        self._round = 0
+        self._alive: list[int] = []
+        """Candidates of this trial that may still be chosen."""
+        self._waiting: list[int] = []
+        """Candidates that are still to be timed in this round."""
+        self._blocks: list[dict[int, float]] = []
+        """Seconds of a step of each candidate, by round."""
+        self._suspects: set[int] = set()
+        """Candidates that took far longer than the fastest in each look."""
+        self._begin()
+        self._left_out += trial.first
 
     @property
     def codec(self) -> str:
-        """The candidate in force."""
+        """Text of the current candidate."""
         return self.candidates[self._at].name
 
     @property
@@ -87,90 +139,163 @@ class Auto:
         return not self._trying
 
     def note(self, seconds: float) -> float | None:
-        """Take the time of a step on this rank.
+        """Record the time of a step on this rank.
 
         Returns:
-            The median of a candidate whose steps are complete: exchange it and call `judge`. All
-            ranks come to this at the same step.
+            The median of a complete block of steps, to exchange and pass to `judge`, at the same
+            step on all ranks; else None.
         """
         if not self._trying:
             self._since += 1
-            if self._since >= self.trial.again and len(self.candidates) > 1:
-                self._try(0)
-                self._trying = True
-                self.reason = TRYING
-                self._results, self._expected = {}, {}
-            return None
-        if self._left_out:
+            if len(self.candidates) == 1:
+                return None
+            if self._since >= self._again:
+                self._begin()
+                return None
+        elif self._left_out:
             self._left_out -= 1
             return None
-        self._seconds.append(seconds)
-        return median(self._seconds) if len(self._seconds) == self.trial.steps else None
+        self._seconds.append(max(seconds, 1e-9))  # positive, for the logarithms
+        return median(self._seconds) if len(self._seconds) == self._needed else None
 
     def judge(self, medians: Sequence[float]) -> None:
-        """Go on to the next candidate, or choose.
+        """Move to the next candidate, or choose one; after the choice, check whether it holds.
 
         Args:
-            medians: what `note` returned on each rank. The slowest rank's counts, since all wait
-                for it.
+            medians: results of `note` on each rank. The slowest rank's counts, since all wait for
+                it.
         """
-        self._results[self._at] = max(medians)
-        following = self._at + 1
-        if following == len(self.candidates):
+        seconds = max(medians)
+        self._seconds = []
+        if not self._trying:
+            return self._watched(seconds)
+        self._blocks[self._at][self._round] = seconds
+        if self._waiting:
+            return self._try(self._waiting.pop(0))
+        if self._round < _LOOKS:
+            self._leave_out_the_hopeless()
+        self._round += 1
+        if self._round >= self.trial.rounds and (self._round - self.trial.rounds) % _MORE == 0:
+            self._leave_out_the_slower()
+        if len(self._alive) == 1 or self._round >= self.trial.most:
             return self._choose()
-        least = self._least(following)
-        fastest = min(self._results.values())
-        if least < self.trial.hopeless * fastest:
-            return self._try(following)
-        for i in range(following, len(self.candidates)):
-            self._expected[i] = self._least(i)
-        return self._choose()
+        # The order alternates, so that a growing load affects the first and the last alike.
+        self._waiting = self._alive[:: -1 if self._round % 2 else 1]
+        return self._try(self._waiting.pop(0))
+
+    # ------------------------------------------------------------------ a trial
+
+    def _begin(self) -> None:
+        self._trying = True
+        self.reason = TRYING
+        self._round = 0
+        self._alive = list(range(len(self.candidates)))
+        self._waiting = self._alive[1:]
+        self._blocks = [{} for _ in self.candidates]
+        self._suspects = set()
+        self._try(0)
 
     def _try(self, i: int) -> None:
-        self._left_out = self.trial.skip + (self.trial.first if not self._results else 0)
+        self._left_out = 0 if i == self._at and self._round else self.trial.skip
         self._at = i
         self._seconds = []
 
-    def _least(self, i: int) -> float:
-        """The least that a candidate will take, from the two largest dense ones that were tried."""
-        tried = [(k, t) for k, t in sorted(self._results.items()) if self.candidates[k].dense]
-        if len(tried) < 2:
-            return 0.0
-        (small, fast), (large, slow) = tried[-2:]
-        gained = (slow - fast) / (self.candidates[large].bytes - self.candidates[small].bytes)
-        # Differences within the margin are noise, and tell nothing of what lies beyond.
-        if slow <= fast * (1 + self.trial.margin):
-            return 0.0
-        return slow + gained * (self.candidates[i].bytes - self.candidates[large].bytes)
+    @property
+    def _needed(self) -> int:
+        if not self._trying:
+            return self.trial.watch
+        look = self._round == 0 or (self._round < _LOOKS and self._at in self._suspects)
+        return min(_LOOK, self.trial.steps) if look else self.trial.steps
+
+    def _leave_out_the_hopeless(self) -> None:
+        """After the first rounds, leave out candidates that were far too slow in each of them."""
+        seconds = {i: self._blocks[i][self._round] for i in self._alive}
+        bound = self.trial.hopeless * min(seconds.values())
+        slow = {i for i, s in seconds.items() if s >= bound}
+        self._suspects = slow if self._round == 0 else self._suspects & slow
+        if self._round == _LOOKS - 1:
+            self._alive = [i for i in self._alive if i not in self._suspects]
+
+    def _leave_out_the_slower(self) -> None:
+        """Leave out candidates that another beats, and those that do not seem faster than the
+        finest one left."""
+        slower = {i for i in self._alive if any(self._beats(k, i) for k in self._alive)}
+        self._alive = [i for i in self._alive if i not in slower]
+        finest = self._alive[-1]
+        self._alive = [i for i in self._alive if i == finest or median(self._gains(i, finest)) > 0]
+
+    def _gains(self, i: int, k: int) -> list[float]:
+        """Return how much faster i was than k in each round, beyond the margin, in logarithms."""
+        mine, theirs = self._blocks[i], self._blocks[k]
+        least = log(1 + self.trial.margin)
+        return [log(theirs[r] / mine[r]) - least for r in mine.keys() & theirs.keys()]
+
+    def _beats(self, i: int, k: int) -> bool:
+        gains = self._gains(i, k)
+        return likely(gains) <= _DOUBT
 
     def _choose(self) -> None:
-        fastest = min(self._results.values())
-        near = [i for i, t in self._results.items() if t <= fastest * (1 + self.trial.margin)]
-        best = max(near)
-        # What is in force already stays, unless another one is better by the margin.
-        if self._chosen in near and self._results[best] > self._results[self._chosen]:
-            best = self._chosen
+        best = self._alive[-1]
+        same = best == self._chosen
+        self._again = min(2 * self._again, _RAREST * self.trial.again) if same else self.trial.again
         self._at = self._chosen = best
-        self._trying = False
+        self._trying = self._changed = False
         self._since = 0
-        self._seconds = []
-        measured = [f"{self.candidates[i].name} {t:.3g} s" for i, t in self._results.items()]
-        expected = [
-            f"{self.candidates[i].name} at least {t:.3g} s" for i, t in self._expected.items()
-        ]
-        self.reason = f"auto, by time of a step: {', '.join(measured + expected)}"
+        self._usual = None
+        times = {i: median(blocks.values()) for i, blocks in enumerate(self._blocks) if blocks}
+        measured = ", ".join(f"{self.candidates[i].name} {t:.3g} s" for i, t in times.items())
+        self.reason = f"auto, by time of a step: {measured}"
+
+    # ------------------------------------------------------------------ afterwards
+
+    def _watched(self, seconds: float) -> None:
+        if self._usual is None:
+            self._usual = seconds
+            return
+        changed = abs(log(seconds / self._usual)) > log(self.trial.change)
+        if changed and self._changed:
+            self._again = self.trial.again
+            self._begin()
+        else:
+            self._changed = changed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the choice, as far as it was made."""
+        """Return the choice, if it was made, to checkpoint."""
         name = None if self._chosen is None else self.candidates[self._chosen].name
-        return {"chosen": name, "since": self._since}
+        return {"chosen": name, "since": self._since, "again": self._again}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a choice over. A choice that is no candidate here is left, and trials begin anew."""
+        """Restore a choice; one that is no candidate here is ignored, and trials begin anew."""
         names = [c.name for c in self.candidates]
         if state["chosen"] not in names:
             return
         self._at = self._chosen = names.index(str(state["chosen"]))
-        self._trying = False
+        self._trying = self._changed = False
         self._since = state["since"]
+        self._again = state.get("again", self.trial.again)
+        self._usual = None
+        self._seconds = []
         self.reason = "auto, by time of a step before the checkpoint"
+
+
+def likely(gains: Sequence[float]) -> float:
+    """Return the probability of these or clearer gains if the sign of each were random.
+
+    This is Wilcoxon's signed-rank test, one-sided and exact. Gains of 0 count as losses.
+    """
+    ranked = sorted(gains, key=abs)
+    won = sum(rank for rank, gain in enumerate(ranked, start=1) if gain > 0)
+    ways = _ways(len(gains))
+    return sum(ways[won:]) / float(2 ** len(gains))
+
+
+@cache
+def _ways(n: int) -> tuple[int, ...]:
+    """Return by sum the number of subsets of the ranks 1 to n that have it."""
+    ways = [1]
+    for rank in range(1, n + 1):
+        longer = ways + [0] * rank
+        for total, count in enumerate(ways):
+            longer[total + rank] += count
+        ways = longer
+    return tuple(ways)

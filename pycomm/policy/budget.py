@@ -1,8 +1,8 @@
-"""budget= bits per value: bits go where measured energy makes them worth most.
+"""Allocation of bits per value by measured energy, for budget=.
 
-Reverse water-filling (Cover and Thomas, "Elements of Information Theory", section 10.3.3) over what
-codecs can do: minimise the sum of energy * error(codec)^2 over the parameters, where the sum of
-payloads stays within the budget.
+It is reverse water-filling (Cover and Thomas, "Elements of Information Theory", section 10.3.3)
+over the available codecs: minimise the sum of energy * error(codec)^2 over the parameters, while
+the sum of payloads stays within the budget.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from heapq import heapify, heappop, heappush
 
 @dataclass(frozen=True)
 class Choice:
-    """What one codec costs and does: bits per value, and relative squared error."""
+    """Cost and error of one codec: bits per value, and relative squared error."""
 
     bits: float
     error: float
 
 
 def hull(choices: Sequence[Choice]) -> list[int]:
-    """Return the places of the choices worth making, from the fewest bits up.
+    """Return the indices of the useful choices, from the fewest bits up.
 
-    These lie on the lower convex hull of error over bits: each next one buys less per bit.
+    These lie on the lower convex hull of error over bits: each reduces the error less per bit than
+    the one before.
     """
     found: list[int] = []
     for i in sorted(range(len(choices)), key=lambda i: (choices[i].bits, choices[i].error)):
@@ -44,15 +45,15 @@ def _gain(choices: Sequence[Choice], a: int, b: int) -> float:
 def allocate(
     energies: Sequence[float], numels: Sequence[int], choices: Sequence[Choice], budget: float
 ) -> list[int]:
-    """Return the place of each parameter's choice.
+    """Return the index of each parameter's choice.
 
-    Starts with the fewest bits and buys, again and again, what takes the most error away per bit
-    and still fits. On the hull's slopes that is optimal but for the last purchase.
+    The greedy search starts with the fewest bits and repeatedly takes the step that removes the
+    most error per bit and still fits. On the hull that is optimal but for the last step.
 
     Args:
         energies: sum of squares of each parameter's gradient.
-        numels: its number of values.
-        choices: one list for all.
+        numels: number of values of each parameter.
+        choices: the choices, the same for all parameters.
         budget: bits per value, on average over all values.
 
     Raises:
@@ -66,7 +67,7 @@ def allocate(
     places = [0] * len(numels)
 
     def offer(i: int) -> tuple[float, int]:
-        # Per value and bit; parameters with the same worth go in order.
+        # The gain per value and bit; parameters with equal gains are taken in order.
         a, b = ladder[places[i]], ladder[places[i] + 1]
         return -energies[i] / numels[i] * _gain(choices, a, b), i
 
@@ -94,29 +95,29 @@ def distortion(
 
 @dataclass
 class Budget:
-    """The allocation in force, and when another one takes its place.
+    """The current allocation, and the rule by which a new one replaces it.
 
     Args:
-        bits: the budget.
-        choices: what the candidates cost and do.
+        bits: budget in bits per value.
+        choices: cost and error of the candidates.
     """
 
     bits: float
     choices: Sequence[Choice]
     gain: float = 0.1
-    """A new allocation must take this part of the expected error away; else the old one stays."""
+    """Fraction of the expected error that a new allocation must remove; else the old one stays."""
     smooth: float = 0.5
-    """Weight of what was measured before."""
+    """Weight of earlier measurements."""
     places: dict[str, int] = field(default_factory=dict)
     energies: dict[str, float] = field(default_factory=dict)
 
     def measured(self, energies: Mapping[str, float], numels: Mapping[str, int]) -> bool:
-        """Take measured energies; return whether the allocation changes.
+        """Record measured energies; return whether the allocation changes.
 
         Args:
-            energies: sum of squares of each parameter's gradient, the same on all ranks. One that
-                is not finite, from a step that overflowed, changes nothing.
-            numels: number of values.
+            energies: sum of squares of each parameter's gradient, the same on all ranks. Energies
+                that are not finite, from a step that overflowed, are ignored.
+            numels: number of values of each parameter.
         """
         for name, energy in energies.items():
             if energy == energy and energy != float("inf"):

@@ -1,4 +1,4 @@
-"""The quality guard at work: when checks are made, what they may cost, and when it complains."""
+"""Checks of the quality guard: their interval, their cost and their complaints."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import torch.distributed as dist
 from pycomm.codecs import Codec
 from pycomm.policy.exchange import gather, logger, tell
 from pycomm.policy.guard import Guard
-from pycomm.policy.quality import finer, nominal_error
+from pycomm.policy.quality import finer, nominal_error, reduced_error
 from pycomm.policy.rules import Decision
 from pycomm.policy.samples import Owed, Piece, Probe, Quality, Sampler, qualities
 
 
 class Checks:
-    """A check begins with a step, samples its buckets, and ends when the next step begins.
+    """The checks of one plan.
+
+    A check begins with a step, samples its buckets, and ends when the next step begins.
 
     Args:
-        guard: how often, how much, and what is too bad.
+        guard: options of the checks.
         group: the ranks that reduce together.
-        clock: seconds since some moment.
+        clock: function that returns seconds since some moment.
     """
 
     def __init__(self, guard: Guard, group: dist.ProcessGroup, clock: Callable[[], float]) -> None:
@@ -40,7 +42,7 @@ class Checks:
         return self._sampler.every
 
     def begin(self, step: int, decisions: Sequence[Decision]) -> None:
-        """Choose what is sampled in a step, if it is time for a check."""
+        """Choose the samples of a step, if it is time for a check."""
         if step % self.every == 0:
             self._sampler.choose(step, decisions, sorted(self._suspects))
 
@@ -56,12 +58,12 @@ class Checks:
         return probe
 
     def end(self, step: int, seconds: float, device: torch.device) -> dict[str, Quality]:
-        """Return what the check of a step has found, equal on all ranks; collective after a check.
+        """Return the results of a step's check, equal on all ranks; collective after a check.
 
         Args:
-            step: the check's.
-            seconds: of a step, on this rank.
-            device: one that the group moves tensors of.
+            step: step of the check.
+            seconds: seconds of a step on this rank.
+            device: a device whose tensors the group moves.
         """
         if not self._sampler.pending:
             return {}
@@ -74,19 +76,21 @@ class Checks:
         rows = gather([*spent, *numbers], self._group, device)
         self._exchanged = self._clock() - begin
         costs, exchanges, steps = zip(*(row[: len(spent)] for row in rows), strict=True)
-        # Most of an exchange is waiting for others, which the step's first bucket would do as well.
+        # Most of an exchange is waiting for other ranks, which the step's first bucket would do
+        # anyway.
         between = self.every * max(steps)
         self._sampler.spent((max(costs) + min(exchanges)) / between if between else 0.0)
-        # Sums over the ranks: of their parts of a reduce-scatter, or of the same all-reduce.
+        # Sums over the ranks, of their parts of a reduce-scatter or of one all-reduce.
         totals = [sum(column) for column in zip(*rows, strict=True)][len(spent) :]
         return qualities(step, names, totals)
 
     def complaint(self, name: str, codec: Codec, quality: Quality) -> str:
-        """Compare a parameter's quality with its limit; return what is wrong, if it is for good.
+        """Return a complaint if a parameter exceeds its limit for the second time in a row.
 
-        That is the second time in a row. The first parameter of each codec is warned about.
+        The first parameter of each codec is logged as a warning.
         """
-        limit = self.guard.limit_of(nominal_error(codec))
+        expected = reduced_error(codec, quality.spread)
+        limit = self.guard.limit_of(nominal_error(codec), expected)
         if quality.coding <= limit:
             self._suspects.discard(name)
             return ""

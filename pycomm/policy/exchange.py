@@ -1,4 +1,4 @@
-"""What ranks tell each other so that they decide alike, and what they tell people."""
+"""Messages: numbers that ranks exchange so that they decide alike, and lines for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("pycomm")
 
 
 def tell(text: str) -> None:
-    """Let people know, at level INFO; on standard error where no logging is set up at all."""
+    """Log a line at level INFO; print it to standard error if logging is not configured."""
     if logger.hasHandlers():
         logger.info("%s", text)
     else:
@@ -28,16 +28,16 @@ def tell(text: str) -> None:
 def gather(
     numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[float]]:
-    """Return the numbers of every rank, in rank order and to the last bit; collective.
+    """Return the numbers of every rank, in rank order and bit-exact; collective.
 
     Args:
-        numbers: as many on every rank.
-        group: whose ranks.
-        device: one that the group moves tensors of.
+        numbers: the numbers of this rank, equally many on every rank.
+        group: the ranks.
+        device: a device whose tensors the group moves.
     """
     if group.size() == 1:
         return [list(numbers)]
-    # As bytes: they arrive as they were, on devices without float64, too.
+    # Sent as bytes, which also works on devices without float64.
     own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(device)
     everybody = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(everybody, own, group=group)
@@ -45,15 +45,15 @@ def gather(
 
 
 def find_link(group: dist.ProcessGroup) -> Link:
-    """Return how the ranks of a group reach each other, the same on all; collective.
+    """Return how the ranks of a group are connected, equal on all ranks; collective.
 
-    The backend "pycomm" knows which transport leads to each peer; with others ranks that are on
-    different hosts count as reached over a network.
+    The backend "pycomm" knows its transport to each peer; with other backends, ranks on different
+    hosts count as connected over a network.
     """
     if group.size() == 1:
         return "intra"
     ours = backend.find(group)
-    # The boot's number tells hosts of one name apart, and containers of one host together.
+    # The boot id differs between hosts of one name, and is the same in all containers of a host.
     boot = Path("/proc/sys/kernel/random/boot_id")
     here = boot.read_text().strip() if boot.exists() else socket.gethostname()
     mine = ("tcp" in ours.describe() if ours is not None else False, here)

@@ -1,9 +1,9 @@
-"""The decisions of one training: which codec each parameter's gradient travels with now, and why.
+"""Plan: the current codec of each parameter's gradient in one training, and the reason.
 
-A hook owns a plan. It enters each parameter once, asks at the start of every step what has changed,
-encodes with what `decisions` says until the next step, and lets the plan look at each bucket before
-and after it is reduced. Codecs change for four reasons: the schedule, measurements (`steering`),
-and the quality guard, which moves a parameter to a finer codec when its samples are bad.
+A hook owns a plan. It enters each parameter once, asks at the start of every step which codecs have
+changed, encodes by `decisions` until the next step, and shows the plan each bucket before and after
+it is reduced. Codecs change by the schedule, by measurements (`steering`), and by the quality
+guard, which moves a parameter to a finer codec when its samples are bad.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from statistics import median
 from typing import Any
 
@@ -23,26 +24,30 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.policy.agreement import agree, agree_on_options, summary
 from pycomm.policy.auto import TRYING
 from pycomm.policy.checks import Checks
-from pycomm.policy.exchange import find_link, gather, tell
+from pycomm.policy.exchange import find_link, gather, logger, tell
+from pycomm.policy.names import few
 from pycomm.policy.quality import finer, nominal_error
-from pycomm.policy.rules import Decision, Moment, Parameter, Policy
+from pycomm.policy.rules import EXACT, Decision, Moment, Parameter, Policy
 from pycomm.policy.samples import Owed, Piece, Probe, Quality
 from pycomm.policy.steering import steering
 
 
 class Plan:
-    """What a policy decides for the parameters of one model, equal on all ranks of a group.
+    """The decisions of a policy for the parameters of one model, equal on all ranks of a group.
 
     Collective: all ranks make one.
 
     Args:
-        policy: equal on all ranks.
+        policy: the policy, equal on all ranks.
         group: the ranks that reduce together.
-        options: what else must be equal on all ranks, a line for each.
-        clock: seconds since some moment.
+        options: other options that must be equal on all ranks, a line for each.
+        refusal: function that returns why this hook cannot use a codec; "": it can.
+        clock: function that returns seconds since some moment.
+        shown: register the plan with `pycomm.monitor`.
 
     Raises:
-        WireMismatch: ranks have different policies or options; on all of them alike.
+        ValueError: the policy names a codec that cannot be used now or later.
+        WireMismatch: ranks have different policies or options; raised on all ranks.
     """
 
     def __init__(
@@ -51,56 +56,83 @@ class Plan:
         group: dist.ProcessGroup,
         *,
         options: Sequence[str] = (),
+        refusal: Callable[[Codec], str] = lambda _: "",
         clock: Callable[[], float] = time.perf_counter,
+        shown: bool = True,
     ) -> None:
+        if why := next(filter(None, map(refusal, policy.named())), ""):
+            raise ValueError(why)
         self.terms = (*policy.terms(), *options)
-        """What all ranks were given alike, a line for each."""
-        # Before anything else: with other rules, ranks would call other collectives.
+        """The policy's fields and the options, equal on all ranks, a line for each."""
+        # This check comes first, since ranks with other rules would call other collectives.
         agree_on_options(self.terms, group)
         self.policy = policy
         self.group = group
         self.decisions: dict[str, Decision] = {}
-        """By parameter name. A change replaces the decision, between two steps only."""
+        """Decisions by parameter name. A change replaces the decision, only between two steps."""
+        self.exactly: dict[str, str] = {}
+        """Parameters that currently travel exactly in spite of their decision, with the reason."""
         self.step = 0
         self.overflows = 0
         """Steps whose result was not finite."""
         self.qualities: dict[str, Quality] = {}
-        """What the last check of each parameter has found."""
+        """Result of each parameter's last check."""
         self.events: deque[str] = deque(maxlen=100)
-        """What has changed in the course of training, and why; the last hundred."""
+        """The last hundred changes in the course of training, with the reasons."""
         self._clock = clock
+        self._refusal = refusal
         self._began: float | None = None
         self._seconds: deque[float] = deque(maxlen=15)
         asks = any(rule.link is not None for rule in policy.rules)
         self._moment = Moment(link=find_link(group) if asks else "inter")
         self._stage = policy.stage(self._moment)
-        self._steering = steering(policy)
+        self._steering = steering(policy, refusal)
         self._checks = Checks(policy.guard, group, clock) if policy.guard else None
         self._escalated: dict[str, tuple[Codec, str]] = {}
         self._agreed: set[str] = set()
         self._since: dict[str, int] = {}  # first step of a parameter's codec
-        self._told: dict[str, Codec] = {}  # people know this of each parameter
-        monitor.watch(self)
+        self._told: dict[str, Codec] = {}  # the codec that was last logged for each parameter
+        if shown:
+            monitor.watch(self)
 
     # ------------------------------------------------------------------ for the hook
 
     def add(self, parameter: Parameter) -> Decision:
-        """Enter a parameter and return its decision. All ranks enter the same, in one order."""
+        """Enter a parameter and return its decision; in the same order on all ranks."""
         if self._steering and self.policy.rule(parameter, self._moment.link) is None:
             self._steering.enter(parameter)
         decision = self.decisions[parameter.name] = self._decide(parameter)
+        self._agreed.discard(parameter.name)  # the old one of this name may have had another shape
         return decision
 
-    def agree(self, device: torch.device) -> None:
-        """Check that all ranks have decided alike, and tell the decisions once; collective.
+    def complete(self) -> None:
+        """Declare that all parameters were entered; warn about rules that match no parameter.
 
-        Does nothing where every decision is checked already. See `pycomm.policy.agree`.
+        The first rank logs the warnings.
+        """
+        if self.group.rank() > 0:
+            return
+        for rule in self.policy.rules:
+            if not any(map(rule.names, self.decisions)):
+                close = get_close_matches(rule.name.replace("*", ""), self.decisions, 3, 0.3)
+                logger.warning(
+                    "policy: the rule %s=%s matches no parameter; names are %s",
+                    rule.name,
+                    parse_codec(rule.codec).spec(),
+                    few([*close, *(name for name in self.decisions if name not in close)]),
+                )
+
+    def agree(self, device: torch.device) -> None:
+        """Check that all ranks have decided alike, and log the decisions once; collective.
+
+        Decisions that were checked before are not checked again. See `pycomm.policy.agree`.
 
         Args:
-            device: one that the group moves tensors of.
+            device: a device whose tensors the group moves.
 
         Raises:
-            WireMismatch: on all ranks alike; names the ranks and the first difference.
+            WireMismatch: decisions differ; raised on all ranks, with the ranks and the first
+                difference.
         """
         new = [decision for name, decision in self.decisions.items() if name not in self._agreed]
         if new and self.group.size() > 1:
@@ -112,16 +144,16 @@ class Plan:
         self._told.update({name: d.codec for name, d in self.decisions.items()})
 
     def advance(self, step: int, device: torch.device, *, finite: bool = True) -> set[str]:
-        """Begin a step: change what is due, and return the names whose codec has changed.
+        """Begin a step: make the changes that are due; return the names whose codec has changed.
 
         Collective: all ranks call it at the start of each step that reduces, before its first
-        bucket. What residuals of a changed parameter owe stays owed: also one that has become exact
-        is encoded with its residual once more, which an exact codec leaves at zero.
+        bucket. A changed parameter keeps its residual: a parameter that has become exact is encoded
+        with its residual once more, which an exact codec leaves at zero.
 
         Args:
             step: number of the step, from 1.
-            device: one that the group moves tensors of.
-            finite: whether the result of the step before was.
+            device: a device whose tensors the group moves.
+            finite: whether the result of the last step was finite.
         """
         now = self._clock()
         seconds = None if self._began is None else now - self._began
@@ -156,17 +188,17 @@ class Plan:
         rows: int = 1,
         average: bool = True,
     ) -> Probe | None:
-        """Look at a bucket before it is reduced; all ranks call it for each bucket.
+        """Sample a bucket before it is reduced; all ranks call it for each bucket.
 
         Args:
             values: the bucket's gradients, any float dtype.
-            pieces: what lies where, in a row.
-            owed: what this rank's residuals add to the average.
-            rows: of a reduce-scatter, one for each rank; 1 for an all-reduce.
+            pieces: layout of a row.
+            owed: function that returns what this rank's residuals add to the average.
+            rows: one for each rank for a reduce-scatter; 1 for an all-reduce.
             average: whether the result is the average; else it is the sum.
 
         Returns:
-            None, or whose ``finish`` takes the result when it is there, before the next step.
+            None, or a probe whose ``finish`` takes the result, before the next step.
         """
         if self.group.size() == 1:
             return None
@@ -176,15 +208,49 @@ class Plan:
             return None
         return self._checks.probe(values, pieces, owed, rows=rows, average=average)
 
+    def followed_by(self, policy: Policy, device: torch.device) -> Plan:
+        """Return a plan for the same parameters with another policy; collective.
+
+        Args:
+            policy: the new policy, equal on all ranks. Its steps and epochs count from the start
+                of training.
+            device: a device whose tensors the group moves.
+
+        Raises:
+            ValueError: the policy names a codec that cannot be used.
+            WireMismatch: ranks have different policies; raised on all ranks.
+        """
+        options = self.terms[len(self.policy.terms()) :]
+        plan = Plan(
+            policy,
+            self.group,
+            options=options,
+            refusal=self._refusal,
+            clock=self._clock,
+            shown=False,
+        )
+        plan.step, plan.overflows = self.step, self.overflows
+        plan._moment = Moment(self.step + 1, self._moment.epoch, plan._moment.link)
+        plan._stage = policy.stage(plan._moment)
+        plan.events.extend(self.events)
+        plan.events.append(f"step {self.step + 1}: another policy, {policy.codec}")
+        for decision in self.decisions.values():
+            plan.add(decision.parameter)
+        plan._since = dict.fromkeys(plan.decisions, self.step + 1)
+        plan.complete()
+        plan.agree(device)
+        monitor.watch(plan, self)
+        return plan
+
     # ------------------------------------------------------------------ for users
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the number of the epoch, from 0, for schedules by epoch; on all ranks alike."""
+        """Set the number of the epoch, from 0, for schedules by epoch; equal on all ranks."""
         self._moment = Moment(self._moment.step, epoch, self._moment.link)
 
     def summary(self) -> str:
-        """Return the decisions, a line for each codec and reason, and what has changed."""
-        return "\n".join([summary(self.decisions.values()), *self.events])
+        """Return the decisions, a line for each codec and reason, and the changes."""
+        return "\n".join([summary(self._shown()), *self.events])
 
     @property
     def step_seconds(self) -> float | None:
@@ -192,7 +258,7 @@ class Plan:
         return median(self._seconds) if self._seconds else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs; the same on all ranks, of any number of ranks."""
+        """Return the state to checkpoint; equal on all ranks, for any number of ranks."""
         escalated = {n: (codec.spec(), reason) for n, (codec, reason) in self._escalated.items()}
         return {
             "epoch": self._moment.epoch,
@@ -201,7 +267,7 @@ class Plan:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the next `advance`."""
+        """Restore the state from `state_dict`; it takes effect with the next `advance`."""
         self.set_epoch(state["epoch"])
         self._escalated = {
             name: (parse_codec(spec), reason) for name, (spec, reason) in state["escalated"].items()
@@ -211,9 +277,9 @@ class Plan:
         self._stage = (False, -1)  # so that the next step decides anew
 
     def report(self) -> monitor.Report:
-        """Return what `pycomm.monitor` shows; without collectives, and from any thread."""
+        """Return the report for `pycomm.monitor`; without collectives, and from any thread."""
         groups: dict[tuple[str, str], list[Decision]] = {}
-        decisions = list(self.decisions.values())
+        decisions = self._shown()
         for decision in decisions:
             groups.setdefault((decision.codec.spec(), decision.reason), []).append(decision)
         found = list(self.qualities.values())
@@ -244,6 +310,14 @@ class Plan:
             events=tuple(self.events),
         )
 
+    def _shown(self) -> list[Decision]:
+        """Return the decisions that are in effect."""
+        exact, why = parse_codec(EXACT), dict(self.exactly)  # copied: other threads may change it
+        return [
+            Decision(d.parameter, exact, why[name]) if name in why else d
+            for name, d in list(self.decisions.items())
+        ]
+
     # ------------------------------------------------------------------ decisions
 
     def _decide(self, parameter: Parameter) -> Decision:
@@ -261,13 +335,13 @@ class Plan:
         return decision
 
     def _judge(self, device: torch.device, finite: bool) -> bool:
-        """Take in the check of the last step; return whether a codec changes."""
+        """Evaluate the check of the last step; return whether a codec changes."""
         if self._checks is None:
             return False
         found = self._checks.end(self.step - 1, self.step_seconds or 0.0, device)
         if not found or not finite:
             return False
-        # A codec's first step also pays the debts of the codec before it.
+        # A codec's first step also sends the residual of the codec before it.
         found = {n: q for n, q in found.items() if self._since.get(n) != q.step}
         self.qualities.update(found)
         changes = self._steering.checked(found) if self._steering else False
@@ -284,7 +358,7 @@ class Plan:
         return changes
 
     def _change(self, device: torch.device) -> set[str]:
-        """Decide anew; return the names whose codec is another one now."""
+        """Decide anew; return the names whose codec has changed."""
         fresh = {name: self._decide(d.parameter) for name, d in self.decisions.items()}
         new = [d for name, d in fresh.items() if str(d) != str(self.decisions[name])]
         changed = {n for n, d in fresh.items() if d.codec != self.decisions[n].codec}
@@ -304,6 +378,6 @@ class Plan:
         return changed
 
     def _payload(self, codec: Codec) -> int:
-        """Bytes of a step's payloads if all that no rule decides had this codec."""
+        """Return the bytes of a step's payloads if all parameters without a rule had this codec."""
         parameters = (d.parameter for d in self.decisions.values())
         return sum(self.policy.decide(p, self._moment, codec).encoded_bytes for p in parameters)

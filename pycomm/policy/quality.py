@@ -1,4 +1,4 @@
-"""How good and how small codecs are, measured on values that are the same everywhere."""
+"""Error and size of codecs, measured on values that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 
-_SIDE = 128  # of a matrix on which errors are measured
+_SIDE = 128  # rows and columns of the matrix on which errors are measured
 _LARGE = 1024
 
 LADDER = ("int4", "int8", "bf16", "fp32")
-"""Where a parameter goes for which its codec is too coarse."""
+"""Codecs to which a parameter moves if its codec is too coarse."""
 
 
 @cache
 def nominal_error(codec: Codec) -> float:
     """Return the relative L2 error of one coding of normal values.
 
-    Equal on all ranks, since codecs are exact to the bit.
+    It is equal on all ranks, since codecs are bit-exact.
     """
     codec = codec.fit((_SIDE, _SIDE))
     values = torch.randn(_SIDE**2, generator=torch.Generator().manual_seed(0))
@@ -29,9 +29,24 @@ def nominal_error(codec: Codec) -> float:
     return float((decoded - values).double().norm() / values.double().norm())
 
 
-def reduced_error(codec: Codec) -> float:
-    """Return the same of an all-reduce: with an owner that codes again, errors of two codings."""
-    return nominal_error(codec) * (sqrt(2) if codec.combine == "recode" else 1)
+def reduced_error(codec: Codec, spread: float = 1.0) -> float:
+    """Return the relative L2 error of a whole all-reduce of normal values.
+
+    Let v be the squared error of one coding, d_i the contributions and D their sum. The codings of
+    the ranks have the squared error v * sum |d_i|^2. An owner that codes their sum again adds v
+    times the square of what it codes, errors included. Relative to |D|^2, where
+    sum |d_i|^2 = spread * |D|^2, the total is v * spread + v * (1 + v * spread): for independent
+    contributions 2 v + v^2.
+
+    Args:
+        codec: codec, fitted to a square matrix.
+        spread: sum |d_i|^2 / |sum d_i|^2; 1 for independent contributions, 1 / ranks for equal
+            ones. Below 1 contributions are alike, and codecs that round all of them the same way
+            make like errors: only the errors of unbiased codecs shrink.
+    """
+    v = nominal_error(codec) ** 2
+    first = v * (spread if codec.unbiased and codec.combine == "recode" else max(spread, 1.0))
+    return sqrt(first + v * (1 + first) if codec.combine == "recode" else first)
 
 
 @cache

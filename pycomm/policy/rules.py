@@ -1,22 +1,26 @@
-"""What a user says about codecs: a default, rules, and when they change, as data.
+"""Policies as data: a default codec, rules, and schedules.
 
-A policy decides from what is equal on all ranks: names, shapes, dtypes, the number of the step and
-of the epoch, and how the ranks reach each other. What it leaves open ("auto", a budget, a bound) is
-measured by a `Plan`.
+A policy decides from data that is equal on all ranks: names, shapes, dtypes, the numbers of the
+step and the epoch, and how the ranks are connected. If it leaves a codec open ("auto", a budget, a
+bound), a `Plan` measures.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from numbers import Integral
 from typing import Literal
 
 import torch
 
+from pycomm.arguments import number, put, typed, whole
 from pycomm.codecs import Cast, Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy.auto import Trial
 from pycomm.policy.guard import Guard
+from pycomm.policy.names import bare
 from pycomm.policy.text import options
 
 EXACT = "fp32"
@@ -24,17 +28,20 @@ AUTO = "auto"
 Link = Literal["intra", "inter"]
 Schedule = tuple[tuple[int, str | Codec], ...]
 
-# Lin et al. 2018, "Deep Gradient Compression", section 3.3: what is sent in the first epochs.
+# Lin et al. 2018, "Deep Gradient Compression", section 3.3: densities in the first epochs.
 DGC_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a rule may look at."""
+    """The properties of a parameter that rules may use."""
 
     name: str
     shape: tuple[int, ...]
+    """Shape of the numbers that travel: complex ones are reals with a last dimension of 2."""
     dtype: torch.dtype
+    exact: str = ""
+    """Reason to send it exactly whatever the policy says; "": none."""
 
     @property
     def numel(self) -> int:
@@ -44,12 +51,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Moment:
-    """What decisions depend on besides the parameter; equal on all ranks."""
+    """The inputs of a decision besides the parameter; equal on all ranks."""
 
     step: int = 1
     epoch: int = 0
     link: Link = "inter"
-    """Whether all ranks share a node ("intra"), or some are reached over a network ("inter")."""
+    """Whether all ranks share a node ("intra"), or some are connected over a network ("inter")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +71,29 @@ class Rule:
 
     codec: str | Codec
     name: str = "*"
-    """Pattern of names, as file names are matched: ``*.bias``."""
+    """Pattern of names, matched like file names: ``*.bias``. Components that `torch.compile` and
+    other wrappers insert into names, and a leading "module.", are ignored."""
     min_numel: int = 0
     max_numel: int | None = None
     max_dims: int | None = None
     dtype: torch.dtype | None = None
     link: Link | None = None
-    """How the ranks of the group reach each other; see `Moment`."""
+    """How the ranks of the group are connected; see `Moment`."""
     reason: str = ""
-    """Goes into the log."""
+    """Reason that is logged."""
+
+    def __post_init__(self) -> None:
+        typed("rule: codec", self.codec, str, Codec)
+        typed("rule: name", self.name, str)
+        put(self, min_numel=whole("rule: min_numel", self.min_numel))
+        for bound in ("max_numel", "max_dims"):
+            if getattr(self, bound) is not None:
+                put(self, **{bound: whole(f"rule: {bound}", getattr(self, bound))})
 
     def matches(self, parameter: Parameter, link: Link = "inter") -> bool:
         """Whether all conditions hold."""
         return (
-            fnmatchcase(parameter.name, self.name)
+            self.names(parameter.name)
             and parameter.numel >= self.min_numel
             and (self.max_numel is None or parameter.numel <= self.max_numel)
             and (self.max_dims is None or len(parameter.shape) <= self.max_dims)
@@ -85,12 +101,20 @@ class Rule:
             and (self.link is None or self.link == link)
         )
 
+    def names(self, name: str) -> bool:
+        """Whether the pattern matches a parameter's name."""
+        return fnmatchcase(name, self.name) or fnmatchcase(bare(name), bare(self.name))
 
-# Norms and biases are a thousandth of the bytes, and compressing them has wrecked models.
+
+# Norms and biases are a thousandth of the bytes, and compressing them has damaged models.
 PROTECT = (
     Rule(codec=EXACT, max_dims=1, reason="norms and biases stay exact"),
     Rule(codec=EXACT, max_numel=2047, reason="too small to be worth it"),
 )
+
+# Dtypes that codecs take. Complex numbers are not coded as pairs of reals: an error in one of the
+# two turns the phase, and no check here looks at the pair.
+CODED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -103,7 +127,7 @@ class Decision:
 
     @property
     def exact(self) -> bool:
-        """Whether values arrive as they were, so that there is nothing to feed back."""
+        """Whether values travel exactly, so that there is no error to feed back."""
         return self.codec == Cast("float32")
 
     @property
@@ -118,10 +142,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Policy:
-    """A codec for everything, and rules for what needs another. The first rule that matches wins.
+    """A default codec, and rules for exceptions; the first rule that matches wins.
 
     Raises:
-        ValueError: a codec that does not exist, or options that exclude each other.
+        TypeError: a field has another type.
+        ValueError: a codec does not exist, or options exclude each other.
 
     Example:
         >>> from pycomm.policy import PROTECT, Parameter, Policy, Rule
@@ -135,32 +160,36 @@ class Policy:
     """
 
     codec: str | Codec = "int8"
-    """What no rule matches. "auto": the fastest that is accurate enough, by measured step time."""
+    """Codec of parameters that no rule matches. "auto": the fastest codec that is accurate enough,
+    by measured step time."""
     rules: tuple[Rule, ...] = PROTECT
     warmup: int | Literal["dgc"] = 0
-    """Steps at the beginning in which everything is exact. "dgc", for sparse codecs: the densities
+    """Number of first steps in which everything is exact. "dgc", for sparse codecs: the densities
     25, 6.25, 1.5625 and 0.4 % in the first epochs, then the codec's own."""
     schedule: Schedule = ()
     """Codecs that follow ``codec``, each with the number of its first step, from 1."""
     epochs: Schedule = ()
-    """The same by epochs, from 0; see `Plan.set_epoch`."""
+    """A schedule by epochs instead, from 0; see `Plan.set_epoch`."""
     budget: float | None = None
-    """Bits per value of what no rule matches, spent where measured energy makes them worth most."""
+    """Bits per value of parameters that no rule matches, allocated by measured energy."""
     error: float | None = None
-    """The most that an averaged gradient may be off, relative to its L2 norm, by samples. Alone:
-    bits move up and down to hold it. With "auto": choices that are worse are left out."""
+    """The largest error of an averaged gradient, relative to its L2 norm, by samples. Alone: the
+    number of bits is adjusted to hold it. With "auto": codecs with a larger error are left out."""
     candidates: tuple[str | Codec, ...] = ()
-    """Codecs that "auto", ``budget`` and ``error`` choose from; () for those that suit."""
+    """Codecs from which "auto", ``budget`` and ``error`` choose; (): a suitable default list."""
     guard: Guard | None = field(default_factory=Guard)
-    """Compares samples of what was reduced with the truth; None: does not."""
+    """Compares samples of reduced gradients with their exact average; None: no checks."""
     trial: Trial = field(default_factory=Trial)
-    """How "auto" tries codecs."""
+    """Options by which "auto" tries codecs."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         listed = [spec for _, spec in (*self.schedule, *self.epochs)]
         listed += [*self.candidates, *(rule.codec for rule in self.rules)]
         for spec in listed if self.codec == AUTO else (self.codec, *listed):
             parse_codec(spec)
+        for name in ("schedule", "epochs"):
+            object.__setattr__(self, name, _in_order(name, getattr(self, name)))
         if self.schedule and self.epochs:
             raise ValueError("policy: give a schedule by steps or by epochs, not both")
         ways = {
@@ -182,25 +211,53 @@ class Policy:
         if self.warmup != "dgc" and self.warmup < 0:
             raise ValueError(f"policy: warmup={self.warmup}: give a number of steps")
 
+    def _check_types(self) -> None:
+        typed("policy: codec", self.codec, str, Codec)
+        typed("policy: guard", self.guard, Guard, None)
+        typed("policy: trial", self.trial, Trial)
+        if self.warmup != "dgc":
+            put(self, warmup=whole("policy: warmup", self.warmup, -math.inf))
+        for name in ("rules", "schedule", "epochs", "candidates"):
+            typed(f"policy: {name}", getattr(self, name), tuple, list)
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for rule in self.rules:
+            typed("policy: a rule", rule, Rule)
+        for name in ("schedule", "epochs"):
+            for turn in getattr(self, name):
+                if not isinstance(turn, (tuple, list)) or len(turn) != 2:
+                    raise TypeError(f"policy: {name}: {turn!r} is no pair of a number and a codec")
+        for name in ("budget", "error"):
+            if getattr(self, name) is not None:
+                put(self, **{name: number(f"policy: {name}", getattr(self, name))})
+
     @classmethod
     def of(cls, spec: str | Codec | Policy) -> Policy:
-        """Return the policy that a text or codec stands for; a policy is returned as it is.
+        """Return the policy for a text or codec; a policy is returned as it is.
 
-        A text is a codec or "auto", then words that are parted by spaces: ``warmup=100``,
+        A text is a codec or "auto", followed by words that are separated by spaces: ``warmup=100``,
         ``warmup=dgc``, ``budget=4.5``, ``error=0.1``, ``guard=off``, ``100:int8`` (int8 from step
         100 on), ``epoch2:topk:0.01`` (from epoch 2 on). "budget=4.5" and "error=0.1" need no codec.
 
         Raises:
-            ValueError: a word that is none of these; an unknown codec.
+            TypeError: the argument is neither a text, a codec nor a policy.
+            ValueError: a word is none of these, or a codec is unknown.
         """
         if isinstance(spec, Policy):
             return spec
         if isinstance(spec, Codec):
             return cls(spec)
+        typed("codec", spec, str, Codec, Policy)
         return cls(**options(spec))
 
+    def named(self) -> list[Codec]:
+        """Return all codecs that the policy names in any field."""
+        specs = [] if self.codec == AUTO else [self.codec]
+        specs += [spec for _, spec in (*self.schedule, *self.epochs)]
+        specs += [*self.candidates, *(rule.codec for rule in self.rules)]
+        return [parse_codec(spec) for spec in specs]
+
     def terms(self) -> list[str]:
-        """Return what it says, a line for each field; equal for policies that decide alike."""
+        """Return the policy's fields, a line for each; equal for policies that decide alike."""
 
         def parsed(schedule: Schedule) -> Schedule:
             return tuple((begin, parse_codec(spec)) for begin, spec in schedule)
@@ -217,20 +274,27 @@ class Policy:
 
     @property
     def steered(self) -> bool:
-        """Whether measurements choose the codecs that no rule chooses."""
+        """Whether measurements choose the codecs of parameters that no rule matches."""
         return self.codec == AUTO or self.budget is not None or self.error is not None
 
     def stage(self, moment: Moment) -> tuple[bool, int]:
-        """Return whether the moment is in the warm-up, and how many changes have come by then.
+        """Return whether the moment is in the warm-up, and the number of changes up to it.
 
-        As long as the stage and the link stay, decisions stay.
+        Decisions stay the same while the stage and the link do.
         """
         warm = self.warmup != "dgc" and moment.step <= self.warmup
         at = moment.step if self.schedule else moment.epoch
         return warm, sum(begin <= at for begin, _ in self.schedule or self._epochs)
 
     def rule(self, parameter: Parameter, link: Link = "inter") -> Rule | None:
-        """Return the rule that decides for a parameter, if there is one."""
+        """Return the first rule that matches a parameter, or None."""
+        if parameter.exact:
+            return Rule(codec=EXACT, reason=parameter.exact)
+        if parameter.dtype.is_complex:
+            return Rule(codec=EXACT, reason="complex numbers travel exactly")
+        if parameter.dtype not in CODED:
+            what = str(parameter.dtype).removeprefix("torch.")
+            return Rule(codec=EXACT, reason=f"no codec takes {what}")
         return next((rule for rule in self.rules if rule.matches(parameter, link)), None)
 
     def decide(
@@ -239,9 +303,9 @@ class Policy:
         """Return the codec of one parameter and the reason.
 
         Args:
-            parameter: whose codec.
-            moment: now.
-            default: what no rule matches, if that was measured; its reason is left empty.
+            parameter: the parameter.
+            moment: the current step, epoch and link.
+            default: measured codec for parameters that no rule matches; its reason is left empty.
         """
         warm, turns = self.stage(moment)
         if warm:
@@ -269,6 +333,17 @@ class Policy:
             raise ValueError(f"policy: warmup=dgc is for codecs with a density, not {last.spec()}")
         steps = [replace(last, **{density: d}) for d in DGC_DENSITIES if d > own]
         return tuple(enumerate([*steps, last]))
+
+
+def _in_order(name: str, schedule: Schedule) -> Schedule:
+    """Return a schedule sorted by its steps or epochs."""
+    for begin, spec in schedule:
+        if isinstance(begin, bool) or not isinstance(begin, Integral) or begin < 0:
+            raise ValueError(f"policy: {name}: {begin!r} for {spec} is not a number of 0 or above")
+    begins = [begin for begin, _ in schedule]
+    if twice := [begin for begin in begins if begins.count(begin) > 1]:
+        raise ValueError(f"policy: {name}: two codecs begin at {twice[0]}; leave one of them out")
+    return tuple(sorted(((int(begin), spec) for begin, spec in schedule), key=lambda turn: turn[0]))
 
 
 def _fitted(parameter: Parameter, spec: str | Codec, reason: str) -> Decision:

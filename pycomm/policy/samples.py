@@ -1,13 +1,13 @@
-"""Samples of what was reduced, also reduced exactly: how far off is the compressed average?
+"""Samples of reduced gradients: slices are also reduced exactly, to measure the error.
 
 A hook calls `Sampler.probe` with each bucket before it is reduced, and `Probe.finish` with the
-result. A few parameters take part in a check, each with a slice of its values. Two things are
-summed over the ranks exactly, off the critical path:
+result. A few parameters take part in a check, each with a slice of its values. Two sums over the
+ranks are made exactly, off the critical path:
 
 * the average of the gradients, from which the result differs by ``error``;
-* what was due: that average and what residuals owed. The result's difference from it, ``coding``,
-  is the codec's alone. Error feedback converges where it stays below 1 (Karimireddy et al. 2019,
-  "Error Feedback Fixes SignSGD", assumption A): a codec above it loses more than it sends.
+* the due value: that average plus the residuals. The result's difference from it, ``coding``, is
+  the codec's error alone. Error feedback converges if this stays below 1 (Karimireddy et al. 2019,
+  "Error Feedback Fixes SignSGD", assumption A): a codec above 1 loses more than it sends.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from pycomm.codecs import Codec
 from pycomm.policy.guard import Guard
 from pycomm.policy.rules import Decision
 
-_MOST = 1 << 16  # values in one check
+_MOST = 1 << 16  # largest number of values in one check
 _LEAST = 256
-_NUMBERS = 9  # of a parameter, in a check
-_RAREST = 1 << 12  # steps between two checks, at most
+_NUMBERS = 10  # numbers for each parameter of a check
+_LONGEST = 4096  # largest number of values of a block that is sampled as a whole
+_RAREST = 1 << 12  # largest number of steps between two checks
 _STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive multiples spread over any range
 
 Owed = Callable[[str, int, int, int], "torch.Tensor | None"]
 """Name, begin, end, row -> float32 [end - begin]: what this rank's residuals add to the average,
-which is worker / ranks + owner; None where there is no residual."""
+which is worker / ranks + owner; None if there is no residual."""
 
 
 class Piece(Protocol):
@@ -40,11 +41,11 @@ class Piece(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """Name of the parameter."""
 
     @property
     def offset(self) -> int:
-        """Of its first value in the bucket."""
+        """Index of its first value in the bucket."""
 
     @property
     def numel(self) -> int:
@@ -53,33 +54,37 @@ class Piece(Protocol):
 
 @dataclass(frozen=True)
 class Quality:
-    """What a check has found for one parameter, in L2 norms over the sampled values."""
+    """Result of a check for one parameter, in L2 norms over the sampled values."""
 
     step: int
-    """When."""
+    """Step of the check."""
     error: float
     """|result - exact| / |exact|, where exact is the average of the gradients."""
     cosine: float
-    """Between result and exact."""
+    """Cosine between result and exact."""
     coding: float
-    """|result - due| / |due|: of the codec alone."""
+    """|result - due| / |due|: the error of the codec alone, in a whole all-reduce."""
     residual: float
-    """|due - exact| / |exact|: what was owed from earlier steps."""
+    """|due - exact| / |exact|: the residuals of earlier steps."""
     sampled: int = 0
-    """Values of all ranks that were looked at."""
+    """Number of sampled values of all ranks."""
     saturated: int = 0
-    """Those that their codec cuts off on the way to the owner; see `Codec.saturated`."""
+    """Number of these that their codec clips on the way to the owner; see `Codec.saturated`."""
+    spread: float = 1.0
+    """Sum of |contribution|^2 of the ranks / |due|^2: 1 if contributions are independent, 1 / ranks
+    if they are equal, more if they cancel."""
 
 
 class Probe:
-    """The sampled slices of one bucket, on their way.
+    """The sampled slices of one bucket while it is reduced.
 
     Args:
-        slices: where they lie in the result.
-        exact: float32 [rows, 2, values]: this rank's part of the gradients, and of what is due. A
-            result of several rows goes to as many ranks.
-        group: whose ranks.
-        counts: of each slice, this rank's values and how many of them its codec cuts off.
+        slices: places of the slices in the result.
+        exact: float32 [rows, 2, values]: this rank's part of the gradients, and of the due values.
+            The rows of a result go to as many ranks.
+        group: the ranks that reduce.
+        counts: for each slice, the number of this rank's values, how many of them its codec clips,
+            and the squared norm of its contribution.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class Probe:
         slices: Mapping[str, slice],
         exact: torch.Tensor,
         group: dist.ProcessGroup,
-        counts: Sequence[tuple[int, int]],
+        counts: Sequence[tuple[int, int, float]],
     ) -> None:
         self.names = list(slices)
         self._slices = list(slices.values())
@@ -105,9 +110,9 @@ class Probe:
 
     def numbers(self) -> torch.Tensor:
         """Return |result - exact|^2, |exact|^2, |result|^2, result * exact, |result - due|^2,
-        |due|^2, |due - exact|^2 and the two counts of each parameter: float64 [parameters, 9].
+        |due|^2, |due - exact|^2 and the counts of each parameter: float64 [parameters, 10].
 
-        Zeros, if the bucket's reduction has not come to an end.
+        The numbers are zeros if the bucket's reduction did not complete.
         """
         if self._work is not None:
             self._work.wait()
@@ -124,20 +129,20 @@ class Probe:
 
 
 class Sampler:
-    """Chooses what takes part in each check, so that all parameters do in turn.
+    """Sampler that chooses the parameters of each check, so that all of them take turns.
 
     Args:
-        guard: how much and how often.
+        guard: options of the checks.
         group: the ranks that reduce together.
     """
 
     def __init__(self, guard: Guard, group: dist.ProcessGroup) -> None:
         self.guard = guard
         self.every = guard.every
-        """Steps between checks; grows where checks cost too much."""
+        """Steps between checks; grows if checks cost too much."""
         self.wanted: dict[str, slice] = {}
-        """What takes part in the current check: values of each parameter."""
-        self._codecs: dict[str, Codec] = {}  # of those
+        """The slice of each parameter in the current check."""
+        self._codecs: dict[str, Codec] = {}  # codecs of the parameters in the check
         self._group = group
         self._next = 0
         self._probes: list[Probe] = []
@@ -146,32 +151,42 @@ class Sampler:
         """Begin a check; all ranks choose alike.
 
         Args:
-            step: the current one.
-            decisions: of all parameters. Those that are exact have nothing to be checked.
-            first: names that take part before others have their turn.
+            step: number of the current step.
+            decisions: decisions for all parameters; exact ones are not checked.
+            first: names that take part before the others.
         """
-        lossy = {d.parameter.name: d.parameter.numel for d in decisions if not d.exact}
-        names = list(lossy)
-        chosen = [name for name in first if name in lossy][: self.guard.parameters]
-        for _ in names:
-            if len(chosen) == self.guard.parameters:
-                break
-            name = names[self._next % len(names)]
-            self._next += 1
-            if name not in chosen:
-                chosen.append(name)
-        self.wanted = {}
-        if not chosen:
-            return
-        # Two float32 sums per value travel, so that is what bounds the bytes.
+        lossy = {d.parameter.name: d for d in decisions if not d.exact}
+        # Two float32 sums travel for each value, which bounds the number of values.
         payload = sum(d.encoded_bytes for d in decisions)
         values = int(self.guard.share * self.guard.every * payload / 8)
-        each = max(_LEAST, min(values, _MOST)) // len(chosen)
+        values = max(_LEAST, min(values, _MOST))
+        chosen = self._chosen(lossy, first, values)
+        self.wanted = {}
         for i, name in enumerate(chosen):
-            count = min(max(each, 1), lossy[name])
-            begin = (step + i) * _STEP % 2**64 * (lossy[name] - count + 1) >> 64
-            self.wanted[name] = slice(begin, begin + count)
-        self._codecs = {d.parameter.name: d.codec for d in decisions if d.parameter.name in chosen}
+            # Slices are whole blocks, since a part of a block may have little of its error.
+            unit, numel = _unit(lossy[name].codec), lossy[name].parameter.numel
+            count = max(values // len(chosen) // unit, -(-_needed(lossy[name]) // unit))
+            count = min(count, -(-numel // unit))
+            block = (step + i) * _STEP % 2**64 * (-(-numel // unit) - count + 1) >> 64
+            self.wanted[name] = slice(unit * block, min(unit * (block + count), numel))
+        self._codecs = {name: lossy[name].codec for name in chosen}
+
+    def _chosen(
+        self, lossy: Mapping[str, Decision], first: Iterable[str], values: int
+    ) -> list[str]:
+        """Return the names in a check: as many as it has enough values for, at least one."""
+        names = list(lossy)
+        chosen = [name for name in first if name in lossy][: self.guard.parameters]
+        room = values - sum(_needed(lossy[name]) for name in chosen)
+        for _ in names:
+            name = names[self._next % len(names)]
+            if name not in chosen:
+                room -= _needed(lossy[name])
+                if len(chosen) == self.guard.parameters or (chosen and room < 0):
+                    break
+                chosen.append(name)
+            self._next += 1
+        return chosen
 
     def probe(
         self,
@@ -182,13 +197,13 @@ class Sampler:
         rows: int = 1,
         average: bool = True,
     ) -> Probe | None:
-        """Start the exact sums of what is wanted of one bucket; None if nothing is.
+        """Start the exact sums of a bucket's slices; None if it has none.
 
         Args:
             values: the bucket before it is reduced, any float dtype; copied.
-            pieces: what lies where, in a row.
+            pieces: layout of a row.
             owed: see `Owed`.
-            rows: of a reduce-scatter, one for each rank; 1 for an all-reduce.
+            rows: one for each rank for a reduce-scatter; 1 for an all-reduce.
             average: whether the result is the average; else it is the sum.
         """
         slices: dict[str, slice] = {}
@@ -199,9 +214,10 @@ class Sampler:
             part = self.wanted.pop(piece.name, None)
             if part is None or piece.numel == 0:
                 continue
-            # Chosen for a whole parameter, of which a row may have a part only.
-            count = min(max((part.stop - part.start) // rows, 1), piece.numel)
-            begin = part.start % (piece.numel - count + 1)
+            # The slice was chosen for a whole parameter, but a row may have only a part of it.
+            unit = _unit(self._codecs[piece.name])
+            count = min(-(-(part.stop - part.start) // (rows * unit)) * unit, piece.numel)
+            begin = part.start % (piece.numel - count + 1) // unit * unit
             here = slice(piece.offset + begin, piece.offset + begin + count)
             slices[piece.name] = here
             mine = table[:, here].float() / (ranks if average else 1)
@@ -209,10 +225,13 @@ class Sampler:
             debt = [torch.zeros_like(mine[0]) if one is None else one for one in known]
             gradients.append(mine)
             debts.append(mine + torch.stack(debt) * (1 if average else ranks))
-            # Blocks need not begin where they do in the payload: this is a sample.
+            # Blocks need not be aligned with those of the payload, since this is only a sample.
             sent = debts[-1] * (ranks if average else 1)
             cut = sum(self._codecs[piece.name].saturated(row) for row in sent)
-            counts.append((sent.numel(), cut))
+            # The rows of a reduce-scatter count once each; the row of an all-reduce counts on every
+            # rank.
+            norm = float(debts[-1].double().square().sum()) * (ranks if rows == 1 else 1)
+            counts.append((sent.numel(), cut, norm))
         if not slices:
             return None
         exact = torch.stack((torch.cat(gradients, dim=1), torch.cat(debts, dim=1)), dim=1)
@@ -221,7 +240,7 @@ class Sampler:
         return probe
 
     def spent(self, share: float) -> None:
-        """Take the part of the time that checks take; they become rarer, or as frequent again."""
+        """Adapt the interval to the fraction of time that checks take."""
         if share > self.guard.share:
             self.every = min(2 * self.every, max(_RAREST, self.guard.every))
         elif share < self.guard.share / 4:
@@ -233,22 +252,33 @@ class Sampler:
         return bool(self._probes)
 
     def collect(self) -> tuple[list[str], list[float]]:
-        """End a check; return its parameters and this rank's numbers, nine for each."""
+        """End a check; return its parameters and this rank's numbers, ten for each parameter."""
         probes, self._probes = self._probes, []
         names = [name for probe in probes for name in probe.names]
         return names, torch.cat([probe.numbers() for probe in probes]).view(-1).tolist()
 
 
-def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict[str, Quality]:
-    """Return what the numbers of `Sampler.collect` say; without those that say nothing.
+def _unit(codec: Codec) -> int:
+    """Return the number of values in a block, the unit of slices; 1 for codecs without blocks."""
+    return codec.granule if 1 <= codec.granule <= _LONGEST else 1
 
-    A sample of zeros, or with a value that is not finite, says nothing.
+
+def _needed(decision: Decision) -> int:
+    """Return the fewest values of a parameter whose error is meaningful, in whole blocks."""
+    unit, least = _unit(decision.codec), min(_LEAST, decision.parameter.numel)
+    return min(-(-least // unit) * unit, decision.parameter.numel)
+
+
+def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict[str, Quality]:
+    """Return the results from the numbers of `Sampler.collect`.
+
+    Samples that are all zeros, or that have a value that is not finite, are left out.
     """
     found = {}
     for i, name in enumerate(names):
         sums = numbers[_NUMBERS * i : _NUMBERS * (i + 1)]
-        off, exact, result, product, lost, due, owed, sampled, saturated = sums
-        if not all(map(math.isfinite, (off, lost, owed))) or not (exact > 0 and due > 0):
+        off, exact, result, product, lost, due, owed, sampled, saturated, sent = sums
+        if not all(map(math.isfinite, (off, lost, owed, sent))) or not (exact > 0 and due > 0):
             continue
         found[name] = Quality(
             step=step,
@@ -258,5 +288,6 @@ def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict
             residual=math.sqrt(owed / exact),
             sampled=int(sampled),
             saturated=int(saturated),
+            spread=sent / due,
         )
     return found

@@ -1,7 +1,6 @@
-"""Measurements that choose codecs: "auto" by time, a budget by energy, a bound by error.
+"""Choice of codecs by measurements: "auto" by time, a budget by energy, a bound by error.
 
-Each decides from numbers that all ranks hold alike: what `exchange` returns, and what the checks of
-samples have found.
+Each decides from numbers that are equal on all ranks: the results of `exchange` and of the checks.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import torch
 
 from pycomm.codecs import ALIASES, CODECS, SCHEMES, Codec
 from pycomm.codecs import codec as parse_codec
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.philox import random_words, sampled_places
 from pycomm.policy.auto import TRYING, Auto, Candidate
 from pycomm.policy.budget import Budget, Choice
 from pycomm.policy.quality import bits, nominal_error, reduced_error
@@ -21,66 +22,78 @@ from pycomm.policy.rules import AUTO, EXACT, Parameter, Policy
 from pycomm.policy.samples import Piece, Quality
 
 Exchange = Callable[[Sequence[float]], list[list[float]]]
-"""This rank's numbers -> those of all ranks, in rank order."""
+"""This rank's numbers -> the numbers of all ranks, in rank order."""
 Measured = tuple[Codec, str]
-"""A codec, and the reason."""
+"""A codec and the reason for it."""
 
 AUTO_ERROR = 0.2
-"""What "auto" allows unless told otherwise: the error of int4, not that of fewer bits."""
+"""Default bound of the error for "auto": it allows int4, but no fewer bits."""
 UNBIASED = 3.0
-"""How many times that error an unbiased codec may have: errors cancel over the steps, and EDEN with
-2 bits (error 0.5) trains as well as int4 (0.17), see docs/choosing.md."""
+"""Multiple of that bound for unbiased codecs: their errors cancel over the steps, and EDEN with 2
+bits (error 0.5) trains as well as int4 (0.17), see docs/choosing.md."""
 AUTO_CANDIDATES = (
     *("fp32", "bf16", "int8", "int4", "eden:bits=2,size=128", "eden:bits=1"),
     *("sign", "topk:0.01", "powersgd:4"),
 )
 BIT_CANDIDATES = tuple(f"quant:bits={b}" for b in range(2, 9))
+BUDGET_CANDIDATES = tuple(f"eden:bits={b}" for b in range(1, 9))
+"""At equal bits EDEN has the least error of all, and no bias that feedback must correct."""
 
 
 class Steering(ABC):
-    """What the three have in common: nothing changes unless one of these says so.
+    """Base class of the three: by default the codecs do not change.
 
-    They choose codecs; whoever has nothing to notice, to look at or to keep leaves that out.
+    A subclass implements `codec`, and those of the other methods that it needs.
     """
 
     @abstractmethod
     def codec(self, name: str) -> Measured:
-        """Return the codec of a parameter that no rule has decided, and the reason."""
+        """Return the codec of a parameter that no rule matches, and the reason."""
 
     def enter(self, parameter: Parameter) -> None:  # noqa: B027
-        """Take notice of a parameter that no rule decides."""
+        """Enter a parameter that no rule matches."""
 
     def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
-        """Take the time of the last step; return whether a codec changes. Collective.
+        """Record the time of the last step; return whether a codec changes. Collective.
 
         Args:
-            seconds: on this rank.
-            exchange: to the other ranks.
-            sizes: bytes of all payloads of a step, if all that no rule decides has this codec.
+            seconds: time of the step on this rank.
+            exchange: function that gathers the numbers of all ranks.
+            sizes: function that returns the bytes of all payloads of a step if all parameters
+                without a rule have this codec.
         """
         return False
 
     def checked(self, found: Mapping[str, Quality]) -> bool:
-        """Take what a check has found; return whether a codec changes."""
+        """Record the results of a check; return whether a codec changes."""
         return False
 
     def probe(self, values: torch.Tensor, pieces: Sequence[Piece]) -> None:  # noqa: B027
         """Look at a bucket's gradients before they are reduced."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs; the same on all ranks."""
+        """Return the state to checkpoint; equal on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Go on where `state_dict` was taken."""
+        """Restore the state from `state_dict`."""
 
 
-def steering(policy: Policy) -> Steering | None:
-    """Return what measures for a policy, or None where it leaves nothing open."""
+def _any(_: Codec) -> str:
+    return ""
+
+
+def steering(policy: Policy, refusal: Callable[[Codec], str] = _any) -> Steering | None:
+    """Return the steering of a policy, or None if the policy decides all codecs itself.
+
+    Args:
+        policy: the policy.
+        refusal: function that returns why the hook cannot use a codec; "": it can.
+    """
     if policy.codec == AUTO:
-        return Fastest(policy)
+        return Fastest(policy, refusal)
     if policy.budget is not None:
-        return Allotted(policy.budget, _candidates(policy, BIT_CANDIDATES))
+        return Allotted(policy.budget, _candidates(policy, BUDGET_CANDIDATES))
     if policy.error is not None:
         return Bounded(policy.error, _candidates(policy, (*BIT_CANDIDATES, "bf16", EXACT)))
     return None
@@ -94,15 +107,16 @@ def _candidates(policy: Policy, suitable: Sequence[str]) -> list[Codec]:
 
 
 class Fastest(Steering):
-    """The codec with which steps are shortest, of those that are accurate enough."""
+    """Choice of the codec with the shortest steps among those that are accurate enough."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, refusal: Callable[[Codec], str] = _any) -> None:
         bound = policy.error or AUTO_ERROR
         found = _candidates(policy, AUTO_CANDIDATES)
         if not policy.candidates:
             found = [
                 c for c in found if reduced_error(c) <= bound * (UNBIASED if c.unbiased else 1)
             ]
+            found = [c for c in found if not refusal(c)]
         self._codecs = {codec.spec(): codec for codec in found}
         self._trial = policy.trial
         self._auto: Auto | None = None
@@ -121,10 +135,7 @@ class Fastest(Steering):
     def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
         if self._auto is None:
             by_size = {sizes(codec): spec for spec, codec in self._codecs.items()}
-            candidates = [
-                Candidate(spec, size, dense=bits(self._codecs[spec]) > 1)
-                for size, spec in by_size.items()
-            ]
+            candidates = [Candidate(spec, size) for size, spec in by_size.items()]
             self._auto = Auto(candidates, self._trial)
             if self._saved is not None:
                 self._auto.load_state_dict(self._saved)
@@ -148,16 +159,16 @@ class Fastest(Steering):
 
 
 class Allotted(Steering):
-    """Bits by measured energy, within a budget."""
+    """Allocation of bits by measured energy, within a budget."""
 
     EVERY = 100
     """Steps from one measurement to the next; the first is made at once."""
     VALUES = 4096
-    """The most values of a parameter that are looked at."""
+    """Largest number of sampled values of a parameter."""
 
     def __init__(self, budget: float, candidates: Sequence[Codec]) -> None:
         self._codecs = list(candidates)
-        choices = [Choice(bits(codec), nominal_error(codec) ** 2) for codec in candidates]
+        choices = [Choice(bits(codec), reduced_error(codec) ** 2) for codec in candidates]
         self._budget = Budget(budget, choices)
         within = [i for i, choice in enumerate(choices) if choice.bits <= budget]
         if not within:
@@ -169,7 +180,7 @@ class Allotted(Steering):
         self._numels: dict[str, int] = {}
         self._steps = 0
         self._sums: dict[str, torch.Tensor] = {}
-        """Of squares, of the last step."""
+        """Sums of squares in the last step, by name."""
 
     def enter(self, parameter: Parameter) -> None:
         self._numels[parameter.name] = parameter.numel
@@ -188,10 +199,12 @@ class Allotted(Steering):
         if not self._due:
             return
         flat = values.detach().view(-1)
+        # The key is equal for all parameters and ranks, and differs between measurements.
+        words = random_words(RandomKey(step=self._steps), 0, self.VALUES, flat.device)
         for piece in pieces:
-            if piece.name in self._numels:
-                stride = -(-piece.numel // self.VALUES)
-                part = flat[piece.offset : piece.offset + piece.numel : stride].float()
+            if piece.name in self._numels and piece.numel > 0:
+                places = sampled_places(words, piece.numel, -(-piece.numel // self.VALUES))
+                part = flat[piece.offset + places].float()
                 self._sums[piece.name] = part.square().mean() * piece.numel
 
     def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
@@ -214,10 +227,10 @@ class Allotted(Steering):
 
 
 class Bounded(Steering):
-    """The fewest bits with which each parameter's sampled error stays within a bound."""
+    """Choice of the fewest bits with which a parameter's sampled error stays within a bound."""
 
     ROOM = 1.25
-    """Fewer bits are taken only if the error they promise has this much room below the bound."""
+    """Fewer bits are taken only if their expected error times this is within the bound."""
 
     def __init__(self, bound: float, candidates: Sequence[Codec]) -> None:
         self._bound = bound

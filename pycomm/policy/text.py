@@ -15,7 +15,7 @@ def options(text: str) -> dict[str, Any]:
     """Return a policy's options from its text; see `Policy.of`.
 
     Raises:
-        ValueError: a word that means nothing, or is given twice.
+        ValueError: a word is unknown, or is given twice.
     """
     words = text.split()
     if not words:
@@ -44,10 +44,10 @@ def options(text: str) -> dict[str, Any]:
 
 
 def usual_feedback(text: str) -> str | None:
-    """Return the feedback that belongs to a method which the text calls by its name, such as "dgc".
+    """Return the feedback of a method that the text names, such as "dgc"; None: no such method.
 
-    "dgc:0.01" is Deep Gradient Compression (Lin et al. 2018): the largest values, their share
-    falling in the first epochs, and momentum that is kept here and not in the optimizer.
+    "dgc:0.01" is Deep Gradient Compression (Lin et al. 2018): the largest values are sent, a share
+    that falls in the first epochs, and momentum is kept here and not in the optimizer.
     """
     first = text.split() or [""]
     return "momentum:0.9" if first[0].partition(":")[0] == DGC else None

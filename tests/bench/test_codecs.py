@@ -10,6 +10,8 @@ import sys
 from pycomm.bench import codecs
 from pycomm.codecs import CODECS
 
+FORMS = ["topk:0.01", "topk:0.01,sample=64"]
+
 
 def test_rows(tmp_path):
     out = tmp_path / "out.json"
@@ -35,10 +37,13 @@ def test_every_codec_is_measured_by_default():
 
 def test_feedback_and_torch_are_measured_beside_a_codec(tmp_path):
     out, cores = tmp_path / "out.json", os.sched_getaffinity(0)
-    assert codecs.main(["-b", "4K", "-e", "4K", "--codec", "int4,topk:0.01", "-J", str(out)]) == 0
+    chosen = ",".join(["int4", *FORMS])
+    assert codecs.main(["-b", "4K", "-e", "4K", "--codec", chosen, "-J", str(out)]) == 0
     assert os.sched_getaffinity(0) == cores  # who called main() is not left on one core
     rows = json.loads(out.read_text())
     ops = {row["op"] for row in rows if row["codec"].startswith("quant")}
     assert {f"encode+{kind}" for kind in codecs.KINDS} < ops
-    assert [row["op"] for row in rows if row["backend"] == "torch.topk"] == ["encode"]
+    # Both forms of topk: the exact one and the one that samples.
+    beside = [(row["op"], row["codec"]) for row in rows if row["backend"] == "torch.topk"]
+    assert beside == [("encode", spec) for spec in codecs.specs(FORMS)]
     assert all(row["time_p50"] > 0 for row in rows)

@@ -1,4 +1,4 @@
-"""Named inputs for every codec, each with its reason, and the codecs that they are tried with.
+"""Named inputs for every codec, each with its reason, and the codecs to test with them.
 
 A case is (x, residual), both float32 of one size.
 """
@@ -9,12 +9,21 @@ from collections.abc import Iterator
 
 import torch
 
+from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference
 
+# One for each part of a key, so that all of them round and choose differently.
+KEYS = [
+    RandomKey(),
+    RandomKey(seed=1),
+    RandomKey(seed=1 << 32),
+    RandomKey(step=1),
+    RandomKey(tensor=1),
+]
 Case = tuple[torch.Tensor, torch.Tensor]
 
-# Together every width, range, type of scale and rounding that quant has beside int8 and int4.
+# Together these cover every width, range, scale type and rounding of quant besides int8 and int4.
 WIDE = [
     "int2:range=minmax,scale=bfloat16",
     "int3:rounding=stochastic,scale=bfloat16",
@@ -47,6 +56,8 @@ SPECS = [
     "eden:bits=1,size=64,scale=mmse",
     "eden:bits=0.5,size=64",
     "eden:bits=3.5,size=4096",
+    "eden:bits=5",
+    "eden:bits=8,size=128",
     "ternary",
     "ternary:ranks=127,block=64",
     "lossless",
@@ -68,7 +79,7 @@ SPECS = [
     "nvfp4:rounding=stochastic",
 ]
 
-# What SPECS has not of rotations: blocks on both sides of a tile, every inner codec, every width.
+# Rotations that SPECS lacks: blocks smaller and larger than a tile, every inner codec and width.
 ROTATIONS = [
     "rotate:size=32+fp32",
     "rotate:size=512+fp16",
@@ -82,9 +93,11 @@ ROTATIONS = [
     *(f"eden:bits={bits},size=256,scale=mmse" for bits in (0.5, 2.5, 4)),
     *(f"eden:bits={bits},size=2048" for bits in (0.5, 1, 1.5)),
     "eden:bits=3.5,size=512",
+    *(f"eden:bits={bits},size=32" for bits in (5, 6, 7, 8)),
+    *(f"eden:bits={bits},size=4096,scale=mmse" for bits in (6, 7)),
 ]
 
-# Around the blocks of 32, 128 and 256 and the vector widths; odd sizes end in half a byte of int4.
+# Sizes around the blocks of 32, 128 and 256 and the vector widths; odd ones end in half a byte.
 SIZES = [1, 2, 3, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2047, 5001]
 
 MAX = torch.finfo(torch.float32).max
@@ -92,19 +105,19 @@ ULP = 2.0**-23
 
 
 def bits(*words: int) -> torch.Tensor:
-    """The float32 values with these bits."""
+    """Return the float32 values with these bits."""
     signed = [word - (1 << 32) if word >> 31 else word for word in words]
     return torch.tensor(signed, dtype=torch.int32).view(torch.float32)
 
 
 def with_top(values: torch.Tensor, top: float) -> torch.Tensor:
-    """``values``, 31 at a time, each time behind ``top``: every block has inv_scale 1."""
+    """Return ``values``, 31 at a time, each time after ``top``: every block has inv_scale 1."""
     rows = values[: len(values) // 31 * 31].view(-1, 31)
     return torch.cat((torch.full((len(rows), 1), top), rows), dim=1).reshape(-1)
 
 
 def agreed(codec: Codec, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
-    """What one rank alone agrees on with itself; None for codecs that do not ask for it."""
+    """Return the amax of a group of one rank; None for codecs that need none."""
     if not codec.agrees:
         return None
     measure = torch.empty(-(-x.numel() // codec.granule), device=x.device)
@@ -126,7 +139,7 @@ def inputs() -> Iterator[tuple[str, torch.Tensor]]:
         torch.randint(-(2**31), 2**31, (4000,), generator=g).to(torch.int32).view(torch.float32),
     )
 
-    # Exact halves between two codes go to the even one.
+    # Exact halves between two codes are rounded to the even one.
     yield "ties-int8", with_top(torch.arange(-126.5, 127, 0.5), 127.0)
     yield "ties-int4", with_top(torch.arange(-6.5, 7, 0.25).repeat(4), 7.0)
     yield "ties-float8-e4m3", with_top(_midpoints(torch.float8_e4m3fn), 448.0)
@@ -135,7 +148,7 @@ def inputs() -> Iterator[tuple[str, torch.Tensor]]:
     yield "ties-float16", 1 + (2 * steps + 1) * 2.0**-11
     yield "ties-float16-subnormal", (2 * steps + 1) * 2.0**-25
     yield "ties-bfloat16", 1 + (2 * steps[:120] + 1) * 2.0**-8
-    # Around the top code, where v = p * inv may be a hair too large.
+    # These are around the top code, where v = p * inv may be slightly too large.
     yield "equal-magnitudes", torch.tensor([0.1, -0.1, 0.1, 0.1 - ULP / 32]).repeat(100)
     yield "thirds", torch.full((300,), 1 / 3) * torch.arange(1, 301)
 
@@ -163,7 +176,7 @@ def inputs() -> Iterator[tuple[str, torch.Tensor]]:
             x = normal[:600].clone()
             x[place] = bits(bad)[0]
             yield f"{name}-at-{place}", x
-    # Signs and payloads of NaN do not travel.
+    # Signs and payloads of NaN are not transmitted.
     yield "other-nans", torch.cat((bits(0xFFC00000, 0x7F800001, 0xFFFFFFFF), normal[:97]))
     yield "all-nan", torch.full((300,), float("nan"))
 

@@ -1,12 +1,12 @@
-"""Compiles every Triton kernel that a list of codecs starts, for GPUs that are not here.
+"""Compiler for every Triton kernel that a list of codecs launches, for absent GPUs.
 
 usage: python -m tests.codecs.compile_triton FOLDER ARCH...
 Writes FOLDER/<arch>-<spec>-<call>.ptx and .cubin; those of a call's further kernels have a number.
 
-The launchers of pycomm.triton_kernels run as on a GPU, with tensors of the CPU and with Triton's
-driver replaced by one that only names the architecture; every launch stops once its kernel is
-compiled. It is a program of its own because Triton chooses at import between its compiler and its
-interpreter.
+The launchers of pycomm.triton_kernels run as on a GPU, with CPU tensors and with Triton's driver
+replaced by one that only names the architecture; every launch stops once its kernel is compiled.
+This is a separate program because Triton chooses between its compiler and its interpreter at
+import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import pycomm
-from pycomm.codecs.base import EncodeArgs, RandomKey
+from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.convert import DTYPES, Conversion
 from pycomm.codecs.implementations import implementation
 from tests.codecs import inexact_kernels
@@ -48,6 +48,7 @@ SPECS = [
     "rotate:size=4096+sign:block=32",
     "eden2",
     "eden:bits=1.5,size=4096,scale=mmse",
+    "eden:bits=5",
     "ternary",
     "lossless",
     "lossless:bfloat16",
@@ -61,7 +62,7 @@ KEY = RandomKey(seed=1 << 63, step=1 << 31, tensor=1 << 31)
 
 
 class NoGpu:
-    """What the launch path of Triton asks of a driver before the kernel is compiled."""
+    """The part of a driver that Triton's launch path needs before the kernel is compiled."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -70,14 +71,14 @@ class NoGpu:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return self.arch  # kernels are cached by device
+        return self.arch  # kernels are cached per device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def calls(spec: str) -> Iterator[tuple[str, Any]]:
-    """The four ways to use a codec, by name."""
+    """Yield the four calls of a codec, by name."""
     codec = pycomm.codec(spec)
     run: Any = implementation(codec.name, "triton", "cuda")
     x, residual = torch.zeros(NUMEL), torch.zeros(NUMEL)
@@ -92,7 +93,7 @@ def calls(spec: str) -> Iterator[tuple[str, Any]]:
 
 
 def conversions() -> Iterator[tuple[str, Any]]:
-    """The ways to convert, by name."""
+    """Yield the conversions, by name."""
     from pycomm.triton_kernels.convert import convert
 
     for source, target in product(DTYPES, DTYPES):
@@ -105,7 +106,7 @@ def conversions() -> Iterator[tuple[str, Any]]:
 
 
 def compile_only(compiled: list[Any]) -> None:
-    """Makes every launch of a kernel end after its compilation, and keep what was compiled."""
+    """End every launch of a kernel after its compilation, and collect the compiled kernels."""
     run = JITFunction.run
 
     def run_without_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-// Enough of CUDA for g++ to run the kernels of csrc/codecs: the threads of a block are coroutines
-// that meet at every shuffle of their warp and at every barrier of their block. Blocks run one
-// after the other, so shared memory is static.
+// Subset of CUDA with which g++ compiles the kernels of csrc/codecs for the CPU: the threads of a
+// block are coroutines that synchronize at every shuffle of their warp and at every barrier of
+// their block. Blocks run one after the other, so shared memory is static.
 #pragma once
 #define __CUDACC_RTC__  // leaves out the launchers, as NVRTC does
 #define __host__
@@ -40,7 +40,7 @@ namespace emulated {
 constexpr unsigned kLanes = 32, kThreads = 256;
 constexpr size_t kStack = 64 * 1024;
 
-/// What a thread waits for.
+/// The event that a thread waits for.
 enum class Wait { none, warp, block, end };
 
 struct Thread {
@@ -54,7 +54,7 @@ struct Thread {
 static Thread threads[kThreads];
 static jmp_buf scheduler;
 static std::function<void()> body;
-/// Words in flight at the last two shuffles of each warp: a thread may begin the next one before
+/// Words of the last two shuffles of each warp: a thread may begin the next shuffle before the
 /// others have read theirs.
 static uint32_t exchanged[2][kThreads];
 static bool turn[kThreads];
@@ -78,8 +78,8 @@ inline void run_body() {
   _longjmp(scheduler, 1);
 }
 
-/// Until the thread waits again. By jumps, which leave the mask of signals alone: that is several
-/// times as fast as swapcontext().
+/// Runs a thread until it waits again. Jumps, which do not save the signal mask, are several times
+/// as fast as swapcontext().
 inline void run_thread(unsigned index) {
   threadIdx.x = index;
   Thread& thread = threads[index];
@@ -125,7 +125,7 @@ inline void launch(unsigned blocks, const std::function<void()>& kernel) {
   for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) run_block();
 }
 
-/// Shows a word to the warp and returns the words of all its lanes.
+/// Shares a word with the warp and returns the words of all its lanes.
 inline const uint32_t* exchange(unsigned mask, uint32_t value) {
   if (mask != ~0u) die("a shuffle that is not of the whole warp");
   const unsigned me = threadIdx.x;

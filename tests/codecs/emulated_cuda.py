@@ -1,8 +1,7 @@
 """The CUDA kernels of the codecs on the CPU: compiled by g++, each block as 256 coroutines.
 
-It shows without a GPU that kernels, launch shapes and parameter structs are right, and nothing
-about their speed or about what nvcc makes of them. It is an implementation like those of
-pycomm.codecs.base.
+This tests kernels, launch shapes and parameter structs without a GPU, but neither their speed nor
+nvcc's code. The implementation has the interface of those of pycomm.codecs.base.
 """
 
 from __future__ import annotations
@@ -18,25 +17,28 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.codecs import Lossless, TopK, cuda_lossless, cuda_topk
-from pycomm.codecs.base import Codec, EncodeArgs
-from pycomm.codecs.cuda_calls import decode_calls, encode_calls, scratch_bytes
-from pycomm.codecs.cuda_kernels import Call, EncodeParams, include_folder, measure_call
-from pycomm.codecs.cuda_names import decode_kernel, encode_kernel, measure_kernel
+from pycomm.codecs import Lossless, TopK
+from pycomm.codecs.args import EncodeArgs
+from pycomm.codecs.base import Codec
+from pycomm.codecs.cuda import lossless, topk
+from pycomm.codecs.cuda.calls import decode_calls, encode_calls, scratch_bytes
+from pycomm.codecs.cuda.kernels import Call, EncodeParams, measure_call
+from pycomm.codecs.cuda.names import decode_kernel, encode_kernel, measure_kernel
+from pycomm.codecs.cuda.sources import include_folder
 from tests.codecs.cases import ROTATIONS, SPECS
 
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
 
 
 def kernels(specs: list[str] = SPECS + ROTATIONS) -> dict[str, str]:
-    """Every kernel that these codecs start, with the name of its struct of arguments."""
+    """Return every kernel that these codecs launch, with the name of its struct of arguments."""
     names = {}
     for codec in map(pycomm.codec, specs):
         if isinstance(codec, TopK):
-            names |= dict.fromkeys(cuda_topk.kernels(codec), "topk::TopkParams")
+            names |= dict.fromkeys(topk.kernels(codec), "topk::TopkParams")
             continue
         if isinstance(codec, Lossless):
-            names |= dict.fromkeys(cuda_lossless.kernels(codec), "lossless::LosslessParams")
+            names |= dict.fromkeys(lossless.kernels(codec), "lossless::LosslessParams")
             continue
         for flag in (False, True):
             names[encode_kernel(codec, flag)] = "EncodeParams"
@@ -70,7 +72,7 @@ def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _scratch(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """Memory that does not begin as zeros."""
+    """Return memory that is not zeroed."""
     return torch.full((scratch_bytes(codec, x.numel()),), 0xA5, dtype=torch.uint8)
 
 
@@ -96,7 +98,7 @@ def _library() -> ctypes.CDLL:
         '#include "codecs/rotate.cu"',
         '#include "codecs/sign.cu"',
         '#include "codecs/ternary.cu"',
-        '#include "codecs/topk.cu"',
+        '#include "codecs/topk/topk.cu"',
         "using namespace pycomm::codecs;",
         'extern "C" int run(const char* name, unsigned blocks, const void* params) {',
     ]
@@ -114,6 +116,6 @@ def _library() -> ctypes.CDLL:
         subprocess.run([compiler, *FLAGS, *include, str(source), "-o", str(binary)], check=True)
         library = ctypes.CDLL(str(binary))
     assert library.encode_params() == ctypes.sizeof(EncodeParams)
-    assert library.topk_params() == ctypes.sizeof(cuda_topk.TopkParams)
-    assert library.lossless_params() == ctypes.sizeof(cuda_lossless.LosslessParams)
+    assert library.topk_params() == ctypes.sizeof(topk.TopkParams)
+    assert library.lossless_params() == ctypes.sizeof(lossless.LosslessParams)
     return library

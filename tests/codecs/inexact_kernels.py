@@ -1,4 +1,4 @@
-"""Kernels with the faults that the PTX test is there to find. Triton's interpreter sees none."""
+"""Kernels with the faults that the PTX test must find. Triton's interpreter detects none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVRTC by its C interface, for tests: it compiles for any GPU on a machine that has none."""
+"""NVRTC by its C interface, for tests: it compiles for any GPU on a machine without one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 @cache
 def load() -> ctypes.CDLL:
-    """Loads libnvrtc from NVIDIA's wheel or from a CUDA toolkit; skips the test without one."""
+    """Load libnvrtc from NVIDIA's wheel or from a CUDA toolkit; skip the test without one."""
     packages = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
     folders = [Path(p, "nvidia", d, "lib") for p in packages for d in ("cu13", "cuda_nvrtc")]
     folders.append(Path("/usr/local/cuda/lib64"))
     for folder in folders:
         libraries = sorted(folder.glob("libnvrtc.so.*"))
         if libraries:
-            # Loaded first, since NVRTC asks for it by name where it is not on the library path.
+            # This is loaded first: NVRTC loads it by name, which may not be on the library path.
             for builtins in sorted(folder.glob("libnvrtc-builtins.so.*")):
                 if "alt" not in builtins.name:
                     ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
@@ -29,10 +29,10 @@ def load() -> ctypes.CDLL:
 
 
 def compile_to_ptx(source: str, kernels: list[str], options: list[str]) -> str:
-    """Returns the PTX of the named template instances.
+    """Return the PTX of the named template instances.
 
     Raises:
-        AssertionError: With NVRTC's words.
+        AssertionError: with NVRTC's message.
     """
     nvrtc = load()
     program = ctypes.c_void_p()

@@ -1,7 +1,7 @@
-"""What no kernel of a codec may contain, since it would change bytes: read off its PTX.
+"""PTX checks: instructions that change bytes, and that no codec's kernel may contain.
 
-PTX is where contraction, division and denormals are decided: the compiler after it, ptxas, leaves
-an operation that names its rounding (mul.rn) as it is.
+PTX shows contraction, division and denormal handling: the next compiler, ptxas, does not change an
+operation that names its rounding (mul.rn).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ROUNDINGS = {"rn", "rz", "rm", "rp"}
 
 
 def instructions(ptx: str) -> list[str]:
-    """Every opcode with its modifiers, comments left out."""
+    """Return every opcode with its modifiers, without comments."""
     return INSTRUCTION.findall(re.sub(r"//.*", "", ptx))
 
 
 def inexact(ptx: str) -> list[str]:
-    """The instructions whose result is not that of one IEEE operation, rounded once."""
+    """Return the instructions whose result is not that of one IEEE operation, rounded once."""
     found = []
     for instruction in instructions(ptx):
         opcode, *modifiers = instruction.split(".")
@@ -41,13 +41,13 @@ def inexact(ptx: str) -> list[str]:
 
 
 def kept(folder: Path, name: str, arch: int, ending: str) -> Path:
-    """What ``nvcc --keep`` leaves of a source; it names the GPU where there are several."""
+    """Return an output of ``nvcc --keep``; its name includes the GPU if there are several."""
     of_several = folder / f"{name}.compute_{arch}.{ending}"
     return of_several if of_several.exists() else folder / f"{name}.{ending}"
 
 
 def cuobjdump() -> str | None:
-    """NVIDIA's disassembler: from the PATH, from nvcc's folder, or the one that Triton brings."""
+    """Return NVIDIA's disassembler: from the PATH, from nvcc's folder, or from Triton."""
     if found := shutil.which("cuobjdump"):
         return found
     if nvcc := shutil.which("nvcc"):

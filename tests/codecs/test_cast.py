@@ -1,4 +1,4 @@
-"""What cast promises beyond its bytes."""
+"""cast: properties beyond its bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pycomm
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 
 
-# e4m3 is a known constant of the normal distribution, computed apart from this code; 2 % as for
-# quant. The others follow from the width of a step: u = 2^-11 (float16), 2^-8 (bfloat16), and the
-# mean of 1/12 step^2 / value^2 over a binade lies between u^2 / 12 and u^2 / 3.
+# e4m3 is a known constant of the normal distribution, computed independently; 2 % as for quant. The
+# others follow from the width of a step: u = 2^-11 (float16), 2^-8 (bfloat16), and the mean of
+# 1/12 step^2 / value^2 over a binade lies between u^2 / 12 and u^2 / 3.
 def test_error_of_e4m3_on_normal_values_is_the_known_constant():
     assert relative_error("fp8_e4m3") == pytest.approx(6.81e-4, rel=0.02)
 
@@ -51,14 +51,14 @@ def test_overflow_of_float16_is_inf_so_that_the_loss_scaler_sees_it():
     values = codec.decode(codec.encode(x, residual=residual), 6)
     assert values[:5].tolist() == [65504.0, 65504.0, float("inf"), float("-inf"), float("inf")]
     assert values[5].isnan()
-    # What overflowed is a skipped step: its residual stays. The rest is still owed exactly.
+    # An overflow is a skipped step, so its residual stays. The other residuals are exact.
     assert residual.tolist() == [0.25, 15.25, 0.25, 0.25, 0.25, 0.25]
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_float8_codes_of_finite_blocks_never_overflow(name):
     codec = pycomm.codec(name)
-    # Blocks of one magnitude each, over all exponents: p * inv is a hair around the top.
+    # Each block has one magnitude, over all exponents: p * inv is close to the top.
     g = torch.Generator().manual_seed(0)
     mantissa = 1 + torch.rand(20_000, generator=g)
     amax = mantissa * 2.0 ** torch.randint(-100, 127, (20_000,), generator=g).float()

@@ -1,5 +1,5 @@
-"""Every implementation of every codec does to the bit what its reference does: it writes the same
-payload, leaves the same residual, and reads any payload alike."""
+"""The codec contract: every implementation of every codec matches its reference to the bit, in
+payloads, in residuals, and in decoding of arbitrary payloads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 
 import pycomm
 from pycomm.codecs import MX, Eden, Quant, RandomK, Rotate
-from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
+from pycomm.codecs.args import EncodeArgs, RandomKey
+from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
 from tests.codecs import emulated_cuda
 from tests.codecs.cases import CASES, ROTATIONS, SPECS, agreed, bits
 
-# (implementation, device). Those of the CPU must work. With a GPU Triton's interpreter is off, and
-# an implementation that is not installed is skipped: `make gpu` wants them all.
+# (implementation, device). CPU implementations must work. With a GPU Triton's interpreter is off,
+# and an implementation that is not installed is skipped, but `make gpu` requires them all.
 CPU = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
 CUDA = [("reference", "cuda"), ("native", "cuda"), ("nvrtc", "cuda"), ("triton", "cuda")]
 IMPLEMENTATIONS = CPU[:2] + CUDA if torch.cuda.is_available() else CPU
@@ -39,7 +40,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS)
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Equal to the bit; NaNs are equal, since decoding promises no bits of theirs."""
+    """Return whether values are equal to the bit; NaNs are equal, since their bits may differ."""
     got, want = got.cpu(), want.cpu()
     nan = want.isnan()
     return torch.equal(got.isnan(), nan) and torch.equal(
@@ -64,7 +65,7 @@ def runner(codec: Codec, kind: str, device: str):
 
 
 def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> torch.Tensor:
-    # Bytes that are not written are seen.
+    # Unwritten bytes are detected.
     out = torch.full((codec.encoded_bytes(x.numel()),), 0xA5, dtype=torch.uint8, device=x.device)
     measure = agreed(codec, x, residual)
     run.encode(codec, EncodeArgs(x, out, residual, new_residual, KEY, index, measure))
@@ -108,10 +109,10 @@ def check_decode(codec: Codec, run, device: str, payload: torch.Tensor, numel: i
 
 
 def combinations() -> Iterator[tuple[str, str, str, str]]:
-    """Every spec and case on every implementation.
+    """Yield every spec and case on every implementation.
 
-    Triton's interpreter takes most of the time. It sees all cases with the first spec of a codec,
-    and each third with the others, and with topk and lossless, which have many kernels; with
+    Triton's interpreter takes most of the time. It runs all cases with the first spec of a codec,
+    and every third with the others, and with topk and lossless, which have many kernels; with
     rotations, which are slow there, a third of these.
     """
     seen = set()
@@ -125,7 +126,7 @@ def combinations() -> Iterator[tuple[str, str, str, str]]:
 
 
 def for_drawn() -> Iterator[tuple[str, str, str]]:
-    """Every spec on every implementation; in Triton's interpreter one rotation of each codec."""
+    """Yield every spec on every implementation; in Triton's interpreter one rotation per codec."""
     seen = set()
     for spec in SPECS:
         name = pycomm.codec(spec).name
@@ -145,7 +146,7 @@ def test_same_bytes(spec, kind, device, case):
 
 @st.composite
 def drawn(draw):
-    """Any bits within a window of exponents, with a few values of special interest."""
+    """Draw any bits within a window of exponents, with a few special values."""
     numel = draw(st.integers(1, 700))
     lowest = draw(st.integers(0, 254))
     highest = draw(st.integers(lowest, min(lowest + draw(st.integers(0, 40)), 254)))
@@ -181,7 +182,7 @@ def test_same_bytes_of_drawn_values(spec, kind, device):
     same_bytes()
 
 
-# Their inverse scale is top / amax, so that blocks can be made where chance is close.
+# Their inverse scale is top / amax, so that blocks can be built with close rounding decisions.
 STOCHASTIC = ["int8:rounding=stochastic", "int4:block=64,rounding=stochastic"]
 
 
@@ -191,7 +192,7 @@ def test_same_bytes_where_chance_just_decides(spec, kind, device):
     codec = pycomm.codec(spec)
     index = 3 * codec.block
     random = random_words(KEY, index, codec.block, torch.device("cpu")) >> 1
-    # With the top in front inv is 1, and these fractions are the random bits, or next to them.
+    # With the top value first, inv is 1, and these fractions equal the random bits or nearly so.
     x = random * 2.0**-31
     x[0] = codec.top
     assert bool((x.double() * 2.0**31 == random)[1:].any())
@@ -211,7 +212,7 @@ def test_same_bytes_where_chance_would_pass_the_top(spec, kind, device):
 
 
 def magnitude_beyond(top: int) -> float:
-    """A value whose product with its inverse scale is rounded to above the top."""
+    """Return a value whose product with its inverse scale is rounded to above the top."""
     amax = 1 + torch.rand(10_000, generator=torch.Generator().manual_seed(0))
     beyond = amax * (torch.full_like(amax, top) / amax) > top
     return float(amax[beyond][0])
@@ -219,7 +220,7 @@ def magnitude_beyond(top: int) -> float:
 
 @cache
 def rare_places(threshold: int) -> list[int]:
-    """The indices, among the first 2^22, whose random bits are below the threshold."""
+    """Return the indices, among the first 2^22, whose random bits are below the threshold."""
     random = random_words(KEY, 0, 1 << 22, torch.device("cpu")) >> 1
     return (random < threshold).nonzero().view(-1).tolist()
 
@@ -256,7 +257,7 @@ def test_any_payload_decodes_the_same(spec, kind, device, numel, seed):
 
 
 def shifted(x: torch.Tensor, device: str) -> torch.Tensor:
-    """The same values at an address that is a multiple of 4 bytes and not of 16."""
+    """Return the same values at an address that is a multiple of 4 bytes and not of 16."""
     step = 4 // x.element_size()
     return torch.cat((x[:step], x)).to(device)[step:]
 
@@ -304,7 +305,7 @@ def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
 
 
 def sections(codec: Codec, payload: torch.Tensor, numel: int) -> list[torch.Tensor]:
-    """Scales, without their padding, and codes with theirs; records have their own scales."""
+    """Return scales, without padding, and codes with theirs; records have scales of their own."""
     if isinstance(codec, (Rotate, Eden)):  # each part has its own header
         payload, numel = payload[HEADER:], -(-numel // codec.size) * codec.size
     if isinstance(codec, Rotate):

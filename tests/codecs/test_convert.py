@@ -1,4 +1,4 @@
-"""pycomm.convert: every implementation does to the bit what the reference does."""
+"""pycomm.convert: every implementation matches the reference to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import pycomm
 from pycomm.codecs import convert as module
 from pycomm.codecs.convert import Conversion
-from pycomm.codecs.cuda_kernels import OPTIONS, include_folder, source
+from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs import nvrtc_library
 from tests.codecs.emulated_cuda import FLAGS
@@ -51,7 +51,7 @@ def emulated(conversion: Conversion) -> None:
 
 @cache
 def kernels() -> ctypes.CDLL:
-    """The CUDA kernels compiled by g++; see tests/codecs/emulated_cuda.py."""
+    """Return the CUDA kernels compiled by g++; see tests/codecs/emulated_cuda.py."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the CUDA kernels for the CPU")
@@ -77,7 +77,7 @@ def kernels() -> ctypes.CDLL:
 
 
 def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """All magnitudes, both signs, denormals, Inf and NaN."""
+    """Return all magnitudes, both signs, denormals, Inf and NaN."""
     bits = torch.randint(-(2**31), 2**31 - 1, (numel,), generator=torch.Generator().manual_seed(7))
     x = bits.to(torch.int32).view(torch.float32)
     x[::2] = torch.randn(x[::2].numel(), generator=torch.Generator().manual_seed(8))

@@ -1,4 +1,4 @@
-"""What eden promises beyond its bytes: the error of the paper, no bias, and sizes known before."""
+"""eden: properties beyond its bytes: the paper's error, no bias, and fixed sizes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.codecs.base import RandomKey
+from pycomm.codecs.args import RandomKey
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-UNBIASED = {1: 0.5708, 2: 0.1331, 3: 0.03578, 4: 0.00959}  # the paper's, re-computed
-EVERY_BITS = [0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
+# The paper's up to 4 bits, re-computed; above, what the best levels of N(0, 1) lose.
+UNBIASED = {1: 0.5708, 2: 0.1331, 3: 0.03578, 4: 0.00959}
+UNBIASED |= {5: 0.002511, 6: 0.000645, 7: 0.0001635, 8: 0.0000412}
+EVERY_BITS = [0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8]
 
 
 def code_and_decode(codec, x, **options):
@@ -22,18 +24,18 @@ def relative_error(codec, x, **options) -> float:
     return float(d.double().square().sum() / x.double().square().sum())
 
 
-# 3 %: a rotation of 1024 values is not quite normal, less so if many of them are zero.
+# 4 %: a rotation of 1024 values is not quite normal, less so if many of them are zero.
 @pytest.mark.parametrize("bits", UNBIASED)
 @pytest.mark.parametrize("what", ["normal", "sparse", "heavy"])
 def test_error_is_that_of_the_paper_whatever_the_values(bits, what):
     x = NORMAL
     if what == "sparse":
-        # Three of four values are zero. With one alone all rotated magnitudes would be equal.
+        # Three of four values are zero. With a single one all rotated magnitudes would be equal.
         x = x * (torch.arange(x.numel()) % 4 == 0)
     if what == "heavy":
         x = x * x.abs()
     error = relative_error(pycomm.codec(f"eden:bits={bits}"), x)
-    assert error == pytest.approx(UNBIASED[bits], rel=0.03)
+    assert error == pytest.approx(UNBIASED[bits], rel=0.04)
 
 
 @pytest.mark.parametrize("bits", UNBIASED)
@@ -54,7 +56,7 @@ def test_half_a_bit_is_between(bits):
 
 @pytest.mark.parametrize("bits", EVERY_BITS)
 def test_no_bias_over_keys(bits):
-    # Signs and Hadamard are not quite a uniform rotation: no value may hold much of the energy.
+    # Signs and Hadamard are not quite a uniform rotation, so no value may hold much of the energy.
     codec, x = pycomm.codec(f"eden:bits={bits}"), NORMAL[:1024]
     steps = 1000
     total = torch.zeros(1024, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Bytes of a released wire version never change: the golden vectors hold them.
+"""Golden vectors: the bytes of a released wire version never change.
 
-``python -m tests.golden`` writes the files, and refuses to change what is in them.
+``python -m tests.golden`` writes the files, and refuses to change existing entries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 import pycomm
 from pycomm.codecs import CODECS
-from pycomm.codecs.base import EncodeArgs
+from pycomm.codecs.args import EncodeArgs
 from tests.codecs.cases import agreed
 from tests.codecs.test_contract import IMPLEMENTATIONS, runner, same
 from tests.golden.__main__ import KEY

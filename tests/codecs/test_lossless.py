@@ -1,5 +1,5 @@
-"""What lossless promises beyond its bytes: nothing is lost, it pays, and no payload harms its
-reader."""
+"""lossless: properties beyond its bytes: exact values, smaller payloads, and safe decoding of
+invalid ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import pycomm
 from pycomm import _C
-from pycomm.codecs import cuda_calls
+from pycomm.codecs.cuda import calls
 from pycomm.codecs.implementations import Reference
 from pycomm.errors import Error
 from tests.codecs.cases import CASES
@@ -59,7 +59,7 @@ def test_the_largest_payload_is_that_of_arbitrary_exponents(dtype):
 
 @everywhere
 def test_many_blocks_find_their_places(kind, device):
-    """More than one warp, program or thread adds up at once, with an odd end."""
+    """Several warps, programs or threads take part in the prefix sum, with an odd end."""
     g = torch.Generator().manual_seed(3)
     offset = (torch.rand(20_003, generator=g).log() * -3).floor().clamp(max=90)
     x = (1 + torch.rand(20_003, generator=g) * 0.9) * torch.exp2(-offset)
@@ -69,7 +69,7 @@ def test_many_blocks_find_their_places(kind, device):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spread", [0, 1, 2, 5, 10, 30])
 def test_same_bytes_at_every_width(dtype, spread):
-    """Exponents that fall off with their distance from the largest, with a few far away."""
+    """Exponents become rarer with their distance from the largest, with a few far away."""
     g = torch.Generator().manual_seed(spread)
     offset = (torch.rand(5001, generator=g).log() * -spread).floor().clamp(max=90)
     x = (1 + torch.rand(5001, generator=g) * 0.9) * torch.exp2(-offset)
@@ -85,7 +85,7 @@ def test_a_payload_with_wrong_bytes_is_read_within_its_bounds(data):
     for _ in range(data.draw(st.integers(1, 6))):
         place = data.draw(st.sampled_from([*range(4), *range(payload.numel())]))
         payload[place] = data.draw(st.integers(0, 255))
-    # A copy of its own size: a read behind its end is seen by the address sanitizer.
+    # The copy has the exact size, so that the address sanitizer detects reads past its end.
     guard = torch.full((numel + 64,), 7.0)
     copy = payload.clone()
     codec.native.decode(copy.data_ptr(), guard[32:].data_ptr(), numel)
@@ -98,7 +98,7 @@ def test_a_payload_with_wrong_bytes_is_read_within_its_bounds(data):
 
 @everywhere
 def test_heads_that_lie_are_read_alike(kind, device):
-    """Beside random bytes (test_contract.py): one lie at a time in an honest payload."""
+    """Valid payloads get one wrong header field at a time; test_contract.py has random bytes."""
     codec, numel = pycomm.codec("lossless:bfloat16"), 3000
     honest = codec.encode(NORMAL[:numel])
     heads = sum(codec.sections(numel)[:3])
@@ -115,7 +115,7 @@ def test_heads_that_lie_are_read_alike(kind, device):
 def test_scratch_memory_is_what_cpp_asks_for():
     codec = pycomm.codec("lossless")
     for numel in (0, 1, 8192, 8193, 100_003):
-        assert cuda_calls.scratch_bytes(codec, numel) == codec.native.scratch_bytes(numel)
+        assert calls.scratch_bytes(codec, numel) == codec.native.scratch_bytes(numel)
         assert codec.native.scratch_bytes(numel) % 16 == 0
 
 

@@ -1,4 +1,4 @@
-"""What mx promises beyond its bytes: the formats of the specification, bounds, and no bias."""
+"""mx: properties beyond its bytes: the formats of the specification, bounds, and no bias."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import pycomm
 from pycomm.codecs import MX
-from pycomm.codecs.base import RandomKey
+from pycomm.codecs.args import RandomKey
 from pycomm.codecs.block import pack_bits, unpack_bits
 from pycomm.codecs.mx import ELEMENTS
 
@@ -20,7 +20,7 @@ def code_and_decode(codec, x, **options):
     return codec.decode(codec.encode(x, **options), x.numel())
 
 
-# Constants of the normal distribution, computed apart from this code, to the digits that are known.
+# Constants of the normal distribution, computed independently, to the known digits.
 @pytest.mark.parametrize(
     ("spec", "constant"), [("mxfp8", 8.6e-4), ("mxfp4", 1.3e-2), ("nvfp4", 9.0e-3)]
 )

@@ -1,4 +1,4 @@
-"""powersgd as a codec of one tensor: what it promises of size, error and shapes."""
+"""powersgd as a codec of one tensor: size, error and shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_matrix_of_that_rank_comes_back(rows, columns):
 
 
 def test_the_error_is_a_projection():
-    """What is sent and what is lost are orthogonal, so no coding makes a matrix longer."""
+    """The sent part and the lost part are orthogonal, so encoding never makes a matrix longer."""
     matrix = randn(200, 300)
     got = PowerSGD(rank=8, rows=200).decode(PowerSGD(rank=8, rows=200).encode(matrix), 60000)
     lost = matrix.view(-1) - got

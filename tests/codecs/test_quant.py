@@ -1,4 +1,4 @@
-"""What quant promises beyond its bytes: bounds, no bias, and feedback that loses nothing."""
+"""quant: properties beyond its bytes: bounds, no bias, and feedback without loss."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 import pycomm
 from pycomm import _C
 from pycomm.codecs import Quant
-from pycomm.codecs.base import RandomKey
+from pycomm.codecs.args import RandomKey
 from pycomm.codecs.block import unpack_bits
 from pycomm.codecs.philox import random_words
+from tests.codecs.cases import KEYS
 
 SPECS = ["int8", "int8:block=32", "int4", "int4:block=32", "int7", "int3", "int2"]
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
@@ -27,8 +28,8 @@ def relative_error(codec, x) -> float:
     return float(d.double().square().sum() / x.double().square().sum())
 
 
-# Constants of the normal distribution, computed apart from this code. 2 %: a sample of 2^20 values
-# has blocks whose largest value varies.
+# Constants of the normal distribution, computed independently. 2 %: a sample of 2^20 values has
+# blocks whose largest value varies.
 @pytest.mark.parametrize(
     ("spec", "constant"),
     [
@@ -112,12 +113,12 @@ def test_correlated_rounding_has_no_bias_on_any_rank():
         total = torch.zeros(x.numel(), dtype=torch.float64)
         for step in range(steps):
             total += code_and_decode(codec, x, key=RandomKey(5, step, 1, rank, 3))
-        # As for stochastic rounding: 5.5 sigma.
+        # The limit is 5.5 sigma, as for stochastic rounding.
         assert bool(((total / steps - x).abs() <= 5.5 * scale * 0.5 / steps**0.5).all())
 
 
 def test_correlated_rounding_of_like_values_beats_independent_rounding():
-    """Values of 8 ranks that differ by less than a step: the mean's error is far smaller."""
+    """8 ranks' values differ by less than a step; the error of their mean is far smaller."""
     g = torch.Generator().manual_seed(1)
     parts = [NORMAL[: 1 << 14] + 0.02 * torch.randn(1 << 14, generator=g) for _ in range(8)]
     error = {}
@@ -168,14 +169,7 @@ def test_odd_widths_are_a_little_endian_bit_string():
 def test_every_part_of_the_key_and_the_index_change_the_rounding():
     codec = pycomm.codec("int8:rounding=stochastic")
     x = NORMAL[:256]
-    keys = [
-        RandomKey(),
-        RandomKey(seed=1),
-        RandomKey(seed=1 << 32),
-        RandomKey(step=1),
-        RandomKey(tensor=1),
-    ]
-    payloads = [codec.encode(x, key=key) for key in keys] + [codec.encode(x, index=256)]
+    payloads = [codec.encode(x, key=key) for key in KEYS] + [codec.encode(x, index=256)]
     assert len({bytes(payload.tolist()) for payload in payloads}) == len(payloads)
     assert torch.equal(
         codec.encode(x, key=RandomKey(3, 4, 5)), codec.encode(x, key=RandomKey(3, 4, 5))

@@ -1,4 +1,4 @@
-"""What randomk promises beyond its bytes: no bias, the variance of its page, sums without loss."""
+"""randomk: properties beyond its bytes: no bias, the documented variance, and exact sums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import pycomm
 from pycomm import _C
-from pycomm.codecs.base import EncodeArgs, RandomKey
+from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference
 from pycomm.errors import Error
 from tests.codecs.test_contract import check, everywhere, runner, same

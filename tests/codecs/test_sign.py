@@ -1,4 +1,4 @@
-"""What sign promises beyond its bytes: its error, and feedback that loses nothing."""
+"""sign: properties beyond its bytes: its error, and feedback without loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_contracts_by_the_share_of_the_mean_magnitude(spec):
     rows, owed = x.view(-1, codec.block).double(), (x - code_and_decode(codec, x)).double()
     left = owed.view_as(rows).square().sum(1) / rows.square().sum(1)
     delta = rows.abs().mean(1).square() / rows.square().mean(1)
-    # The page's identity in real numbers; float32 rounds the scale and each difference.
+    # The documented identity in real numbers; float32 rounds the scale and each difference.
     torch.testing.assert_close(left, 1 - delta, rtol=1e-5, atol=0)
 
 
@@ -44,7 +44,7 @@ def test_a_block_is_its_mean_magnitude_with_signs():
 
 
 def test_the_order_of_the_sum_is_that_of_the_page():
-    # 1 is lost when it meets 2^24 alone, and counts when two of them meet first.
+    # 1 is lost when added to 2^24 alone, and counts when two of them are added first.
     x = torch.zeros(32)
     x[[0, 1, 17]] = torch.tensor([2.0**24, 1.0, 1.0])
     payload = pycomm.codec("sign:block=32").encode(x)

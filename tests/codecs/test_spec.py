@@ -1,4 +1,4 @@
-"""The text form of a codec, and what is said of wrong texts and wrong tensors."""
+"""The text form of a codec, and the errors for invalid texts and tensors."""
 
 from __future__ import annotations
 
@@ -86,6 +86,8 @@ WRONG = [
     ("rotate:inner=int4", r"unknown option 'inner'; rotate has the options size"),
     ("rotate+rotate+int4", r"rotate:size=1024.* cannot follow a rotation"),
     ("eden:bits=2.3", r"bits=2.3: use 0.5, 1, 1.5"),
+    ("eden:bits=4.5", r"bits=4.5: use 0.5, 1, 1.5, ... 4, 5, 6, 7 or 8"),
+    ("eden:bits=9", r"bits=9.0: use 0.5, 1, 1.5"),
     ("int8:64", r"write '64' as option=value; quant has the options"),
     ("cast:float12", r"dtype=float12: use one of float32, float16"),
     ("fp16:block=64", r"float16 has no blocks"),

@@ -1,4 +1,4 @@
-"""What ternary promises beyond its bytes: sums are exact integers; no bias; a known variance."""
+"""ternary: properties beyond its bytes: sums are exact integers; no bias; a known variance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import pycomm
 from pycomm import _C
-from pycomm.codecs.base import EncodeArgs, RandomKey
+from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.errors import Error
 from tests.codecs.cases import CASES, agreed
 from tests.codecs.test_contract import everywhere, runner, same
@@ -21,7 +21,7 @@ NORMAL = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
 
 
 def contributions(codec, xs, step=0):
-    """What ranks send, and what they agreed on."""
+    """Return the payloads of all ranks, and the amax that they agreed on."""
     agreed = torch.stack([codec.measure(x) for x in xs]).amax(0)
     keys = [RandomKey(seed=5, step=step, rank=r, ranks=len(xs)) for r in range(len(xs))]
     payloads = [codec.encode(x, key=key, agreed=agreed) for x, key in zip(xs, keys, strict=True)]
@@ -31,7 +31,7 @@ def contributions(codec, xs, step=0):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 12, 127])
 def test_a_sum_travels_without_loss(ranks):
     codec = pycomm.codec(f"ternary:ranks={ranks},block=64")
-    # Equal values far from zero: the sums reach the top.
+    # Equal values far from zero bring the sums to the top.
     xs = [NORMAL[:1000].sign() + 0.01 * NORMAL[r : 1000 + r] for r in range(ranks)]
     payloads, agreed = contributions(codec, xs)
     total, integers = torch.zeros(1000), torch.zeros(1000, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What ranks of a device group do in tests, and what must come of it: for the CPU and for GPUs."""
+"""Jobs of a device group's ranks and their expected results, for the CPU and for GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.collectives.ways import floats, integers
 DType, ReduceOp = _C.DType, _C.ReduceOp
 ALGOS = ["one_shot", "two_shot", "ring"]
 SIZES = [0, 1, 3, 17, 1000, 4099, 30011]
-# Types with the numpy type that holds their bits.
+# Each type with the numpy type that holds its bits.
 TYPES = {
     "float32": "f4",
     "float64": "f8",
@@ -44,7 +44,7 @@ def has_meaning(dtype: str, op: str) -> bool:
 
 
 def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
-    """Values over many magnitudes; of small floats all codes but those of Inf and NaN."""
+    """Return values over many magnitudes; for small floats all codes but those of Inf and NaN."""
     random = np.random.default_rng([rank, numel, len(dtype)])
     if dtype in ("float32", "float64"):
         return floats(rank, numel).astype(TYPES[dtype])
@@ -63,31 +63,32 @@ def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
     return random.integers(limits.min, limits.max, numel, dtype=TYPES[dtype], endpoint=True)
 
 
-def folded(inputs: list[np.ndarray], dtype: str, op: str, factor: float = 1.0) -> np.ndarray:
-    """In rank order, by the CPU's reduction."""
-    out = np.empty_like(inputs[0])
+def own_factor(rank: int) -> float:
+    return 0.3 + rank
+
+
+def folded(inputs: list[np.ndarray], dtype: str, op: str) -> np.ndarray:
+    """Reduce in rank order on the CPU; premul_sum scales each input by its rank's factor first."""
+    kind, out = getattr(DType, dtype), np.empty_like(inputs[0])
+    inputs = [x.copy() for x in inputs]
     addresses = [x.ctypes.data for x in inputs]
-    _C.reduce(
-        getattr(DType, dtype),
-        getattr(ReduceOp, op),
-        addresses,
-        out.ctypes.data,
-        out.size,
-        factor=factor,
-    )
+    for r, address in enumerate(addresses if op == "premul_sum" else []):
+        _C.scale(kind, address, address, out.size, own_factor(r))
+    _C.reduce(kind, getattr(ReduceOp, op), addresses, out.ctypes.data, out.size)
     return out
 
 
 def reduce_all_types(c: Rank) -> int:
-    """Every type with every op that it has: the bits of the CPU's reduction in rank order."""
-    numel, factor, done = 391, 0.3, 0
+    """Reduce every type with each of its ops; compare with the CPU's reduction in rank order."""
+    numel, done = 391, 0
     for dtype in TYPES:
         inputs = [contribution(r, numel, dtype) for r in range(c.size)]
         for op in filter(lambda op: has_meaning(dtype, op), OPS):
-            want = folded(inputs, dtype, op, factor)
+            want = folded(inputs, dtype, op)
             for algo in ("one_shot", "two_shot"):
                 x = c.put(inputs[c.rank])
                 kind = getattr(DType, dtype), getattr(ReduceOp, op)
+                factor = own_factor(c.rank)
                 c.call("all_reduce", x.address, numel, *kind, factor=factor, algo=algo)
                 got = x.get()
                 assert got.tobytes() == want.tobytes(), (dtype, op, algo)
@@ -96,7 +97,7 @@ def reduce_all_types(c: Rank) -> int:
 
 
 def reduce_sizes(c: Rank) -> None:
-    """Every algorithm at odd sizes, with memory that is not aligned to 16 bytes too."""
+    """Reduce with every algorithm at odd sizes, also in memory not aligned to 16 bytes."""
     for numel in SIZES:
         want = sum(integers(r, numel) for r in range(c.size))
         for algo in ALGOS:
@@ -107,7 +108,7 @@ def reduce_sizes(c: Rank) -> None:
 
 
 def part_sizes(c: Rank, numel: int) -> list[int]:
-    """Of each rank another, one of them none."""
+    """Return a different size per rank, one of which is 0."""
     return [(r * 7919 + 13) % (numel + 1) if r != 1 else 0 for r in range(c.size)]
 
 
@@ -133,7 +134,7 @@ def reduce_and_scatter(c: Rank) -> None:
 
 
 def moves(c: Rank) -> None:
-    """Every collective that moves data, with parts of all sizes."""
+    """Call every collective that moves data, with parts of all sizes."""
     for numel in (1, 37, 9001):
         sizes = part_sizes(c, numel)
         mine = c.put(integers(c.rank, sizes[c.rank], "i4"))
@@ -169,8 +170,8 @@ def moves(c: Rank) -> None:
 
 
 def mixture(c: Rank) -> None:
-    """Operations of all kinds close behind each other, queued before any is looked at."""
-    random = np.random.default_rng(5)  # alike on all ranks
+    """Queue operations of all kinds in direct succession, before checking any."""
+    random = np.random.default_rng(5)  # equal on all ranks
     checks = []
     for step in range(60):
         numel = int(random.integers(1, 6000))
@@ -200,7 +201,7 @@ def mixture(c: Rank) -> None:
 
 SEED, STEP = 0x1234567890ABCDEF, 11
 TENSORS = {7: 1000, 3: 1, 9: 4099, 4: 0, 1: 128, 2: 20011}
-# Codecs of every combine; those of granule 0 take a tensor whole.
+# There are codecs of every combine; those of granule 0 take a whole tensor.
 SPECS = [
     "int8",
     "int4:block=64,rounding=stochastic",
@@ -215,7 +216,7 @@ SPECS = [
 
 
 def converted(array: np.ndarray, source: str, target: str) -> np.ndarray:
-    """Floats of one dtype as another; those that numpy does not know as uint16."""
+    """Convert floats between dtypes; those that numpy lacks are held as uint16."""
     dtypes = _C.DType.__members__
     out = np.empty(array.shape, dtype="f4" if target == "float32" else "u2")
     array = np.ascontiguousarray(array)
@@ -226,9 +227,9 @@ def converted(array: np.ndarray, source: str, target: str) -> np.ndarray:
 
 
 class Bucket:
-    """One rank's gradients and residuals, and the pieces that name them on its device.
+    """One rank's gradients and residuals on its device, and the pieces that refer to them.
 
-    Gradients have values of `dtype`; if `wide` they are float32.
+    Gradients have values of `dtype`; if `wide` they are stored as float32.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class Bucket:
             )
 
     def bytes(self, *results) -> list[bytes]:
-        """Of the results, and of the residuals that only this rank has written."""
+        """Return the bytes of the results, and of the residuals that only this rank has written."""
         return [buffer.get().tobytes() for buffer in (*results, *self.residuals)]
 
 
@@ -276,9 +277,9 @@ KEY = {"seed": SEED, "step": STEP}
 def coded(
     c: Rank, specs: list[str], feedback: bool = True, dtype: str = "float32", wide: bool = False
 ) -> list[list[bytes]]:
-    """All three operations with codecs; a piece has each of `specs` in turn.
+    """Run all three operations with codecs; the pieces cycle through `specs`.
 
-    `wide`: on float32 with values of `dtype`, to which the results are rounded in the end.
+    With `wide`, float32 buffers hold values of `dtype`, to which the results are rounded.
     """
     numel = sum(TENSORS.values())
     travels = "float32" if wide else dtype

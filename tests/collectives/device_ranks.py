@@ -1,7 +1,7 @@
-"""Ranks of a device group: threads, each with a GPU or, on the CPU, with memory that all share.
+"""Ranks of a device group: threads, each with a GPU or, on the CPU, with shared memory.
 
 A job gets a Rank and works on numpy arrays that it has put on the rank's device, so that one suite
-runs on both: on the CPU the kernels are those of the GPU, compiled by the C++ compiler.
+runs on both. On the CPU the kernels are the GPU's, compiled by the C++ compiler.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pycomm import _C
 
 Job = Callable[["Rank"], Any]
 ARENA = 64 << 20
-# Slots of a few kilobytes: whatever is larger goes in many rounds.
+# Slots are a few kilobytes, so larger data take many rounds.
 OPTIONS = {"timeout": 20.0, "blocks": 3, "staging_bytes": 3 * 2 * 4096, "coded_bytes": 1 << 16}
 
 
 class Buffer:
-    """Memory of a rank's device with the bytes of an array, and a shift from aligned memory."""
+    """The bytes of an array in a rank's device memory, at an offset from an aligned address."""
 
     def __init__(self, rank: Rank, array: np.ndarray, shift: int = 0) -> None:
         self.rank, self.dtype, self.shape = rank, array.dtype, array.shape
@@ -51,7 +51,7 @@ class Buffer:
 
 
 class Rank:
-    """One rank: `group` is its device group, `stream` where its work is queued."""
+    """One rank: `group` is its device group, `stream` the stream of its work."""
 
     def __init__(self, store: _C.Store, rank: int, size: int, cuda: bool, options: dict[str, Any]):
         self.rank, self.size, self.cuda, self.stream = rank, size, cuda, 0
@@ -60,7 +60,7 @@ class Rank:
 
             self.torch_stream = torch.cuda.Stream()
             self.stream = self.torch_stream.cuda_stream
-            # All memory before ranks meet: an allocation may wait for kernels of other ranks.
+            # Memory is allocated before the rendezvous: allocations may wait for peers' kernels.
             self.arena, self.used = torch.zeros(ARENA, dtype=torch.uint8, device="cuda"), 0
             torch.cuda.synchronize()
         index = 0 if cuda else -1
@@ -127,7 +127,7 @@ def attempt(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[
 
 
 def run(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
-    """The same, but the first error of any rank is raised again."""
+    """Run as `attempt` does, but raise the first error of any rank."""
     outcomes = attempt(size, job, cuda=cuda, **options)
     for outcome in outcomes:
         if isinstance(outcome, Exception):
@@ -146,7 +146,7 @@ def _process_main(
 
 
 def run_processes(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
-    """The same with processes; an error comes as its text, which no job returns."""
+    """Run as `run` does, on processes; an error arrives as its text, which no job returns."""
     context = get_context("spawn" if cuda else "fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,5 @@
-// Codecs of every kind that csrc/codecs/codec.h allows, as small as can be, for tests of the
-// collectives. A value is an integer times a power of two that its granule has: sums are exact.
+// Minimal codecs of every kind that csrc/codecs/base/codec.h allows, for tests of the collectives.
+// A value is an integer times its granule's power of two, so sums are exact.
 #include <pybind11/pybind11.h>
 
 #include <chrono>
@@ -10,7 +10,7 @@
 #include <thread>
 #include <tuple>
 
-#include "codecs/codec.h"
+#include "codecs/base/codec.h"
 #include "core/error.h"
 
 namespace py = pybind11;
@@ -25,7 +25,7 @@ struct Pair {
   int32_t code;
 };
 
-/// Keys that encoders were given: seed, rank and number of ranks.
+/// The keys of all encoder calls: seed, rank and number of ranks.
 std::mutex keys_mutex;
 std::set<std::tuple<uint64_t, uint32_t, uint32_t>> keys;
 
@@ -53,7 +53,7 @@ class Simple final : public Codec {
     return head(numel) + numel * (variable_ ? sizeof(Pair) : sizeof(int32_t));
   }
 
-  // Powers of two: their largest is one as well.
+  // The maximum of powers of two is also a power of two.
   void measure(Span<const float> in, const float* residual, Span<float> out,
                Stream) const override {
     for (size_t g = 0; g < out.size; g++) {

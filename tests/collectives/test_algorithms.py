@@ -16,7 +16,7 @@ from tests.ranks import attempt, run
 
 RANKS = [1, 2, 3, 4, 5, 7, 8]
 SIZES = [0, 1, 3, 17, 1000, 30011]
-# Those that the choice could hide: every other word means some of these.
+# Algorithms to test by name; the other values of `algo` are sets of these.
 ALGOS = ["one_shot", "two_shot", "bruck", "halving_doubling", "ring", "tree"]
 # Algorithms whose float sums are in rank order, by operation.
 RANK_ORDER = {
@@ -39,7 +39,7 @@ def rank_order(values, divisor=1):
 
 
 def all_collectives(c):
-    """Every collective that has algorithms, for all sizes; returns bytes that can be compared."""
+    """Run every collective that has algorithms, for all sizes; return bytes for comparison."""
     results = []
     n, root = c.size, c.size // 2
     for numel in SIZES:
@@ -123,7 +123,7 @@ def test_float_sums_are_in_rank_order(ranks, algo):
 
 @everywhere
 def test_halving_doubling_has_one_order_at_every_size(ranks):
-    """A sum is the same balanced tree wherever its element lies, however long the buffer is."""
+    """A sum is the same balanced tree at every position, for every length of the buffer."""
     sizes = [1, 17, 1000, 30011]
 
     def job(c):
@@ -167,7 +167,7 @@ COMBINATIONS = [
 
 
 def small_values(rank, dtype, numel):
-    """Bytes of values whose sums and products of a few are exact in every dtype."""
+    """Return bytes of values whose sums and products of a few are exact in every dtype."""
     names = {
         "float32": "f4", "float64": "f8", "float16": "f2", "complex64": "c8", "complex128": "c16",
         "bool": "?",
@@ -183,7 +183,7 @@ def small_values(rank, dtype, numel):
 
 @pytest.mark.parametrize("way", [*ALGOS, "hierarchical"])
 def test_every_dtype_and_op(way):
-    """Inputs for which every order gives the same bits; ranks are no power of two."""
+    """The inputs give the same bits in every order; the number of ranks is no power of two."""
     ranks, numel = 3, 777
     options = {"transport": "local", "algo": way, "segment_bytes": 256}
     if way == "hierarchical":
@@ -205,7 +205,9 @@ def test_every_dtype_and_op(way):
             data = small_values(r, dtype, numel)
             inputs.append((ctypes.c_uint8 * len(data)).from_buffer_copy(data))
         addresses = [ctypes.addressof(x) for x in inputs]
-        _C.reduce(dtype, op, addresses, addresses[0], numel, factor=2.0)
+        for address in addresses if op == _C.ReduceOp.premul_sum else []:
+            _C.scale(dtype, address, address, numel, 2.0)
+        _C.reduce(dtype, op, addresses, addresses[0], numel)
         want.append(bytes(inputs[0]))
     for results in run(ranks, job, **options):
         for combination, result, expected in zip(COMBINATIONS, results, want, strict=True):
@@ -237,7 +239,7 @@ CALLS = {
 }
 
 
-# The algorithms that a collective has; the others are `auto` for it.
+# The algorithms of each collective; for the others it uses `auto`.
 PAIRS = [
     (call, algo)
     for call, algos in {
@@ -254,12 +256,12 @@ PAIRS = [
 
 @pytest.mark.parametrize(("call", "algo"), PAIRS)
 def test_a_rank_that_leaves_ends_the_call_everywhere(call, algo):
-    lost = 0 if call in ("broadcast", "reduce") else 2  # in everybody's way, and not the last root
+    lost = 0 if call in ("broadcast", "reduce") else 2  # needed by all, and not the last root
 
     def job(c):
         c.barrier()
         if c.rank != lost:
-            for _ in range(3):  # whoever needs nothing from it may have ended the first
+            for _ in range(3):  # a rank that needs nothing from it may have completed the first
                 CALLS[call](c)
             c.barrier()
 
@@ -281,7 +283,7 @@ def test_a_rank_that_does_not_come_ends_the_call_everywhere(call, algo):
         c.barrier()
 
     for rank, outcome in enumerate(attempt(5, job, transport="local", algo=algo, timeout=0.4)):
-        if rank == 2:  # it may have needed nothing from those who gave up
+        if rank == 2:  # it may need nothing from the ranks that timed out
             continue
         assert isinstance(outcome, Timeout), outcome
         assert "rank 2 is missing" in str(outcome)

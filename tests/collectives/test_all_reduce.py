@@ -1,4 +1,4 @@
-"""all_reduce on every way: exact on integers, and the same bits on all ranks, always."""
+"""all_reduce on every way: exact on integers, and always the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ COMBINATIONS = [
 
 
 def raw(rank: int, dtype: _C.DType, numel: int) -> ctypes.Array:
-    """Any bytes: they mean something in every dtype but bool."""
+    """Return arbitrary bytes, which are valid values of every dtype but bool."""
     random = np.random.default_rng([rank, dtype.value])
     top = 2 if dtype == _C.DType.bool else 256
     data = random.integers(0, top, numel * _C.size_of(dtype), dtype=np.uint8).tobytes()
@@ -121,7 +121,7 @@ def test_every_dtype_and_op_is_the_core_reduction_in_rank_order(way):
         for dtype, op in COMBINATIONS:
             for numel in sizes:
                 x = raw(c.rank, dtype, numel)
-                c.core.all_reduce(ctypes.addressof(x), numel, dtype, op, 0.75)
+                c.core.all_reduce(ctypes.addressof(x), numel, dtype, op, 0.75 + c.rank)
                 results.append(bytes(x))
         return results
 
@@ -130,7 +130,9 @@ def test_every_dtype_and_op_is_the_core_reduction_in_rank_order(way):
         for numel in sizes:
             inputs = [raw(r, dtype, numel) for r in range(ranks)]
             addresses = [ctypes.addressof(x) for x in inputs]
-            _C.reduce(dtype, op, addresses, addresses[0], numel, factor=0.75)
+            for r, address in enumerate(addresses if op == _C.ReduceOp.premul_sum else []):
+                _C.scale(dtype, address, address, numel, 0.75 + r)
+            _C.reduce(dtype, op, addresses, addresses[0], numel)
             want.append(bytes(inputs[0]))
     for results in run(ranks, job, **WAYS[way]):
         for i, result in enumerate(results):

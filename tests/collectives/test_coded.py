@@ -24,7 +24,7 @@ CODECS = [
     "fp16",
     "fp32",
 ]
-# Sizes of a model's parameters: blocks that are not full, parts smaller than a block, and none.
+# Sizes of a model's parameters: incomplete blocks, parts smaller than a block, and zero.
 TENSORS = {7: 1000, 3: 1, 9: 4099, 4: 0, 1: 128, 2: 20011}
 SEED, STEP = 0x1234567890ABCDEF, 11
 
@@ -48,7 +48,7 @@ class Bucket:
     def __post_init__(self) -> None:
         for tensor in self.order if self.feedback else []:
             self.residuals[tensor] = gradient(self.rank, tensor, 100) / 50
-            # Only an element's owner may have a residual for it, but every rank must be ready.
+            # Only an element's owner may have a residual for it, but every rank has the memory.
             self.owner_residuals[tensor] = gradient(0, tensor, 200) / 50
 
     def all_reduce(self, c, step: int = 0, average: bool = True) -> dict[int, np.ndarray]:
@@ -69,7 +69,7 @@ class Bucket:
 
 
 def model(ranks: int, tensor: int, codec: str, average: bool = True, feedback: bool = True):
-    """The result, the workers' residuals and the owners' residual of a whole tensor at once."""
+    """Return the result, the workers' residuals and the owners' residual of a whole tensor."""
     code = pycomm.codec(codec)
     numel = TENSORS[tensor]
 
@@ -94,7 +94,7 @@ def model(ranks: int, tensor: int, codec: str, average: bool = True, feedback: b
 
 
 def reduce_once(order, codecs, **kwargs):
-    """A job: the result and the residuals of one call, by tensor."""
+    """Return a job that makes one call and returns its result and residuals, by tensor."""
     average = kwargs.pop("average", True)
 
     def job(c):
@@ -171,10 +171,10 @@ def test_exact_pieces_are_a_plain_all_reduce():
 
 @pytest.mark.parametrize("codec", ["int4", "int8", "fp8"])
 def test_nothing_is_lost_over_the_steps(codec):
-    """What was sent plus what the residuals still owe is what was put in.
+    """The sent values plus the remaining residuals equal the inputs.
 
-    Not exactly: each step rounds its float32 sums a few times, at values below 8, and half a unit
-    in the last place is 2**-22 there.
+    This is not exact: each step rounds its float32 sums a few times, at values below 8, and half a
+    unit in the last place is 2**-22 there.
     """
     ranks, steps = 3, 20
 

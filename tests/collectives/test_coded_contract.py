@@ -1,6 +1,6 @@
-"""Coded collectives with codecs of every kind that the contract allows: simple_codecs.cpp.
+"""Coded collectives with every kind of codec that the contract allows (simple_codecs.cpp).
 
-What such a codec does can be computed exactly: every value is an integer times a power of two.
+The results can be computed exactly, since every value is an integer times a power of two.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import pytest
 
 import pycomm
 from pycomm import _C
-from pycomm.codecs.cuda_kernels import include_folder
+from pycomm.codecs.cuda.sources import include_folder
 from pycomm.communicator import Piece
-from pycomm.health.compare import compare
-from pycomm.health.figures import account
+from pycomm.straggler.compare import compare
+from pycomm.straggler.stats import rank_stats
 from tests.collectives.test_hierarchical import options
 from tests.collectives.ways import WAYS, bits
 from tests.ranks import attempt, run, run_processes
@@ -64,7 +64,7 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def gradient(rank: int, rows: int = 1) -> np.ndarray:
-    """Sparse, so that payloads vary; multiples of 1/1024 below 16, so that nothing is rounded."""
+    """Return sparse values, so that payloads vary; multiples of 1/1024 below 16 are exact."""
     random = np.random.default_rng([rank, rows])
     values = random.integers(-(1 << 13), 1 << 13, (rows, OFFSETS[-1])) / 1024
     return (values * (random.random(values.shape) < 0.3)).astype(np.float32)
@@ -76,7 +76,7 @@ def debts(rank: int, rows: int = 1) -> np.ndarray:
 
 
 def scale(kind: dict[str, Any], ps: list[np.ndarray]) -> np.ndarray:
-    """What the encoders of these values agree on, for each value."""
+    """Return the scale that the encoders agree on, for each value."""
     numel = ps[0].size
     width = kind["granule"] or max(1, numel)
     most = np.max(np.abs(ps), axis=0)
@@ -93,7 +93,7 @@ def through(kind: dict[str, Any], p: np.ndarray, unit: np.ndarray) -> np.ndarray
 
 
 def model(kind: dict[str, Any], ps: list[np.ndarray], divisor: int, owed: np.ndarray | None):
-    """The result of one tensor, what each rank owes, and what its owners owe."""
+    """Return one tensor's result, each rank's residual, and the owners' residual."""
     if ps[0].size == 0:
         return ps[0], ps, ps[0]
     unit = scale(kind, ps)
@@ -124,7 +124,7 @@ def pieces(codec: Any, owed: np.ndarray, owners: np.ndarray | None = None) -> li
 
 
 def by_tensor(rows: np.ndarray) -> list[np.ndarray]:
-    """A copy, cut as the residuals of pieces are: [rows, size] for each tensor."""
+    """Return a copy in the layout of pieces' residuals: [rows, size] for each tensor."""
     return [rows[:, b : b + n].copy() for b, n in zip(OFFSETS[:-1], SIZES, strict=True)]
 
 
@@ -173,15 +173,15 @@ def test_result_does_not_depend_on_transport_or_segments(codecs, kind, way):
 
 @kinds
 def test_on_nodes_there_is_one_result(codecs, kind):
-    """Of the node's sums, as if nodes were ranks."""
+    """The result is that of the nodes' sums, as if nodes were ranks."""
     outcomes = run(4, all_reduce(codecs.Simple(**kind)), **options("mixed"))
     for i, (begin, size) in enumerate(zip(OFFSETS[:-1], SIZES, strict=True)):
         part = slice(begin, begin + size)
         ps, start = [], debts(0)[0, part]
         for node in ([0, 2], [1, 3]):
             p = sum(gradient(r)[0, part] for r in node)
-            # What is owed lies on the rank that codes the value: it alone has written there, where
-            # the debt has changed. Where it has not, either rank's debt may be what was paid.
+            # A residual is on the rank that encodes the value: where it has changed, no other rank
+            # has written. Where it has not, either rank's residual may have been applied.
             paid = [outcomes[r][2][i][0] != debts(r)[0, part] for r in node]
             first = share_of(outcomes, i, node[0], part, paid[0], paid[1])
             ps.append(p + np.where(first, *(debts(r)[0, part] for r in node)))
@@ -192,18 +192,18 @@ def test_on_nodes_there_is_one_result(codecs, kind):
 
 
 def share_of(outcomes, tensor, rank, part, ours, theirs) -> np.ndarray:
-    """Which values of a tensor the first rank of a node codes, by where debts have changed."""
+    """Return the values that a node's first rank encodes, from where residuals have changed."""
     numel = ours.size
     cut = int(np.argmax(theirs)) if theirs.any() else numel
     last = numel - int(np.argmax(ours[::-1])) if ours.any() else 0
     assert last <= cut
-    # Somewhere in between, where neither has changed: at a multiple of what the cuts are made at.
+    # The cut lies in between, where neither has changed, at a multiple of the granularity of cuts.
     return np.arange(numel) < cut
 
 
 @kinds
 def test_both_halves(codecs, kind):
-    """reduce_scatter and all_gather of rows."""
+    """Rows go through reduce_scatter and all_gather."""
     ranks, codec = 3, codecs.Simple(**kind)
 
     def job(c):
@@ -233,7 +233,7 @@ def test_both_halves(codecs, kind):
 @pytest.mark.parametrize("combine", ["recode", "sum", "gather"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_keys(codecs, combine, shared):
-    """Who encodes, with which seed: docs of Codec::shared_seed and of hop_seed in coded.h."""
+    """Each encoder uses the seed that Codec::shared_seed and hop_seed in coded.h document."""
     ranks = 3
     codec = codecs.Simple(combine, shared_seed=shared)
     codecs.take_keys()
@@ -277,7 +277,7 @@ def test_a_size_that_cannot_be_is_an_error_on_every_rank(codecs, combine, way):
 
     for error in attempt(3, job, **WAYS[way]):
         assert isinstance(error, pycomm.WireMismatch)
-        # By a peer before it receives, or by rank 1 itself when it decodes.
+        # The error comes from a peer before it receives, or from rank 1 itself when it decodes.
         assert re.search(r"rank 1 (is to send|sent a payload of simple .* has) 6 bytes", str(error))
 
 
@@ -287,7 +287,7 @@ def test_between_processes(codecs):
 
 
 def test_a_rank_that_does_not_come_is_named(codecs):
-    """Also while ranks agree on what they have measured."""
+    """It may also be missing while ranks agree on their amax values."""
 
     def job(c):
         if c.rank == 1:
@@ -305,7 +305,7 @@ def test_the_rank_whose_codec_is_slow_is_named(codecs):
         codec = codecs.Simple("recode", rests=3 if c.rank == 1 else 0)
         for _ in range(10):
             c.all_reduce_coded(np.ones(300, np.float32), codec)
-        return account(c.core.trace())
+        return rank_stats(c.core.trace())
 
     health = compare(run(3, job, **WAYS["window"]))
     assert health is not None

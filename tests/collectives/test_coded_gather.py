@@ -17,12 +17,12 @@ from tests.collectives.ways import WAYS, bits
 from tests.ranks import attempt, run, run_processes
 
 WHOLE, CHUNKED = "topk:density=0.05", "topk:density=0.1,values=int8,chunk=4096"
-# Pieces that are gathered among others that are owned, at the ends and in the middle.
+# Gathered pieces lie among owned ones, at the ends and in the middle.
 MIXED = dict(zip(TENSORS, [WHOLE, "fp32", "int4", CHUNKED, "int8", CHUNKED], strict=True))
 
 
 def model(ranks: int, tensor: int, codec: str, average: bool):
-    """The result, and what each rank owes afterwards."""
+    """Return the result and each rank's residual."""
     code, numel = pycomm.codec(codec), TENSORS[tensor]
     total, residuals = None, []
     for r in range(ranks):
@@ -73,7 +73,7 @@ def test_between_processes():
 
 @pytest.mark.parametrize("name", ["2+2", "mixed", "2+1+2"])
 def test_on_nodes_all_ranks_have_one_result(name):
-    """A node's sum is encoded once, by one rank; nothing of it is lost."""
+    """A node's sum is encoded once, by one rank, and nothing of it is lost."""
 
     def exchange(c):
         x, owed = gradient(c.rank, 2), np.zeros(TENSORS[2], np.float32)
@@ -89,12 +89,12 @@ def test_on_nodes_all_ranks_have_one_result(name):
     count = len(set(nodes))
     assert 0 < np.count_nonzero(result) <= count * -(-len(result) * 5 // 100)
     owed = sum(o[1].astype("d") for o in outcomes)
-    # A few float32 sums of values below 16, half a unit in the last place being 2**-21 there.
+    # The error is a few float32 sums of values below 16, where half an ulp is 2**-21.
     assert np.abs(result + owed - exact).max() < 8 * 2**-21
 
 
 def test_each_half_takes_gathered_codecs():
-    """In a reduce_scatter a payload goes to the owner of its row alone."""
+    """In a reduce_scatter a payload goes only to the owner of its row."""
     ranks, row = 3, 5000
 
     def exchange(c):
@@ -146,11 +146,11 @@ def test_bytes_are_those_of_the_payloads():
     numel, ranks = 1 << 18, 3
 
     def sent(c):
-        c.all_reduce_coded(np.ones(numel, np.float32), WHOLE)  # connects
+        c.all_reduce_coded(np.ones(numel, np.float32), WHOLE)  # connects the ranks
         before = c.wire_bytes()
         c.all_reduce_coded(np.ones(numel, np.float32), WHOLE)
         bytes_sent = c.wire_bytes() - before
-        c.barrier()  # goodbyes are answered
+        c.barrier()  # waits for the answers to closes
         return bytes_sent
 
     payload = (ranks - 1) * pycomm.codec(WHOLE).encoded_bytes(numel)

@@ -21,7 +21,7 @@ MIXED = dict(zip(TENSORS, CODECS, strict=True))
 
 
 def members(nodes):
-    """The ranks of each node; nodes in the order of their lowest rank."""
+    """Return the ranks of each node; nodes are in the order of their lowest rank."""
     return [[r for r, n in enumerate(nodes) if n == node] for node in dict.fromkeys(nodes)]
 
 
@@ -36,7 +36,7 @@ def job(codecs):
 
 
 def check(outcomes, nodes, codecs):
-    """Against a model of whole tensors; each residual lies on one rank of its node."""
+    """Compare with a model of whole tensors; each residual lies on one rank of its node."""
     by_node = members(nodes)
     for tensor, codec in codecs.items():
         code, numel = pycomm.codec(codec), TENSORS[tensor]
@@ -48,7 +48,7 @@ def check(outcomes, nodes, codecs):
         total = None
         for k, ranks in enumerate(by_node):
             p = sum_of([torch.from_numpy(gradient(r, tensor)) for r in ranks])
-            # Whose residual counts is known from who has written it: exact codecs write zeros.
+            # The residual that counts is the one that was written: exact codecs write zeros.
             owed = torch.zeros(numel)
             coded = torch.zeros(numel, dtype=torch.int64)
             for r in ranks:
@@ -107,7 +107,7 @@ def test_exact_pieces_are_a_plain_all_reduce(name):
 
 
 def test_each_byte_of_a_payload_goes_over_a_link_once():
-    """Between two nodes of two ranks: half as much as flat, and every rank sends its part."""
+    """Two nodes of two ranks exchange half the flat traffic, and every rank sends its part."""
 
     def sent(c):
         before = c.wire_bytes()
@@ -153,7 +153,7 @@ def test_codecs_that_differ_are_an_error_on_every_rank(rank):
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_rank_that_does_not_come_is_named(lost):
-    """Whether its node waits for it or another one."""
+    """Its own node may wait for it, or another one."""
 
     def absent(c):
         if c.rank == lost:

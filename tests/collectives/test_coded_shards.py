@@ -55,7 +55,7 @@ def seed_of(rank: int, row: int) -> int:
 
 
 def coded(row: np.ndarray, owed: dict[int, np.ndarray], at: int, seed: int) -> np.ndarray:
-    """What arrives of a row; `owed[tensor][at]` becomes what is still owed."""
+    """Return the decoded row, and update `owed[tensor][at]` to the new residual."""
     result, begin = row.copy(), 0
     for tensor, (codec, numel) in SHARDS.items():
         code = pycomm.codec(codec)
@@ -69,7 +69,7 @@ def coded(row: np.ndarray, owed: dict[int, np.ndarray], at: int, seed: int) -> n
 
 
 def model_of_reduce_scatter(ranks: int, average: bool):
-    """The rows of the result, and each rank's residuals."""
+    """Return the rows of the result, and each rank's residuals."""
     owed = [residuals(r, ranks) for r in range(ranks)]
     inputs = [values(r, ranks) for r in range(ranks)]
     rows = []
@@ -170,7 +170,7 @@ def test_two_halves_without_codecs_are_the_plain_ones():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_every_rank_knows_of_a_value_that_is_not_finite(bad):
-    """The owner of another row sees it only in its own."""
+    """The owner of another row sees it only in its own row."""
 
     def job(c):
         data, out = np.ones((c.size, ROW), np.float32), np.empty(ROW, np.float32)

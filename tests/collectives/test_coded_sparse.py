@@ -1,4 +1,4 @@
-"""Sparse and lossless codecs in the coded all-reduce: what their combine promises, end to end."""
+"""Sparse and lossless codecs in the coded all-reduce: the promises of their combine, end to end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SHARED = -2  # the hop whose seed all ranks share
 
 
 def gradient(rank: int, tensor: int) -> np.ndarray:
-    """Small integers: their sums are exact in any order."""
+    """Return small integers, whose sums are exact in any order."""
     random = np.random.default_rng([rank, tensor])
     return random.integers(-1000, 1000, NUMEL[tensor]).astype(np.float32)
 
 
 def reduce(ranks: int, spec: str, feedback: bool) -> list[tuple[list, list]]:
-    """Each rank's results and residuals, by tensor."""
+    """Return each rank's results and residuals, by tensor."""
     codec = pycomm.codec(spec)
 
     def rank_main(c):

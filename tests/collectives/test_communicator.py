@@ -1,4 +1,4 @@
-"""The Python face: what arrays it takes, and what it says about itself."""
+"""The Python Communicator: the arrays that it accepts, and its description of itself."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_group_says_how_it_talks_and_counts_its_bytes():
             c.all_reduce(np.ones(1000, np.float32))
             return c.wire_bytes() - before[0], c.sent_bytes() - before[1]
 
-        # Further sockets of a lane greet each other while the first is at work already.
+        # Further sockets of a lane do their handshake while the first is in use already.
         return c.describe(), repr(c), *min(sent() for _ in range(10))
 
     text, shown, wire, sent = run(2, job)[0]

@@ -1,4 +1,4 @@
-"""The bits of a sum depend on its inputs and the number of ranks, and on nothing else."""
+"""Determinism: the bits of a sum depend only on its inputs and the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import run
 
 NUMEL = 60_000  # two-shot over channels, several slots of the window
 PREFIXES = [1, 29, 31, 1000, 8191, 33_000]  # within a flag's line, one-shot, one slot, two-shot
-# Every way whose sums are in the order of ranks: all that the choice by itself may take.
+# All ways whose sums are in rank order; automatic choice is restricted to these.
 WAYS = {
     "window": {"transport": "local"},
     "one-shot": {"transport": "local", "algo": "one_shot"},
@@ -31,7 +31,7 @@ all_ranks = pytest.mark.parametrize("ranks", [2, 3, 4])
 
 
 class Values:
-    """Values of many magnitudes: another order of a sum is another result. As raw bytes."""
+    """Values of many magnitudes, as raw bytes: another order of a sum changes the result."""
 
     def __init__(self, dtype, rank, numel):
         wide = floats(rank, numel).view(np.uint32)
@@ -67,7 +67,7 @@ def reduce_scatter(c, values):
 
 
 def in_rank_order(dtype, ranks, numel=NUMEL):
-    """The sums by the core's reduction in one process: what every way must give."""
+    """Return the core's sums in one process, which every way must reproduce."""
     inputs = [Values(dtype, rank, numel) for rank in range(ranks)]
     out = inputs[0].part(0, numel)
     pointers = [values.array.ctypes.data for values in inputs]
@@ -85,7 +85,7 @@ def test_a_part_of_a_message_has_the_bits_that_it_has_alone(way, dtype, ranks):
         mine = Values(dtype, c.rank, NUMEL)
         whole = all_reduce(c, mine.part(0, NUMEL))
         prefixes = [all_reduce(c, mine.part(0, numel)) for numel in PREFIXES]
-        # Buckets of uneven sizes, with the last element of one right before the first of the next.
+        # Buckets have uneven sizes, with one's last element right before the next one's first.
         edges = [0, 7, 1000, 1001, 20_000, 52_345, NUMEL]
         buckets = [all_reduce(c, mine.part(*edge)) for edge in itertools.pairwise(edges)]
         return whole, prefixes, buckets
@@ -115,7 +115,7 @@ def test_reduce_scatter_has_the_bits_of_all_reduce(way, dtype, ranks):
 @ways
 @dtypes
 def test_arrival_does_not_matter(way, dtype):
-    """In each run another rank comes first, and in the middle of a run ranks fall behind."""
+    """Another rank comes first in each run, and during a run ranks are delayed."""
     ranks = 3
     want = in_rank_order(dtype, ranks)
 

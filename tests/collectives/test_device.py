@@ -1,7 +1,7 @@
-"""Collectives by kernels that read each other's memory, run by the CPU over shared memory.
+"""Collectives by kernels that read peers' memory, run by the CPU over shared memory.
 
-Sources, flags and memory are those of GPUs without peer access: what a thread block does there one
-thread does here. tests/collectives/test_device_gpu.py runs the same jobs on a GPU.
+Sources, flags and memory are those of GPUs without peer access; a thread takes the role of a thread
+block. tests/collectives/test_device_gpu.py runs the same jobs on a GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_between_processes(ranks):
 
 
 def test_a_call_can_be_made_again_as_it_is():
-    """As a captured graph does: the same arguments, counts that go on by themselves."""
+    """A captured graph does so: its arguments stay the same, and counters advance by themselves."""
 
     def job(c):
         x = c.put(np.ones(5000, dtype="f4"))
@@ -94,14 +94,14 @@ def test_an_absent_rank_is_named_within_the_limit():
         c.group.set_timeout(0.3)
         if c.rank == 2:
             time.sleep(1.2)
-            with pytest.raises(pycomm.Timeout) as caught:  # told by the others
+            with pytest.raises(pycomm.Timeout) as caught:  # reported by the other ranks
                 c.group.check()
             return str(caught.value)
         start = time.monotonic()
         with pytest.raises(pycomm.Timeout) as caught:
             reduce_once(c)
         assert time.monotonic() - start < 1.0
-        with pytest.raises(pycomm.Timeout):  # and from here on always
+        with pytest.raises(pycomm.Timeout):  # and in every later call
             reduce_once(c)
         return str(caught.value)
 

@@ -13,7 +13,7 @@ from tests.collectives.device_ranks import Rank, run
 
 
 class OnChannels(Rank):
-    """A rank of a communicator with the calls of a device group."""
+    """A rank of a communicator with the interface of a device group."""
 
     def __init__(self, communicator):
         self.rank, self.size, self.cuda = communicator.rank, communicator.size, False
@@ -38,7 +38,7 @@ def by_channels(ranks, specs, segment=0, nodes=(), **options):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_bytes_of_the_communicator(ranks, feedback):
-    """Pieces with all codecs in one bucket."""
+    """One bucket has pieces with all codecs."""
     specs = jobs.SPECS[:6] if feedback else jobs.SPECS[3:]
     want = by_channels(ranks, specs, feedback=feedback)
     got = run(ranks, lambda c: jobs.coded(c, specs, feedback), coded_bytes=1 << 21)
@@ -48,7 +48,7 @@ def test_bytes_of_the_communicator(ranks, feedback):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("specs", [jobs.SPECS[:6], jobs.SPECS[6:]], ids=["recoded", "others"])
 def test_small_floats_are_rounded_once(dtype, specs):
-    """As if the bucket were float32 all the way, over channels and over peers' memory."""
+    """Results equal those of a float32 bucket, over channels and over peers' memory."""
     options = {"feedback": specs is not jobs.SPECS[6:], "dtype": dtype}
     want = by_channels(3, specs, wide=True, **options)
     assert by_channels(3, specs, **options) == want
@@ -65,7 +65,7 @@ def test_small_floats_of_several_nodes(dtype):
 
 @pytest.mark.parametrize(("dtype", "overflows"), [("float16", True), ("bfloat16", False)])
 def test_what_only_the_cast_makes_infinite_is_found_on_all_ranks(dtype, overflows):
-    """40000 on two ranks: their sum is no float16."""
+    """With 40000 on two ranks the sum is no float16."""
 
     def job(c):
         values = jobs.converted(np.full(70, 40000, dtype="f4"), "float32", dtype)
@@ -84,7 +84,7 @@ def test_what_only_the_cast_makes_infinite_is_found_on_all_ranks(dtype, overflow
 
 @pytest.mark.parametrize("spec", ["int8", "randomk:10", "lossless"])
 def test_stages_change_nothing(spec):
-    """Places of a few kilobytes: a tensor goes in many stages."""
+    """With slots of a few kilobytes a tensor goes in many stages."""
     assert run(3, lambda c: jobs.coded(c, [spec]), coded_bytes=1 << 15) == by_channels(3, [spec])
 
 

@@ -1,6 +1,6 @@
 """The jobs of test_device.py and test_device_coded.py on a GPU that all ranks share.
 
-Ranks are streams of this process or processes; both ways of showing memory are taken.
+Ranks are streams of this process or processes; both ways of sharing memory are tested.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import time
 
-# Kernels of ranks wait for each other. So each stream has a queue of its own, and all kernels are
-# loaded before the first runs, since loading may wait for those that run.
+# Kernels of ranks wait for each other, so each stream needs its own queue. All kernels are loaded
+# before the first runs, since loading may wait for running kernels.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
@@ -54,7 +54,7 @@ def test_the_count_of_meetings_passes_its_end():
 @every_memory
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_between_processes(ranks, memory):
-    """They take turns on the GPU, so every meeting costs a turn."""
+    """They take turns on the GPU, so every synchronization costs a turn."""
     run_processes(ranks, jobs.reduce_and_scatter, cuda=True, memory=memory)
 
 

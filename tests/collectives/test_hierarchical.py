@@ -1,4 +1,4 @@
-"""Ranks on several nodes: right bits in one order at every size, and bytes over a link once."""
+"""Hierarchical collectives: right bits in one order at every size, and bytes over a link once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.collectives.test_algorithms import (
 from tests.collectives.ways import TINY, bits, floats
 from tests.ranks import attempt, run, run_processes
 
-# The node of each rank: even and uneven ones, in order and mixed, one that is alone.
+# The node of each rank: equal and unequal nodes, in order and mixed, and a node of one rank.
 NODES = {
     "2+2": [0, 0, 1, 1],
     "mixed": [0, 1, 0, 1],
@@ -38,7 +38,7 @@ def options(name, **more):
 
 
 def node_order(nodes, values, divisor):
-    """The order of hierarchical sums: ranks of a node, then nodes by their first rank."""
+    """Return sums in hierarchical order: ranks of a node, then nodes by their first rank."""
     sums = {}
     for node, value in zip(nodes, values, strict=True):
         sums[node] = sums[node] + value if node in sums else value.copy()
@@ -116,14 +116,14 @@ def test_lists_of_uneven_parts():
 
 
 def wire_bytes(name, call, numel):
-    """Bytes that each node sends, without what a call of no elements sends."""
+    """Return the bytes that each node sends, minus those of an empty call."""
 
     def job(c):
         c.barrier()
         before = c.wire_bytes()
         call(c, numel)
         sent = c.wire_bytes() - before
-        c.barrier()  # goodbyes are answered, which counts
+        c.barrier()  # answers to closes count, so wait for them
         return sent
 
     sent: dict[int, int] = {}
@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_come_ends_the_call_everywhere(call):
         c.barrier()
 
     for rank, outcome in enumerate(attempt(4, job, **options("2+2", timeout=0.4))):
-        if rank == 3:  # it may have needed nothing from those who gave up
+        if rank == 3:  # it may need nothing from the ranks that timed out
             continue
         assert isinstance(outcome, Timeout), outcome
         assert "rank 3 is missing" in str(outcome)
@@ -222,10 +222,10 @@ def test_ranks_must_agree_on_the_nodes():
 
 @pytest.mark.parametrize("name", ["2+2", "2+1+2"])
 def test_bytes_travel_while_ranks_wait_inside_their_node(name):
-    """A slow link still holds what one rank sends when its node's next step begins.
+    """A slow link still holds a rank's data when its node's next step begins.
 
-    For that step it waits in shared memory for a rank that waits for another node, and so on in a
-    circle, unless the first goes on sending.
+    In that step the rank waits in shared memory for a rank that waits for another node, and so on.
+    This circle is a deadlock unless the first rank continues to send.
     """
 
     def job(c):

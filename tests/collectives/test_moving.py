@@ -1,4 +1,4 @@
-"""The other collectives: every byte ends where it belongs, on every way."""
+"""Collectives without reduction: every byte arrives at its place, on every way."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ everywhere = pytest.mark.parametrize("ranks", RANKS)
 
 
 def each_size(job):
-    """A job for `run` that calls ``job(c, numel)`` for every size."""
+    """Return a job that calls ``job(c, numel)`` for every size."""
     return lambda c: [job(c, numel) for numel in SIZES]
 
 
 def all_equal(outcomes, want):
-    """Every rank's result for every size is ``want(rank, numel)``."""
+    """Check that every rank's result for every size is ``want(rank, numel)``."""
     for rank, results in enumerate(outcomes):
         for numel, result in zip(SIZES, results, strict=True):
             assert np.array_equal(result, want(rank, numel)), (rank, numel)
@@ -139,7 +139,7 @@ def test_uneven_all_to_all(way, ranks):
 
 
 def part(source, target):
-    """Of a size of its own for each pair of ranks; some are empty."""
+    """Return a size specific to each pair of ranks; some are zero."""
     return integers(10 * source + target, (source * target + source) % 5 * 1000)
 
 
@@ -217,7 +217,7 @@ def test_sizes_that_differ_are_named_on_every_rank(way, op):
 
     def job(c):
         call(c, [1, 2, 4 if c.rank == 2 else 3])
-        c.barrier()  # a rank whose own sizes are right learns of it here
+        c.barrier()  # a rank whose own sizes are right gets the error here
 
     outcomes = attempt(3, job, **WAYS[way])
     for outcome in outcomes:

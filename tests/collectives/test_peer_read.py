@@ -1,4 +1,4 @@
-"""Large buffers between processes: the kernel copies them once, and nobody sees a difference."""
+"""cma (process_vm_readv): the kernel copies large buffers of peers once, with the same results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.collectives.ways import floats, integers
 from tests.ranks import run, run_processes
 
 RANKS = [2, 3, 4]
-# Elements of a rank, in float32: below the sizes at which reading begins, above all of them, and of
-# several blocks. None is a whole number of cache lines per rank.
+# Elements per rank, in float32: below the sizes at which cma begins, above all of them, and several
+# blocks. None is a whole number of cache lines per rank.
 SIZES = [1001, 40_003, 700_001, 1_900_003]
 LARGEST = 4_300_007
 
@@ -28,7 +28,7 @@ def digest(*arrays):
 
 
 def everything(c, place=lambda values: values):
-    """Digests of what every collective gives on this rank; `place` says where buffers lie."""
+    """Return digests of every collective's result on this rank; `place` places the buffers."""
     ranks, me, root = c.size, c.rank, c.size - 1
     out = {}
     for n in SIZES:
@@ -78,7 +78,7 @@ def everything(c, place=lambda values: values):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_same_bits_as_through_staging(ranks):
-    """Threads go through staging."""
+    """Ranks that are threads use staging."""
     assert run_processes(ranks, everything) == run(ranks, everything)
 
 
@@ -99,7 +99,7 @@ def test_same_bits_where_some_lie_in_heaps(ranks, who):
 
 
 def staged_bytes(c, numel=1_000_000):
-    """What each collective of a large buffer shows to others in staging."""
+    """Return the bytes that each collective of a large buffer puts into staging."""
     x, wide, out = np.ones(numel), np.ones(c.size * numel), np.ones(c.size * numel)
     calls = {
         "all_reduce": lambda: c.all_reduce(x),
@@ -110,7 +110,7 @@ def staged_bytes(c, numel=1_000_000):
         "gather": lambda: c.gather(x, out, 0),
         "scatter": lambda: c.scatter(wide, x, 0),
     }
-    c.barrier()  # from here on all ranks know who can read whom
+    c.barrier()  # after this, all ranks know which ranks can read which
     counts = {}
     for name, call in calls.items():
         before = c.sent_bytes()
@@ -120,7 +120,7 @@ def staged_bytes(c, numel=1_000_000):
 
 
 def may_read_itself_in_a_child():
-    """True where processes of one user may read each other, so that ranks do."""
+    """Return whether processes of one user may read each other, so that ranks do."""
     word = ctypes.c_uint64(0x1234)
     child = os.fork()
     if child == 0:
@@ -145,7 +145,7 @@ needs_reading = pytest.mark.skipif(
 @needs_reading
 @pytest.mark.parametrize("ranks", RANKS)
 def test_nothing_large_goes_through_staging(ranks):
-    """With more than two ranks only where that is faster."""
+    """With more than two ranks, cma is used only where it is faster."""
     staged = set() if ranks == 2 else {"all_reduce", "all_gather", "broadcast"}
     for rank, counts in enumerate(run_processes(ranks, staged_bytes)):
         expected = staged if rank == 0 else staged - {"broadcast"}
@@ -158,18 +158,18 @@ CAPABILITIES_3 = 0x20080522
 
 
 def hide():
-    """No other process of this user may read our memory from here on."""
+    """Forbid other processes of this user to read this process's memory from now on."""
     assert ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
 
 
 def drop_rights():
-    """Root without capabilities may not read processes that have some."""
+    """Drop all capabilities: then even root may not read processes that have some."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_3, 0)
     assert ctypes.CDLL(None).syscall(SYS_CAPSET, header, (ctypes.c_uint32 * 6)()) == 0
 
 
 def test_where_reading_is_forbidden_staging_is_used():
-    """One pair of ranks is enough: then no rank reads."""
+    """If one pair of ranks cannot read, no rank reads."""
 
     def job(c):
         return everything(c), staged_bytes(c)

@@ -1,4 +1,4 @@
-"""Sends meet receives by rank and tag, in order of posting, whoever is first."""
+"""Send and receive: messages match by rank and tag in order of posting, however they arrive."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_receiver_keeps_little_of_what_nobody_receives(way, count, numel):
             for request in requests:
                 request.wait()
             return sent
-        # What has come before this one is there as well.
+        # Messages sent earlier have arrived as well.
         c.recv(np.empty(1, np.float32), 0, tag=count).wait()
         c.barrier()
         c.barrier()
@@ -104,13 +104,13 @@ def test_receiver_keeps_little_of_what_nobody_receives(way, count, numel):
             c.recv(out, 0, tag=i).wait()
             assert np.array_equal(out, floats(i % 7, numel))
 
-    # 1 MiB of bytes, and headers: the messages have 12 and 8 MB.
+    # The limit is 1 MiB of bytes plus headers; the messages have 12 and 8 MB.
     assert run(2, job, **WAYS[way])[0] < 2.5e6
 
 
 @everywhere
 def test_long_messages_meet_in_any_order(way):
-    # As pipelines and batch_isend_irecv post them: all at once, and waited for in turn.
+    # Pipelines and batch_isend_irecv post all at once, and wait for them in turn.
     numel = 200_003
 
     def job(c):
@@ -275,7 +275,7 @@ def test_a_group_that_ends_with_a_receive_undone_leaves_no_memory():
             with Communicator(None, 0, 1) as communicator:
                 communicator.recv(np.zeros(8), 0)
 
-    groups(50)  # what is made once
+    groups(50)  # for allocations that are made once
     before = held_at_rest()["heap_kib"]
     groups(500)
     assert held_at_rest()["heap_kib"] - before < 100  # 2 KiB each would be a thousand
@@ -301,12 +301,12 @@ def test_between_processes():
 )
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_forked_child_drops_the_group_and_its_threads(transport):
-    """As a data loader's worker does when it collects the trainer's garbage."""
+    """A data loader's worker does this when it collects the trainer's garbage."""
 
     def job(c):
         out = np.empty(10, np.float32)
         request = c.recv(out, 1 - c.rank)
-        time.sleep(0.02)  # nobody waits: the group's thread takes over
+        time.sleep(0.02)  # no call waits, so the group's thread takes over
         child = os.fork()
         if child == 0:
             dropped = threading.Event()

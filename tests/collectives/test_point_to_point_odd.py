@@ -1,6 +1,6 @@
-"""A peer that does not keep to the protocol of sends and receives ends the group with an error that
-names it, before room is made for what it says. Rank 1 is a bare transport here, without a
-communicator: it says what it likes.
+"""Protocol violations of sends and receives: a faulty peer ends the group with an error that names
+it, before memory is allocated for what it announces. Rank 1 is a bare transport here, without a
+communicator, and sends arbitrary messages.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from pycomm.errors import Error
 from tests.ranks import OPTIONS, join
 
 SECONDS = OPTIONS["timeout"]
-LANE = 1  # of sends and receives
+LANE = 1  # the lane of sends and receives
 EAGER, OFFER, READY, PAYLOAD, CREDIT = range(5)
-KEPT, COST, LONGEST = 1 << 20, 128, 64 << 10  # point_to_point_request.h
+KEPT, COST, LONGEST = 1 << 20, 128, 64 << 10  # point_to_point/request.h
 
 
 class Peer:
     """Rank 1 of two: its end of the lane."""
 
     def __init__(self, store: Store, group: str, transport: str) -> None:
-        word = store.get(f"{group}/here/0", SECONDS)
-        store.set(f"{group}/here/1", word.decode())
+        word = store.get(f"{group}/here/0", SECONDS).decode()
+        store.set(f"{group}/here/1", word)
+        # A communicator publishes the host in its first value; a bare transport looks it up.
+        host = word.partition("\x1etcp-host\x1f")[2].partition("\x1e")[0]
+        store.set(f"{group}/tcp-host/0", host)
         self.transport = _C.Transport(transport, store, group, 1, 2, timeout=SECONDS)
         self.channel = self.transport.channel(0, LANE)
         self.tag = _C.OpTag("send", seq=0, dtype=_C.DType.uint8)
-        self.sent: list[ctypes.Array[ctypes.c_char]] = []  # must stay until it has left
+        self.sent: list[ctypes.Array[ctypes.c_char]] = []  # must stay alive until it is sent
         self.lock, self.over = threading.Lock(), threading.Event()
         self.drives = threading.Thread(target=self.drive, daemon=True)
         self.drives.start()
@@ -61,7 +64,7 @@ class Peer:
 
 @pytest.fixture(params=["local", "tcp"])
 def ends(request):
-    """Rank 0's communicator, and its peer."""
+    """Return rank 0's communicator, and its peer."""
     store = Store.local()
     peers: list[Peer] = []
     meets = threading.Thread(
@@ -103,7 +106,7 @@ def test_no_more_is_kept_than_the_bound(ends, size):
         peer.says(EAGER, size, tag=1)
         if size:
             peer.sends(bytes(size))
-    peer.says(OFFER, 8, tag=7)  # offers are not kept
+    peer.says(OFFER, 8, tag=7)  # offers are not stored
     posted = communicator.recv(np.zeros(8, np.uint8), 1, tag=7)
     assert not posted.done()
     peer.says(EAGER, size, tag=1)
@@ -130,7 +133,7 @@ def test_what_means_nothing_ends_the_group(ends, said, text):
 def test_a_place_takes_the_bytes_of_its_size_alone(ends):
     communicator, peer = ends
     size = LONGEST + 8
-    posted = communicator.recv(np.zeros(size, np.uint8), 1, tag=7)  # its place is told at once
+    posted = communicator.recv(np.zeros(size, np.uint8), 1, tag=7)  # published at once
     peer.says(PAYLOAD, size + 1, place=1)
     with pytest.raises(Error, match="bytes for which there is no place"):
         posted.wait()
@@ -140,6 +143,6 @@ def test_a_long_receive_that_has_told_its_place_is_not_met_by_a_short_message(en
     communicator, peer = ends
     size = LONGEST + 8
     posted = communicator.recv(np.zeros(size, np.uint8), 1, tag=7)
-    peer.says(EAGER, size, tag=7)  # its bytes, and then those for the place, which is done with
+    peer.says(EAGER, size, tag=7)  # its bytes, then those for the address, now invalid
     with pytest.raises(Error, match=f"a short message of {size} bytes"):
         posted.wait()

@@ -1,5 +1,5 @@
-"""GPU code of the collectives, compiled for GPUs that need not be here: exact, without spills, 16
-bytes at a time, and what ranks tell each other is ordered for the whole system."""
+"""GPU code of the collectives, compiled without a GPU: exact, without spills, with 16-byte
+accesses, and with system scope for synchronization between ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.codecs.cuda_kernels import include_folder
+from pycomm.codecs.cuda.sources import include_folder
 from tests.codecs.ptx import ARCHS, inexact, instructions
 
 pytestmark = pytest.mark.timeout(600)
 
-# The number of kernels, and for which GPUs: the build compiles all for all, and it takes minutes.
+# The number of kernels, and the GPUs: the build compiles all for all, which takes minutes.
 SOURCES = {
     "move": (2, ARCHS),
     "reduce_float": (4, tuple(arch for arch in ARCHS if arch != 80)),
@@ -30,11 +30,11 @@ WIDE = re.compile(r"\b(ld|st)(?:\.global)?(?:\.cs)?\.v(?:2\.[bu]64|4\.[bfu]32|2\
 def compiled(tmp_path_factory) -> Path:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        pytest.skip("there is no nvcc to compile csrc/collectives/*.cu")
+        pytest.skip("there is no nvcc to compile csrc/collectives/device/*.cu")
     folder = tmp_path_factory.mktemp("nvcc")
     for name, (_, archs) in SOURCES.items():
         targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-        file = include_folder() / "collectives" / f"device_{name}.cu"
+        file = include_folder() / "collectives/device" / f"{name}.cu"
         done = subprocess.run(
             [
                 *(nvcc, "-std=c++17", "-O3", "-fmad=false", f"-I{include_folder()}", *targets),
@@ -52,14 +52,14 @@ def compiled(tmp_path_factory) -> Path:
 
 
 def ptx(folder: Path, name: str) -> list[str]:
-    files = sorted(folder.glob(f"device_{name}*.ptx"))
+    files = sorted(folder.glob(f"{name}*.ptx"))
     assert len(files) == len(SOURCES[name][1]), name
     return [file.read_text() for file in files]
 
 
 def test_every_source_is_here():
-    files = (include_folder() / "collectives").glob("*.cu")
-    assert {file.stem.removeprefix("device_") for file in files} == set(SOURCES)
+    files = (include_folder() / "collectives/device").glob("*.cu")
+    assert {file.stem for file in files} == set(SOURCES)
 
 
 @every_source

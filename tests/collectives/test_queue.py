@@ -1,4 +1,4 @@
-"""Operations run in the order of issue, whoever runs them."""
+"""The operation queue: operations run in the order of issue, on any thread."""
 
 from __future__ import annotations
 

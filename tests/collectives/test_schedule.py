@@ -1,4 +1,4 @@
-"""Chunks, segments and runs: they cover, do not overlap, are balanced and cut where they may."""
+"""Chunks, segments and runs: they cover, do not overlap, are balanced and cut at allowed places."""
 
 from __future__ import annotations
 

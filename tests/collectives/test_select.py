@@ -1,4 +1,4 @@
-"""The choice of an algorithm: the cheapest one that keeps the order of sums, by costs that hold."""
+"""The choice of an algorithm: the cheapest that keeps the order of sums, by verified costs."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_the_table_knows_the_bytes(op, algo, ranks):
     sent = run(ranks, job, transport="local", algo=algo)
     _, messages, expected, *_ = _C.schedule.cost(tag(op), ranks, 4 * numel, algo)
     if op in ("reduce", "all_gather", "reduce_scatter") or ranks & (ranks - 1):
-        # Some rank receives what the table says; all that is received has been sent. The table
-        # takes shares for even: a rank that speaks for two may send one part more.
+        # Some rank receives what the table says, and all that is received has been sent. The table
+        # assumes equal shares: a rank that acts for two may send one part more.
         part = 4 * numel / ranks if ranks & (ranks - 1) else 0
         assert max(sent) <= expected * 1.01 + 128 * messages + part
         assert sum(sent) >= expected

@@ -1,4 +1,4 @@
-"""Collectives over shared memory: the right bits on every rank, whatever the size and the order."""
+"""Collectives over shared memory: the right bits on every rank, for any size and order of calls."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ def values(dtype: _C.DType, rank: int, numel: int, seed: int = 0) -> np.ndarray:
     return data & 1 if dtype == _C.DType.bool else data
 
 
-def folded(
-    dtype: _C.DType, op: _C.ReduceOp, inputs: list[np.ndarray], factor: float = 1.0
-) -> np.ndarray:
-    """The inputs reduced in the order of ranks, by the core's one-process reduction."""
+def folded(dtype: _C.DType, op: _C.ReduceOp, inputs: list[np.ndarray]) -> np.ndarray:
+    """Reduce the inputs in rank order, by the core's one-process reduction."""
     out = np.empty_like(inputs[0])
     numel = out.nbytes // _C.size_of(dtype)
     pointers = [address(x) for x in inputs]
-    _C.reduce(dtype, op, pointers, address(out), numel, factor=factor)
+    _C.reduce(dtype, op, pointers, address(out), numel)
     return out
 
 
@@ -69,9 +67,9 @@ def test_all_reduce_knows_every_dtype_and_op(numel):
         for seq, (dtype, op) in enumerate(meaningful(), 1):
             data = values(dtype, rank, numel)
             tag = _C.OpTag("all_reduce", seq=seq, numel=numel, dtype=dtype, redop=op)
-            transport.run_shared(tag, out=address(data), factor=0.5)
+            transport.run_shared(tag, out=address(data))
             inputs = [values(dtype, r, numel) for r in range(3)]
-            assert np.array_equal(data, folded(dtype, op, inputs, factor=0.5)), (dtype, op)
+            assert np.array_equal(data, folded(dtype, op, inputs)), (dtype, op)
 
     good(threads(3, job))
 
@@ -235,7 +233,7 @@ def test_a_rank_that_dies_is_named_in_a_fifth_of_a_second():
             transport.run_shared(_C.OpTag("barrier", seq=2))
         except PeerLost as lost:
             seconds = time.monotonic() - start
-            time.sleep(0.3)  # all find the death by themselves
+            time.sleep(0.3)  # all ranks detect the death by themselves
             return lost.rank, seconds, str(lost)
 
     outcomes = processes(3, job)

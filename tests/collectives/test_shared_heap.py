@@ -1,4 +1,4 @@
-"""Zero copy: collectives on memory that all ranks address, beside memory that they do not."""
+"""Zero copy: collectives on memory that all ranks can access, also mixed with private memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pycomm.errors import Error
 from tests.collectives.ways import RANKS, bits, floats, integers
 from tests.ranks import run, run_processes
 
-# In place begins at 2 KiB; one slot is 128 KiB.
+# In-place operation begins at 2 KiB; one slot is 128 KiB.
 SIZES = [0, 1, 511, 512, 1000, 4099, 40001, 300007]
-# Whose data lie in its heap.
+# The ranks whose data lie in their heap.
 WHO = {
     "all": lambda rank: True,
     "some": lambda rank: rank % 2 == 0,
@@ -33,7 +33,7 @@ def shared(c, values):
 
 
 def check_everything(c, who, sizes=SIZES):
-    """Every collective, with buffers in the heap as `who` says, against plain arithmetic."""
+    """Check every collective against plain arithmetic, with the buffers of `who` in the heap."""
     ranks, me = c.size, c.rank
     root = ranks // 2
 
@@ -287,7 +287,7 @@ def test_a_forked_child_leaves_the_heap_alone():
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_calls_of_all_kinds_may_follow_each_other(ranks):
-    """Slots and flags are used again while slow ranks still read, in place and through staging."""
+    """Slots and flags are reused while slow ranks still read, in place and through staging."""
     plan = np.random.default_rng(ranks)
     steps = [
         (plan.integers(6), int(2 ** plan.uniform(0, 16)), plan.random(ranks) < 0.6, slow)
@@ -324,6 +324,6 @@ def test_calls_of_all_kinds_may_follow_each_other(ranks):
                 out = np.empty(n, np.float32)
                 c.scatter(x, out, root)
                 assert np.array_equal(out, wide[root][own]), i
-            x[:] = -1  # nobody reads it any more
+            x[:] = -1  # no rank reads it any more
 
     run(ranks, job)

@@ -19,12 +19,12 @@ TINY = {"segment_bytes": 52}
 
 
 def integers(rank: int, numel: int, dtype: str = "float32") -> np.ndarray:
-    """Values whose sums and products of a few are exact in every dtype that has them."""
+    """Return values whose sums and products of a few are exact in every dtype that has them."""
     return np.random.default_rng([rank, numel]).integers(0, 4, numel).astype(dtype)
 
 
 def floats(rank: int, numel: int) -> np.ndarray:
-    """Values over many magnitudes: any change of the order of a sum changes bits."""
+    """Return values over many magnitudes, whose sums change with the order."""
     random = np.random.default_rng([rank, numel])
     return (random.standard_normal(numel) * np.exp(4 * random.standard_normal(numel))).astype("f")
 

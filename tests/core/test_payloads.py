@@ -30,6 +30,7 @@ SPECS = [
     "rotate:size=64+quant:bits=4",
     "eden:bits=3.5,size=4096",
     "eden:bits=0.5,size=64",
+    "eden:bits=7,size=64",
     "lossless",
     "lossless:dtype=bfloat16",
 ]

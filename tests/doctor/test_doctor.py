@@ -56,6 +56,7 @@ MACHINE = Machine(
     locked_memory=None,
     address_space=None,
     overcommit=0,
+    file_size=None,
     shm_free=1 << 34,
     memfd_error="",
     ptrace_scope=None,
@@ -101,7 +102,7 @@ def test_the_worst_finding_decides_the_status(monkeypatch, capsys, levels, statu
     found = [Finding("ok", "a", "first", "is there")]
     found += [Finding(level, "a", "name", "is so", "do this") for level in levels]
     monkeypatch.setattr(cli, "alone", lambda options: found)
-    monkeypatch.setattr(cli, "env", pages.Env)
+    monkeypatch.setattr(cli, "place", lambda: (None, None, None))
     assert cli.main([]) == status
     said = capsys.readouterr().out
     assert ("-> do this" in said) == bool(levels)
@@ -300,7 +301,9 @@ def test_variables_are_judged(name, value, level):
         ({"memfd_error": "denied"}, 0, "shared memory", "warning"),
         ({"overcommit": 2}, 0, "address space", "warning"),
         ({"address_space": 1 << 33}, 0, "address space", "warning"),
-        ({"ptrace_scope": 1}, 0, "reads between ranks", "note"),
+        ({"file_size": 100 << 30}, 0, "file size", "warning"),
+        ({"ptrace_scope": 1}, 0, "reads between ranks", "ok"),
+        ({"ptrace_scope": 2}, 0, "reads between ranks", "note"),
         ({"shm_free": 1 << 20}, 0, "/dev/shm", "note"),
     ],
 )

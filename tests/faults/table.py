@@ -1,11 +1,11 @@
-"""The table of fault x transport x op x phase: how soon survivors know, and whether they know who.
+"""Error latency by fault x transport x op x phase, and whether survivors name the failed rank.
 
-pycomm beside Gloo, by the same process groups of torch.
+pycomm is measured beside Gloo, with the same process groups of torch.
 
 python -m tests.faults.table [--times 5] [--csv bench/results/faults-cpu.csv]
 
-Takes about seven minutes; without network namespaces the rows of cut networks are left out. Codecs
-are pycomm's alone; Gloo has no shared memory.
+This takes about seven minutes; without network namespaces the rows of cut networks are omitted.
+Only pycomm has codecs; Gloo has no shared memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CODEC = "quant"
 
 
 def cells() -> Iterator[Case]:
-    """Every cell, as a case whose number and moment are still to be drawn."""
+    """Yield every cell as a case whose number and moment are still to be drawn."""
 
     def cell(
         world: str, transport: str, fault: str, phase: str, op: str,
@@ -62,7 +62,7 @@ def cells() -> Iterator[Case]:
 
 
 def drawn(cell: Case, seed: int, number: int) -> Case:
-    """The cell's case of that number: the victim and the moment are random."""
+    """Return the cell's case of that number, with a random victim and moment."""
     rng = random.Random(f"{seed}/{number}/{cell}")
     span = {"init": 0.01, "split": 0.01, "steady": 0.02, "shutdown": 0.002}[cell.phase]
     fields = {**cell.__dict__, "seed": seed, "number": number}
@@ -70,7 +70,7 @@ def drawn(cell: Case, seed: int, number: int) -> Case:
 
 
 def measured(cell: Case, times: int, seed: int, lab: Netlab | None) -> dict[str, object]:
-    """One row: `times` cases of a cell. Libraries read the transport from the environment."""
+    """Play `times` cases of a cell; return its row. Libraries get the transport by environment."""
     os.environ["PYCOMM_TRANSPORT"] = cell.transport
     os.environ["GLOO_SOCKET_IFNAME"] = lab.interface if lab else "lo"
     played = [play(drawn(cell, seed, number), lab) for number in range(times)]
@@ -94,10 +94,10 @@ def measured(cell: Case, times: int, seed: int, lab: Netlab | None) -> dict[str,
 
 
 def _told(played: Played) -> tuple[int, int]:
-    """How many survivors got an error, and how many of these errors blame the right rank."""
+    """Count survivors that got an error, and errors that blame the right rank."""
     errors = named = 0
     for rank in survivors(played.case):
-        if rank == played.case.victim:  # who is cut off cannot but name the others
+        if rank == played.case.victim:  # a rank that is cut off can only name the others
             continue
         over = played.word(rank, "over")
         if over and over.get("error"):
@@ -107,7 +107,7 @@ def _told(played: Played) -> tuple[int, int]:
 
 
 def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Write what there is so far: a run that is cut short leaves its part."""
+    """Write the rows so far, so that an interrupted run keeps its part."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -115,7 +115,7 @@ def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
 
 
 def summary(rows: Sequence[Mapping[str, object]]) -> str:
-    """The table of docs/reliability.md: a line for each fault and phase, all operations."""
+    """Return the table of docs/reliability.md: a line per fault and phase, over all operations."""
     kinds = {(r["world"], r["transport"], "coded" if r["codec"] else ""): None for r in rows}
     head = [f"{'pycomm' if w == 'core' else w} {t} {c}".strip() for w, t, c in kinds]
     lines = [f"| fault, phase | {' | '.join(head)} |", "| --- " * (1 + len(head)) + "|"]

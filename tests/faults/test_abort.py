@@ -14,8 +14,8 @@ from pycomm.errors import Error
 from tests.collectives.ways import WAYS
 from tests.ranks import attempt, run
 
-# Seconds from abort() to the end of a wait. Waits look every few milliseconds; a busy machine may
-# take longer to run them.
+# Seconds from abort() to the end of a wait. Waits poll every few milliseconds; a busy machine may
+# take longer to schedule them.
 BOUND = 2.0
 
 WAITS = {
@@ -30,7 +30,7 @@ WAITS = {
 
 
 def two_barriers(c):
-    """The other rank may have come to the first one before it was stopped, but not to both."""
+    """The other rank may reach the first barrier before it is stopped, but not both."""
     c.barrier()
     c.barrier()
 

@@ -1,4 +1,4 @@
-"""A rank that never comes is named by every rank that waited for it."""
+"""A rank that never joins is named by every rank that waited for it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,32 @@ def test_at_the_meeting(transport):
     for error in errors:
         assert "rank(s) that did not come" in error
         assert error.rstrip().endswith("1, 3")
+
+
+@pytest.mark.parametrize("transport", ["local", "shm", "tcp", "auto"])
+@pytest.mark.parametrize("absent", [0, 2])
+def test_who_hears_of_another_s_limit_says_whose_it_is(transport, absent):
+    """Rank 1 waits up to a minute, another rank a fraction of a second; a third never joins."""
+    store, errors = Store.local(), {}
+    impatient = 2 - absent
+
+    def meet(rank):
+        try:
+            timeout = 0.3 if rank == impatient else 60.0
+            Communicator(store, rank, 3, transport=transport, timeout=timeout)
+        except Timeout as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (1, impatient)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)  # half of its own limit
+    for error in (errors[1], errors[impatient]):
+        assert "is not complete after 300 ms" in error
+        assert error.rstrip().endswith(f": {absent}") or f", {absent}" in error
+        assert "60000" not in error
+    assert f"rank {impatient}" in errors[1]
 
 
 CALLS = {

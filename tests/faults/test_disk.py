@@ -1,4 +1,4 @@
-"""What uses a disk, or memory that is counted as files: without room for it nothing is lost."""
+"""Full disks and exhausted shared memory: no data are lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import run_processes
 
 
 def without_room(rank: int = 0, room: int = 4096) -> None:
-    """Let this process write no file longer than `room` bytes, shared memory included."""
+    """Limit the files that this process writes to `room` bytes, shared memory included."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 

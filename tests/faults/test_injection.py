@@ -1,4 +1,4 @@
-"""A sample of the faults that `make soak` plays a thousand of; and the judge can say no."""
+"""A sample of the random faults of `make soak`, and checks that the judge detects breaches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_fault_is_told_by_name_and_leaves_nothing_behind(fault, transport):
 
 def test_a_stopped_process_is_told_so():
     case = draw(SEED, 0, transports=["shm"], faults=["stop"], phases=["steady"])
-    case = replace(case, calls=(Call("send_recv", 100),))  # where all ranks wait for each other
+    case = replace(case, calls=(Call("send_recv", 100),))  # all ranks wait for each other
     played = play(case)
     assert breaches(played) == []
     for rank in survivors(case):

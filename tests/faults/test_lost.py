@@ -1,4 +1,4 @@
-"""A process that dies is noticed at once, and named, by every rank."""
+"""A process that dies is detected at once, and named, by every rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from pycomm.errors import PeerLost
 from tests.ranks import attempt, run_processes
 
-# Seconds, the promise of the design. What is promised is that nothing waits longer for a dead rank,
-# not that a busy machine runs us at once: the fastest of three tries counts.
+# Seconds, as the design promises. The promise is that no wait for a dead rank lasts longer, but a
+# busy machine may delay this process: the fastest of three tries counts.
 NOTICED = 0.5
 TRIES = 3
 
 
 def until_lost(c):
-    """Call until somebody is lost: who, in what words, and when."""
+    """Call until a rank is lost; return its rank, the error text, and the time."""
     try:
         c.barrier()
         while True:
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_named_by_all_at_once(tmp_path, transport, way, state):
 
 
 def is_alive(process: int) -> bool:
-    """Its first thread is a zombie before the last one has closed their files."""
+    """Return whether a process lives; its first thread is a zombie before its files are closed."""
     folder = Path(f"/proc/{process}")
     try:
         dead = (folder / "stat").read_text().split()[2] == "Z"
@@ -69,7 +69,7 @@ def is_alive(process: int) -> bool:
 
 
 def test_of_two_that_die_the_first_is_named_by_who_waits_for_the_second():
-    """The second may be gone because of the first."""
+    """The second rank may have left because of the first."""
 
     def job(c):
         processes = np.zeros(3, np.int64)
@@ -90,7 +90,7 @@ def test_of_two_that_die_the_first_is_named_by_who_waits_for_the_second():
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("call", ["recv", "broadcast"])
 def test_who_waits_for_one_of_two_dead_ranks_alone_hears_of_it(transport, call):
-    """Of the other one it wants nothing, whose death is no reason to stop."""
+    """This rank needs nothing from the other dead rank, whose death is no reason to stop."""
 
     def job(c):
         processes = np.zeros(3, np.int64)
@@ -99,7 +99,7 @@ def test_who_waits_for_one_of_two_dead_ranks_alone_hears_of_it(transport, call):
             c.send(np.zeros(1), 1, tag=1).wait()
             c.recv(np.zeros(1), 1, tag=1).wait()
             os.kill(os.getpid(), signal.SIGKILL)
-        for _ in range(2):  # both have all that they want of each other
+        for _ in range(2):  # both ranks have all that they need from each other
             c.recv(np.zeros(1), tag=1).wait()
         for rank in (0, 2):
             c.send(np.zeros(1), rank, tag=1).wait()
@@ -150,7 +150,7 @@ def test_a_rank_that_leaves_after_the_last_call_harms_nobody(transport, ranks):
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 def test_who_is_left_can_go_on_point_to_point(transport):
-    """A rank that has done its part may leave while others still talk."""
+    """A rank that has done its part may leave while the others still communicate."""
 
     def job(c):
         x = np.zeros(1)

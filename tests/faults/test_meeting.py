@@ -1,10 +1,12 @@
-"""A meeting that cannot succeed ends at once, on every rank, with the reason and the name."""
+"""Rendezvous failures: every rank gets an error at once, with the reason and the rank."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,16 +15,17 @@ import numpy as np
 import pytest
 
 from pycomm.communicator import Communicator, Store
-from pycomm.errors import Error, PeerLost
+from pycomm.errors import Error, PeerLost, Timeout
 from tests.ranks import attempt
 
 SOON = 2.0
-"""Seconds: what takes a tenth of that, on a machine that is busy with other tests."""
+"""Seconds; ten times what is needed, since other tests may keep the machine busy."""
 LONG = 20.0
+ROOT = Path(__file__).parents[2]
 
 
 def outcomes(tmp_path: Path, size: int, job) -> list[tuple[str, int | None, str] | None]:
-    """Kind, rank and text of the error of `job(store, rank)` on ranks that are processes."""
+    """Return kind, rank and text of the error of `job(store, rank)` on ranks that are processes."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
 
@@ -59,7 +62,7 @@ def test_a_rank_that_dies_after_it_has_come_is_named_while_another_is_still_awai
 ):
     def job(store, rank):
         if rank == 0:
-            time.sleep(0.5)  # it comes late, and hears of it all the same
+            time.sleep(0.5)  # it joins late and still gets the error
         if rank == 1:
             threading.Timer(0.2, die).start()
         start = time.monotonic()
@@ -77,7 +80,7 @@ def test_a_rank_that_dies_after_it_has_come_is_named_while_another_is_still_awai
 
 
 def test_a_group_knows_of_deaths_while_another_is_made_from_it(tmp_path):
-    """As if each rank was on a host of its own: nobody sees another's process."""
+    """Each rank acts as if on a host of its own, so no rank sees another's process."""
 
     def job(store, rank):
         options = {"nodes": range(3), "timeout": LONG}
@@ -110,7 +113,7 @@ def test_abort_of_the_parent_ends_the_meeting_for_all(transport):
         try:
             c.barrier()
             if c.rank == 2:
-                return  # it never comes to the second meeting
+                return  # it never joins the second rendezvous
             if c.rank == 1:
                 threading.Timer(0.1, c.abort, ("the user pressed stop",)).start()
             start = time.monotonic()
@@ -134,9 +137,9 @@ def test_abort_of_the_parent_ends_the_meeting_for_all(transport):
 def test_a_signal_ends_the_wait_for_others_and_they_hear_of_it(tmp_path):
     def job(store, rank):
         if rank == 1:
-            time.sleep(0.3)  # so that it hears of what is over already
+            time.sleep(0.3)  # so that it learns of a failure that is already known
         else:
-            # A shell starts its background jobs deaf to SIGINT, and these tests may be one.
+            # A shell starts background jobs with SIGINT ignored, and these tests may be such a job.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         start = time.monotonic()
@@ -180,3 +183,85 @@ def test_the_parent_must_have_these_ranks():
         with pytest.raises(Error, match="parent"):
             Communicator(Store.local(), 0, 2, parent=world, parent_ranks=ranks)
     assert issubclass(PeerLost, Error)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_process_that_was_never_seen_here_may_run_on_a_clone_of_this_machine(lives):
+    """Clones have the same host id. The test plays rank 1; rank 2 never joins."""
+    store, outcome = Store.local(), []
+
+    def meet():
+        try:
+            Communicator(store, 0, 3, timeout=5)
+        except Error as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    word = store.get("default/here/0", LONG).decode()
+    ours, number = f" {os.getpid()} ", 1 << 22  # larger than any pid
+    assert ours in word
+    store.set("default/here/1", word.replace(ours, f" {number} "))
+    if lives:
+        store.get("default/asked/1", LONG)
+        store.set("default/alive/1", "yes")
+    thread.join(LONG)
+    if lives:
+        assert isinstance(outcome[0], Timeout)
+        assert str(outcome[0]).endswith("did not come (here): 2")
+    else:
+        assert isinstance(outcome[0], PeerLost)
+        assert outcome[0].rank == 1
+        assert "PYCOMM_HOST_ID" in str(outcome[0])
+
+
+def test_a_rank_that_is_asked_whether_it_lives_answers():
+    """The set-up is the same as above, but here the test plays the other machine."""
+    store = Store.local()
+
+    def meet():
+        with pytest.raises(Timeout):
+            Communicator(store, 0, 2, timeout=3)
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    store.set("default/asked/0", "yes")
+    assert store.get("default/alive/0", LONG) == b"yes"
+    thread.join(LONG)
+
+
+NAMED_HOST = """
+import sys
+from pycomm.communicator import Communicator, Store
+with Communicator(Store.file(sys.argv[1]), int(sys.argv[2]), 2, timeout=20) as c:
+    c.barrier()
+    print(c.describe())
+"""
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "b")])
+def test_machines_have_the_names_that_they_are_given(tmp_path, names):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", NAMED_HOST, str(tmp_path), str(rank)],
+            env={**os.environ, "PYCOMM_HOST_ID": name, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, name in enumerate(names)
+    ]
+    for rank in ranks:
+        said = rank.communicate(timeout=60)[0]
+        assert ("shm" in said, "tcp" in said) == (names[0] == names[1], names[0] != names[1])
+
+
+def test_a_store_that_fails_as_well_does_not_hide_what_has_happened(tmp_path):
+    """Who leaves a meeting looks for a reason in the store; that it fails says less."""
+    options = {"transport": "tcp", "interface": "none0"}
+    with pytest.raises(Timeout):
+        Communicator(Store.file(str(tmp_path)), 0, 2, timeout=0.1, **options)
+    (reason,) = tmp_path.glob("*given*up*")
+    reason.unlink()
+    reason.mkdir()  # that cannot be read
+    with pytest.raises(Error, match="no interface fits PYCOMM_INTERFACE"):
+        Communicator(Store.file(str(tmp_path)), 1, 2, timeout=LONG, **options)

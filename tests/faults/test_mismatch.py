@@ -1,4 +1,4 @@
-"""Ranks that call different things all get an error that names both."""
+"""Mismatched calls: every rank gets an error that names both calls."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def ones(numel, dtype="float32"):
     return np.ones(numel, dtype)
 
 
-# What the last rank calls while the others add up 1000 float32, and a word of the error about it.
-# Large ones take two-shot and several segments.
+# The last rank's call while the others reduce 1000 float32, and a part of the error about it.
+# Large calls take two-shot and several segments.
 CALLS = {
     "size": (lambda c: c.all_reduce(ones(999)), "999 float32"),
     "large size": (lambda c: c.all_reduce(ones(200_000)), "200000 float32"),
@@ -29,7 +29,7 @@ CALLS = {
     "dtype": (lambda c: c.all_reduce(ones(1000, "int32")), "1000 int32"),
     "reduction": (lambda c: c.all_reduce(ones(1000), "max"), "max of 1000"),
     "op": (lambda c: c.reduce_scatter(ones(1000 * c.size), ones(1000)), "reduce_scatter"),
-    # Over shared memory this one goes by channels, all_reduce by the window.
+    # Over shared memory this call uses channels, and all_reduce uses the window.
     "way": (lambda c: c.all_to_all(ones(8 * c.size), ones(8 * c.size)), "all_to_all #2"),
     "barrier": (lambda c: c.barrier(), "barrier"),
 }
@@ -74,7 +74,7 @@ def test_a_call_that_one_rank_left_out(way):
 def test_roots_that_differ(way):
     def job(c):
         c.broadcast(ones(4), c.rank)
-        c.barrier()  # over channels a root only sends, so it is here that it learns
+        c.barrier()  # over channels a root only sends, so it gets the error here
 
     for error in attempt(2, job, **WAYS[way]):
         assert isinstance(error, WireMismatch)
@@ -92,7 +92,7 @@ def test_parts_that_differ_in_all_to_all():
         assert "16 bytes" in str(error)
 
 
-# How ranks encode while the first two have {"seed": 1, "step": 1} and quant, and what tells.
+# Encoding options of a rank while the first two use {"seed": 1, "step": 1} and quant; error text.
 CODED = {
     "codec": ({"codec": "sign"}, "sign"),
     "codec's options": ({"codec": "quant:block=128"}, "block=128"),
@@ -119,7 +119,7 @@ def test_codings_that_differ(way, what):
 
 
 def meet(*options: dict[str, Any]) -> list[Any]:
-    """What ranks get that start with these options."""
+    """Return the outcomes of ranks that start with these options."""
     store, outcomes = Store.local(), [None] * len(options)
 
     def start(rank):

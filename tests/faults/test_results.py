@@ -1,7 +1,7 @@
-"""Ranks whose results differ are named by the next operation, with PYCOMM_CHECK=results.
+"""Differing results are reported by the next operation, with PYCOMM_CHECK=results.
 
-A rank's memory goes bad here by a second mapping of the same page: what is written to one half of
-such an array changes the other half, so the rank ends with other bytes than it was given.
+Bad memory is simulated by mapping the same page twice: a write to one half of such an array changes
+the other half, so the rank ends with other bytes than it was given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE = mmap.PAGESIZE // 4
 
 
 def bad_memory() -> np.ndarray:
-    """Two pages of float32 that are one."""
+    """Return two pages of float32 that share their memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -49,7 +49,7 @@ def part(c: Communicator) -> np.ndarray:
     return np.arange(600, dtype="float32") + c.rank
 
 
-# What a rank calls, whose memory may be bad, and how the error calls it.
+# The calls of a rank whose memory may be bad, and their names in the error.
 OPS = {
     "all_reduce": (lambda c, x: c.all_reduce(x), "all_reduce #2 (sum of 2048 float32)"),
     "broadcast": (lambda c, x: c.broadcast(x), "broadcast #2 (2048 float32, root 0)"),
@@ -66,7 +66,7 @@ OPS = {
 
 
 def verdict(error: BaseException) -> str:
-    """What differs, by which ranks."""
+    """Return which ranks differ, and in what."""
     assert isinstance(error, WireMismatch), error
     return str(error).split(";")[0]
 
@@ -81,7 +81,7 @@ def test_the_rank_whose_result_differs_is_named(way, ranks, op):
         c.barrier()
         call(c, memory(bad=c.rank == ranks - 1))
         c.all_reduce(np.ones(10))
-        c.barrier()  # over channels some ranks hear of it only here
+        c.barrier()  # over channels some ranks get the error only here
 
     errors = attempt(ranks, job, **CHECK, **WAYS[way])
     assert len({str(error) for error in errors}) == 1
@@ -90,7 +90,7 @@ def test_the_rank_whose_result_differs_is_named(way, ranks, op):
     assert "found by all_reduce #3 (sum of 10 float64)" in str(errors[0])
     if ranks == 2:
         assert sides == "0 against rank 1"
-    elif "ring" not in way:  # along a ring the others get what the bad memory has passed on
+    elif "ring" not in way:  # along a ring the other ranks receive the bad values
         assert sides == "2 has other bytes than ranks 0-1"
 
 
@@ -143,7 +143,7 @@ def test_what_callers_name_is_compared(way):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "complex64", "int8"])
 @ways
 def test_equal_results_are_no_error(way, dtype):
-    """Any bits, so NaNs of all kinds and both zeros; sizes that divide by nothing."""
+    """Results are any bits, such as NaNs and both zeros, of sizes that divide by nothing."""
 
     def random(c, numel):
         rng = np.random.default_rng([c.rank, numel])

@@ -1,4 +1,4 @@
-"""Errors that end a group say the same on every rank: who is to blame, and what all were doing."""
+"""Errors that end a group agree on every rank: the cause, and the state of all ranks."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def ones(numel):
 
 
 def ranks_text(ranks, one, many):
-    """ "rank 0 waits", "ranks 0-2 wait"."""
+    """Return "rank 0 waits" or "ranks 0-2 wait"."""
     if ranks == 1:
         return f"rank 0 {one}"
     return f"ranks 0-{ranks - 1} {many}"
 
 
 def texts_of(errors, kind):
-    """What ranks say that failed: all the same, but for ranks that find it in the same moment.
+    """Return the error texts, which are equal unless several ranks detect the failure at once.
 
-    Each of those tells it from its own place, and what the others then hear is one of their texts.
+    Each of these reports it from its own view, and the other ranks get one of their texts.
     """
     errors = [error for error in errors if error is not None]
     assert errors
     assert all(type(error) is kind for error in errors)
     texts = {str(error) for error in errors}
-    assert len({text.partition("\n")[2] for text in texts}) == 1  # the table has one view
+    assert len({text.partition("\n")[2] for text in texts}) == 1  # all texts have one table
     return texts
 
 
@@ -81,7 +81,7 @@ def test_a_rank_that_calls_something_else(way, ranks):
         f"  {ranks_text(ranks - 1, '', '').strip()}: in {ours}, {last}",
         f"  rank {ranks - 1}: in {theirs}, {last}",
     ]
-    if ranks > 2:  # of two, none is right
+    if ranks > 2:  # with two ranks, neither is known to be right
         lines = [f"  rank {ranks - 1} differs: in {theirs}, {last}", lines[0]]
     for text in texts_of(attempt(ranks, job, **WAYS[way]), WireMismatch):
         first, *table = text.splitlines()

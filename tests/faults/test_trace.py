@@ -1,4 +1,4 @@
-"""Groups remember their recent operations, and torch's own analyzer reads what they write."""
+"""Traces of recent operations, and their analysis by torch's own analyzer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ones(numel, dtype="float32"):
 
 
 def everything(c):
-    """One of each, with names that torch's analyzer knows."""
+    """Call each operation once, with names that torch's analyzer knows."""
     n = c.size
     c.barrier()
     c.all_reduce(ones(100))
@@ -113,7 +113,7 @@ def test_an_entry_tells_what_ran_and_when(way):
                 entry["time_discovered_completed_ns"],
             ]
             assert times == sorted(times)
-            # The two clocks are compared once per reading.
+            # The two clocks are compared once per dump.
             assert start - 100_000 <= times[0]
             assert times[2] <= end + 100_000
         assert recording["pg_status"]["0"] == {
@@ -186,7 +186,7 @@ def test_it_may_be_read_while_operations_run():
 
 
 class Analyzed(logging.Handler):
-    """What torchfrtrace says about a folder."""
+    """The messages of torchfrtrace about a folder."""
 
     def __init__(self, folder):
         super().__init__()
@@ -199,7 +199,7 @@ class Analyzed(logging.Handler):
             fr_trace.main([str(folder)])
         finally:
             logger.removeHandler(self)
-            gc.enable()  # which the analyzer switches off
+            gc.enable()  # the analyzer disables it
 
     def emit(self, record):
         self.lines.append(record.getMessage())
@@ -232,7 +232,7 @@ def test_torchs_analyzer_names_the_rank(tmp_path, way, ranks, fault):
     assert said[3] == "collective: gloo:all_reduce"
     if fault == "differs":
         assert said[0] == "Collective sequence number: 11 has errors"
-        # It takes the first file that it finds for right.
+        # The analyzer takes the first file that it finds as the reference.
         culprits = next(line for line in said if "Culprit" in line)
         assert "SIZE_OR_SYNTAX_MISMATCH" in culprits
         assert "'[[1000]]'" in culprits

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <memory>
 
-#include "codecs/codec.h"
+#include "codecs/base/codec.h"
 #include "tests/fuzz/target.h"
 
 namespace {
@@ -43,6 +43,7 @@ const std::vector<std::unique_ptr<Codec>>& codecs() {
                              "eden:bits=1,size=64,scale=mmse",
                              "eden:bits=0.5,size=64",
                              "eden:bits=3.5,size=4096",
+                             "eden:bits=8,size=1024",
                              "ternary:ranks=7,block=2048",
                              "ternary:ranks=127,block=64",
                              "lossless:dtype=float32",

@@ -12,9 +12,9 @@
 
 #include "core/crc32c.h"
 #include "tests/fuzz/target.h"
-#include "transports/tcp_frame.h"
-#include "transports/tcp_handshake.h"
-#include "transports/tcp_stream.h"
+#include "transports/tcp/frame.h"
+#include "transports/tcp/connect/handshake.h"
+#include "transports/tcp/stream.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "tests/fuzz/target.h"
-#include "transports/tcp_handshake.h"
+#include "transports/tcp/connect/handshake.h"
 
 namespace {
 

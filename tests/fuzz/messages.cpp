@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "collectives/communicator.h"
-#include "collectives/point_to_point_wire.h"
+#include "collectives/point_to_point/wire.h"
 #include "tests/fuzz/target.h"
 #include "transports/transport.h"
 

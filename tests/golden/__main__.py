@@ -15,7 +15,8 @@ import torch
 
 import pycomm
 from pycomm.codecs import CODECS
-from pycomm.codecs.base import Codec, EncodeArgs, RandomKey
+from pycomm.codecs.args import EncodeArgs, RandomKey
+from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference
 from tests.codecs.cases import CASES, SPECS, agreed
 

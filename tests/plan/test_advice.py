@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from pycomm.plan import (
     CODINGS,
+    LINKS,
     PROCESSORS,
     Bucket,
     Cluster,
@@ -19,6 +21,7 @@ from pycomm.plan import (
     of_count,
     of_tensors,
     predict,
+    step,
 )
 from pycomm.plan.__main__ import main
 from pycomm.plan.advice import break_even
@@ -112,19 +115,127 @@ def test_a_module_by_its_file(tmp_path, capsys):
     assert "20.2 k values in 1 buckets" in capsys.readouterr().out.replace("\n", " ")
 
 
+PLAN = ["25M", "--compute", "1s", "--ranks", "4"]
+
+
+def test_gpus_without_peer_access_are_held_back_by_the_bus_that_they_share():
+    # EgoVerse, issue 667: 1.2 G values on 8 A40 in one host took 6.4 s a step, 3.6 s in bf16; a
+    # step of one GPU alone takes 1.4 s. The bound of 10 % is what is unknown of that host.
+    gpu = PROCESSORS["gpu"]
+    box = Cluster(
+        ranks=8, ranks_per_node=8, inter=LINKS["10gbe"], intra=LINKS["pcie4-bus"], processor=gpu
+    )
+    for value_bytes, measured in ((4, 6.4), (2, 3.6)):
+        model = of_count(1_200_000_000, 1.4, value_bytes=value_bytes)
+        assert step(model, box).step == pytest.approx(measured, rel=0.1)
+    assert advice(of_count(1_200_000_000, 1.4), box).compress
+    peers = replace(box, intra=LINKS["pcie4"])
+    assert not advice(of_count(1_200_000_000, 1.4), peers).compress
+
+
+def predicted(capsys, *words):
+    """Steps by codec, of the command line."""
+    assert main([*words, "--codec", "int8", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)["predictions"]
+    return {prediction["codec"]: prediction["step"] for prediction in found}
+
+
+def test_a_preset_and_a_number_of_the_same_rate_are_the_same_link(capsys):
+    box = ["1.2B", "--ranks", "8", "--ranks-per-node", "8", "--compute", "1.4s"]
+    for processor in ("gpu", "core"):
+        words = [*box, "--processor", processor, "--intra"]
+        assert predicted(capsys, *words, "22GB/s") == predicted(capsys, *words, "pcie4")
+        assert predicted(capsys, *words, "bus:22GB/s") == predicted(capsys, *words, "pcie4-bus")
+
+
+def test_the_rate_of_a_gpus_link_counts_above_what_a_core_moves(capsys):
+    words = ["1.2B", "--ranks", "16", "--compute", "10ms", "--processor", "gpu", "--link"]
+    slow, fast, faster = (predicted(capsys, *words, rate)["none"] for rate in RATES)
+    assert slow / fast == pytest.approx(4, rel=0.05)
+    assert fast / faster == pytest.approx(2.5, rel=0.05)
+    # The same through TCP: a core moves 10 Gbit/s, whatever the card could.
+    through_cores = [predicted(capsys, *words, f"tcp:{rate}")["none"] for rate in RATES]
+    assert through_cores[1] == pytest.approx(through_cores[2], rel=0.01)
+
+
+RATES = ("10gbit", "40gbit", "100gbit")
+
+
+def test_who_is_held_back_by_tcp_is_told_so(capsys):
+    words = ["1.2B", "--ranks", "16", "--compute", "10ms", "--link", "100gbit"]
+    assert main(words) == 0
+    assert "TCP on a core moves 10 Gbit/s" in capsys.readouterr().out
+    assert main([*words, "--processor", "gpu"]) == 0
+    assert "TCP" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (["25X"], "25X"),
         (["nowhere.py:net"], "nowhere.py"),
         (["25M"], "--compute"),
-        (["25M", "--compute", "1s", "--link", "quick"], "quick"),
-        (["25M", "--compute", "1s", "--codec", "int9"], "int9"),
-        (["25M", "--compute", "1s", "--ranks-per-node", "3"], "nodes of 3"),
+        ([*PLAN, "--link", "quick"], "quick"),
+        ([*PLAN, "--link", "quic:1gbit"], "quic"),
+        ([*PLAN, "--link", "bus:1GB/s"], "inside a node"),
+        ([*PLAN, "--link", "pcie4-bus"], "inside a node"),
+        ([*PLAN, "--codec", "int9"], "int9"),
+        ([*PLAN, "--codec", ","], "no codec"),
+        ([*PLAN, "--ranks-per-node", "3"], "nodes of 3"),
+        ([*PLAN, "--ranks-per-node", "0"], "'0'"),
+        ([*PLAN, "--ranks", "-4"], "-4"),
+        ([*PLAN, "--bucket-mb", "0"], "--bucket-mb"),
+        ([*PLAN, "--bucket-mb", "-1"], "--bucket-mb"),
+        ([*PLAN, "--bucket-mb", "1e-9"], "larger ones"),
+        ([*PLAN, "--max-error", "-1"], "--max-error"),
+        ([*PLAN, "--max-error", "nan"], "--max-error"),
+        ([*PLAN, "--cores", "0"], "--cores"),
+        ([*PLAN, "--cores", "inf"], "--cores"),
+        (["25M", "--compute", "0s"], "--compute"),
+        ([*PLAN, "--json", "/proc/nothing/here.json"], "no folder"),
+        ([*PLAN, "--json", "/"], "a folder"),
+        ([*PLAN, "--slow-rank", "99:2"], "from 0 to 3"),
+        ([*PLAN, "--slow-rank=-1:2"], "from 0 to 3"),
+        ([*PLAN, "--slow-rank", "1:nan"], "1:nan"),
+        ([*PLAN, "--slow-rank", "1:2", "--slow-rank", "1:3"], "twice"),
+        ([*PLAN, "--slow-node", "4:2"], "from 0 to 3"),
+        ([*PLAN, "--slow-node", "x"], "3:1.5"),
+        (["sweep", "25M", "--compute", "1s", "--most", "0"], "--most"),
+        (["sweep", "25M", "--compute", "1s", "--html", "/proc/nothing/x.html"], "no folder"),
+        (["sweep", "25M", "--compute", "1s", "--json", "/"], "a folder"),
+        (["probe", "--effort", "-1"], "--effort"),
+        (["probe", "--out", "/proc/nothing/x.json"], "no folder"),
+        (["probe", "--ranks", "1"], "one rank"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[-2:]),
 )
-def test_bad_words_are_named(words, named, capsys):
-    with pytest.raises(SystemExit):
-        main([*words, "--ranks", "4"])
-    assert named in capsys.readouterr().err
+def test_bad_words_are_answered_in_one_line(words, named, capsys):
+    ranks = [] if words[0] in ("sweep", "probe") or "--ranks" in words else ["--ranks", "4"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, *ranks])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "null", "1", '{"ranks": 2}', "no JSON", '{"inter": {"name": 1}}']
+)
+def test_a_file_that_is_no_probe_is_named(text, tmp_path, capsys):
+    file = tmp_path / "probe.json"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main([*PLAN, "--probe", str(file)])
+    assert ended.value.code == 2
+    assert str(file) in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "source", ["raise RuntimeError('no')", "def net(): return 1 / 0", "net = 3"]
+)
+def test_a_script_that_fails_is_named(source, tmp_path, capsys):
+    file = tmp_path / "net.py"
+    file.write_text(source + "\n")
+    with pytest.raises(SystemExit) as ended:
+        main([f"{file}:net", "--ranks", "4", "--compute", "1s"])
+    assert ended.value.code == 2
+    assert str(file) in capsys.readouterr().err.splitlines()[-1]

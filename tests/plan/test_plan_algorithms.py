@@ -65,3 +65,34 @@ def test_only_levels_have_hierarchies():
     assert "hierarchical" not in algorithms(cluster(8), CODINGS["none"])
     assert "hierarchical" not in algorithms(cluster(8, ranks_per_node=8), CODINGS["none"])
     assert "hierarchical" in algorithms(cluster(8, ranks_per_node=4), CODINGS["int8"])
+
+
+def test_sixteen_bits_travel_as_such_inside_nodes_too():
+    # Twice as long in float32, on one node and on several, whichever link is the limit.
+    for options in (
+        {"ranks_per_node": 8, "intra": GIGABIT},
+        {"ranks_per_node": 4, "intra": GIGABIT},
+        {"ranks_per_node": 4, "intra": GIGABIT, "inter": Link("fast", 1e12, 1e-6)},
+    ):
+        nodes = cluster(8, **options)
+        way = algorithms(nodes, CODINGS["none"], every=False)[-1]
+        way = "two_shot" if way == "bruck" else way
+        full, half = (
+            all_reduce(nodes, CODINGS["none"], way, Size.of(1 << 26, CODINGS["none"], 0, width))
+            for width in (4, 2)
+        )
+        assert half.seconds / full.seconds == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_bus_carries_what_all_its_ranks_send():
+    size = Size(1 << 28, 4.0 * (1 << 28))
+    apart, shared = (
+        all_reduce(
+            cluster(8, ranks_per_node=8, intra=Link("x", 1e10, 1e-6, shared=bus)),
+            CODINGS["none"],
+            "two_shot",
+            size,
+        )
+        for bus in (False, True)
+    )
+    assert shared.wire == pytest.approx(8 * apart.wire)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.plan.codecs import CODINGS
+from pycomm.plan.codecs import KNOWN, find
 
 NUMEL = 1 << 20
-CODECS = [coding for coding in CODINGS.values() if not coding.exact]
+FAMILIES = [find(name) for name in ("topk:0.001", "topk:0.1", "randomk:every=10")]
+CODECS = [*(coding for coding in KNOWN.values() if not coding.exact), *FAMILIES]
 
 
 @pytest.mark.parametrize("coding", CODECS, ids=lambda coding: coding.name)
@@ -30,3 +31,9 @@ def test_payloads_meet_as_the_codecs_say(coding):
     codec = pycomm.codec(coding.name)
     assert coding.combine == codec.combine
     assert coding.spec in (codec.spec(), "")
+
+
+@pytest.mark.parametrize("name", ["topk:0", "topk:2", "topk:x", "randomk:every=0", "int9", ""])
+def test_a_codec_of_which_nothing_is_known_is_named(name):
+    with pytest.raises(ValueError, match=name or "''"):
+        find(name)

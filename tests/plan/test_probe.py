@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 
 from pycomm.env import env
-from pycomm.plan import CODINGS, Probe, probe_cli, probe_links
+from pycomm.plan import CODINGS, Probe
 from pycomm.plan.__main__ import main
 from pycomm.plan.codecs import NONE
-from pycomm.plan.probed import Crowd, middle
+from pycomm.plan.probe import cli, links
+from pycomm.plan.probe.result import Crowd, middle
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +89,12 @@ def test_a_crowd_is_as_slow_as_its_all_reduces_were(probed):
     here, length = Crowd(4, 1e-10), 16 << 20
     memory = found.cluster(4).holding(length // 4).processor.memory
     core = 1 / memory + 2 * 3 / 4 * 6e-9  # per byte, of which some was waiting
-    wall = probe_links.expected(found, replace(here, byte=3e-9), NONE, length // 4)
-    assert probe_links.moving(found, here, length, wall, core).byte == pytest.approx(3e-9, rel=0.02)
-    assert probe_links.moving(found, here, length, 9 * wall, core).byte == pytest.approx(6e-9)
+    wall = links.expected(found, replace(here, byte=3e-9), NONE, length // 4)
+    assert links.moving(found, here, length, wall, core).byte == pytest.approx(3e-9, rel=0.02)
+    assert links.moving(found, here, length, 9 * wall, core).byte == pytest.approx(6e-9)
     slow = replace(here, whole=1.7, far_whole=1.7)
-    wall = probe_links.expected(found, slow, CODINGS["topk:0.01"], 1 << 18)
-    assert probe_links.longer(found, here, 1 << 18, wall) == pytest.approx(1.7, rel=0.02)
+    wall = links.expected(found, slow, CODINGS["topk:0.01"], 1 << 18)
+    assert links.longer(found, here, 1 << 18, wall) == pytest.approx(1.7, rel=0.02)
 
 
 def test_of_several_turns_the_middle_of_each_figure_counts(probed):
@@ -137,7 +138,7 @@ def test_another_file_is_refused(tmp_path, capsys):
 
 def test_ranks_of_several_nodes_are_told_to_name_a_folder(monkeypatch, capsys):
     place = {"rank": 0, "world_size": 4, "local_world_size": 2}
-    monkeypatch.setattr(probe_cli, "env", lambda: replace(env(), **place))
+    monkeypatch.setattr(cli, "env", lambda: replace(env(), **place))
     with pytest.raises(SystemExit):
         main(["probe"])
     assert "4 ranks on nodes of 2" in capsys.readouterr().err

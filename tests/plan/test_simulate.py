@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, Processor, of_count, simulate, step
+from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, Processor, of_count, step
 from pycomm.plan.__main__ import main
 from pycomm.plan.algorithms import Size, algorithms, all_reduce
-from pycomm.plan.engine import Cores, Engine, Line, Thread, Way
+from pycomm.plan.sim import simulate
+from pycomm.plan.sim.engine import Cores, Engine, Line, Thread, Way
 
 # Within 2 %: formulas know of what overlaps only that it is a segment less than all.
 AGREE = 0.02
@@ -52,6 +53,14 @@ def test_agree_on_levels(codec):
         ranks=16, ranks_per_node=4, inter=WIRE, intra=Link("i", 1e10, 1e-6), processor=FREE
     )
     formula, events = both(cluster, codec, "hierarchical", 16_000_000)
+    assert formula == pytest.approx(events, rel=AGREE)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_agree_on_a_bus(codec):
+    bus = Link("bus", 1e9, 1e-6, shared=True)
+    cluster = Cluster(ranks=8, ranks_per_node=8, inter=WIRE, intra=bus, processor=FREE)
+    formula, events = both(cluster, codec, "two_shot", 16_000_000)
     assert formula == pytest.approx(events, rel=AGREE)
 
 

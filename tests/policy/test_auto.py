@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from pycomm.policy import Policy
-from pycomm.policy.auto import Auto, Candidate, Trial
+from pycomm.policy.auto import Auto, Candidate, Trial, likely
 from pycomm.policy.steering import Fastest
 
 MB = 1 << 20
@@ -45,34 +46,33 @@ def run(auto: Auto, clock: Clock, steps: int) -> list[str]:
     return used
 
 
-def test_a_slow_link_gets_the_smallest_and_never_tries_exact():
+def test_a_slow_link_gets_the_smallest_after_a_few_exact_steps():
     auto = Auto(CANDIDATES, Trial())
-    used = run(auto, Clock(12.5 * MB), 100)
+    used = run(auto, Clock(12.5 * MB), 200)
     assert auto.settled
     assert auto.codec == "int4"
-    assert "fp32" not in used
-    assert "fp32 at least" in auto.reason
+    assert 0 < used.count("fp32") <= 10
+    assert "fp32 " in auto.reason
 
 
 def test_a_link_on_which_bytes_are_free_goes_back_to_exact():
     auto = Auto(CANDIDATES, Trial())
-    run(auto, Clock(1e12), 100)
+    run(auto, Clock(1e12), 200)
     assert auto.codec == "fp32"
 
 
 def test_between_them_the_finest_that_is_as_fast_wins():
     # int8 and int4 both hide behind computing; bf16 does not.
     auto = Auto(CANDIDATES, Trial())
-    run(auto, Clock(60 * MB, compute=2.0), 100)
+    run(auto, Clock(60 * MB, compute=2.0), 200)
     assert auto.codec == "int8"
 
 
 def test_what_is_slow_to_code_says_nothing_about_larger_ones():
     # A sparse codec that takes longer than exact steps do.
-    sparse = [Candidate("powersgd", MB, dense=False), Candidate("topk", 2 * MB, dense=False)]
-    auto = Auto([*CANDIDATES, *sparse], Trial())
+    auto = Auto([*CANDIDATES, Candidate("powersgd", MB), Candidate("topk", 2 * MB)], Trial())
     seconds = {"powersgd": 0.2, "topk": 0.9, "int4": 0.21, "int8": 0.18, "bf16": 0.15, "fp32": 0.1}
-    for _ in range(100):
+    for _ in range(300):
         middle = auto.note(seconds[auto.codec])
         if middle is not None:
             auto.judge([middle])
@@ -81,10 +81,10 @@ def test_what_is_slow_to_code_says_nothing_about_larger_ones():
 
 @pytest.mark.parametrize(("rate", "best"), [(12.5 * MB, "int4"), (1e12, "fp32")])
 def test_noise_does_not_change_the_choice(rate, best):
-    # Steps that take up to three times as long, now and then; a median of five bears two of them.
+    # Steps that take up to three times as long, now and then.
     clock = Clock(rate)
     auto = Auto(CANDIDATES, Trial())
-    for step in range(100):
+    for step in range(300):
         outlier = step % 4 == 0
         middle = auto.note(clock.step(auto.codec) * (3 if outlier else 1))
         if middle is not None:
@@ -92,12 +92,95 @@ def test_noise_does_not_change_the_choice(rate, best):
     assert auto.codec == best
 
 
+class Load:
+    """Seconds of steps on a machine that others use: each step's own noise, and spells of load."""
+
+    def __init__(self, seed: int, noise: float, often: float, factor: float = 2.0) -> None:
+        self.random = random.Random(seed)
+        self.noise, self.often, self.factor = noise, often, factor
+        self.left = 0
+
+    def __call__(self, seconds: float) -> float:
+        if self.left == 0 and self.random.random() < self.often:
+            self.left = self.random.randint(1, 20)
+        self.left = max(0, self.left - 1)
+        slower = self.factor if self.left else 1.0
+        return seconds * slower * (1 + self.noise * self.random.expovariate(1))
+
+
+def choices(seconds: dict[str, float], noise: float, often: float) -> tuple[Counter[str], int]:
+    """What auto chooses in a hundred trainings; and the most exact steps that it took to know."""
+    chosen: Counter[str] = Counter()
+    most = 0
+    for seed in range(100):
+        auto, load, exact = Auto(CANDIDATES, Trial()), Load(seed, noise, often), 0
+        while not auto.settled:
+            exact += auto.codec == "fp32"
+            middle = auto.note(load(seconds[auto.codec]))
+            if middle is not None:
+                auto.judge([middle])
+        chosen[auto.codec] += 1
+        most = max(most, exact)
+    return chosen, most
+
+
+LOADS = [(0.1, 0.0), (0.3, 0.0), (0.1, 0.02), (0.3, 0.03)]
+
+
+@pytest.mark.parametrize(("noise", "often"), LOADS)
+def test_load_that_comes_and_goes_never_speaks_against_exact_steps(noise, often):
+    # Shared memory: codecs take longer than the bytes that they save.
+    chosen, _ = choices({"fp32": 1.0, "bf16": 1.03, "int8": 1.05, "int4": 1.06}, noise, often)
+    assert chosen["fp32"] >= 97
+    # All the same: there is nothing to be won, so what is left to chance is rare.
+    chosen, _ = choices(dict.fromkeys(BYTES, 1.0), noise, often)
+    assert chosen["fp32"] >= 93
+
+
+@pytest.mark.parametrize(("noise", "often"), LOADS)
+def test_a_slow_link_is_found_in_spite_of_load_and_costs_few_exact_steps(noise, often):
+    chosen, most = choices({"fp32": 8.0, "bf16": 4.0, "int8": 2.2, "int4": 1.0}, noise, often)
+    assert chosen["int4"] >= 97
+    assert most <= 10
+
+
+def test_a_clear_gain_is_found_in_noise():
+    chosen, _ = choices({"fp32": 1.4, "bf16": 1.2, "int8": 1.0, "int4": 1.0}, 0.1, 0.0)
+    assert chosen["int8"] >= 97
+
+
+def test_steps_that_become_slower_while_candidates_are_tried_meet_all_of_them():
+    # Every step takes 1 % more than the one before: over a trial, five times as long.
+    for seconds, best in (
+        ({"fp32": 1.0, "int4": 1.1}, "fp32"),
+        ({"fp32": 1.2, "int4": 1.0}, "int4"),
+    ):
+        auto = Auto([Candidate("fp32", 100), Candidate("int4", 13)], Trial())
+        for step in range(200):
+            if auto.settled:
+                break
+            middle = auto.note(seconds[auto.codec] * 1.01**step)
+            if middle is not None:
+                auto.judge([middle])
+        assert auto.codec == best
+
+
+def test_the_test_of_ranks_is_wilcoxons():
+    # Values of the exact distribution, as tables have them (Wilcoxon 1945; n = 8, n = 5).
+    assert likely([1.0] * 8) == 1 / 256
+    assert likely([-1.0, 2, 3, 4, 5, 6, 7, 8]) == 2 / 256
+    assert likely([1.0, -2, 3, 4, 5, 6, 7, 8]) == 3 / 256
+    assert likely([1.0, 2, -3, 4, 5, 6, 7, 8]) == 5 / 256
+    assert likely([-1.0] * 5) == 1.0
+    assert likely([0.0] * 5) == 1.0
+    assert likely([1.0, 2, 3, 4, 5]) == 1 / 32
+
+
 def test_a_choice_stays_among_equals():
-    trial = Trial(again=50)
-    auto = Auto(CANDIDATES, trial)
+    auto = Auto(CANDIDATES, Trial(again=50))
     clock = Clock(60 * MB, compute=2.0, noise=0.005)
     chosen = set()
-    for _ in range(20):
+    for _ in range(40):
         run(auto, clock, 50)
         if auto.settled:
             chosen.add(auto.codec)
@@ -105,25 +188,45 @@ def test_a_choice_stays_among_equals():
 
 
 def test_the_slowest_rank_counts():
-    auto = Auto([Candidate("fp32", 100), Candidate("int8", 26)], Trial(first=0, skip=0, steps=1))
-    assert auto.note(1.0) == 1.0
-    auto.judge([1.0, 1.0])
-    assert auto.note(0.9) == 0.9
-    auto.judge([0.9, 2.0])  # exact is slow on the second rank
+    auto = Auto([Candidate("fp32", 100), Candidate("int8", 26)], Trial())
+    while not auto.settled:
+        middle = auto.note(1.0 if auto.codec == "fp32" else 0.5)
+        if middle is not None:
+            # Exact is slow on the second rank, int8 on none.
+            auto.judge([middle, 2.0 if auto.codec == "fp32" else 0.5])
     assert auto.codec == "int8"
 
 
-def test_it_looks_again_when_the_link_has_changed():
+def test_it_looks_again_now_and_then():
     auto = Auto(CANDIDATES, Trial(again=50))
-    run(auto, Clock(12.5 * MB), 60)
+    run(auto, Clock(12.5 * MB), 150)
     assert auto.codec == "int4"
-    run(auto, Clock(1e12), 120)
+    run(auto, Clock(1e12), 300)
     assert auto.codec == "fp32"
+
+
+def test_it_looks_again_when_the_time_of_a_step_has_changed():
+    trial = Trial(again=10**6, watch=20)
+    auto = Auto(CANDIDATES, trial)
+    run(auto, Clock(1e12), 200)
+    assert auto.codec == "fp32"
+    run(auto, Clock(12.5 * MB), 200)  # the link has become slow
+    assert auto.codec == "int4"
+    assert "fp32" not in run(auto, Clock(12.5 * MB), 500)  # and stays so
+    run(auto, Clock(1e12), 300)
+    assert auto.codec == "fp32"
+
+
+def test_trials_become_rarer_while_nothing_changes():
+    auto = Auto(CANDIDATES, Trial(again=50))
+    used = run(auto, Clock(60 * MB, compute=2.0), 4000)
+    # 50, 100, 200, 400, 800, 800 ... steps between trials of about a hundred.
+    assert used.count("int8") > 3000
 
 
 def test_a_saved_choice_goes_on():
     auto = Auto(CANDIDATES, Trial())
-    run(auto, Clock(12.5 * MB), 100)
+    run(auto, Clock(12.5 * MB), 200)
     other = Auto(CANDIDATES, Trial())
     other.load_state_dict(auto.state_dict())
     assert other.settled

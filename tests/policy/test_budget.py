@@ -5,8 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
+from pycomm.codecs import codec
+from pycomm.policy import Parameter, Policy
 from pycomm.policy.budget import Budget, Choice, allocate, distortion, hull
+from pycomm.policy.quality import bits, reduced_error
+from pycomm.policy.steering import BIT_CANDIDATES, Allotted, steering
 
 # Bits 2 to 8: each bit takes the squared error down to a quarter.
 CHOICES = [Choice(b + 0.25, 4.0 ** (2 - b) / 8) for b in range(2, 9)]
@@ -67,3 +72,47 @@ def test_small_changes_of_energy_change_nothing():
     changed = [budget.measured({"a": 1.0, "b": 100.0}, numels) for _ in range(8)]
     assert any(changed)
     assert budget.places["a"] < budget.places["b"]
+
+
+class Whole:
+    """A parameter that is all of its bucket but for a value before it."""
+
+    name, offset = "w", 1
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 64), (512, 1000), (1024, 4), (3, 5), (1, 1)])
+@pytest.mark.parametrize("place", [0, -1])
+def test_energies_are_measured_whatever_the_shape(rows, columns, place):
+    """One large column, where a sample at equal distances would see it always or never."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    x[:, place] *= 30
+    steering = Allotted(4.25, [codec("int4"), codec("int8")])
+    steering.enter(Parameter("w", (rows, columns), torch.float32))
+    found = []
+    for _ in range(2 * Allotted.EVERY):
+        steering.step(0.1, lambda own: found.append(own) or [own], lambda _: 0)
+        steering.probe(torch.cat((torch.tensor([1e6]), x.view(-1))), [Whole(x.numel())])
+    true = float(x.square().sum())
+    assert len(found) == 2
+    for (energy,) in found:
+        # Of 4096 values 4 to 64 are of the column: a quarter of a few is much.
+        assert 0.2 * true < energy < 3 * true
+    if columns == 64:
+        assert all(abs(energy / true - 1) < 0.5 for (energy,) in found)
+        assert found[0] != found[1]
+
+
+def test_what_a_budget_chooses_from_owes_nothing_and_errs_less_than_integers():
+    chosen = steering(Policy(budget=5.15))
+    assert isinstance(chosen, Allotted)
+    assert all(c.unbiased for c in chosen._codecs)
+    energies, numels = [9.0, 1.0, 0.3, 40.0], [4096] * 4
+    promised = {}
+    for name, codecs in {"eden": chosen._codecs, "int": map(codec, BIT_CANDIDATES)}.items():
+        choices = [Choice(bits(c), reduced_error(c) ** 2) for c in codecs]
+        places = allocate(energies, numels, choices, 5.25)
+        promised[name] = distortion(energies, choices, places)
+    assert promised["eden"] < 0.75 * promised["int"]

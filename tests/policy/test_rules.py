@@ -69,6 +69,34 @@ def test_schedules_by_step_and_by_epoch():
     assert [chosen(policy, epoch=e) for e in (0, 1, 1, 3)] == specs
 
 
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_a_schedule_holds_in_whatever_order_it_is_written(unit):
+    turns = [(200, "int8"), (100, "bf16"), (300, "fp32")]
+    name = "schedule" if unit == "step" else "epochs"
+    policy = Policy("int4", **{name: tuple(turns)})
+    specs = [codec(c).spec() for c in ("int4", "bf16", "int8", "fp32")]
+    assert [chosen(policy, **{unit: at}) for at in (99, 100, 250, 999)] == specs
+    assert policy == Policy("int4", **{name: tuple(sorted(turns))})  # ranks agree on it, too
+    prefix = "epoch" if unit == "epoch" else ""
+    text = " ".join(["int4", *(f"{prefix}{at}:{spec}" for at, spec in turns)])
+    assert Policy.of(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (((100, "int8"), (100, "fp32")), "two codecs begin at 100"),
+        (((-1, "int8"),), "-1 for int8"),
+        (((1.5, "int8"),), "1.5 for int8"),
+        ((("100", "int8"),), "'100' for int8"),
+    ],
+)
+def test_a_schedule_that_says_two_things_or_none_is_refused(schedule, text):
+    for name in ("schedule", "epochs"):
+        with pytest.raises(ValueError, match=text):
+            Policy("int4", **{name: schedule})
+
+
 def test_dgc_lets_the_density_fall_by_epochs():
     policy = Policy("topk:0.01,values=float16", warmup="dgc")
     codecs = [policy.decide(WEIGHT, Moment(epoch=e)).codec for e in range(6)]

@@ -62,10 +62,25 @@ def test_slices_lie_inside_and_wander():
     assert len(seen) == 50
 
 
+@pytest.mark.parametrize("spec", ["int8", "eden:bits=1", "randomk:every=7,block=32", "topk:0.01"])
+def test_slices_have_whole_blocks_and_enough_values(spec):
+    """A part of a block says nothing: what rotates spreads the error of its large values."""
+    s, given = sampler(), decisions(**dict.fromkeys(NUMELS, spec))
+    unit = max(codec(spec).granule, 1)
+    for step in range(0, 320, 16):
+        s.choose(step, given)
+        assert s.wanted
+        for name, part in s.wanted.items():
+            assert part.start % unit == 0
+            assert part.stop % unit == 0 or part.stop == NUMELS[name]
+            assert part.stop - part.start >= min(256, NUMELS[name] - part.start)
+
+
 def numbers(result: torch.Tensor, exact: torch.Tensor, due: torch.Tensor) -> list[float]:
     pairs = [(result - exact,) * 2, (exact,) * 2, (result,) * 2, (result, exact)]
     pairs += [(result - due,) * 2, (due,) * 2, (due - exact,) * 2]
-    return [*(float(torch.dot(a, b)) for a, b in pairs), float(len(exact)), 1.0]
+    sent = 3 * float(torch.dot(due, due))
+    return [*(float(torch.dot(a, b)) for a, b in pairs), float(len(exact)), 1.0, sent]
 
 
 def test_numbers_become_errors_and_cosines():
@@ -78,6 +93,7 @@ def test_numbers_become_errors_and_cosines():
     assert found.coding == pytest.approx(0.8)  # 8 of 10
     assert found.residual == pytest.approx(1.0)
     assert (found.sampled, found.saturated) == (2, 1)
+    assert found.spread == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan")])

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from pycomm.communicator import Communicator
-from pycomm.health.figures import account
+from pycomm.straggler.stats import rank_stats
 
 with Communicator.from_env(sys.argv[1], timeout=30) as c:
     # The kernel's counts are noted about once a second, at the end of an operation.
@@ -22,4 +22,4 @@ with Communicator.from_env(sys.argv[1], timeout=30) as c:
         c.all_reduce(np.ones(100_000, np.float32))
         goes_on[0] = time.monotonic() - start < 1.8
         c.all_reduce(goes_on, "min")
-    print(json.dumps(account(c.core.trace()).to_json()))
+    print(json.dumps(rank_stats(c.core.trace()).to_json()))

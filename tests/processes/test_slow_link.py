@@ -10,8 +10,8 @@ import tempfile
 import pytest
 
 from pycomm.bench import netlab
-from pycomm.health.compare import compare
-from pycomm.health.figures import Account
+from pycomm.straggler.compare import compare
+from pycomm.straggler.stats import RankStats
 
 JOB = [sys.executable, "-m", "tests.processes.slow_link_job"]
 
@@ -24,7 +24,7 @@ def test_the_rank_with_the_slow_link_is_named():
     with lab, tempfile.TemporaryDirectory() as folder:
         ranks = lab.start([*JOB, folder], stdout=subprocess.PIPE)
         texts = [rank.communicate(timeout=60)[0] for rank in ranks]
-    health = compare([Account.from_json(json.loads(text)) for text in texts])
+    health = compare([RankStats.from_json(json.loads(text)) for text in texts])
     assert health is not None
     assert health.finding is not None
     assert (health.finding.rank, health.finding.cause) == (1, "link")

@@ -17,7 +17,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A folder that makes torch see our entry point, as an installation does."""
+    """Return a folder in which torch finds pycomm's entry point, as after an installation."""
     info = tmp_path / "entry-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""What must hold on every device: run by test_backend_device.py and test_backend_cuda.py.
+"""Checks for all devices, run by test_backend_device.py and test_backend_cuda.py.
 
 Each function runs on two ranks, on their `device`, such as "fakegpu" or "cuda".
 """
@@ -21,25 +21,25 @@ from torch import nn
 import pycomm
 from pycomm import backend
 from pycomm.feedback import Feedback, Residuals
-from pycomm.hooks.bucket import Bucket, Piece
 from pycomm.policy import Decision, Parameter
+from pycomm.reduction.bucket import Bucket, Piece
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small integers that differ by rank."""
+    """Return small integers that differ by rank."""
     numel = torch.Size(shape).numel()
     return ((torch.arange(numel) * 7 + rank * 5) % 11).to(dtype).reshape(shape)
 
 
 def operations(rank: int, ranks: int) -> dict[str, Callable[[Callable], list[torch.Tensor]]]:
-    """Each makes its tensors with the function it gets and returns what the collective wrote."""
+    """Return calls that make tensors with a given function and return the collective's outputs."""
 
     def all_reduce(new):
         x = new(values(rank, 1000))
         dist.all_reduce(x)
         return [x]
 
-    def large(new):  # in parts, of which the last is small
+    def large(new):  # in parts, the last of which is small
         x = new(values(rank, (3 << 20) + 5))
         dist.all_reduce(x)
         return [x]
@@ -156,7 +156,7 @@ def check_operations(rank: int, ranks: int, device: str) -> None:
 
 
 def slow(rank: int, device: str, milliseconds: int = 100) -> torch.Tensor:
-    """A tensor that gets its values, rank + 1, when its stream has been busy for so long."""
+    """Return a tensor whose values, rank + 1, are only written after the stream's delay."""
     x = torch.zeros(1000, device=device)
     if device == "cuda":
         torch.cuda._sleep(milliseconds * 2_000_000)  # cycles, of which a GPU has 2e9 in a second
@@ -166,15 +166,15 @@ def slow(rank: int, device: str, milliseconds: int = 100) -> torch.Tensor:
 
 
 def check_order(rank: int, ranks: int, device: str, way: str) -> None:
-    """`way` as in fake_device.load()."""
+    """Check the order with streams; `way` is as in fake_device.load()."""
     held = way == "held"
-    dist.all_reduce(slow(rank, device, 0))  # so that no first time counts
+    dist.all_reduce(slow(rank, device, 0))  # excludes the cost of the first call
     started = time.monotonic()
     x = slow(rank, device, 1000)
     work = dist.all_reduce(x, async_op=True)
     assert way == "peers" or not work.is_completed()
     if held:
-        work.wait()  # the stream waits, not we
+        work.wait()  # the stream waits, not this thread
     copy = torch.empty_like(x)
     if held:
         copy.copy_(x)
@@ -187,11 +187,11 @@ def check_order(rank: int, ranks: int, device: str, way: str) -> None:
     assert work.is_completed()
     assert work.is_success()
 
-    # A timeout asks to wait on the host.
+    # With a timeout, wait() blocks the host.
     x = slow(rank, device, 30)
     assert dist.all_reduce(x, async_op=True).wait(timedelta(seconds=10))
 
-    # On streams of the caller's choice.
+    # The caller may use other streams.
     side = torch.Stream(device=device)
     with side:
         x = slow(rank, device, 50)
@@ -200,14 +200,14 @@ def check_order(rank: int, ranks: int, device: str, way: str) -> None:
     side.synchronize()
     assert copy.cpu().eq(3).all()
 
-    # Three in a row on one tensor, nobody waits in between.
+    # Three operations in a row on one tensor, without a wait in between.
     x = slow(rank, device, 50)
     dist.all_reduce(x, async_op=True)
     dist.broadcast(x, 0, async_op=True)
     dist.all_reduce(x, async_op=True).wait()
     assert x.cpu().eq(6).all()
 
-    # Device and host tensors in one order; the barrier is behind all of it.
+    # Device and host tensors are processed in one order, and the barrier comes last.
     works, tensors = [], []
     for i in range(6):
         tensors.append(slow(rank, device, 10) if i % 2 else torch.full((10,), rank + 1.0))
@@ -219,7 +219,7 @@ def check_order(rank: int, ranks: int, device: str, way: str) -> None:
 
 
 def check_lifetimes(rank: int, ranks: int, device: str) -> None:
-    # Nobody keeps the input, and its memory is poisoned when nothing uses it.
+    # The input has no other references, and its memory is poisoned when it is unused.
     outs = []
     for i in range(10):
         out = torch.empty(ranks * 1000, device=device)
@@ -228,7 +228,7 @@ def check_lifetimes(rank: int, ranks: int, device: str) -> None:
         )
         gc.collect()
         outs.append(out)
-    # Nobody keeps the output either.
+    # The output has no other references, either.
     for _ in range(10):
         dist.all_reduce(slow(rank, device, 1), async_op=True)
     dist.barrier()
@@ -285,7 +285,7 @@ def check_compressed(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
             p.zero_()
     ddp = nn.parallel.DistributedDataParallel(model)
     pycomm.compress(ddp, "int8")
-    # Gradients that both devices compute exactly: sums of few small integers.
+    # Gradients that both devices compute exactly: sums of a few small integers.
     for step in range(3):
         x = (inputs(rank, step, 64).repeat(1, 4) * 4).round().to(device)
         ddp.zero_grad()
@@ -294,14 +294,14 @@ def check_compressed(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
 
 
 SPECS = ["int8", "fp32", "quant:bits=4,block=64,rounding=stochastic", "ternary", "randomk:every=10"]
-# Rows of what goes in and of what comes out; 0: one for each rank.
+# Rows of the input and of the output; 0: one per rank.
 ROWS = {"all_reduce": (1, 1), "reduce_scatter": (0, 1), "all_gather": (1, 0)}
 
 
 def check_compressed_collectives(
     rank: int, ranks: int, device: str, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """Three steps of each, with feedback: results, residuals, and what they say of overflow."""
+    """Compare three steps with feedback: results, residuals, and reported overflows."""
     native = backend.find(device=torch.device(device))
     seen = []
     for op, rows in ROWS.items():
@@ -335,7 +335,7 @@ def check_compressed_collectives(
 
 
 def check_capture(rank: int, ranks: int, device: str) -> None:
-    """A graph of an exact and a compressed all-reduce does once what the calls do."""
+    """A replayed graph of an exact and a compressed all-reduce repeats the calls once."""
     native = backend.find(device=torch.device(device))
     decision = Decision(Parameter("p", (1000,), torch.float32), pycomm.codec("int8"), "test")
     bucket = Bucket([decision], [0], Residuals(Feedback(), ranks), torch.device(device))
@@ -353,13 +353,13 @@ def check_capture(rank: int, ranks: int, device: str) -> None:
         calls(x, y)
     assert torch.equal(x.cpu(), want_x.cpu())
     assert torch.equal(y.cpu(), want_y.cpu())
-    calls(want_x, want_y)  # the group goes on
+    calls(want_x, want_y)  # the group is still usable
     assert want_x.cpu().sum() == ranks * x.cpu().sum()
 
 
 @contextlib.contextmanager
 def capture(device: str) -> Iterator[None]:
-    """What is called inside is captured, and done once."""
+    """Capture the calls made inside, and replay them once."""
     if device != "cuda":
         torch.ops.fakegpu.begin_capture()
         try:

@@ -1,7 +1,7 @@
-// An accelerator for tests, made of threads: "fakegpu", torch's PrivateUse1. Streams run what is
-// queued on them later, in order and after random pauses; memory is poisoned as soon as nothing
-// that was announced uses it any more. So an operation that forgets to wait for an event, or to say
-// on which stream it uses memory, ends with wrong values, as on a GPU but every time.
+// Simulated accelerator for tests, made of threads: "fakegpu", torch's PrivateUse1. Streams run
+// queued work later, in order and after random pauses; memory is poisoned as soon as no announced
+// use of it is left. So an operation that does not wait for an event, or does not announce the
+// stream on which it uses memory, produces wrong values, as on a GPU, but every time.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -34,7 +34,7 @@ constexpr int kPoison = 0xEE;
 
 // ------------------------------------------------------------------ streams and events
 
-/// A point in a stream. Set when the stream has come there.
+/// A point in a stream. Set when the stream has reached it.
 struct Mark {
   std::mutex mutex;
   std::condition_variable changed;
@@ -106,8 +106,8 @@ c10::Stream current_stream(c10::DeviceIndex device) {
   return stream_of(device, current_streams.at(device));
 }
 
-/// What a graph would capture, from the stream that begins it on. Work runs all the same; what may
-/// not be while there is a capture is refused, and streams that nobody waits for again are found.
+/// A simulated graph capture, starting at an origin stream. Captured work still runs; operations
+/// that are not permitted during a capture are refused, and unjoined streams are detected.
 class Capture {
  public:
   void begin(c10::Stream origin) {
@@ -116,7 +116,7 @@ class Capture {
     events_.clear();
     joined_.clear();
   }
-  /// Throws if the origin does not wait for all that was captured.
+  /// Throws if the origin does not wait for all captured streams.
   void end() {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto streams = std::exchange(streams_, {});
@@ -164,8 +164,8 @@ Capture& capture() {
 
 // ------------------------------------------------------------------ memory
 
-/// Memory of the device, or pinned. What is freed is poisoned when all announced uses are over,
-/// and never given back, so that who still reads it gets poison and not another tensor.
+/// Device memory or pinned memory. A freed block is poisoned when all announced uses are over, and
+/// never reused, so that late readers get poison instead of another tensor.
 class Memory {
  public:
   static Memory& instance() {
@@ -179,7 +179,7 @@ class Memory {
     blocks_[data] = {bytes, pinned, {current_stream(current_device)}};
     return data;
   }
-  /// The block that `data` lies in is used by what `stream` has queued when it is freed.
+  /// Announces that work queued on `stream` until the block of `data` is freed uses that block.
   void announce(const void* data, c10::Stream stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (Block* block = find(data)) block->users.push_back(stream);
@@ -196,7 +196,7 @@ class Memory {
     blocks_.erase(found);
     lock.unlock();
     auto marks = std::make_shared<std::vector<MarkPtr>>();
-    // A host thread frees pinned memory at once, device memory in the order of its stream.
+    // Pinned memory is freed at once by a host thread, device memory in stream order.
     for (size_t i = block.pinned ? 1 : 0; i < block.users.size(); i++)
       marks->push_back(worker(block.users[i]).mark());
     std::thread([marks, data, bytes = block.bytes] {
@@ -240,7 +240,7 @@ class Allocator final : public c10::Allocator {
 };
 Allocator device_memory(false), pinned_memory(true);
 
-// ------------------------------------------------------------------ what torch asks of a device
+// ------------------------------------------------------------------ torch's device interface
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kFake; }
@@ -265,7 +265,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(s.device_index(), std::exchange(current_streams.at(s.device_index()), s.id()));
   }
   void* getStreamNativeHandle(const c10::Stream s) const override { return &worker(s); }
-  // Torch 2.11 does not ask.
+  // Torch 2.11 does not call this.
   bool isStreamCapturing(const c10::Stream& s) const { return capture().has(s); }
   bool queryStream(const c10::Stream& s) const override {
     auto mark = worker(s).mark();
@@ -321,7 +321,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
 };
 
-// ------------------------------------------------------------------ the few operations
+// ------------------------------------------------------------------ operators
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
                  std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>,
@@ -343,14 +343,14 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                            dtype.value_or(c10::kFloat));
 }
 
-/// The memory of a tensor as a CPU tensor that does not keep it alive.
+/// Returns a tensor's memory as a CPU tensor that does not keep it alive.
 at::Tensor view_of(const at::Tensor& t) {
   return at::from_blob(
       t.data_ptr(), t.sizes(), t.strides(), [](void*) {},
       at::TensorOptions(t.scalar_type()).device(c10::kCPU), c10::Device(c10::kCPU));
 }
 
-/// Queued, unless a side is on the host and must not or cannot wait: then as torch does for CUDA.
+/// Queues the copy, unless a side is on the host and must not or cannot wait, as torch on CUDA.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   const c10::Device device = from.is_cpu() ? to.device() : from.device();
@@ -390,14 +390,14 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
-/// The stream is busy for so long.
+/// Keeps the stream busy for this time.
 void busy(int64_t milliseconds) {
   worker(current_stream(current_device)).queue([milliseconds] {
     std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
   });
 }
 
-/// As torch does for CUDA, when all that is queued is done.
+/// Waits for all queued work first, as torch does for CUDA.
 void begin_capture() {
   Guard().synchronizeDevice(current_device);
   capture().begin(current_stream(current_device));

@@ -1,4 +1,4 @@
-"""Compiles fake_device.cpp, once, and makes its device known to torch as "fakegpu"."""
+"""Simulated device "fakegpu": compiles fake_device.cpp once, and registers it with torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "build" / "tests"
 
 
 def built() -> Path:
-    """The library, compiled if this source and torch have none yet. Takes half a minute then."""
+    """Return the library, compiled in half a minute if its source or torch has changed."""
     stamp = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = FOLDER / f"fake_device-{stamp}.so"
     if library.exists():
@@ -43,11 +43,11 @@ def built() -> Path:
 
 
 def load(way: str) -> None:
-    """Load the device into this process. Again: only the way of its data changes.
+    """Load the device into this process. A second call only changes the data path.
 
     Args:
-        way: of collectives. "held": by way of the host, and pycomm knows how to hold the device's
-            streams; "late": it does not; "peers": kernels work on the peers' memory.
+        way: the data path of collectives. "held": through the host, with streams that pycomm can
+            hold; "late": through the host, without; "peers": kernels work on the peers' memory.
     """
     from pycomm import _build
 

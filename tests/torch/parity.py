@@ -1,7 +1,7 @@
-"""The same function on pycomm and on Gloo must give the same bits.
+"""Parity with Gloo: the same function on pycomm and on Gloo must give the same bits.
 
-Sums of two values do not depend on their order, so functions that reduce over two ranks at a time
-may compute with whatever floats they like; those that reduce over more use small integers.
+A sum of two values does not depend on their order, so functions that reduce over two ranks at a
+time may use any floats; those that reduce over more use small integers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def network(layers: int = 2) -> nn.Sequential:
 
 
 def inputs(rank: int, step: int, rows: int = 8) -> torch.Tensor:
-    """A batch of a rank's own, of shape [rows, WIDTH]."""
+    """Return a rank's own batch, of shape [rows, WIDTH]."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(rows, WIDTH, generator=generator)
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two trees of tensors and plain values are the same, to the bit."""
+    """Return whether two trees of tensors and plain values are the same, to the bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,6 +1,6 @@
-"""hooks/two_shot.py with codecs of every kind that the contract allows, against a model.
+"""The two-shot of reduction/two_shot.py, with every kind of codec that the contract allows.
 
-The codecs are those of tests/collectives/simple_codecs.cpp in torch, and so is the model.
+The codecs are those of tests/collectives/simple_codecs.cpp in torch, as is the model.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pycomm.codecs.base import Codec, Combine, RandomKey
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.implementations import Reference
 from pycomm.feedback import Feedback, Residuals
-from pycomm.hooks import two_shot
-from pycomm.hooks.bucket import Bucket
 from pycomm.policy import Decision, Parameter
+from pycomm.reduction import two_shot
+from pycomm.reduction.bucket import Bucket
 from tests.collectives.test_coded_contract import KINDS, OFFSETS, SIZES, describe, gradient, model
 
 SEED, STEP = 77, 5

@@ -1,4 +1,4 @@
-"""`import torch` alone makes the backend known, and never suffers from it."""
+"""Autoload: `import torch` alone registers the backend, and never fails because of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(code: str, *path: Path, **environment: str) -> str:
-    """Output of a fresh interpreter, in which pycomm is found but not installed."""
+    """Return the output of a fresh interpreter that finds pycomm without an installation."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={
@@ -117,4 +117,21 @@ def test_import_torch_survives_wrong_variables(installed):
         "print(*(w.message for w in caught if 'pycomm' in str(w.message)))"
     )
     assert "cannot answer for the backend 'mpi'" in run(code, installed, PYCOMM_TAKEOVER="mpi")
-    assert "unknown codec 'int9'" in run(code, installed, PYCOMM_RUN="--codec int9")
+    for text, wrong in (
+        ("--codec int9", "unknown codec 'int9'"),
+        ("--codc int4", "unrecognized arguments: --codc int4"),
+        ("int4", "unrecognized arguments: int4"),
+        ("--codec", "expected one argument"),
+        ("--codec 'int4", "No closing quotation"),
+    ):
+        said = run(code, installed, PYCOMM_RUN=text)
+        assert f"PYCOMM_RUN={text!r} has no effect: " in said
+        assert wrong in said
+        assert said.endswith('such as PYCOMM_RUN="--codec int4"')
+
+
+def test_of_two_variables_the_right_one_counts(installed):
+    said = run(TAKEOVER, installed, PYCOMM_TAKEOVER="gloo", PYCOMM_RUN="--codec 'int4")
+    assert said.split() == ["True", "gloo", "pycomm"]
+    said = run(TAKEOVER, installed, PYCOMM_TAKEOVER="mpi", PYCOMM_RUN="--codec int4")
+    assert said.split() == ["True", "gloo", "pycomm"]

@@ -75,7 +75,7 @@ def test_operations_by_way_of_the_host_refuse_to_be_captured(pool):
 
 
 def mean_of_ranks(ranks: int, steps: int) -> list[torch.Tensor]:
-    """The parameters after training on the mean of all ranks' gradients, in one process."""
+    """Return the parameters after training on the mean of all ranks' gradients, in one process."""
     model = network().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     for step in range(steps):
@@ -88,7 +88,7 @@ def mean_of_ranks(ranks: int, steps: int) -> list[torch.Tensor]:
 
 
 def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    # The sum over ranks is taken in another order: in the gradients of one process.
+    # One process sums over the ranks in another order, inside of the gradients.
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
 

@@ -1,7 +1,7 @@
 """The backend on device tensors: results, order with the device's streams, lifetimes, failures.
 
-The device is made of threads (fake_device.cpp), so that this runs anywhere; test_backend_cuda.py
-has the same on a GPU.
+The device is simulated by threads (fake_device.cpp), so that this runs anywhere;
+test_backend_cuda.py has the same tests on a GPU.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ import pycomm
 from pycomm import _C, backend
 from pycomm.errors import Error, Timeout
 from pycomm.feedback import Feedback, Residuals
-from pycomm.hooks.bucket import Bucket
 from pycomm.policy import Decision, Parameter
+from pycomm.reduction.bucket import Bucket
 
 FAKE = "fakegpu"
 GROUP = "cpu:pycomm,fakegpu:pycomm"
@@ -44,7 +44,7 @@ GROUP = "cpu:pycomm,fakegpu:pycomm"
 
 @pytest.fixture(scope="module")
 def fakes() -> Iterator[Pool]:
-    """Ranks of their own: a device cannot be unloaded."""
+    """Start separate ranks, since a device cannot be unloaded."""
     fake_device.built()
     pool = Pool()
     yield pool
@@ -99,7 +99,7 @@ def test_futures_run_their_callbacks_behind_the_operation(fakes, way):
 
 
 def test_a_graph_captures_operations_among_peers(fakes):
-    """Nobody asks events, pins memory or leaves a stream behind; see fake_device.cpp."""
+    """No event is queried, no memory pinned and no stream left unjoined; see fake_device.cpp."""
     run_on(fakes, check_capture, "peers")
 
 
@@ -110,7 +110,7 @@ def test_operations_by_way_of_the_host_refuse_to_be_captured(fakes):
 def check_stuck(rank: int, ranks: int) -> None:
     x = slow(rank, FAKE, 3000 if rank == 1 else 0)
     work = dist.all_reduce(x, async_op=True)
-    # The other rank hears of it, or its own time is up in the same moment.
+    # The other rank gets the error, or times out at the same moment.
     with pytest.raises(Timeout if rank == 1 else Error) as caught:
         work.wait(timedelta(seconds=10))
     if rank == 1:
@@ -135,7 +135,7 @@ def check_abort(rank: int, ranks: int) -> None:
         dist.distributed_c10d._abort_process_group()
         return
     work = dist.all_reduce(x, async_op=True)
-    work.wait()  # of streams only: the failure is still to come
+    work.wait()  # this only synchronizes streams: the failure is still to come
     assert x.cpu().isnan().all()
     assert work.is_completed()
     assert not work.is_success()
@@ -240,7 +240,7 @@ def check_trace(rank: int, ranks: int) -> None:
         dist.all_reduce(x)
     dist.broadcast(x, 0)
     x.cpu()
-    # The newest: groups that have failed may live as long as their errors.
+    # Only the newest groups count: failed ones may live as long as their errors.
     *_, trace = (t for t in _C.traces() if t["group"].endswith(f"/peers on {x.device}"))
     assert trace["global_ranks"] == list(range(ranks))
     records = trace["records"]
@@ -273,3 +273,25 @@ def check_refused(rank: int, ranks: int) -> None:
 
 def test_compressed_collectives_are_refused_where_there_are_no_peers(fakes):
     run(fakes, check_refused)
+
+
+def check_hook_of_early_message(rank: int, ranks: int) -> None:
+    group: Any = dist.group.WORLD
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # which hooks go to
+    heard: list[Any] = []
+    group._register_on_completion_hook(heard.append)
+    if rank == 0:
+        dist.send(torch.ones(3), 1, tag=1)
+        dist.send(torch.ones(3), 1, tag=2)
+    else:
+        dist.recv(torch.zeros(3), 0, tag=2)  # by then the other has come, too
+        x = torch.zeros(3, device=FAKE)
+        dist.recv(x, 0, tag=1)
+        assert x.cpu().tolist() == [1.0] * 3
+    assert len(heard) == 2
+
+
+@pytest.mark.parametrize("way", ["held", "late"])
+def test_a_message_that_has_come_already_is_received_with_a_hook(fakes, way):
+    """The receive is done when it is posted, and its hook is called at once."""
+    run(fakes, check_hook_of_early_message, way)

@@ -1,4 +1,4 @@
-"""Bad input and bad luck: each is an error that names the rank and the cause, and nothing hangs."""
+"""Invalid input and failures: each error names the rank and the cause, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_bad_arguments(rank: int, size: int) -> None:
         backend.find().broadcast([torch.ones(3).to_sparse()], dist.BroadcastOptions())
     with pytest.raises(pycomm.Error, match=here + "sparse_all_reduce: can only sum"):
         dist.all_reduce(torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX)
-    # Found before a byte was sent: the group is as good as new.
+    # The error was found before a byte was sent, so the group is still usable.
     x = torch.ones(3)
     dist.all_reduce(x)
     assert torch.equal(x, torch.full((3,), float(size)))
@@ -71,7 +71,7 @@ def check_mismatch(rank: int, size: int, kind: str, asynchronous: bool) -> None:
         assert "rank 0" in text
         assert "rank 1" in text
         assert {"size": "11", "dtype": "int32", "op": "broadcast"}[kind] in text
-    with pytest.raises(pycomm.Error):  # the group is over, and says why
+    with pytest.raises(pycomm.Error):  # the group has failed, and the error says why
         dist.all_reduce(torch.ones(1))
 
 
@@ -83,7 +83,7 @@ def test_different_calls_are_named_on_both_ranks(pool, kind, asynchronous):
 
 def check_layout_mismatch(rank: int, size: int) -> None:
     model = DistributedDataParallel(nn.Linear(64, 64))
-    with patch("pycomm.policy.plan.agree_on_options"):  # as if nobody had compared
+    with patch("pycomm.policy.plan.agree_on_options"):  # skips the comparison
         state = pycomm.HookState(["int8", "int4"][rank], model)
     state.agree = lambda: None
     model.register_comm_hook(state, pycomm.compress_hook)
@@ -120,14 +120,14 @@ def check_absent(rank: int, size: int, store: dist.Store) -> None:
             dist.init_process_group(
                 "pycomm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1)
             )
-        # Torch's FileStore counts whole seconds, and would wait two of them.
+        # Torch's FileStore has timeouts in whole seconds, and would wait for two.
         assert 1 <= time.monotonic() - start < 1.8
         assert not dist.is_initialized()
 
 
 def test_rank_that_never_comes_is_named(pool):
     pool.run(check_absent, backend=None)
-    pool.stop()  # torch numbers its groups, and rank 0 has counted the one that failed
+    pool.stop()  # torch numbers its groups, and rank 0 has counted the failed one
 
 
 def check_abort(rank: int, size: int) -> None:
@@ -155,7 +155,7 @@ def test_abort_ends_waits_on_all_ranks(pool):
 
 
 def check_error_behind_a_callback(rank: int, size: int) -> None:
-    # Gradients of float64 are averaged by the group's all_reduce, and looked at in a callback.
+    # Gradients of float64 are averaged by the group's all_reduce, and checked in a callback.
     model = DistributedDataParallel(nn.Linear(4, 4, dtype=torch.float64))
     state = pycomm.compress(model)
     model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
@@ -205,7 +205,7 @@ def test_rank_that_dies_while_a_group_is_made_is_named(pool):
 def check_raise_in_a_hook(rank: int, size: int) -> None:
     model = DistributedDataParallel(nn.Linear(8, 8))
 
-    def hook(group, bucket):  # torch would read annotations
+    def hook(group, bucket):  # torch would check annotations
         if rank == 1:
             raise ValueError("the user's hook has failed")
         work = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -215,8 +215,8 @@ def check_raise_in_a_hook(rank: int, size: int) -> None:
     if rank == 1:
         with pytest.raises((ValueError, RuntimeError), match="the user's hook has failed"):
             model(torch.ones(1, 8)).sum().backward()
-        return  # it leaves the group
-    # Torch makes a RuntimeError of what comes through then() of a user's hook.
+        return  # this rank leaves the group
+    # Torch turns an error that passes through then() of a user's hook into a RuntimeError.
     with pytest.raises(RuntimeError, match=r"rank 1 .*left the group"):
         model(torch.ones(1, 8)).sum().backward()
 
@@ -235,12 +235,12 @@ def check_abort_in_shutdown(rank: int, size: int) -> None:
     timer = threading.Timer(0.2, native.abort)
     timer.start()
     start = time.monotonic()
-    native.shutdown()  # it finishes what was issued
+    native.shutdown()  # finishes all issued operations
     assert time.monotonic() - start < 1.2
     timer.join()
     with pytest.raises(pycomm.Error, match="abort"):
         work.wait()
-    native.abort()  # again, when all is over
+    native.abort()  # a second abort does nothing
 
 
 def test_abort_ends_a_shutdown_that_waits(pool):
@@ -250,7 +250,7 @@ def test_abort_ends_a_shutdown_that_waits(pool):
 def check_interrupt(rank: int, size: int, store: dist.Store) -> None:
     start = time.monotonic()
     if rank == 0:
-        # A shell starts its background jobs deaf to SIGINT, and these tests may be one.
+        # A shell starts background jobs with SIGINT ignored, and these tests may be such a job.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):

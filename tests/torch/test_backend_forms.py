@@ -1,4 +1,4 @@
-"""The many forms of c10d's operations: equal to Gloo's on integers, and those that Gloo lacks."""
+"""All forms of c10d's operations: equal to Gloo's on integers, and those that Gloo lacks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CPU = torch.device("cpu")
 
 
 def integers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Integers from 1 to 3 that differ by rank."""
+    """Return integers from 1 to 3 that differ by rank."""
     numel = torch.Size(shape).numel()
     return ((torch.arange(numel) * 7 + rank * 5) % 3 + 1).to(dtype).reshape(shape)
 
 
 def sparse(rank: int, size: int) -> torch.Tensor:
-    """Rows of a (10, 3) tensor: some twice, some on several ranks, none on the last rank."""
+    """Return a (10, 3) tensor with rows that occur twice or on several ranks; empty on the last."""
     rows = [0, rank + 1, rank + 1, 9] if rank < size - 1 else []
     values = integers(rank, len(rows), 3)
     return torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.long), values, (10, 3))
@@ -168,7 +168,7 @@ def test_uneven_gather_and_scatter(pool, ranks):
 
 
 def check_sparse_shapes(rank: int, size: int) -> None:
-    # Two sparse dimensions, none dense, and integers.
+    # The tensor has two sparse dimensions, no dense one, and integers.
     x = torch.sparse_coo_tensor(torch.tensor([[rank, 4], [0, 4]]), torch.tensor([1, 2]), (5, 5))
     work = dist.all_reduce(x, async_op=True)
     assert work.get_future().wait()[0] is x
@@ -177,7 +177,7 @@ def check_sparse_shapes(rank: int, size: int) -> None:
     assert torch.equal(x.to_dense(), want)
     with pytest.raises(pycomm.WireMismatch, match=r"shape.* rank"):
         dist.all_reduce(torch.ones(3 + rank).to_sparse())
-    dist.barrier()  # found alike by all ranks: the group goes on
+    dist.barrier()  # all ranks found the error alike: the group is still usable
 
 
 def test_sparse_all_reduce_of_other_shapes(pool):
@@ -199,7 +199,7 @@ def check_sparse_gradients(rank: int, size: int) -> None:
             optimizer.step()
         results.append([p.detach() for p in model.parameters()])
     for got, want in zip(*results, strict=True):
-        # Two ranks: a sum of two floats has the same bits in either order.
+        # With two ranks a sum of floats has the same bits in either order.
         assert torch.equal(got, want)
 
 
@@ -214,7 +214,7 @@ def check_batches(rank: int, size: int) -> None:
         ops = [dist.P2POp(dist.irecv, received[r], r) for r in range(size)]
         ops += [dist.P2POp(dist.isend, integers(rank + r, big), r) for r in range(size)]
         works = dist.batch_isend_irecv(ops[::order])
-        assert len(works) == 1  # one for all, itself among the peers
+        assert len(works) == 1  # one for all peers, including this rank
         works[0].wait(timedelta(seconds=20))
         assert works[0].is_completed()
         assert works[0].is_success()
@@ -243,7 +243,7 @@ def test_batches_of_sends_and_receives_are_one_work(pool, ranks):
 
 
 def check_coalescing(rank: int, size: int) -> None:
-    """Collectives, sends and receives in one block, posted in another order on each rank."""
+    """One block has collectives, sends and receives, posted in a different order on each rank."""
     left, right = (rank - 1) % size, (rank + 1) % size
     x, y, z = integers(rank, 1000), integers(rank, 10), torch.zeros(1 << 16)
     pieces = [

@@ -1,4 +1,4 @@
-"""Groups as such: barriers that name ranks, timeouts, hooks, groups from groups, and their ends."""
+"""Process groups: barriers that name ranks, timeouts, hooks, subgroups, and shutdown."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def check_monitored_barrier(rank: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(pycomm.Timeout, match="Rank 1 failed to pass monitoredBarrier in 300"):
             group.monitored_barrier(seconds(0.3))
-    elif rank == 3:  # hears from rank 0 whom it misses
+    elif rank == 3:  # rank 0 reports which rank is missing
         with pytest.raises(RuntimeError, match=r"Rank 3 successfully reached.* Rank 1 failed"):
             group.monitored_barrier(seconds(0.3))
     else:
-        group.rank()  # ranks 1 and 2 do not come
+        group.rank()  # ranks 1 and 2 do not join
     assert time.monotonic() - start < 2
-    dist.barrier()  # the group goes on
+    dist.barrier()  # the group is still usable
 
 
 def test_monitored_barrier_names_the_first_rank_that_is_missing(pool):
@@ -105,7 +105,7 @@ def check_short_wait(rank: int, size: int) -> None:
             work.wait(seconds(0.1))
         assert not work.is_completed()
         dist.send(torch.ones(1), 1)
-    work.wait()  # a short wait has not hurt it
+    work.wait()  # a short wait has done no harm
     check_sum(None, size)
 
 
@@ -128,7 +128,7 @@ print(timeout(), timeout(timeout=timedelta(seconds=9)), timeout(pg_options=optio
 
 @pytest.mark.parametrize(("variable", "want"), [("", "1800 9 7"), ("11", "11 9 7")])
 def test_the_first_timeout_that_is_named_wins(monkeypatch, variable, want):
-    """An argument, then pycomm.Options, then PYCOMM_TIMEOUT, then torch's default."""
+    """The order is: an argument, then pycomm.Options, then PYCOMM_TIMEOUT, then torch's default."""
     monkeypatch.delenv("PYCOMM_TIMEOUT", raising=False)
     if variable:
         monkeypatch.setenv("PYCOMM_TIMEOUT", variable)
@@ -159,7 +159,7 @@ def check_hook(rank: int, size: int) -> None:
     group._wait_for_pending_works()
     assert request.is_completed()
     found = {str(info.op_type).removeprefix("OpType."): info.seq for info in seen}
-    # Point to point counts by itself, and may end before a collective that was issued earlier.
+    # Point to point is counted separately, and may end before a collective that was issued earlier.
     assert found == {"ALLREDUCE": 2, "BROADCAST": 3, "SEND" if rank == 0 else "RECV": 1}
     assert len(seen) == 3
     for info in seen:
@@ -211,7 +211,7 @@ def test_failed_work_says_how(pool):
     pool.run(check_failed_work)
 
 
-# ------------------------------------------------------------------ groups from groups
+# ------------------------------------------------------------------ groups made from groups
 
 
 def shared_mappings() -> int:
@@ -246,7 +246,7 @@ def test_split_group(pool):
 def sockets() -> int:
     found = 0
     for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the folder itself
             found += os.readlink(file).startswith("socket:")
     return found
 
@@ -254,7 +254,7 @@ def sockets() -> int:
 def check_store_goes(rank: int, size: int) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = [server.port]
-    dist.broadcast_object_list(port)  # both use that of rank 0, which closes its ends when it likes
+    dist.broadcast_object_list(port)  # both use rank 0's port, which it closes at any time
     before = sockets()
     for way in ("shut down", "dropped"):
         store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
@@ -272,7 +272,7 @@ def test_what_a_group_holds_goes_with_it(pool):
 
 
 def check_merge(rank: int, size: int) -> None:
-    """Two groups of one rank each become one of two."""
+    """Two groups of one rank each are merged into one of two."""
     parts = [dist.new_group([r]) for r in range(size)]
     store = dist.PrefixStore("merged", dist.group.WORLD.get_group_store())
     merged = parts[rank].merge_remote_group(store, size, seconds(20), group_name="both")
@@ -311,7 +311,7 @@ def test_shrink_group(pool, how):
     pool.run(check_shrink, how, ranks=3)
 
 
-# ------------------------------------------------------------------ ends
+# ------------------------------------------------------------------ shutdown
 
 
 def check_ends(rank: int, size: int) -> None:
@@ -327,7 +327,7 @@ def check_ends(rank: int, size: int) -> None:
             thread.join()
         with pytest.raises(pycomm.Error, match="abort"):
             work.wait()
-        group.abort()  # after the end: nothing
+        group.abort()  # without effect after the end
         group.shutdown()
         assert time.monotonic() - start < 5
         with pytest.raises(RuntimeError, match="shut down"):

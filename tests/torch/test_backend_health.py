@@ -1,19 +1,21 @@
-"""A slow rank is named on the first rank's standard error, and nobody has asked."""
+"""The straggler monitor is on by default: rank 0's standard error names a slow rank."""
 
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from pycomm.health import station
+from pycomm.straggler import monitor as station
 
 
 def slow_steps(rank: int, ranks: int, store: dist.Store) -> list[str]:
     lines: list[str] = []
-    station._station = station.Station(1.0, lines.append)
-    dist.init_process_group("pycomm", store=store, rank=rank, world_size=ranks)
+    station._monitor = station.StragglerMonitor(1.0, lines.append)
+    limit = timedelta(seconds=30)  # so that a call that hangs tells its name
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
         goes_on = torch.ones(1)
         end = time.monotonic() + 20
@@ -25,8 +27,8 @@ def slow_steps(rank: int, ranks: int, store: dist.Store) -> list[str]:
             dist.all_reduce(goes_on, op=dist.ReduceOp.MIN)
     finally:
         dist.destroy_process_group()
-        station._station.close()
-        station._station = None
+        station._monitor.close()
+        station._monitor = None
     return lines
 
 

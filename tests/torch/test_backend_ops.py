@@ -41,14 +41,14 @@ RANKS = [2, 3]
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Integers from 1 to 3 (bool: 0 and 1) that differ by rank."""
+    """Return integers from 1 to 3 (bool: 0 and 1) that differ by rank."""
     numel = torch.Size(shape).numel()
     x = (torch.arange(numel) * 7 + rank * 5 + torch.arange(numel) // 11) % 3 + 1
     return (x > 1 if dtype == torch.bool else x.to(torch.float32).to(dtype)).reshape(shape)
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """In a dtype in which torch can compare and reduce."""
+    """Convert to a dtype in which torch can compare and reduce."""
     return x if x.is_complex() else x.to(torch.float64)
 
 
@@ -58,7 +58,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def reduced(op: dist.ReduceOp, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """What plain torch makes of all ranks' inputs."""
+    """Return plain torch's reduction of all ranks' inputs."""
     dtype, x = inputs[0].dtype, torch.stack([wide(i) for i in inputs])
     if dtype == torch.bool:
         some, every = x.amax(0), x.amin(0)
@@ -111,18 +111,6 @@ def check_all_reduce(rank: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_reduce(pool, dtype, ranks):
     pool.run(check_all_reduce, dtype, ranks=ranks)
-
-
-def check_premul_sum(rank: int, size: int) -> None:
-    for factor in (2.0, torch.tensor([0.5])):
-        x = values(rank, (100,)) * 2
-        dist.all_reduce(x, op=dist._make_nccl_premul_sum(factor))
-        want = sum(values(r, (100,)) * 2 * float(factor) for r in range(size))
-        same(x, want)
-
-
-def test_premul_sum(pool):
-    pool.run(check_premul_sum)
 
 
 def check_moves(rank: int, size: int, dtype: torch.dtype) -> None:
@@ -300,7 +288,7 @@ def check_async(rank: int, size: int) -> None:
         assert future.wait() is x
     assert order == list(range(30))
 
-    # One tensor in three operations, none of which is waited for before the next.
+    # Three operations use one tensor, without a wait in between.
     x = torch.full((10,), float(rank + 1))
     works = [
         dist.all_reduce(x, async_op=True),
@@ -311,7 +299,7 @@ def check_async(rank: int, size: int) -> None:
     assert all(work.is_completed() and work.is_success() for work in works)
     same(x, torch.full((10,), float(sum(range(1, size + 1)))))
 
-    # A collective in a callback of another: it may not wait for its own thread.
+    # A callback starts a collective, which must not wait for the callback's own thread.
     def chain(future: torch.futures.Future) -> torch.Tensor:
         y = future.value()[0]
         dist.all_reduce(y)
@@ -321,7 +309,7 @@ def check_async(rank: int, size: int) -> None:
     dist.all_reduce(x, async_op=True).get_future().then(chain).wait()
     same(x, torch.full((5,), float(size * size)))
 
-    # Nobody keeps the tensor or the work.
+    # The tensor and the work have no other references.
     for _ in range(20):
         dist.all_reduce(torch.ones(10000), async_op=True)
     dist.barrier()
@@ -340,7 +328,7 @@ def check_point_to_point(rank: int, size: int) -> None:
             request.wait()
         same(got, values(left, shape))
 
-    # By tag, not by order of posting.
+    # Messages are matched by tag, not by order of posting.
     a, b = torch.empty(10), torch.empty(10)
     receives = [dist.irecv(a, left, tag=7), dist.irecv(b, left, tag=8)]
     dist.send(values(rank + 8, (10,)), right, tag=8)
@@ -361,7 +349,7 @@ def check_point_to_point(rank: int, size: int) -> None:
     else:
         dist.send(values(rank, (3,)), 0)
 
-    # A posted receive does not stand in the way of a collective.
+    # A posted receive does not block a collective.
     x = torch.empty(100000)
     receive = dist.irecv(x, left)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Queued operations are in the trace from their issue on, and their errors tell the same story."""
+"""Traces of queued operations: they are recorded when issued, and agree with the errors."""
 
 from __future__ import annotations
 

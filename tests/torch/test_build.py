@@ -1,4 +1,4 @@
-"""`_c10d` at first use: found if it fits torch, else compiled once, and failures are explained."""
+"""Loading `_c10d`: it is found if it fits torch, else compiled once; failures are explained."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pycomm.errors import Error
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An installed package with sources, and no _c10d loaded yet."""
-    (tmp_path / "csrc/binding").mkdir(parents=True)
-    (tmp_path / "csrc/binding/c10d.cpp").write_text("source")
+    """Return the folder of an installed package with sources; _c10d is not loaded yet."""
+    (tmp_path / "csrc/binding/torch").mkdir(parents=True)
+    (tmp_path / "csrc/binding/torch/backend.cpp").write_text("source")
     (tmp_path / "CMakeLists.txt").write_text("flags")
     monkeypatch.setattr(_build, "PACKAGE", tmp_path)
     monkeypatch.delitem(sys.modules, "pycomm._c10d", raising=False)
@@ -29,12 +29,12 @@ def package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Takes the place of the compiler; the list of folders that it has built in."""
+    """Replace the compiler; return the list of folders in which it was called."""
     folders = []
 
     def compile_into(folder: Path) -> None:
         folders.append(folder)
-        time.sleep(0.2)  # long enough for the other ranks to ask too
+        time.sleep(0.2)  # long enough for the other ranks to request it too
         (folder / _build.BINARY).touch()
 
     monkeypatch.setattr(_build, "_compile", compile_into)
@@ -61,7 +61,7 @@ def test_other_torch_is_named_and_compiled_for(package, compiled, capsys):
 
 def test_changed_sources_are_compiled_again(package, compiled):
     first = _build.load_c10d()
-    (package / "csrc/binding/c10d.cpp").write_text("other source")
+    (package / "csrc/binding/torch/backend.cpp").write_text("other source")
     assert _build.load_c10d() != first
     assert len(compiled) == 2
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import pycomm
 from pycomm import backend
 from pycomm.feedback import Feedback, Residuals
-from pycomm.hooks import two_shot
-from pycomm.hooks.bucket import Bucket
 from pycomm.policy import Decision, Parameter
+from pycomm.reduction import two_shot
+from pycomm.reduction.bucket import Bucket
 
 STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"
 SIZES = [1000, 1, 4099, 0, 20011, 300]
@@ -27,7 +27,7 @@ MIXES = {
     "agreed": ["ternary", "int4", "ternary:block=64", "fp32", "ternary:ranks=127", "ternary"],
     "exact": ["fp32"] * 6,
 }
-# Ternary measures a large piece slice by slice: 4 * 20011 values are two.
+# Ternary measures a large piece in slices: 4 * 20011 values are two.
 TIMES = {"agreed": 4}
 
 
@@ -40,7 +40,7 @@ def decisions(mix: str) -> list[Decision]:
 
 
 class Side:
-    """One of two ways to do the same: a bucket with feedback of its own."""
+    """One of the two implementations, with a bucket and feedback of its own."""
 
     def __init__(self, mix: str, ranks: int, rows: int = 1) -> None:
         self.feedback = Residuals(Feedback(), ranks)
@@ -124,7 +124,7 @@ def test_small_floats_likewise(pool, mix, op, dtype):
 
 
 def small_floats(rank: int, ranks: int, dtype: torch.dtype, backend_name: str) -> None:
-    """Against float32 all the way, rounded in the end."""
+    """Results equal those of float32 throughout, rounded at the end."""
     side, wide = Side("recode", ranks), Side("recode", ranks)
     for step in range(STEPS):
         x = torch.randn(side.bucket.numel, generator=torch.Generator().manual_seed(rank)).to(dtype)

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel can do beside its plain loop (test_ddp_compress.py), as on Gloo."""
+"""Features of DistributedDataParallel beyond the plain loop of test_ddp_compress.py, as on Gloo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Branching(nn.Module):
-    """Takes another half of itself in every other step, so that parameters are left unused."""
+    """Uses a different half of itself in every other step, so that parameters are unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def compiled(rank: int, size: int) -> Any:
         parts = functional.reduce_scatter_tensor(total, "sum", 0, dist.group.WORLD)
         return functional.all_gather_tensor(parts, 0, dist.group.WORLD) + 1
 
-    # aot_eager traces and partitions as inductor does, and spares the C++ compiler's seconds.
+    # aot_eager traces and partitions like inductor, without the seconds of the C++ compiler.
     results = [torch.compile(reduce, backend="aot_eager", fullgraph=True)(inputs(rank, 0))]
     torch._dynamo.reset()
     model = torch.compile(DistributedDataParallel(network()), backend="aot_eager")
@@ -142,3 +142,52 @@ def objects(rank: int, size: int) -> Any:
 
 def test_object_collectives(pool):
     same_as_gloo(pool, objects)
+
+
+class Waves(nn.Module):
+    """Complex and real parameters, more than one bucket of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        shape = (WIDTH, WIDTH)
+        self.phases = nn.ParameterList(torch.randn(shape, dtype=torch.complex64) for _ in range(3))
+        self.fine = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+        self.real = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.real(x).to(torch.complex64)
+        for phase in self.phases:
+            x = torch.exp(1j * torch.angle(x @ phase))
+        return (x * self.fine).real
+
+
+def train_complex(rank: int, size: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    model = DistributedDataParallel(Waves(), bucket_cap_mb=0.002, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):  # after the first step torch rebuilds the buckets
+        model(inputs(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_complex_parameters(pool, options):
+    a, b = same_as_gloo(pool, train_complex, options)
+    assert all(map(torch.equal, a, b))
+
+
+def check_allocates_complex(rank: int, size: int) -> None:
+    """For callers other than DDP the memory has the requested dtype."""
+    native: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    x = native.allocate_tensor(6, dtype=torch.complex64, device=torch.device("cpu"))
+    assert x.dtype == torch.complex64
+    assert x.shape == (6,)
+    x.fill_(1 + 2j)
+    dist.all_reduce(x)
+    assert x.tolist() == [size * (1 + 2j)] * 6
+
+
+def test_complex_tensors_are_allocated_as_such(pool):
+    pool.run(check_allocates_complex)

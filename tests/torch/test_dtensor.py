@@ -28,7 +28,7 @@ def integers(*shape: int) -> torch.Tensor:
 
 def redistribute(rank: int, size: int) -> Any:
     mesh = init_device_mesh("cpu", (size,))
-    whole = integers(5, 6)  # no multiple of the ranks
+    whole = integers(5, 6)  # no multiple of the number of ranks
     seen = [distribute_tensor(whole, mesh, [Shard(dim)]).to_local() for dim in (0, 1)]
     ways = [Replicate(), Shard(0), Shard(1), Partial(), Partial("max"), Partial("avg")]
     for before, after in itertools.product(ways, [Replicate(), Shard(0), Shard(1)]):
@@ -139,6 +139,6 @@ def pipeline(rank: int, size: int, schedule: type) -> Any:
 def test_pipelines(pool):
     gpipe = same_as_gloo(pool, pipeline, ScheduleGPipe)
     one_forward_one_backward = same_as_gloo(pool, pipeline, Schedule1F1B)
-    # The same sums in the same order, by another schedule of the same micro-batches.
+    # This is another schedule of the same micro-batches, with the same sums in the same order.
     assert equal(gpipe, one_forward_one_backward)
     assert gpipe[0][1].shape == (2 * WIDTH, WIDTH)

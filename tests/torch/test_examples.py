@@ -1,4 +1,4 @@
-"""Scripts as users run them, under torchrun."""
+"""Example scripts, run under torchrun as users do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WAIT
 """
 
 
-# The other rank's is under way, too, before one leaves: it could not begin one with who has left.
+# Both ranks' operations are under way before one rank leaves, since none can start afterwards.
 UNANSWERED = "dist.irecv(torch.ones(1), 1 - dist.get_rank()).get_future(); dist.barrier()"
 
 

@@ -1,4 +1,4 @@
-"""What each kind of feedback does to one tensor: in C++ and in torch, and its law."""
+"""Kinds of feedback: their effect on one tensor, in C++ and in torch, and their laws."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rule_of(text: str) -> Feedback:
 def send(
     codec: pycomm.codecs.Codec, residual: Residual, x: torch.Tensor, step: int = 1
 ) -> torch.Tensor:
-    """Encode a whole tensor with its feedback, keep the residual; return what arrives."""
+    """Encode a whole tensor with its feedback, keep the residual; return the decoded values."""
     out = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
     feedback.encode(codec, x, out, residual, worker=True, begin=0)
     residual.commit(step)
@@ -61,7 +61,7 @@ def test_cpp_and_torch_leave_the_same_bits(text, spec):
             numel,
             theirs.data_ptr(),
             kind=_C.FeedbackKind.__members__[rule.kind],
-            storage=_C.FeedbackStorage.__members__[rule.storage],
+            storage=_C.FeedbackStorage.__members__[here.rule.storage],
             decay=rule.decay,
             nesterov=rule.nesterov,
             error=address["worker"],
@@ -86,7 +86,7 @@ def test_what_was_sent_and_what_is_owed_are_the_sum_of_all(spec):
     sent = sum(send(codec, residual, x).double() for x in xs)
     largest = xs.abs().amax() * steps
     lost = (sent + residual.current("worker") - xs.double().sum(0)).abs().max()
-    # Each step rounds x + e and p - decode once: half a unit of the largest sum that can be.
+    # Each step rounds x + e and p - decode once: half a unit of the largest possible sum.
     assert lost <= 2 * steps * 2.0**-24 * largest
 
 
@@ -116,7 +116,7 @@ def test_momentum_is_dgcs_with_masking(nesterov):
         sent[v.abs().topk(20).indices] = True
         arrived = send(codec, residual, x)
         assert torch.equal(arrived != 0, sent)
-        # 0.9 is a float32 here and a double there.
+        # 0.9 is a float32 in C++ and a double in torch.
         torch.testing.assert_close(arrived, torch.where(sent, v, 0.0))
         u, v = torch.where(sent, 0.0, u), torch.where(sent, 0.0, v)
         assert not residual.current("momentum")[sent].any()
@@ -152,7 +152,7 @@ def test_ef21_converges_at_its_rate_on_a_quadratic():
         slopes = curvature * (x - centre)
         known = known + sum(send(codec, w, s) for w, s in zip(workers, slopes, strict=True)) / ranks
         x = x - gamma * known
-    # The theorem's bound; and float32's floor.
+    # The limits are the theorem's bound and float32's floor.
     assert excess(x) <= (1 - gamma * convex) ** steps * start + 1e-6
     assert excess(x) < 1e-3 * start
 
@@ -162,7 +162,7 @@ def test_a_better_guess_leaves_less_to_send():
     x = gradients(1, numel)[0]
     residual = Residual(rule_of("ef21"), numel, CPU)
     known = sum(send(codec, residual, x) for _ in range(10))
-    assert torch.equal(known, x)  # ten times a tenth, of values that do not change
+    assert torch.equal(known, x)  # ten times a tenth, of constant values
 
 
 # ------------------------------------------------------------------------------ memory
@@ -213,7 +213,7 @@ def test_other_owners_change_nothing_of_what_is_owed():
     residual.use("here", 3)
     before, mine = residuals.owed("a", 0, 100), residual.current("worker").clone()
     residual.use("elsewhere", 3)
-    # Three times an owner's error and a third of that: float32 round-off.
+    # The tolerance is float32 round-off of three times an owner's error and a third of that.
     torch.testing.assert_close(residuals.owed("a", 0, 100), before, rtol=0, atol=1e-6)
     residual.take_back()
     assert torch.equal(residual.current("worker"), mine)
@@ -255,7 +255,7 @@ def test_wrong_texts_are_told(text, match):
         Feedback.of(text)
 
 
-# ----------------------------------------------------------------------- who needs it
+# -------------------------------------------------------------- codecs that need feedback
 
 
 @pytest.mark.parametrize(
@@ -274,5 +274,5 @@ def test_only_codecs_that_come_closer_every_time_keep_errors(spec, needs):
     codec = pycomm.codec(spec)
     assert rule_of("residual").keeps_errors(codec) is needs
     assert rule_of("ema").keeps_errors(codec) is needs
-    # EF21 keeps what was sent, which is not an error.
+    # EF21 keeps the values sent, which are not an error.
     assert rule_of("ef21").keeps_errors(codec) is (spec != "fp32")

@@ -1,4 +1,4 @@
-"""Feedback as state: what a training run meets must lose nothing of it and leave nothing behind."""
+"""Feedback as state: the events of a training run lose no residual and leave none behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RULES = [
     "momentum:0.9,clip=1",
     "ef21",
 ]
-# Without new buckets after the first step.
+# Without rebuilt buckets after the first step.
 CALM = {"find_unused_parameters": True}
 
 
@@ -35,7 +35,7 @@ def chosen(
 
 
 def owed(state: pycomm.HookState) -> dict[str, torch.Tensor]:
-    """What all ranks together owe to the average of each parameter."""
+    """Return the sum of all ranks' residuals, as a part of each parameter's average."""
     state.settle()
     result = {}
     for name in CODED:
@@ -50,7 +50,7 @@ def mean(step: int, size: int) -> dict[str, torch.Tensor]:
     return {n: sum(gradients(r, step)[n] for r in range(size)).view(-1) / size for n in SHAPES}
 
 
-# ------------------------------------------------------------------------ same everywhere
+# ---------------------------------------------------------------- equal on all backends
 
 
 def steps(rank: int, size: int, feedback: str, spec: str) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ def test_other_backends_leave_the_same_bits(pool, feedback, spec):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# ------------------------------------------------------------------ codecs without debts
+# ---------------------------------------------------------------- codecs without residuals
 
 
 def debts(rank: int, size: int) -> list[bool]:
@@ -92,7 +92,7 @@ def test_an_unbiased_codec_pays_what_is_owed_and_owes_nothing(pool):
 
 def everything(saved: dict[str, Any]) -> list[torch.Tensor]:
     (mine,) = (key for key in saved if key.startswith("rank"))
-    return [t for entry in saved[mine].values() for t in entry.values() if torch.is_tensor(t)]
+    return [t for entry in saved[mine][1].values() for t in entry.values() if torch.is_tensor(t)]
 
 
 def check_overflow(rank: int, size: int, feedback: str, when: int) -> None:
@@ -109,7 +109,7 @@ def check_overflow(rank: int, size: int, feedback: str, when: int) -> None:
     assert not got["small"].isfinite().all()
     after = state.state_dict()
     assert state.overflows == 1
-    # Zeros that were made in the step are no trace.
+    # Zero residuals that were created in the step are not counted.
     old = everything(before) or [torch.zeros_like(t) for t in everything(after)]
     assert all(torch.equal(a, b) for a, b in zip(old, everything(after), strict=True))
     for step in (91, 92):  # both are in the same buckets by now
@@ -119,7 +119,7 @@ def check_overflow(rank: int, size: int, feedback: str, when: int) -> None:
     assert calm_state.overflows == 0
 
 
-# Step 1 is the one in which DDP has new buckets: other ranks own the values from there on.
+# In step 1 DDP rebuilds its buckets, so other ranks own the values from there on.
 @pytest.mark.parametrize("when", [0, 1, 3])
 @pytest.mark.parametrize("feedback", RULES)
 def test_an_overflow_leaves_no_trace(pool, feedback, when):
@@ -146,7 +146,7 @@ def check_scaler(rank: int, size: int, where: int) -> None:
         assert skipped == (step == 3)
         if step == 3:
             assert same_state(before, state.state_dict())
-        if step == 4:  # the scale was halved, and the residuals with it, before they were used
+        if step == 4:  # the scale and the residuals were halved before they were used
             assert state._rates.loss_scale == 2.0**15
     assert scaler.get_scale() == 2.0**15
     assert state.overflows == 1
@@ -157,7 +157,7 @@ def test_a_loss_scaler_skips_on_all_ranks(pool, where):
     pool.run(check_scaler, where, ranks=3)
 
 
-# ------------------------------------------------------------- what training runs do
+# ------------------------------------------------------------- events of training runs
 
 
 def check_unused(rank: int, size: int, feedback: str) -> None:
@@ -171,7 +171,7 @@ def check_unused(rank: int, size: int, feedback: str) -> None:
     assert torch.equal(before["small"], after["small"])
     assert not torch.equal(before["big"], after["big"])
     assert state.residual_ages() == {"big": 0, "small": 2}
-    # One rank uses it: the others tell what they owe.
+    # One rank uses the parameter: the others send their residuals.
     reduced(model, gradients(rank, 5, SHAPES if rank == 0 else ["big", "bias"]))
     assert not torch.equal(owed(state)["small"], before["small"])
     assert state.residual_ages() == {"big": 0, "small": 0}
@@ -198,7 +198,7 @@ def check_frozen(rank: int, size: int, feedback: str) -> None:
     assert not any(state.residual_ages().values())
     if feedback == "residual":
         want = sum(mean(step, size)["small"] for step in range(8) if step not in (3, 4))
-        # Round-off of a few dozen float32 additions of values around 1.
+        # The tolerance is the round-off of a few dozen float32 additions of values around 1.
         torch.testing.assert_close(total + owed(state)["small"], want, rtol=0, atol=1e-5)
 
 
@@ -213,7 +213,7 @@ def check_rescaled(rank: int, size: int) -> None:
     optimizer = torch.optim.SGD(rates, lr=0.1)
     state.follow(optimizer=optimizer)
     reduced(model, gradients(rank, 0))
-    before = state.state_dict()[f"rank{rank}"]
+    before = state.state_dict()[f"rank{rank}"][1]
     optimizer.param_groups[0]["lr"] = 0.1
     zero = {name: torch.zeros(SHAPES[name]) for name in SHAPES}
     arrived = reduced(model, zero)
@@ -221,7 +221,7 @@ def check_rescaled(rank: int, size: int) -> None:
     for name, factor in (("big", 4.0), ("small", 1.0)):
         debt = before[name]["worker"] / size + before[name]["owner"]
         dist.all_reduce(debt)
-        # Nothing but debts travelled; round-off of values around 1.
+        # Only residuals were sent; the tolerance is the round-off of values around 1.
         got = arrived[name].view(-1) + after[name]
         torch.testing.assert_close(got, factor * debt, rtol=0, atol=1e-5)
 
@@ -246,7 +246,7 @@ def check_forms(rank: int, size: int, options: dict[str, Any], compiled: bool) -
     for name in CODED:
         given = [*range(5), *range(11, 15)]
         want = sum(mean(step, size)[name] for step in given)
-        # Round-off of a few dozen float32 additions of values around 1.
+        # The tolerance is the round-off of a few dozen float32 additions of values around 1.
         torch.testing.assert_close(total[name] + debts[name], want, rtol=0, atol=1e-5)
 
 
@@ -284,7 +284,7 @@ def test_dgc_is_topk_with_its_warm_up_and_momentum(pool):
     pool.run(check_dgc)
 
 
-# ------------------------------------------------------------- checkpoints, other worlds
+# ------------------------------------------------------- checkpoints, other world sizes
 
 STEPS = 5
 
@@ -292,7 +292,7 @@ STEPS = 5
 def check_world(
     rank: int, size: int, path: str, first: int, feedback: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Load, train some steps, save; what all owed before, and what was lost of the average."""
+    """Load, train, save; return residuals before, the average's errors, and residuals after."""
     model, state = chosen("int4", feedback)
     if first > 0:
         state.load_checkpoint(Path(path) / str(first))
@@ -327,15 +327,15 @@ def test_other_numbers_of_ranks_owe_the_same(pool, tmp_path, feedback):
             # Float32 round-off of values around 1; 8 bits of bf16, or of the largest of 32 values.
             atol = 1e-2 if "storage" in feedback else 1e-5
             torch.testing.assert_close(began[name], before[name], rtol=0, atol=atol)
-            if feedback == "residual":  # what was lost is what is owed
+            if feedback == "residual":  # the loss is in the residuals
                 torch.testing.assert_close(lost[name], began[name] - ended[name], rtol=0, atol=1e-5)
         before = ended
-    if feedback == "residual":  # one rank tells all
+    if feedback == "residual":  # a single rank applies all of them
         assert not any(t.any() for t in before.values())
 
 
 def train(rank: int, size: int, path: str, first: int, last: int) -> list[float]:
-    """Losses of a model that goes on from its checkpoint; the global batch is always the same."""
+    """Return losses of a model that resumes from its checkpoint; the global batch is fixed."""
     model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
     state = pycomm.compress(model, "int4")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -366,5 +366,5 @@ def test_training_goes_on_with_other_ranks(pool, tmp_path):
     curves = [pool.run(train, str(tmp_path), 40, 60, ranks=n)[0] for n in (2, 3, 1)]
     assert sum(curves[0][-5:]) < 0.8 * sum(start[:5])
     for other in curves[1:]:
-        # The same batches; int4's errors differ, and feedback takes them back within steps.
+        # The batches are equal; int4's errors differ, and feedback corrects them within steps.
         assert other == pytest.approx(curves[0], rel=0.03)

@@ -21,7 +21,7 @@ def sharded(mesh: DeviceMesh, **options: Any) -> FSDPModule:
 
 
 def train(model: nn.Module, rank: int, clip: bool = False) -> list[torch.Tensor]:
-    """Norms of the gradients, and then the parameters."""
+    """Return the norms of the gradients, followed by the parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     seen = []
     for step in range(3):

@@ -1,4 +1,4 @@
-"""What sharded gradients (FSDP2) owe, on another number of ranks."""
+"""Residuals of sharded gradients (FSDP2), resumed on another number of ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STEPS = 4
 
 
 def owed(state: Any, size: int) -> dict[str, torch.Tensor]:
-    """What all ranks together owe to the average."""
-    residuals, result = state.state_dict()[f"rank{dist.get_rank()}"], {}
+    """Return the sum of all ranks' residuals, as a part of the average."""
+    residuals, result = state.state_dict()[f"rank{dist.get_rank()}"][1], {}
     for name in ("big", "small"):
         result[name] = torch.zeros(SHAPES[name])
-        if name in residuals:  # else it has not taken over anything
+        if name in residuals:  # otherwise it has taken over nothing
             flat = residuals[name]["worker"][: result[name].numel()]
             result[name] = flat.view(SHAPES[name]) / size
         dist.all_reduce(result[name])
@@ -33,7 +33,7 @@ def owed(state: Any, size: int) -> dict[str, torch.Tensor]:
 def check_world(
     rank: int, size: int, path: str, first: int, spec: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Load, take some steps, save; what all owed before, what the average got, what all owe now."""
+    """Load, take some steps, save; return residuals before, the averages, and residuals after."""
     model, state = chosen(size, spec)
     began = {}
     if first > 0:
@@ -48,14 +48,14 @@ def check_world(
     return began, lost, owed(state, size)
 
 
-@pytest.mark.parametrize("spec", ["int4", "sign"])  # sign has errors in the padding too
+@pytest.mark.parametrize("spec", ["int4", "sign"])  # sign also has errors in the padding
 def test_other_numbers_of_shards_owe_the_same(pool, tmp_path, spec):
     before: dict[str, torch.Tensor] = {}
     for i, ranks in enumerate((3, 2, 4)):
         answers = pool.run(check_world, str(tmp_path), i * STEPS, spec, ranks=ranks)
         began, lost, ended = answers[0]
         for name in ended:
-            # Round-off of a few dozen float32 additions of values around 1.
+            # The tolerance is the round-off of a few dozen float32 additions of values around 1.
             if before:
                 torch.testing.assert_close(began[name], before[name], rtol=0, atol=1e-5)
             paid = ended[name] - began[name] if before else ended[name]

@@ -1,4 +1,4 @@
-"""A rank is killed in mid-training: the run goes on from its checkpoint, to the same bits."""
+"""A rank is killed during training: the run resumes from its checkpoint, with the same bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begin(path: str, first: int, spec: str, feedback: str) -> tuple[Any, Any, An
     state = pycomm.compress(model, spec, feedback=feedback)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if first > 0:
-        model(batch(0, 0)[0]).sum().backward()  # gives the optimizer what it can load into
+        model(batch(0, 0)[0]).sum().backward()  # creates the optimizer's state to load into
         optimizer.step()
         saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
         dcp.load(saved, checkpoint_id=Path(path))
@@ -37,11 +37,11 @@ def begin(path: str, first: int, spec: str, feedback: str) -> tuple[Any, Any, An
 def train(
     rank: int, size: int, path: str, first: int, spec: str, feedback: str, dies: bool = False
 ) -> list[torch.Tensor]:
-    """Parameters at the end; a checkpoint is saved on the way."""
+    """Return the final parameters; a checkpoint is saved on the way."""
     model, state, optimizer = begin(path, first, spec, feedback)
     for step in range(first, END):
         if dies and step == KILLED and rank == 1:
-            # In the middle of backward, with some buckets under way.
+            # The rank dies during backward, while some buckets are being reduced.
             model.module[3].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         x, y = batch(rank, step)
         optimizer.zero_grad()

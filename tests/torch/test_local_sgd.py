@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: plain averaging where they are that, equal ranks after every outer step."""
+"""Local SGD and DiLoCo: equal to plain averaging where expected; equal ranks after outer steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step
 def train(
     rank: int, size: int, steps: int, options: dict[str, Any], inner: float = 0.1
 ) -> tuple[list[torch.Tensor], list[float], bool]:
-    """Parameters, losses, and whether ranks were equal after each outer step."""
+    """Return parameters, losses, and whether ranks were equal after each outer step."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=inner)
     local = pycomm.LocalSGD(model, **options)
@@ -77,7 +77,7 @@ def check_synchronous(rank: int, size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(10):
         one_step(model, optimizer, rank, step)
-    # Averaging steps or gradients is the same but for rounding, which ten steps enlarge.
+    # Averaging steps or gradients differs only by rounding, which ten steps enlarge.
     for a, b in zip(got, values(model), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
@@ -102,7 +102,7 @@ def test_it_converges_and_ranks_are_equal(pool, options):
     (a, losses, alike), (b, more, _) = results
     assert alike
     assert equal(a, b)
-    # It started at ln 10 = 2.3; training step by step has 0.9 after 60 steps.
+    # The loss started at ln 10 = 2.3; training step by step reaches 0.9 after 60 steps.
     assert sum(losses[-8:] + more[-8:]) / 16 < 1.3
 
 
@@ -118,7 +118,7 @@ def test_int4_with_feedback_ends_near_exact(pool):
             sum((p - e).square().sum() for p, e in pairs) / sum(m.square().sum() for m in moved)
         )
 
-    assert off(fed) < 0.02  # of the way that training has gone, squared
+    assert off(fed) < 0.02  # relative to the distance that training has moved, squared
     assert not equal(plain, fed)
 
 
@@ -133,7 +133,7 @@ def test_delayed_gives_the_same_bits_on_all_backends(pool, backend):
 
 
 def check_delay(rank: int, size: int) -> None:
-    """What is applied at the end of a round is what the round before has moved."""
+    """A round's end applies the movement of the previous round."""
     model = nn.Linear(40, 60, bias=False)
     nn.init.zeros_(model.weight)
     local = pycomm.LocalSGD(model, every=1, delayed=True, **PLAIN)
@@ -212,7 +212,7 @@ def check_nan(rank: int, size: int) -> None:
     with torch.no_grad():
         model[0].weight += 0.1 * (rank + 1)
     local.step()
-    before, owed = values(model), local.state.state_dict()[f"rank{rank}"]
+    before, owed = values(model), local.state.state_dict()[f"rank{rank}"][1]
     with torch.no_grad():
         model[0].weight += 0.1
         if rank == 0:
@@ -220,7 +220,7 @@ def check_nan(rank: int, size: int) -> None:
     local.step()
     assert (local.rounds, local.skipped) == (2, 1)
     assert equal(values(model), before)
-    after = local.state.state_dict()[f"rank{rank}"]
+    after = local.state.state_dict()[f"rank{rank}"][1]
     assert all(torch.equal(after[n]["worker"], owed[n]["worker"]) for n in owed)
 
 

@@ -22,8 +22,8 @@ def test_it_trains_over_several_buckets(pool, backend, spec, behind):
     final = sum(losses[-10:] + more[-10:]) / 20
     want = sum(sum(losses[-10:]) for _, losses in exact) / 20
     assert want < 1.0  # it started at ln 10 = 2.3
-    # The mean of 64 samples of ten classes has a rank of 9. What 4 do not tell comes later, and
-    # after 60 steps the last of it is still on its way; in turns it takes twice as long.
+    # The mean of 64 samples of ten classes has a rank of 9. What rank 4 omits comes later: after 60
+    # steps the last of it is still in the residual; in turns it takes twice as long.
     assert final < want + behind
 
 

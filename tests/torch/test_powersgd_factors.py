@@ -1,4 +1,4 @@
-"""PowerSGD over real groups: exact where it can be, equal on all ranks, nothing is lost."""
+"""PowerSGD over real groups: exact where possible, equal on all ranks, and without loss."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from pycomm.feedback import Feedback, Residuals
-from pycomm.hooks.bucket import Bucket
-from pycomm.hooks.powersgd import Exchange, Memory
 from pycomm.policy import Parameter, Policy
+from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.powersgd import Exchange, Memory
 
 SHAPES = [{"a": (64, 96), "bias": (50,), "b": (30, 8, 10)}, {"c": (128, 40), "small": (4, 4)}]
 
 
 class Model:
-    """Two buckets, and what a hook keeps for them."""
+    """Two buckets, and a hook's state for them."""
 
     def __init__(self, spec: str, group: dist.ProcessGroup) -> None:
         policy = Policy(spec)
@@ -56,7 +56,7 @@ class Model:
         return values, finite
 
     def owed(self) -> list[torch.Tensor]:
-        """The mean over the ranks of what each owes."""
+        """Return the mean of the residuals over the ranks."""
         owed = [torch.zeros(bucket.numel) for bucket in self.buckets]
         for bucket, sums in zip(self.buckets, owed, strict=True):
             for p in bucket.pieces:
@@ -68,7 +68,7 @@ class Model:
 
 
 def gradients(rank: int, step: int, rank_of_mean: int | None = None) -> list[torch.Tensor]:
-    """Of one rank; with `rank_of_mean` the mean over two ranks has that rank, but theirs do not."""
+    """Return a rank's gradients; `rank_of_mean` is the rank of their mean over two ranks."""
     made = []
     for i, shapes in enumerate(SHAPES):
         parts = []
@@ -98,7 +98,7 @@ def check_exact(rank: int, size: int) -> None:
     got, finite = model.average(gradients(rank, 0, rank_of_mean=3))
     assert finite
     for g, want in zip(got, mean(0, size, rank_of_mean=3), strict=True):
-        # The mean is found through factors that are sums of up to 96 products in float32.
+        # The factors of the mean are sums of up to 96 products in float32.
         torch.testing.assert_close(g, want, rtol=1e-4, atol=1e-4)
 
 
@@ -108,7 +108,7 @@ def test_a_mean_of_that_rank_is_exact(pool, backend):
 
 
 def check_turns(rank: int, size: int) -> None:
-    """A mean that stays the same is known after both factors have met it."""
+    """A constant mean is exact once both factors have been updated from it."""
     model = Model("powersgd:rank=3,alternate=1", dist.group.WORLD)
     got = [torch.zeros_like(g) for g in gradients(rank, 0)]
     for step in range(1, 5):
@@ -135,7 +135,7 @@ def check_nothing_is_lost(rank: int, size: int, spec: str) -> list[torch.Tensor]
     for i, (total, owed) in enumerate(zip(got, model.owed(), strict=True)):
         want = sum(mean(step, size)[i] for step in range(steps))
         assert owed.norm() > 0.1 * want.norm()
-        # Round-off of a few dozen float32 operations on values around 3.
+        # The tolerance is the round-off of a few dozen float32 operations on values around 3.
         torch.testing.assert_close(total + owed, want, rtol=0, atol=1e-4)
     exact = slice(64 * 96, 64 * 96 + 50)
     torch.testing.assert_close(got[0][exact], sum(mean(s, size)[0][exact] for s in range(steps)))
@@ -178,7 +178,7 @@ def test_overflow_reaches_all_ranks_and_leaves_no_trace(pool, spec, bad):
 
 
 def check_warm_start(rank: int, size: int) -> tuple[float, float]:
-    """Error of one step on a mean that stays the same, of the first step and of the fourth."""
+    """Return the errors of the first and the fourth step on a constant mean."""
     errors = []
     for warm in (False, True):
         model = Model("powersgd:4", dist.group.WORLD)
@@ -201,7 +201,7 @@ def test_power_iteration_goes_on_from_step_to_step(pool):
 
 def test_saved_factors_continue():
     memory = Memory()
-    from pycomm.hooks.powersgd import Factor
+    from pycomm.reduction.powersgd import Factor
 
     memory.put("a", Factor(torch.ones(2, 5), False))
     memory.commit(True)
@@ -210,4 +210,4 @@ def test_saved_factors_continue():
     found = other.factor("a", (7, 2), (2, 5))
     assert found is not None
     assert torch.equal(found.values, torch.ones(2, 5))
-    assert other.factor("a", (7, 3), (3, 5)) is None  # the rank has changed: start anew
+    assert other.factor("a", (7, 3), (3, 5)) is None  # the rank has changed, so the factor is reset

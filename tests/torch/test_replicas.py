@@ -1,7 +1,9 @@
-"""Replicas that differ are named within a step, and results that differ by the next operation."""
+"""Replica checks: differing replicas are named within a step, results by the next call."""
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.hooks.replicas import digest
 
-FLIPPED, END = 3, 6  # the step after which a bit flips, and the end
+FLIPPED, END = 3, 6  # the step after which a bit flips, and the last step
 
 
 def start(store: Any, rank: int, size: int, check: str = "results", **options: Any) -> Any:
@@ -27,13 +29,13 @@ def start(store: Any, rank: int, size: int, check: str = "results", **options: A
 
 
 def flip(parameter: torch.Tensor) -> None:
-    """One bit of one value, the lowest."""
+    """Flip the lowest bit of one value."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     local.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 def train(model: nn.Module, rank: int, bad: bool) -> tuple[int, str]:
-    """Train on; return the step in which an error came, and its text."""
+    """Train; return the step in which an error came, and its text."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(END):
         x, y = batch(rank, step)
@@ -122,7 +124,7 @@ def test_replicas_of_shards_are_compared(pool, codec):
     answers = pool.run(hsdp, codec, ranks=4, backend=None)
     assert [step for step, _ in answers] == [FLIPPED + 1] * 4
     told = f"ranks disagree on the parameters before step {FLIPPED + 2}: rank 0 against rank 1"
-    for rank in (1, 3):  # which are ranks 0 and 1 of those that hold these shards
+    for rank in (1, 3):  # ranks 0 and 1 among those that hold these shards
         assert answers[rank][1].startswith(told)
 
 
@@ -130,8 +132,13 @@ def results(rank: int, size: int, store: Any) -> str:
     start(store, rank, size)
     try:
         x, parts = torch.ones(8), [torch.empty(8) for _ in range(size)]
-        if rank == 2:
-            parts[1] = parts[0]  # a rank that keeps two parts in one place
+        if rank == 2:  # a rank that keeps two parts in one place, which their addresses do not show
+            memory = os.memfd_create("parts")
+            os.truncate(memory, mmap.PAGESIZE)
+            for i in range(2):
+                page = mmap.mmap(memory, mmap.PAGESIZE)
+                parts[i] = torch.frombuffer(page, dtype=torch.float32, count=8)
+            os.close(memory)
         dist.all_gather(parts, x * rank)
         with pytest.raises(pycomm.WireMismatch) as caught:
             dist.all_reduce(x, async_op=True).wait()

@@ -50,11 +50,36 @@ def test_codec_compresses_what_the_script_builds(tmp_path):
     assert "quant:bits=4" in output
     assert "--rule bias" in output
     assert "the script's hook fp16_compress_hook is left out" in output
-    assert "0.weight, 1.weight" in output  # by their names in what fully_shard has wrapped last
+    assert "0.weight, 1.weight" in output  # within the last wrapped module
+
+
+COMPILED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from pycomm import monitor
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+fully_shard(model[0])
+fully_shard(model)
+model = torch.compile(model, backend="aot_eager")
+for step in range(3):
+    model(torch.randn(4, 64)).sum().backward()
+(report,) = monitor.snapshot().values()
+if dist.get_rank() == 0:
+    print("steps", report.step, [group.codec for group in report.groups])
+"""
+
+
+def test_codec_compresses_what_is_compiled_in_shards(tmp_path):
+    (tmp_path / "script.py").write_text(COMPILED)
+    output = launch("-m", "pycomm.run", "--codec", "int4", "-m", "script", folder=tmp_path)
+    assert "steps 3 ['quant:bits=4" in output
 
 
 def python(*command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a fresh interpreter says, in which pycomm is found but not installed."""
+    """Return the result of a fresh interpreter that finds pycomm without an installation."""
     path = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)])
     return subprocess.run(
         [sys.executable, *command],

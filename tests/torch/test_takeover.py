@@ -101,6 +101,7 @@ def check_other_names(rank: int, size: int, store: dist.Store) -> None:
     with taken("nccl"):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         assert find() is None
+        dist.barrier()  # Gloo's ranks do not wait for each other when they connect
         dist.destroy_process_group()
 
 

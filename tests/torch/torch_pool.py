@@ -1,7 +1,7 @@
 """A pool of torch processes that lives as long as the test session.
 
 Four imports of torch take six seconds on two cores, so ranks are started once, and each test sends
-them a function. The function runs on every rank inside a process group of its own.
+them a function. The function runs on every rank in a new process group.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -22,7 +23,7 @@ RANKS = 4
 
 @dataclass
 class Job:
-    """What one rank has to do."""
+    """A task of one rank."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -64,6 +65,9 @@ def _serve(link: Connection) -> None:
             answer = (True, _work(job))
         except BaseException:
             answer = (False, traceback.format_exc())
+            # A job that made its own group may have left it, and the next job makes another.
+            with suppress(Exception):
+                torch.distributed.destroy_process_group()
         link.send(answer)
 
 
@@ -88,14 +92,14 @@ class Pool:
         deadline: float = 60,
         dies: Collection[int] = (),
     ) -> list[Any]:
-        """Call ``function(rank, ranks, *args)`` on every rank and return what they return.
+        """Call ``function(rank, ranks, *args)`` on every rank and return the results.
 
         Args:
             function: a function of a test module.
-            backend: of the default group; None: the function gets the store as its third argument.
-            timeout: of the group, in seconds.
-            deadline: seconds until a rank that has not answered counts as hanging.
-            dies: ranks that end their processes; their answer is None.
+            backend: the default group's; None: the function gets the store as its third argument.
+            timeout: the group's timeout, in seconds.
+            deadline: seconds after which a rank without an answer counts as hung.
+            dies: ranks that end their processes; their result is None.
         """
         self._start(ranks)
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Starts scripts under torchrun, as users do."""
+"""A launcher that runs scripts under torchrun, as users do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def launch(*command: str, folder: Path, ranks: int = 2, **environment: str) -> str:
-    """Run a command under torchrun and return what its ranks print, on both streams."""
+    """Run a command under torchrun and return its ranks' output of both streams."""
     rendezvous = ["--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *rendezvous, *command],

@@ -1,4 +1,4 @@
-"""Rank 0 of two, whose other rank a test plays."""
+"""Fixtures for tests that play the peer of a real rank 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rank_0():
 
 @pytest.fixture
 def our_hash(rank_0):
-    """The hash of the tag that `expect` uses, as the transport itself sends it."""
+    """Return the hash of the tag that `expect` uses, as the transport itself sends it."""
     connections = rank_0.come()
     me = Rank(0, 2, rank_0.transport)
     me.wait(me.send(1, b"", tag()))

@@ -1,4 +1,4 @@
-"""A network that cuts connections: every connection between ranks goes through a proxy."""
+"""A network that cuts connections: a proxy through which all connections between ranks pass."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from pycomm import _C
 from pycomm.communicator import Communicator
 
 TIMEOUT = 30.0
-TICK = 0.05  # seconds after which who waits for a socket finds that it is closed
+TICK = 0.05  # seconds after which a waiting thread polls for a closed socket
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Forwards connections to an address, until told otherwise."""
+    """Forwards connections to an address, unless told otherwise."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.target = address
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
-        # Two ends, and the threads that forward between them.
+        # Pairs of sockets, and the threads that forward between them.
         self.pairs: list[tuple[socket.socket, socket.socket, list[threading.Thread]]] = []
         self.lock = threading.Lock()
         self.accepted = 0
-        self.silent = False  # take connections, and forward nothing
-        self.held = False  # read nothing, from a tick later until a cut
-        self.limit = -1  # cut every connection after so many bytes
-        self.tap: Callable[[bytes], bytes] = lambda data: data  # sees what passes, may change it
+        self.silent = False  # accept connections, and forward nothing
+        self.held = False  # stop reading, from a tick later until a cut
+        self.stranger = b""  # the answer of another service that has taken the port
+        self.limit = -1  # cut every connection after this number of bytes
+        self.tap: Callable[[bytes], bytes] = lambda data: data  # reads and may change the data
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -41,13 +42,18 @@ class Proxy:
             while True:
                 client = self.listener.accept()[0]
                 self.accepted += 1
+                if self.stranger:
+                    with contextlib.suppress(OSError):
+                        client.sendall(self.stranger)
+                    client.close()
+                    continue
                 if self.silent:
                     with self.lock:
                         self.pairs.append((client, client, []))
                     continue
                 try:
                     server = socket.create_connection(self.target)
-                except OSError:  # the process is gone: so are we
+                except OSError:  # the process has ended, and the proxy with it
                     self.listener.close()
                     self._reset(client)
                     return
@@ -77,13 +83,13 @@ class Proxy:
                     self._reset(sink)
                     return
             sink.shutdown(socket.SHUT_WR)
-        except OSError:  # the other end of that one is told; whoever has them closes them
+        except OSError:  # the peer's close has been signalled; the owner closes the descriptor
             for end in (source, sink):
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
 
     def _patiently(self, call: Callable[[Any], Any], argument: Any) -> Any:
-        """The call of a socket, until it does something or the socket is closed (OSError)."""
+        """Retry a socket call until it succeeds or the socket is closed (OSError)."""
         while True:
             while self.held:
                 time.sleep(TICK)
@@ -92,14 +98,14 @@ class Proxy:
 
     @staticmethod
     def _reset(end: socket.socket) -> None:
-        """Both ends see a reset, and what is under way is lost."""
+        """Reset both ends, losing the data in flight."""
         with contextlib.suppress(OSError):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
-            end.shutdown(socket.SHUT_RD)  # wakes the thread that reads
+            end.shutdown(socket.SHUT_RD)  # wakes the reading thread
         end.close()
 
     def cut(self, chance: random.Random | None = None) -> int:
-        """Reset one of the connections, or all. Returns how many."""
+        """Reset one of the connections, or all. Return how many."""
         with self.lock:
             chosen = self.pairs[:]
             if chance and chosen:
@@ -111,29 +117,38 @@ class Proxy:
                 self._reset(end)
         self.held = False
         for *_, pumps in chosen:
-            for pump in pumps:  # a socket that somebody reads is reset when that call has ended
+            for pump in pumps:  # a socket in use is reset when that call has returned
                 pump.join(TIMEOUT)
         return len(chosen)
 
-    def close(self) -> None:
+    def _stop_listening(self) -> None:
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
+
+    def restart(self, pause: float) -> None:
+        """Cut all connections, and refuse new ones for `pause` seconds."""
+        self._stop_listening()
+        self.cut()
+        time.sleep(pause)
+        self.listener = socket.create_server(self.address)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._stop_listening()
         self.cut()
 
 
 class Network:
-    """Stores of some ranks, whose addresses are those of proxies."""
+    """Stores of some ranks that publish the addresses of proxies."""
 
-    def __init__(
-        self, size: int, group: str, topics: Sequence[str] = ("here", "tcp-host", "tcp-card")
-    ) -> None:
+    def __init__(self, size: int, group: str, topics: Sequence[str] = ("here", "tcp-card")) -> None:
         self.size = size
         self.topics = topics
         self.stores = [_C.Store.local() for _ in range(size)]
         self.proxies: dict[int, Proxy] = {}
-        self.calm = False  # no more weather
-        self.weather = threading.Lock()  # held while there is some
+        self.calm = False  # no more disturbances
+        self.weather = threading.Lock()  # held during a disturbance
         for rank in range(size):
             threading.Thread(target=self._copy, args=(group, rank), daemon=True).start()
 
@@ -169,13 +184,14 @@ def run(
     weather: Callable[[Network], Any] = lambda network: time.sleep(0.01),
     **options: Any,
 ) -> list[Any]:
-    """Run ``job(communicator, network)`` on threads, while ``weather(network)`` is called again
-    and again; return what each rank returned or raised."""
+    """Run ``job(communicator, network)`` on threads, while ``weather(network)`` is called
+    repeatedly; return what each rank returned or raised."""
     network = Network(size, "default")
     outcomes: list[Any] = [None] * size
-    # As between hosts, of which there are none here.
+    # Bind as between hosts, although there is only one.
     options = {"transport": "tcp", "timeout": TIMEOUT, "checksum": "payload", **options}
-    together = threading.Barrier(size)
+    met = threading.Event()  # before, some weather ends a meeting
+    together = threading.Barrier(size, met.set)
 
     def rank_main(rank: int) -> None:
         try:
@@ -190,7 +206,7 @@ def run(
         thread.start()
     end = time.monotonic() + 2 * TIMEOUT
     while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
-        if together.broken or together.n_waiting or len(network.proxies) < size:
+        if not met.is_set() or len(network.proxies) < size:
             time.sleep(0.01)
             continue
         with network.weather:

@@ -14,7 +14,7 @@ from typing import Any
 from pycomm import _C
 from tests.ranks import join
 
-SECONDS = 30.0  # far beyond what any step needs; a test that waits for it has failed
+SECONDS = 30.0  # far beyond what any step needs; a test that waits this long has failed
 COLLECTIVE, POINT_TO_POINT = 0, 1
 SERIAL = count()
 
@@ -26,7 +26,7 @@ class Rank:
     rank: int
     size: int
     transport: Any
-    buffers: list[Any] = field(default_factory=list)  # what queued operations use
+    buffers: list[Any] = field(default_factory=list)  # keep the memory of queued operations alive
 
     @property
     def peers(self) -> list[int]:
@@ -35,14 +35,14 @@ class Rank:
     def send(
         self, peer: int, data: bytes, tag: Any, lane: int = COLLECTIVE
     ) -> tuple[Any, int, int]:
-        """Queues a message; returns what `wait` wants."""
+        """Queue a message; return what `wait` takes."""
         buffer = ctypes.create_string_buffer(data, len(data) + 1)
         self.buffers.append(buffer)
         channel = self.transport.channel(peer, lane)
         return channel, channel.send(tag, ctypes.addressof(buffer), len(data)), 0
 
     def recv(self, peer: int, size: int, tag: Any, lane: int = COLLECTIVE) -> tuple[Any, Any]:
-        """Queues a receive; returns what `wait` wants, and a function that gives the bytes."""
+        """Queue a receive; return what `wait` takes, and a function that returns the bytes."""
         buffer = ctypes.create_string_buffer(b"\xa5" * size, size + 1)
         self.buffers.append(buffer)
         channel = self.transport.channel(peer, lane)
@@ -55,7 +55,7 @@ class Rank:
     def exchange(
         self, data: dict[int, bytes], tag: Any, lane: int = COLLECTIVE
     ) -> dict[int, bytes]:
-        """Sends to each peer its bytes, and receives as many from each."""
+        """Send each peer its bytes, and receive as many from each."""
         goals, results = [], {}
         for peer, payload in data.items():
             goal, results[peer] = self.recv(peer, len(payload), tag, lane)
@@ -72,7 +72,7 @@ def tag(seq: int = 1, numel: int = 0, op: str = "all_reduce", **more: Any) -> An
 
 
 def pattern(size: int, seed: int) -> bytes:
-    """Bytes that differ between seeds and between places."""
+    """Return bytes that differ between seeds and between positions."""
     period = bytes((i * 7 + i // 251 + seed * 31) & 255 for i in range(min(size, 4093)))
     return (period * (size // 4093 + 1))[:size]
 
@@ -80,7 +80,7 @@ def pattern(size: int, seed: int) -> bytes:
 def run_rank(
     kind: str, store: Any, group: str, rank: int, size: int, body: Body, options: Any
 ) -> Any:
-    """The result of `body`, or what was raised."""
+    """Return the result of `body`, or its exception."""
     transport = None
     try:
         options = {"timeout": SECONDS, **(options(rank) if callable(options) else options)}
@@ -111,12 +111,12 @@ def threads(
     ranks: list[int] | None = None,
     options: Any = None,
 ) -> list[Any]:
-    """Runs `body` on ranks that are threads; returns the results in the order of ranks.
+    """Run `body` on ranks that are threads; return the results in the order of ranks.
 
     Args:
         options: keyword arguments of the transport, or a function from the rank to them.
-        ranks: those that come; the others never do. Default: all.
-        errors: return what ranks raise as their result, instead of raising the first.
+        ranks: those that start; the others never join. Default: all.
+        errors: return ranks' exceptions as their results, instead of raising the first.
     """
     store = store or _C.Store.local()
     group = f"group {next(SERIAL)}"
@@ -135,7 +135,7 @@ def threads(
 def processes(
     size: int, body: Body, folder: Any, *, kind: str, options: Any = None, errors: bool = False
 ) -> list[Any]:
-    """As `threads`, on forked processes that meet in a folder. A rank that dies gives None."""
+    """Run `body` as `threads` does, on forked processes with a file store; dead ranks give None."""
     context = multiprocessing.get_context("fork")
     group = f"group {next(SERIAL)}"
 

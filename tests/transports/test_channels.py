@@ -22,7 +22,7 @@ SIZES = [0, 1, 3, 111, 112, 2047, 2048, 2049, 65_537, MIB + 3]
 
 @pytest.fixture(params=["local", "shm", "tcp"])
 def run(request, tmp_path):
-    """Runs a body on ranks: threads, or processes where the transport needs them."""
+    """Run a body on ranks: threads, or processes where the transport needs them."""
 
     def run_on(size, body, **more):
         if request.param == "shm":
@@ -83,7 +83,7 @@ def test_tickets_count_up_and_complete_in_order(run):
 @pytest.mark.parametrize("checksum", ["payload", "header"])
 @pytest.mark.parametrize("size", [10_000, 100_000, 3 * MIB])
 def test_a_send_ends_though_the_next_one_is_not_wanted_yet(run, size, checksum):
-    """Its receiver has it, and wants the next one only when it hears that the sender went on."""
+    """The receiver has the message, and posts the next receive only after the sender's wait."""
     after = 16 * MIB
 
     def body(me):
@@ -106,7 +106,7 @@ def test_a_send_ends_though_the_next_one_is_not_wanted_yet(run, size, checksum):
 
 
 def test_lanes_do_not_disturb_each_other(run):
-    # On one lane, a large message has no receive yet; on the other, messages flow meanwhile.
+    # On one lane a large message has no receive yet; on the other, messages arrive meanwhile.
     def body(me):
         other = 1 - me.rank
         large = me.send(other, pattern(4 * MIB, me.rank), tag(0), COLLECTIVE)
@@ -149,7 +149,7 @@ def test_mismatch_describes_both_calls(run, size):
         other = 1 - me.rank
         mine = tag(7, size // 4) if me.rank == 0 else tag(7, size // 4, op="broadcast", root=1)
         goal, _ = me.recv(other, size, mine)
-        # The other rank may find the mismatch first, and leave.
+        # The other rank may detect the mismatch first, and leave.
         me.wait(me.send(other, pattern(size, 1), mine), goal)
 
     outcomes = run(2, body, errors=True)

@@ -1,9 +1,12 @@
-"""Stores: values come back whole, waits end, and the text of a timeout names the key."""
+"""Stores: values arrive whole, waits end, and the text of a timeout names the key."""
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -70,7 +73,103 @@ def test_readers_never_see_half_a_value(store):
     assert set(seen) <= values
 
 
+@pytest.mark.parametrize("size", [2, 64, 65, 130])
+@pytest.mark.parametrize("appends", [False, True])
+def test_each_rank_hears_the_words_of_all(size, appends):
+    store = _C.Store.local(appends)
+    words = [f"{rank} 7:\n word" * (rank % 3) for rank in range(size)]
+
+    def meet(rank):
+        return store.exchange("g", "topic", rank, size, words[rank], 20)
+
+    with ThreadPoolExecutor(size) as ranks:
+        assert list(ranks.map(meet, range(size))) == [words] * size
+
+
+@pytest.mark.parametrize("size", [3, 70])
+@pytest.mark.parametrize("appends", [False, True])
+def test_an_exchange_names_all_that_did_not_come(size, appends):
+    store = _C.Store.local(appends)
+    absent = {1, size - 1}
+
+    def meet(rank):
+        if rank in absent:
+            return "absent"
+        with pytest.raises(pycomm.errors.Timeout) as caught:
+            store.exchange("g", "topic", rank, size, "word", 0.3)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(size) as ranks:
+        for text in set(ranks.map(meet, range(size))) - {"absent"}:
+            # A rank that looks for the keys first does not see those that are written last.
+            assert re.search(r"did not come \(topic\): .*\b1\b.*\b" + f"{size - 1}$", text)
+
+
 def test_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(pycomm.errors.Error, match="file"):
         _C.Store.file(str(tmp_path / "file"))
+
+
+# ------------------------------------------------------------------ other writers
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path, mode):
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(pycomm.errors.Error, match=r"other users may write to .*meeting.*chmod"):
+        _C.Store.file(str(folder))
+    folder.chmod(0o755)
+    _C.Store.file(str(folder)).set("key", "value")
+
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play two users")
+STRANGER = 65534
+
+
+@root_only
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_of_another_user_is_refused(tmp_path, link):
+    folder = tmp_path / "meeting"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, STRANGER, STRANGER)
+    if link:
+        (tmp_path / "link").symlink_to(folder)
+        folder = tmp_path / "link"
+    with pytest.raises(pycomm.errors.Error, match=rf"belongs to user {STRANGER}.*of your own"):
+        _C.Store.file(str(folder))
+
+
+@root_only
+def test_a_value_of_another_user_is_refused(tmp_path):
+    """Such a value is from a time when the folder was open to all users."""
+    store = _C.Store.file(str(tmp_path / "meeting"))
+    planted = tmp_path / "meeting" / "secret.value"
+    planted.write_text("from a stranger")
+    os.chown(planted, STRANGER, STRANGER)
+    with pytest.raises(pycomm.errors.Error, match=rf"secret.*belongs to user {STRANGER}"):
+        store.get("secret", 0)
+
+
+def test_a_link_or_a_pipe_is_no_value(tmp_path):
+    store = _C.Store.file(str(tmp_path / "meeting"))
+    (tmp_path / "other").write_text("not a value")
+    (tmp_path / "meeting" / "link.value").symlink_to(tmp_path / "other")
+    os.mkfifo(tmp_path / "meeting" / "pipe.value")
+    for key in ("link", "pipe"):
+        with pytest.raises(pycomm.errors.Error, match=key):
+            store.get(key, 0)
+
+
+def test_a_folder_that_is_exchanged_later_is_not_looked_into(tmp_path):
+    folder = tmp_path / "meeting"
+    store = _C.Store.file(str(folder))
+    store.set("key", "ours")
+    folder.rename(tmp_path / "moved")
+    folder.mkdir()
+    (folder / "key.value").write_text("planted")
+    assert store.get("key", 0) == b"ours"
+    store.set("key", "new")
+    assert (folder / "key.value").read_text() == "planted"

@@ -1,4 +1,4 @@
-"""What only TCP has: set-up among strangers, secrets, interfaces, lost peers and pacing."""
+"""TCP: set-up among unknown peers, secrets, interfaces, lost peers and pacing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_wrong_secret_is_refused_and_explained():
     assert "rank 0" in str(outcomes[1])
     assert "refused our secret" in str(outcomes[1])
     assert "PYCOMM_SECRET" in str(outcomes[1])
-    # Strangers must not be able to end a group, so the listening rank waits on.
+    # Unknown peers must not be able to end a group, so the listening rank keeps waiting.
     assert isinstance(outcomes[0], pycomm.errors.Timeout)
     assert re.match(
         r'tcp: group "group \d+" did not come together within 1000 ms: '
@@ -104,6 +104,27 @@ def test_ranks_on_several_hosts_refuse_loopback():
         pycomm.errors.Error, match=r'"lo" is loopback.*PYCOMM_INTERFACE.*"lo": set it'
     ):
         _C.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, interface="lo")
+
+
+def test_who_only_says_that_it_is_here_is_not_called_by_loopback():
+    """A clone of this machine has the same host id but is another machine."""
+    others = [ip for name, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
+    if not others:
+        pytest.skip("this machine has no interface but loopback")
+    store = _C.Store.local()
+
+    def meet():
+        with pytest.raises(pycomm.errors.Timeout):
+            _C.Transport("tcp", store, "g", 0, 2, timeout=1.0)
+
+    rank = threading.Thread(target=meet)
+    rank.start()
+    host, cpus, door, process = store.get("g/tcp-host/0", SECONDS).decode().split(" ", 3)
+    closed = "".join(reversed(door))
+    store.set("g/tcp-host/1", f"{host} {cpus} {closed} {process}")
+    card = store.get("g/tcp-card/0", SECONDS).decode()
+    assert not card.startswith("127."), card
+    rank.join()
 
 
 def test_loopback_of_ipv6():
@@ -190,7 +211,7 @@ def open_descriptors() -> list[str]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
-        if os.path.lexists(path):  # the listing's own descriptor is gone
+        if os.path.lexists(path):  # the listing's own descriptor is closed
             found.append(path)
     return found
 
@@ -212,7 +233,7 @@ def test_sockets_of_a_lane_are_made_when_somebody_sends(tmp_path, sender):
                 assert result() == b"first words"
             counts.append(sockets_of_this_process())
         (tmp_path / f"done {me.rank}").touch()
-        while len(list(tmp_path.glob("done *"))) < 4:  # who leaves closes sockets of the others
+        while len(list(tmp_path.glob("done *"))) < 4:  # a leaving rank closes peers' sockets
             time.sleep(0.001)
         return counts
 
@@ -239,7 +260,7 @@ def test_rank_that_computes_can_be_connected():
 
     def body(me):
         if me.rank == 0:
-            # Rank 1 does nothing meanwhile, and it is the one that has to connect.
+            # Rank 1, which has to connect, does nothing meanwhile.
             me.wait(me.send(1, b"hello", tag()))
             met.wait(SECONDS)
             return None
@@ -270,7 +291,7 @@ def test_killed_rank_is_named_at_once_on_every_rank(tmp_path):
         me.exchange(dict.fromkeys(me.peers, b"all are here"), tag(1))
         if me.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        # Rank 1 waits for rank 0 alone, which waits for the dead.
+        # Rank 1 waits for rank 0 alone, which waits for the dead rank.
         goal, _ = me.recv(2 if me.rank == 0 else 0, 100, tag(2, op="broadcast", root=0))
         start = time.monotonic()
         try:
@@ -283,7 +304,7 @@ def test_killed_rank_is_named_at_once_on_every_rank(tmp_path):
     for rank, text, seconds in outcomes[:2]:
         assert rank == 2
         assert "rank 2 (127.0.0.1:" in text
-        # Milliseconds, when the machine is not busy with other things.
+        # This takes milliseconds on an idle machine.
         assert seconds < 2
     assert "waits for broadcast #2" in outcomes[0][1]
 
@@ -309,7 +330,7 @@ def test_workers_forked_from_a_rank_do_not_keep_it_alive(tmp_path):
                 me.wait(goal)
             return time.monotonic() - start
         if os.fork() == 0:
-            time.sleep(2)  # a data loader's worker, that has not noticed yet
+            time.sleep(2)  # a data loader's worker that has not noticed yet
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -409,10 +430,10 @@ def test_pacing_holds_the_rate_over_all_peers(peers):
         me.wait(*goals)
         return time.monotonic() - start
 
-    # A busy machine adds to the time, it never takes from it: one good run of ten will do.
+    # A busy machine only adds to the time, so one good run of ten suffices.
     for _ in range(10):
         seconds = max(threads(1 + peers, body, options={"link": rate}))
-        # A burst of 64 KiB goes at once.
+        # A burst of 64 KiB is not delayed.
         assert (size - (64 << 10)) / rate * 0.98 <= seconds
         if seconds < size / rate * 1.2:
             return

@@ -1,5 +1,5 @@
-"""Frames of the TCP transport from a peer written by hand: every way to split their bytes works,
-and what is damaged is found."""
+"""Frames of the TCP transport from a handwritten peer: any fragmentation of their bytes works, and
+damage is detected."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_damaged_payload_is_found_and_named(rank_0, our_hash, byte, cut):
 
 
 def checksum_in_next(checksum: int | None, last: bytes, our_hash: int, **follows) -> bytes:
-    """A first frame of 1000 bytes, whose checksum is in the header of what follows it."""
+    """Return a first frame of 1000 bytes, whose checksum is in the header that follows."""
     size = 1000 + len(last)
     first = frame(pattern(1000, 1), size=size, tag_hash=our_hash, checks=NEXT)
     crc = _C.crc32c(pattern(1000, 1)) if checksum is None else checksum
@@ -125,7 +125,7 @@ def test_checksum_in_the_next_header_is_taken(rank_0, our_hash):
 
 
 def test_a_message_waits_for_the_checksum_of_its_last_frame(rank_0, our_hash):
-    """It comes in a header that only acknowledges."""
+    """The checksum comes in a header that only acknowledges."""
     data = checksum_in_next(None, b"", our_hash, message=0)
     rank_0.connections[0, 0].sendall(data[:-1])
     me = Rank(0, 2, rank_0.transport)
@@ -156,7 +156,7 @@ def test_a_checksum_that_never_comes_is_a_lost_peer(rank_0, our_hash):
 
 @pytest.mark.parametrize("late", [False, True], ids=["reading", "its checksum is to come"])
 def test_frames_never_hold_more_than_their_message(late):
-    """Else the message would be gone when the second of them ends."""
+    """Otherwise the message would be complete before the second of them ends."""
     rank = RankZero(sockets=2)
     connections = rank.come()
     me = Rank(0, 2, rank.transport)
@@ -270,7 +270,7 @@ def test_torn_frame_is_a_lost_peer(rank_0, our_hash, cut):
 
 
 def test_what_a_rank_that_has_left_cannot_send_any_more_is_not_waited_for():
-    """Of its two connections one is cut, the other has come to the next message already."""
+    """One of its two connections is cut; the other has already begun the next message."""
     rank = RankZero(sockets=2)
     connections = rank.come()
     connections[0, 1].sendall(frame(b"1234", message=2))

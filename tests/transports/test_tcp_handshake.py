@@ -1,5 +1,5 @@
-"""The TCP handshake against a peer written by hand: strangers do not stall a set-up, and who cannot
-prove the secret never joins."""
+"""The TCP handshake against a handwritten peer: unknown peers do not stall a set-up, and a peer
+that cannot prove the secret never joins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections that are cut while both processes live are made again, and nothing is lost."""
+"""Reconnecting: connections that are cut while both processes live resume without loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm.errors import PeerLost, Timeout
+from pycomm.errors import Error, PeerLost, Timeout
 from tests.transports import proxy
 from tests.transports.ranks import COLLECTIVE, POINT_TO_POINT, run_rank, tag
 
@@ -27,7 +27,7 @@ def good(outcomes):
 
 
 def storm(seed: int, pause: float):
-    """Cut a connection at random, again and again."""
+    """Return a disturbance that cuts a connection at random, again and again."""
     chance = random.Random(seed)
     cuts = itertools.count()
 
@@ -41,16 +41,16 @@ def storm(seed: int, pause: float):
 
 
 def finish(c, network):
-    """One more call in calm weather. What is cut off when its sender is through is repeated when
-    the sender communicates again."""
+    """Make one more call without disturbances. Data that are cut off after a sender's last call are
+    sent again when the sender next communicates."""
     network.calm = True
-    with network.weather:  # a cut that is under way is over
+    with network.weather:  # waits for the end of a cut in progress
         pass
     c.barrier()
 
 
 def exact(c, network):
-    """Sums of integers, so that the order of additions does not matter."""
+    """Reduce integers, whose sums do not depend on the order of additions."""
     for seq, size in itertools.product(range(ROUNDS), SIZES):
         x = np.arange(size, dtype=np.float32) % 1000 + c.rank + seq
         c.all_reduce(x)
@@ -74,7 +74,7 @@ def test_collectives_go_on_when_connections_are_cut(ranks, sockets, checksum):
 
 
 def coded(c, network):
-    """What a coded all-reduce gives, call by call."""
+    """Return the results of a coded all-reduce, call by call."""
     values = np.random.default_rng(c.rank)
     results = []
     for _, codec in itertools.product(range(20), ("int4", "int8", "topk:0.01")):
@@ -111,14 +111,14 @@ def test_all_connections_cut_between_calls():
 @pytest.mark.parametrize("numel", [200_000, 4_000_000])
 @pytest.mark.parametrize("sockets", [1, 2])
 def test_words_that_were_cut_off_at_the_end_are_repeated(numel, sockets):
-    """Also more of them than a socket takes at once."""
+    """They may be more than a socket takes at once."""
 
     def job(c, network):
         for seq in range(4):
             x = np.full(numel, seq, np.float32)
             c.broadcast(x, 0)
             if c.rank == 0 and seq == 3:
-                network.cut()  # rank 0 has nothing more to do: it repeats while it leaves
+                network.cut()  # rank 0 has nothing more to do: it sends again while it leaves
             assert (x == seq).all()
         return True
 
@@ -126,8 +126,47 @@ def test_words_that_were_cut_off_at_the_end_are_repeated(numel, sockets):
         good(proxy.run(2, job, sockets=sockets))
 
 
+def until_calm(c, network):
+    """Call until rank 0 reports the end of the disturbances."""
+    over, seq = np.zeros(1), 0
+    while not over[0]:
+        x = np.full(1000, seq, np.float32)
+        c.all_reduce(x)
+        assert (x == 2 * seq).all()
+        over[0] = network.calm
+        c.broadcast(over, 0)
+        seq += 1
+    return True
+
+
+def test_a_port_that_refuses_for_a_while_is_no_death():
+    """Such a port belongs to a proxy that restarts, or a firewall that loads its rules."""
+
+    def restart(network):
+        for each in network.proxies.values():
+            each.restart(0.3)
+        network.calm = True
+
+    good(proxy.run(2, until_calm, weather=restart))
+
+
+def test_a_stranger_on_the_port_for_a_while_is_no_death():
+    """Such a port belongs to a proxy that answers itself until it knows where to forward."""
+
+    def stranger(network):
+        for each in network.proxies.values():
+            each.stranger = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n\r\n"
+            each.cut()
+        time.sleep(0.3)
+        for each in network.proxies.values():
+            each.stranger = b""
+        network.calm = True
+
+    good(proxy.run(2, until_calm, weather=stranger))
+
+
 class Wires:
-    """Two ranks with nothing but a transport, and the network between them."""
+    """Two ranks with only a transport, and the network between them."""
 
     def __init__(self):
         self.network = proxy.Network(2, "wires", ("tcp-host", "tcp-card"))
@@ -147,34 +186,38 @@ class Wires:
         return good(outcomes)
 
     def swallow(self, silent):
-        """What is said now arrives nowhere."""
+        """Discard everything that is sent from now on."""
         for each in self.network.proxies.values():
             each.silent = silent
 
     def hold(self):
-        """What is said from now on stays in the senders' kernel."""
+        """Keep everything that is sent from now on in the senders' kernel."""
         for each in self.network.proxies.values():
             each.held = True
         time.sleep(3 * proxy.TICK)
+
+    def release(self):
+        for each in self.network.proxies.values():
+            each.held = False
 
 
 BOTH_LANES = (COLLECTIVE, POINT_TO_POINT)
 
 
 def greet(me):
-    """Both lanes stand."""
+    """Connect both lanes."""
     for lane in BOTH_LANES:
         me.exchange({1 - me.rank: b"hello"}, tag(), lane)
 
 
 def test_a_lane_that_nobody_drives_goes_on_after_a_cut():
-    """A sender hears how far a receiver is that waits for something else."""
+    """A sender learns the progress of a receiver that waits for something else."""
     wires = Wires()
 
     def sender(me):
         greet(me)
         wires.network.cut()
-        time.sleep(0.02)  # the kernel has heard of it
+        time.sleep(0.02)  # the kernel has processed it
         me.wait(me.send(1, b"early", tag(2), POINT_TO_POINT), lane=POINT_TO_POINT, timeout=5)
         me.wait(me.send(1, b"go on", tag(3)))
 
@@ -212,6 +255,43 @@ def test_what_was_cut_off_is_repeated_by_a_rank_that_communicates_no_more():
     wires.run(sender, receiver)
 
 
+class LostWelcome:
+    """A tap that lets nothing through from the last word of a lane's first handshake on."""
+
+    def __init__(self):
+        self.words, self.lost = 0, threading.Event()
+
+    def __call__(self, data):
+        if data.startswith(b"pycomm\r\n") or self.words:  # hello, challenge, proof, welcome
+            self.words += 1
+        if self.words < 4:
+            return data
+        self.lost.set()
+        return b""
+
+
+def test_what_was_said_on_a_connection_that_stood_for_one_end_alone_is_repeated():
+    wires, tap, arrived = Wires(), LostWelcome(), threading.Event()
+
+    def accepts(me):
+        listener = wires.network.proxies[0]
+        listener.tap = tap
+        me.wait(me.send(1, b"early", tag(2)))
+        assert tap.lost.wait(10)
+        time.sleep(0.05)  # what is written goes with it
+        listener.tap = lambda data: data
+        wires.network.cut()
+        assert arrived.wait(10)
+
+    def connects(me):
+        goal, word = me.recv(0, 5, tag(2))
+        me.wait(goal, timeout=10)
+        assert word() == b"early"
+        arrived.set()
+
+    wires.run(accepts, connects, sockets=1)
+
+
 def test_a_goodbye_that_was_cut_off_is_repeated():
     wires, greeted = Wires(), threading.Event()
 
@@ -231,10 +311,61 @@ def test_a_goodbye_that_was_cut_off_is_repeated():
     wires.run(leaver, stayer)
 
 
+def fill(me):
+    """Send more than a connection buffers while nobody reads."""
+    for _ in range(60_000):
+        me.transport.ask()
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "encrypted"])
+def test_an_abort_reaches_a_rank_that_read_nothing_for_a_while(tls):
+    wires, heard, both = Wires(), threading.Event(), threading.Barrier(2)
+
+    def aborts(me):
+        greet(me)
+        both.wait()
+        wires.hold()
+        fill(me)
+        me.transport.abort("the disk is full")
+        wires.release()
+        assert heard.wait(20)
+
+    def hears(me):
+        greet(me)
+        both.wait()
+        goal, _ = me.recv(0, 4, tag(2))
+        with pytest.raises(Error, match="rank 0 aborted: the disk is full"):
+            me.wait(goal, timeout=20)
+        heard.set()
+
+    wires.run(aborts, hears, tls=tls)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "encrypted"])
+def test_a_goodbye_reaches_a_rank_that_read_nothing_for_a_while(tls):
+    wires, both = Wires(), threading.Barrier(2)
+
+    def leaves(me):
+        greet(me)
+        both.wait()
+        wires.hold()
+        fill(me)
+        threading.Timer(0.2, wires.release).start()
+
+    def stays(me):
+        greet(me)
+        goal, _ = me.recv(0, 4, tag(2))
+        both.wait()
+        with pytest.raises(PeerLost, match=r"rank 0 .* has left the group"):
+            me.wait(goal)
+
+    wires.run(leaves, stays, tls=tls)
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_who_leaves_waits_until_its_last_bytes_have_arrived(leaver):
-    """What is cut off before is repeated; nothing is after a goodbye."""
-    wires, size = Wires(), 200_000  # more than a connection takes that nobody reads
+    """Data that are cut off earlier are sent again; after the close nothing is."""
+    wires, size = Wires(), 200_000  # more than a connection buffers while nobody reads
     both = threading.Barrier(2)
 
     def leaves(me):
@@ -260,7 +391,7 @@ def test_a_cut_that_outlasts_the_deadline_is_a_timeout_that_says_where():
     def job(c, network):
         x = np.ones(100_000, np.float32)
         c.all_reduce(x)
-        both.wait()  # none is cut off in the call before
+        both.wait()  # no connection is cut during the previous call
         if c.rank == 0:
             for each in network.proxies.values():
                 each.silent = True
@@ -282,14 +413,14 @@ def test_connections_that_do_not_last_are_not_made_ever_faster():
         c.barrier()
         if c.rank == 0:
             for each in network.proxies.values():
-                each.limit = 150  # which is hardly more than a handshake
+                each.limit = 150  # hardly more than a handshake
             network.cut()
             network.before = sum(each.accepted for each in network.proxies.values())
         with pytest.raises(Timeout):
             c.all_reduce(x, timeout=1.5)
         return sum(each.accepted for each in network.proxies.values()) - network.before
 
-    # Two sockets and control, each after 20, 40, 80, 100, 100 ... ms: about 20 of each, and as many
-    # that ask rank 1 to call back. Without pauses there would be thousands.
+    # Two sockets and control reconnect after 20, 40, 80, 100, 100 ... ms: about 20 times each, and
+    # as many requests that rank 1 call back. Without pauses there would be thousands.
     counts = good(proxy.run(2, job, sockets=2))
     assert all(10 < count < 300 for count in counts), counts

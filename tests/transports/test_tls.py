@@ -1,4 +1,4 @@
-"""Encrypted connections: nobody reads or changes what travels, and nothing else is different."""
+"""Encrypted connections: data cannot be read or changed on the way, and all else is unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = b"nobody on the way may read this "
 
 
 def collectives(c, network):
-    """What exact and coded collectives give."""
+    """Return the results of exact and coded collectives."""
     values = np.random.default_rng(c.rank)
     results = []
     for size in (1, 1000, 100_001, 700_000):
@@ -44,7 +44,7 @@ def test_the_same_bits(ranks, sockets):
 
 
 def calm(network):
-    """Nothing happens."""
+    """Leave the network undisturbed."""
     network.calm = True
 
 
@@ -69,7 +69,7 @@ def test_nobody_on_the_way_reads_what_travels(tls):
     assert outcomes == [WORDS * 5000] * 2
     heard = b"".join(heard)
     assert len(heard) > len(WORDS) * 5000
-    # Frames and notices begin with these.
+    # Frames and notices begin with these bytes.
     assert any(word in heard for word in (WORDS, b"PYCM", b"PYCN")) is not tls
 
 

@@ -1,4 +1,4 @@
-"""Ranks that have nothing but a transport: threads over `local`, forked processes over `shm`."""
+"""Ranks with only a transport: threads over `local`, forked processes over `shm`."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def _process(rank: int, size: int, folder: str, job: Job, prepare: Job, results:
 
 
 def processes(size: int, job: Job, prepare: Job = lambda rank: None) -> list[Any]:
-    """The same on forked processes; the outcome of a rank that was killed is None.
+    """Run ``job(transport, rank)`` on forked processes; the outcome of a killed rank is None.
 
-    ``prepare(rank)`` runs in the process before the ranks meet.
+    ``prepare(rank)`` runs in the process before the rendezvous.
     """
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
@@ -82,7 +82,7 @@ RUNNERS = {"local": threads, "shm": processes}
 
 
 def good(outcomes: list[Any]) -> list[Any]:
-    """The outcomes, if no rank failed."""
+    """Return the outcomes; fail if any rank failed."""
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
@@ -94,5 +94,5 @@ def address(array: np.ndarray) -> int:
 
 
 def sample(seed: int, nbytes: int) -> np.ndarray:
-    """Random bytes that are finite numbers in every dtype (bytes stay below 0x40)."""
+    """Return random bytes that are finite numbers in every dtype (bytes stay below 0x40)."""
     return np.random.default_rng(seed).integers(0, 64, nbytes, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""A peer of the TCP transport that is written by hand from the wire format."""
+"""A handwritten peer of the TCP transport that follows the wire format."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MIB = 1 << 20
 SECRET = b"the secret"
 HELLO = struct.Struct("<8s4I4H2I32s")
 REPLY = struct.Struct("<2I32s")
-HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # the checksum follows, here and there
-WIRE = 4
-UNCHECKED, HERE, NEXT = range(3)  # where the checksum of a payload is
+HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # followed by the checksum in some frames
+WIRE = 5
+UNCHECKED, HERE, NEXT = range(3)  # position of a payload's checksum
 NOTICE = struct.Struct("<3IiI1000s")
 MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF
 CHALLENGE, WELCOME, WRONG_SECRET, WRONG_VERSION, WRONG_SHAPE, WRONG_TLS = range(1, 7)
@@ -58,7 +58,7 @@ def proof(role: str, hello: bytes, challenge: bytes, secret: bytes = SECRET) -> 
 
 
 def join(address: tuple[str, int], first: bytes, secret: bytes = SECRET):
-    """Goes through a handshake; returns the connection, and verdict and body of the last reply."""
+    """Do a handshake; return the connection, and verdict and body of the last reply."""
     connection = socket.create_connection(address, SECONDS)
     connection.sendall(first)
     verdict, _, challenge = REPLY.unpack(read_exactly(connection, REPLY.size))
@@ -97,7 +97,7 @@ def goodbye() -> bytes:
 
 
 class RankZero:
-    """Rank 0 of two, whose other rank is played by the test."""
+    """Rank 0 of two, whose peer is played by the test."""
 
     def __init__(self, **options) -> None:
         self.options = dict(timeout=SECONDS, sockets=1, secret=SECRET.decode()) | options
@@ -107,14 +107,14 @@ class RankZero:
         self.connections: dict[tuple[int, int], socket.socket] = {}
         self.thread = threading.Thread(target=self.set_up)
         self.thread.start()
-        # We claim to be on the same host, and nobody connects to us.
+        # The peer claims to be on the same host, and rank 0 does not connect to it.
         self.store.set(f"{GROUP}/tcp-host/1", self.store.get(f"{GROUP}/tcp-host/0", SECONDS))
         card = self.store.get(f"{GROUP}/tcp-card/0", SECONDS).decode()
         ip, port = card.split(" ")[0].rsplit(":", 1)
         self.address = ip, int(port)
 
     def leave(self) -> None:
-        """Rank 1 is gone, so that rank 0 waits for no answer to its goodbye."""
+        """Close rank 1's connections, so that rank 0 waits for no answer to its own close."""
         for connection in self.connections.values():
             connection.close()
         if self.transport is not None:
@@ -127,7 +127,7 @@ class RankZero:
             self.error = error
 
     def come(self) -> dict[tuple[int, int], socket.socket]:
-        """Rank 1 comes: returns its connections by lane and socket."""
+        """Join as rank 1; return its connections by lane and socket."""
         self.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
         sockets = self.options["sockets"]
         for lane, number in [*itertools.product((0, 1), range(sockets)), (CONTROL, 0)]:

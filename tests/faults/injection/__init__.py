@@ -1,6 +1,6 @@
-"""Faults at random moments: what the ranks that are left say, how soon, and what stays behind.
+"""Faults at random moments: survivors' errors, their latency, and leftover resources.
 
-A case is drawn from (seed, number) alone, so every one can be played again:
+A case is drawn from (seed, number) alone, so that it can be repeated:
 
 python -m tests.faults.injection --seed 7 --cases 1000 --json out.json
 python -m tests.faults.injection --seed 7 --case 412

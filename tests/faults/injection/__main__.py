@@ -1,4 +1,4 @@
-"""The command line: see the package."""
+"""Command line of the fault injection; see the package."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(rows[-1], indent=1))
     if args.json:
         args.json.write_text(json.dumps({"seed": args.seed, **choice, "cases": rows}))
-    print(f"{'fault':<8}{'transport':<10}{'phase':<10}{'cases':>6}{'p50 ms':>9}{'max ms':>9}")
+    print(f"{'fault':<13}{'transport':<10}{'phase':<10}{'cases':>6}{'p50 ms':>9}{'max ms':>9}")
     for key in sorted(counts):
         times = took[key]
         p50, most = (statistics.median(times), max(times)) if times else (0.0, 0.0)
         fault, transport, phase = key
         shown = f"{p50 * 1e3:>9.1f}{most * 1e3:>9.1f}" if times else f"{'-':>9}{'-':>9}"
-        print(f"{fault:<8}{transport:<10}{phase:<10}{counts[key]:>6}{shown}")
+        print(f"{fault:<13}{transport:<10}{phase:<10}{counts[key]:>6}{shown}")
     print(
         f"{len(rows)} cases of seed {args.seed} in {time.monotonic() - start:.0f} s: "
         f"{len(rows) - bad} as promised, {bad} not, {hung} hung; {deaths} deaths, "

@@ -1,30 +1,38 @@
-"""One case: a group of ranks, what they call, who of them fails, how and when."""
+"""Cases of fault injection: a group of ranks, its calls, the victim, the fault and its moment."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-FAULTS = ("kill", "kill2", "stop", "raise", "exit", "_exit", "socket", "slow", "memory", "abort")
-"""SIGKILL, of one rank or of two at once, as when a host dies; SIGSTOP; an exception in the caller,
-sys.exit, os._exit; its connections are cut one way or both; it sleeps; it has no memory left; it
-aborts from another thread."""
+FAULTS = (
+    *("kill", "kill2", "crash", "stop", "pause", "raise", "exit", "_exit", "socket", "slow"),
+    *("memory", "abort", "fork", "descriptors"),
+)
+"""SIGKILL, of one rank or of two at once, as when a host dies; a signal that dumps core; SIGSTOP,
+for ever or until the others have given up and use their memory for something else; an exception in
+the caller, sys.exit, os._exit; its connections are cut one way or both; it sleeps; it has no memory
+left; it aborts from another thread, forks a child that calls, or closes the descriptors of shared
+memory."""
 NETWORK = ("down", "drop", "vanish")
-"""The victim's interface is taken down; all that it sends and is sent is lost; the same, and then
-it is killed, as if its host had lost its power. Each rank needs a network of its own."""
-FROM_OUTSIDE = ("kill", "kill2", "stop", *NETWORK)
-"""Those that hit a process wherever it is."""
+"""The victim's interface is taken down; all of its traffic is lost; all traffic is lost, and then
+it is killed, as if its host had lost power. Each rank needs a network of its own."""
+FROM_OUTSIDE = ("kill", "kill2", "crash", "stop", "pause", *NETWORK)
+"""Faults that hit a process at any point of its execution."""
+LASTS = ("socket", "slow", "memory", "fork", "descriptors")
+"""Faults after which all ranks may continue unaffected."""
 PHASES = ("init", "split", "steady", "shutdown")
 PHASES_OF = {
     "kill": PHASES,
     "kill2": PHASES,
+    "crash": PHASES,
     "stop": PHASES,
     "_exit": PHASES,
     **dict.fromkeys(NETWORK, ("split", "steady")),
-    "abort": ("split", "steady", "shutdown"),  # before there is a group there is nothing to abort
+    "abort": ("split", "steady", "shutdown"),  # abort needs an existing group
 }
-"""Faults that may come in other phases than the steady one."""
+"""Faults that may occur in phases other than the steady one."""
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
 CODECS = ("quant", "quant:bits=4", "topk:density=0.1")
 CODED = ("all_reduce", "reduce_scatter", "all_gather")
@@ -32,7 +40,7 @@ CODED = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Call:
-    """What all ranks call together."""
+    """A call that all ranks make together."""
 
     op: str
     numel: int
@@ -49,7 +57,7 @@ HUNGRY = Call("all_reduce", 1_000_000, "quant")
 
 @dataclass(frozen=True)
 class Case:
-    """Everything about a case but what the machine makes of it."""
+    """The complete description of a case."""
 
     seed: int
     number: int
@@ -64,32 +72,32 @@ class Case:
     delay: float
     """seconds from the start of the phase to the fault"""
     how: float
-    """0 to 1: what else the fault may choose"""
+    """0 to 1: selects a variant of the fault"""
 
     @property
     def timeout(self) -> float:
-        """Seconds that an operation may take: short where it is what ends the wait."""
-        return 0.4 if self.fault in ("stop", *NETWORK) else 8.0
+        """Return an operation's timeout in seconds, short where the timeout ends the wait."""
+        return 0.4 if self.fault in ("stop", "pause", *NETWORK) else 8.0
 
     @property
     def meeting(self) -> float:
-        """Seconds that ranks wait for each other before they are connected."""
+        """Return the timeout of the rendezvous in seconds."""
         return 1.0 if self.phase in ("init", "split") else 8.0
 
     @property
     def without_memory_at(self) -> int:
-        """Number of the call, `HUNGRY`, that its victim makes with no memory left; -1: none."""
+        """Return the number of the victim's call, `HUNGRY`, without memory; -1: none."""
         return int(20 * self.how) if self.fault == "memory" else -1
 
     @property
     def victims(self) -> set[int]:
-        """All ranks that it hits."""
+        """Return all ranks that the fault hits."""
         return {self.victim, (self.victim + (self.fault == "kill2")) % self.ranks}
 
     @property
     def leavers(self) -> set[int]:
-        """The ranks that cannot go on after it."""
-        stays = self.fault in ("socket", "slow", "memory", "abort", "down", "drop")
+        """Return the ranks that cannot continue after the fault."""
+        stays = self.fault in ("pause", *LASTS, "abort", "down", "drop")
         return set() if stays else self.victims
 
     def __str__(self) -> str:
@@ -116,10 +124,12 @@ def draw(
     faults: Sequence[str] = FAULTS,
     phases: Sequence[str] = PHASES,
 ) -> Case:
-    """Return case `number` of a seed; of these transports, faults and phases."""
+    """Draw case `number` of a seed, among these transports, faults and phases."""
     rng = random.Random(f"{seed}/{number}")
     fault = rng.choice(list(faults))
     transport = "tcp" if fault in ("socket", *NETWORK) else rng.choice(list(transports))
+    if fault == "descriptors":
+        transport = "shm"
     ranks = rng.choice((3, 4) if fault == "kill2" else (2, 3, 4))
     # Most cases are about operations.
     possible = PHASES_OF.get(fault, ("steady",))
@@ -128,7 +138,9 @@ def draw(
     if others and ("steady" not in phases or rng.random() < 0.3):
         phase = rng.choice(others)
     calls = tuple(_call(rng, ranks, rng.choice(OPS)) for _ in range(rng.choice((1, 1, 2, 4))))
-    if fault == "memory":  # none of them may have taken already what the hungry one needs
+    if fault == "pause":  # large enough to be used in place
+        calls = tuple(replace(call, numel=call.numel + 1000) for call in calls)
+    if fault == "memory":  # no earlier call may have allocated what the victim's call needs
         calls = (Call("broadcast", 100),)
     span = {"init": 0.01, "split": 0.006, "steady": 0.02, "shutdown": 0.002}[phase]
     return Case(

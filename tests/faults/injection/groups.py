@@ -14,7 +14,7 @@ from tests.faults.injection.case import Call
 
 
 class Group(Protocol):
-    """What a rank does with a group. `call` says whether the result is right."""
+    """A rank's group. `call` returns whether the result is right."""
 
     completed: int
 
@@ -24,7 +24,7 @@ class Group(Protocol):
 
 
 def expected(call: Call, rank: int, ranks: int) -> Any:
-    """What a call yields where every rank r gives r + 1, and in an all_to_all 10 r + part."""
+    """Return a call's result where every rank r gives r + 1, and in an all_to_all 10 r + part."""
     if call.op in ("all_reduce", "reduce_scatter"):
         return ranks * (ranks + 1) / 2
     if call.op == "all_gather":
@@ -36,7 +36,7 @@ def expected(call: Call, rank: int, ranks: int) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank meets the others of a group."""
+    """The rendezvous of a rank with the others of a group."""
 
     world: str
     """"core", or the name of a backend of torch.distributed"""
@@ -48,21 +48,25 @@ class Place:
     timeout: float
     """seconds"""
     apart: bool = False
-    """each rank stands for a host of its own: none sees another's process"""
+    """each rank acts as a host of its own: no rank sees another's process"""
 
     @property
     def nodes(self) -> list[int]:
-        """Declared hosts of the ranks, or none: where transports are mixed, two of them."""
+        """Return the declared hosts of the ranks: two if transports are mixed, else none."""
         hosts = self.ranks if self.apart else 2 if self.transport == "auto" else 0
         return [rank * hosts // self.ranks for rank in range(self.ranks)] if hosts else []
 
 
 class CoreGroup:
-    """A `Communicator`. An async call is one on another thread, as a process group makes it."""
+    """A `Communicator`. Async calls run on another thread, as in a process group."""
 
     def __init__(self, place: Place, parent: CoreGroup | None = None) -> None:
         self.rank, self.ranks = place.rank, place.ranks
         self.completed = 0
+        self.in_heap = False
+        """calls use memory that peers can access"""
+        self.arrays: list[Any] = []
+        """the arrays of the last such call"""
         self._core = Communicator(
             Store.file(place.folder),
             place.rank,
@@ -101,8 +105,10 @@ class CoreGroup:
 
     def _call(self, call: Call) -> bool:
         core, rank, ranks, codec = self._core, self.rank, self.ranks, call.codec
-        one = np.full(call.numel, rank + 1, np.float32)
-        many = np.full((ranks, call.numel), rank + 1, np.float32)
+        one = self._full((call.numel,), rank + 1)
+        many = self._full((ranks, call.numel), rank + 1)
+        if self.in_heap:
+            self.arrays = [one, many]
         out = one
         if call.op == "all_reduce":
             core.all_reduce_coded(one, codec, average=False) if codec else core.all_reduce(one)
@@ -126,9 +132,16 @@ class CoreGroup:
             gave = core.send(one, (rank + 1) % ranks)
             took.wait()
             gave.wait()
-        if codec:  # what these codecs lose is not our question
+        if codec:  # codec errors are not tested here
             return bool(np.isfinite(out).all())
         return bool((out == expected(call, rank, ranks)).all())
+
+    def _full(self, shape: tuple[int, ...], value: float) -> Any:
+        if not self.in_heap:
+            return np.full(shape, value, np.float32)
+        array = np.asarray(self._core.allocate(int(np.prod(shape)))).reshape(shape)
+        array[:] = value
+        return array
 
     def abort(self, reason: str) -> None:
         self._core.abort(reason)
@@ -138,7 +151,7 @@ class CoreGroup:
 
 
 class TorchGroup:
-    """A process group of torch: of pycomm's backend, or Gloo's. It makes calls without codecs."""
+    """A process group of torch: pycomm's backend or Gloo's. It makes calls without codecs."""
 
     def __init__(self, place: Place) -> None:
         import torch.distributed as dist
@@ -190,7 +203,7 @@ class TorchGroup:
             ]
         for work in works:
             if work is not None:
-                # Gloo's requests know no timeout but that of the wait.
+                # Gloo's requests have no timeout but that of the wait.
                 work.wait(self._limit) if call.op == "send_recv" else work.wait()
         self.completed += call.op != "send_recv"
         return bool((out.numpy() == expected(call, rank, ranks)).all())
@@ -208,7 +221,7 @@ class TorchGroup:
 def make_group(
     place: Place, parent: CoreGroup | TorchGroup | None = None
 ) -> CoreGroup | TorchGroup:
-    """Meet the other ranks, which are in a `parent` already or meet for the first time."""
+    """Connect to the other ranks, through a `parent` group if there is one."""
     if place.world == "core":
         assert not isinstance(parent, TorchGroup)
         return CoreGroup(place, parent)

@@ -1,4 +1,4 @@
-"""What must hold after a case; every breach in words."""
+"""Requirements that must hold after a case, and the text of each breach."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from tests.faults.injection.case import Case
 from tests.faults.injection.play import Played
 
 DEATH = 0.2
-"""Seconds from a death to the last survivor's error; what the library promises."""
-DEATHS = ("kill", "kill2", "raise", "exit", "_exit")
+"""The promised limit in seconds from a death to the last survivor's error."""
+DEATHS = ("kill", "kill2", "crash", "raise", "exit", "_exit")
 KINDS = {
     "kill": {"PeerLost"},
     "kill2": {"PeerLost"},
+    "crash": {"PeerLost"},
     "raise": {"PeerLost"},
     "exit": {"PeerLost"},
     "_exit": {"PeerLost"},
-    "socket": {"PeerLost", None},  # or it has healed
+    "socket": {"PeerLost", None},  # or it has reconnected
     "stop": {"Timeout"},
+    "pause": {"Timeout"},
+    "fork": {None},
+    "descriptors": {None},
     "slow": {None},
     "down": {"Timeout"},
     "drop": {"Timeout"},
     "vanish": {"Timeout"},
-    "memory": {"Error", None},  # or it had kept enough
+    "memory": {"Error", None},  # or it had enough memory in reserve
     "abort": {"Error"},
 }
 
@@ -33,7 +37,7 @@ def survivors(case: Case) -> list[int]:
 
 
 def breaches(played: Played) -> list[str]:
-    """Everything that is not as it must be; times aside, see `latest`."""
+    """Return all breaches but those of times; see `latest`."""
     case = played.case
     wrong = [f"rank {rank} hangs" for rank in played.hung]
     for rank in survivors(case):
@@ -54,14 +58,14 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
     if case.phase == "shutdown":
         allowed |= {None}  # its part may be done
     if case.phase == "init" and "did not come (here)" in text:
-        allowed |= {"Timeout"}  # of one that died before it came nobody can know
+        allowed |= {"Timeout"}  # nobody can know of a rank that died before it joined
     hosts = [r * 2 // case.ranks for r in range(case.ranks)] if case.transport == "auto" else []
     if case.phase == "init" and any(
         not {r for r, h in enumerate(hosts) if h == host} - case.victims for host in set(hosts)
     ):
-        allowed |= {"Timeout"}  # nor from another host, where nobody is left who has seen it
+        allowed |= {"Timeout"}  # nor from another host, where no witness is left
     if case.phase == "split" and case.fault == "abort":
-        allowed |= {"PeerLost"}  # of one that was in the new group already
+        allowed |= {"PeerLost"}  # the rank was in the new group already
     wrong = []
     if case.fault == "down" and case.phase == "split":
         allowed |= {"Error"}  # a rank without an interface cannot join
@@ -69,10 +73,12 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
         return [f"{kind}, not {allowed}: {text}"]
     if kind is None:
         return []
+    if case.fault == "pause" and rank == case.victim:
+        return []  # it learns that the group failed; a wrong result would be reported
     cut_off = case.fault in ("down", "drop") and rank == case.victim
     if cut_off and kind == "Error":  # it knows that it has no interface
         return []
-    if case.fault == "socket" or cut_off:  # of two ends of a cut line neither is more to blame
+    if case.fault == "socket" or cut_off:  # neither end of a cut connection is more to blame
         return [] if re.search(r"rank \d", text) else [f"names nobody: {text}"]
     named = blamed(text) & case.victims
     if not named or (kind == "PeerLost" and over["named"] not in named):
@@ -84,7 +90,7 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
 
 
 def blamed(text: str) -> set[int]:
-    """The ranks of which a text says what is wrong with them."""
+    """Return the ranks that an error text blames."""
     lists = re.findall(r"did not come \([^)]+\): ([\d, ]+)", text)
     lists += re.findall(r"(?:no connection with|cannot join:) ranks? (\d+)", text)
     verbs = "is|are|has|have|does|do|died|left|was|aborted|differs|differ"
@@ -101,17 +107,17 @@ def blamed(text: str) -> set[int]:
 def _names_call(over: dict[str, Any], text: str) -> bool:
     if over["op"] == "send_recv" and re.search(r"\b(send|recv)\b", text):
         return True
-    if over["error"] == "Error":  # an abort tells where the rank was that aborted
+    if over["error"] == "Error":  # an abort reports the state of the rank that aborted
         return bool(re.search(r"#\d+\b|\b(send|recv)\b", text))
-    if over["op"] == "broadcast":  # a root runs ahead of the others, who say where they are
+    if over["op"] == "broadcast":  # a root runs ahead of the others, which report their state
         return "broadcast #" in text
-    # Who tells us may be a call behind or ahead of us.
+    # The reporting rank may be a call behind or ahead of this one.
     near = "|".join(str(over["seq"] + d) for d in (-1, 0, 1))
     return bool(re.search(rf"#({near})\b", text))
 
 
 def latest(played: Played) -> float | None:
-    """Seconds from the fault to the last survivor's error; None where there was none."""
+    """Return the seconds from the fault to the last survivor's error; None if there was none."""
     overs = [played.word(rank, "over") for rank in survivors(played.case)]
     times = [over["at"] for over in overs if over and over.get("error")]
     if not times or played.at is None:
@@ -120,7 +126,7 @@ def latest(played: Played) -> float | None:
 
 
 def is_late(played: Played) -> bool:
-    """Whether it took longer than promised until all survivors knew of a death."""
+    """Return whether survivors took longer than promised to learn of a death."""
     overs = [played.word(rank, "over") for rank in survivors(played.case)]
     known = all(over and over.get("error") == "PeerLost" for over in overs)
     return known and (latest(played) or 0.0) > DEATH

@@ -1,4 +1,4 @@
-"""Plays a case: forks its ranks, brings the fault about, gathers what the ranks say."""
+"""The player of a case: forks its ranks, injects the fault, and collects the ranks' reports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -21,19 +22,22 @@ from pycomm.bench.netlab import Netlab
 from tests.faults.injection.case import FROM_OUTSIDE, NETWORK, Case
 from tests.faults.injection.rank import Rank, go_on, wait_for
 
+CORE = 4 << 20
+"""Maximum bytes of a core dump."""
 MENDED = "mended"
-"""Name of the file that says that the network is as before."""
+"""Name of the file that announces that the network is restored."""
+DUMPING = (signal.SIGSEGV, signal.SIGABRT, signal.SIGQUIT, signal.SIGBUS, signal.SIGFPE)
 LIMIT = 20.0
-"""Seconds after which ranks that still run hang."""
+"""Seconds after which a running rank counts as hung."""
 
 
 @dataclass
 class Played:
-    """What came of a case, by rank."""
+    """The outcome of a case, by rank."""
 
     case: Case
     at: float | None = None
-    """of the fault; monotonic seconds of this machine"""
+    """time of the fault, in monotonic seconds of this machine"""
     said: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)
     hung: list[int] = field(default_factory=list)
     stacks: str = ""
@@ -42,32 +46,46 @@ class Played:
         return self.said.get(rank, {}).get(word)
 
 
+def limit_core_dumps() -> None:
+    """Limit this process's core dumps to a small size; disable them if they go to a program."""
+    pattern = Path("/proc/sys/kernel/core_pattern").read_text()
+    size = 0 if pattern.startswith("|") else CORE
+    resource.setrlimit(resource.RLIMIT_CORE, (size, size))
+
+
 def _rank_process(case: Case, rank: int, folder: str, pipe: int, lab: Netlab | None) -> None:
-    """The life of a forked rank. Never returns."""
+    """Run a forked rank to its end. Never returns."""
     log = open(f"{folder}/rank{rank}.log", "w")  # noqa: SIM115 - to the end of the process
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.dump_traceback_later(LIMIT - 2, file=log)
+    os.chdir(folder)  # for core dumps, which are removed with it
+    limit_core_dumps()
+    for number in DUMPING:  # a shell may have set some to be ignored
+        signal.signal(number, signal.SIG_DFL)
 
     def say(word: str, **facts: Any) -> None:
         line = json.dumps({"rank": rank, "word": word, **facts}) + "\n"
-        os.write(pipe, line.encode())  # whole: it is shorter than PIPE_BUF
+        os.write(pipe, line.encode())  # atomic, since it is shorter than PIPE_BUF
 
     code = 0
     try:
         if lab:
             lab.enter(rank)
-        Rank(case, rank, folder, say).main()
+        player = Rank(case, rank, folder, say)
+        player.main()
         if rank not in case.leavers:
             if case.fault in ("down", "drop"):
                 wait_for(Path(folder, MENDED))
-            say("on", took=go_on(case, rank, folder))
+            took = go_on(case, rank, folder)
+            player.check_memory()
+            say("on", took=took)
     except SystemExit:
         code = 3
     except BaseException as error:
         code = 1
         traceback.print_exc()
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # the reader has ended
             say("broken", text=f"{type(error).__name__}: {error}"[:1500])
     log.flush()
     os._exit(code)
@@ -76,7 +94,7 @@ def _rank_process(case: Case, rank: int, folder: str, pipe: int, lab: Netlab | N
 def play(case: Case, lab: Netlab | None = None) -> Played:
     """Play a case to its end, in at most `LIMIT` seconds. No process outlives it.
 
-    Faults of the network need a `lab` with a node for each rank; there each rank is on its own.
+    Network faults need a `lab` with a node for each rank.
     """
     played = Played(case)
     with tempfile.TemporaryDirectory(prefix="pycomm-faults-") as folder:
@@ -97,7 +115,7 @@ def play(case: Case, lab: Netlab | None = None) -> Played:
                 lab.mend(case.victim)
             os.close(reader)
             for pid in children.values():
-                os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is ours
+                os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still ours
                 os.waitpid(pid, 0)
         for rank in played.hung:
             with open(f"{folder}/rank{rank}.log") as log:
@@ -106,22 +124,24 @@ def play(case: Case, lab: Netlab | None = None) -> Played:
 
 
 def lab_of(nodes: int) -> Netlab:
-    """Make a network for faults in it: a node for each rank. It ends with this process."""
+    """Make a network for fault injection, with a node per rank. It ends with this process."""
     lab = Netlab(nodes, "unlimited")
     atexit.register(lab.close)
     return lab
 
 
 def _strike(case: Case, processes: list[int], lab: Netlab | None) -> float:
-    """Bring the fault about; return the moment."""
+    """Inject the fault; return its time."""
     at = time.monotonic()
     if lab and case.fault == "down":
         lab.take_down(case.victim)
     elif lab and case.fault in ("drop", "vanish"):
         lab.cut(case.victim)
     for process in processes:
-        if case.fault == "stop":
+        if case.fault in ("stop", "pause"):
             os.kill(process, signal.SIGSTOP)
+        elif case.fault == "crash":
+            os.kill(process, DUMPING[int(case.how * len(DUMPING))])
         elif case.fault in ("kill", "kill2", "vanish"):
             os.kill(process, signal.SIGKILL)
     return at
@@ -130,7 +150,7 @@ def _strike(case: Case, processes: list[int], lab: Netlab | None) -> float:
 def _watch(
     played: Played, reader: int, children: dict[int, int], lab: Netlab | None, mended: Path
 ) -> None:
-    """Read what ranks say until all that can have come to their end; hit the victim."""
+    """Read the ranks' reports until all that can have finished; inject the fault meanwhile."""
     case = played.case
     outside = case.fault in FROM_OUTSIDE
     waited = set(children) - case.leavers
@@ -159,6 +179,10 @@ def _watch(
                 played.at = facts["at"]
             if word in ("on", "broken"):
                 waited.discard(rank)
+            if case.fault == "pause" and strike is None and word == "over":
+                others = set(children) - case.victims
+                if all(played.word(r, "over") for r in others):
+                    os.kill(children[case.victim], signal.SIGCONT)
             if lab and word == "over" and all(played.word(r, word) for r in waited):
                 lab.mend(case.victim)
                 mended.touch()

@@ -1,4 +1,4 @@
-"""What a rank of a case does: it joins, calls, fails or sees another one fail, and goes on."""
+"""One rank of a case: it joins, calls, fails or sees another rank fail, and continues."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.faults.injection.case import FROM_OUTSIDE, HUNGRY, NETWORK, Call, Case
+from tests.faults.injection.case import FROM_OUTSIDE, HUNGRY, LASTS, NETWORK, Call, Case
 from tests.faults.injection.groups import CoreGroup, Place, TorchGroup, make_group
 
 SETTLE = 2.0
-"""Seconds in which threads and files that are on their way out may go. Torch's never do."""
+"""Seconds for ending threads and closing files to disappear. Torch's never do."""
+OURS = 7.0
+"""The value that a rank writes to its arrays after a failed call."""
 SLOW = 0.15
 """Seconds that a slow rank sleeps."""
 
 
 class Injected(Exception):
-    """The exception that a case throws into its victim."""
+    """The exception that a case raises in its victim."""
 
 
 def held() -> dict[str, int]:
-    """Count what a group may leave behind in this process."""
+    """Count the resources that a group may leave behind in this process."""
     gc.collect()
     files = {}
     for name in os.listdir("/proc/self/fd"):
@@ -46,7 +48,7 @@ def held() -> dict[str, int]:
 
 
 def leaks(before: dict[str, int], limit: float) -> dict[str, int]:
-    """What is there now and was not before, after a moment to settle."""
+    """Return the resources that are new since `before`, after some time to settle."""
     end = time.monotonic() + limit
     while True:
         now = held()
@@ -57,7 +59,7 @@ def leaks(before: dict[str, int], limit: float) -> dict[str, int]:
 
 
 def cut_sockets(rng: random.Random) -> None:
-    """Cut our TCP connections: in both directions, or so that we hear and are not heard."""
+    """Cut this rank's TCP connections: in both directions, or only in the sending direction."""
     way = rng.choice((socket.SHUT_RDWR, socket.SHUT_WR))
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -67,15 +69,41 @@ def cut_sockets(rng: random.Random) -> None:
                         twin.shutdown(way)
 
 
+def close_descriptors() -> None:
+    """Close the group's descriptors of shared memory and of watched processes."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if "memfd:pycomm" in target or "pidfd" in target:
+                os.close(int(name))
+
+
+def call_in_child(group: Any) -> str:
+    """Fork a child that calls an operation of this group; return its outcome."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            group.call(Call("all_reduce", 10), False)
+        except Exception as error:
+            code = 0 if "forked child" in str(error) else 2
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {0: "refused", 1: "no error", 2: "another error"}.get(code, f"exit status {code}")
+
+
 class Rank:
-    """One rank. `say(word, **facts)` tells the runner."""
+    """One rank. `say(word, **facts)` reports to the runner."""
 
     def __init__(self, case: Case, rank: int, folder: str, say: Any) -> None:
         self.case, self.rank, self.folder, self.say = case, rank, folder, say
         self.is_victim = rank == case.victim
         self.now: Call | None = None
         self.group: CoreGroup | TorchGroup | None = None
-        self.due = float("inf")  # of a fault that we bring about ourselves
+        self.arrays: list[Any] = []
+        """the arrays of a failed call, which no peer may write any more"""
+        self.child: str | None = None
+        self.due = float("inf")  # the time of a fault that this rank injects itself
         self.aborted = False
 
     def join(self, name: str) -> CoreGroup | TorchGroup:
@@ -93,7 +121,7 @@ class Rank:
         return make_group(place, parent=self.group)
 
     def main(self) -> None:
-        """Play the case; tell what came of it."""
+        """Play the case and report its outcome."""
         before = held()
         facts: dict[str, Any] = {}
         first: CoreGroup | TorchGroup | None = None
@@ -105,9 +133,11 @@ class Rank:
             self.arm()
             if self.group is None or self.case.phase == "split":
                 self.group = self.join("second")
-                if self.aborted:  # the first group, when this one was made already
+                if self.aborted:  # the first group, if this one was made already
                     self.group.abort("somebody pressed stop")
             self.group.set_timeout(self.case.timeout)
+            if self.case.fault == "pause" and isinstance(self.group, CoreGroup):
+                self.group.in_heap = True
             self.operate()
         except Injected:
             self.group = None
@@ -116,19 +146,31 @@ class Rank:
             return
         except Exception as error:
             facts = self.tell(error)
+        if self.case.fault == "pause" and isinstance(self.group, CoreGroup):
+            self.arrays = self.group.arrays
+            for array in self.arrays:
+                array[:] = OURS
         self.say("over", at=time.monotonic(), **facts)
         for group in (self.group, first):
             if group is not None:
                 group.close()
         self.group = first = None
         self.say(
-            "left",
-            leaks=leaks(before, SETTLE if self.case.world == "core" else 0.0),
+            "left",  # arrays keep the mapping of their heap
+            leaks={}
+            if self.arrays
+            else leaks(before, SETTLE if self.case.world == "core" else 0.0),
             at=time.monotonic(),
         )
 
+    def check_memory(self) -> None:
+        """Check that no peer has written to this rank's arrays since it left."""
+        if not all((array == OURS).all() for array in self.arrays):
+            raise AssertionError(f"rank {self.rank}: another rank has written to our memory")
+        self.arrays = []
+
     def tell(self, error: Exception) -> dict[str, Any]:
-        """The facts of an error. The error itself, with its frames, must not outlive the call."""
+        """Return the facts of an error. The error itself, with its frames, must not be kept."""
         return {
             "error": type(error).__name__,
             "named": getattr(error, "rank", None),
@@ -147,12 +189,12 @@ class Rank:
         self.now = None
 
     def operate(self) -> None:
-        """Call until something happens; in shutdown, and where all go on, to an end."""
+        """Call operations until a fault; in shutdown, and where all continue, a fixed number."""
         case = self.case
         if case.phase == "shutdown":
             self.run(case.calls[0])
             return
-        lasts = case.fault in ("slow", "memory", "socket")
+        lasts = case.fault in LASTS
         for number in itertools.count():
             if self.is_victim and time.monotonic() >= self.due:
                 self.due = float("inf")
@@ -163,12 +205,14 @@ class Rank:
                 self.call_without_memory()
             else:
                 self.run(HUNGRY)
-            # All ranks leave after the same call: one of them says when.
+            # All ranks leave after the same call, which one of them announces.
+            if self.child is not None and self.child != "refused":
+                raise AssertionError(f"rank {self.rank}: a call in a forked child: {self.child}")
             if lasts and number % 16 == 15 and self.enough():
                 return
 
     def enough(self) -> bool:
-        """Whether the time of a case without an error is over, on all ranks alike."""
+        """Return whether the time of a case without an error is over, equally on all ranks."""
         assert isinstance(self.group, CoreGroup)
         import numpy as np
 
@@ -180,12 +224,12 @@ class Rank:
     # ------------------------------------------------------------------ the fault
 
     def arm(self) -> None:
-        """Have the fault happen when it is due, if it is ours and we are to bring it about."""
+        """Schedule the fault if this rank has to inject it."""
         self.started = time.monotonic()
         case = self.case
         if not self.is_victim or case.fault in (*FROM_OUTSIDE, "memory"):
             return
-        if case.fault in ("_exit", "socket", "abort"):  # wherever we are
+        if case.fault in ("_exit", "socket", "abort", "fork", "descriptors"):  # at any point
 
             def happen() -> None:
                 time.sleep(case.delay)
@@ -206,6 +250,10 @@ class Rank:
             raise Injected("the user's code has failed")
         if case.fault == "socket":
             cut_sockets(random.Random(case.how))
+        elif case.fault == "fork":
+            self.child = call_in_child(self.group)
+        elif case.fault == "descriptors":
+            close_descriptors()
         elif case.fault == "slow":
             time.sleep(SLOW)
         elif case.fault == "abort":
@@ -214,7 +262,7 @@ class Rank:
             self.group.abort("somebody pressed stop")
 
     def call_without_memory(self) -> None:
-        """Make the call that needs memory where there is none to be had."""
+        """Make the call that needs memory while none is available."""
         import numpy as np
 
         assert isinstance(self.group, CoreGroup)
@@ -232,7 +280,7 @@ class Rank:
 
 
 def wait_for(file: Path) -> None:
-    """Wait until somebody has made a file."""
+    """Wait until a file exists."""
     end = time.monotonic() + 10
     while not file.exists():
         if time.monotonic() > end:
@@ -241,7 +289,7 @@ def wait_for(file: Path) -> None:
 
 
 def go_on(case: Case, rank: int, folder: str) -> float:
-    """Make a group of those that are left and reduce over it; return the seconds it took."""
+    """Make a group of the survivors and reduce over it; return the seconds it took."""
     left = [r for r in range(case.ranks) if r not in case.leavers]
     start = time.monotonic()
     group = make_group(

@@ -1,0 +1,184 @@
+// Codecs for Python: pycomm.codecs.base checks and owns the tensors, and only addresses come here.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "binding/core/gil.h"
+#include "binding/core/module.h"
+#include "codecs/base/codec.h"
+#include "codecs/base/feedback.h"
+#include "codecs/convert.h"
+#include "codecs/cuda.h"
+#include "core/arithmetic.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+/// Converts a stream: None is the CPU, a number is a cudaStream_t. `scratch`: memory on cuda of
+/// scratch_bytes(numel).
+Stream to_stream(std::optional<uintptr_t> handle, const Codec& codec, size_t numel,
+                 uintptr_t scratch) {
+  if (!handle) return {};
+  const size_t bytes = scratch ? codec.scratch_bytes(numel) : 0;
+  return {
+      Device::cuda, reinterpret_cast<void*>(*handle), {reinterpret_cast<uint8_t*>(scratch), bytes}};
+}
+
+void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
+            uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint32_t rank,
+            uint32_t ranks, uint64_t index, uintptr_t agreed, bool summed,
+            std::optional<uintptr_t> stream, uintptr_t scratch) {
+  const DefaultArithmetic arithmetic;
+  EncodeArgs args;
+  args.in = {reinterpret_cast<const float*>(x), numel};
+  args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
+  args.residual = reinterpret_cast<const float*>(residual);
+  args.new_residual = reinterpret_cast<float*>(new_residual);
+  args.key = {seed, step, tensor, rank, ranks};
+  args.index = index;
+  args.agreed = reinterpret_cast<const float*>(agreed);
+  args.summed = summed;
+  args.stream = to_stream(stream, codec, numel, scratch);
+  GilReleased release;
+  codec.encode(args);
+}
+
+void measure(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
+             std::optional<uintptr_t> stream) {
+  const DefaultArithmetic arithmetic;
+  const size_t granule = codec.granule();
+  const size_t granules = granule ? (numel + granule - 1) / granule : std::min<size_t>(numel, 1);
+  GilReleased release;
+  codec.measure({reinterpret_cast<const float*>(x), numel},
+                reinterpret_cast<const float*>(residual), {reinterpret_cast<float*>(out), granules},
+                to_stream(stream, codec, numel, 0));
+}
+
+void decode(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
+            std::optional<uintptr_t> stream, uintptr_t scratch) {
+  const DefaultArithmetic arithmetic;
+  GilReleased release;
+  codec.decode({reinterpret_cast<const uint8_t*>(payload), codec.encoded_bytes(numel)},
+               {reinterpret_cast<float*>(out), numel}, to_stream(stream, codec, numel, scratch));
+}
+
+void decode_add(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
+                std::optional<uintptr_t> stream, uintptr_t scratch) {
+  const DefaultArithmetic arithmetic;
+  GilReleased release;
+  codec.decode_add({reinterpret_cast<const uint8_t*>(payload), codec.encoded_bytes(numel)},
+                   {reinterpret_cast<float*>(out), numel},
+                   to_stream(stream, codec, numel, scratch));
+}
+
+feedback::Memory memory(std::pair<uintptr_t, uintptr_t> addresses) {
+  return {reinterpret_cast<const uint8_t*>(addresses.first),
+          reinterpret_cast<uint8_t*>(addresses.second)};
+}
+
+void encode_fed(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, feedback::Kind kind,
+                feedback::Storage storage, double decay, bool nesterov,
+                std::pair<uintptr_t, uintptr_t> error, std::pair<uintptr_t, uintptr_t> momentum,
+                feedback::Scratch& scratch) {
+  const DefaultArithmetic arithmetic;
+  EncodeArgs args;
+  args.in = {reinterpret_cast<const float*>(x), numel};
+  args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
+  GilReleased release;
+  feedback::encode(
+      codec, {kind, storage, static_cast<float>(decay), nesterov, memory(error), memory(momentum)},
+      args, scratch);
+}
+
+void convert_addresses(uintptr_t in, DType from, uintptr_t out, DType to, size_t numel,
+                       std::pair<uintptr_t, double> by, std::pair<uintptr_t, double> clip,
+                       double divisor, uintptr_t found_inf, std::optional<uintptr_t> stream) {
+  const DefaultArithmetic arithmetic;
+  ConvertArgs args;
+  args.in = reinterpret_cast<const void*>(in);
+  args.out = reinterpret_cast<void*>(out);
+  args.numel = numel;
+  args.from = from;
+  args.to = to;
+  args.by = {reinterpret_cast<const float*>(by.first), static_cast<float>(by.second)};
+  args.clip = {reinterpret_cast<const float*>(clip.first), static_cast<float>(clip.second)};
+  args.divisor = static_cast<float>(divisor);
+  args.found_inf = reinterpret_cast<float*>(found_inf);
+  if (stream) args.stream = {Device::cuda, reinterpret_cast<void*>(*stream)};
+  GilReleased release;
+  convert(args);
+}
+
+const char* combine(const Codec& codec) {
+  switch (codec.combine()) {
+    case Combine::sum:
+      return "sum";
+    case Combine::recode:
+      return "recode";
+    case Combine::gather:
+      return "gather";
+  }
+  return "";
+}
+
+}  // namespace
+
+void bind_codecs(py::module_& m) {
+  m.def("codec_names", &codec_names);
+  m.def("cuda_built", &codecs::cuda_built);
+  // A factor is an address or 0, and the number that applies if it is 0.
+  m.def("convert", &convert_addresses, py::arg("in"), py::arg("from"), py::arg("out"),
+        py::arg("to"), py::arg("numel"), py::kw_only(), py::arg("by"), py::arg("clip"),
+        py::arg("divisor"), py::arg("found_inf"), py::arg("stream") = py::none());
+
+  py::enum_<feedback::Kind>(m, "FeedbackKind")
+      .value("residual", feedback::Kind::residual)
+      .value("ema", feedback::Kind::ema)
+      .value("momentum", feedback::Kind::momentum)
+      .value("ef21", feedback::Kind::ef21);
+  py::enum_<feedback::Storage>(m, "FeedbackStorage")
+      .value("float32", feedback::Storage::float32)
+      .value("bf16", feedback::Storage::bfloat16)
+      .value("int8", feedback::Storage::int8);
+
+  // The scratch is owned by the caller, who encodes again with it.
+  py::class_<feedback::Scratch>(m, "FeedbackScratch").def(py::init<>());
+
+  py::class_<Codec>(m, "Codec")
+      .def(py::init(&make_codec), py::arg("spec"))
+      .def_property_readonly("name", &Codec::name)
+      .def_property_readonly("spec", &Codec::spec)
+      .def_property_readonly("combine", &combine)
+      .def_property_readonly("wire_version", &Codec::wire_version)
+      .def_property_readonly("granule", &Codec::granule)
+      .def_property_readonly("variable", &Codec::variable)
+      .def_property_readonly("shared_seed", &Codec::shared_seed)
+      .def_property_readonly("agrees", &Codec::agrees)
+      .def(
+          "encoded_bytes",
+          [](const Codec& codec, size_t numel) {
+            const DefaultArithmetic arithmetic;
+            return codec.encoded_bytes(numel);
+          },
+          py::arg("numel"))
+      .def("scratch_bytes", &Codec::scratch_bytes, py::arg("numel"))
+      .def("encode", &encode, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
+           py::arg("residual") = 0, py::arg("new_residual") = 0, py::arg("seed") = 0,
+           py::arg("step") = 0, py::arg("tensor") = 0, py::arg("rank") = 0, py::arg("ranks") = 1,
+           py::arg("index") = 0, py::arg("agreed") = 0, py::arg("summed") = false,
+           py::arg("stream") = py::none(), py::arg("scratch") = 0)
+      .def("encode_fed", &encode_fed, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
+           py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("nesterov"),
+           py::arg("error"), py::arg("momentum"), py::arg("scratch"))
+      .def("measure", &measure, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
+           py::arg("residual") = 0, py::arg("stream") = py::none())
+      .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),
+           py::arg("stream") = py::none(), py::arg("scratch") = 0)
+      .def("decode_add", &decode_add, py::arg("payload"), py::arg("out"), py::arg("numel"),
+           py::kw_only(), py::arg("stream") = py::none(), py::arg("scratch") = 0);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,292 @@
+// Coded buckets whose payloads Python moves: pycomm.hooks.batched owns all memory, and only
+// addresses come here.
+#include <pybind11/stl.h>
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "binding/core/arguments.h"
+#include "binding/core/gil.h"
+#include "binding/core/module.h"
+#include "collectives/coded/shots.h"
+#include "core/arithmetic.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+/// The two sides of a feedback memory; zeros: there is none.
+using Addresses = std::array<uintptr_t, 2>;
+/// The side that a step reads, and the one that it writes.
+using Sides = std::pair<size_t, size_t>;
+/// Offset and bytes of the payloads of one rank or chunk, among all.
+using Place = std::pair<size_t, size_t>;
+
+/// Values at an address: this many rows of the bucket.
+struct CodedValues {
+  CodedValues(uintptr_t address, DType dtype, size_t rows)
+      : address(address), dtype(dtype), rows(rows) {}
+  uintptr_t address;
+  DType dtype;
+  size_t rows;
+};
+
+/// The received payloads, in memory of `capacity` bytes.
+struct CodedPayloads {
+  CodedPayloads(uintptr_t address, size_t capacity, std::vector<Place> places)
+      : address(address), capacity(capacity), places(std::move(places)) {}
+  uintptr_t address;
+  size_t capacity;
+  std::vector<Place> places;
+};
+
+/// The pieces of a bucket, with their feedback, and the chunks in which they travel. Built once,
+/// used in every step, by one thread at a time.
+class CodedBucket {
+ public:
+  /// `rows` is the number of rows of the workers' residuals.
+  explicit CodedBucket(size_t rows) : rows_(rows) {
+    if (rows == 0) throw Error("a bucket has at least one row");
+  }
+
+  void add(size_t numel, const py::object& codec, uint32_t tensor, feedback::Kind kind,
+           feedback::Storage storage, double decay, bool nesterov, Addresses worker,
+           Addresses owner, Addresses momentum, Addresses mean) {
+    if (numel > kLargestBuffer / sizeof(float) / rows_ - numel_) {
+      throw Error("no memory holds pieces of " + std::to_string(numel) + " elements and " +
+                  std::to_string(numel_) + " before them");
+    }
+    Piece piece;
+    piece.offset = numel_;
+    piece.numel = numel;
+    piece.codec = codec.cast<const Codec*>();
+    piece.tensor = tensor;
+    piece.worker.kind = kind;
+    piece.worker.storage = piece.owner.storage = storage;
+    piece.worker.decay = static_cast<float>(decay);
+    piece.worker.nesterov = nesterov;
+    pieces_.push_back(piece);
+    memories_.push_back({worker, owner, momentum, mean});
+    codecs_.push_back(codec);
+    numel_ += numel;
+  }
+
+  /// Adds a chunk of runs (piece, offset in it, elements) in the order of their payloads.
+  void add_chunk(const std::vector<std::array<size_t, 3>>& runs) {
+    std::vector<coded::PieceRun> chunk;
+    chunk.reserve(runs.size());
+    for (const auto& [piece, offset, numel] : runs) chunk.push_back({piece, offset, numel});
+    coded::check_runs(pieces(), {chunk.data(), chunk.size()});
+    size_t most = 0;
+    for (const coded::PieceRun& run : chunk) {
+      const Codec& codec = *pieces_[run.piece].codec;
+      const size_t bytes = codec.encoded_bytes(run.numel);
+      most += bytes;
+      if (codec.variable()) room_behind_ = std::max(room_behind_, bytes);
+    }
+    chunks_.push_back(std::move(chunk));
+    most_.push_back(most);
+  }
+
+  /// The most bytes that the payloads of each chunk can have.
+  const std::vector<size_t>& most() const { return most_; }
+  /// Returns the bytes of memory that must follow received payloads.
+  size_t room_behind() const { return room_behind_; }
+
+  /// Begins an operation of `ranks` that encode the same values; there is one pair of sides for
+  /// each piece.
+  void begin(const std::vector<Sides>& sides, int rank, int ranks, uint64_t seed, uint32_t step,
+             bool average) {
+    if (sides.size() != pieces_.size()) {
+      throw Error("there are sides for " + std::to_string(sides.size()) +
+                  " pieces, the bucket has " + std::to_string(pieces_.size()));
+    }
+    if (rank < 0 || rank >= ranks) {
+      throw Error("there is no rank " + std::to_string(rank) + " of " + std::to_string(ranks));
+    }
+    for (size_t i = 0; i < sides.size(); i++) {
+      const auto [old, fresh] = sides[i];
+      if (old > 1 || fresh > 1) throw Error("a side is 0 or 1");
+      const auto memory = [&, old = old, fresh = fresh](const Addresses& at) {
+        return feedback::Memory{bytes(at[old]), bytes(at[fresh])};
+      };
+      const auto& [worker, owner, momentum, mean] = memories_[i];
+      pieces_[i].worker.error = memory(worker);
+      pieces_[i].worker.momentum = memory(momentum);
+      pieces_[i].owner.error = memory(owner);
+      pieces_[i].mean = memory(mean);
+    }
+    rank_ = rank;
+    ranks_ = ranks;
+    args_.pieces = pieces();
+    args_.seed = seed;
+    args_.step = step;
+    args_.average = average;
+  }
+
+  size_t agreed_count(size_t rows) {
+    return rows *
+           coded::Shots(at({0, DType::float32, 1}), 1, rank_, ranks_, nullptr).agreed_count();
+  }
+  void measure(const CodedValues& values, uintptr_t out) {
+    check_rows(values);
+    run(values, 0, [&](coded::Shots& shots) { shots.measure(floats(out)); });
+  }
+
+  /// Encodes chunks [first, last) of each row, one after the other. Returns the bytes of each.
+  std::vector<size_t> contribute(const CodedValues& values, size_t first, size_t last,
+                                 uintptr_t out, size_t capacity, uintptr_t agreed) {
+    check_rows(values);
+    size_t most = 0;
+    for (size_t c = first; c < last; c++) most += most_.at(c);
+    if (most * values.rows > capacity) throw Error("there is no room for what is encoded");
+    std::vector<size_t> sizes;
+    run(values, agreed, [&](coded::Shots& shots) {
+      uint8_t* to = bytes(out);
+      for (size_t row = 0; row < values.rows; row++) {
+        for (size_t c = first; c < last; c++) {
+          sizes.push_back(shots.contribute(chunk(c), row, to));
+          to += sizes.back();
+        }
+      }
+    });
+    return sizes;
+  }
+
+  /// Makes the result of chunk c from the received payloads and encodes it. Returns its bytes.
+  size_t own(const CodedValues& values, size_t c, const CodedPayloads& received, uintptr_t out,
+             size_t capacity, uintptr_t agreed) {
+    const auto payloads = of_ranks(received);
+    if (most_.at(c) > capacity) throw Error("there is no room for what is encoded");
+    size_t used = 0;
+    run(values, agreed,
+        [&](coded::Shots& shots) { used = shots.own(chunk(c), payloads, bytes(out)); });
+    return used;
+  }
+
+  /// Sums chunk c of the received payloads. Returns true if the result is finite.
+  bool add_up(const CodedValues& values, size_t c, const CodedPayloads& received) {
+    const auto payloads = of_ranks(received);
+    chunks_.at(c);
+    return run(values, 0, [&](coded::Shots& shots) { shots.add_up(chunk(c), payloads); });
+  }
+
+  /// Decodes chunks [first, last) of each row. Returns true if the result is finite.
+  bool land(const CodedValues& values, size_t first, size_t last, const CodedPayloads& received) {
+    const auto payloads = spans(received);
+    if (first > last || last > chunks_.size() || payloads.size() != values.rows * (last - first)) {
+      throw Error("there are " + std::to_string(payloads.size()) + " payloads, wanted are " +
+                  std::to_string(values.rows) + " of each chunk");
+    }
+    return run(values, 0, [&](coded::Shots& shots) {
+      size_t i = 0;
+      for (size_t row = 0; row < values.rows; row++) {
+        for (size_t c = first; c < last; c++, i++) {
+          shots.land(chunk(c), row, payloads[i], static_cast<int>(i));
+        }
+      }
+    });
+  }
+
+ private:
+  Span<const Piece> pieces() const { return {pieces_.data(), pieces_.size()}; }
+  Span<const coded::PieceRun> chunk(size_t c) const {
+    return {chunks_[c].data(), chunks_[c].size()};
+  }
+
+  const CodedArgs& at(const CodedValues& values) {
+    if (ranks_ == 0) throw Error("begin() comes first");
+    if (values.rows == 0 || numel_ > kLargestBuffer / sizeof(float) / values.rows) {
+      throw Error("no memory holds " + std::to_string(values.rows) + " rows of " +
+                  std::to_string(numel_) + " elements");
+    }
+    args_.data = {pointer(values.address), values.rows * numel_, values.dtype};
+    return args_;
+  }
+
+  void check_rows(const CodedValues& values) const {
+    if (values.rows != rows_) {
+      throw Error("residuals have " + std::to_string(rows_) + " rows, the values have " +
+                  std::to_string(values.rows));
+    }
+  }
+
+  std::vector<Span<const uint8_t>> spans(const CodedPayloads& received) const {
+    std::vector<Span<const uint8_t>> payloads;
+    for (const auto& [offset, size] : received.places) {
+      const size_t behind = room_behind_ > received.capacity ? 0 : received.capacity - room_behind_;
+      if (room_behind_ > received.capacity || offset > behind || size > behind - offset ||
+          offset % 4 != 0) {
+        throw Error("payloads lie at multiples of 4, with room for " +
+                    std::to_string(room_behind_) + " bytes behind them");
+      }
+      payloads.emplace_back(bytes(received.address) + offset, size);
+    }
+    return payloads;
+  }
+  std::vector<Span<const uint8_t>> of_ranks(const CodedPayloads& received) const {
+    const auto payloads = spans(received);
+    if (payloads.size() != static_cast<size_t>(ranks_))
+      throw Error("there are payloads of " + std::to_string(payloads.size()) + " ranks, not of " +
+                  std::to_string(ranks_));
+    return payloads;
+  }
+
+  /// Returns true if the decoded values are finite.
+  template <typename F>
+  bool run(const CodedValues& values, uintptr_t agreed, const F& f) {
+    const CodedArgs& args = at(values);
+    const GilReleased release;
+    const DefaultArithmetic arithmetic;
+    coded::Shots shots(args, values.rows, rank_, ranks_, floats(agreed));
+    f(shots);
+    return shots.finite();
+  }
+
+  const size_t rows_;
+  std::vector<Piece> pieces_;
+  std::vector<std::array<Addresses, 4>> memories_;  ///< worker, owner, momentum, mean
+  std::vector<py::object> codecs_;                  ///< kept alive
+  std::vector<std::vector<coded::PieceRun>> chunks_;
+  std::vector<size_t> most_;
+  size_t numel_ = 0, room_behind_ = 0;
+  CodedArgs args_;
+  int rank_ = 0, ranks_ = 0;
+};
+
+}  // namespace
+
+void bind_coded(py::module_& m) {
+  py::class_<CodedValues>(m, "CodedValues")
+      .def(py::init<uintptr_t, DType, size_t>(), py::arg("address"), py::arg("dtype"),
+           py::arg("rows") = 1);
+  py::class_<CodedPayloads>(m, "CodedPayloads")
+      .def(py::init<uintptr_t, size_t, std::vector<Place>>(), py::arg("address"),
+           py::arg("capacity"), py::arg("places"));
+  py::class_<CodedBucket>(m, "CodedBucket")
+      .def(py::init<size_t>(), py::arg("rows") = 1)
+      .def("add", &CodedBucket::add, py::arg("numel"), py::arg("codec"), py::kw_only(),
+           py::arg("tensor") = 0, py::arg("kind") = feedback::Kind::residual,
+           py::arg("storage") = feedback::Storage::float32, py::arg("decay") = 0.0,
+           py::arg("nesterov") = false, py::arg("worker") = Addresses{},
+           py::arg("owner") = Addresses{}, py::arg("momentum") = Addresses{},
+           py::arg("mean") = Addresses{})
+      .def("add_chunk", &CodedBucket::add_chunk, py::arg("runs"))
+      .def_property_readonly("most", &CodedBucket::most)
+      .def_property_readonly("room_behind", &CodedBucket::room_behind)
+      .def("begin", &CodedBucket::begin, py::arg("sides"), py::kw_only(), py::arg("rank"),
+           py::arg("ranks"), py::arg("seed"), py::arg("step"), py::arg("average") = true)
+      .def("agreed_count", &CodedBucket::agreed_count, py::arg("rows") = 1)
+      .def("measure", &CodedBucket::measure, py::arg("values"), py::arg("out"))
+      .def("contribute", &CodedBucket::contribute, py::arg("values"), py::arg("first"),
+           py::arg("last"), py::arg("out"), py::arg("capacity"), py::arg("agreed") = 0)
+      .def("own", &CodedBucket::own, py::arg("values"), py::arg("chunk"), py::arg("received"),
+           py::arg("out"), py::arg("capacity"), py::arg("agreed") = 0)
+      .def("add_up", &CodedBucket::add_up, py::arg("values"), py::arg("chunk"), py::arg("received"))
+      .def("land", &CodedBucket::land, py::arg("values"), py::arg("first"), py::arg("last"),
+           py::arg("received"));
+}
+
+}  // namespace pycomm

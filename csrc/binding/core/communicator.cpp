@@ -1,0 +1,352 @@
+// Communicator for Python: pycomm/communicator.py checks arrays, and only addresses, sizes in
+// elements and times in seconds come here.
+#include "collectives/communicator.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "binding/core/arguments.h"
+#include "binding/core/errors.h"
+#include "binding/core/gil.h"
+#include "binding/core/module.h"
+#include "binding/core/trace_records.h"
+#include "collectives/group/result_checksums.h"
+#include "core/error.h"
+#include "transports/store.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+using Release = GilReleased;
+using Request = Communicator::Request;
+
+/// Makes a communicator. Its end may wait for other threads that need the interpreter, so the GIL
+/// is released for both.
+std::shared_ptr<Communicator> meet(std::shared_ptr<Store> store, int rank, int size,
+                                   CommunicatorOptions options) {
+  options.interrupt = &check_signals;
+  const Release release;
+  return {new Communicator(std::move(store), rank, size, options), [](Communicator* communicator) {
+            std::optional<Release> release;
+            if (PyGILState_Check()) release.emplace();
+            delete communicator;
+          }};
+}
+
+/// Returns a request that keeps its group. (pybind11's keep_alive crashes where an argument has a
+/// wrong type.)
+std::shared_ptr<Request> with_group(std::shared_ptr<Communicator> group,
+                                    std::shared_ptr<Request> request) {
+  struct Both {
+    std::shared_ptr<Communicator> group;
+    std::shared_ptr<Request> request;  // destroyed first
+  };
+  const auto both = std::make_shared<Both>(Both{std::move(group), std::move(request)});
+  return {both, both->request.get()};
+}
+
+/// Memory of Communicator::allocate() as an array of one dimension. Numpy has no 8-bit floats and
+/// no bfloat16: their buffers are of unsigned integers.
+struct SharedArray {
+  std::shared_ptr<void> memory;
+  size_t numel;
+  DType dtype;
+
+  const char* format() const {
+    constexpr const char* kFormats[] = {"f", "d", "e", "H", "B", "B", "b",  "h", "i",
+                                        "q", "B", "H", "I", "Q", "?", "Zf", "Zd"};
+    static_assert(sizeof kFormats / sizeof *kFormats == kDTypes);
+    return kFormats[static_cast<size_t>(dtype)];
+  }
+  py::buffer_info buffer() const {
+    const auto bytes = static_cast<py::ssize_t>(size_of(dtype));
+    return {memory.get(), bytes, format(), 1, {static_cast<py::ssize_t>(numel)}, {bytes}};
+  }
+};
+
+/// Returns address, elements, bytes per element and format of a contiguous buffer.
+py::tuple buffer(const py::object& array, bool write) {
+  Py_buffer view;
+  const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (write ? PyBUF_WRITABLE : 0);
+  if (PyObject_GetBuffer(array.ptr(), &view, flags) != 0) {
+    throw Error(std::string("cannot use this ") + Py_TYPE(array.ptr())->tp_name + ": " +
+                py::error_already_set().what());
+  }
+  const size_t itemsize = static_cast<size_t>(std::max<Py_ssize_t>(1, view.itemsize));
+  const py::tuple result = py::make_tuple(reinterpret_cast<uintptr_t>(view.buf),
+                                          static_cast<size_t>(view.len) / itemsize, itemsize,
+                                          view.format ? view.format : "B");
+  PyBuffer_Release(&view);
+  return result;
+}
+
+void bind_options(py::module_& m) {
+  using Options = CommunicatorOptions;
+  py::class_<Options>(m, "CommunicatorOptions")
+      .def(py::init<>())
+      .def_readwrite("group", &Options::group)
+      .def_property(
+          "timeout", [](const Options& o) { return o.timeout.count() / 1e3; },
+          [](Options& o, double seconds) { o.timeout = milliseconds(seconds); })
+      .def_readwrite("transport", &Options::transport)
+      .def_readwrite("algo", &Options::algo)
+      .def_readwrite("sockets", &Options::sockets)
+      .def_readwrite("checksum", &Options::checksum)
+      .def_readwrite("check", &Options::check)
+      .def_readwrite("interface", &Options::interface)
+      .def_readwrite("link_bytes_per_second", &Options::link_bytes_per_second)
+      .def_readwrite("secret", &Options::secret)
+      .def_readwrite("tls", &Options::tls)
+      .def_readwrite("description", &Options::description)
+      .def_readwrite("global_ranks", &Options::global_ranks)
+      .def_readwrite("trace_size", &Options::trace_size)
+      .def_property(
+          "parent", [](const Options& o) { return dynamic_cast<const Communicator*>(o.parent); },
+          [](Options& o, const Communicator* parent) { o.parent = parent; })
+      .def_readwrite("parent_ranks", &Options::parent_ranks)
+      .def_readwrite("segment_bytes", &Options::segment_bytes)
+      .def_readwrite("nodes", &Options::nodes);
+}
+
+}  // namespace
+
+void bind_communicator(py::module_& m) {
+  m.attr("ALGOS") =
+      py::tuple(py::cast(std::vector<std::string>(std::begin(kAlgoNames), std::end(kAlgoNames))));
+  m.def("traces", [] {
+    py::list traces;
+    for (const auto& trace : Trace::all()) traces.append(trace_records(*trace));
+    return traces;
+  });
+  m.def("groups", [] {
+    py::list groups;
+    for (const auto& trace : Trace::all()) {
+      groups.append(py::make_tuple(trace->owner().group, trace->owner().rank));
+    }
+    return groups;
+  });
+  m.def(
+      "digest",
+      [](const PartList& parts) {
+        const Release release;
+        return digest(parts.output(), static_cast<int>(parts.output().listed()));
+      },
+      py::arg("parts"));
+  m.def("buffer", &buffer, py::arg("array"), py::arg("write"));
+  bind_options(m);
+
+  py::class_<Pieces>(m, "Pieces")
+      .def(py::init<>())
+      .def("add", &Pieces::add, py::arg("numel"), py::arg("codec"), py::kw_only(),
+           py::arg("tensor") = 0, py::arg("residual") = 0, py::arg("new_residual") = 0,
+           py::arg("owner_residual") = 0, py::arg("new_owner_residual") = 0)
+      .def_property_readonly("numel", &Pieces::numel)
+      .def("__len__", &Pieces::size);
+
+  py::class_<Request, std::shared_ptr<Request>>(m, "Request", py::dynamic_attr())
+      .def("done", &Request::done, py::call_guard<Release>())
+      .def(
+          "wait", [](Request& r, double timeout) { r.wait(milliseconds(timeout)); },
+          py::arg("timeout") = 0.0, py::call_guard<Release>())
+      .def("source", &Request::source, py::call_guard<Release>());
+
+  py::class_<PartList>(m, "Parts")
+      .def(py::init<const std::vector<std::pair<uintptr_t, size_t>>&>(), py::arg("parts"));
+
+  py::class_<SharedArray>(m, "SharedArray", py::buffer_protocol())
+      .def_buffer([](const SharedArray& array) { return array.buffer(); })
+      .def("__len__", [](const SharedArray& array) { return array.numel; })
+      .def_property_readonly("dtype", [](const SharedArray& array) { return name(array.dtype); });
+
+  using Self = Communicator;
+  py::class_<Self, std::shared_ptr<Self>>(m, "Communicator")
+      .def(py::init(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+      .def_property_readonly("rank", &Self::rank)
+      .def_property_readonly("size", &Self::size)
+      .def_property(
+          "timeout", [](const Self& c) { return c.timeout().count() / 1e3; },
+          [](Self& c, double seconds) { c.set_timeout(milliseconds(seconds)); })
+      .def("describe", &Self::describe)
+      .def_property_readonly("levels", &Self::levels)
+      .def(
+          "allocate",
+          [](Self& c, size_t numel, DType dtype) {
+            if (numel > SIZE_MAX / size_of(dtype)) throw Error("no memory has so many elements");
+            return SharedArray{c.allocate(numel * size_of(dtype)), numel, dtype};
+          },
+          py::arg("numel"), py::arg("dtype"))
+      .def("heap_bytes",
+           [](const Self& c) {
+             const auto heap = c.heap();
+             return heap ? std::pair(heap->used(), heap->kept()) : std::pair<size_t, size_t>();
+           })
+      .def("trace", [](const Self& c) { return trace_records(c.trace()); })
+      .def("note_issued", &Self::note_issued, py::arg("tag"))
+      .def("resume", &Self::resume, py::arg("issued"))
+      .def("compare", &Self::compare, py::arg("what"), py::arg("digest"), py::call_guard<Release>())
+      .def_property_readonly("compares", &Self::compares)
+      .def("wire_bytes", &Self::wire_bytes)
+      .def("sent_bytes", &Self::sent_bytes)
+      .def(
+          "all_reduce",
+          [](Self& c, uintptr_t data, size_t numel, DType dtype, ReduceOp op, double factor,
+             double timeout) {
+            const Release release;
+            c.all_reduce(pointer(data), numel, dtype, op, factor, milliseconds(timeout));
+          },
+          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def(
+          "all_reduce_coded",
+          [](Self& c, uintptr_t data, const Pieces& pieces, bool average, uint64_t seed,
+             uint32_t step, DType dtype, double timeout) {
+            CodedArgs args = pieces.args(data, 1, dtype);
+            args.average = average;
+            args.seed = seed;
+            args.step = step;
+            const Release release;
+            return c.all_reduce_coded(args, milliseconds(timeout));
+          },
+          py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
+          py::arg("seed") = 0, py::arg("step") = 0, py::arg("dtype") = DType::float32,
+          py::arg("timeout") = 0.0)
+      .def(
+          "reduce_scatter_coded",
+          [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, bool average,
+             uint64_t seed, uint32_t step, DType dtype, double timeout) {
+            CodedArgs args = pieces.args(in, c.size(), dtype);
+            args.average = average;
+            args.seed = seed;
+            args.step = step;
+            const Release release;
+            return c.reduce_scatter_coded(args, pointer(out), milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
+          py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
+          py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
+      .def(
+          "all_gather_coded",
+          [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, uint64_t seed,
+             uint32_t step, DType dtype, double timeout) {
+            CodedArgs args = pieces.args(in, 1, dtype);
+            args.seed = seed;
+            args.step = step;
+            const Release release;
+            return c.all_gather_coded(args, pointer(out), milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(), py::arg("seed") = 0,
+          py::arg("step") = 0, py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
+      .def(
+          "reduce_scatter",
+          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, ReduceOp op,
+             double factor, double timeout) {
+            const Release release;
+            c.reduce_scatter(pointer(in), pointer(out), numel, dtype, op, factor,
+                             milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def(
+          "reduce_scatter",
+          [](Self& c, const PartList& in, uintptr_t out, DType dtype, ReduceOp op, double factor,
+             double timeout) {
+            const Release release;
+            c.reduce_scatter(in.input(), pointer(out), dtype, op, factor, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("op"),
+          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def(
+          "all_gather",
+          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, double timeout) {
+            const Release release;
+            c.all_gather(pointer(in), pointer(out), numel, dtype, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "all_gather",
+          [](Self& c, uintptr_t in, const PartList& out, DType dtype, double timeout) {
+            const Release release;
+            c.all_gather(pointer(in), out.output(), dtype, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("timeout") = 0.0)
+      .def(
+          "all_to_all",
+          [](Self& c, const PartList& in, const PartList& out, DType dtype, double timeout) {
+            const Release release;
+            c.all_to_all(in.input(), out.output(), dtype, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("timeout") = 0.0)
+      .def(
+          "broadcast",
+          [](Self& c, uintptr_t data, size_t numel, DType dtype, int root, double timeout) {
+            const Release release;
+            c.broadcast(pointer(data), numel, dtype, root, milliseconds(timeout));
+          },
+          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "reduce",
+          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, ReduceOp op, int root,
+             double factor, double timeout) {
+            const Release release;
+            c.reduce(pointer(in), pointer(out), numel, dtype, op, root, factor,
+                     milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+          py::arg("root"), py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def(
+          "gather",
+          [](Self& c, uintptr_t in, size_t numel, const PartList& out, DType dtype, int root,
+             double timeout) {
+            const Release release;
+            c.gather(pointer(in), numel, out.output(), dtype, root, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("root"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "scatter",
+          [](Self& c, const PartList& in, uintptr_t out, size_t numel, DType dtype, int root,
+             double timeout) {
+            const Release release;
+            c.scatter(in.input(), pointer(out), numel, dtype, root, milliseconds(timeout));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "barrier", [](Self& c, double timeout) { c.barrier(milliseconds(timeout)); },
+          py::arg("timeout") = 0.0, py::call_guard<Release>())
+      .def(
+          "compare_sizes",
+          [](Self& c, const std::string& op, size_t own, const std::vector<size_t>& parts,
+             DType dtype, ReduceOp redop, double timeout) {
+            const Release release;
+            c.compare_sizes(op == name(Op::all_gather) ? Op::all_gather : Op::reduce_scatter, own,
+                            parts, dtype, redop, milliseconds(timeout));
+          },
+          py::arg("op"), py::arg("own"), py::arg("parts"), py::arg("dtype"), py::arg("redop"),
+          py::arg("timeout") = 0.0)
+      .def(
+          "send",
+          [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int dst, int tag) {
+            const Release release;
+            return with_group(c, c->send(pointer(data), bytes, dst, tag));
+          },
+          py::arg("data"), py::arg("bytes"), py::arg("dst"), py::arg("tag") = 0)
+      .def(
+          "recv",
+          [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int src, int tag) {
+            const Release release;
+            return with_group(c, c->recv(pointer(data), bytes, src, tag));
+          },
+          py::arg("data"), py::arg("bytes"), py::arg("src"), py::arg("tag") = 0)
+      .def(
+          "abort", [](Self& c, const std::string& reason) { c.abort(reason); }, py::arg("reason"),
+          py::call_guard<Release>());
+}
+
+}  // namespace pycomm

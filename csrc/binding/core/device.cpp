@@ -1,0 +1,219 @@
+// Device groups for Python, with addresses, sizes in elements, and streams as torch's `cuda_stream`
+// has them. For tests and measurements; programs use the backend.
+#include "core/device.h"
+
+#include "binding/core/arguments.h"
+#include "binding/core/errors.h"
+#include "binding/core/gil.h"
+#include "binding/core/module.h"
+#include "collectives/device/blocks.h"
+#include "collectives/device/group.h"
+#include "core/error.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+/// A group that can be closed before Python collects it.
+struct OwnedGroup {
+  std::unique_ptr<DeviceGroup> group;
+
+  DeviceGroup& operator*() const {
+    if (!group) throw Error("the group is closed");
+    return *group;
+  }
+  Stream stream(uintptr_t handle, std::pair<uintptr_t, size_t> scratch = {}) const {
+    return {(**this).index() < 0 ? Device::cpu : Device::cuda,
+            pointer(handle),
+            {bytes(scratch.first), scratch.second}};
+  }
+};
+
+std::unique_ptr<OwnedGroup> make_group(std::shared_ptr<Store> store, int rank, int size, int index,
+                                       const std::string& group, double timeout,
+                                       const std::string& memory, size_t staging_bytes,
+                                       size_t coded_bytes, int blocks, uint32_t first_meeting) {
+  GilReleased release;
+  const DeviceGroupOptions options{group,         milliseconds(timeout), memory,
+                                   staging_bytes, coded_bytes,           blocks,
+                                   first_meeting, &check_signals};
+  auto owned = std::make_unique<OwnedGroup>();
+  owned->group = std::make_unique<DeviceGroup>(std::move(store), rank, size, index, options);
+  return owned;
+}
+
+CodedArgs coded_args(const Pieces& pieces, uintptr_t data, int rows, bool average, uint64_t seed,
+                     uint32_t step, DType dtype) {
+  CodedArgs args = pieces.args(data, rows, dtype);
+  args.average = average;
+  args.seed = seed;
+  args.step = step;
+  return args;
+}
+
+void bind_coded(py::class_<OwnedGroup>& group) {
+  // An address and bytes; on a GPU at least coded_scratch_bytes.
+  const std::pair<uintptr_t, size_t> no_scratch{0, 0};
+  group
+      .def(
+          "all_reduce_coded",
+          [](const OwnedGroup& g, uintptr_t data, const Pieces& pieces, bool average, uint64_t seed,
+             uint32_t step, DType dtype, uintptr_t found_inf, uintptr_t stream,
+             std::pair<uintptr_t, size_t> scratch) {
+            GilReleased release;
+            (*g).all_reduce_coded(coded_args(pieces, data, 1, average, seed, step, dtype),
+                                  g.stream(stream, scratch), floats(found_inf));
+          },
+          py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
+          py::arg("seed") = 0, py::arg("step") = 0, py::arg("dtype") = DType::float32,
+          py::arg("found_inf") = 0, py::arg("stream") = 0, py::arg("scratch") = no_scratch)
+      .def(
+          "reduce_scatter_coded",
+          [](const OwnedGroup& g, uintptr_t input, uintptr_t out, const Pieces& pieces,
+             bool average, uint64_t seed, uint32_t step, DType dtype, uintptr_t found_inf,
+             uintptr_t stream, std::pair<uintptr_t, size_t> scratch) {
+            GilReleased release;
+            (*g).reduce_scatter_coded(
+                coded_args(pieces, input, (*g).size(), average, seed, step, dtype), pointer(out),
+                g.stream(stream, scratch), floats(found_inf));
+          },
+          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
+          py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
+          py::arg("dtype") = DType::float32, py::arg("found_inf") = 0, py::arg("stream") = 0,
+          py::arg("scratch") = no_scratch)
+      .def(
+          "all_gather_coded",
+          [](const OwnedGroup& g, uintptr_t input, uintptr_t out, const Pieces& pieces,
+             uint64_t seed, uint32_t step, DType dtype, uintptr_t found_inf, uintptr_t stream,
+             std::pair<uintptr_t, size_t> scratch) {
+            GilReleased release;
+            (*g).all_gather_coded(coded_args(pieces, input, 1, false, seed, step, dtype),
+                                  pointer(out), g.stream(stream, scratch), floats(found_inf));
+          },
+          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(), py::arg("seed") = 0,
+          py::arg("step") = 0, py::arg("dtype") = DType::float32, py::arg("found_inf") = 0,
+          py::arg("stream") = 0, py::arg("scratch") = no_scratch)
+      .def(
+          "coded_scratch_bytes",
+          [](const OwnedGroup& g, const std::string& op, const Pieces& pieces, DType dtype) {
+            const bool scatters = op == "reduce_scatter";
+            const CodedArgs args = pieces.args(0, scatters ? (*g).size() : 1, dtype);
+            return (*g).coded_scratch_bytes(scatters             ? Op::reduce_scatter
+                                            : op == "all_gather" ? Op::all_gather
+                                                                 : Op::all_reduce,
+                                            args);
+          },
+          py::arg("op"), py::arg("pieces"), py::arg("dtype") = DType::float32);
+}
+
+}  // namespace
+
+void bind_device(py::module_& m) {
+  py::class_<device::BlockShare>(m, "BlockShare", "The blocks of one group on a GPU; for tests.")
+      .def(py::init<int, int, int>(), py::arg("index"), py::arg("room"), py::arg("most"))
+      .def_property_readonly("count", &device::BlockShare::count)
+      .def("shrink", &device::BlockShare::shrink, py::arg("count"));
+
+  m.def("device_count", &device::count, "GPUs that this process can use; 0 without CUDA.");
+
+  py::class_<OwnedGroup> group(m, "DeviceGroup");
+  group
+      .def(py::init(&make_group), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("index") = -1, py::kw_only(), py::arg("group") = "default",
+           py::arg("timeout") = 300.0, py::arg("memory") = "auto",
+           py::arg("staging_bytes") = size_t{DeviceGroupOptions::kStagingBytes},
+           py::arg("coded_bytes") = size_t{DeviceGroupOptions::kCodedBytes}, py::arg("blocks") = 0,
+           py::arg("first_meeting") = 0)
+      .def("describe", [](const OwnedGroup& g) { return (*g).describe(); })
+      .def("set_timeout",
+           [](const OwnedGroup& g, double seconds) { (*g).set_timeout(milliseconds(seconds)); })
+      .def("check", [](const OwnedGroup& g) { (*g).check(); })
+      .def("abort", [](const OwnedGroup& g, const std::string& reason) { (*g).abort(reason); })
+      .def("close",
+           [](OwnedGroup& g) {
+             GilReleased release;
+             g.group.reset();
+           })
+      .def(
+          "all_reduce",
+          [](const OwnedGroup& g, uintptr_t data, size_t numel, DType dtype, ReduceOp op,
+             double factor, const std::string& algo, uintptr_t stream) {
+            GilReleased release;
+            (*g).all_reduce(pointer(data), numel, dtype, op, g.stream(stream), factor, algo);
+          },
+          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::kw_only(),
+          py::arg("factor") = 1.0, py::arg("algo") = "auto", py::arg("stream") = 0)
+      .def(
+          "reduce_scatter",
+          [](const OwnedGroup& g, const PartList& input, uintptr_t out, DType dtype, ReduceOp op,
+             double factor, uintptr_t stream) {
+            GilReleased release;
+            (*g).reduce_scatter(input.input(), pointer(out), dtype, op, g.stream(stream), factor);
+          },
+          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("op"), py::kw_only(),
+          py::arg("factor") = 1.0, py::arg("stream") = 0)
+      .def(
+          "reduce",
+          [](const OwnedGroup& g, uintptr_t input, uintptr_t out, size_t numel, DType dtype,
+             ReduceOp op, int root, double factor, uintptr_t stream) {
+            GilReleased release;
+            (*g).reduce(pointer(input), pointer(out), numel, dtype, op, root, g.stream(stream),
+                        factor);
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+          py::arg("root"), py::kw_only(), py::arg("factor") = 1.0, py::arg("stream") = 0)
+      .def(
+          "all_gather",
+          [](const OwnedGroup& g, uintptr_t input, const PartList& out, DType dtype,
+             uintptr_t stream) {
+            GilReleased release;
+            (*g).all_gather(pointer(input), out.output(), dtype, g.stream(stream));
+          },
+          py::arg("input"), py::arg("out"), py::arg("dtype"), py::kw_only(), py::arg("stream") = 0)
+      .def(
+          "all_to_all",
+          [](const OwnedGroup& g, const PartList& input, const PartList& out, DType dtype,
+             uintptr_t stream) {
+            GilReleased release;
+            (*g).all_to_all(input.input(), out.output(), dtype, g.stream(stream));
+          },
+          py::arg("input"), py::arg("out"), py::arg("dtype"), py::kw_only(), py::arg("stream") = 0)
+      .def(
+          "broadcast",
+          [](const OwnedGroup& g, uintptr_t data, size_t numel, DType dtype, int root,
+             uintptr_t stream) {
+            GilReleased release;
+            (*g).broadcast(pointer(data), numel, dtype, root, g.stream(stream));
+          },
+          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("root"), py::kw_only(),
+          py::arg("stream") = 0)
+      .def(
+          "gather",
+          [](const OwnedGroup& g, uintptr_t input, size_t numel, const PartList& out, DType dtype,
+             int root, uintptr_t stream) {
+            GilReleased release;
+            (*g).gather(pointer(input), numel, out.output(), dtype, root, g.stream(stream));
+          },
+          py::arg("input"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("root"),
+          py::kw_only(), py::arg("stream") = 0)
+      .def(
+          "scatter",
+          [](const OwnedGroup& g, const PartList& input, uintptr_t out, size_t numel, DType dtype,
+             int root, uintptr_t stream) {
+            GilReleased release;
+            (*g).scatter(input.input(), pointer(out), numel, dtype, root, g.stream(stream));
+          },
+          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
+          py::kw_only(), py::arg("stream") = 0)
+      .def(
+          "barrier",
+          [](const OwnedGroup& g, uintptr_t stream) {
+            GilReleased release;
+            (*g).barrier(g.stream(stream));
+          },
+          py::kw_only(), py::arg("stream") = 0);
+  bind_coded(group);
+}
+
+}  // namespace pycomm

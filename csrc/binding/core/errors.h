@@ -1,0 +1,56 @@
+// Exceptions: pycomm's errors as the Python classes of pycomm/errors.py. Shared by _C and _c10d, so
+// that `except pycomm.PeerLost` catches both.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <exception>
+#include <string>
+
+#include "binding/core/gil.h"
+#include "core/env.h"
+#include "core/error.h"
+
+namespace pycomm {
+
+/// Sets a Python exception of the given class of pycomm.errors.
+inline void set_error(const char* name, const std::string& text) {
+  const auto type = pybind11::module_::import("pycomm.errors").attr(name);
+  pybind11::set_error(type, text.c_str());
+}
+
+/// Returns the text of an error that ends a group. If PYCOMM_TRACE asks for it, the group's recent
+/// operations are written and the text says where.
+inline std::string with_trace(const Error& error) {
+  if (env().trace.empty()) return error.what();
+  try {
+    const auto trace = pybind11::module_::import("pycomm.trace");
+    return trace.attr("note_failure")(error.what()).cast<std::string>();
+  } catch (const pybind11::error_already_set&) {
+    return error.what();
+  }
+}
+
+/// Runs the handlers of signals that have arrived, and throws their exceptions. For waits without
+/// the GIL.
+inline void check_signals() {
+  const GilAcquired gil;
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+/// Translator for pybind11::register_exception_translator and its local form.
+inline void translate_errors(std::exception_ptr thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const PeerLost& error) {
+    const auto type = pybind11::module_::import("pycomm.errors").attr("PeerLost");
+    pybind11::set_error(type, type(with_trace(error), error.rank, error.ranks));
+  } catch (const Timeout& error) {
+    set_error("Timeout", with_trace(error));
+  } catch (const WireMismatch& error) {
+    set_error("WireMismatch", with_trace(error));
+  } catch (const Error& error) {
+    set_error("Error", error.what());
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,119 @@
+// Schedules for Python: the index arithmetic of collectives, the queue and the seeds of hops, for
+// tests and for the hooks that code without the communicator.
+#include "collectives/common/schedule.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <utility>
+
+#include "binding/core/gil.h"
+#include "binding/core/module.h"
+#include "collectives/coded/coded.h"
+#include "collectives/common/select.h"
+#include "collectives/queue.h"
+#include "core/env.h"
+#include "core/reduce.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+using Pair = std::pair<size_t, size_t>;
+using Triple = std::tuple<size_t, size_t, size_t>;
+
+Pair pair(const schedule::Range& range) { return {range.begin, range.end}; }
+
+/// Makes parts from (numel, granule) of consecutive parts.
+std::vector<schedule::Part> parts_of(const std::vector<Pair>& sizes) {
+  std::vector<schedule::Part> parts;
+  size_t offset = 0;
+  for (const auto& [numel, granule] : sizes) {
+    parts.push_back({offset, numel, granule});
+    offset += numel;
+  }
+  return parts;
+}
+
+/// Returns, per rank and segment, the runs (part, offset, numel) of a bucket.
+std::vector<std::vector<std::vector<Triple>>> bucket_runs(const std::vector<Pair>& sizes, int ranks,
+                                                          size_t segment_numel) {
+  const std::vector<schedule::Part> parts = parts_of(sizes);
+  const Span<const schedule::Part> all(parts.data(), parts.size());
+  const size_t numel = parts.empty() ? 0 : parts.back().offset + parts.back().numel;
+  std::vector<std::vector<std::vector<Triple>>> result(ranks);
+  for (int r = 0; r < ranks; r++) {
+    const schedule::Range chunk = schedule::chunk(all, numel, ranks, r);
+    for (const auto& segment : schedule::segments(all, chunk, segment_numel)) {
+      std::vector<schedule::Run> runs;
+      schedule::append_runs(all, segment, runs);
+      auto& out = result[r].emplace_back();
+      for (const auto& run : runs) out.emplace_back(run.part, run.offset, run.numel);
+    }
+  }
+  return result;
+}
+
+/// Returns the workload of a call with this tag, whose longest buffer has `bytes`, over TCP.
+Workload call(const OpTag& tag, int ranks, size_t bytes) {
+  return {tag.op, ranks, bytes, is_order_free(tag.dtype, tag.redop), Medium::tcp};
+}
+
+}  // namespace
+
+void bind_schedule(py::module_& m) {
+  m.def("hop_seed", &coded::hop_seed, py::arg("seed"), py::arg("rank"));
+
+  py::module_ s =
+      m.def_submodule("schedule", "Index arithmetic: csrc/collectives/common/schedule.h.");
+  s.def(
+      "chunk",
+      [](size_t numel, int count, int index, size_t granule) {
+        return pair(schedule::chunk(numel, count, index, granule));
+      },
+      py::arg("numel"), py::arg("count"), py::arg("index"), py::arg("granule"));
+  s.def(
+      "segments",
+      [](Pair chunk, size_t segment_numel) {
+        const schedule::Range range{chunk.first, chunk.second};
+        std::vector<Pair> result;
+        for (size_t i = 0; i < schedule::num_segments(range, segment_numel); i++) {
+          result.push_back(pair(schedule::segment(range, segment_numel, i)));
+        }
+        return result;
+      },
+      py::arg("chunk"), py::arg("segment_numel"));
+  s.def("bucket_runs", &bucket_runs, py::arg("parts"), py::arg("ranks"), py::arg("segment_numel"));
+
+  s.def(
+      "select",
+      [](const OpTag& tag, int ranks, size_t bytes, const std::string& wanted) {
+        const Algo algo = select(call(tag, ranks, bytes), parse_algo(wanted));
+        return kAlgoNames[static_cast<size_t>(algo)];
+      },
+      py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("wanted") = "auto");
+  s.def(
+      "cost",
+      [](const OpTag& tag, int ranks, size_t bytes, const std::string& algo) {
+        const Cost found = cost(call(tag, ranks, bytes), parse_algo(algo));
+        return py::make_tuple(found.rounds, found.messages, found.sent, found.folded,
+                              seconds(found, Medium::tcp));
+      },
+      py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("algo"));
+
+  // The thread that runs an operation holds the GIL, a waiting one never does.
+  py::class_<Queue, std::shared_ptr<Queue>>(m, "Queue")
+      .def(py::init([] {
+        return std::shared_ptr<Queue>(new Queue, [](Queue* queue) {
+          const GilReleased release;
+          delete queue;
+        });
+      }))
+      .def("submit", &Queue::submit, py::arg("op"), py::call_guard<GilReleased>())
+      .def(
+          "run", [](Queue& queue, const std::function<void()>& op) { queue.run(op); },
+          py::arg("op"), py::call_guard<GilReleased>());
+}
+
+}  // namespace pycomm

@@ -1,0 +1,250 @@
+// Stores and transports for Python: for tests and measurements. Programs use the communicator.
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <tuple>
+
+#include "binding/core/arguments.h"
+#include "binding/core/gil.h"
+#include "binding/core/module.h"
+#include "collectives/window/shared.h"
+#include "core/env.h"
+#include "transports/rendezvous.h"
+#include "transports/tcp/net/interface.h"
+#include "transports/tcp/tls/library.h"
+#include "transports/transport.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+Deadline after_seconds(double seconds) { return Deadline::after(milliseconds(seconds)); }
+
+OpTag tag_of(const std::string& op, uint64_t seq, uint64_t numel, DType dtype, ReduceOp redop,
+             int root, uint32_t codec, const std::string& label) {
+  OpTag tag;
+  while (name(tag.op) != op) {
+    if (tag.op == Op::recv) throw Error("no op is called \"" + op + "\"");
+    tag.op = static_cast<Op>(static_cast<uint8_t>(tag.op) + 1);
+  }
+  tag.seq = seq;
+  tag.numel = numel;
+  tag.dtype = dtype;
+  tag.redop = redop;
+  tag.root = root;
+  tag.codec = codec;
+  label.copy(tag.label, sizeof tag.label - 1);
+  return tag;
+}
+
+/// A transport that can be closed before Python collects it.
+struct OwnedTransport {
+  std::unique_ptr<Transport> transport;
+
+  Transport& operator*() const {
+    if (!transport) throw Error("the transport is closed");
+    return *transport;
+  }
+};
+
+std::unique_ptr<OwnedTransport> make_transport(
+    const std::string& kind, std::shared_ptr<Store> store, const std::string& group, int rank,
+    int size, double timeout, int sockets, const std::string& interface, double link,
+    const std::string& secret, const std::string& checksum, bool tls) {
+  GilReleased release;
+  const Rendezvous rendezvous{std::move(store), group, rank, size, after_seconds(timeout)};
+  auto owned = std::make_unique<OwnedTransport>();
+  if (kind == "local") {
+    owned->transport = make_local(rendezvous, all_ranks(rendezvous));
+  } else if (kind == "shm") {
+    owned->transport = make_shm(rendezvous, all_ranks(rendezvous));
+    if (!owned->transport) {
+      throw Error("shm: rank " + std::to_string(rank) + " shares memory with no other rank");
+    }
+  } else if (kind == "tcp") {
+    owned->transport = make_tcp(rendezvous, all_ranks(rendezvous),
+                                {sockets, interface, link, secret, tls, payload_check(checksum)});
+  } else {
+    throw Error("no transport is called \"" + kind + "\": want local, shm or tcp");
+  }
+  return owned;
+}
+
+/// A channel, and the tickets to wait for.
+using Goal = std::tuple<Channel*, uint64_t, uint64_t>;
+
+/// Moves bytes until all tickets are done, as the communicator does.
+void wait_for(const OwnedTransport& owned, int lane, const std::vector<Goal>& goals,
+              double seconds) {
+  GilReleased release;
+  Transport& transport = *owned;
+  const Deadline deadline = after_seconds(seconds);
+  for (;;) {
+    bool moved = false;
+    bool reached = true;
+    for (const auto& [channel, sent, received] : goals) {
+      moved |= channel->progress();
+      reached &= channel->sent() >= sent && channel->received() >= received;
+    }
+    if (reached) return;
+    if (moved) continue;
+    transport.check();
+    if (deadline.expired()) throw Timeout("the channels did not move on in time");
+    transport.idle(static_cast<Lane>(lane), std::chrono::milliseconds(10));
+  }
+}
+
+/// Runs the collective that the tag names over the window of all ranks.
+void run_shared(const OwnedTransport& owned, const OpTag& tag, uintptr_t in, uintptr_t out,
+                double seconds) {
+  GilReleased release;
+  Window* window = (*owned).window();
+  if (!window) throw Error("the transport has no window of all ranks");
+  const auto* input = reinterpret_cast<const void*>(in);
+  auto* output = reinterpret_cast<void*>(out);
+  const Deadline deadline = after_seconds(seconds);
+  switch (tag.op) {
+    case Op::all_reduce:
+      return shared::all_reduce(*window, tag, output, deadline);
+    case Op::reduce_scatter:
+      return shared::reduce_scatter(*window, tag, {input, tag.numel}, output, deadline);
+    case Op::all_gather:
+      return shared::all_gather(*window, tag, input, {output, tag.numel}, deadline);
+    case Op::broadcast:
+      return shared::broadcast(*window, tag, output, deadline);
+    case Op::barrier:
+      return shared::barrier(*window, tag, deadline);
+    default:
+      throw Error(std::string(name(tag.op)) + " does not run over a window");
+  }
+}
+
+void bind_stores(py::module_& m) {
+  py::class_<Store, std::shared_ptr<Store>>(m, "Store")
+      .def_static(
+          "local", &make_local_store, py::arg("appends") = false,
+          "For ranks that are threads of this process. `appends`: as torch's TCPStore does.")
+      .def_static("file", &make_file_store, py::arg("folder"), "For processes that share a folder.")
+      .def(
+          "set",
+          [](Store& store, const std::string& key, const std::string& value) {
+            GilReleased release;
+            store.set(key, value);
+          },
+          py::arg("key"), py::arg("value"))
+      .def(
+          "get",
+          [](Store& store, const std::string& key, double timeout) {
+            std::string value;
+            {
+              GilReleased release;
+              value = store.get(key, after_seconds(timeout));
+            }
+            return py::bytes(value);
+          },
+          py::arg("key"), py::arg("timeout"))
+      .def(
+          "exchange",
+          [](std::shared_ptr<Store> store, const std::string& group, const std::string& topic,
+             int rank, int size, const std::string& word, double timeout) {
+            GilReleased release;
+            const Rendezvous rendezvous{std::move(store), group, rank, size,
+                                        after_seconds(timeout)};
+            return exchange(rendezvous, topic, all_ranks(rendezvous), word);
+          },
+          py::arg("group"), py::arg("topic"), py::arg("rank"), py::arg("size"), py::arg("word"),
+          py::arg("timeout"), "The words of all ranks, each of which calls this.");
+}
+
+}  // namespace
+
+void bind_transports(py::module_& m) {
+  bind_stores(m);
+
+  py::class_<OpTag>(m, "OpTag")
+      .def(py::init(&tag_of), py::arg("op"), py::kw_only(), py::arg("seq") = 1,
+           py::arg("numel") = 0, py::arg_v("dtype", DType::float32, "DType.float32"),
+           py::arg_v("redop", ReduceOp::sum, "ReduceOp.sum"), py::arg("root") = -1,
+           py::arg("codec") = 0, py::arg("label") = "")
+      .def("__repr__", &describe);
+
+  py::class_<Channel>(m, "Channel")
+      .def(
+          "send",
+          [](Channel& channel, const OpTag& tag, uintptr_t data, size_t bytes) {
+            GilReleased release;
+            return channel.send(tag, {reinterpret_cast<const uint8_t*>(data), bytes});
+          },
+          py::arg("tag"), py::arg("data"), py::arg("bytes"))
+      .def(
+          "recv",
+          [](Channel& channel, const OpTag& tag, uintptr_t data, size_t bytes) {
+            GilReleased release;
+            return channel.recv(tag, {reinterpret_cast<uint8_t*>(data), bytes});
+          },
+          py::arg("tag"), py::arg("data"), py::arg("bytes"))
+      .def_property_readonly("sent", &Channel::sent)
+      .def_property_readonly("received", &Channel::received)
+      .def("progress", &Channel::progress, py::call_guard<GilReleased>());
+
+  py::class_<OwnedTransport>(m, "Transport")
+      .def(py::init(&make_transport), py::arg("kind"), py::arg("store"), py::arg("group"),
+           py::arg("rank"), py::arg("size"), py::kw_only(), py::arg("timeout") = 300.0,
+           py::arg("sockets") = 2, py::arg("interface") = "", py::arg("link") = 0.0,
+           py::arg("secret") = "", py::arg("checksum") = "auto", py::arg("tls") = false)
+      .def_property_readonly("name", [](const OwnedTransport& t) { return (*t).name(); })
+      .def_property_readonly("sent_bytes",
+                             [](const OwnedTransport& t) { return (*t).sent_bytes(); })
+      .def("describe", [](const OwnedTransport& t) { return (*t).describe(); })
+      .def("reaches", [](const OwnedTransport& t, int rank) { return (*t).reaches(rank); })
+      .def(
+          "channel",
+          [](const OwnedTransport& t, int rank, int lane) -> Channel& {
+            return (*t).channel(rank, static_cast<Lane>(lane));
+          },
+          py::arg("rank"), py::arg("lane") = 0, py::return_value_policy::reference_internal)
+      .def("check", [](const OwnedTransport& t) { (*t).check(); })
+      .def("ask", [](const OwnedTransport& t) { (*t).ask(); })
+      .def("wait", &wait_for, py::arg("lane"), py::arg("goals"), py::arg("timeout"),
+           "Moves bytes on channels of a lane until each has sent and received its tickets.")
+      .def_property_readonly("has_window",
+                             [](const OwnedTransport& t) { return (*t).window() != nullptr; })
+      .def("run_shared", &run_shared, py::arg("tag"), py::arg("input") = 0, py::arg("out") = 0,
+           py::kw_only(), py::arg("timeout") = 20.0,
+           "Runs the collective that the tag names over shared memory; in-place ones use `out`.")
+      .def("abort", [](const OwnedTransport& t, const std::string& why) { (*t).abort(why); })
+      .def("close", [](OwnedTransport& t) { t.transport.reset(); }, py::call_guard<GilReleased>());
+
+  m.def("tls_version", &tcp::openssl::version, py::arg("file") = "",
+        "The OpenSSL that encrypts; raises Error if there is none. `file`: look at this one.");
+  m.def(
+      "interfaces",
+      [] {
+        std::vector<std::pair<std::string, std::string>> found;
+        for (const auto& i : tcp::interfaces()) found.emplace_back(i.name, i.address.ip());
+        return found;
+      },
+      "Names and addresses of the interfaces that are up.");
+  m.def(
+      "choose_interfaces",
+      [](const std::string& names, bool one_host,
+         const std::vector<std::pair<std::string, std::string>>& candidates,
+         const std::string& store_host) {
+        std::vector<tcp::Interface> interfaces;
+        for (const auto& [interface, ip] : candidates) {
+          interfaces.push_back({interface, {}});
+          if (!tcp::Address::parse(ip, interfaces.back().address)) throw Error("no address: " + ip);
+        }
+        std::vector<std::pair<std::string, std::string>> chosen;
+        for (const auto& i : tcp::choose_interfaces({names, store_host, one_host}, interfaces)) {
+          chosen.emplace_back(i.name, i.address.ip());
+        }
+        return chosen;
+      },
+      py::arg("names"), py::arg("one_host"), py::arg("candidates"), py::arg("store_host") = "",
+      "Names and addresses of the interfaces that a group would use, of candidates (name, "
+      "address).");
+}
+
+}  // namespace pycomm

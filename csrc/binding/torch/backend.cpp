@@ -1,0 +1,230 @@
+// Module pycomm._c10d. Only the files of binding/torch include torch; CMake makes one compilation
+// unit of them, because one torch include costs 20 s.
+#include "binding/torch/backend.h"
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+namespace pycomm::torch_binding {
+namespace {
+
+intrusive_ptr<BackendOptions> make_options(Milliseconds timeout, const py::kwargs& given) {
+  auto options = c10::make_intrusive<BackendOptions>(timeout);
+  const py::object self = py::cast(options);
+  for (const auto& [name, value] : given) {
+    if (!py::hasattr(self, name))
+      throw py::type_error("pycomm.Options has no option " + py::repr(name).cast<std::string>());
+    py::setattr(self, name, value);
+  }
+  return options;
+}
+
+template <typename Class, typename T>
+void communicator_option(Class& options, const char* name, T CommunicatorOptions::* member) {
+  options.def_property(
+      name, [member](const BackendOptions& self) { return self.communicator.*member; },
+      [member](BackendOptions& self, const T& value) { self.communicator.*member = value; });
+}
+
+template <typename T>
+T one_of(const char* what, const std::string& name,
+         std::initializer_list<std::pair<const char*, T>> choices) {
+  for (const auto& [known, value] : choices)
+    if (name == known) return value;
+  throw Error(std::string(what) + ": there is no " + name);
+}
+
+void add_part(Layout& layout, size_t offset, size_t numel, const std::string& codec,
+              uint32_t tensor, const std::string& kind, const std::string& storage, float decay,
+              bool nesterov, Memories::Pair worker, Memories::Pair owner, Memories::Pair momentum,
+              Memories::Pair mean) {
+  using feedback::Kind;
+  using feedback::Storage;
+  Memories memories;
+  memories.kind = one_of<Kind>("feedback", kind,
+                               {{"residual", Kind::residual},
+                                {"ema", Kind::ema},
+                                {"momentum", Kind::momentum},
+                                {"ef21", Kind::ef21}});
+  memories.storage = one_of<Storage>(
+      "feedback", storage,
+      {{"float32", Storage::float32}, {"bf16", Storage::bfloat16}, {"int8", Storage::int8}});
+  memories.decay = decay;
+  memories.nesterov = nesterov;
+  memories.worker = std::move(worker);
+  memories.owner = std::move(owner);
+  memories.momentum = std::move(momentum);
+  memories.mean = std::move(mean);
+  layout.add(offset, numel, codec, tensor, memories);
+}
+
+using SideList = std::vector<std::pair<size_t, size_t>>;
+
+std::vector<Sides> to_sides(const SideList& list) {
+  std::vector<Sides> sides;
+  sides.reserve(list.size());
+  for (const auto& [old, fresh] : list) sides.push_back({old, fresh});
+  return sides;
+}
+
+/// Does the same as then() of the work's future, but the callback gets the value, and an error of
+/// the work keeps its type: torch makes a RuntimeError of all that a callback in Python raises.
+std::shared_ptr<torch::jit::PythonFutureWrapper> then(const intrusive_ptr<c10d::Work>& work,
+                                                      py::function callback) {
+  auto kept = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));
+  const c10::TypePtr object = c10::PyObjectType::get();
+  auto future = work->getFuture()->then(
+      [kept, object](Future& done) {
+        if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+        GilAcquired gil;
+        return torch::jit::toIValue(kept->func_(torch::jit::toPyObject(done.value())), object);
+      },
+      object);
+  return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+}
+
+intrusive_ptr<Backend> make_backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                    intrusive_ptr<BackendOptions> options, const std::string& name,
+                                    const Backend* parent) {
+  Parent group;
+  if (parent) {
+    const auto& ranks = options->global_ranks_in_group;
+    group = parent->as_parent({ranks.begin(), ranks.end()});
+  }
+  return Backend::make(store, rank, size, std::move(options), name, group);
+}
+
+void bind(py::module_& m) {
+  // Errors that torch's own bindings let through reach Python with their type.
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (python_error& error) {
+      error.restore();
+    }
+  });
+  py::register_local_exception_translator(translate_errors);
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function([] { OpenGroups::all().shutdown(); }));
+
+  py::class_<BackendOptions, intrusive_ptr<BackendOptions>, c10d::Backend::Options> options(
+      m, "Options");
+  options.def(py::init(&make_options), py::arg("timeout") = env().timeout)
+      .def("__copy__",
+           [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
+      .def("__deepcopy__", [](const BackendOptions& self, const py::dict&) {
+        return c10::make_intrusive<BackendOptions>(self);
+      });
+  communicator_option(options, "transport", &CommunicatorOptions::transport);
+  communicator_option(options, "algo", &CommunicatorOptions::algo);
+  communicator_option(options, "sockets", &CommunicatorOptions::sockets);
+  communicator_option(options, "check", &CommunicatorOptions::check);
+  communicator_option(options, "interface", &CommunicatorOptions::interface);
+  communicator_option(options, "link_bytes_per_second",
+                      &CommunicatorOptions::link_bytes_per_second);
+  communicator_option(options, "secret", &CommunicatorOptions::secret);
+  communicator_option(options, "tls", &CommunicatorOptions::tls);
+  options
+      .def_property(
+          "blocking_wait", [](const BackendOptions& self) { return self.device.blocking_wait; },
+          [](BackendOptions& self, bool value) { self.device.blocking_wait = value; })
+      .def_property(
+          "device_path", [](const BackendOptions& self) { return self.device.path; },
+          [](BackendOptions& self, const std::string& path) {
+            self.device.path =
+                one_of<std::string>("device_path", path, {{"auto", "auto"}, {"host", "host"}});
+          });
+
+  // `hold` is the address of a function of the type in core/stream_hold.h.
+  m.def(
+      "set_stream_hold",
+      [](const std::string& type, uintptr_t hold) {
+        set_stream_hold(c10::Device(type).type(), reinterpret_cast<StreamHold>(hold));
+      },
+      py::arg("device_type"), py::arg("hold"));
+  m.def(
+      "set_host_addressable",
+      [](const std::string& type, bool addressable) {
+        set_host_addressable(c10::Device(type).type(), addressable);
+      },
+      py::arg("device_type"), py::arg("addressable"));
+
+  py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_property_readonly("finite",
+                                                                                     &Work::finite);
+
+  m.def("then", &then, py::arg("work"), py::arg("callback"));
+
+  py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
+      .def(py::init<size_t>(), py::arg("rows") = 1)
+      .def("add", &add_part, py::arg("offset"), py::arg("numel"), py::arg("codec"),
+           py::arg("tensor"), py::kw_only(), py::arg("kind") = "residual",
+           py::arg("storage") = "float32", py::arg("decay") = 0.0f, py::arg("nesterov") = false,
+           py::arg("worker") = std::nullopt, py::arg("owner") = std::nullopt,
+           py::arg("momentum") = std::nullopt, py::arg("mean") = std::nullopt)
+      .def_property_readonly("numel", &Layout::numel);
+
+  py::class_<Backend, c10d::Backend, intrusive_ptr<Backend>>(m, "Backend")
+      .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("options"), py::arg("name"), py::arg("parent") = nullptr,
+           py::call_guard<GilReleased>())
+      .def_property_readonly("options", &Backend::getBackendOptions)
+      .def_property_readonly("levels", &Backend::levels)
+      .def("describe", &Backend::describe)
+      .def("trace", &Backend::trace)
+      .def_property_readonly("wire_bytes", &Backend::wire_bytes)
+      .def_property_readonly("sent_bytes", &Backend::sent_bytes)
+      .def("compare", &Backend::compare, py::arg("what"), py::arg("digest"),
+           py::call_guard<GilReleased>())
+      .def_property_readonly("compares", &Backend::compares_digests)
+      .def("get_error", &Backend::getError)
+      .def(
+          "perform_nocolor_split", [](const Backend&, const py::object&) {}, py::arg("device"))
+      // Torch's own allocate_tensor would call allocateTensor(), which serves its reducer.
+      .def(
+          "allocate_tensor",
+          [](Backend& b, int64_t size, at::ScalarType dtype, at::Device device) {
+            return b.allocate(size, at::TensorOptions(dtype).device(device));
+          },
+          py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"),
+          py::call_guard<GilReleased>())
+      .def("compresses", &Backend::compresses, py::arg("op"), py::arg("tensor"), py::arg("layout"))
+      .def(
+          "compressed_all_reduce",
+          [](Backend& b, const at::Tensor& tensor, std::shared_ptr<const Layout> layout,
+             const SideList& sides, uint64_t seed, uint32_t step, bool average) {
+            return b.compressed_all_reduce(tensor, std::move(layout),
+                                           {to_sides(sides), seed, step, average});
+          },
+          py::arg("tensor"), py::arg("layout"), py::arg("sides"), py::arg("seed"), py::arg("step"),
+          py::arg("average") = true)
+      .def(
+          "compressed_reduce_scatter",
+          [](Backend& b, const at::Tensor& output, const at::Tensor& input,
+             std::shared_ptr<const Layout> layout, const SideList& sides, uint64_t seed,
+             uint32_t step, bool average) {
+            return b.compressed_reduce_scatter(output, input, std::move(layout),
+                                               {to_sides(sides), seed, step, average});
+          },
+          py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("sides"), py::arg("seed"),
+          py::arg("step"), py::arg("average") = true)
+      .def(
+          "compressed_all_gather",
+          [](Backend& b, const at::Tensor& output, const at::Tensor& input,
+             std::shared_ptr<const Layout> layout, const SideList& sides, uint64_t seed,
+             uint32_t step) {
+            return b.compressed_all_gather(output, input, std::move(layout),
+                                           {to_sides(sides), seed, step});
+          },
+          py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("sides"), py::arg("seed"),
+          py::arg("step"));
+}
+
+}  // namespace
+}  // namespace pycomm::torch_binding
+
+PYBIND11_MODULE(_c10d, m) {
+  m.doc() = "The \"pycomm\" process group for torch.distributed.";
+  pybind11::module_::import("torch.distributed");
+  pycomm::torch_binding::bind(m);
+}

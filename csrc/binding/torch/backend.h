@@ -1,0 +1,230 @@
+// Backend: the "pycomm" process group, one c10d::Backend for CPU and device tensors over a
+// Communicator. A part of _c10d; collectives are in torch/collectives.cpp and torch/sparse.cpp,
+// sends and receives in torch/point_to_point.cpp, group operations in torch/groups.cpp, memory in
+// torch/memory.cpp, streams of devices in torch/device.cpp.
+#pragma once
+#include "binding/core/trace_records.h"
+#include "binding/torch/arguments.h"
+#include "binding/torch/engine.h"
+#include "binding/torch/layout.h"
+#include "binding/torch/open_group.h"
+
+namespace pycomm::torch_binding {
+
+/// The options that users pass as `pg_options`.
+struct BackendOptions final : c10d::Backend::Options {
+  explicit BackendOptions(Milliseconds timeout) : c10d::Backend::Options("pycomm", timeout) {}
+
+  CommunicatorOptions communicator;  ///< its group and timeout are the base class's
+  DeviceOptions device;
+};
+
+/// A group that already contains the ranks of a new one, and their numbers there. May be empty.
+struct Parent {
+  std::shared_ptr<Engine> engine;
+  std::vector<int> ranks;
+};
+
+class Backend final : public c10d::Backend {
+ public:
+  /// `group` must be new in the store.
+  Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+          intrusive_ptr<BackendOptions> options, const std::string& group, const Parent& parent);
+  ~Backend() override { shutdown(); }
+
+  /// Makes a group whose threads end before the interpreter does.
+  static intrusive_ptr<Backend> make(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                     intrusive_ptr<BackendOptions> options,
+                                     const std::string& group, const Parent& parent = {});
+  /// Returns this group as the parent of one with these of its ranks, if it is open.
+  Parent as_parent(const std::vector<int>& ranks) const;
+
+  const std::string getBackendName() const override { return "pycomm"; }
+  /// Returns a copy, since torch writes the names of new groups into it.
+  intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<BackendOptions>(*options_);
+  }
+  const Arguments& arguments() const { return arguments_; }
+  /// Returns the route among the devices, or null where their data go through the host.
+  std::shared_ptr<PeerRoute> peers(c10::Device device) const { return engine()->peers(device); }
+  std::vector<int> levels() { return engine()->comm().levels(); }
+  std::string describe() { return engine()->describe(); }
+  py::dict trace() { return trace_records(engine()->comm().trace()); }
+  /// Requires that all ranks hold the same digest of this; the next operation on the host finds
+  /// those that do not.
+  void compare(const std::string& what, uint32_t digest) { engine()->compare(what, digest); }
+  bool compares_digests() { return engine()->comm().compares(); }
+  uint64_t wire_bytes() { return engine()->comm().wire_bytes(); }
+  uint64_t sent_bytes() { return engine()->comm().sent_bytes(); }
+
+  // Collectives on lists of tensors, one per rank:
+
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& opts) override;
+
+  // Collectives on one tensor, or on several that are treated alike:
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  /// Waits for all ranks. Rank 0 names the missing ranks, all of them or the first. The group stays
+  /// usable.
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  // Compressed collectives, with codecs and feedback, on float32 and 16-bit floats, which are
+  // rounded once. The future holds the output; Work::finite tells, once complete, if no value of it
+  // is Inf or NaN on any rank. Callers must hold the GIL.
+
+  /// True if they take tensors of this one's device and dtype: of the CPU, and of accelerators that
+  /// reach each other's memory, for all_reduce, reduce_scatter or all_gather. All ranks ask
+  /// together, and get one answer.
+  bool compresses(const std::string& op, const at::Tensor& tensor,
+                  const std::shared_ptr<const Layout>& layout);
+  intrusive_ptr<Work> compressed_all_reduce(const at::Tensor& tensor,
+                                            std::shared_ptr<const Layout> layout,
+                                            const CodedStep& step);
+  /// The layout is that of a row of `input`, which has one for each rank; so do its residuals.
+  intrusive_ptr<Work> compressed_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                                std::shared_ptr<const Layout> layout,
+                                                const CodedStep& step);
+  /// The layout is that of `input`, a row of `output`.
+  intrusive_ptr<Work> compressed_all_gather(const at::Tensor& output, const at::Tensor& input,
+                                            std::shared_ptr<const Layout> layout,
+                                            const CodedStep& step);
+
+  // Point-to-point operations. Between start and end, all are issued and none is waited for.
+
+  WorkPtr send(Tensors& tensors, int dst, int tag) override;
+  WorkPtr recv(Tensors& tensors, int src, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // Group operations.
+
+  bool supportsSplitting() const override { return true; }
+  intrusive_ptr<c10d::Backend> split(const intrusive_ptr<c10d::Store>& store,
+                                     const std::vector<int>& ranks,
+                                     const intrusive_ptr<Options>& opts) override;
+  intrusive_ptr<c10d::Backend> merge(const intrusive_ptr<c10d::Store>& store,
+                                     const intrusive_ptr<Options>& opts, const int& rank,
+                                     const int& size) override;
+  bool supportsShrinking() const override { return true; }
+  /// Makes a group of the remaining ranks, which all call this, also after an error has ended this
+  /// group.
+  intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                      int shrink_flags,
+                                      const intrusive_ptr<Options>& opts) override;
+
+  void setTimeout(Milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}  // all ranks count from 0
+  uint64_t getSequenceNumberForGroup() override { return engine()->seq(); }
+  c10d::ErrorType getError() override;
+  void registerOnCompletionHook(Engine::Hook&& hook) override;
+  void waitForPendingWorks() override { engine()->settle_all(); }
+  void enableCollectivesTiming() override { engine()->time_operations(); }
+
+  /// Allocates memory that peers on this host reach in place: collectives on it copy nothing.
+  at::Tensor allocate(int64_t size, const at::TensorOptions& options);
+  /// Does the same for torch's reducer, which calls this for the buckets of DDP. Returns real
+  /// numbers for complex ones, twice as many, if the reducer wants that.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  /// Torch passes the index of a device only; the CPU has none.
+  bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+
+  /// Ends all operations on all ranks. Any thread, any time, more than once.
+  void abort() override;
+  /// Finishes the collectives that were issued and leaves. Any thread, more than once.
+  void shutdown() override;
+
+ private:
+  /// Runs op(communicator) now or on the group's thread. The tensors live as long as `op`, which
+  /// uses the tensors that `staging` returned for them.
+  template <typename F>
+  WorkPtr issue(const Call& call, Tensors outputs, const Staging& staging, F op) {
+    const auto engine = this->engine();
+    if constexpr (std::is_invocable_v<F, PeerRoute&>)
+      if (staging.peers())
+        return noted(engine->submit(call, std::move(outputs), staging.peers(), staging.used(), op));
+    if (staging.on_device())
+      return noted(engine->submit(call, std::move(outputs), staging.device(),
+                                  {{staging.reads(), staging.writes(), std::move(op)}}));
+    if (!call.async && !coalescing_) return engine->run(call, std::move(outputs), op);
+    auto work = engine->make_work(true, call, std::move(outputs));
+    work->make_future();
+    engine->submit(work, std::move(op));
+    return noted(work);
+  }
+  intrusive_ptr<Work> compressed(const Call& call, Op op, const at::Tensor& output,
+                                 const at::Tensor& input,
+                                 const std::shared_ptr<const Layout>& layout,
+                                 const CodedStep& step);
+  /// Runs an all-reduce of a large tensor of a device in parts.
+  WorkPtr all_reduce_in_parts(const Call& call, const at::Tensor& tensor, const at::Tensor& host,
+                              DType dtype, const Reduction& reduction);
+  /// Ends the group with an error where the part that this rank sends to itself has two sizes.
+  /// Other ranks may not see that: they get an error instead of waiting until the deadline.
+  void end_others(const Call& call, int64_t in, int64_t out) const;
+  WorkPtr all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs);
+  WorkPtr reduce_scatter_each(const Call& call, const Tensors& outputs, const Tensors& inputs,
+                              const c10d::ReduceOp& op);
+  WorkPtr sparse_all_reduce(const Call& call, const at::Tensor& tensor,
+                            const c10d::AllreduceOptions& opts);
+  WorkPtr post(const char* title, OpType type, Tensors& tensors, int peer, int tag);
+  /// Notes the work, so that endCoalescing() waits for it, and returns it.
+  WorkPtr noted(WorkPtr work);
+
+  std::shared_ptr<Engine> engine() const {
+    auto engine = open_->engine();
+    if (!engine) raise(arguments_.here() + "the process group is shut down");
+    if (open_->in_child())
+      with_python_errors([&] { open_->check_process(arguments_.here() + "the process group"); });
+    return engine;
+  }
+  intrusive_ptr<BackendOptions> options_for(const intrusive_ptr<Options>& given) const;
+  /// Returns a group of some of our ranks. Torch asks for it twice, for the CPU and for CUDA, and
+  /// one backend serves both: the first call makes it, the second returns it.
+  intrusive_ptr<Backend> made_from_this(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                        const intrusive_ptr<Options>& given,
+                                        const Parent& parent = {});
+
+  const Arguments arguments_;
+  const intrusive_ptr<c10d::Store> store_;
+  const std::string group_;  ///< its name in the store
+  const intrusive_ptr<BackendOptions> options_;
+  std::shared_ptr<OpenGroup> open_;
+  int monitored_barriers_ = 0;
+  c10::weak_intrusive_ptr<c10d::Backend> fresh_{intrusive_ptr<c10d::Backend>()};
+
+  std::mutex coalesced_mutex_;
+  std::atomic<bool> coalescing_{false};
+  std::vector<WorkPtr> coalesced_;
+};
+
+}  // namespace pycomm::torch_binding

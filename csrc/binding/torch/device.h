@@ -1,0 +1,190 @@
+// Device collectives through the host: copies to pinned memory, the collective there, copies back,
+// all in the order of the caller's stream. Only calls that c10 offers for every device are used, so
+// this compiles against a torch without CUDA. A part of _c10d.
+//
+//   caller's stream  ... kernels | event                                     | wait() ...
+//   fetch stream                 | wait, copies to the host | event          |
+//   group's thread                                          | the collective |
+//   deliver stream               | hold ..............................       | copies back, event
+//
+// The hold (core/stream_hold.h) lets all of this be queued when the operation is issued, so that
+// wait() blocks streams only. On devices without one, the group's thread queues the copies back,
+// and wait() blocks its caller until then.
+#pragma once
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
+#include <functional>
+#include <thread>
+
+#include "binding/torch/arguments.h"
+#include "core/stream_hold.h"
+
+namespace pycomm::torch_binding {
+
+/// The backoff of polling waits: frequent polls at first, since most waits are short, and then
+/// other threads may run.
+class Backoff {
+ public:
+  void wait() {
+    if (++looks_ <= kEager) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+
+ private:
+  static constexpr int kEager = 200;
+  int looks_ = 0;
+};
+
+class Backend;    // torch/backend.h
+class PeerRoute;  // torch/peers.h
+
+/// Options for device tensors.
+struct DeviceOptions {
+  /// The data path. "auto": kernels among accelerators of one host, otherwise the host; or "host".
+  std::string path = "auto";
+  /// True: wait() blocks the host until the collective is done, and raises its error.
+  bool blocking_wait = false;
+};
+
+// Queries that older versions of torch do not have.
+
+/// Returns the stream's handle in the device's own library; null if torch does not have it.
+template <typename S>
+auto native_handle(const S& stream, int) -> decltype(stream.native_handle()) {
+  return stream.native_handle();
+}
+template <typename S>
+void* native_handle(const S&, long) {
+  return nullptr;
+}
+
+/// Available from torch 2.12 on; before, the device's library reports the error itself.
+template <typename G>
+auto is_capturing(const G& guard, c10::Stream stream, int)
+    -> decltype(guard.isStreamCapturing(stream)) {
+  return guard.isStreamCapturing(stream);
+}
+template <typename G>
+bool is_capturing(const G&, c10::Stream, long) {
+  return false;
+}
+
+/// True if a graph captures the device's current stream.
+bool is_capturing(c10::Device device);
+
+/// Returns how streams of a type of device are held; null if it is not known.
+StreamHold stream_hold(c10::DeviceType type);
+/// Sets it for devices other than CUDA's; their extension calls this.
+void set_stream_hold(c10::DeviceType type, StreamHold hold);
+
+/// A tensor of a device, and the pinned memory of its size on the host.
+struct Mirror {
+  at::Tensor device, host;
+};
+
+/// Copies of parts of this size take long enough to be worth their events.
+constexpr size_t kDevicePartBytes = size_t{4} << 20;
+
+/// A part of an operation: its inputs are fetched, the host does its share, and its outputs are
+/// delivered. While one part is on the network, the next is fetched and the last delivered.
+struct DevicePart {
+  std::vector<Mirror> reads, writes;
+  std::function<void(Communicator&)> op;
+};
+
+/// The tensors of one call as the host sees them: CPU tensors themselves, and for device tensors
+/// pinned memory that will be filled from them, copied back into them, or both.
+///
+/// Where a route among the devices is open, tensors stand for themselves.
+class Staging {
+ public:
+  enum class By { any, host };
+  Staging(const Backend& backend, const Call& call, By by = By::any)
+      : backend_(backend), call_(call), by_(by) {}
+
+  at::Tensor in(const at::Tensor& t) { return mirror(t, true, false); }
+  /// Returns the host's tensor for one that is written as a whole.
+  at::Tensor out(const at::Tensor& t) { return mirror(t, false, true); }
+  at::Tensor in_out(const at::Tensor& t) { return mirror(t, true, true); }
+  Tensors in(const Tensors& list) { return mirrors(list, true, false); }
+  Tensors out(const Tensors& list) { return mirrors(list, false, true); }
+  Tensors in_out(const Tensors& list) { return mirrors(list, true, true); }
+  /// Orders the call after the work that is queued on this device, though it moves no tensor of it.
+  void follow(c10::Device device) { device_ = device; }
+
+  bool on_device() const { return device_ && !device_->is_cpu(); }
+  c10::Device device() const { return *device_; }
+  const std::vector<Mirror>& reads() const { return reads_; }
+  const std::vector<Mirror>& writes() const { return writes_; }
+  /// Returns the route, or null if the data go through the host.
+  const std::shared_ptr<PeerRoute>& peers() const { return peers_; }
+  /// Returns the tensors that use the route.
+  const Tensors& used() const { return used_; }
+
+ private:
+  at::Tensor mirror(const at::Tensor& t, bool reads, bool writes);
+  Tensors mirrors(const Tensors& list, bool reads, bool writes) {
+    Tensors hosts;
+    hosts.reserve(list.size());
+    for (const at::Tensor& t : list) hosts.push_back(mirror(t, reads, writes));
+    return hosts;
+  }
+
+  const Backend& backend_;
+  const Call& call_;
+  const By by_;
+  std::optional<c10::Device> device_;
+  std::shared_ptr<PeerRoute> peers_;
+  Tensors used_;
+  std::vector<Mirror> reads_, writes_;
+};
+
+/// A group's streams on one device. Operations are issued under a lock of the group.
+class DeviceLane {
+ public:
+  explicit DeviceLane(c10::Device device);
+  ~DeviceLane();
+  DeviceLane(const DeviceLane&) = delete;
+
+  c10::Stream current() const { return guard_.getStream(device_); }
+  c10::Device device() const { return device_; }
+  /// True if deliveries can be queued before there is something to deliver.
+  bool can_hold() const { return hold_ != nullptr; }
+
+  /// Keeps the memory of these tensors, which `stream` uses, from reuse before that is over.
+  void keep(const Tensors& tensors, c10::Stream stream) const;
+  /// Orders later fetches after all queued deliveries.
+  void follow_deliveries();
+  /// Orders later fetches after this event.
+  void follow(const c10::Event& event) { event.block(fetch_); }
+  /// Orders later work of the lane after the work that is queued on the current stream.
+  void begin();
+  /// Does the same for the deliver stream alone. A graph that captures the current stream captures
+  /// this one too, and would miss the end of another.
+  void begin_delivery();
+  /// Queues copies to the host, and an event after them.
+  std::shared_ptr<c10::Event> fetch(const std::vector<Mirror>& reads);
+  /// Makes the deliver stream wait for open() of the number that this returns.
+  uint32_t hold();
+  /// Lets all work up to this hold run. Any thread, in the order of the holds.
+  void open(uint32_t number) { __atomic_store_n(word(), number, __ATOMIC_RELEASE); }
+  /// Queues copies from the host on the deliver stream.
+  void deliver(const std::vector<Mirror>& writes);
+  c10::Stream deliver_stream() const { return deliver_; }
+
+ private:
+  uint32_t* word() const { return static_cast<uint32_t*>(word_.mutable_data_ptr()); }
+
+  const c10::Device device_;
+  const c10::impl::VirtualGuardImpl guard_;
+  const c10::Stream fetch_, deliver_;
+  at::Tensor word_;  ///< the number of the last hold that was opened
+  uint32_t holds_ = 0;
+  StreamHold hold_;
+};
+
+}  // namespace pycomm::torch_binding

@@ -1,0 +1,247 @@
+// Engine: runs the operations of the "pycomm" process group, synchronous ones on the caller's
+// thread, asynchronous ones in order on the group's own. A part of _c10d.
+#pragma once
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#include "binding/torch/device_work.h"
+#include "binding/torch/peers.h"
+#include "binding/torch/store.h"
+#include "collectives/queue.h"
+
+namespace pycomm::torch_binding {
+
+/// All state that operations use. The thread that runs one holds a reference, so shutdown() on
+/// another thread cannot destroy it.
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+
+  Engine(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+         const CommunicatorOptions& options, DeviceOptions device_options)
+      : comm_(std::make_shared<TorchStore>(store), rank, size, options),
+        store_(std::make_shared<TorchStore>(store)),
+        group_(options.group),
+        trace_size_(static_cast<size_t>(options.trace_size)),
+        device_options_(std::move(device_options)) {}
+
+  Communicator& comm() { return comm_; }
+  std::string describe();
+  uint64_t seq() const { return seq_; }
+  c10d::ErrorType error() const { return error_; }
+
+  /// `notes`: the trace shows the operation from now on, not only from when it runs.
+  template <typename W = Work, typename... More>
+  intrusive_ptr<W> make_work(bool notes, const Call& call, Tensors outputs, More... more) {
+    const uint64_t noted = notes ? comm_.note_issued(issued_tag(call, outputs, comm_.size())) : 0;
+    auto work = c10::make_intrusive<W>(comm_.rank(), call, ++seq_, std::move(outputs), more...);
+    work->set_noted(noted);
+    return work;
+  }
+
+  /// Runs op(communicator) on the caller's thread.
+  template <typename F>
+  WorkPtr run(const Call& call, Tensors outputs, const F& op) {
+    auto work = make_work(!queue_.idle(), call, std::move(outputs));
+    with_python_errors([&] {
+      queue_.run([&] { perform(*work, op); });
+      InterpreterEnd::stay_if_begun();
+    });
+    work->complete();
+    report(*work);
+    return work;
+  }
+
+  /// Runs op(communicator) on the group's thread. A callback of another operation runs there
+  /// already: an operation that it issues runs at once, so that it comes before all later
+  /// operations on every rank.
+  template <typename F>
+  void submit(const intrusive_ptr<Work>& work, F op) {
+    work->set_engine(weak_from_this());
+    auto run = [self = shared_from_this(), work, op = std::move(op)] {
+      std::exception_ptr error;
+      try {
+        self->perform(*work, op);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      work->end(error);
+      self->report(*work);
+    };
+    if (queue_.inside()) return run();
+    queue_.submit(std::move(run));
+  }
+
+  /// Queues a comparison after all operations that were issued before, so that it comes between the
+  /// same two on all ranks.
+  void compare(const std::string& what, uint32_t digest) {
+    auto run = [self = shared_from_this(), what, digest] { self->comm_.compare(what, digest); };
+    if (queue_.inside() || queue_.idle()) return run();
+    queue_.submit(std::move(run));
+  }
+
+  // Operations on device tensors; torch/device.cpp.
+
+  /// Queues the operation on the host's copies of device tensors, after the current stream.
+  intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs, c10::Device device,
+                                   const std::vector<DevicePart>& parts);
+  /// Returns the route among devices, or null. The first time all ranks ask together.
+  std::shared_ptr<PeerRoute> peers(c10::Device device,
+                                   PeerRoute::Kind kind = PeerRoute::Kind::exact);
+  /// Queues op(route), which uses these tensors.
+  intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs,
+                                   const std::shared_ptr<PeerRoute>& route, const Tensors& used,
+                                   const std::function<void(PeerRoute&)>& op);
+  /// Queues the copy of received data to its device.
+  void deliver_peer(const Mirror& mirror, c10::Event& done);
+  /// Returns the device that was used last.
+  std::optional<c10::Device> used_device();
+
+  // Point-to-point operations: requests are under way from the start, and are not queued.
+
+  WorkPtr post(const Call& call, const at::Tensor& tensor, int peer, int tag);
+  WorkPtr post(const Call& call, const at::Tensor& tensor, const Staging& staging,
+               const at::Tensor& host, int peer, int tag);
+  /// Completes the work on a separate thread when its request is done.
+  void settle_later(intrusive_ptr<PeerWork> work);
+
+  // Completion and timing.
+
+  /// Keeps the kind of an error for getError().
+  void note(const std::exception_ptr& error) { error_ = error_type(error); }
+  void set_timeout(Milliseconds timeout);
+  void time_operations() { timed_ = true; }
+  /// Sets `hook`, which is called after every operation, by the thread that ran it. Must be called
+  /// before the first operation.
+  void set_hook(Hook hook) {
+    hook_ = std::move(hook);
+    timed_ = true;
+  }
+  void report(const Work& work) noexcept {
+    // An operation that began before there was a hook was not timed, and may end while one is set.
+    if (!work.is_timed() || !hook_) return;
+    try {
+      hook_(work.info());
+    } catch (const std::exception& e) {
+      warn_of_hook(e.what());
+    }
+  }
+  /// In a callback on the thread that runs the operations, runs later operations until done().
+  /// Returns false if that is impossible here, or took too long.
+  bool run_until(const std::function<bool()>& done, Milliseconds timeout) {
+    return queue_.run_until(done, deadline_of(timeout));
+  }
+  /// Does the same on the thread of another group, only if this group's thread waits for that
+  /// group's operations, and they wait for each other.
+  void wait_from_another(const std::function<bool()>& done, Milliseconds timeout);
+  bool runs_here() const { return queue_.inside(); }
+
+  /// Waits until every collective that was issued has ended.
+  void drain() {
+    if (!queue_.inside()) queue_.run([] {});
+  }
+  /// Waits for the collectives, and for every send and receive.
+  void settle_all();
+  /// Finishes the collectives. Sends and receives are given up: a peer may never answer them.
+  void finish();
+  void abort(const std::string& why) noexcept {
+    aborted_ = true;
+    const std::string reason = "rank " + std::to_string(comm_.rank()) + " " + why;
+    comm_.abort(reason);
+    abort_peers(reason);
+  }
+
+ private:
+  static Deadline deadline_of(Milliseconds timeout) {
+    constexpr Milliseconds kForever = std::chrono::hours(24 * 365);  // operations have their own
+    return Deadline::after(timeout.count() > 0 ? timeout : kForever);
+  }
+  /// Runs `op`, timed if asked.
+  template <typename F>
+  void perform(Work& work, const F& op) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const bool timed = timed_;
+    if (timed) work.start();
+    comm_.resume(work.noted());
+    try {
+      op(comm_);
+      comm_.resume(0);
+    } catch (...) {
+      comm_.resume(0);
+      note(std::current_exception());
+      if (timed) work.stop();
+      throw;
+    }
+    if (timed) work.stop();
+  }
+
+  /// Returns the lane. Sends and receives have streams of their own, so that they wait for no
+  /// collective.
+  DeviceLane& lane(c10::Device device, bool of_peers = false);
+  std::shared_ptr<Communicator::Request> request(const Call& call, const Flat& flat, int peer,
+                                                 int tag);
+  /// The work that a request keeps until it is done, because the work has the buffer, even if the
+  /// caller drops it. (A weak reference of torch's would keep the work's memory.)
+  struct KeptWork {
+    intrusive_ptr<PeerWork> work;
+    /// A hook is called for every operation, also for those that no caller waits for.
+    ~KeptWork() {
+      const auto engine = work->engine();
+      if (engine && engine->timed_) work->settle();
+    }
+  };
+  WorkPtr keep(intrusive_ptr<PeerWork> work, Communicator::Request& request);
+  void warn_of_hook(const std::string& what) noexcept;
+  /// Orders the lane after deliveries of earlier operations whose output this operation may read
+  /// without a wait in between.
+  void follow_deliveries(const std::vector<const void*>& reads, DeviceLane& lane,
+                         std::unique_lock<std::mutex>& lock);
+  /// Waits for the work that was queued on a device, as long as the operation may take.
+  void await(const c10::Event& event, const Call& call, c10::Device device);
+  void abort_peers(const std::string& reason) noexcept;
+  std::shared_ptr<PeerRoute> open_peers(c10::Device device, PeerRoute::Kind kind);
+  /// Throws if a wait at a rendezvous among devices is in vain.
+  void interrupt_check();
+  void set_lost(std::exception_ptr error) {
+    const std::lock_guard<std::mutex> lock(device_mutex_);
+    if (!lost_) lost_ = std::move(error);
+  }
+
+  std::mutex posted_mutex_;
+  std::vector<std::weak_ptr<KeptWork>> posted_;  ///< some may be done already
+  std::vector<intrusive_ptr<PeerWork>> wanted_;  ///< peer_waiter_ waits for these
+
+  Communicator comm_;
+  const std::shared_ptr<TorchStore> store_;
+  const std::string group_;
+  const size_t trace_size_;
+  const DeviceOptions device_options_;
+  std::atomic<bool> aborted_{false};
+  std::mutex device_mutex_;  ///< held while the streams of lanes get work
+  std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, bool>, std::unique_ptr<DeviceLane>> lanes_;
+  struct Pending {
+    std::vector<const void*> memory;  ///< memory that it writes
+    std::shared_ptr<c10::Event> delivered;
+    c10::weak_intrusive_ptr<DeviceWork> work;
+  };
+  std::vector<Pending> pending_;  ///< deliveries that may not be done
+  std::optional<c10::Device> used_device_;
+  std::exception_ptr lost_;   ///< error of an operation for which only streams waited
+  std::mutex meeting_mutex_;  ///< held while a route is opened
+  std::mutex routes_mutex_;
+  std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, PeerRoute::Kind>,
+           std::shared_ptr<PeerRoute>>
+      peers_;
+  std::atomic<uint64_t> seq_{0}, peer_seq_{0};
+  std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
+  std::atomic<bool> timed_{false};
+  Hook hook_;
+  std::atomic<bool> hook_failed_{false};
+
+  Queue leaving_;      ///< posts sends when they have left their device
+  Queue peer_waiter_;  ///< waits for posted requests whose futures are wanted
+  Queue queue_;        ///< the last member: it finishes before the others are destroyed
+};
+
+}  // namespace pycomm::torch_binding

@@ -1,0 +1,268 @@
+// Group operations of the "pycomm" process group: making groups from others, waiting for all ranks,
+// ending. A part of _c10d.
+#include "binding/torch/backend.h"
+
+namespace pycomm::torch_binding {
+
+Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                 intrusive_ptr<BackendOptions> options, const std::string& group,
+                 const Parent& parent)
+    : c10d::Backend(rank, size),
+      arguments_{rank, size},
+      store_(store),
+      group_(group),
+      options_(std::move(options)) {
+  CommunicatorOptions communicator = options_->communicator;
+  communicator.group = group;
+  communicator.timeout = unwrapped(options_->timeout);
+  communicator.description = options_->group_desc;
+  for (const uint64_t r : options_->global_ranks_in_group) {
+    communicator.global_ranks.push_back(static_cast<int>(r));
+  }
+  communicator.interrupt = &check_signals;
+  if (parent.engine) {
+    communicator.parent = &parent.engine->comm();
+    communicator.parent_ranks = parent.ranks;
+  }
+  open_ = std::make_shared<OpenGroup>(
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device), store);
+}
+
+namespace {
+
+/// Joins the straggler monitor, in which ranks compare their figures through the group's store.
+/// They do not keep the store alive: when its groups are gone, the port of its server must be free.
+void join_station(Backend& backend, const std::shared_ptr<OpenGroup>& group) {
+  const auto locked = [weak = std::weak_ptr<OpenGroup>(group)] {
+    const auto open = weak.lock();
+    if (auto living = open ? open->store() : nullptr) return living;
+    throw std::runtime_error("the store is gone");
+  };
+  const auto put = [locked](const std::string& key, const std::string& value) {
+    const auto living = locked();
+    const GilReleased release;
+    living->set(key, value);
+  };
+  const auto look = [locked](const std::string& key) -> std::optional<std::string> {
+    const auto living = locked();
+    const GilReleased release;
+    if (!living->check({key})) return std::nullopt;
+    const std::vector<uint8_t> value = living->get(key);
+    return std::string(value.begin(), value.end());
+  };
+  py::module_::import("pycomm.straggler.monitor")
+      .attr("join")(backend.trace(), py::cpp_function(put), py::cpp_function(look));
+}
+
+}  // namespace
+
+intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                     intrusive_ptr<BackendOptions> options, const std::string& name,
+                                     const Parent& parent) {
+  // A store outlives its groups, and values that an older group of this name left there must not be
+  // read by this one. So each rank counts its groups there.
+  const int64_t generation = store->add(name + ": groups of rank " + std::to_string(rank), 1);
+  auto backend = c10::make_intrusive<Backend>(store, rank, size, std::move(options),
+                                              name + "/" + std::to_string(generation), parent);
+  OpenGroups::all().add(backend->open_);
+  const GilAcquired gil;
+  join_station(*backend, backend->open_);
+  return backend;
+}
+
+// ------------------------------------------------------------------ groups from groups
+
+Parent Backend::as_parent(const std::vector<int>& ranks) const {
+  const bool ours =
+      std::all_of(ranks.begin(), ranks.end(), [this](int r) { return r >= 0 && r < size_; });
+  return ours ? Parent{open_->engine(), ranks} : Parent{};
+}
+
+/// Returns a copy of the caller's options, or of our own. Torch's default timeout means that the
+/// caller named none, so ours applies.
+intrusive_ptr<BackendOptions> Backend::options_for(const intrusive_ptr<Options>& given) const {
+  const auto* ours = dynamic_cast<const BackendOptions*>(given.get());
+  auto options = c10::make_intrusive<BackendOptions>(ours ? *ours : *options_);
+  if (options->timeout == kBackendDefaultTimeout) options->timeout = options_->timeout;
+  return options;
+}
+
+intrusive_ptr<Backend> Backend::made_from_this(const intrusive_ptr<c10d::Store>& store, int rank,
+                                               int size, const intrusive_ptr<Options>& given,
+                                               const Parent& parent) {
+  const auto options = options_for(given);
+  const auto fresh = c10::static_intrusive_pointer_cast<Backend>(fresh_.lock());
+  fresh_.reset();
+  if (fresh && fresh->open_->engine() && fresh->options_->group_name == options->group_name) {
+    return fresh;
+  }
+  auto made = with_python_errors(
+      [&] { return make(store, rank, size, options, options->group_name, parent); });
+  fresh_ = c10::weak_intrusive_ptr<c10d::Backend>(intrusive_ptr<c10d::Backend>(made));
+  return made;
+}
+
+intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& store,
+                                            const std::vector<int>& ranks,
+                                            const intrusive_ptr<Options>& opts) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+  if (mine == ranks.end()) return nullptr;
+  return made_from_this(store, static_cast<int>(mine - ranks.begin()),
+                        static_cast<int>(ranks.size()), opts, as_parent(ranks));
+}
+
+intrusive_ptr<c10d::Backend> Backend::merge(const intrusive_ptr<c10d::Store>& store,
+                                            const intrusive_ptr<Options>& opts, const int& rank,
+                                            const int& size) {
+  return made_from_this(store, rank, size, opts);
+}
+
+intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                             int shrink_flags, const intrusive_ptr<Options>& opts) {
+  constexpr int kAbort = 1;  // dist.SHRINK_ABORT
+  if (shrink_flags & kAbort) abort();
+  const auto options = options_for(opts);
+  const auto old_ranks = options_->global_ranks_in_group;
+  options->global_ranks_in_group.clear();
+  options->group_name = group_ + "/shrunk without";
+  int rank = -1, size = 0;
+  std::vector<int> kept;
+  for (int r = 0; r < size_; r++) {
+    if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), r) != ranks_to_exclude.end()) {
+      options->group_name += " " + std::to_string(r);
+      continue;
+    }
+    if (r == rank_) rank = size;
+    kept.push_back(r);
+    // Torch names the ranks of all groups but the default one.
+    options->global_ranks_in_group.push_back(old_ranks.empty() ? r : old_ranks[r]);
+    size++;
+  }
+  if (rank < 0) raise(arguments_.here() + "shrink: this rank is one of those to exclude");
+  return with_python_errors([&] {
+    try {
+      return make(store_, rank, size, options, options->group_name, as_parent(kept));
+    } catch (const PeerLost& lost) {
+      if (lost.rank < 0 || lost.rank >= size) throw;
+      const int ours = kept[lost.rank];  // for the next call
+      throw PeerLost(ours, std::string(lost.what()) + "; it is rank " + std::to_string(ours) +
+                               " of the group that shrinks: exclude it, too");
+    }
+  });
+}
+
+// ------------------------------------------------------------------ waiting for all ranks
+
+void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  // The barrier uses the store, not our own channels: it is for finding out why a group is stuck.
+  const auto limit = unwrapped(opts.timeout < Milliseconds(0) ? options_->timeout : opts.timeout);
+  const std::string in_time = " in " + std::to_string(limit.count()) + " ms";
+  const std::string key = group_ + "/monitored barrier " + std::to_string(++monitored_barriers_);
+  const auto came = [&](int rank) { return key + "/" + std::to_string(rank); };
+  const auto verdict = key + "/verdict";
+  const std::string good = "all ranks came";
+  const WithoutGil without_gil;
+  TorchStore store(store_);
+
+  if (rank_ > 0) {
+    store.set(came(rank_), "here");
+    std::string text;
+    try {
+      // This wait is longer than rank 0's, which may have come after us, to receive its verdict.
+      text = store.get(verdict, Deadline::after(limit + Milliseconds(2000)));
+    } catch (const Timeout&) {
+      text = "rank 0 did not come" + in_time;
+    }
+    if (text == good) return;
+    raise<Timeout>(arguments_.here() + "Rank " + std::to_string(rank_) +
+                   " successfully reached monitoredBarrier, but received errors while waiting for "
+                   "send/recv from rank 0. Please check rank 0 logs for faulty rank. Original "
+                   "exception: " +
+                   text);
+  }
+
+  const Deadline deadline = Deadline::after(limit);
+  std::string missing;
+  int count = 0;
+  for (int r = 1; r < size_ && (wait_all_ranks || count == 0); r++) {
+    try {
+      store.get(came(r), deadline);
+    } catch (const Timeout&) {
+      missing += (count++ ? ", " : "") + std::to_string(r);
+    }
+  }
+  std::string text = good;
+  if (limit.count() == 0 && size_ > 1) {
+    text = "Rank 0 timed out in monitoredBarrier after 0 ms";
+  } else if (count > 0) {
+    text = (wait_all_ranks ? "Ranks " : "Rank ") + missing + " failed to pass monitoredBarrier" +
+           in_time;
+  }
+  store.set(verdict, text);
+  if (text != good) raise<Timeout>(arguments_.here() + text);
+}
+
+// ------------------------------------------------------------------ state
+
+void Backend::setTimeout(Milliseconds timeout) {
+  options_->timeout = timeout;
+  engine()->set_timeout(unwrapped(timeout));
+}
+
+c10d::ErrorType Backend::getError() { return open_->error(); }
+
+void Backend::registerOnCompletionHook(Engine::Hook&& hook) {
+  if (onCompletionHook_)
+    raise(arguments_.here() + "the process group has a completion hook already");
+  onCompletionHook_ = std::move(hook);
+  engine()->set_hook(onCompletionHook_);
+}
+
+// ------------------------------------------------------------------ ending
+
+void Backend::abort() {
+  if (const auto engine = open_->engine()) engine->abort("called abort()");
+}
+
+std::string Work::whereabouts() const {
+  const auto engine = engine_.lock();
+  const WithoutGil without_gil;  // it may take a moment
+  return engine ? engine->comm().whereabouts() : "";
+}
+
+void Work::run_what_is_queued(Milliseconds timeout) {
+  if (!Queue::inside_any()) return;
+  const auto engine = engine_.lock();
+  if (!engine) return;
+  const auto done = [this] { return c10d::Work::isCompleted(); };
+  const WithoutGil without_gil;
+  if (!engine->runs_here()) return engine->wait_from_another(done, timeout);
+  if (engine->run_until(done, timeout) || timeout.count() > 0) return;
+  raise(describe() +
+        " cannot be waited for here: this is a callback on the thread that would complete it");
+}
+
+void Engine::wait_from_another(const std::function<bool()>& done, Milliseconds timeout) {
+  const Deadline deadline = deadline_of(timeout);
+  const Queue::Waiting waiting(queue_);
+  for (auto pause = std::chrono::microseconds(20); !done() && !deadline.expired();
+       pause = std::min<std::chrono::microseconds>(2 * pause, Milliseconds(5))) {
+    if (waiting.in_a_circle()) waiting.run_until(done, deadline);
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+void Engine::warn_of_hook(const std::string& what) noexcept {
+  if (hook_failed_.exchange(true)) return;  // a hook that always fails would fill the log
+  TORCH_WARN("rank ", comm_.rank(), ": a completion hook has raised; the operation that it was ",
+             "called for has come through: ", what, " (later errors of hooks are not shown)");
+}
+
+void Work::abort() {
+  const auto engine = engine_.lock();
+  if (engine && !isCompleted()) engine->abort("aborted its " + std::string(name_));
+}
+
+void Backend::shutdown() { open_->shutdown(); }
+
+}  // namespace pycomm::torch_binding

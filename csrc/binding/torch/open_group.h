@@ -1,0 +1,91 @@
+// Open group: a group ends by shutdown(), with its backend, or before the interpreter. A part of
+// _c10d.
+#pragma once
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "binding/torch/engine.h"
+#include "core/fork_guard.h"
+
+namespace pycomm::torch_binding {
+
+/// A backend's engine, and the store that its ranks used for the rendezvous. Code that observes a
+/// group that may end holds a weak reference to this: a weak reference to a backend or a store of
+/// torch would keep that from being destroyed.
+class OpenGroup {
+ public:
+  OpenGroup(std::shared_ptr<Engine> engine, intrusive_ptr<c10d::Store> store)
+      : engine_(std::move(engine)), store_(std::move(store)) {}
+
+  /// Null after shutdown.
+  std::shared_ptr<Engine> engine() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return engine_;
+  }
+  /// Null after shutdown.
+  intrusive_ptr<c10d::Store> store() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return store_;
+  }
+  /// Returns the kind of its last error; after shutdown the one that it had then.
+  c10d::ErrorType error() const {
+    const auto engine = this->engine();
+    return engine ? engine->error() : last_error_.load();
+  }
+  bool in_child() const { return fork_.in_child(); }
+  /// Throws Error in a forked child, which cannot use its parent's group.
+  void check_process(const std::string& who) const { fork_.refuse(who, "an operation"); }
+  void shutdown() {
+    if (fork_.in_child()) return;
+    const WithoutGil without_gil;  // callbacks may need it
+    const auto engine = this->engine();
+    if (!engine) return;
+    engine->finish();  // callbacks may still issue operations
+    last_error_ = engine->error();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    engine_.reset();
+    store_.reset();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  const ForkGuard fork_{};
+  std::shared_ptr<Engine> engine_;
+  intrusive_ptr<c10d::Store> store_;
+  std::atomic<c10d::ErrorType> last_error_{c10d::ErrorType::SUCCESS};
+};
+
+/// All open groups of this process: their threads end before the interpreter does.
+class OpenGroups {
+ public:
+  static OpenGroups& all() {
+    static OpenGroups groups;
+    return groups;
+  }
+  void add(const std::shared_ptr<OpenGroup>& group) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    groups_.erase(std::remove_if(groups_.begin(), groups_.end(),
+                                 [](const auto& known) { return known.expired(); }),
+                  groups_.end());
+    groups_.push_back(group);
+  }
+  /// Closes all groups, the youngest first, before the interpreter ends.
+  void shutdown() {
+    InterpreterEnd::begin();
+    std::vector<std::weak_ptr<OpenGroup>> groups;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      groups.swap(groups_);
+    }
+    for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+      if (const auto open = group->lock()) open->shutdown();
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<OpenGroup>> groups_;
+};
+
+}  // namespace pycomm::torch_binding

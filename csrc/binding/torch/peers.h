@@ -1,0 +1,106 @@
+// Peer routes: collectives on the tensors of accelerators that share a host. Kernels read and write
+// the peers' memory, and nothing goes through the host. A part of _c10d.
+#pragma once
+#include <deque>
+
+#include "binding/torch/device.h"
+#include "collectives/device/group.h"
+#include "core/trace.h"
+
+namespace pycomm::torch_binding {
+
+/// Declares a device other than CUDA's whose memory the host reads and writes as its own: its
+/// kernels are the host's.
+void set_host_addressable(c10::DeviceType type, bool addressable);
+
+/// Returns the value that this rank publishes before a route is opened. It is equal on all ranks
+/// that can have one.
+std::string peer_host(c10::Device device);
+
+/// A route with those calls of a Communicator that operations use. They queue work on the current
+/// stream.
+class PeerRoute {
+ public:
+  /// The use of a route: operations on data as they are, or with codecs.
+  enum class Kind { exact, coded };
+  /// Opens the route; all ranks together. Throws Error if they share no memory, and whatever
+  /// `interrupt_check` throws, which is called now and then during waits.
+  PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
+            c10::Device device, Kind kind, Milliseconds timeout, std::shared_ptr<Trace> trace,
+            std::function<void()> interrupt_check);
+  /// Waits for queued work first.
+  ~PeerRoute();
+  PeerRoute(const PeerRoute&) = delete;
+
+  int rank() const { return group_.rank(); }
+  c10::Device device() const { return device_; }
+  std::string describe() const { return group_.describe(); }
+
+  void all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, double factor, Milliseconds) {
+    group_.all_reduce(data, numel, dtype, op, stream(), factor);
+  }
+  void reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op, double factor,
+                      Milliseconds) {
+    group_.reduce_scatter(in, out, dtype, op, stream(), factor);
+  }
+  void reduce_scatter(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
+                      double factor, Milliseconds) {
+    group_.reduce_scatter(ConstParts(in, numel), out, dtype, op, stream(), factor);
+  }
+  void all_gather(const void* in, const Parts& out, DType dtype, Milliseconds) {
+    group_.all_gather(in, out, dtype, stream());
+  }
+  void all_gather(const void* in, void* out, size_t numel, DType dtype, Milliseconds) {
+    group_.all_gather(in, Parts(out, numel), dtype, stream());
+  }
+  void all_to_all(const ConstParts& in, const Parts& out, DType dtype, Milliseconds) {
+    group_.all_to_all(in, out, dtype, stream());
+  }
+  void broadcast(void* data, size_t numel, DType dtype, int root, Milliseconds) {
+    group_.broadcast(data, numel, dtype, root, stream());
+  }
+  void reduce(const void* in, void* out, size_t numel, DType dtype, ReduceOp op, int root,
+              double factor, Milliseconds) {
+    group_.reduce(in, out, numel, dtype, op, root, stream(), factor);
+  }
+  void gather(const void* in, size_t numel, const Parts& out, DType dtype, int root, Milliseconds) {
+    group_.gather(in, numel, out, dtype, root, stream());
+  }
+  void scatter(const ConstParts& in, void* out, size_t numel, DType dtype, int root, Milliseconds) {
+    group_.scatter(in, out, numel, dtype, root, stream());
+  }
+
+  /// True if this route can run such an operation with these codecs.
+  bool can_code(Op op, const CodedArgs& args) const;
+  /// Calls op(group, stream) with the scratch memory of an operation with codecs.
+  void code(Op op, const CodedArgs& args, const std::function<void(DeviceGroup&, Stream)>& call);
+
+  /// Sets the operation that is queued last, which is done at an event. The trace shows it as one
+  /// of a separate group, whose numbers are those of this route.
+  void set_last(OpTag tag, std::shared_ptr<c10::Event> event);
+  void set_timeout(Milliseconds timeout) { group_.set_timeout(timeout); }
+  /// Throws the errors of the work so far.
+  void check() const;
+  void abort(const std::string& reason) noexcept { group_.abort(reason); }
+
+ private:
+  /// Tells the trace which operations have ended.
+  void look();
+
+  /// Returns the current stream. Kernels of the host run when the stream reaches them.
+  Stream stream() const;
+
+  const c10::Device device_;
+  DeviceGroup group_;
+  std::shared_ptr<c10::Event> last_;
+  const std::shared_ptr<Trace> trace_;
+  struct UnderWay {
+    uint64_t record;
+    std::shared_ptr<c10::Event> done;
+  };
+  std::mutex under_way_mutex_;
+  std::deque<UnderWay> under_way_;
+  uint64_t seq_ = 0;
+};
+
+}  // namespace pycomm::torch_binding

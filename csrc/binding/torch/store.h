@@ -1,0 +1,109 @@
+// Store adapter: a c10d store as a pycomm Store.
+#pragma once
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "binding/torch/support.h"
+#include "transports/store.h"
+
+namespace pycomm::torch_binding {
+
+class TorchStore final : public Store {
+ public:
+  explicit TorchStore(intrusive_ptr<c10d::Store> store)
+      : store_(std::move(store)), extended_(store_->hasExtendedApi()), is_tcp_(is_tcp(*store_)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    asking(key, [&] { store_->set(key, as_bytes(value)); });
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    wait(key, deadline);
+    return asking(key, [&] { return as_text(store_->get(key)); });
+  }
+  std::optional<std::string> find(const std::string& key) override {
+    return asking(key, [&]() -> std::optional<std::string> {
+      if (is_tcp_) {  // one round trip where check() and get() take three
+        const std::vector<uint8_t> absent = as_bytes(kAbsent);
+        const std::vector<uint8_t> value = store_->compareSet(key, absent, absent);
+        if (value == absent) return std::nullopt;
+        return as_text(value);
+      }
+      if (!store_->check({key})) return std::nullopt;
+      return as_text(store_->get(key));
+    });
+  }
+  std::optional<std::vector<std::string>> find_all(const std::vector<std::string>& keys) override {
+    if (keys.size() < 2 || !extended_) return Store::find_all(keys);
+    return asking(keys[0], [&]() -> std::optional<std::vector<std::string>> {
+      // check() never waits. A wait that ends before the keys are there makes torch log warnings,
+      // and one that is shorter than a round trip never succeeds.
+      if (!store_->check(keys)) return std::nullopt;
+      std::vector<std::string> values;
+      for (const auto& value : store_->multiGet(keys)) values.push_back(as_text(value));
+      return values;
+    });
+  }
+  bool appends() const override { return extended_; }
+  void append(const std::string& key, const std::string& value) override {
+    asking(key, [&] { store_->append(key, as_bytes(value)); });
+  }
+
+ private:
+  /// A value that we never set: compareSet() returns it for a missing key, and sets nothing.
+  static constexpr const char* kAbsent = "pycomm: no such key";
+
+  static bool is_tcp(c10d::Store& store) {
+    auto* prefix = dynamic_cast<c10d::PrefixStore*>(&store);
+    if (prefix == nullptr) return dynamic_cast<c10d::TCPStore*>(&store) != nullptr;
+    return dynamic_cast<c10d::TCPStore*>(prefix->getUnderlyingNonPrefixStore().get()) != nullptr;
+  }
+  static std::string as_text(const std::vector<uint8_t>& value) {
+    return std::string(value.begin(), value.end());
+  }
+  static std::vector<uint8_t> as_bytes(const std::string& text) {
+    return std::vector<uint8_t>(text.begin(), text.end());
+  }
+  /// What torch throws itself has its stack in its text.
+  [[noreturn]] static void throw_failed(const std::string& key, const std::exception& error) {
+    const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+    throw Error("the store failed at the key " + key + ": " +
+                (torchs ? torchs->what_without_backtrace() : error.what()));
+  }
+  template <typename Ask>
+  auto asking(const std::string& key, const Ask& ask) -> decltype(ask()) {
+    try {
+      return ask();
+    } catch (const std::exception& e) {
+      throw_failed(key, e);
+    }
+  }
+  void wait(const std::string& key, Deadline deadline) {
+    const auto there = [&] { return asking(key, [&] { return store_->check({key}); }); };
+    if (there()) return;
+    if (!extended_) {  // c10d's FileStore ends a wait at the next whole second
+      for (auto pause = Milliseconds(1); !deadline.expired();
+           pause = std::min(2 * pause, Milliseconds(10))) {
+        std::this_thread::sleep_for(std::min(pause, deadline.left() + Milliseconds(1)));
+        if (there()) return;
+      }
+    } else if (!deadline.expired()) {
+      try {
+        // The remaining time is rounded down, and c10d reads a wait of 0 as "for ever".
+        return store_->wait({key}, deadline.left() + Milliseconds(1));
+      } catch (const std::exception& e) {
+        if (!deadline.expired()) throw_failed(key, e);
+      }
+      if (there()) return;  // the answer may have come after the wait ended
+    }
+    throw Timeout("nobody set the key " + key + " in the store within " +
+                  std::to_string(deadline.limit().count()) + " ms");
+  }
+
+  const intrusive_ptr<c10d::Store> store_;
+  const bool extended_;  ///< it has append() and multiGet()
+  const bool is_tcp_;
+};
+
+}  // namespace pycomm::torch_binding

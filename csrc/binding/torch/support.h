@@ -1,0 +1,255 @@
+// Support code around torch: errors as Python exceptions, tensors as flat memory. Only the files of
+// binding/torch include torch; they are one compilation unit.
+#pragma once
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "binding/core/errors.h"
+#include "collectives/common/parts.h"
+#include "collectives/queue.h"
+
+namespace pycomm::torch_binding {
+
+namespace py = pybind11;
+using c10::intrusive_ptr;
+using c10d::OpType;
+using Tensors = std::vector<at::Tensor>;
+
+// ------------------------------------------------------------------ errors
+
+/// Returns the same error as an exception of pycomm.errors. Torch passes this form through
+/// unchanged, also out of futures and out of backward(), and it may be thrown many times.
+inline std::exception_ptr as_python(std::exception_ptr error) {
+  if (!Py_IsInitialized() || Py_IsFinalizing()) return error;
+  GilAcquired gil;
+  try {
+    translate_errors(error);
+  } catch (...) {
+    return error;  // not one of ours
+  }
+  python_error python;
+  python.persist();
+  return std::make_exception_ptr(std::move(python));
+}
+
+/// Releases the interpreter for other threads, if this one has it.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (Py_IsInitialized() && PyGILState_Check()) release_.emplace();
+  }
+
+ private:
+  std::optional<GilReleased> release_;
+};
+
+/// The end of the interpreter, at which a thread that comes out of C++ and asks for it is ended on
+/// the spot, in the middle of C++, which ends the process. So threads that wake up in here then
+/// stay.
+class InterpreterEnd {
+ public:
+  /// Called by the thread that ends the interpreter, before it waits for others.
+  static void begin() {
+    ending_thread() = std::this_thread::get_id();
+    begun() = true;
+  }
+  static bool has_begun() { return begun().load(std::memory_order_relaxed); }
+  /// Called by threads of Python, before they leave a wait: they are daemons, for Python has waited
+  /// for all others. Does not return once the end has begun.
+  static void stay_if_begun() {
+    if (!has_begun() || Queue::inside_any()) return;
+    if (std::this_thread::get_id() == ending_thread()) return;
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+
+ private:
+  static std::atomic<bool>& begun() {
+    static std::atomic<bool> begun{false};
+    return begun;
+  }
+  static std::thread::id& ending_thread() {
+    static std::thread::id id;
+    return id;
+  }
+};
+
+/// Throws an error to a caller in torch or Python.
+[[noreturn]] inline void leave_with(const std::exception_ptr& error) {
+  InterpreterEnd::stay_if_begun();  // a Python exception needs the interpreter, too
+  const std::exception_ptr python = as_python(error);
+  InterpreterEnd::stay_if_begun();
+  std::rethrow_exception(python);
+}
+
+template <typename E = Error>
+[[noreturn]] void raise(const std::string& text) {
+  leave_with(std::make_exception_ptr(E(text)));
+}
+
+template <typename F>
+auto with_python_errors(F&& f) {
+  try {
+    return f();
+  } catch (...) {
+    leave_with(std::current_exception());
+  }
+}
+
+// ----------------------------------------------------------------- tensors
+
+inline std::optional<DType> find_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::float32;
+    case at::kDouble:
+      return DType::float64;
+    case at::kHalf:
+      return DType::float16;
+    case at::kBFloat16:
+      return DType::bfloat16;
+    case at::kFloat8_e4m3fn:
+      return DType::float8_e4m3;
+    case at::kFloat8_e5m2:
+      return DType::float8_e5m2;
+    case at::kChar:
+      return DType::int8;
+    case at::kShort:
+      return DType::int16;
+    case at::kInt:
+      return DType::int32;
+    case at::kLong:
+      return DType::int64;
+    case at::kByte:
+      return DType::uint8;
+    case at::kUInt16:
+      return DType::uint16;
+    case at::kUInt32:
+      return DType::uint32;
+    case at::kUInt64:
+      return DType::uint64;
+    case at::kBool:
+      return DType::boolean;
+    case at::kComplexFloat:
+      return DType::complex64;
+    case at::kComplexDouble:
+      return DType::complex128;
+    default:
+      return std::nullopt;
+  }
+}
+
+/// A tensor as an operation that only moves data sees it: dtypes that the core does not know travel
+/// as bytes.
+struct Elements {
+  explicit Elements(const at::Tensor& t)
+      : dtype(find_dtype(t.scalar_type()).value_or(DType::uint8)),
+        per_element(find_dtype(t.scalar_type()) ? 1 : t.element_size()) {}
+  size_t count(const at::Tensor& t) const { return static_cast<size_t>(t.numel()) * per_element; }
+
+  DType dtype;
+  size_t per_element;
+};
+
+/// A tensor as one run of memory: the tensor itself where it is contiguous, else a copy.
+class Flat {
+ public:
+  explicit Flat(const at::Tensor& t)
+      : tensor_(t), flat_(is_flat(t) ? t : t.resolve_conj().resolve_neg().contiguous()) {}
+
+  const void* in() const { return flat_.const_data_ptr(); }
+  void* out() const { return flat_.mutable_data_ptr(); }
+  const at::Tensor& tensor() const { return tensor_; }
+  size_t numel() const { return static_cast<size_t>(flat_.numel()); }
+  size_t bytes() const { return flat_.nbytes(); }
+  /// Copies what was written to out() into the tensor.
+  void finish() const {
+    if (!flat_.is_same(tensor_)) tensor_.copy_(flat_);
+  }
+
+ private:
+  // True if contiguous() would return the tensor, without a new reference at each step.
+  static bool is_flat(const at::Tensor& t) {
+    return !t.is_conj() && !t.is_neg() && t.is_contiguous();
+  }
+
+  at::Tensor tensor_, flat_;
+};
+
+/// One tensor per rank, each as one run of memory.
+class FlatList {
+ public:
+  explicit FlatList(const Tensors& tensors) {
+    for (const at::Tensor& t : tensors) {
+      flats_.emplace_back(t);
+      numels_.push_back(Elements(t).count(t));
+    }
+  }
+  /// Returns parts for operations that read the tensors. No list gives no parts.
+  std::vector<ConstPart> in() const {
+    std::vector<ConstPart> parts;
+    for (size_t r = 0; r < flats_.size(); r++) parts.push_back({flats_[r].in(), numels_[r]});
+    return parts;
+  }
+  /// Returns parts for operations that write the tensors; finish() must follow.
+  std::vector<Part> out() const {
+    std::vector<Part> parts;
+    for (size_t r = 0; r < flats_.size(); r++) parts.push_back({flats_[r].out(), numels_[r]});
+    return parts;
+  }
+  const std::vector<size_t>& numels() const { return numels_; }
+  void finish() const {
+    for (const Flat& flat : flats_) flat.finish();
+  }
+
+ private:
+  std::vector<Flat> flats_;
+  std::vector<size_t> numels_;
+};
+
+/// Returns room for the values of all tensors.
+inline at::Tensor empty_for(const Tensors& tensors) {
+  int64_t numel = 0;
+  for (const at::Tensor& t : tensors) numel += t.numel();
+  return at::empty({numel}, tensors.at(0).options());
+}
+
+/// Calls visit(part, t) with the part of `packed` that has the values of t, in its shape.
+template <typename F>
+void for_each_part(const at::Tensor& packed, const Tensors& tensors, const F& visit) {
+  int64_t offset = 0;
+  for (const at::Tensor& t : tensors) {
+    visit(packed.narrow(0, offset, t.numel()).view(t.sizes()), t);
+    offset += t.numel();
+  }
+}
+
+/// Returns the values of all tensors, one after another.
+inline at::Tensor pack(const Tensors& tensors) {
+  const at::Tensor packed = empty_for(tensors);
+  if (!packed.is_cpu()) {
+    for_each_part(packed, tensors,
+                  [](const at::Tensor& part, const at::Tensor& t) { part.copy_(t); });
+    return packed;
+  }
+  auto* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  for (const at::Tensor& t : tensors) {
+    const Flat flat(t);
+    if (flat.bytes()) std::memcpy(to, flat.in(), flat.bytes());
+    to += flat.bytes();
+  }
+  return packed;
+}
+
+inline void unpack(const at::Tensor& packed, const Tensors& tensors) {
+  for_each_part(packed, tensors,
+                [](const at::Tensor& part, const at::Tensor& t) { t.copy_(part); });
+}
+
+}  // namespace pycomm::torch_binding

@@ -1,0 +1,156 @@
+// CUDA kernels of the codecs with blocks. The codec provides a Coder, which turns four values into
+// their codes and back; the arithmetic is in block.h and in the header of the codec. Compiled by
+// nvcc and NVRTC.
+#pragma once
+#include "codecs/base/block.h"
+#include "core/cuda_vector.h"
+#include "core/types.h"
+
+namespace pycomm::codecs {
+
+/// Arguments of every encode kernel; pycomm/codecs/nvrtc.py has the same fields in the same order.
+struct EncodeParams {
+  const float* in;
+  const float* residual;
+  float* new_residual;
+  float* scales;
+  uint8_t* codes;
+  uint64_t numel;
+  uint64_t seed;
+  uint64_t group;  ///< place of in[0] in its tensor / 4: the counter of its random words
+  uint32_t step;
+  uint32_t tensor;
+  uint32_t block_bits;     ///< a block has 1 << block_bits values
+  uint32_t shift;          ///< added to every random word
+  uint32_t options;        ///< of the codec
+  const float* agreed;     ///< ternary: numbers that the ranks agreed on, one per block
+  uint32_t* header;        ///< rotate, eden: start of a payload
+  uint64_t key;            ///< rotate, eden: seed of the signs
+  uint32_t rotation_bits;  ///< rotate, eden: a rotation has 1 << rotation_bits values
+};
+
+/// Arguments of every decode kernel; pycomm/codecs/nvrtc.py has the same fields, too.
+struct DecodeParams {
+  const float* scales;
+  const uint8_t* codes;
+  float* out;
+  uint64_t numel;
+  uint32_t block_bits;
+  uint32_t options;
+  const uint32_t* header;  ///< as when encoding
+  uint32_t rotation_bits;
+  uint32_t add;  ///< rotate, eden: 1 if values are added to out
+};
+
+/// Codes of four values, and the values that they represent before the scale.
+template <typename Codes>
+struct Encoded {
+  Codes codes;
+  cuda::Vector<float> value;
+};
+
+/// Blocks of up to 512 values fit in a tile of kSmall rows; a tile of kLarge rows takes any.
+constexpr int kSmall = 4;
+constexpr int kLarge = kMaxBlock / cuda::kRow;
+
+/// Reduces the maximum of each lane's values of a row to the maximum of their block.
+template <int kRows>
+__device__ void max_of_blocks(uint32_t (&top)[kRows], uint32_t block) {
+#pragma unroll
+  for (int step = 1; step < kRows; step *= 2) {
+    if (step * cuda::kRow < block) {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        if ((row & step) == 0) top[row] = top[row + step] = max(top[row], top[row + step]);
+      }
+    }
+  }
+#pragma unroll
+  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
+    if (lane * cuda::kVector < block) {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        top[row] = max(top[row], __shfl_xor_sync(~0u, top[row], lane));
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------- kernels
+
+template <typename Coder, int kRows, bool kFeedback>
+__global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const EncodeParams args) {
+  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
+  if (tile.empty()) return;
+  const uint32_t block = 1u << args.block_bits;
+
+  cuda::Vector<float> p[kRows];
+  tile.load(args.in, p);
+  if (kFeedback) {
+    cuda::Vector<float> residual[kRows];
+    tile.load(args.residual, residual);
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
+    }
+  }
+
+  uint32_t top[kRows];
+  for (int row = 0; row < kRows; row++) {
+    top[row] = 0;
+    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(p[row].v[k]));
+  }
+  max_of_blocks(top, block);
+
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    const size_t i = tile.index(row);
+    const float amax = bits_float(top[row]);
+    const float s = scale(amax, Coder::kTop);
+    if (i % block == 0 && i < args.numel) args.scales[i >> args.block_bits] = s;
+
+    Encoded<typename Coder::Codes> encoded{};
+    if (used(amax)) encoded = Coder::encode(p[row], inv_scale(amax, Coder::kTop), args, i / 4);
+    // Codes are padded with zeros to a multiple of four bytes.
+    constexpr size_t kWord = 32 / Coder::kBits;
+    if (i / kWord * kWord < args.numel) {
+      reinterpret_cast<typename Coder::Codes*>(args.codes)[i / 4] = encoded.codes;
+    }
+
+    if (kFeedback) {
+      cuda::Vector<float> kept{};
+      if (!(amax < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
+      for (int k = 0; k < cuda::kVector; k++) {
+        p[row].v[k] = owed(p[row].v[k], encoded.value.v[k] * s, kept.v[k]);
+      }
+    }
+  }
+  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+}
+
+template <typename Coder, bool kAdd>
+__global__ void __launch_bounds__(cuda::kThreads) decode_blocks(const DecodeParams args) {
+  const cuda::Tile<kSmall> tile(args.numel, args.out);
+  if (tile.empty()) return;
+
+  typename Coder::Codes codes[kSmall];
+  float s[kSmall];
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const size_t i = tile.index(row);
+    const bool there = i < args.numel;
+    codes[row] = there ? reinterpret_cast<const typename Coder::Codes*>(args.codes)[i / 4] : 0;
+    s[row] = there ? args.scales[i >> args.block_bits] : 0.0f;
+  }
+  cuda::Vector<float> value[kSmall];
+  if (kAdd) tile.load(args.out, value);
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const cuda::Vector<float> decoded = Coder::decode(codes[row], s[row]);
+    for (int k = 0; k < cuda::kVector; k++) {
+      value[row].v[k] = kAdd ? value[row].v[k] + decoded.v[k] : decoded.v[k];
+    }
+  }
+  tile.store(args.out, args.numel, value);
+}
+
+}  // namespace pycomm::codecs

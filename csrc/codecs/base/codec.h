@@ -1,0 +1,105 @@
+// Codec: a stateless map between float32 values and wire bytes. Bytes: docs/wire/.
+#pragma once
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/types.h"
+
+namespace pycomm {
+
+/// How the payloads of a codec are combined across ranks.
+enum class Combine : uint8_t {
+  /// Contributions of one step add up to something that the codec encodes without loss: the owner
+  /// encodes the sum of the decoded values with the same key, and every rank that decodes it
+  /// divides (random-k, ternary).
+  sum,
+  recode,  ///< decode_add at the owner, divide, then encode again (cast, quant, mx, sign)
+  gather,  ///< payloads differ in place: all-gather, then decode_add each in rank order (top-k)
+};
+
+/// Key of every random number of one encode: a value's rounding depends on the key and on its index
+/// in its tensor, never on thread, bucket layout or number of ranks.
+struct RandomKey {
+  uint64_t seed = 0;
+  uint32_t step = 0;
+  uint32_t tensor = 0;
+  /// The rank that encodes, among how many that encode the same tensor: for rounding that is
+  /// correlated across ranks, where `seed` is the same on all of them.
+  uint32_t rank = 0;
+  uint32_t ranks = 1;
+};
+
+struct EncodeArgs {
+  Span<const float> in;
+  Span<uint8_t> out;                ///< exactly encoded_bytes(in.size)
+  const float* residual = nullptr;  ///< in.size values; null: no feedback
+  float* new_residual = nullptr;    ///< may be `residual`; null iff `residual` is null
+  RandomKey key;
+  uint64_t index = 0;  ///< place of in[0] in its tensor; a multiple of granule()
+  /// For a codec that agrees(): for each granule of `in` the largest of the numbers that the ranks
+  /// measured.
+  const float* agreed = nullptr;
+  /// With Combine::sum: `in` is a sum of decoded contributions of this key, so it is encoded as it
+  /// is: a codec that scales what it sends (random-k) must not do so again.
+  bool summed = false;
+  Stream stream;
+};
+
+/// Stateless and thread-safe codec. Error feedback and step counters live in the caller.
+class PYCOMM_API Codec {
+ public:
+  virtual ~Codec() = default;
+
+  virtual std::string_view name() const = 0;
+  /// Canonical text, "quant:bits=4,block=128,rounding=nearest": equal text, equal bytes.
+  virtual std::string spec() const = 0;
+  virtual Combine combine() const = 0;
+  /// Version that is raised whenever a byte on the wire changes; checked in the rendezvous.
+  virtual int wire_version() const = 0;
+
+  /// Block size: a tensor may be cut for encoding only at multiples of this many values; 0: not at
+  /// all.
+  virtual size_t granule() const = 0;
+  /// Exact payload size, a multiple of 4: both ends know it without a header. If variable(), the
+  /// largest size.
+  virtual size_t encoded_bytes(size_t numel) const = 0;
+
+  /// True if payloads begin with a uint32 that says how many of their bytes are used, a multiple of
+  /// 4. Only those need to travel.
+  virtual bool variable() const { return false; }
+  /// True if all ranks encode with the same seed: the combined meaning of their payloads depends on
+  /// it.
+  virtual bool shared_seed() const { return combine() == Combine::sum; }
+
+  /// Scratch memory that, on cuda, the stream of a call on this many values must provide; its
+  /// contents are not kept between calls.
+  virtual size_t scratch_bytes(size_t numel) const {
+    (void)numel;
+    return 0;
+  }
+
+  /// True if ranks, before they encode, agree on the largest of the numbers that each has measured,
+  /// one for each granule of a tensor.
+  virtual bool agrees() const { return false; }
+  /// Computes out[g] = measure of granule g of in + residual (null: none). Only if agrees().
+  virtual void measure(Span<const float> in, const float* residual, Span<float> out,
+                       Stream stream) const;
+
+  /// Encodes in one pass. With a residual: p = in + residual, out = code(p), new_residual = p -
+  /// decode(out). A block that holds Inf or NaN travels as NaN and leaves its residual as it was.
+  virtual void encode(const EncodeArgs& args) const = 0;
+  /// Computes out = decode(payload). `payload.size` must be encoded_bytes(out.size); payload bytes
+  /// come from the network and may hold anything.
+  virtual void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const = 0;
+  /// Computes out = out + decode(payload), in float32.
+  virtual void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const = 0;
+};
+
+/// Makes a codec from a spec such as "quant:bits=4,block=128"; omitted options have their default.
+/// Throws Error with the list of known names.
+PYCOMM_API std::unique_ptr<Codec> make_codec(std::string_view spec);
+PYCOMM_API std::vector<std::string> codec_names();
+
+}  // namespace pycomm

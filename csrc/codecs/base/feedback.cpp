@@ -1,0 +1,229 @@
+// Feedback on the CPU: stored values are widened to float32, encoded once, and stored again.
+#include "codecs/base/feedback.h"
+
+#include <cstring>
+
+#include "codecs/base/loops.h"
+#include "core/error.h"
+
+namespace pycomm::feedback {
+namespace {
+
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even
+constexpr float kTop = 127.0f;
+
+// ------------------------------------------------------------------------- stored forms
+
+PYCOMM_SIMD void load_bfloat16(const uint16_t* __restrict in, size_t n, float* __restrict out) {
+  for (size_t i = 0; i < n; i++) out[i] = BFloat16::decode(in[i]);
+}
+
+PYCOMM_SIMD void store_bfloat16(const float* __restrict in, size_t n, uint16_t* __restrict out) {
+  for (size_t i = 0; i < n; i++) out[i] = static_cast<uint16_t>(BFloat16::encode_saturating(in[i]));
+}
+
+PYCOMM_SIMD void load_int8(const uint8_t* __restrict in, size_t n, float* __restrict out) {
+  for (size_t lo = 0; lo < n; lo += kBlock, in += kBlockBytes) {
+    float scale;
+    std::memcpy(&scale, in, sizeof scale);
+    const auto* codes = reinterpret_cast<const int8_t*>(in + sizeof scale);
+    const size_t count = n - lo < kBlock ? n - lo : kBlock;
+    for (size_t i = 0; i < count; i++) out[lo + i] = static_cast<float>(codes[i]) * scale;
+  }
+}
+
+// A block that is too large for a float32 scale is dropped: it would make every later step
+// overflow.
+PYCOMM_SIMD void store_int8(const float* __restrict in, size_t n, uint8_t* __restrict out) {
+  for (size_t lo = 0; lo < n; lo += kBlock, out += kBlockBytes) {
+    const size_t count = n - lo < kBlock ? n - lo : kBlock;
+    const float amax = codecs::max_magnitude(in + lo, count);
+    const bool used = codecs::used(amax);
+    const float scale = used ? amax / kTop : 0.0f;
+    const float inv = used ? kTop / amax : 0.0f;
+    std::memcpy(out, &scale, sizeof scale);
+    auto* codes = reinterpret_cast<int8_t*>(out + sizeof scale);
+    if (!used) {
+      std::memset(codes, 0, kBlock);
+      continue;
+    }
+    for (size_t i = 0; i < count; i++) {
+      codes[i] = static_cast<int8_t>(static_cast<int>((in[lo + i] * inv + kRound) - kRound));
+    }
+    std::memset(codes + count, 0, kBlock - count);
+  }
+}
+
+// -------------------------------------------------------------------------------- rules
+
+PYCOMM_SIMD void blend(const float* e, const float* owed, float decay, size_t n, float* out) {
+  const float rest = 1.0f - decay;
+  for (size_t i = 0; i < n; i++) out[i] = decay * e[i] + rest * owed[i];
+}
+
+PYCOMM_SIMD void advance(const float* __restrict x, float decay, size_t n, float* __restrict u) {
+  for (size_t i = 0; i < n; i++) u[i] = decay * u[i] + x[i];
+}
+
+PYCOMM_SIMD void advance_nesterov(const float* __restrict x, float decay, size_t n,
+                                  float* __restrict u, float* __restrict ahead) {
+  for (size_t i = 0; i < n; i++) {
+    u[i] = decay * (u[i] + x[i]);
+    ahead[i] = u[i] + x[i];
+  }
+}
+
+/// Applies momentum factor masking: what has been sent must not push again.
+PYCOMM_SIMD void mask(const float* x, const float* v, const float* owed, size_t n, float* u) {
+  for (size_t i = 0; i < n; i++) u[i] = owed[i] == x[i] + v[i] ? u[i] : 0.0f;
+}
+
+PYCOMM_SIMD void negate(size_t n, float* x) {
+  for (size_t i = 0; i < n; i++) x[i] = -x[i];
+}
+
+/// Computes g + decode from minus_g and the error that the encode has left: decode = (x - g) -
+/// owed.
+PYCOMM_SIMD void follow(const float* x, const float* minus_g, const float* owed, size_t n,
+                        float* g) {
+  for (size_t i = 0; i < n; i++) g[i] = ((x[i] + minus_g[i]) - owed[i]) - minus_g[i];
+}
+
+enum Place : size_t { kResidual, kMomentum, kAhead, kOwed };
+
+float* loaded(const Feedback& feedback, const Memory& memory, size_t n, float* to) {
+  load(feedback.storage, memory.old, {to, n});
+  return to;
+}
+
+/// Input of the codec: p = x + residual.
+struct Past {
+  Past(const Feedback& feedback, Span<const float> in, Scratch& scratch) : x(in.data) {
+    const size_t n = in.size;
+    if (feedback.error) {
+      residual = loaded(feedback, feedback.error, n, scratch.get(kResidual, n));
+      if (feedback.kind == Kind::ef21) negate(n, residual);
+    }
+    if (feedback.kind != Kind::momentum) return;
+    u = loaded(feedback, feedback.momentum, n, scratch.get(kMomentum, n));
+    if (feedback.nesterov) {
+      float* const ahead = scratch.get(kAhead, n);
+      advance_nesterov(in.data, feedback.decay, n, u, ahead);
+      x = ahead;
+    } else {
+      advance(in.data, feedback.decay, n, u);
+      x = u;
+    }
+  }
+
+  const float* x;
+  float* residual = nullptr;
+  float* u = nullptr;
+};
+
+/// True if the codec reads and writes the memory itself.
+bool is_plain(const Feedback& feedback) {
+  return feedback.kind == Kind::residual && feedback.storage == Storage::float32;
+}
+
+}  // namespace
+
+size_t stored_bytes(Storage storage, size_t numel) {
+  switch (storage) {
+    case Storage::float32:
+      return numel * sizeof(float);
+    case Storage::bfloat16:
+      return numel * sizeof(uint16_t);
+    case Storage::int8:
+      return (numel + kBlock - 1) / kBlock * kBlockBytes;
+  }
+  throw Error("feedback: unknown storage");
+}
+
+void load(Storage storage, const uint8_t* stored, Span<float> out) {
+  switch (storage) {
+    case Storage::float32:
+      std::memcpy(out.data, stored, out.size * sizeof(float));
+      return;
+    case Storage::bfloat16:
+      load_bfloat16(reinterpret_cast<const uint16_t*>(stored), out.size, out.data);
+      return;
+    case Storage::int8:
+      load_int8(stored, out.size, out.data);
+  }
+}
+
+void store(Storage storage, Span<const float> in, uint8_t* stored) {
+  switch (storage) {
+    case Storage::float32:
+      std::memcpy(stored, in.data, in.size * sizeof(float));
+      return;
+    case Storage::bfloat16:
+      store_bfloat16(in.data, in.size, reinterpret_cast<uint16_t*>(stored));
+      return;
+    case Storage::int8:
+      store_int8(in.data, in.size, stored);
+  }
+}
+
+Feedback Feedback::at(size_t row, size_t numel, size_t offset) const {
+  const size_t bytes = row * stored_bytes(storage, numel) + stored_bytes(storage, offset);
+  Feedback moved = *this;
+  if (error) moved.error = error.at(bytes);
+  if (momentum) moved.momentum = momentum.at(bytes);
+  return moved;
+}
+
+float* Scratch::get(size_t place, size_t numel) {
+  Place& room = places_[place];
+  if (room.numel < numel) {
+    room.floats.reset(new float[numel]);
+    room.numel = numel;
+  }
+  return room.floats.get();
+}
+
+void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scratch& scratch) {
+  if (!feedback) return codec.encode(args);
+  if (is_plain(feedback)) {
+    args.residual = reinterpret_cast<const float*>(feedback.error.old);
+    args.new_residual = reinterpret_cast<float*>(feedback.error.fresh);
+    return codec.encode(args);
+  }
+  const size_t n = args.in.size;
+  const Past past(feedback, args.in, scratch);
+  float* const owed = scratch.get(kOwed, n);
+  args.in.data = past.x;
+  if (feedback.error) {
+    args.residual = past.residual;
+    args.new_residual = owed;
+  }
+  codec.encode(args);
+
+  switch (feedback.kind) {
+    case Kind::residual:
+      break;
+    case Kind::ema:
+      blend(past.residual, owed, feedback.decay, n, owed);
+      break;
+    case Kind::momentum:
+      if (feedback.error) mask(past.x, past.residual, owed, n, past.u);
+      store(feedback.storage, {past.u, n}, feedback.momentum.fresh);
+      break;
+    case Kind::ef21:
+      follow(past.x, past.residual, owed, n, owed);
+  }
+  if (feedback.error) store(feedback.storage, {owed, n}, feedback.error.fresh);
+}
+
+void measure(const Codec& codec, const Feedback& feedback, Span<const float> in, Span<float> out,
+             Stream stream, Scratch& scratch) {
+  if (!feedback || is_plain(feedback)) {
+    const auto* residual = reinterpret_cast<const float*>(feedback.error.old);
+    return codec.measure(in, residual, out, stream);
+  }
+  const Past past(feedback, in, scratch);
+  codec.measure({past.x, in.size}, past.residual, out, stream);
+}
+
+}  // namespace pycomm::feedback

@@ -1,0 +1,84 @@
+// Error feedback around a codec: what an encode reads of the previous steps, and what it stores for
+// the next. The rules and the stored forms are defined in docs/feedback.md; pycomm/feedback/ has
+// the same in torch, with the same bits.
+#pragma once
+#include <array>
+#include <memory>
+
+#include "codecs/base/codec.h"
+
+namespace pycomm::feedback {
+
+enum class Kind : uint8_t {
+  residual,  ///< p = x + e; e <- p - decode
+  ema,       ///< p = x + e; e <- decay * e + (1 - decay) * (p - decode)
+  momentum,  ///< u <- decay * u + x; p = v + u; v <- p - decode; u <- 0 where values were sent
+  ef21,      ///< p = x - g; g <- g + decode
+};
+
+/// Form in which a memory stores its values. All bytes zero are zeros.
+enum class Storage : uint8_t {
+  float32,
+  bfloat16,
+  int8,  ///< blocks of kBlock values: a float32 scale, then the codes
+};
+constexpr size_t kBlock = 32;
+constexpr size_t kBlockBytes = sizeof(float) + kBlock;
+
+/// Returns the bytes of `numel` values, or the place of value `numel` if that is a multiple of
+/// kBlock.
+PYCOMM_API size_t stored_bytes(Storage storage, size_t numel);
+PYCOMM_API void load(Storage storage, const uint8_t* stored, Span<float> out);
+PYCOMM_API void store(Storage storage, Span<const float> in, uint8_t* stored);
+
+/// Values that a step reads, and the memory to which it writes new ones: separate, so that a step
+/// can be reverted, or in place.
+struct Memory {
+  const uint8_t* old = nullptr;
+  uint8_t* fresh = nullptr;
+
+  explicit operator bool() const { return old != nullptr; }
+  Memory at(size_t bytes) const { return {old + bytes, fresh + bytes}; }
+};
+
+/// Feedback of one tensor; without memory there is none.
+struct Feedback {
+  Kind kind = Kind::residual;
+  Storage storage = Storage::float32;
+  float decay = 0.0f;
+  bool nesterov = false;  ///< u <- decay * (u + x); p = v + u + x
+  Memory error;           ///< e, v or g
+  Memory momentum;        ///< u
+
+  explicit operator bool() const { return error || momentum; }
+  /// Returns the feedback of the values from `offset` on, a multiple of kBlock or 0, in row `row`
+  /// of rows of `numel`.
+  Feedback at(size_t row, size_t numel, size_t offset) const;
+};
+
+/// Float32 copies of the working data of one encode, in memory that the next one uses again: the
+/// pages of fresh memory cost more than the encode.
+class Scratch {
+ public:
+  /// Returns one of kPlaces, of at least `numel` values; its previous contents are lost.
+  PYCOMM_API float* get(size_t place, size_t numel);
+  static constexpr size_t kPlaces = 5;
+  /// A place that encode() does not use, for data that its callers prepare.
+  static constexpr size_t kLanding = 4;
+
+ private:
+  struct Place {
+    std::unique_ptr<float[]> floats;
+    size_t numel = 0;
+  };
+  std::array<Place, kPlaces> places_;
+};
+
+/// Encodes with `feedback` for exactly the values of args.in; `args` has no residuals.
+PYCOMM_API void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args,
+                       Scratch& scratch);
+/// Applies Codec::measure to the values that encode() would encode. Writes only `out`.
+void measure(const Codec& codec, const Feedback& feedback, Span<const float> in, Span<float> out,
+             Stream stream, Scratch& scratch);
+
+}  // namespace pycomm::feedback

@@ -1,0 +1,128 @@
+#include "codecs/base/options.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+
+#include "codecs/base/block.h"
+#include "codecs/base/rotation.h"
+#include "core/error.h"
+
+namespace pycomm::codecs {
+namespace {
+
+template <typename Texts>
+std::string join(const Texts& texts) {
+  std::string out;
+  for (const auto& text : texts) out += (out.empty() ? "" : ", ") + std::string(text);
+  return out;
+}
+
+}  // namespace
+
+Options::Options(std::string_view codec, std::string_view text, std::string_view inner)
+    : codec_(codec), inner_(inner) {
+  while (!text.empty()) {
+    const std::string_view item = text.substr(0, text.find(','));
+    text.remove_prefix(std::min(text.size(), item.size() + 1));
+    const size_t equals = item.find('=');
+    if (equals == std::string_view::npos) {
+      fail("write \"" + std::string(item) + "\" as option=value");
+    }
+    std::string option(item.substr(0, equals));
+    for (const auto& earlier : given_) {
+      if (earlier.first == option) fail(option + " is given twice");
+    }
+    given_.emplace_back(std::move(option), item.substr(equals + 1));
+  }
+}
+
+const std::string* Options::find(std::string_view option) {
+  asked_.emplace_back(option);
+  for (const auto& [name, value] : given_) {
+    if (name == option) return &value;
+  }
+  return nullptr;
+}
+
+int Options::integer(std::string_view option, int otherwise) {
+  const std::string* value = find(option);
+  if (value == nullptr) return otherwise;
+  int number = 0;
+  const char* end = value->data() + value->size();
+  const auto parsed = std::from_chars(value->data(), end, number);
+  if (parsed.ec != std::errc() || parsed.ptr != end) {
+    fail(std::string(option) + "=" + *value + " is not an integer");
+  }
+  return number;
+}
+
+double Options::number(std::string_view option, double otherwise) {
+  const std::string* value = find(option);
+  if (value == nullptr) return otherwise;
+  double number = 0;
+  const char* end = value->data() + value->size();
+  const auto parsed = std::from_chars(value->data(), end, number);
+  if (parsed.ec != std::errc() || parsed.ptr != end) {
+    fail(std::string(option) + "=" + *value + " is not a number");
+  }
+  return number;
+}
+
+int Options::choice(std::string_view option, std::initializer_list<std::string_view> choices,
+                    int otherwise) {
+  const std::string* value = find(option);
+  if (value == nullptr) return otherwise;
+  const auto found = std::find(choices.begin(), choices.end(), *value);
+  if (found == choices.end()) {
+    fail(std::string(option) + "=" + *value + ": use one of " + join(choices));
+  }
+  return static_cast<int>(found - choices.begin());
+}
+
+std::string Options::inner(std::string_view otherwise) {
+  std::string spec = inner_.empty() ? std::string(otherwise) : inner_;
+  inner_.clear();
+  return spec;
+}
+
+void Options::finish() const {
+  if (!inner_.empty()) fail("no codec can follow it, as +" + inner_ + " would");
+  for (const auto& option : given_) {
+    if (std::find(asked_.begin(), asked_.end(), option.first) == asked_.end()) {
+      fail("unknown option \"" + option.first + "\"; it has the options " + join(asked_));
+    }
+  }
+}
+
+void Options::fail(const std::string& what) const { throw Error(codec_ + ": " + what); }
+
+std::string number_text(double number) {
+  char text[400];
+  const double size = std::abs(number);
+  const bool fixed = size == 0 || (size >= 1e-4 && size < 1e16);
+  const auto format = fixed ? std::chars_format::fixed : std::chars_format::scientific;
+  std::string out(text, std::to_chars(text, text + sizeof text, number, format).ptr);
+  if (fixed && out.find('.') == std::string::npos) out += ".0";
+  return out;
+}
+
+int rotation_option(Options& options) {
+  const int size = options.integer("size", 1024);
+  const bool power = size > 0 && (size & (size - 1)) == 0;
+  if (!power || size < static_cast<int>(kMinRotation) || size > static_cast<int>(kMaxRotation)) {
+    options.fail("size=" + std::to_string(size) + ": use a power of two from 32 to 4096");
+  }
+  return __builtin_ctz(static_cast<unsigned>(size));
+}
+
+uint32_t block_option(Options& options, uint32_t otherwise) {
+  const int block = options.integer("block", static_cast<int>(otherwise));
+  const bool power = block > 0 && (block & (block - 1)) == 0;
+  if (!power || block < static_cast<int>(kMinBlock) || block > static_cast<int>(kMaxBlock)) {
+    options.fail("block=" + std::to_string(block) + ": use a power of two from 32 to 2048");
+  }
+  return static_cast<uint32_t>(block);
+}
+
+}  // namespace pycomm::codecs

@@ -1,0 +1,52 @@
+// Options of a codec spec: "quant:bits=4,block=128" is the name "quant" and two options. After a
+// "+" follows the spec of an inner codec: "rotate:size=1024+quant:bits=4".
+#pragma once
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace pycomm::codecs {
+
+/// Parsed options of a spec. A codec requests each option that it has, then calls `finish`, which
+/// knows by then which options exist. All throw Error that names the codec, the option and what is
+/// allowed.
+class Options {
+ public:
+  Options(std::string_view codec, std::string_view text, std::string_view inner = {});
+
+  int integer(std::string_view option, int otherwise);
+  double number(std::string_view option, double otherwise);
+  /// Returns the place of the value in `choices`; `otherwise` is a place, too.
+  int choice(std::string_view option, std::initializer_list<std::string_view> choices,
+             int otherwise);
+  /// Returns the spec of the inner codec.
+  std::string inner(std::string_view otherwise);
+  /// Throws if an option was given that the codec did not request.
+  void finish() const;
+
+  /// Throws Error "<codec>: <what>".
+  [[noreturn]] void fail(const std::string& what) const;
+
+ private:
+  const std::string* find(std::string_view option);
+
+  std::string codec_;
+  std::string inner_;  ///< empty: none was given, or it was requested
+  std::vector<std::pair<std::string, std::string>> given_;
+  std::vector<std::string> asked_;
+};
+
+/// Returns the shortest text of this number, as Python writes it: "0.01", "1e-05", "1.0".
+std::string number_text(double number);
+
+/// Returns the logarithm of the option "size" of the codecs that rotate, a power of two from 32 to
+/// 4096.
+int rotation_option(Options& options);
+
+/// Returns the option "block" of the block codecs, a power of two from 32 to 2048.
+uint32_t block_option(Options& options, uint32_t otherwise);
+
+}  // namespace pycomm::codecs

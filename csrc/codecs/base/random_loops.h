@@ -1,0 +1,106 @@
+// Random words of a block on the CPU: those of core/philox.h, many at a time.
+#pragma once
+#include "codecs/base/avx512.h"
+#include "codecs/base/codec.h"
+#include "core/philox.h"
+
+namespace pycomm::codecs {
+
+/// Returns the place of a group of four words in its tensor; indices are modulo 2^64.
+PYCOMM_HD uint64_t random_group(uint64_t index, size_t g) {
+  return (index / 4 + g) & ((uint64_t{1} << 62) - 1);
+}
+
+/// Computes round after round over arrays, since gcc vectorises that with half the multiplications
+/// (measured: 1.2 to 1.4 times faster than group after group).
+[[gnu::always_inline]] inline void random_block_plain(const RandomKey& key, uint64_t index,
+                                                      size_t n, uint32_t* __restrict words) {
+  constexpr size_t kGroups = 512;
+  alignas(64) uint32_t c[4][kGroups];
+  const size_t groups = (n + 3) / 4;
+  for (size_t g = 0; g < groups; g++) {
+    const uint64_t group = random_group(index, g);
+    c[0][g] = static_cast<uint32_t>(group);
+    c[1][g] = static_cast<uint32_t>(group >> 32);
+    c[2][g] = key.tensor;
+    c[3][g] = key.step;
+  }
+  auto key0 = static_cast<uint32_t>(key.seed);
+  auto key1 = static_cast<uint32_t>(key.seed >> 32);
+  for (int round = 0; round < kPhiloxRounds; round++) {
+    for (size_t g = 0; g < groups; g++) {
+      const Random4 four = philox_round({{c[0][g], c[1][g], c[2][g], c[3][g]}}, key0, key1);
+      c[0][g] = four.word[0];
+      c[1][g] = four.word[1];
+      c[2][g] = four.word[2];
+      c[3][g] = four.word[3];
+    }
+    key0 += kPhiloxKey0;
+    key1 += kPhiloxKey1;
+  }
+  for (size_t g = 0; g < groups; g++) {
+    words[4 * g] = c[0][g];
+    words[4 * g + 1] = c[1][g];
+    words[4 * g + 2] = c[2][g];
+    words[4 * g + 3] = c[3][g];
+  }
+}
+
+#ifdef PYCOMM_AVX512
+
+// Operators, and masks of all lanes where intrinsics would do: gcc 12 warns about those without.
+using Lanes = uint64_t __attribute__((vector_size(64)));
+constexpr __mmask8 kEveryLane = 0xff;
+
+/// Multiplies the lower halves.
+PYCOMM_AVX512 inline Lanes multiply(Lanes c, uint64_t factor) {
+  return reinterpret_cast<Lanes>(_mm512_maskz_mul_epu32(
+      kEveryLane, reinterpret_cast<__m512i>(c), _mm512_set1_epi64(static_cast<int64_t>(factor))));
+}
+
+/// Computes eight groups at a time. A word is the lower half of a lane of 64 bits, which the
+/// multiplication reads and in which it leaves its own lower half; nothing reads the upper halves
+/// until the end.
+PYCOMM_AVX512 inline void random_block_avx512(const RandomKey& key, uint64_t index, size_t n,
+                                              uint32_t* __restrict words) {
+  constexpr uint64_t kLower = 0xffffffff;
+  // Even lanes hold the first four groups, odd ones the others, in the order in which they are
+  // stored.
+  constexpr Lanes kOrder = {0, 4, 1, 5, 2, 6, 3, 7};
+  const size_t size = (n + 3) / 4 * 4;
+  for (size_t i = 0; i < size; i += 32) {
+    Lanes c0 = (index / 4 + i / 4 + kOrder) & ((uint64_t{1} << 62) - 1), c1 = c0 >> 32;
+    Lanes c2 = Lanes{} + key.tensor, c3 = Lanes{} + key.step;
+    auto key0 = static_cast<uint32_t>(key.seed);
+    auto key1 = static_cast<uint32_t>(key.seed >> 32);
+    for (int round = 0; round < kPhiloxRounds; round++) {
+      const Lanes a = multiply(c0, kPhiloxFactor0), b = multiply(c2, kPhiloxFactor1);
+      c0 = b >> 32 ^ c1 ^ uint64_t{key0};
+      c2 = a >> 32 ^ c3 ^ uint64_t{key1};
+      c1 = b;
+      c3 = a;
+      key0 += kPhiloxKey0;
+      key1 += kPhiloxKey1;
+    }
+    const auto upper = reinterpret_cast<__m512i>((c0 & kLower) | c1 << 32);
+    const auto lower = reinterpret_cast<__m512i>((c2 & kLower) | c3 << 32);
+    const uint64_t there = size - i < 32 ? (uint64_t{1} << (size - i)) - 1 : kLower;
+    _mm512_mask_storeu_epi32(words + i, static_cast<__mmask16>(there),
+                             _mm512_maskz_unpacklo_epi64(kEveryLane, upper, lower));
+    _mm512_mask_storeu_epi32(words + i + 16, static_cast<__mmask16>(there >> 16),
+                             _mm512_maskz_unpackhi_epi64(kEveryLane, upper, lower));
+  }
+}
+
+#endif
+
+/// Computes random_words() of the values `index` to `index` + n, rounded up to fours; at most 2048.
+[[gnu::always_inline]] inline void random_block(const RandomKey& key, uint64_t index, size_t n,
+                                                uint32_t* __restrict words) {
+#ifdef PYCOMM_AVX512
+  if (has_avx512()) return random_block_avx512(key, index, n, words);
+#endif
+  random_block_plain(key, index, n, words);
+}
+
+}  // namespace pycomm::codecs

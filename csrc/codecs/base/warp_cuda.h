@@ -1,0 +1,57 @@
+// Positions of threads, and sums over the lanes of a warp and over all threads of a block. Compiled
+// by nvcc and NVRTC.
+#pragma once
+#include "core/cuda_vector.h"
+#include "core/types.h"
+
+namespace pycomm::codecs {
+
+constexpr uint32_t kAll = ~0u;  ///< all lanes of a warp
+
+__device__ __forceinline__ uint32_t lane_of_warp() { return threadIdx.x % cuda::kLanes; }
+__device__ __forceinline__ uint32_t warp_of_block() { return threadIdx.x / cuda::kLanes; }
+__device__ __forceinline__ size_t warp_of_grid() {
+  return size_t{blockIdx.x} * cuda::kWarps + warp_of_block();
+}
+__device__ __forceinline__ bool leads_grid() { return blockIdx.x == 0 && threadIdx.x == 0; }
+
+__device__ __forceinline__ uint32_t lanes_below() { return (1u << lane_of_warp()) - 1; }
+
+__device__ __forceinline__ uint32_t sum_of_warp(uint32_t x) {
+#pragma unroll
+  for (int lane = 1; lane < cuda::kLanes; lane *= 2) x += __shfl_xor_sync(kAll, x, lane);
+  return x;
+}
+
+/// Replaces pairs of counts by the sums of those before them, and returns the sum of all. Called by
+/// all threads of a grid of one block; later code may read the sums after a barrier.
+__device__ inline uint2 scan_in_place(uint2* counts, size_t n) {
+  __shared__ uint2 sums[cuda::kThreads];
+  const size_t share = (n + cuda::kThreads - 1) / cuda::kThreads;
+  const size_t begin = threadIdx.x * share < n ? threadIdx.x * share : n;
+  const size_t end = begin + share < n ? begin + share : n;
+  uint2 sum{0, 0};
+#pragma unroll 8
+  for (size_t i = begin; i < end; i++) {
+    sum.x += counts[i].x;
+    sum.y += counts[i].y;
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  uint2 before{0, 0}, total{0, 0};
+  for (uint32_t other = 0; other < cuda::kThreads; other++) {
+    if (other == threadIdx.x) before = total;
+    total.x += sums[other].x;
+    total.y += sums[other].y;
+  }
+#pragma unroll 8
+  for (size_t i = begin; i < end; i++) {
+    const uint2 here = counts[i];
+    counts[i] = before;
+    before.x += here.x;
+    before.y += here.y;
+  }
+  return total;
+}
+
+}  // namespace pycomm::codecs

@@ -1,0 +1,209 @@
+// Packing of chosen values in CUDA: a warp writes groups of kGroup values, a lane eight neighbours
+// of each, which are whole words in every form; and reads single values. Compiled by nvcc and
+// NVRTC.
+#pragma once
+#include "codecs/topk/select_cuda.h"
+
+namespace pycomm::codecs::topk {
+
+// ------------------------------------------------- what kernels share
+
+struct Scratch {
+  State* state;
+  uint32_t* bins;
+  uint2* counted;
+  uint2* around;
+  uint32_t* slots;
+  float* sample;
+  Chosen chosen;
+
+  __device__ Scratch(const TopkParams& args, bool chunks) {
+    const Layout layout(args.numel, args.length, args.k, args.sample_n, chunks);
+    const size_t warps = (layout.slots - layout.tiles) / 4;
+    state = reinterpret_cast<State*>(args.scratch);
+    bins = args.scratch + layout.bins;
+    counted = reinterpret_cast<uint2*>(args.scratch + layout.tiles);
+    around = counted + warps;
+    slots = args.scratch + layout.slots;
+    sample = reinterpret_cast<float*>(args.scratch + layout.sample);
+    chosen = {reinterpret_cast<float*>(args.scratch + layout.p), args.scratch + layout.index};
+  }
+};
+
+__device__ __forceinline__ Record record_of(const TopkParams& args, size_t n, size_t k) {
+  return {static_cast<Values>(args.values), static_cast<Indices>(args.indices), n, k};
+}
+
+// -------------------------------------------------------------------- writing
+
+constexpr int kLaneValues = kGroup / cuda::kLanes;
+
+/// Stores fields of kBits, from the first-th of the section on, as whole words. A word is there if
+/// its first field is one of the k; fields beyond are 0.
+template <int kBits>
+__device__ __forceinline__ void store_fields(uint8_t* section, size_t first, size_t k,
+                                             const uint32_t (&field)[kLaneValues]) {
+  constexpr int kWords = kLaneValues * kBits / 32;
+  auto* words = reinterpret_cast<uint32_t*>(section) + first * kBits / 32;
+#pragma unroll
+  for (int w = 0; w < kWords; w++) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < kLaneValues; j++) {
+      const int shift = j * kBits - w * 32;
+      if (shift >= 32 || shift <= -kBits) continue;
+      word |= shift < 0 ? field[j] >> -shift : field[j] << shift;
+    }
+    if (first + w * 32 / kBits < k) words[w] = word;
+  }
+}
+
+/// Stores fields of two bits each: two lanes share a word.
+__device__ __forceinline__ void store_pairs(uint8_t* section, size_t first, size_t k,
+                                            const uint32_t (&field)[kLaneValues]) {
+  uint32_t half = 0;
+#pragma unroll
+  for (int j = 0; j < kLaneValues; j++) half |= field[j] << 2 * j;
+  const uint32_t other = __shfl_xor_sync(kAll, half, 1);
+  if (threadIdx.x % 2 == 0 && first < k) {
+    reinterpret_cast<uint32_t*>(section)[first / 16] = half | other << 16;
+  }
+}
+
+/// Writes the codes of p, of which the first `size` exist, and the values that they decode to.
+/// Called by all lanes of the warp; a void record has NaN for p.
+__device__ __forceinline__ void write_values(const Record& record, uint8_t* to, size_t group,
+                                             const float (&p)[kLaneValues], int size,
+                                             float (&value)[kLaneValues]) {
+  const size_t first = group * kGroup + threadIdx.x % cuda::kLanes * kLaneValues;
+  uint8_t* section = to + record.values_at;
+  auto* scales = reinterpret_cast<float*>(to);
+  const bool leads = threadIdx.x % cuda::kLanes == 0;
+  uint32_t code[kLaneValues];
+  if (record.values == Values::float32) {
+#pragma unroll
+    for (int j = 0; j < kLaneValues; j++) {
+      value[j] = p[j];
+      code[j] = float_bits(p[j]);
+    }
+    store_fields<32>(section, first, record.k, code);
+    return;
+  }
+  uint32_t low = kInfBits, high = 0;
+#pragma unroll
+  for (int j = 0; j < kLaneValues; j++) {
+    const uint32_t bits = magnitude_bits(p[j]);
+    low = j < size && bits < low ? bits : low;
+    high = j < size && bits > high ? bits : high;
+  }
+#pragma unroll
+  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
+    const uint32_t other_low = __shfl_xor_sync(kAll, low, lane);
+    const uint32_t other_high = __shfl_xor_sync(kAll, high, lane);
+    low = other_low < low ? other_low : low;
+    high = other_high > high ? other_high : high;
+  }
+  const bool is_void = high > kInfBits;
+  if (record.values == Values::float16) {
+    const HalfScale s = half_scale(bits_float(high));
+    if (leads) scales[group] = s.scale;
+#pragma unroll
+    for (int j = 0; j < kLaneValues; j++) {
+      code[j] = j < size && !is_void ? Float16::encode(p[j] * s.inv) : 0;
+      value[j] = Float16::decode(code[j]) * s.scale;
+    }
+    store_fields<16>(section, first, record.k, code);
+    return;
+  }
+  if (record.values == Values::int8) {
+    const float amax = bits_float(high);
+    const float s = scale(amax, kTop8), inv = inv_scale(amax, kTop8);
+    if (leads) scales[group] = s;
+#pragma unroll
+    for (int j = 0; j < kLaneValues; j++) {
+      const int q = j < size && !is_void ? quantize8(p[j], inv) : 0;
+      value[j] = dequantize8(q, s);
+      code[j] = static_cast<uint32_t>(q) & 0xff;
+    }
+    store_fields<8>(section, first, record.k, code);
+    return;
+  }
+  if (leads) {
+    scales[2 * group] = bits_float(is_void ? kNanBits : low);
+    scales[2 * group + 1] = bits_float(high);
+  }
+#pragma unroll
+  for (int j = 0; j < kLaneValues; j++) {
+    code[j] = j < size && !is_void ? quantize2(p[j], bits_float(low), bits_float(high)) : 0;
+    value[j] = dequantize2(code[j], bits_float(low), bits_float(high));
+  }
+  store_pairs(section, first, record.k, code);
+}
+
+/// Writes the group-th kGroup of the chosen values, and their residuals. Called by all lanes of a
+/// warp. A void record has no chosen values, and its bitmap is written here.
+template <bool kFeedback>
+__device__ void write_group(const Record& record, uint8_t* to, size_t group, const Chosen& chosen,
+                            bool is_void, const float* residual, float* new_residual) {
+  const size_t first = group * kGroup + threadIdx.x % cuda::kLanes * kLaneValues;
+  const size_t left = first < record.k ? record.k - first : 0;
+  const int size = static_cast<int>(left < kLaneValues ? left : kLaneValues);
+  float p[kLaneValues], value[kLaneValues];
+  uint32_t index[kLaneValues];
+#pragma unroll
+  for (int j = 0; j < kLaneValues; j++) {
+    const bool there = j < size && !is_void;
+    p[j] = there ? chosen.p[first + j] : bits_float(kNanBits);
+    index[j] = there ? chosen.index[first + j] : 0;
+  }
+  write_values(record, to, group, p, size, value);
+  uint8_t* section = to + record.indices_at;
+  if (record.indices == Indices::int32) {
+    store_fields<32>(section, first, record.k, index);
+  } else if (record.indices == Indices::int16) {
+    store_fields<16>(section, first, record.k, index);
+  } else if (record.indices == Indices::int12) {
+    store_fields<12>(section, first, record.k, index);
+  }
+  if constexpr (kFeedback) {
+#pragma unroll
+    for (int j = 0; j < kLaneValues; j++) {
+      if (j >= size || is_void) continue;
+      new_residual[index[j]] = owed(p[j], value[j], residual[index[j]]);
+    }
+  }
+}
+
+// -------------------------------------------------------------------- reading
+
+__device__ __forceinline__ uint32_t read_index(const Record& record, const uint8_t* from,
+                                               size_t j) {
+  const uint8_t* section = from + record.indices_at;
+  if (record.indices == Indices::int32) return reinterpret_cast<const uint32_t*>(section)[j];
+  if (record.indices == Indices::int16) return reinterpret_cast<const uint16_t*>(section)[j];
+  const uint8_t* two = section + j / 2 * 3 + j % 2;
+  return (two[0] | two[1] << 8) >> (j % 2 * 4) & 0xfff;
+}
+
+__device__ __forceinline__ float read_value(const Record& record, const uint8_t* from, size_t j) {
+  const uint8_t* codes = from + record.values_at;
+  if (record.values == Values::float32) return reinterpret_cast<const float*>(codes)[j];
+  const auto* scales = reinterpret_cast<const float*>(from);
+  if (record.values == Values::int2) {
+    const float* levels = scales + j / kGroup * 2;
+    return dequantize2(codes[j / 4] >> j % 4 * 2 & 3, levels[0], levels[1]);
+  }
+  const float code = record.values == Values::int8
+                         ? static_cast<float>(static_cast<int8_t>(codes[j]))
+                         : Float16::decode(reinterpret_cast<const uint16_t*>(codes)[j]);
+  return code * scales[j / kGroup];
+}
+
+/// True if the j-th index is above the one before and lies in the record.
+__device__ __forceinline__ bool index_in_order(const Record& record, const uint8_t* from,
+                                               size_t j) {
+  const uint32_t index = read_index(record, from, j);
+  return index < record.n && (j == 0 || read_index(record, from, j - 1) < index);
+}
+
+}  // namespace pycomm::codecs::topk

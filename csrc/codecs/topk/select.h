@@ -1,0 +1,284 @@
+// Selection of the k largest magnitudes of p = x + residual on the CPU, exactly.
+//
+// A bracket around the k-th largest comes from a sample or from the chunk before. One pass counts
+// the values above it and keeps those inside; the k-th largest is then found among few. Where the
+// bracket was wrong, three histograms of 11, 11 and 9 bits find it instead: slower, never
+// different. Included by topk.cpp only.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "codecs/base/avx512.h"
+#include "codecs/base/loops.h"
+
+namespace pycomm::codecs::topk {
+
+/// The chosen values are all magnitudes above `bits`, and the first `ties` of those that equal it.
+struct Cut {
+  uint32_t bits = 0;
+  size_t ties = 0;
+  bool is_void = false;  ///< a magnitude reaches the limit of `find`
+};
+
+struct Source {
+  const float* x;
+  const float* residual;  ///< null: p = x
+  size_t n;
+
+  float at(size_t i) const { return residual ? x[i] + residual[i] : x[i]; }
+};
+
+/// Magnitudes around the wanted one: all that lie between `low` and `high`.
+struct Bracket {
+  uint32_t low = 0;
+  uint32_t high = 0;
+  size_t expected = 0;  ///< about so many values reach `low`; known of a sampled bracket only
+};
+
+/// Counts of one pass. `inside` has the magnitudes strictly between low and high.
+struct Counts {
+  size_t above = 0;    ///< > high
+  size_t at_high = 0;  ///< == high
+  size_t inside = 0;
+  size_t at_low = 0;  ///< == low, if low < high
+  uint32_t top = 0;   ///< the largest magnitude
+  bool overflow = false;
+};
+
+/// Largest temporary: a sample of the tensor, then the values inside the bracket.
+constexpr size_t kRoom = 256 * 1024;
+/// Longer records are sampled; they are longer than any chunk.
+constexpr size_t kSampled = 64 * 1024;
+
+template <bool kFeedback>
+Counts count_plain(const Source& from, size_t begin, Bracket b, uint32_t* inside, size_t room,
+                   Counts counts) {
+  for (size_t i = begin; i < from.n; i++) {
+    const uint32_t bits = magnitude_bits(kFeedback ? from.x[i] + from.residual[i] : from.x[i]);
+    counts.top = bits > counts.top ? bits : counts.top;
+    if (bits < b.low) continue;
+    if (bits > b.high) {
+      counts.above++;
+    } else if (bits == b.high) {
+      counts.at_high++;
+    } else if (bits == b.low) {
+      counts.at_low++;
+    } else {
+      if (counts.inside == room) {
+        counts.overflow = true;
+        return counts;
+      }
+      inside[counts.inside++] = bits;
+    }
+  }
+  return counts;
+}
+
+#ifdef PYCOMM_AVX512
+
+template <bool kFeedback>
+PYCOMM_AVX512 inline __m512 load_sum(const Source& from, size_t i) {
+  const __m512 x = _mm512_loadu_ps(from.x + i);
+  return kFeedback ? _mm512_add_ps(x, _mm512_loadu_ps(from.residual + i)) : x;
+}
+
+PYCOMM_AVX512 inline __m512i magnitudes(__m512 p) {
+  return _mm512_and_epi32(_mm512_castps_si512(p), _mm512_set1_epi32(0x7fffffff));
+}
+
+template <bool kFeedback>
+PYCOMM_AVX512 Counts count_avx512(const Source& from, Bracket b, uint32_t* inside, size_t room) {
+  Counts counts;
+  const __m512i low = _mm512_set1_epi32(static_cast<int>(b.low));
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(b.high));
+  __m512i top = _mm512_setzero_si512();
+  size_t i = 0;
+  for (; i + 16 <= from.n; i += 16) {
+    const __m512i bits = magnitudes(load_sum<kFeedback>(from, i));
+    top = _mm512_mask_max_epi32(top, 0xffff, top, bits);  // without a mask gcc 12 warns
+    const __mmask16 reached = _mm512_cmpge_epi32_mask(bits, low);
+    if (reached == 0) continue;
+    const __mmask16 above = _mm512_cmpgt_epi32_mask(bits, high);
+    const __mmask16 at_high = _mm512_cmpeq_epi32_mask(bits, high);
+    const __mmask16 at_low = _mm512_mask_cmpeq_epi32_mask(~at_high, bits, low);
+    const __mmask16 between = reached & ~(above | at_high | at_low);
+    counts.above += _mm_popcnt_u32(above);
+    counts.at_high += _mm_popcnt_u32(at_high);
+    counts.at_low += _mm_popcnt_u32(at_low);
+    if (between == 0) continue;
+    if (counts.inside + 16 > room) {
+      counts.overflow = true;
+      return counts;
+    }
+    _mm512_storeu_si512(inside + counts.inside, _mm512_maskz_compress_epi32(between, bits));
+    counts.inside += _mm_popcnt_u32(between);
+  }
+  alignas(64) uint32_t tops[16];
+  _mm512_store_si512(tops, top);
+  counts.top = *std::max_element(tops, tops + 16);
+  return count_plain<kFeedback>(from, i, b, inside, room, counts);
+}
+
+#endif
+
+template <bool kFeedback>
+Counts count(const Source& from, Bracket b, uint32_t* inside, size_t room) {
+#ifdef PYCOMM_AVX512
+  if (has_avx512()) return count_avx512<kFeedback>(from, b, inside, room);
+#endif
+  return count_plain<kFeedback>(from, 0, b, inside, room, Counts{});
+}
+
+/// Returns the cut of the k largest, if the bracket holds the k-th; else false.
+inline bool cut_in(const Counts& counts, Bracket b, size_t k, uint32_t* inside, Cut& cut) {
+  if (counts.overflow || k <= counts.above) return false;
+  size_t rest = k - counts.above;
+  if (rest <= counts.at_high) {
+    cut = {b.high, rest};
+    return true;
+  }
+  rest -= counts.at_high;
+  if (rest <= counts.inside) {
+    uint32_t* nth = inside + (rest - 1);
+    std::nth_element(inside, nth, inside + counts.inside, std::greater<uint32_t>());
+    const uint32_t bits = *nth;
+    const auto above = std::count_if(inside, nth, [bits](uint32_t other) { return other > bits; });
+    cut = {bits, rest - static_cast<size_t>(above)};
+    return true;
+  }
+  rest -= counts.inside;
+  if (rest > counts.at_low) return false;
+  cut = {b.low, rest};
+  return true;
+}
+
+/// Returns the cut by three histograms, of the bits from the top down.
+inline Cut radix_cut(const Source& from, size_t k, uint32_t limit) {
+  constexpr int kShift[] = {20, 9, 0};
+  constexpr int kBits[] = {11, 11, 9};
+  uint32_t prefix = 0;
+  size_t rest = k;
+  for (int level = 0; level < 3; level++) {
+    const int shift = kShift[level];
+    const uint32_t mask = (1u << kBits[level]) - 1;
+    // Neighbours are counted in two tables: equal values would wait for each other's store.
+    uint32_t table[2][1 << 11] = {};
+    for (size_t i = 0; i < from.n; i++) {
+      const uint32_t bits = magnitude_bits(from.at(i));
+      const bool counts = level == 0 || bits >> (shift + kBits[level]) == prefix;
+      table[i % 2][bits >> shift & mask] += counts;
+    }
+    if (level == 0) {
+      // Both limits, 2^127 and Inf, begin a bin.
+      uint32_t beyond = 0;
+      for (size_t bin = limit >> shift; bin <= mask; bin++) beyond += table[0][bin] + table[1][bin];
+      if (beyond > 0) return {0, 0, true};
+    }
+    uint32_t bin = mask;
+    for (;; bin--) {
+      const size_t here = size_t{table[0][bin]} + table[1][bin];
+      if (rest <= here) break;
+      rest -= here;
+    }
+    prefix = prefix << kBits[level] | bin;
+  }
+  return {prefix, rest};
+}
+
+/// Returns a bracket from a sample of runs of 16 neighbours, four standard deviations wide; `room`
+/// values of scratch.
+inline Bracket sampled_bracket(const Source& from, size_t k, uint32_t* sample, size_t room) {
+  constexpr size_t kRun = 16;
+  const size_t runs = std::min(room, std::max<size_t>(4096, from.n / 256)) / kRun;
+  const size_t stride = from.n / runs;
+  // At equal distances the runs would hit the same columns of a matrix, and the bracket be wrong.
+  constexpr size_t kWords = 512;
+  alignas(64) uint32_t random[kWords];
+  size_t size = 0;
+  for (size_t run = 0; run < runs; run++) {
+    if (run % kWords == 0) random_block(RandomKey{}, run, kWords, random);
+    const size_t begin = run * stride + sampled_place(stride - kRun + 1, random[run % kWords]);
+    for (size_t i = 0; i < kRun; i++) sample[size++] = magnitude_bits(from.at(begin + i));
+  }
+  const double share = static_cast<double>(k) / static_cast<double>(from.n);
+  const double place = share * static_cast<double>(size);
+  const double off = 4.0 * std::sqrt(place * (1.0 - share)) + 1.0;
+  const auto first = static_cast<size_t>(std::max(place - off, 0.0));
+  const size_t last = std::min(size - 1, static_cast<size_t>(place + off));
+  const auto order = std::greater<uint32_t>();
+  std::nth_element(sample, sample + last, sample + size, order);
+  std::nth_element(sample, sample + first, sample + last, order);
+  // Very few are wanted: nothing in the sample is surely above them.
+  return {sample[last], place > off ? sample[first] : kInfBits, (last + 1) * (from.n / size)};
+}
+
+inline Counts count_around(const Source& from, Bracket b, uint32_t* inside, size_t room) {
+  return from.residual ? count<true>(from, b, inside, room) : count<false>(from, b, inside, room);
+}
+
+/// Finder of the cuts of one record after the other.
+class Finder {
+ public:
+  /// `limit`: a record with a magnitude from here on is void.
+  Finder(size_t largest_record, uint32_t limit)
+      : limit_(limit), room_(std::min(largest_record + 16, kRoom)), scratch_(new uint32_t[room_]) {}
+
+  /// Returns the cut of the k largest of n, 1 <= k <= n.
+  Cut find(const Source& from, size_t k) {
+    known_ = cut_by_bracket(from, k) || cut_by_radix(from, k);
+    return cut_;
+  }
+
+ private:
+  bool cut_by_bracket(const Source& from, size_t k) {
+    Bracket b;
+    if (from.n > kSampled) {
+      b = sampled_bracket(from, k, scratch_.get(), room_);
+    } else if (known_) {
+      // The cut of this chunk is likely to be near that of the chunk before: on normal values this
+      // margin is 3.5 standard deviations.
+      const float near = bits_float(cut_.bits);
+      const float margin = 1.0f + 0.75f / std::sqrt(static_cast<float>(k));
+      b = {float_bits(near / margin), float_bits(near * margin)};
+    } else {
+      return false;
+    }
+    const Counts counts = count_around(from, b, scratch_.get(), room_);
+    if (!cut_in(counts, b, k, scratch_.get(), cut_)) return false;
+    cut_.is_void = counts.top >= limit_;
+    return true;
+  }
+
+  bool cut_by_radix(const Source& from, size_t k) {
+    cut_ = radix_cut(from, k, limit_);
+    return !cut_.is_void;
+  }
+
+  uint32_t limit_;
+  size_t room_;
+  std::unique_ptr<uint32_t[]> scratch_;
+  Cut cut_;
+  bool known_ = false;  ///< cut_ is that of the previous record
+};
+
+/// Returns one value of each stretch of `stride`, at a place that the key chooses: whatever period
+/// the values have, no sample has the same phase of it everywhere.
+inline std::vector<float> sample_of(const Source& from, size_t stride, const RandomKey& key) {
+  constexpr size_t kWords = 2048;
+  alignas(64) uint32_t random[kWords];
+  std::vector<float> sample((from.n - 1) / stride + 1);
+  for (size_t first = 0; first < sample.size(); first += kWords) {
+    const size_t size = std::min(kWords, sample.size() - first);
+    random_block(key, first, size, random);
+    for (size_t j = 0; j < size; j++) {
+      const size_t begin = (first + j) * stride;
+      const size_t length = std::min(stride, from.n - begin);
+      sample[first + j] = from.at(begin + sampled_place(length, random[j]));
+    }
+  }
+  return sample;
+}
+
+}  // namespace pycomm::codecs::topk

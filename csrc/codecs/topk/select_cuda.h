@@ -1,0 +1,270 @@
+// Selection of the k largest magnitudes in CUDA, exactly, and in order. Compiled by nvcc and NVRTC.
+//
+// The bits of |p| are a radix key of 11, 11 and 9 bits. Each digit of the k-th largest comes from a
+// histogram, whose counts do not depend on order. A warp owns a range of the values. When it knows
+// the first digit it counts the values above, and keeps the candidates, those with the same first
+// digit, in a slot: the other digits are found among them, and only a warp whose slot is too small
+// reads its range again. In the last pass it visits its range in the order of the indices.
+#pragma once
+#include "codecs/base/warp_cuda.h"
+#include "codecs/topk/scratch.h"
+#include "core/cuda_vector.h"
+
+namespace pycomm::codecs::topk {
+
+constexpr int kFirstShift = 20;
+constexpr int kSecondShift = 9;
+constexpr int kRows = 4;
+constexpr size_t kStep = kRows * cuda::kRow;  ///< ranges of warps begin at multiples of it
+
+/// Values p = x + residual of a record.
+template <bool kFeedback>
+struct Input {
+  const float* x;
+  const float* residual;
+  size_t n;
+
+  __device__ float at(size_t i) const { return kFeedback ? x[i] + residual[i] : x[i]; }
+
+  /// Calls f(i, four values from i on, how many of them exist) for each lane, all lanes of the warp
+  /// together, in the order of the indices. Values beyond the end are 0.
+  template <typename F>
+  __device__ __forceinline__ void walk(size_t begin, size_t end, F&& f) const {
+    const size_t lane = threadIdx.x % cuda::kLanes * cuda::kVector;
+    const bool aligned =
+        (reinterpret_cast<size_t>(x) | (kFeedback ? reinterpret_cast<size_t>(residual) : 0)) % 16 ==
+        0;
+    for (size_t at = begin; at < end; at += kStep) {
+      cuda::Vector<float> p[kRows];
+      const bool whole = at + kStep <= n;
+      if (aligned && whole) {
+        cuda::Vector<float> kept[kRows];
+#pragma unroll
+        for (int row = 0; row < kRows; row++) {
+          const size_t i = at + row * cuda::kRow + lane;
+          p[row] = *reinterpret_cast<const cuda::Vector<float>*>(x + i);
+          if (kFeedback) kept[row] = *reinterpret_cast<const cuda::Vector<float>*>(residual + i);
+        }
+        if (kFeedback) {
+#pragma unroll
+          for (int row = 0; row < kRows; row++) {
+            for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + kept[row].v[k];
+          }
+        }
+      } else {
+#pragma unroll
+        for (int row = 0; row < kRows; row++) {
+          for (int k = 0; k < cuda::kVector; k++) {
+            const size_t i = at + row * cuda::kRow + lane + k;
+            p[row].v[k] = i < n ? this->at(i) : 0.0f;
+          }
+        }
+      }
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        const size_t i = at + row * cuda::kRow + lane;
+        const size_t left = i < n ? n - i : 0;
+        f(i, p[row], whole || left >= cuda::kVector ? cuda::kVector : static_cast<int>(left));
+      }
+    }
+  }
+};
+
+/// Sets the histogram to zero; ends with a barrier of the block.
+__device__ __forceinline__ void clear_bins(uint32_t* bins) {
+  for (uint32_t bin = threadIdx.x; bin < kBins; bin += cuda::kThreads) bins[bin] = 0;
+  __syncthreads();
+}
+
+/// Adds the histogram of a block to that of the grid, after a barrier of the block.
+__device__ __forceinline__ void add_bins(const uint32_t* bins, uint32_t* total) {
+  __syncthreads();
+  for (uint32_t bin = threadIdx.x; bin < kBins; bin += cuda::kThreads) {
+    if (bins[bin] > 0) atomicAdd(total + bin, bins[bin]);
+  }
+}
+
+/// Returns the bin that holds the place-th of all counted values, from the top. Called by all
+/// threads of the block.
+__device__ inline Digit find_digit(const uint32_t* bins, uint32_t place) {
+  __shared__ uint32_t warp_sums[cuda::kWarps];
+  __shared__ Digit found;
+  constexpr uint32_t kEach = kBins / cuda::kThreads;
+  const uint32_t top = kBins - 1 - threadIdx.x * kEach;
+  uint32_t mine = 0;
+  for (uint32_t k = 0; k < kEach; k++) mine += bins[top - k];
+  uint32_t before = mine;  // and all lanes before
+#pragma unroll
+  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
+    const uint32_t other = __shfl_up_sync(kAll, before, lane);
+    if (threadIdx.x % cuda::kLanes >= static_cast<unsigned>(lane)) before += other;
+  }
+  if (threadIdx.x % cuda::kLanes == cuda::kLanes - 1)
+    warp_sums[threadIdx.x / cuda::kLanes] = before;
+  __syncthreads();
+  before -= mine;
+  for (unsigned warp = 0; warp < threadIdx.x / cuda::kLanes; warp++) before += warp_sums[warp];
+  if (before < place && place - before <= mine) {
+    uint32_t bin = top, left = place - before;
+    for (; left > bins[bin]; bin--) left -= bins[bin];
+    found = {bin, left};
+  }
+  __syncthreads();
+  const Digit digit = found;
+  __syncthreads();  // before the next call overwrites it
+  return digit;
+}
+
+/// True if the histogram of first digits has a magnitude that makes its record void: both limits,
+/// 2^127 and Inf, begin a bin.
+__device__ __forceinline__ bool any_beyond(const uint32_t* bins, uint32_t limit) {
+  uint32_t beyond = 0;
+  for (uint32_t bin = limit >> kFirstShift; bin < kBins; bin++) beyond += bins[bin];
+  return beyond > 0;
+}
+
+/// Range [begin, end) of a warp in a record, and its slot.
+template <bool kFeedback>
+struct WarpRange {
+  Input<kFeedback> from;
+  size_t begin;
+  size_t end;
+  uint32_t* slot;
+  uint32_t room;
+
+  __device__ void count_first(uint32_t* bins) const {
+    from.walk(begin, end, [&](size_t, const cuda::Vector<float>& p, int size) {
+      for (int k = 0; k < cuda::kVector; k++) {
+        if (k < size) atomicAdd(bins + (magnitude_bits(p.v[k]) >> kFirstShift), 1u);
+      }
+    });
+  }
+
+  /// Counts second digits of the candidates and puts the candidates into the slot while there is
+  /// room. Returns (values above the candidates, candidates).
+  __device__ uint2 count_second(uint32_t first, uint32_t* bins) const {
+    uint32_t above = 0, candidates = 0;
+    from.walk(begin, end, [&](size_t, const cuda::Vector<float>& p, int size) {
+      for (int k = 0; k < cuda::kVector; k++) {
+        const uint32_t bits = magnitude_bits(p.v[k]);
+        const bool there = k < size;
+        const bool mine = there && bits >> kFirstShift == first;
+        above += there && bits >> kFirstShift > first;
+        const uint32_t all = __ballot_sync(kAll, mine);
+        if (mine) {
+          atomicAdd(bins + (bits >> kSecondShift) % kBins, 1u);
+          const uint32_t at = candidates + __popc(all & lanes_below());
+          if (at < room) slot[at] = bits;
+        }
+        candidates += __popc(all);
+      }
+    });
+    return {sum_of_warp(above), candidates};
+  }
+
+  /// Calls f(bits) for the candidates, each by one lane, from the slot if it holds all of them.
+  template <typename F>
+  __device__ __forceinline__ void each(uint32_t first, uint32_t candidates, F&& f) const {
+    if (candidates <= room) {
+      for (uint32_t j = threadIdx.x % cuda::kLanes; j < candidates; j += cuda::kLanes) f(slot[j]);
+      return;
+    }
+    from.walk(begin, end, [&](size_t, const cuda::Vector<float>& p, int size) {
+      for (int k = 0; k < cuda::kVector; k++) {
+        const uint32_t bits = magnitude_bits(p.v[k]);
+        if (k < size && bits >> kFirstShift == first) f(bits);
+      }
+    });
+  }
+
+  /// Counts third digits; `prefix` is the first two digits.
+  __device__ void count_third(uint32_t prefix, uint32_t candidates, uint32_t* bins) const {
+    each(prefix >> 11, candidates, [&](uint32_t bits) {
+      if (bits >> kSecondShift == prefix) atomicAdd(bins + bits % (1u << kSecondShift), 1u);
+    });
+  }
+
+  /// Returns (values above `bits`, values equal to it), given the count above all candidates.
+  __device__ uint2 count_around(uint32_t bits, uint2 counted) const {
+    uint32_t greater = 0, equal = 0;
+    each(bits >> kFirstShift, counted.y, [&](uint32_t other) {
+      greater += other > bits;
+      equal += other == bits;
+    });
+    return {counted.x + sum_of_warp(greater), sum_of_warp(equal)};
+  }
+};
+
+/// Chosen values of a record and their places, in order.
+struct Chosen {
+  float* p;
+  uint32_t* index;
+};
+
+/// Stores the chosen values of a range in their places. `before`: values above and equal to the cut
+/// in earlier ranges. `bitmap`: null, or the place of the record's marks. The others go to the
+/// residual.
+template <bool kFeedback>
+__device__ void choose(const WarpRange<kFeedback>& range, const Threshold& cut, uint2 before,
+                       const Chosen& to, uint32_t* bitmap, float* new_residual) {
+  const Input<kFeedback>& from = range.from;
+  const bool aligned = reinterpret_cast<size_t>(new_residual) % 16 == 0;
+  uint32_t equals = before.y;
+  uint32_t count = before.x + (equals < cut.ties ? equals : cut.ties);
+  from.walk(range.begin, range.end, [&](size_t i, const cuda::Vector<float>& p, int size) {
+    uint32_t mine = 0, tied = 0;  // a bit for each of the four values
+#pragma unroll
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t bits = magnitude_bits(p.v[k]);
+      mine |= (k < size && bits > cut.bits ? 1u : 0u) << k;
+      tied |= (k < size && bits == cut.bits ? 1u : 0u) << k;
+    }
+    if (equals < cut.ties && __ballot_sync(kAll, tied != 0) != 0) {
+      uint32_t place = equals;
+#pragma unroll
+      for (int k = 0; k < cuda::kVector; k++) {
+        const uint32_t all = __ballot_sync(kAll, (tied >> k & 1) != 0);
+        place += __popc(all & lanes_below());
+        equals += __popc(all);
+      }
+#pragma unroll
+      for (int k = 0; k < cuda::kVector; k++) {
+        const uint32_t one = tied >> k & 1;
+        mine |= (place < cut.ties ? one : 0u) << k;
+        place += one;
+      }
+    }
+    if (__ballot_sync(kAll, mine != 0) != 0) {
+      uint32_t place = count;
+#pragma unroll
+      for (int k = 0; k < cuda::kVector; k++) {
+        const uint32_t all = __ballot_sync(kAll, (mine >> k & 1) != 0);
+        place += __popc(all & lanes_below());
+        count += __popc(all);
+      }
+#pragma unroll
+      for (int k = 0; k < cuda::kVector; k++) {
+        if ((mine >> k & 1) == 0) continue;
+        to.p[place] = p.v[k];
+        to.index[place++] = static_cast<uint32_t>(i + k);
+      }
+    }
+    if (bitmap) {
+      uint32_t word = mine << i % 32;  // eight lanes have the marks of a word
+#pragma unroll
+      for (int lane = 1; lane < 8; lane *= 2) word |= __shfl_xor_sync(kAll, word, lane);
+      if (i % 32 == 0 && size > 0) bitmap[i / 32] = word;
+    }
+    if (!kFeedback) return;
+    if (aligned && mine == 0 && size == cuda::kVector) {
+      cuda::store_vector(new_residual + i, p);
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < cuda::kVector; k++) {
+      if (k < size && (mine >> k & 1) == 0) new_residual[i + k] = p.v[k];
+    }
+  });
+}
+
+}  // namespace pycomm::codecs::topk

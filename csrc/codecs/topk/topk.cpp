@@ -1,0 +1,234 @@
+// topk: its options, and the codec on the CPU. The values that travel are selected in
+// topk/select.h, and written and read in topk/record.h.
+#include "codecs/topk/topk.h"
+
+#include <charconv>
+
+#include "codecs/base/options.h"
+#include "codecs/base/registry.h"
+#include "codecs/topk/collect.h"
+#include "codecs/topk/cuda.h"
+#include "codecs/topk/scratch.h"
+#include "core/error.h"
+
+namespace pycomm::codecs::topk {
+namespace {
+
+constexpr std::string_view kValues[] = {"float32", "float16", "int8", "int2"};
+constexpr std::string_view kIndices[] = {"int32", "int16", "int12", "bitmap"};
+constexpr uint32_t kChunk12 = 4096;
+constexpr uint32_t kChunk16 = 65536;
+constexpr int kMaxStride = 65536;
+
+class TopK final : public Codec {
+ public:
+  explicit TopK(const Format& format) : format_(format) {}
+
+  std::string_view name() const override { return "topk"; }
+  std::string spec() const override {
+    return "topk:density=" + number_text(format_.density) +
+           ",values=" + std::string(kValues[static_cast<int>(format_.values)]) +
+           ",indices=" + std::string(kIndices[static_cast<int>(format_.indices)]) +
+           (format_.chunk ? ",chunk=" + std::to_string(format_.chunk) : "") +
+           (format_.sample ? ",sample=" + std::to_string(format_.sample) : "");
+  }
+  Combine combine() const override { return Combine::gather; }
+  int wire_version() const override { return kWireVersion; }
+  size_t granule() const override { return format_.chunk; }
+
+  bool variable() const override { return format_.sample != 0; }
+
+  size_t scratch_bytes(size_t numel) const override {
+    if (numel == 0) return 0;
+    const size_t length = format_.length(numel);
+    const size_t k = variable() ? format_.most(numel) : format_.count(length);
+    return 4 * Layout(numel, length, k, format_.sampled(numel), format_.chunk != 0).words;
+  }
+
+  size_t encoded_bytes(size_t numel) const override {
+    if (numel == 0) return 0;
+    if (variable()) return kHeader + record_of(numel, format_.most(numel)).bytes;
+    const size_t length = format_.length(numel);
+    const size_t rest = numel % length;
+    return numel / length * record(length).bytes + (rest ? record(rest).bytes : 0);
+  }
+
+  void encode(const EncodeArgs& args) const override {
+    check_encode(*this, args);
+    check_call(args.in.size, args.stream);
+    if (args.in.size == 0) return;
+    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
+    if (format_.chunk == 0) return encode_whole(args);
+    Finder finder(format_.length(args.in.size), void_bits(format_.values));
+    uint8_t* to = args.out.data;
+    for_each_record(args.in.size, [&](const Record& record, size_t first) {
+      const bool feedback = args.residual != nullptr;
+      const Source from{args.in.data + first, feedback ? args.residual + first : nullptr, record.n};
+      encode_record(record, finder.find(from, record.k), from,
+                    feedback ? args.new_residual + first : nullptr, to);
+      to += record.bytes;
+    });
+  }
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    decode_all<false>(payload, out, stream);
+  }
+  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+    decode_all<true>(payload, out, stream);
+  }
+
+ private:
+  Record record_of(size_t n, size_t k) const { return {format_.values, format_.indices, n, k}; }
+  Record record(size_t n) const { return record_of(n, format_.count(n)); }
+
+  void encode_whole(const EncodeArgs& args) const {
+    const Source from{args.in.data, args.residual, args.in.size};
+    const uint32_t limit = void_bits(format_.values);
+    const Asked asked{format_.least(from.n), format_.count(from.n), format_.most(from.n)};
+    std::optional<Candidates> found;
+    if (!variable()) {
+      const Cut cut = find_cut(from, asked.exactly, limit, args.new_residual, found);
+      return write_record(record(from.n), cut, from, args.new_residual, found, args.out.data);
+    }
+    const std::vector<float> sample = sample_of(from, format_.sample, args.key);
+    size_t k = 0;
+    const Cut cut = sampled_cut(from, sample, format_.count(sample.size()), asked, limit,
+                                args.new_residual, found, k);
+    const Record record = record_of(from.n, cut.is_void ? 1 : k);
+    const uint32_t header[] = {static_cast<uint32_t>(kHeader + record.bytes),
+                               static_cast<uint32_t>(record.k)};
+    std::memcpy(args.out.data, header, kHeader);
+    write_record(record, cut, from, args.new_residual, found, args.out.data + kHeader);
+    zero_padding(args.out, header[0]);
+  }
+
+  template <bool kAdd>
+  void decode_sampled(Span<const uint8_t> payload, Span<float> out) const {
+    uint32_t header[2];
+    std::memcpy(header, payload.data, kHeader);
+    const size_t k = header[1];
+    if (k >= 1 && k <= format_.most(out.size)) {
+      const Record record = record_of(out.size, k);
+      if (header[0] == kHeader + record.bytes) {
+        return decode_record<kAdd>(record, payload.data + kHeader, out.data);
+      }
+    }
+    std::fill(out.begin(), out.end(), bits_float(kNanBits));
+  }
+
+  /// Calls f(record, place of its first value) for each record.
+  template <typename F>
+  void for_each_record(size_t numel, F&& f) const {
+    const size_t length = format_.length(numel);
+    const Record whole = record(length);
+    size_t first = 0;
+    for (; numel - first >= length; first += length) f(whole, first);
+    if (first < numel) f(record(numel - first), first);
+  }
+
+  void check_call(size_t numel, const Stream& stream) const {
+    check_scratch(*this, numel, stream);
+    if (format_.chunk == 0 && numel > UINT32_MAX) {
+      throw Error(spec() + ": " + std::to_string(numel) +
+                  " values in one tensor; use chunk=65536 beyond 2^32");
+    }
+  }
+
+  template <bool kAdd>
+  void decode_all(Span<const uint8_t> payload, Span<float> out, Stream stream) const {
+    check_decode(*this, payload, out);
+    check_call(out.size, stream);
+    if (out.size == 0) return;
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, kAdd, stream);
+    if (variable()) return decode_sampled<kAdd>(payload, out);
+    const uint8_t* from = payload.data;
+    for_each_record(out.size, [&](const Record& record, size_t first) {
+      decode_record<kAdd>(record, from, out.data + first);
+      from += record.bytes;
+    });
+  }
+
+  Format format_;
+};
+
+}  // namespace
+
+size_t Format::count(size_t n) const {
+  // digits * n is below 10^17 * 2^64 < 10^37, so with more places than that less than one value
+  // travels.
+  __extension__ using Wide = unsigned __int128;
+  if (places > 37) return 1;
+  Wide unit = 1;
+  for (uint32_t i = 0; i < places; i++) unit *= 10;
+  const auto share = static_cast<size_t>((Wide{digits} * n + (unit - 1)) / unit);
+  return std::max<size_t>(1, std::min(n, share));
+}
+
+size_t Format::most(size_t n) const { return std::min(n, count(n) + (count(n) + 3) / 4); }
+
+size_t Format::least(size_t n) const { return count(n) - count(n) / 4; }
+
+namespace {
+
+/// Sets `digits` and `places` of the shortest decimal number that equals the density.
+void set_decimal(Format& format) {
+  char text[32];
+  const auto scientific = std::chars_format::scientific;  // d.ddde-dd; 17 digits at most
+  const char* end = std::to_chars(text, text + sizeof text, format.density, scientific).ptr;
+  const char* mark = std::find(static_cast<const char*>(text), end, 'e');
+  int exponent = 0;
+  std::from_chars(mark + (mark[1] == '+' ? 2 : 1), end, exponent);
+  format.digits = 0;
+  for (const char* at = text; at < mark; at++) {
+    if (*at != '.') format.digits = format.digits * 10 + static_cast<uint64_t>(*at - '0');
+  }
+  const auto behind = std::max<std::ptrdiff_t>(mark - text - 2, 0);  // the point
+  format.places = static_cast<uint32_t>(static_cast<int>(behind) - exponent);
+}
+
+}  // namespace
+
+std::unique_ptr<Codec> make(Options& options) {
+  Format format;
+  format.density = options.number("density", 0.01);
+  if (!(format.density > 0 && format.density <= 1)) {
+    options.fail("density=" + number_text(format.density) + ": use more than 0 and at most 1");
+  }
+  set_decimal(format);
+  format.values = static_cast<Values>(
+      options.choice("values", {kValues[0], kValues[1], kValues[2], kValues[3]}, 0));
+  // 0 is auto, the others are one more than their number.
+  const int form =
+      options.choice("indices", {"auto", kIndices[0], kIndices[1], kIndices[2], kIndices[3]}, 0);
+  const int chunk = options.integer("chunk", 0);
+  if (chunk != 0 && chunk != kChunk12 && chunk != kChunk16) {
+    options.fail("chunk=" + std::to_string(chunk) + ": use 0 (whole tensors), 4096 or 65536");
+  }
+  format.chunk = static_cast<uint32_t>(chunk);
+  if (form > 0) {
+    format.indices = static_cast<Indices>(form - 1);
+    if (chunk == 0 && format.indices != Indices::int32) {
+      format.chunk = format.indices == Indices::int12 ? kChunk12 : kChunk16;
+    }
+    if ((format.indices == Indices::int32 && chunk != 0) ||
+        (format.indices == Indices::int12 && format.chunk != kChunk12)) {
+      options.fail(
+          "indices=" + std::string(kIndices[form - 1]) + " with chunk=" + std::to_string(chunk) +
+          ": int32 goes with chunk=0, int12 with 4096, int16 and bitmap with either chunk");
+    }
+  } else if (chunk != 0) {
+    const double bits = chunk == kChunk12 ? 12 : 16;
+    format.indices = format.density * bits > 1 ? Indices::bitmap
+                     : chunk == kChunk12       ? Indices::int12
+                                               : Indices::int16;
+  }
+  const int sample = options.integer("sample", 0);
+  if (sample < 0 || sample > kMaxStride || (sample > 0 && format.chunk != 0)) {
+    options.fail("sample=" + std::to_string(sample) +
+                 ": use 0 (exactly the largest) or 1 to 65536, and no chunks");
+  }
+  format.sample = static_cast<uint32_t>(sample);
+  options.finish();
+  return std::make_unique<TopK>(format);
+}
+
+}  // namespace pycomm::codecs::topk

@@ -1,0 +1,273 @@
+// topk in CUDA. Wire format: docs/wire/topk.md. Compiled by nvcc, or at run time by NVRTC, which
+// takes the kernels only.
+// With chunks, a block of threads handles a whole record: these kernels are here. A whole tensor
+// takes several kernels: topk/whole_cuda.h.
+#include "codecs/topk/whole_cuda.h"
+
+namespace pycomm::codecs::topk {
+
+// ---------------------------------------------------------------- kernels
+
+/// Record of a block of threads.
+struct Chunk {
+  size_t first;
+  Record record;
+  uint8_t* payload;
+
+  __device__ explicit Chunk(const TopkParams& args)
+      : first(blockIdx.x * args.length),
+        record(args.numel - first < args.length ? record_of(args, args.numel - first, args.last_k)
+                                                : record_of(args, args.length, args.k)),
+        payload(args.payload + blockIdx.x * record_of(args, args.length, args.k).bytes) {}
+};
+
+/// Candidates of its share that a warp keeps.
+constexpr uint32_t kChunkSlot = 512;
+
+template <bool kFeedback>
+__global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const TopkParams args) {
+  __shared__ uint32_t bins[kBins];
+  __shared__ uint32_t slots[cuda::kWarps * kChunkSlot];
+  __shared__ uint2 around[cuda::kWarps];
+  const Chunk chunk(args);
+  const Record& record = chunk.record;
+  const float* residual = kFeedback ? args.residual + chunk.first : nullptr;
+  float* new_residual = kFeedback ? args.new_residual + chunk.first : nullptr;
+  const Input<kFeedback> from{args.in + chunk.first, residual, record.n};
+  const size_t length = args.length / cuda::kWarps, begin = warp_of_block() * length;
+  const size_t end = begin + length < record.n ? begin + length : record.n;
+  const WarpRange<kFeedback> range{from, begin, end, slots + warp_of_block() * kChunkSlot,
+                                   kChunkSlot};
+
+  clear_bins(bins);
+  range.count_first(bins);
+  __syncthreads();
+  const Digit first = find_digit(bins, static_cast<uint32_t>(record.k));
+  const bool is_void = any_beyond(bins, void_bits(record.values));
+  __syncthreads();
+  uint8_t* section = chunk.payload + record.indices_at;
+  auto* bitmap = record.indices == Indices::bitmap ? reinterpret_cast<uint32_t*>(section) : nullptr;
+  Chosen chosen = Scratch(args, true).chosen;
+  chosen.p += blockIdx.x * Layout::rounded(args.k);
+  chosen.index += blockIdx.x * Layout::rounded(args.k);
+  if (is_void) {
+    for (size_t i = threadIdx.x; kFeedback && i < record.n; i += cuda::kThreads) {
+      new_residual[i] = residual[i];
+    }
+    for (size_t i = threadIdx.x; bitmap && i < (record.n + 31) / 32; i += cuda::kThreads) {
+      bitmap[i] = 0;
+    }
+  } else {
+    clear_bins(bins);
+    const uint2 counted = range.count_second(first.bin, bins);
+    __syncthreads();
+    const Digit second = find_digit(bins, first.place);
+    clear_bins(bins);
+    const uint32_t prefix = first.bin << 11 | second.bin;
+    range.count_third(prefix, counted.y, bins);
+    __syncthreads();
+    const Digit third = find_digit(bins, second.place);
+    const Threshold cut{prefix << kSecondShift | third.bin, third.place};
+
+    const uint2 mine = range.count_around(cut.bits, counted);
+    if (threadIdx.x % cuda::kLanes == 0) around[warp_of_block()] = mine;
+    __syncthreads();
+    uint2 before{0, 0};
+    for (uint32_t warp = 0; warp < warp_of_block(); warp++) {
+      before.x += around[warp].x;
+      before.y += around[warp].y;
+    }
+    choose(range, cut, before, chosen, bitmap, new_residual);
+    __syncthreads();
+  }
+  for (size_t group = warp_of_block(); group * kGroup < record.k; group += cuda::kWarps) {
+    write_group<kFeedback>(record, chunk.payload, group, chosen, is_void, residual, new_residual);
+  }
+}
+
+/// Writes the values of a warp's share of a record with a bitmap. `rank`: ones before it.
+template <bool kAdd>
+__device__ void decode_bitmap(const Record& record, const uint8_t* from, size_t begin, size_t end,
+                              uint32_t rank, float* out) {
+  const auto* words = reinterpret_cast<const uint32_t*>(from + record.indices_at);
+  const bool aligned = reinterpret_cast<size_t>(out) % 16 == 0;
+  for (size_t at = begin; at < end; at += cuda::kRow) {
+    const size_t i = at + threadIdx.x % cuda::kLanes * cuda::kVector;
+    const uint32_t mine = i < record.n ? words[i / 32] >> i % 32 & 0xf : 0;
+    uint32_t place = rank;
+#pragma unroll
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t all = __ballot_sync(kAll, (mine >> k & 1) != 0);
+      place += __popc(all & lanes_below());
+      rank += __popc(all);
+    }
+    if (kAdd && mine == 0) continue;
+    cuda::Vector<float> value{};
+#pragma unroll
+    for (int k = 0; k < cuda::kVector; k++) {
+      if ((mine >> k & 1) == 0) continue;
+      value.v[k] = read_value(record, from, place++);
+      if (kAdd) out[i + k] = out[i + k] + value.v[k];
+    }
+    if (kAdd) continue;
+    if (aligned && i + cuda::kVector <= record.n) {
+      cuda::store_vector(out + i, value);
+      continue;
+    }
+#pragma unroll
+    for (int k = 0; k < cuda::kVector; k++) {
+      if (i + k < record.n) out[i + k] = value.v[k];
+    }
+  }
+}
+
+template <bool kAdd>
+__global__ void __launch_bounds__(cuda::kThreads) decode_chunks(const TopkParams args) {
+  __shared__ uint32_t ones[cuda::kWarps];
+  const Chunk chunk(args);
+  const Record& record = chunk.record;
+  const uint8_t* from = chunk.payload;
+  float* out = args.out + chunk.first;
+  const bool bitmap = record.indices == Indices::bitmap;
+  const size_t length = args.length / cuda::kWarps, begin = warp_of_block() * length;
+  const size_t end = begin + length < record.n ? begin + length : record.n;
+
+  bool fine = true;
+  uint32_t rank = 0;
+  if (bitmap) {
+    const auto* words = reinterpret_cast<const uint32_t*>(from + record.indices_at);
+    uint32_t count = 0;
+    for (size_t i = begin / 32 + threadIdx.x % cuda::kLanes; i * 32 < end; i += cuda::kLanes) {
+      count += __popc(words[i]);
+      const size_t left = record.n - i * 32;
+      if (left < 32 && words[i] >> left != 0) fine = false;
+    }
+    count = sum_of_warp(count);
+    if (threadIdx.x % cuda::kLanes == 0) ones[warp_of_block()] = count;
+    __syncthreads();
+    uint32_t total = 0;
+    for (uint32_t warp = 0; warp < cuda::kWarps; warp++) {
+      if (warp < warp_of_block()) rank += ones[warp];
+      total += ones[warp];
+    }
+    if (total != record.k) fine = false;
+  } else {
+    for (size_t j = threadIdx.x; j < record.k; j += cuda::kThreads) {
+      if (!index_in_order(record, from, j)) fine = false;
+    }
+  }
+  if (begins_with_nan(from)) fine = false;
+  const bool is_void = __syncthreads_or(!fine) != 0;
+
+  if (bitmap && !is_void) return decode_bitmap<kAdd>(record, from, begin, end, rank, out);
+  if (!kAdd || is_void) {
+    const float other = is_void ? bits_float(kNanBits) : 0.0f;
+    for (size_t i = threadIdx.x; i < record.n; i += cuda::kThreads) out[i] = other;
+  }
+  if (is_void) return;
+  __syncthreads();
+  for (size_t j = threadIdx.x; j < record.k; j += cuda::kThreads) {
+    float* to = out + read_index(record, from, j);
+    *to = kAdd ? *to + read_value(record, from, j) : read_value(record, from, j);
+  }
+}
+
+}  // namespace pycomm::codecs::topk
+
+// -------------------------------------------------------------- launchers
+
+#ifndef __CUDACC_RTC__
+#include "codecs/topk/cuda.h"
+#include "core/cuda_launch.h"
+
+namespace pycomm::codecs::topk {
+namespace {
+
+TopkParams make_params(const Format& format, size_t numel, Stream stream) {
+  TopkParams params{};
+  params.scratch = reinterpret_cast<uint32_t*>(stream.scratch.data);
+  params.numel = numel;
+  params.length = format.length(numel);
+  params.k = format.sample ? format.most(numel) : format.count(params.length);
+  params.last_k = format.count(numel % params.length);
+  params.asked = format.count(numel);
+  params.least = format.least(numel);
+  params.sample_n = format.sampled(numel);
+  params.sample_k = format.count(params.sample_n);
+  params.sample = format.sample;
+  params.values = static_cast<uint32_t>(format.values);
+  params.indices = static_cast<uint32_t>(format.indices);
+  return params;
+}
+
+void launch(void (*kernel)(TopkParams), const TopkParams& params, size_t size, size_t tile,
+            Stream stream) {
+  cuda::launch("topk", kernel, params, size, static_cast<int>(tile), stream);
+}
+
+/// Finds the three digits of the cut, in the values or in their sample.
+template <bool kFeedback>
+void launch_digits(const TopkParams& params, size_t n, Stream stream) {
+  launch(first_kernel<kFeedback>, params, n, kTile, stream);
+  launch(second_kernel<kFeedback>, params, n, kTile, stream);
+  launch(third_kernel<kFeedback>, params, n, kTile, stream);
+}
+
+/// Launches the kernels that find the cut; with a sample, its threshold first.
+template <bool kFeedback>
+void launch_selection(TopkParams params, Stream stream) {
+  if (params.sample) {
+    params.stage = kSample;
+    launch(sample_kernel<kFeedback>, params, params.sample_n, kSampleTile, stream);
+    launch_digits<false>(params, params.sample_n, stream);
+    launch(sampled_kernel<kFeedback>, params, params.numel, kTile, stream);
+    launch(scan_kernel, params, 1, 1, stream);
+  }
+  params.stage = kExact;
+  launch_digits<kFeedback>(params, params.numel, stream);
+  launch(exact_kernel<kFeedback>, params, params.numel, kTile, stream);
+  launch(scan_kernel, params, 1, 1, stream);
+}
+
+}  // namespace
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  TopkParams params = make_params(format, args.in.size, args.stream);
+  params.in = args.in.data;
+  params.residual = args.residual;
+  params.new_residual = args.new_residual;
+  params.payload = args.out.data;
+  params.seed = args.key.seed;
+  params.step = args.key.step;
+  params.tensor = args.key.tensor;
+  const Stream stream = args.stream;
+  cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
+    if (format.chunk) {
+      return launch(encode_chunks<feedback>, params, args.in.size, format.chunk / cuda::kWarps,
+                    stream);
+    }
+    launch(clear_kernel, params, kCleared, kClearTile, stream);
+    launch_selection<feedback>(params, stream);
+    launch(choose_kernel<feedback>, params, args.in.size, kTile, stream);
+    launch(pack_kernel<feedback>, params, params.k, kGroup, stream);
+  });
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 Stream stream) {
+  TopkParams params = make_params(format, out.size, stream);
+  params.out = out.data;
+  params.payload = const_cast<uint8_t*>(payload.data);
+  cuda::dispatch(add, [&](auto adds) {
+    if (format.chunk) {
+      return launch(decode_chunks<adds>, params, out.size, format.chunk / cuda::kWarps, stream);
+    }
+    launch(clear_kernel, params, kCleared, kClearTile, stream);
+    launch(check_kernel, params, params.k, cuda::kLanes, stream);
+    launch(fill_kernel<adds>, params, out.size, kStep, stream);
+    launch(scatter_kernel<adds>, params, params.k, cuda::kLanes, stream);
+  });
+}
+
+}  // namespace pycomm::codecs::topk
+#endif

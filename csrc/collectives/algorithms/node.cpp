@@ -1,0 +1,64 @@
+#include "collectives/algorithms/node.h"
+
+#include "collectives/window/shared.h"
+
+namespace pycomm {
+
+Node::Node(const CollectiveContext& context)
+    : window_(context.node_window()),
+      deadline_(context.deadline()),
+      place_(window_ ? window_->rank() : 0),
+      size_(window_ ? window_->size() : 1) {
+  if (window_)
+    window_->hold(context.tag(), deadline_,
+                  [call = CollectiveContext(context)]() mutable { return call.drive(); });
+}
+
+void Node::end() {
+  if (window_) window_->release();
+}
+
+OpTag Node::step(size_t numel, DType dtype, ReduceOp redop) {
+  OpTag tag;
+  tag.numel = numel;
+  tag.dtype = dtype;
+  tag.redop = redop;
+  return tag;
+}
+
+void Node::all_reduce(void* data, size_t numel, const Fold& fold) {
+  if (!window_) return;
+  shared::all_reduce(*window_, step(numel, fold.dtype, fold.op), data, deadline_);
+}
+
+void Node::reduce_scatter(const ConstParts& in, void* out, const Fold& fold) {
+  if (!window_) {
+    if (in.bytes(0) > 0) std::memmove(out, in[0].data, in.bytes(0));
+    return;
+  }
+  const OpTag tag = step(in.total(size_), fold.dtype, fold.op);
+  shared::reduce_scatter(*window_, tag, in, out, deadline_);
+}
+
+void Node::all_gather(const void* in, const Parts& out) {
+  if (window_) {
+    std::vector<Part> bytes;
+    for (int p = 0; p < size_; p++) bytes.push_back({out[p].data, out[p].size});
+    const OpTag tag = step(Parts(bytes).total(size_), DType::uint8);
+    return shared::all_gather(*window_, tag, in, bytes, deadline_);
+  }
+  if (out.bytes(0) > 0 && out[0].data != in) std::memmove(out[0].data, in, out.bytes(0));
+}
+
+void Node::broadcast(void* data, size_t bytes, int place) {
+  if (!window_) return;
+  OpTag tag = step(bytes, DType::uint8);
+  tag.root = place;
+  shared::broadcast(*window_, tag, data, deadline_);
+}
+
+void Node::barrier() {
+  if (window_) shared::barrier(*window_, step(0, DType::uint8), deadline_);
+}
+
+}  // namespace pycomm

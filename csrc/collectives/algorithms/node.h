@@ -1,0 +1,38 @@
+// Node: the ranks that share memory with this one, and one collective's steps among them. Ranks are
+// numbered by their place in the node. A rank that is alone on its node only copies.
+#pragma once
+#include "collectives/algorithms/context.h"
+#include "collectives/common/fold.h"
+#include "collectives/common/parts.h"
+
+namespace pycomm {
+
+class Node {
+ public:
+  explicit Node(const CollectiveContext& context);
+  /// Ends the call. Without it, after an error, the ranks of the node are out of step.
+  void end();
+
+  int size() const { return size_; }
+  int place() const { return place_; }
+
+  // All ranks of the node make the same call with equal sizes. Parts know the bytes of their
+  // elements.
+
+  void all_reduce(void* data, size_t numel, const Fold& fold);
+  void reduce_scatter(const ConstParts& in, void* out, const Fold& fold);
+  void all_gather(const void* in, const Parts& out);
+  void broadcast(void* data, size_t bytes, int place);
+  void barrier();
+
+ private:
+  /// Tag of a step: the op, as a call would name it.
+  static OpTag step(size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum);
+
+  Window* window_;
+  Deadline deadline_;
+  int place_;
+  int size_;
+};
+
+}  // namespace pycomm

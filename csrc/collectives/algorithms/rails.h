@@ -1,0 +1,55 @@
+// Rails of the hierarchical algorithms: the ranks on them, and how buffers are cut for them.
+#pragma once
+#include "collectives/algorithms/node.h"
+#include "collectives/common/schedule.h"
+#include "collectives/common/select.h"
+
+namespace pycomm::hierarchical {
+
+/// Bytes of a stage: what goes through shared memory at once while the stage before is in transit
+/// between the nodes.
+constexpr size_t kStageBytes = size_t{1} << 20;
+/// Up to this size there is one message per pair of nodes, sent by the first rank of each.
+constexpr size_t kOneMessageBytes = size_t{32} << 10;
+
+inline bool in_one_message(const CollectiveContext& context, size_t bytes) {
+  return bytes <= (context.segment_bytes() ? context.segment_bytes() : kOneMessageBytes);
+}
+
+inline size_t stage_numel(const CollectiveContext& context, size_t element) {
+  const size_t bytes = context.segment_bytes() ? 4 * context.segment_bytes() : kStageBytes;
+  return std::max<size_t>(1, bytes / element);
+}
+
+/// Returns the ranks at `place` of all nodes, or the first rank of a node that has no such place.
+/// `root`, if any, represents its own node.
+inline std::vector<int> rail(const Topology& topology, int place, int root = -1) {
+  std::vector<int> ranks;
+  for (int k = 0; k < topology.nodes(); k++) {
+    const bool roots = root >= 0 && topology.node_of(root) == k;
+    ranks.push_back(roots ? root : topology.node(k)[place]);
+  }
+  return ranks;
+}
+
+/// Returns the shard of a place: the first `shards` places have one.
+inline schedule::Range shard(schedule::Range all, int shards, int place, size_t element) {
+  if (place >= shards) return {all.end, all.end};
+  const schedule::Range part = schedule::chunk(all.size(), shards, place, schedule::line(element));
+  return {all.begin + part.begin, all.begin + part.end};
+}
+
+/// Returns the shards of a node's places, as parts.
+template <typename T>
+std::vector<BasicPart<T>> shards_of(T* data, schedule::Range all, int shards, int places,
+                                    size_t element) {
+  std::vector<BasicPart<T>> parts;
+  for (int p = 0; p < places; p++) {
+    const schedule::Range part = shard(all, shards, p, element);
+    auto* at = static_cast<typename BasicParts<T>::Byte*>(data) + part.begin * element;
+    parts.push_back({at, part.size()});
+  }
+  return parts;
+}
+
+}  // namespace pycomm::hierarchical

@@ -1,0 +1,20 @@
+// Rooted collectives over a binomial tree: ceil(log2 n) rounds, and no more messages than that at
+// the root, instead of n-1 (Thakur, Rabenseifner, Gropp 2005, section 4).
+//
+//   broadcast   the root's link carries ceil(log2 n) b
+//   reduce      where every order gives the same bits: joined on the way, ceil(log2 n) b at the
+//               root. Else contributions travel as they are and the root folds them in rank order:
+//               (n-1) b
+//
+// gather and scatter have no tree: sizes may differ, and only the root knows them.
+#pragma once
+#include "collectives/algorithms/context.h"
+#include "collectives/common/fold.h"
+
+namespace pycomm::tree {
+
+void broadcast(CollectiveContext& context, void* data, size_t bytes, int root);
+void reduce(CollectiveContext& context, const void* in, void* out, size_t numel, const Fold& fold,
+            int root);
+
+}  // namespace pycomm::tree

@@ -1,0 +1,47 @@
+// Coded collectives: floats travel encoded; in between they are float32. An all-reduce takes two
+// shots:
+//
+//   1. every rank encodes its contribution, with its worker residual, and sends each owner its
+//      chunk;
+//   2. the owner decodes all contributions in rank order into a float32 sum, divides it once,
+//      encodes the result with its owner residual, and sends that to all; every rank decodes
+//      the same bytes.
+//
+// The owner's own contribution is coded like the others', so a result does not depend on which rank
+// owns it. There are two codings whatever the number of ranks: with v the relative squared error of
+// one, the result has about 2v (a ring that recodes at each hop has v(n+1)/2).
+//
+// If a codec's combine is `sum`, the owner encodes the sum itself, without loss, and every rank
+// that decodes it divides. If it is `gather`, there is no owner: every rank sends its encoded
+// values to all, which decode them in rank order and divide. docs/algorithms.md has the costs.
+#pragma once
+#include "collectives/algorithms/context.h"
+
+namespace pycomm::coded {
+
+/// Throws Error unless the pieces ascend and cover the values: `rows` times, one after the other.
+void check(const char* op, const CodedArgs& args, size_t rows);
+
+/// Hash of what all ranks must agree on: codecs, wire versions, layout, averaging, seed and step.
+uint32_t signature(const CodedArgs& args);
+/// Name of the codec of most of the bucket.
+std::string label(const CodedArgs& args);
+
+/// Numbers of hops beside those of the ranks: what owners send back, which must not depend on which
+/// rank owns an element, and what all ranks send with one seed (Codec::shared_seed).
+constexpr int kOwnerHop = -1;
+constexpr int kSharedHop = -2;
+
+/// Returns the seed of the random numbers in what `rank` sends, or of another hop. One step of
+/// splitmix64 (Steele, Lea, Flood 2014).
+PYCOMM_API uint64_t hop_seed(uint64_t seed, int rank);
+
+// Each returns true if the result is finite everywhere: the same answer on all ranks.
+
+/// All-reduces. Between nodes of several ranks it is exact inside a node, then every rank codes a
+/// shard of its node's sum as if nodes were ranks.
+bool all_reduce(CollectiveContext& context, Algo wanted, const CodedArgs& args);
+bool reduce_scatter(CollectiveContext& context, const CodedArgs& args, void* out);
+bool all_gather(CollectiveContext& context, const CodedArgs& args, void* out);
+
+}  // namespace pycomm::coded

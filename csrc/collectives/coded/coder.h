@@ -1,0 +1,110 @@
+// Coder: encodes and decodes the runs of a coded operation, with their random numbers, residuals
+// and agreed numbers.
+#pragma once
+#include "codecs/convert.h"
+#include "collectives/coded/layout.h"
+#include "core/op_timing.h"
+
+namespace pycomm::coded {
+
+class Agreed;  // coded/agree.h
+
+/// The two places where values are encoded.
+enum class Hop : uint8_t {
+  worker,  ///< what a rank contributes
+  owner,   ///< what an owner sends back
+};
+
+/// Float32 values of runs.
+struct Floats {
+  float* data;
+  bool packed;  ///< one run after the other; else each at data + piece.offset + run.offset
+
+  /// Returns the values of one run; `next`, at first `data`, advances to the run after it.
+  float* of(const Piece& piece, const PieceRun& run, float*& next) const {
+    if (!packed) return data + piece.offset + run.offset;
+    next += run.numel;
+    return next - run.numel;
+  }
+};
+
+/// Returns the granules of a tensor of `numel` values; one if it cannot be cut.
+size_t granules(const Codec& codec, size_t numel);
+
+/// Place of values in their piece.
+struct Place {
+  size_t row, offset;
+};
+
+/// Layout of the payloads of several runs.
+enum class Packing : uint8_t {
+  close,  ///< one after the other; a variable() one takes the bytes that it uses
+  fixed,  ///< each after the largest sizes of those before; for memory that the host cannot read
+};
+
+// Everything that uses feedback goes through these two functions.
+
+/// Encodes values of a piece. `args` lacks only the residuals. Returns how many bytes of args.out
+/// are used.
+size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args,
+                    Packing packing, feedback::Scratch& scratch);
+/// Applies Codec::measure to values of a piece.
+void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
+                   Stream stream, feedback::Scratch& scratch);
+
+/// Coder of one rank of an operation. Where pieces have several rows (reduce_scatter: one for each
+/// owner), residuals have as many, and each row has random numbers of its own.
+class Coder {
+ public:
+  /// `rank` of `ranks` encode the same values. `agreed` null: each rank is alone with its values.
+  /// `timing` gets the time that it takes; null where that is not the host's.
+  Coder(const CodedArgs& args, const Agreed* agreed, int rank, int ranks,
+        feedback::Scratch& scratch, Stream stream = {}, Packing packing = Packing::close,
+        OpTiming* timing = nullptr)
+      : args_(args),
+        agreed_(agreed),
+        rank_(rank),
+        ranks_(ranks),
+        scratch_(scratch),
+        stream_(stream),
+        packing_(packing),
+        timing_(timing) {}
+
+  /// Returns the bytes of all payloads.
+  size_t encode(Hop hop, Span<const PieceRun> runs, Floats values, uint8_t* out,
+                size_t row = 0) const;
+  /// Decodes, overwriting or adding. Returns the bytes of the payloads, after which others may
+  /// follow. Throws WireMismatch if they are not what `sender` may send.
+  size_t decode(Span<const PieceRun> runs, Span<const uint8_t> payload, Floats values, bool add,
+                int sender) const;
+
+ private:
+  /// Adds its lifetime to the coding time, if the caller wants to know it.
+  class Timed {
+   public:
+    explicit Timed(OpTiming* timing) : timing_(timing), since_(timing ? ticks() : 0) {}
+    ~Timed() {
+      if (timing_) timing_->coded += ticks() - since_;
+    }
+    Timed(const Timed&) = delete;
+
+   private:
+    OpTiming* timing_;
+    uint64_t since_;
+  };
+
+  RandomKey key(Hop hop, const Piece& piece, size_t row) const;
+
+  const CodedArgs& args_;
+  const Agreed* agreed_;
+  int rank_, ranks_;
+  feedback::Scratch& scratch_;
+  Stream stream_;
+  Packing packing_;
+  OpTiming* timing_;
+};
+
+/// Updates a float32 result: adds the mean that EF21 keeps of the steps before, and keeps the sum.
+void add_means(Span<const Piece> pieces, float* values);
+
+}  // namespace pycomm::coded

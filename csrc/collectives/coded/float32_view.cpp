@@ -1,0 +1,94 @@
+#include "collectives/coded/float32_view.h"
+
+namespace pycomm::coded {
+namespace {
+
+PYCOMM_SIMD void add_mean(const float* old, float* fresh, float* x, size_t n) {
+  for (size_t i = 0; i < n; i++) x[i] = fresh[i] = old[i] + x[i];
+}
+
+}  // namespace
+
+Float32View::Float32View(const CodedArgs& args, const void* values, int divisor,
+                         feedback::Scratch& scratch, float* found_inf, Stream stream, float* room)
+    : args_(args),
+      values_(static_cast<uint8_t*>(const_cast<void*>(values))),
+      divisor_(divisor),
+      scratch_(scratch),
+      found_inf_(found_inf),
+      stream_(stream),
+      room_(room) {}
+
+uint8_t* Float32View::place(const PieceRun& run) const {
+  return values_ + (args_.pieces[run.piece].offset + run.offset) * size_of(args_.data.dtype);
+}
+
+float* Float32View::packed(Span<const PieceRun> runs) const {
+  if (room_) return room_;
+  size_t numel = 0;
+  for (const PieceRun& run : runs) numel += run.numel;
+  return scratch_.get(feedback::Scratch::kLanding, numel);
+}
+
+Floats Float32View::room(Span<const PieceRun> runs) const {
+  if (is_wide()) return {reinterpret_cast<float*>(values_), false};
+  return {packed(runs), true};
+}
+
+Floats Float32View::read(Span<const PieceRun> runs) const {
+  const Floats floats = room(runs);
+  if (!floats.packed) return floats;
+  float* to = floats.data;
+  for (const PieceRun& run : runs) {
+    ConvertArgs widen;
+    widen.in = place(run);
+    widen.from = args_.data.dtype;
+    widen.out = to;
+    widen.numel = run.numel;
+    widen.stream = stream_;
+    convert(widen);
+    to += run.numel;
+  }
+  return floats;
+}
+
+ConvertArgs Float32View::conversion(const PieceRun& run, bool (*choose)(Combine)) const {
+  ConvertArgs result;
+  result.numel = run.numel;
+  const bool divides = args_.average && choose(args_.pieces[run.piece].codec->combine());
+  if (divides) result.divisor = static_cast<float>(divisor_);
+  result.stream = stream_;
+  return result;
+}
+
+void Float32View::average(Span<const PieceRun> runs, Floats values, bool (*choose)(Combine)) const {
+  float* packed = values.data;
+  for (const PieceRun& run : runs) {
+    ConvertArgs divide = conversion(run, choose);
+    divide.in = divide.out = values.of(args_.pieces[run.piece], run, packed);
+    if (divide.divisor != 1.0f) convert(divide);
+  }
+}
+
+void Float32View::finish(Span<const PieceRun> runs, Floats values, bool (*choose)(Combine)) const {
+  float* packed = values.data;
+  for (const PieceRun& run : runs) {
+    const Piece& piece = args_.pieces[run.piece];
+    float* const floats = values.of(piece, run, packed);
+    ConvertArgs end = conversion(run, choose);
+    end.in = end.out = floats;
+    if (piece.mean) {  // on the CPU: a device group refuses EF21
+      if (end.divisor != 1.0f) convert(end);
+      end.divisor = 1.0f;
+      add_mean(reinterpret_cast<const float*>(piece.mean.old) + run.offset,
+               reinterpret_cast<float*>(piece.mean.fresh) + run.offset, floats, run.numel);
+    }
+    end.out = place(run);
+    end.to = args_.data.dtype;
+    end.found_inf = found_inf_;
+    const bool nothing = end.in == end.out && end.divisor == 1.0f && !found_inf_;
+    if (!nothing) convert(end);
+  }
+}
+
+}  // namespace pycomm::coded

@@ -1,0 +1,93 @@
+#include "collectives/coded/layout.h"
+
+#include <numeric>
+
+#include "collectives/common/schedule.h"
+
+namespace pycomm::coded {
+namespace {
+
+/// Returns the granule at which a piece may be cut; a codec without a granule takes it whole.
+size_t granule(const Piece& piece) {
+  const size_t own = piece.codec->granule();
+  return own == 0 ? std::max<size_t>(1, piece.numel) : std::lcm(own, kGrain);
+}
+
+/// Cuts of values as one sequence, whatever lies between them in the bucket.
+class Cuts {
+ public:
+  Cuts(Span<const Piece> pieces, const std::vector<PieceRun>& values) : values_(values) {
+    parts_.reserve(values.size());
+    for (const PieceRun& run : values) {
+      parts_.push_back({numel_, run.numel, granule(pieces[run.piece])});
+      numel_ += run.numel;
+    }
+  }
+  schedule::Range chunk(int owners, int index) const {
+    return schedule::chunk(parts(), numel_, owners, index);
+  }
+  std::vector<schedule::Range> segments(const schedule::Range& chunk, size_t numel) const {
+    return schedule::segments(parts(), chunk, numel);
+  }
+  std::vector<PieceRun> runs(const schedule::Range& range) const {
+    std::vector<schedule::Run> found;
+    schedule::append_runs(parts(), range, found);
+    std::vector<PieceRun> runs;
+    runs.reserve(found.size());
+    for (const schedule::Run& run : found) {
+      const PieceRun& whole = values_[run.part];
+      runs.push_back({whole.piece, whole.offset + run.offset, run.numel});
+    }
+    return runs;
+  }
+
+ private:
+  Span<const schedule::Part> parts() const { return {parts_.data(), parts_.size()}; }
+
+  const std::vector<PieceRun>& values_;
+  std::vector<schedule::Part> parts_;
+  size_t numel_ = 0;
+};
+
+}  // namespace
+
+std::vector<PieceRun> values_of(Span<const Piece> pieces) {
+  std::vector<PieceRun> values;
+  for (size_t i = 0; i < pieces.size; i++) values.push_back({i, 0, pieces[i].numel});
+  return values;
+}
+
+std::vector<PieceRun> share_of(Span<const Piece> pieces, const std::vector<PieceRun>& values,
+                               int owners, int index) {
+  const Cuts cuts(pieces, values);
+  return cuts.runs(cuts.chunk(owners, index));
+}
+
+size_t numel_of(const std::vector<PieceRun>& values) {
+  size_t numel = 0;
+  for (const PieceRun& run : values) numel += run.numel;
+  return numel;
+}
+
+BucketLayout::BucketLayout(Span<const Piece> pieces, const std::vector<PieceRun>& values,
+                           int owners, size_t segment_numel) {
+  const Cuts cuts(pieces, values);
+  for (int owner = 0; owner < owners; owner++) {
+    first_.push_back(segments_.size());
+    for (const schedule::Range& range : cuts.segments(cuts.chunk(owners, owner), segment_numel)) {
+      const std::vector<PieceRun> runs = cuts.runs(range);
+      Segment segment{runs_.size(), runs_.size() + runs.size(), bytes_, 0, false};
+      for (const PieceRun& run : runs) {
+        const Codec& codec = *pieces[run.piece].codec;
+        segment.bytes += codec.encoded_bytes(run.numel);
+        segment.variable |= codec.variable();
+      }
+      runs_.insert(runs_.end(), runs.begin(), runs.end());
+      segments_.push_back(segment);
+      bytes_ += segment.bytes;
+    }
+  }
+  first_.push_back(segments_.size());
+}
+
+}  // namespace pycomm::coded

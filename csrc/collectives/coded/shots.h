@@ -1,0 +1,56 @@
+// Shots: the steps of one rank in a coded operation whose payloads its caller moves, as the hooks
+// do on process groups of other backends. Runs, random numbers, residuals and the order of sums are
+// those of coded.h.
+#pragma once
+#include "collectives/coded/agree.h"
+#include "collectives/coded/coder.h"
+
+namespace pycomm::coded {
+
+/// Throws Error unless each run lies in its piece and is cut where codecs and residuals allow it.
+PYCOMM_API void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs);
+
+/// One call of the caller. Runs are coded as a whole, so their payloads do not depend on memory.
+class PYCOMM_API Shots {
+ public:
+  /// `args.data` has `rows` rows of the pieces; each function says which values those are. `rank`
+  /// of `ranks` encode the same values. `agreed` has the largest of what the ranks measured; null:
+  /// each rank is alone with its values.
+  Shots(const CodedArgs& args, size_t rows, int rank, int ranks, const float* agreed);
+  Shots(const Shots&) = delete;
+
+  /// Number of the numbers that the ranks agree on.
+  size_t agreed_count() const { return agreed_.count(); }
+  /// Writes these numbers for the values of this rank.
+  void measure(float* out);
+  /// Encodes a row as a contribution. Returns the bytes of the payloads.
+  size_t contribute(Span<const PieceRun> runs, size_t row, uint8_t* out);
+
+  // Payloads come from rank 0, 1, .. in this order. A variable one needs memory after it for its
+  // largest size. These functions throw WireMismatch if a payload's own size cannot be true.
+
+  /// Adds up contributions, averages what is coded again, and encodes it as its owner. Overwrites
+  /// the values. Returns the bytes of the payloads.
+  size_t own(Span<const PieceRun> runs, const std::vector<Span<const uint8_t>>& payloads,
+             uint8_t* out);
+  /// Adds up contributions to the result.
+  void add_up(Span<const PieceRun> runs, const std::vector<Span<const uint8_t>>& payloads);
+  /// Decodes what rank `sender` has encoded into a row of the result.
+  void land(Span<const PieceRun> runs, size_t row, Span<const uint8_t> payload, int sender);
+  /// True if the results of add_up() and land() are finite everywhere.
+  bool finite() const { return found_inf_ == 0.0f; }
+
+ private:
+  const void* row(size_t row) const { return args_.data.at(row * row_numel_); }
+
+  const CodedArgs& args_;
+  const std::vector<PieceRun> values_;
+  const size_t row_numel_;
+  const int ranks_;
+  Agreed agreed_;
+  feedback::Scratch scratch_;
+  const Coder coder_;
+  float found_inf_ = 0.0f;
+};
+
+}  // namespace pycomm::coded

@@ -1,0 +1,182 @@
+#include "collectives/common/select.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/env.h"
+#include "core/error.h"
+
+namespace pycomm {
+namespace {
+
+// Default segment: large enough that a message's header and system calls are negligible, small
+// enough that the segments of all ranks stay in L2 while they are folded.
+constexpr size_t kSegmentBytes = 256 << 10;
+
+/// Prices in seconds. docs/algorithms.md says how they were measured.
+struct Price {
+  double round;    ///< from a send to its arrival, when there is nothing else to do
+  double message;  ///< processor time to send and to receive one
+  double byte;     ///< to send and to receive
+  double fold;     ///< per byte that is read to reduce
+};
+constexpr Price kSharedMemory{1e-6, 0.5e-6, 0.25e-9, 0.1e-9};
+constexpr Price kTcp{15e-6, 8e-6, 0.8e-9, 0.1e-9};
+
+// The terms of the table below: n ranks, b bytes, l = ceil(log2 n) rounds that double.
+struct Terms {
+  double n, b, l;
+  double corners;  // largest power of two that is not above n
+  bool order_free;
+
+  explicit Terms(const Workload& call)
+      : n(call.ranks), b(static_cast<double>(call.bytes)), order_free(call.order_free) {
+    for (l = 0; std::exp2(l) < n; l++) continue;
+    for (corners = 1; 2 * corners <= n; corners *= 2) continue;
+  }
+  double others() const { return n - 1; }
+  double share() const { return b / n; }  // of one rank
+  /// Rounds of halving, and the cost of ranks beyond a power of two.
+  double halvings() const { return std::log2(corners); }
+  double halved() const { return b * (corners - 1) / corners; }
+  double pairs() const { return n > corners ? 1 : 0; }
+};
+
+struct Entry {
+  Op op;
+  Algo algo;
+  bool rank_order;
+  Cost (*cost)(const Terms& t);
+};
+
+constexpr Entry kTable[] = {
+    {Op::all_reduce, Algo::one_shot, true,
+     [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.b, t.n * t.b}; }},
+    {Op::all_reduce, Algo::two_shot, true,
+     [](const Terms& t) -> Cost { return {2, 2 * t.others(), 2 * t.others() * t.share(), t.b}; }},
+    {Op::all_reduce, Algo::bruck, true,
+     [](const Terms& t) -> Cost { return {t.l, t.l, t.others() * t.b, (t.n + 1) * t.b}; }},
+    {Op::all_reduce, Algo::halving_doubling, false,
+     [](const Terms& t) -> Cost {
+       const double steps = 2 * (t.halvings() + t.pairs());
+       return {steps, steps, 2 * (t.halved() + t.pairs() * t.b),
+               2 * (t.halved() + t.pairs() * t.b)};
+     }},
+    {Op::all_reduce, Algo::ring, false,
+     [](const Terms& t) -> Cost {
+       return {2 * t.others(), 2 * t.others(), 2 * t.others() * t.share(),
+               2 * t.others() * t.share()};
+     }},
+
+    {Op::reduce_scatter, Algo::one_shot, true,
+     [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.share(), t.b}; }},
+    {Op::reduce_scatter, Algo::halving_doubling, false,
+     [](const Terms& t) -> Cost {
+       const double steps = t.halvings() + 2 * t.pairs();
+       const double bytes = t.halved() + t.pairs() * (t.b + t.share());
+       return {steps, steps, bytes, t.b + 2 * bytes};
+     }},
+    {Op::reduce_scatter, Algo::ring, false,
+     [](const Terms& t) -> Cost {
+       return {t.others(), t.others(), t.others() * t.share(), 3 * t.b};
+     }},
+
+    {Op::all_gather, Algo::one_shot, true,
+     [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.share(), 0}; }},
+    {Op::all_gather, Algo::bruck, true,
+     [](const Terms& t) -> Cost { return {t.l, t.l, t.others() * t.share(), 2 * t.b}; }},
+    {Op::all_gather, Algo::halving_doubling, true,
+     [](const Terms& t) -> Cost {
+       const double steps = t.halvings() + 2 * t.pairs();
+       return {steps, steps, t.halved() + t.pairs() * (t.b + t.share()), 0};
+     }},
+    {Op::all_gather, Algo::ring, true,
+     [](const Terms& t) -> Cost { return {t.others(), t.others(), t.others() * t.share(), 0}; }},
+
+    {Op::broadcast, Algo::one_shot, true,
+     [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.b, 0}; }},
+    {Op::broadcast, Algo::two_shot, true,
+     [](const Terms& t) -> Cost { return {2, 2 * t.others(), 2 * t.others() * t.share(), 0}; }},
+    {Op::broadcast, Algo::tree, true,
+     [](const Terms& t) -> Cost { return {t.l, t.l, t.l * t.b, 0}; }},
+
+    {Op::reduce, Algo::one_shot, true,
+     [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.b, t.n * t.b}; }},
+    {Op::reduce, Algo::two_shot, true,
+     [](const Terms& t) -> Cost { return {2, 2 * t.others(), 2 * t.others() * t.share(), t.b}; }},
+    {Op::reduce, Algo::tree, true,
+     [](const Terms& t) -> Cost {
+       return {t.l, t.l, (t.order_free ? t.l : t.others()) * t.b,
+               (t.order_free ? 2 * t.l : t.n) * t.b};
+     }},
+
+    {Op::barrier, Algo::one_shot, true,
+     [](const Terms& t) -> Cost { return {1, t.others(), 0, 0}; }},
+    {Op::barrier, Algo::bruck, true, [](const Terms& t) -> Cost { return {t.l, t.l, 0, 0}; }},
+};
+
+bool matches(Algo wanted, Algo algo) {
+  if (wanted == Algo::direct) return algo == Algo::one_shot || algo == Algo::two_shot;
+  return wanted == algo;
+}
+
+/// Returns the cheapest entry that allowed(entry) accepts; null if there is none.
+template <typename Allowed>
+const Entry* cheapest(const Workload& call, const Allowed& allowed) {
+  const Terms terms(call);
+  const Entry* best = nullptr;
+  double least = 0;
+  for (const Entry& entry : kTable) {
+    if (entry.op != call.op || !allowed(entry)) continue;
+    const double time = seconds(entry.cost(terms), call.medium);
+    if (best && time >= least) continue;
+    best = &entry;
+    least = time;
+  }
+  return best;
+}
+
+}  // namespace
+
+Algo parse_algo(const std::string& word) {
+  std::string known;
+  for (size_t i = 0; i < std::size(kAlgoNames); i++) {
+    if (word == kAlgoNames[i]) return static_cast<Algo>(i);
+    known += (i == 0 ? "" : ", ") + std::string(kAlgoNames[i]);
+  }
+  throw Error("unknown algo \"" + word + "\"; use one of " + known);
+}
+
+Cost cost(const Workload& call, Algo algo) {
+  for (const Entry& entry : kTable) {
+    if (entry.op == call.op && entry.algo == algo) return entry.cost(Terms(call));
+  }
+  throw Error(std::string(name(call.op)) + " has no algorithm " +
+              kAlgoNames[static_cast<size_t>(algo)]);
+}
+
+double seconds(const Cost& cost, Medium medium) {
+  const Price& price = medium == Medium::tcp ? kTcp : kSharedMemory;
+  return cost.rounds * price.round + cost.messages * price.message + cost.sent * price.byte +
+         cost.folded * price.fold;
+}
+
+Algo select(const Workload& call, Algo wanted) {
+  const Entry* entry = cheapest(call, [&](const Entry& e) { return matches(wanted, e.algo); });
+  if (!entry) {
+    entry = cheapest(call, [&](const Entry& e) { return e.rank_order || call.order_free; });
+  }
+  return entry ? entry->algo : Algo::one_shot;
+}
+
+bool goes_by_levels(const Topology& topology, Algo wanted) {
+  return (wanted == Algo::automatic || wanted == Algo::hierarchical) && topology.has_levels();
+}
+
+size_t plain_segment(size_t asked) { return asked ? asked : kSegmentBytes; }
+
+size_t coded_segment(size_t asked) {
+  return std::max<size_t>(1, plain_segment(asked) / sizeof(float));
+}
+
+}  // namespace pycomm

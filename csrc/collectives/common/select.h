@@ -1,0 +1,71 @@
+// Algorithm selection: which algorithm a collective over channels uses, and in which pieces it
+// travels. Every choice is a function of arguments that are equal on all ranks. docs/algorithms.md
+// has the same as a table.
+#pragma once
+#include <cstddef>
+#include <string>
+
+#include "collectives/common/topology.h"
+#include "core/op.h"
+
+namespace pycomm {
+
+/// Algorithms, in the order of kAlgoNames (core/env.h).
+enum class Algo {
+  automatic,         ///< the cheapest that keeps the order of sums; over shared memory if it can be
+  flat,              ///< the same over channels, as if every rank were a node of its own
+  direct,            ///< one_shot or two_shot
+  one_shot,          ///< every rank sends to every rank that needs it: one round
+  two_shot,          ///< the owner of a chunk reduces or passes it on: two rounds, fewer bytes
+  bruck,             ///< all-gather in log2 n rounds
+  halving_doubling,  ///< two_shot's bytes in log2 n rounds
+  ring,              ///< two_shot's bytes between neighbours
+  tree,              ///< rooted ops in log2 n rounds
+  hierarchical,      ///< shared memory inside a node, channels between nodes
+};
+
+/// Parses a word of kAlgoNames. Throws Error with the list of them.
+PYCOMM_API Algo parse_algo(const std::string& word);
+
+/// Medium between two ranks.
+enum class Medium { shared_memory, tcp };
+
+/// One collective call, as far as its cost depends on it.
+struct Workload {
+  Op op;
+  int ranks;
+  size_t bytes;             ///< in the longest buffer of a rank: all parts together
+  bool order_free = false;  ///< every order of a reduction gives the same bits
+  Medium medium = Medium::tcp;
+};
+
+/// Work of the busiest rank.
+struct Cost {
+  double rounds = 0;    ///< messages that wait for each other
+  double messages = 0;  ///< sent by it
+  double sent = 0;      ///< bytes, or received if that is more
+  double folded = 0;    ///< bytes that it reads to reduce or to copy
+};
+
+/// Throws Error if `algo` is no algorithm of the op.
+PYCOMM_API Cost cost(const Workload& call, Algo algo);
+PYCOMM_API double seconds(const Cost& cost, Medium medium);
+
+/// Returns the algorithm between equal ranks: never automatic, flat, direct or hierarchical.
+/// `wanted` is used if the op has it, whatever the order of its sums; else the cheapest one is
+/// chosen that keeps rank order (or any, if call.order_free).
+PYCOMM_API Algo select(const Workload& call, Algo wanted);
+
+/// True if the group goes node by node. On nodes of several ranks `auto` is hierarchical at every
+/// size, since its sums have an order of their own.
+bool goes_by_levels(const Topology& topology, Algo wanted);
+
+/// Bytes of a segment of plain elements, and values of a segment of a coded bucket. `asked` is
+/// CommunicatorOptions::segment_bytes.
+size_t plain_segment(size_t asked);
+size_t coded_segment(size_t asked);
+
+/// Segments that may be on their way from one peer while earlier ones are folded.
+constexpr size_t kReceivesAhead = 4;
+
+}  // namespace pycomm

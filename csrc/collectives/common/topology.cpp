@@ -1,0 +1,44 @@
+#include "collectives/common/topology.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "transports/rendezvous.h"
+
+namespace pycomm {
+
+Topology::Topology(const std::vector<int>& first) : node_(first.size()), place_(first.size()) {
+  for (size_t r = 0; r < first.size(); r++) {
+    const int rank = static_cast<int>(r), lowest = first[r];
+    if (lowest == rank) {
+      node_[r] = nodes();
+      nodes_.emplace_back();
+    } else {
+      node_[r] = node_[lowest];
+    }
+    place_[r] = static_cast<int>(nodes_[node_[r]].size());
+    nodes_[node_[r]].push_back(rank);
+  }
+}
+
+int Topology::narrowest() const {
+  size_t ranks = nodes_.front().size();
+  for (const auto& node : nodes_) ranks = std::min(ranks, node.size());
+  return static_cast<int>(ranks);
+}
+
+constexpr char kNodeTopic[] = "node";
+
+void announce_node(const Rendezvous& rendezvous, int lowest) {
+  announce(rendezvous, kNodeTopic, std::to_string(lowest));
+}
+
+Topology agree_on_topology(const Rendezvous& rendezvous, int lowest) {
+  const std::vector<std::string> words =
+      exchange(rendezvous, kNodeTopic, all_ranks(rendezvous), std::to_string(lowest));
+  std::vector<int> first;
+  for (const std::string& word : words) first.push_back(std::atoi(word.c_str()));
+  return Topology(first);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,283 @@
+// Collectives with codecs on GPUs: kernels of the codecs, which write into memory of their own rank
+// and read peers' memory in place, and barriers between them. They work as on the CPU (coded.h),
+// with the same bytes; bytes only move in an encode or a decode.
+//
+// Beside the slots of the exact kernels each rank shares places of one size:
+//
+//   for each rank | result | own | numbers
+//
+// An operation runs in stages, each as large as fits, with two barriers each:
+//
+//   encode contributions for their owners -> barrier -> owners read theirs in rank order, divide,
+//   encode into `result`; encode what is gathered into `own` -> barrier -> decode what all share
+//
+// Data for an owner are read between the two barriers and the rest after the second, so nothing is
+// written while it is read: the next stage writes the former after the second barrier and the rest
+// after its first.
+//
+// Kernels that are queued after a barrier that fails run all the same. Since no rank writes into
+// the memory of others, they spoil only results of a group that has failed.
+#include <algorithm>
+
+#include "collectives/coded/agree.h"
+#include "collectives/coded/coder.h"
+#include "collectives/coded/float32_view.h"
+#include "collectives/device/coded_cuts.h"
+#include "core/arithmetic.h"
+
+namespace pycomm {
+namespace {
+
+using coded::Agreed;
+using coded::BucketLayout;
+using coded::Coder;
+using coded::Float32View;
+using coded::Floats;
+using coded::Hop;
+using coded::PieceRun;
+using coded::Segment;
+
+size_t row_numel(const CodedArgs& args) {
+  return args.pieces.size == 0 ? 0 : args.pieces.end()[-1].offset + args.pieces.end()[-1].numel;
+}
+
+}  // namespace
+
+/// One operation with codecs.
+class DeviceGroup::Impl::Coded {
+ public:
+  /// `rows` of the data, of which each rank encodes all or its own. `out` is the destination of
+  /// results.
+  Coded(Impl& group, Op op, const CodedArgs& args, void* out, size_t rows, Stream stream,
+        float* found_inf)
+      : group_(group),
+        op_(op),
+        args_(args),
+        out_{out, args.data.size, args.data.dtype},
+        stream_(stream),
+        found_inf_(found_inf),
+        n_(group.size()),
+        me_(group.rank()),
+        cuts_(checked(group, op, args, rows)),
+        room_(stream.scratch.data ? reinterpret_cast<float*>(stream.scratch.data) : nullptr),
+        values_(coded::values_of(args.pieces)),
+        agreed_(args, values_, row_numel(args), rows),
+        coder_(args, &agreed_, me_, n_, group.scratch(), of_codecs(), coded::Packing::fixed) {
+    OpTag tag;
+    tag.op = op;
+    tag.numel = args.data.size;
+    tag.dtype = args.data.dtype;
+    tag.redop = args.average ? ReduceOp::avg : ReduceOp::sum;
+    tag.codec = coded::signature(args);
+    coded::label(args).copy(tag.label, sizeof tag.label - 1);
+    call_ = group.begin(tag, stream);
+  }
+
+  void all_reduce() {
+    agree();
+    const BucketLayout &owned = cuts_.owned(), &shown = cuts_.shown();
+    const Float32View landing = landing_at(args_.data.data, found_inf_);
+    size_t stages = shown.count(0);
+    for (int r = 0; r < n_; r++) stages = std::max(stages, owned.count(r));
+    for (size_t s = 0; s < stages; s++) {
+      for (int i = 1; i <= n_; i++) {
+        const int owner = (me_ + i) % n_;  // starts with another owner on each rank
+        if (s < owned.count(owner)) encode(owned, owner, s, landing, for_owner(me_, owner));
+      }
+      arrive_wait();
+      if (s < owned.count(me_)) {
+        const Span<const PieceRun> runs = owned.runs(owned.at(me_, s));
+        const Floats total = sum(owned, me_, s, [&](int r) { return for_owner(r, me_); }, landing);
+        landing.average(runs, total, coded::recoded);
+        coder_.encode(Hop::owner, runs, total, result(me_));
+      }
+      if (s < shown.count(0)) encode(shown, 0, s, landing, own(me_));
+      arrive_wait();
+      for (int i = 0; i < n_; i++) {
+        const int owner = (me_ + i) % n_;
+        if (s < owned.count(owner)) take(owned, owner, s, result(owner), landing, coded::undivided);
+      }
+      if (s < shown.count(0)) {
+        const Floats total = sum(shown, 0, s, [&](int r) { return own(r); }, landing);
+        landing.finish(shown.runs(shown.at(0, s)), total, coded::undivided);
+      }
+    }
+  }
+
+  void reduce_scatter() {
+    agree();
+    const BucketLayout& layout = cuts_.shown();
+    const Float32View to = landing_at(out_.data, found_inf_);
+    for (size_t s = 0; s < layout.count(0); s++) {
+      for (int i = 1; i <= n_; i++) {
+        const auto owner = static_cast<size_t>((me_ + i) % n_);
+        const Float32View row = landing_at(args_.data.at(owner * row_numel(args_)), nullptr);
+        encode(layout, 0, s, row, for_owner(me_, static_cast<int>(owner)), owner);
+      }
+      arrive_wait();
+      const Floats total = sum(layout, 0, s, [&](int r) { return for_owner(r, me_); }, to);
+      to.finish(layout.runs(layout.at(0, s)), total, coded::all);
+      arrive_wait();
+    }
+    if (found_inf_) all_reduce_max(found_inf_, 1);  // combines what each owner knows
+  }
+
+  void all_gather() {
+    const BucketLayout& layout = cuts_.shown();
+    const Float32View from = landing_at(args_.data.data, nullptr);
+    const Coder alone(args_, nullptr, me_, n_, group_.scratch(), of_codecs(),
+                      coded::Packing::fixed);
+    for (size_t s = 0; s < layout.count(0); s++) {
+      arrive_wait();
+      const Span<const PieceRun> runs = layout.runs(layout.at(0, s));
+      alone.encode(Hop::worker, runs, from.read(runs), own(me_));
+      arrive_wait();
+      for (int i = 0; i < n_; i++) {
+        const int r = (me_ + i) % n_;
+        const Float32View row =
+            landing_at(out_.at(static_cast<size_t>(r) * row_numel(args_)), found_inf_);
+        take(layout, 0, s, own(r), row, coded::none);
+      }
+    }
+  }
+
+  /// Throws Error if an operation is not possible.
+  static Cuts checked(const Impl& group, Op op, const CodedArgs& args, size_t rows) {
+    coded::check(name(op), args, rows);
+    if (group.index() >= 0) check_feedback(group, op, args);
+    return Cuts(group, op, args);
+  }
+
+ private:
+  // Codecs with other feedback keep their working data in memory of the host.
+  static void check_feedback(const Impl& group, Op op, const CodedArgs& args) {
+    for (const Piece& piece : args.pieces) {
+      for (const feedback::Feedback* one : {&piece.worker, &piece.owner}) {
+        const bool plain = one->kind == feedback::Kind::residual &&
+                           one->storage == feedback::Storage::float32 && !one->momentum;
+        if (*one && !plain) {
+          group.fail(op, "on a GPU takes feedback of kind residual in float32 only");
+        }
+      }
+      if (piece.mean) group.fail(op, "on a GPU has no EF21");
+      if (piece.codec->agrees() && op == Op::all_gather) {
+        group.fail(op, "on a GPU does not take " + piece.codec->spec());
+      }
+    }
+  }
+
+  /// Returns the stream with the scratch memory of codecs.
+  Stream of_codecs() const {
+    if (stream_.device == Device::cpu) return stream_;
+    if (stream_.scratch.size < cuts_.scratch_bytes()) {
+      group_.fail(op_, "takes " + std::to_string(cuts_.scratch_bytes()) +
+                           " bytes of scratch memory, and the stream brings " +
+                           std::to_string(stream_.scratch.size));
+    }
+    Stream stream = stream_;
+    const size_t landing = cuts_.landing_bytes();
+    stream.scratch = stream_.scratch.sub(landing, stream_.scratch.size - landing);
+    return stream;
+  }
+  Float32View landing_at(const void* values, float* found_inf) const {
+    return {args_, values, n_, group_.scratch(), found_inf, stream_, room_};
+  }
+
+  uint8_t* place(int rank, int index) const {
+    return group_.coded(rank) + static_cast<size_t>(index) * cuts_.place_bytes();
+  }
+  /// Returns the place of what a rank has encoded for the owner of a chunk.
+  uint8_t* for_owner(int rank, int owner) const { return place(rank, owner); }
+  uint8_t* result(int rank) const { return place(rank, n_); }
+  uint8_t* own(int rank) const { return place(rank, n_ + 1); }
+  float* numbers() const { return reinterpret_cast<float*>(place(me_, n_ + 2)); }
+
+  void arrive_wait() { group_.arrive_wait(call_, stream_); }
+
+  void all_reduce_max(float* numbers, size_t numel) {
+    OpTag tag;
+    tag.op = Op::all_reduce;
+    tag.numel = numel;
+    tag.redop = ReduceOp::max;
+    group_.all_reduce(numbers, tag, group_.choose(numel * sizeof(float)), 1.0, stream_);
+  }
+
+  void agree() {
+    if (agreed_.count() == 0) return;
+    const size_t bytes = agreed_.count() * sizeof(float);
+    if (bytes > cuts_.place_bytes()) cuts_.too_large(bytes);
+    agreed_.put(numbers());
+    agreed_.measure(stream_, group_.scratch(), room_);
+    all_reduce_max(agreed_.numbers(), agreed_.count());
+  }
+
+  void encode(const BucketLayout& layout, int owner, size_t s, const Float32View& from,
+              uint8_t* out, size_t row = 0) const {
+    const Span<const PieceRun> runs = layout.runs(layout.at(owner, s));
+    coder_.encode(Hop::worker, runs, from.read(runs), out, row);
+  }
+  void decode(const BucketLayout& layout, int owner, size_t s, const uint8_t* payload,
+              Floats values, bool add) const {
+    const Segment& segment = layout.at(owner, s);
+    coder_.decode(layout.runs(segment), {payload, segment.bytes}, values, add, owner);
+  }
+  /// Decodes one payload that is the result.
+  void take(const BucketLayout& layout, int owner, size_t s, const uint8_t* payload,
+            const Float32View& to, bool (*choose)(Combine)) const {
+    const Span<const PieceRun> runs = layout.runs(layout.at(owner, s));
+    const Floats values = to.room(runs);
+    decode(layout, owner, s, payload, values, false);
+    to.finish(runs, values, choose);
+  }
+  /// Decodes payloads in rank order.
+  template <typename Payload>
+  Floats sum(const BucketLayout& layout, int owner, size_t s, const Payload& payload,
+             const Float32View& at) const {
+    const Floats values = at.room(layout.runs(layout.at(owner, s)));
+    for (int r = 0; r < n_; r++) decode(layout, owner, s, payload(r), values, r > 0);
+    return values;
+  }
+
+  Impl& group_;
+  const Op op_;
+  const CodedArgs& args_;
+  const Values out_;
+  const Stream stream_;
+  float* const found_inf_;
+  const int n_, me_;
+  const Cuts cuts_;
+  float* const room_;
+  const std::vector<PieceRun> values_;
+  Agreed agreed_;
+  const Coder coder_;
+  device::DeviceCall call_;
+};
+
+size_t DeviceGroup::coded_scratch_bytes(Op op, const CodedArgs& args) const {
+  const size_t rows = op == Op::reduce_scatter ? static_cast<size_t>(size()) : 1;
+  const size_t bytes = Impl::Coded::checked(*impl_, op, args, rows).scratch_bytes();
+  return index() < 0 ? 0 : bytes;
+}
+
+void DeviceGroup::all_reduce_coded(const CodedArgs& args, Stream stream, float* found_inf) {
+  const device::Guard guard(index());
+  const DefaultArithmetic arithmetic;
+  Impl::Coded(*impl_, Op::all_reduce, args, args.data.data, 1, stream, found_inf).all_reduce();
+}
+
+void DeviceGroup::reduce_scatter_coded(const CodedArgs& args, void* out, Stream stream,
+                                       float* found_inf) {
+  const device::Guard guard(index());
+  const DefaultArithmetic arithmetic;
+  const auto rows = static_cast<size_t>(size());
+  Impl::Coded(*impl_, Op::reduce_scatter, args, out, rows, stream, found_inf).reduce_scatter();
+}
+
+void DeviceGroup::all_gather_coded(const CodedArgs& args, void* out, Stream stream,
+                                   float* found_inf) {
+  const device::Guard guard(index());
+  const DefaultArithmetic arithmetic;
+  Impl::Coded(*impl_, Op::all_gather, args, out, 1, stream, found_inf).all_gather();
+}
+
+}  // namespace pycomm

@@ -1,0 +1,96 @@
+// Cuts of an operation with codecs among GPUs into segments, and its working memory.
+#pragma once
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "collectives/coded/agree.h"
+#include "collectives/coded/coded.h"
+#include "collectives/device/group_impl.h"
+
+namespace pycomm {
+
+class DeviceGroup::Impl::Cuts {
+ public:
+  Cuts(const Impl& group, Op op, const CodedArgs& args)
+      : group_(group),
+        op_(op),
+        args_(args),
+        place_bytes_(group.coded_bytes() / (group.size() + 3) / kAlign * kAlign),
+        owned_(layout(op == Op::all_reduce ? pick(args, false) : std::vector<coded::PieceRun>(),
+                      group.size())),
+        shown_(layout(op == Op::all_reduce ? pick(args, true) : coded::values_of(args.pieces), 1)) {
+    look(owned_, group.size());
+    look(shown_, 1);
+  }
+
+  /// Layout of the values with owners, a chunk for each rank; and of what each rank shares with
+  /// all.
+  const coded::BucketLayout& owned() const { return owned_; }
+  const coded::BucketLayout& shown() const { return shown_; }
+  /// Bytes of the place of a payload in the memory that a rank shares.
+  size_t place_bytes() const { return place_bytes_; }
+  /// Bytes of the scratch memory of a GPU's stream: float32 of values of 16 bits, then what codecs
+  /// need.
+  size_t landing_bytes() const { return aligned(landing_numel_ * sizeof(float)); }
+  size_t scratch_bytes() const { return landing_bytes() + codec_bytes_; }
+
+  [[noreturn]] void too_large(size_t bytes) const {
+    group_.fail(op_, "needs places of " + std::to_string(bytes) +
+                         " bytes, but of coded_bytes = " + std::to_string(group_.coded_bytes()) +
+                         " one of " + std::to_string(group_.size() + 3) + " has " +
+                         std::to_string(place_bytes_));
+  }
+
+ private:
+  /// Returns a layout in segments that each fit in a place.
+  coded::BucketLayout layout(const std::vector<coded::PieceRun>& values, int owners) const {
+    for (size_t numel = std::max<size_t>(1, coded::numel_of(values));; numel = (numel + 1) / 2) {
+      coded::BucketLayout layout(args_.pieces, values, owners, numel);
+      size_t most = 0;
+      for (int r = 0; r < owners; r++) {
+        for (size_t s = 0; s < layout.count(r); s++) {
+          most = std::max(most, layout.at(r, s).bytes);
+        }
+      }
+      if (most <= place_bytes_) return layout;
+      if (numel == 1) too_large(most);
+    }
+  }
+
+  void look(const coded::BucketLayout& layout, int owners) {
+    for (int r = 0; r < owners; r++) {
+      for (size_t s = 0; s < layout.count(r); s++) {
+        size_t numel = 0;
+        for (const coded::PieceRun& run : layout.runs(layout.at(r, s))) {
+          numel += run.numel;
+          const Codec& codec = *args_.pieces[run.piece].codec;
+          codec_bytes_ = std::max(codec_bytes_, codec.scratch_bytes(run.numel));
+          if (codec.agrees()) numel = std::max(numel, coded::Agreed::kSlice);
+        }
+        if (args_.data.dtype != DType::float32) landing_numel_ = std::max(landing_numel_, numel);
+      }
+    }
+  }
+
+  static constexpr size_t kAlign = 256;
+  static size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+  static std::vector<coded::PieceRun> pick(const CodedArgs& args, bool gathered) {
+    std::vector<coded::PieceRun> result;
+    for (const coded::PieceRun& run : coded::values_of(args.pieces)) {
+      const bool is = args.pieces[run.piece].codec->combine() == Combine::gather;
+      if (is == gathered) result.push_back(run);
+    }
+    return result;
+  }
+
+  const Impl& group_;
+  const Op op_;
+  const CodedArgs& args_;
+  const size_t place_bytes_;
+  size_t landing_numel_ = 0, codec_bytes_ = 0;
+  const coded::BucketLayout owned_, shown_;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,243 @@
+#include "collectives/device/group_impl.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "core/reduce.h"
+#include "transports/rendezvous.h"
+
+namespace pycomm {
+
+namespace {
+
+using device::DeviceCall;
+using device::MoveCall;
+using device::ReduceAlgo;
+using device::ReduceCall;
+
+static_assert(kMaxDeviceRanks == device::kMaxPeers);
+
+/// Up to this many bytes that a rank reads, one barrier less is worth more than reading less. An
+/// estimate, not measured yet.
+constexpr size_t kOneShotBytes = size_t{1} << 20;
+/// Bytes from which a block is worth its barriers: each thread moves 32.
+constexpr size_t kBlockBytes = size_t{16} << 10;
+constexpr size_t kLeastSlot = 4096;
+/// Blocks of a rank that is alone on its GPU: it needs no more to fill its links.
+constexpr int kBlocksAlone = 32;
+constexpr int kBlocksOfCpu = 4;
+
+}  // namespace
+
+DeviceGroup::Impl::Impl(const Rendezvous& rendezvous, int index, DeviceGroupOptions options)
+    : rank_(rendezvous.rank),
+      size_(rendezvous.size),
+      index_(index),
+      options_(std::move(options)),
+      workspace_(
+          rendezvous, index,
+          {options_.memory, options_.staging_bytes + options_.coded_bytes, options_.first_meeting}),
+      slots_(choose_blocks(rendezvous)),
+      slot_bytes_(options_.staging_bytes / 2 / static_cast<size_t>(slots_) / 64 * 64),
+      timeout_(options_.timeout.count()) {
+  if (slot_bytes_ < kLeastSlot) {
+    throw Error("device: " + std::to_string(options_.staging_bytes) + " bytes of staging are " +
+                "too few for " + std::to_string(slots_) + " blocks");
+  }
+}
+
+DeviceGroup::Impl::~Impl() { leave(); }
+
+// Kernels of ranks wait for each other, so all ranks of a GPU must run at once. A block may fill a
+// multiprocessor, and so may blocks of other kernels, for which a rank may have to wait: a quarter
+// of the GPU is left to them.
+int DeviceGroup::Impl::choose_blocks(const Rendezvous& rendezvous) {
+  if (index_ >= 0) {
+    const device::Guard guard(index_);
+    device::load_kernels();  // on all ranks, before their rendezvous here
+  }
+  int blocks = options_.blocks;
+  if (blocks <= 0 && index_ < 0) blocks = kBlocksOfCpu;
+  if (blocks <= 0) {
+    const int sharers = workspace_.sharers();
+    const int room = device::properties(index_).multiprocessors * 3 / 4 / sharers;
+    if (sharers == 1) share_.emplace(index_, room, kBlocksAlone);
+    blocks = share_ ? share_->count() : room;
+  }
+  for (const std::string& theirs :
+       exchange(rendezvous, "device/blocks", all_ranks(rendezvous), std::to_string(blocks))) {
+    blocks = std::min(blocks, std::stoi(theirs));
+  }
+  if (share_) share_->shrink(blocks);
+  return std::clamp(blocks, 1, device::kMaxBlocks);
+}
+
+int DeviceGroup::Impl::blocks_for(size_t bytes) const {
+  return static_cast<int>(std::clamp<size_t>(bytes / kBlockBytes, 1, static_cast<size_t>(slots_)));
+}
+
+std::string DeviceGroup::Impl::describe() const {
+  return std::to_string(size_) + " ranks: " +
+         (index_ < 0             ? "processor, shared memory"
+          : workspace_.on_host() ? "host memory"
+                                 : "peer access") +
+         ", " + std::to_string(slots_) + " blocks";
+}
+
+void DeviceGroup::Impl::fail(Op op, const std::string& what) const {
+  throw Error("rank " + std::to_string(rank_) + ": " + name(op) + " " + what);
+}
+
+void DeviceGroup::Impl::check_dtype(Op op, DType dtype) const {
+  if (static_cast<int>(dtype) >= kDTypes) fail(op, "got an unknown dtype");
+}
+
+void DeviceGroup::Impl::check_rank(Op op, const char* what, int rank) const {
+  if (rank >= 0 && rank < size_) return;
+  fail(op, std::string("got ") + what + " " + std::to_string(rank) + " in a group of " +
+               std::to_string(size_));
+}
+
+DeviceCall DeviceGroup::Impl::begin(OpTag tag, Stream stream) {
+  if ((stream.device == Device::cuda) != (index_ >= 0)) {
+    fail(tag.op, "got a stream of the other kind of device");
+  }
+  if (fork_.in_child()) fork_.refuse("rank " + std::to_string(rank_), name(tag.op));
+  check();
+  DeviceCall call{};
+  call.hash = tag.hash();  // without the number: a graph that is replayed has its old ones
+  call.peers = workspace_.pointers();
+  call.timeout_ns =
+      static_cast<uint64_t>(at_most_forever(Milliseconds(timeout_.load())).count()) * 1000000;
+  call.slot_bytes = slot_bytes_;
+  call.slots = static_cast<uint32_t>(slots_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  tag.seq = call.seq = ++seq_;
+  recent_[tag.seq % recent_.size()] = tag;
+  return call;
+}
+
+void DeviceGroup::Impl::move(const MoveCall& call, int blocks, Stream stream) {
+  const device::Guard guard(index_);
+  device::start(call, blocks, stream);
+}
+
+void DeviceGroup::Impl::arrive_wait(const DeviceCall& call, Stream stream) {
+  MoveCall nothing{};
+  nothing.call = call;
+  nothing.runs = 1;
+  move(nothing, 1, stream);
+}
+
+void DeviceGroup::Impl::reduce(ReduceCall call, const OpTag& tag, double factor, Stream stream) {
+  const Lowered lowered = lower(tag.dtype, tag.redop);
+  call.op = lowered.op;
+  call.factor = tag.redop == ReduceOp::premul_sum ? factor : 1.0;
+  call.divisor = size_;
+  const device::Guard guard(index_);
+  device::start(call, lowered.dtype, blocks_for(call.in.longest()), stream);
+}
+
+ReduceAlgo DeviceGroup::Impl::choose(size_t bytes) const {
+  const bool one_shot = size_ <= 2 || bytes * static_cast<size_t>(size_) <= kOneShotBytes;
+  return one_shot ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
+}
+
+// Failure of a group: what kernels report becomes an exception, and every rank gets the reason.
+
+namespace {
+
+using device::ControlPage;
+using device::KernelError;
+
+uint32_t load(const uint32_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
+uint64_t load(const uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
+
+/// Publishes a reason; the first one stays.
+void tell(ControlPage& control, int rank, const std::string& reason) noexcept {
+  uint32_t none = ControlPage::kNone;
+  if (!__atomic_compare_exchange_n(&control.abort, &none, ControlPage::kWriting, false,
+                                   __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+    return;
+  }
+  control.abort_rank = rank;
+  const size_t bytes = reason.copy(control.reason, sizeof control.reason - 1);
+  control.reason[bytes] = 0;
+  __atomic_store_n(&control.abort, ControlPage::kAborted, __ATOMIC_RELEASE);
+}
+
+}  // namespace
+
+std::string DeviceGroup::Impl::called(uint64_t seq) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const OpTag& tag = recent_[seq % recent_.size()];
+  return tag.seq == seq ? pycomm::describe(tag) : "operation #" + std::to_string(seq);
+}
+
+std::exception_ptr DeviceGroup::Impl::kernel_error() const {
+  const ControlPage& control = workspace_.control(rank_);
+  std::vector<int> late;
+  KernelError first{};
+  for (int r = 0; r < size_; r++) {
+    const uint64_t word = load(control.complaints[r]);
+    if (word == 0) continue;
+    const KernelError one = KernelError::of(word);
+    const std::string self = "rank " + std::to_string(rank_) + ": ";
+    if (one.kind == KernelError::kMismatch) {
+      return std::make_exception_ptr(
+          WireMismatch(self + called(one.seq) + " met another call of rank " + std::to_string(r) +
+                       ": all ranks must make the same calls in the same order"));
+    }
+    if (late.empty()) first = one;
+    late.push_back(r);
+  }
+  if (late.empty()) return nullptr;
+  std::string ranks;
+  for (const int r : late) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
+  return std::make_exception_ptr(
+      Timeout("rank " + std::to_string(rank_) + ": " + called(first.seq) + " waited " +
+                  std::to_string(timeout_) + " ms for rank(s) " + ranks + ", in meeting " +
+                  std::to_string(first.phase) + " of it",
+              late));
+}
+
+void DeviceGroup::Impl::check() {
+  if (fork_.in_child()) fork_.refuse("rank " + std::to_string(rank_), "check");
+  failure_.rethrow();
+  if (std::exception_ptr error = kernel_error()) {
+    failure_.set(error);
+    abort(to_reason(error));
+  }
+  const ControlPage& control = workspace_.control(rank_);
+  if (!failure_.happened() && load(control.abort) == ControlPage::kAborted) {
+    failure_.set(from_reason(std::make_exception_ptr(Error(
+        "rank " + std::to_string(control.abort_rank) + " aborted the group: " + control.reason))));
+  }
+  failure_.rethrow();
+}
+
+void DeviceGroup::Impl::abort(const std::string& reason) noexcept {
+  if (fork_.in_child()) return;  // the parent's group stays usable
+  for (int r = 0; r < size_; r++) tell(workspace_.control(r), rank_, reason);
+}
+
+// Peers read our memory until they have ended their last operation. Kernels of a rank that has not
+// reported that end by then may still run, or wait for others until their deadline. Memory is not
+// freed under them: it is kept until the process ends.
+void DeviceGroup::Impl::leave() noexcept {
+  constexpr Milliseconds kPatience(2000);
+  if (fork_.in_child()) return workspace_.keep();
+  __atomic_store_n(&workspace_.control(rank_).left, 1u, __ATOMIC_RELEASE);
+  if (workspace_.on_host()) return;
+  const Deadline deadline = Deadline::after(kPatience);
+  for (int r = 0; r < size_; r++) {
+    while (load(workspace_.control(r).left) == 0) {
+      if (deadline.expired()) return workspace_.keep();
+      std::this_thread::sleep_for(Milliseconds(1));
+    }
+  }
+}
+
+}  // namespace pycomm

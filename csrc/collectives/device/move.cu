@@ -1,0 +1,28 @@
+// Collectives that move data, and reductions of bits, on a GPU. The kernels are in device/move.h
+// and device/reduce.h.
+#include "collectives/device/launch.h"
+#include "collectives/device/move.h"
+
+namespace pycomm::device::gpu {
+namespace {
+
+__global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant__ MoveCall args) {
+  device::move(Gpu{}, args);
+}
+
+}  // namespace
+
+void move(const MoveCall& call, int blocks, Stream stream) {
+  launch(move_kernel, call, blocks, stream);
+}
+
+void reduce_bits(const ReduceCall& call, int blocks, Stream stream) {
+  Launch{call, blocks, stream}(BitsKernel{});
+}
+
+void load_move() {
+  load(move_kernel);
+  Load{}(BitsKernel{});
+}
+
+}  // namespace pycomm::device::gpu

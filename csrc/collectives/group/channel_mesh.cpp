@@ -1,0 +1,257 @@
+#include "collectives/group/channel_mesh.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "transports/shm/heap.h"
+#include "transports/shm/window.h"
+
+namespace pycomm {
+namespace {
+
+// A sleep ends early when bytes arrive; this limit bounds how late an abort from another thread is
+// seen.
+constexpr std::chrono::microseconds kNap{2000};
+// Where a wait involves two kinds of transport, only one can be slept on. The other is polled after
+// 50 us, then at growing intervals.
+constexpr std::chrono::microseconds kShortNap{50};
+constexpr int kNapDoublings = 4;
+// Steps of a spin between two checks for failures: one check costs as much as several polls.
+constexpr int kLooksPerCheck = 64;
+// About a second, on whatever clock: one update costs a microsecond for each socket.
+constexpr uint64_t kTicksBetweenLinks = 2'000'000'000;
+// Limit of the time that an error waits for the states of other ranks. Ranks that wait answer
+// within a few milliseconds and a round trip; ranks that compute do not.
+constexpr Milliseconds kSurvey{200};
+constexpr Milliseconds kSurveyStep{2};
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace
+
+std::string ChannelMesh::describe() const {
+  std::string text = size_ == 1 ? "1 rank" : std::to_string(size_) + " ranks";
+  for (size_t i = 0; i < transports_.size(); i++) {
+    text += (i == 0 ? ": " : "; ") + transports_[i]->describe();
+  }
+  return text;
+}
+
+std::shared_ptr<SharedHeap> ChannelMesh::heap() const {
+  for (const auto& transport : transports_) {
+    if (auto heap = transport->heap()) return heap;
+  }
+  return nullptr;
+}
+
+std::string ChannelMesh::take_back_heap() noexcept {
+  const auto heap = this->heap();
+  if (!window_ || !heap) return "";
+  const std::string problem = heap->take_back(window_->written_late());
+  if (problem.empty()) return "";
+  return "; the memory of Communicator.allocate could not be taken from the other ranks (" +
+         problem + "): one that was stopped may still write to the buffer of this call";
+}
+
+uint64_t ChannelMesh::sent_bytes() const {
+  uint64_t sum = 0;
+  for (const auto& transport : transports_) sum += transport->sent_bytes();
+  return sum;
+}
+
+uint64_t ChannelMesh::wire_bytes() const {
+  uint64_t sum = 0;
+  for (const auto& transport : transports_) {
+    if (transport->name() == "tcp") sum += transport->sent_bytes();
+  }
+  return sum;
+}
+
+Channel& ChannelMesh::open(Lane lane, int peer) {
+  Link& l = link(lane, peer);
+  if (!l.channel) {
+    std::lock_guard<std::mutex> lock(opening_);
+    l.channel = &by_rank_[peer]->channel(peer, lane);
+    opened_[static_cast<int>(lane)].push_back(peer);
+  }
+  return *l.channel;
+}
+
+uint64_t ChannelMesh::send(Lane lane, int peer, const OpTag& tag, Span<const uint8_t> data) {
+  Channel& channel = open(lane, peer);
+  return link(lane, peer).last_send = channel.send(tag, data);
+}
+
+uint64_t ChannelMesh::recv(Lane lane, int peer, const OpTag& tag, Span<uint8_t> data) {
+  Channel& channel = open(lane, peer);
+  return link(lane, peer).last_recv = channel.recv(tag, data);
+}
+
+bool ChannelMesh::progress(Lane lane, int peer) {
+  const Link& l = link(lane, peer);
+  if (!l.pending() || !l.channel->progress()) return false;
+  naps_[static_cast<int>(lane)] = 0;
+  moved_last_[static_cast<int>(lane)] = peer;
+  return true;
+}
+
+bool ChannelMesh::progress(Lane lane) {
+  bool moved = false;
+  for (const int peer : opened_[static_cast<int>(lane)]) moved |= progress(lane, peer);
+  return moved;
+}
+
+bool ChannelMesh::pending(Lane lane) {
+  const std::vector<int>& peers = opened_[static_cast<int>(lane)];
+  return std::any_of(peers.begin(), peers.end(), [&](int peer) { return pending(lane, peer); });
+}
+
+void ChannelMesh::check(Lane lane) {
+  failure_.rethrow();
+  for (const auto& transport : transports_) {
+    try {
+      transport->check();
+    } catch (const PeerLost& e) {
+      if (e.rank < 0 || e.rank >= size_ || pending(lane, e.rank)) throw;
+      if (!lost_ones(lane).empty()) throw;
+    }
+  }
+}
+
+std::vector<int> ChannelMesh::lost_ones(Lane lane) {
+  std::vector<int> ranks;
+  for (const int peer : opened_[static_cast<int>(lane)]) {
+    if (pending(lane, peer) && lost(peer)) ranks.push_back(peer);
+  }
+  return ranks;
+}
+
+void ChannelMesh::idle(Lane lane, std::chrono::microseconds limit) {
+  if (transports_.empty()) return;
+  Transport* wanted = nullptr;
+  bool both = false;
+  for (const int peer : opened_[static_cast<int>(lane)]) {
+    if (!pending(lane, peer)) continue;
+    both = both || (wanted && wanted != by_rank_[peer]);
+    wanted = by_rank_[peer];
+  }
+  int& naps = naps_[static_cast<int>(lane)];
+  if (!both) {
+    naps = 0;
+    return (wanted ? wanted : transports_.back().get())->idle(lane, limit);
+  }
+  // The last one is TCP, where polling costs a system call.
+  transports_.back()->idle(lane, std::min(limit, kShortNap * (1 << std::min(naps, kNapDoublings))));
+  naps++;
+}
+
+bool ChannelMesh::should_check(int quiet) const {
+  return quiet >= spins_ + yields_ || quiet % kLooksPerCheck == kLooksPerCheck - 1;
+}
+
+void ChannelMesh::pause(Lane lane, int quiet, const Deadline& deadline) {
+  if (quiet < spins_) {
+    pause_cpu();
+  } else if (quiet < spins_ + yields_) {
+    sched_yield();
+  } else {
+    idle(lane, std::min<std::chrono::microseconds>(kNap, deadline.left()));
+  }
+}
+
+void ChannelMesh::note_links(Trace& trace) {
+  if (slowest_ != Medium::tcp) return;
+  const uint64_t now = ticks();
+  if (now - links_noted_ < kTicksBetweenLinks) return;
+  links_noted_ = now;
+  for (const int peer : opened_[static_cast<int>(Lane::collective)]) {
+    trace.note_link(peer, link(Lane::collective, peer).channel->use());
+  }
+}
+
+void ChannelMesh::begin(const OpTag& tag) {
+  rank_state_->begin(tag);
+  for (const int peer : opened_[static_cast<int>(Lane::collective)]) {
+    Link& l = link(Lane::collective, peer);
+    if (l.received() > l.began) l.heard = running_;
+    l.began = l.received();
+  }
+  running_ = tag;
+}
+
+std::vector<int> ChannelMesh::missing(int source) {
+  std::vector<int> silent, slow, full;
+  for (const int peer : opened_[static_cast<int>(Lane::collective)]) {
+    const Link& l = link(Lane::collective, peer);
+    if (l.last_recv > l.received()) {
+      (l.received() == l.began ? silent : slow).push_back(peer);
+    } else if (l.pending()) {
+      full.push_back(peer);
+    }
+  }
+  if (std::count(silent.begin(), silent.end(), source)) return {source};
+  return !silent.empty() ? silent : !slow.empty() ? slow : full;
+}
+
+PeerStatus ChannelMesh::look(Lane lane, int rank) {
+  if (rank == rank_) return {PeerStatus::Liveness::here, rank_state_->load()};
+  PeerStatus sighting = by_rank_[rank]->look(rank);
+  if (sighting.liveness == PeerStatus::Liveness::silent && lane == Lane::collective) {
+    const Link& l = link(lane, rank);
+    sighting.rank_state = RankState();
+    sighting.rank_state.call = l.received() > l.began ? running_ : l.heard;
+  }
+  return sighting;
+}
+
+std::vector<PeerStatus> ChannelMesh::survey(Lane lane, uint64_t all_inside) {
+  using Liveness = PeerStatus::Liveness;
+  for (const auto& transport : transports_) transport->ask();
+  Milliseconds way(0);
+  for (const auto& transport : transports_) way = std::max(way, transport->round_trip());
+  const Deadline deadline = Deadline::after(kSurvey + 2 * way);
+  std::vector<PeerStatus> ranks(size_);
+  for (;;) {
+    for (int r = 0; r < size_; r++) ranks[r] = look(lane, r);
+    const bool settled = std::all_of(ranks.begin(), ranks.end(), [&](const PeerStatus& s) {
+      return s.liveness == Liveness::here ? s.rank_state.call.seq >= all_inside
+                                          : s.liveness != Liveness::silent;
+    });
+    if (settled || deadline.expired() || aborted()) return ranks;
+    std::this_thread::sleep_for(kSurveyStep);
+    // What they were doing when they answered may be over by now.
+    if (all_inside > 0) {
+      for (const auto& transport : transports_) transport->ask();
+    }
+  }
+}
+
+std::exception_ptr ChannelMesh::aborted() const {
+  for (const auto& transport : transports_) {
+    try {
+      transport->check();
+    } catch (const PeerLost&) {
+      continue;
+    } catch (const Error&) {
+      return from_reason(std::current_exception());
+    }
+  }
+  return nullptr;
+}
+
+bool ChannelMesh::lost(int rank) const {
+  Transport* transport = by_rank_[rank];
+  return transport && transport->look(rank).liveness == PeerStatus::Liveness::died;
+}
+
+void ChannelMesh::abort(const std::string& reason) noexcept {
+  for (const auto& transport : transports_) transport->abort(reason);
+}
+
+}  // namespace pycomm

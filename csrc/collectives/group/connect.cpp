@@ -1,0 +1,153 @@
+// Setup of a ChannelMesh: membership exchange, then the transports.
+#include <algorithm>
+
+#include "collectives/group/channel_mesh.h"
+#include "collectives/group/membership.h"
+#include "core/env.h"
+#include "transports/rendezvous.h"
+#include "transports/shm/window.h"
+#include "transports/tcp/connect/handshake.h"
+
+namespace pycomm {
+namespace {
+
+// Stages of a wait: spins poll at once, then so many polls yield, then it sleeps.
+constexpr int kYields = 32;
+
+// Returns everything that must be equal on all ranks before a byte can travel.
+std::string hello(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
+  std::string text =
+      "wire=" + std::to_string(tcp::kWireVersion) + " size=" + std::to_string(rendezvous.size) +
+      " transport=" + options.transport + " algo=" + options.algo + " check=" + options.check +
+      " segment_bytes=" + std::to_string(options.segment_bytes);
+  if (options.transport == "tcp" || options.transport == "auto") {
+    text += " sockets=" + std::to_string(options.sockets) + " tls=" + (options.tls ? "on" : "off");
+  }
+  if (options.nodes.empty()) return text;
+  text += " nodes=";
+  for (const int node : options.nodes) text += std::to_string(node) + ",";
+  text.pop_back();
+  return text;
+}
+
+// Returns the ranks that may share memory with this one: all, or those that a test declares.
+std::vector<int> near(const Rendezvous& rendezvous, const std::vector<int>& nodes) {
+  if (nodes.empty()) return all_ranks(rendezvous);
+  if (static_cast<int>(nodes.size()) != rendezvous.size) {
+    throw Error(std::to_string(nodes.size()) + " nodes are declared for " +
+                std::to_string(rendezvous.size) + " ranks; declare one for each rank");
+  }
+  std::vector<int> ranks;
+  for (int r = 0; r < rendezvous.size; r++) {
+    if (nodes[r] == nodes[rendezvous.rank]) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+// Every rank publishes that it is here and what it expects. This is done before any transport
+// starts, so that an absent rank is named and no rank sends to one that would not understand.
+void roll_call(const Rendezvous& rendezvous, const CommunicatorOptions& options,
+               Membership& membership) {
+  const std::string ours = hello(rendezvous, options);
+  if (options.transport == "auto" || options.transport == "shm") announce_shm(rendezvous);
+  if (options.transport == "auto" || options.transport == "tcp") announce_tcp(rendezvous);
+  const std::vector<std::string> words =
+      exchange(rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.word(ours));
+  for (int r = 0; r < rendezvous.size; r++) {
+    const std::string theirs = membership.came(r, words[static_cast<size_t>(r)]);
+    if (theirs == ours) continue;
+    throw WireMismatch("rank " + std::to_string(rendezvous.rank) + " has the options \"" + ours +
+                       "\", rank " + std::to_string(r) + " has \"" + theirs +
+                       "\"; start all ranks with the same options");
+  }
+}
+
+}  // namespace
+
+std::string join(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); i++) {
+    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& options,
+                         Failure& failure)
+    : rank_(rendezvous.rank), size_(rendezvous.size), failure_(failure), by_rank_(size_, nullptr) {
+  for (auto& links : links_) links.resize(size_);
+  topology_ = Topology(std::vector<int>(size_, 0));
+  if (size_ == 1) return;
+
+  Membership membership(rendezvous, options);
+  rendezvous.interrupt_check = [&membership] { membership.interrupt_check(); };
+  try {
+    meet(rendezvous, options, membership);
+    membership.leave();
+  } catch (...) {
+    membership.give_up(std::current_exception());
+  }
+}
+
+void ChannelMesh::meet(const Rendezvous& rendezvous, const CommunicatorOptions& options,
+                       Membership& membership) {
+  roll_call(rendezvous, options, membership);
+  const std::string& wanted = options.transport;
+  const auto add = [&](std::unique_ptr<Transport> transport) {
+    if (!transport) return;
+    for (int r = 0; r < size_; r++) {
+      if (r != rank_ && !by_rank_[r] && transport->reaches(r)) by_rank_[r] = transport.get();
+    }
+    if (!window_) window_ = transport->window();
+    if (SharedRankState* shared = transport->rank_state()) rank_state_ = shared;
+    transports_.push_back(std::move(transport));
+  };
+  const auto unreached = [&] {
+    std::vector<int> ranks;
+    for (int r = 0; r < size_; r++) {
+      if (r != rank_ && !by_rank_[r]) ranks.push_back(r);
+    }
+    return ranks;
+  };
+
+  const std::vector<int> candidates = near(rendezvous, options.nodes);
+  if (candidates.size() > 1) {
+    if (wanted == "local") add(make_local(rendezvous, candidates));
+    if (wanted == "shm" || wanted == "auto") add(make_shm(rendezvous, candidates));
+  }
+  const bool mixed = wanted == "auto" || candidates.size() < static_cast<size_t>(size_);
+  const bool one_node = window_ && window_->size() == size_;
+  const int lowest = window_ ? window_->member(0) : rank_;
+  if (wanted != "tcp" && !one_node) announce_node(rendezvous, lowest);
+  if (wanted == "tcp" || (mixed && !unreached().empty())) {
+    TcpOptions tcp;
+    tcp.sockets = options.sockets;
+    tcp.interface = options.interface;
+    tcp.link_bytes_per_second = options.link_bytes_per_second;
+    tcp.secret = options.secret;
+    tcp.tls = options.tls;
+    tcp.checks = payload_check(options.checksum);
+    tcp.rank_state = rank_state_;
+    add(make_tcp(rendezvous, unreached(), tcp));
+  }
+  // A single transport knows how many ranks share the cores, and polls by itself before it sleeps.
+  const bool alone = transports_.size() == 1;
+  spins_ = std::max(env().spin, 0);
+  yields_ = alone && env().spin < 0 ? 0 : kYields;
+  const std::vector<int> lost = unreached();
+  if (!lost.empty()) {
+    throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +
+                join(lost) + "; use transport \"auto\"");
+  }
+  if (wanted == "tcp") {
+    topology_ = Topology(all_ranks(rendezvous));
+  } else if (!one_node) {
+    topology_ = agree_on_topology(rendezvous, lowest);
+  }
+  for (const auto& transport : transports_) {
+    if (transport->name() == "tcp") slowest_ = Medium::tcp;
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,59 @@
+// Failure: the first error of a group. After it every rank stores it, and every later call throws
+// it again.
+#pragma once
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <string>
+
+#include "core/error.h"
+#include "core/op.h"
+
+namespace pycomm {
+
+class Failure {
+ public:
+  bool happened() const { return happened_.load(std::memory_order_acquire); }
+  /// Text of the error; empty if there is none.
+  std::string text() const;
+  /// Keeps the first error; later ones are its consequences.
+  void set(std::exception_ptr error);
+  /// Null if there is none.
+  std::exception_ptr error() const { return happened() ? first_ : nullptr; }
+  void rethrow() const {
+    if (happened()) std::rethrow_exception(first_);
+  }
+  /// Adds a sentence to what rethrow_in() throws, on this rank only.
+  void add(const std::string& sentence);
+  /// Throws the error to a caller of `call`, which the error then names. There must be an error.
+  [[noreturn]] void rethrow_in(const OpTag& call, int rank) const;
+
+ private:
+  std::atomic<bool> happened_{false};
+  mutable std::mutex mutex_;
+  std::exception_ptr first_;
+  std::string added_;
+};
+
+class ResultChecksums;
+class ChannelMesh;
+enum class Lane : uint8_t;
+
+/// Returns `error` with the state of every rank in its text, if it is an error that ends a group
+/// because of other ranks. May take a moment. `lane` is the one that the caller drives; `digests`
+/// are those of its calls, or null.
+std::exception_ptr explained(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
+                             const ResultChecksums* result_checksums);
+
+/// State of every rank, one line each. Any thread.
+std::string whereabouts(ChannelMesh& mesh);
+
+/// Reason that a rank tells its peers when it gives up: the kind of the error, then its text.
+/// Transports carry it as plain text.
+std::string to_reason(const std::exception_ptr& error);
+
+/// Returns the error behind `error`: if its text holds a peer's reason, an exception of the kind
+/// that the peer had; otherwise `error` itself.
+std::exception_ptr from_reason(const std::exception_ptr& error);
+
+}  // namespace pycomm

@@ -1,0 +1,214 @@
+#include "collectives/group/membership.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "collectives/group/failure.h"
+#include "core/error.h"
+#include "transports/rendezvous.h"
+
+namespace pycomm {
+
+using std::chrono::duration_cast;
+
+namespace {
+
+// Until all have joined, only the published values of the ranks nearest to us are polled: they are
+// likely on our host, and one witness is enough.
+constexpr int kNear = 8;
+// Time in which we search for the cause of an error of ours, or a multiple of the store's response
+// time if that is longer. A rank that knows the cause publishes it before it closes.
+constexpr Milliseconds kReflection(100);
+constexpr int kReflectionTurns = 4;
+constexpr Milliseconds kPause(10);
+// Time that a rank has to answer a liveness question, or a multiple of the store's response time.
+// It polls for such questions after it has waited for kAskedAfter.
+constexpr Milliseconds kAnswer(3000);
+constexpr int kAnswerTurns = 20;
+constexpr Milliseconds kAskedAfter(500);
+// Share of a rank's time that interrupt checks may take: one part of five.
+constexpr int kLooksShare = 4;
+
+}  // namespace
+
+Membership::Membership(const Rendezvous& rendezvous, const CommunicatorOptions& options)
+    : rendezvous_(rendezvous),
+      options_(options),
+      reason_key_(rendezvous.group + "/given up"),
+      next_look_(Deadline::after(rendezvous.patience() / 2)) {
+  if (!options.parent) return;
+  if (options.parent_ranks.size() != static_cast<size_t>(rendezvous.size)) {
+    throw Error(std::to_string(options.parent_ranks.size()) + " ranks of the parent group for " +
+                std::to_string(rendezvous.size) + " ranks; name one for each");
+  }
+  for (const int rank : options.parent_ranks) {
+    if (rank >= 0 && rank < options.parent->size()) continue;
+    throw Error("rank " + std::to_string(rank) + " is not in the parent group of " +
+                std::to_string(options.parent->size()));
+  }
+  parent_was_over_ = options.parent->over() != nullptr;
+}
+
+std::string Membership::key(const std::string& topic, int rank) const {
+  return rendezvous_.group + "/" + topic + "/" + std::to_string(rank);
+}
+
+std::string Membership::word(const std::string& agreed) const {
+  return agreed + "\n" + process_name();
+}
+
+std::string Membership::came(int rank, const std::string& word) {
+  const size_t end = std::min(word.find('\n'), word.size());
+  // Ranks that a test declares to be on another node cannot be seen.
+  const auto& nodes = options_.nodes;
+  const bool near = nodes.empty() || nodes[rank] == nodes[rendezvous_.rank];
+  if (near && end < word.size()) processes_.emplace(rank, Process(word.substr(end + 1)));
+  return word.substr(0, end);
+}
+
+void Membership::interrupt_check() {
+  if (!next_look_.expired()) return;
+  const auto start = Deadline::Clock::now();
+  try {
+    if (options_.interrupt) options_.interrupt();
+    if (options_.parent && !parent_was_over_) {
+      if (const std::exception_ptr error = options_.parent->over()) std::rethrow_exception(error);
+    }
+    look_for_deaths();
+    look_for_words();
+    answer();
+  } catch (...) {
+    knows_ = true;
+    throw;
+  }
+  // Where the store is far away, a rank that polls it makes no other progress meanwhile.
+  const auto took = duration_cast<Milliseconds>(Deadline::Clock::now() - start);
+  next_look_ = Deadline::after(std::max(rendezvous_.patience() / 2, kLooksShare * took));
+}
+
+void Membership::look_for_deaths() {
+  for (int r = 0; r < rendezvous_.size && options_.parent; r++) {
+    if (r != rendezvous_.rank && options_.parent->lost(options_.parent_ranks[r]) && !has_met(r)) {
+      throw_died(r, "the group that it is in already has lost it");
+    }
+  }
+  for (const auto& [rank, process] : processes_) {
+    const std::string how = "its process " + std::to_string(process.id()) + " is gone";
+    if (process.died()) {
+      if (!has_met(rank)) throw_died(rank, how);
+    } else if (process.gone() && is_silent(rank) && !has_met(rank)) {
+      throw_died(rank, how +
+                           ", and it does not answer; if it runs on another machine that has the "
+                           "hostname of this one, set PYCOMM_HOST_ID on each of them");
+    }
+  }
+}
+
+// True for a rank that claims to be on our machine and that we have never seen here: it died before
+// we started, or its machine is a clone of ours.
+bool Membership::is_silent(int rank) {
+  const auto asked = asked_.find(rank);
+  if (asked == asked_.end()) {
+    rendezvous_.store->set(key("asked", rank), "yes");
+    asked_.emplace(rank, Deadline::after(std::max(kAnswer, kAnswerTurns * answers_in_)));
+    return false;
+  }
+  return asked->second.expired() && !rendezvous_.store->find(key("alive", rank));
+}
+
+// Only ranks that joined later ask us, so there is nothing to answer at first.
+void Membership::answer() {
+  if (answered_ || Deadline::Clock::now() - start_ < kAskedAfter) return;
+  if (!rendezvous_.store->find(key("asked", rendezvous_.rank))) return;
+  rendezvous_.store->set(key("alive", rendezvous_.rank), "yes");
+  answered_ = true;
+}
+
+void Membership::look_for_words() {
+  const auto start = Deadline::Clock::now();
+  const auto reason = rendezvous_.store->find(reason_key_);
+  answers_in_ = duration_cast<Milliseconds>(Deadline::Clock::now() - start);
+  if (reason) {
+    knows_ = true;
+    std::rethrow_exception(from_reason(std::make_exception_ptr(Error(*reason))));
+  }
+  std::vector<int> unseen;  // starts from another one each time, if there is time for few
+  for (int i = 0; i <= 2 * kNear; i++) {
+    const int r = rendezvous_.rank - kNear + (i + looks_) % (2 * kNear + 1);
+    const bool near = r >= 0 && r < rendezvous_.size && r != rendezvous_.rank;
+    if (near && processes_.count(r) == 0) unseen.push_back(r);
+  }
+  looks_++;
+  if (unseen.empty()) return;
+  const auto ranks = all_ranks(rendezvous_);
+  for (const auto& [rank, word] :
+       published_values(rendezvous_, kTopic, ranks, unseen, rendezvous_.patience() / 2)) {
+    if (processes_.count(rank) == 0 && rank != rendezvous_.rank) came(rank, plain_value(word));
+  }
+}
+
+bool Membership::has_met(int rank) {
+  try {
+    return rendezvous_.store->find(key("met", rank)).has_value();
+  } catch (const Error&) {  // the store died with it
+    return false;
+  }
+}
+
+void Membership::throw_died(int rank, const std::string& how) {
+  knows_ = true;
+  throw PeerLost(rank, "rank " + std::to_string(rank) + " died while group \"" + rendezvous_.group +
+                           "\" was made: " + how + " (seen by rank " +
+                           std::to_string(rendezvous_.rank) + "); look at its own log");
+}
+
+void Membership::leave() { rendezvous_.store->set(key("met", rendezvous_.rank), "yes"); }
+
+std::exception_ptr Membership::behind(const std::exception_ptr& error) {
+  // The others cannot connect to us from now on and search for the cause: our reason must be
+  // published before they give up the search.
+  if (knows_) return error;
+  Deadline end = Deadline::after(Milliseconds(0));
+  bool late = false;
+  try {
+    std::rethrow_exception(error);
+  } catch (const WireMismatch&) {  // the mismatch that this rank saw is the cause
+    return error;
+  } catch (const Timeout&) {
+    late = true;
+  } catch (const Error&) {  // a refused connection or a lost store: the failed rank is not known
+    end = Deadline::after(kReflection);
+  } catch (...) {  // a signal, no memory
+    return error;
+  }
+  try {
+    for (bool first = true;; first = false) {
+      look_for_deaths();
+      look_for_words();
+      if (first && end.limit() > Milliseconds(0)) {
+        end = Deadline::after(std::max(kReflection, kReflectionTurns * answers_in_));
+      }
+      if (end.expired()) return error;
+      std::this_thread::sleep_for(kPause);
+    }
+  } catch (const Timeout&) {  // our text names the missing ranks; others have the same deadline
+    return late ? error : std::current_exception();
+  } catch (const std::exception&) {  // a store that fails now, perhaps of the same cause, says less
+    return knows_ ? std::current_exception() : error;
+  }
+}
+
+void Membership::give_up(const std::exception_ptr& error) {
+  const std::exception_ptr cause = behind(error);
+  try {
+    if (!rendezvous_.store->find(reason_key_)) {
+      rendezvous_.store->set(reason_key_, "rank " + std::to_string(rendezvous_.rank) +
+                                              " has left the meeting of group \"" +
+                                              rendezvous_.group + "\": " + to_reason(cause));
+    }
+  } catch (const std::exception&) {  // without a store no rank can be told
+  }
+  std::rethrow_exception(cause);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,63 @@
+// Membership: which ranks have joined a rendezvous, and whether all of them can still be expected.
+// Ranks cannot talk yet, but much is known: a rank that has joined names its process, which the
+// others of its host see; ranks that are in a group already see each other there; and a rank that
+// gives up publishes that in the store.
+#pragma once
+#include <exception>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "collectives/common/options.h"
+#include "transports/process.h"
+#include "transports/transport.h"
+
+namespace pycomm {
+
+class Membership {
+ public:
+  static constexpr char kTopic[] = "here";  ///< key of the first value that each rank publishes
+
+  /// `options` must live as long as this.
+  Membership(const Rendezvous& rendezvous, const CommunicatorOptions& options);
+
+  /// First value that this rank publishes: what all ranks must agree on, and our process.
+  std::string word(const std::string& agreed) const;
+  /// Takes in the first value of a rank; returns what must be agreed on.
+  std::string came(int rank, const std::string& word);
+
+  /// Throws PeerLost if a rank has died, the reason of one that has given up, and what the options'
+  /// interrupt throws.
+  void interrupt_check();
+  /// Marks the rendezvous as complete: later errors of this rank do not concern it.
+  void leave();
+  /// Fails the rendezvous because of `error`: tells the others. Throws it, or the error that caused
+  /// it.
+  [[noreturn]] void give_up(const std::exception_ptr& error);
+
+ private:
+  std::string key(const std::string& topic, int rank) const;
+  void look_for_deaths();
+  void look_for_words();
+  void answer();
+  bool is_silent(int rank);
+  bool has_met(int rank);
+  /// Returns `error`, or the loss or the published reason of another rank that explains it.
+  std::exception_ptr behind(const std::exception_ptr& error);
+  [[noreturn]] void throw_died(int rank, const std::string& how);
+
+  const Rendezvous rendezvous_;
+  const CommunicatorOptions& options_;
+  const std::string reason_key_;
+  bool parent_was_over_ = false;
+  int looks_ = 0;
+  std::map<int, Deadline> asked_;  ///< until when a rank may answer that it is alive
+  bool answered_ = false;
+  const Deadline::Clock::time_point start_ = Deadline::Clock::now();
+  bool knows_ = false;                ///< we learned from the others what ended the rendezvous
+  std::map<int, Process> processes_;  ///< of the ranks that have joined
+  Deadline next_look_;
+  Milliseconds answers_in_{0};  ///< response time of the store at the last poll
+};
+
+}  // namespace pycomm

@@ -1,0 +1,307 @@
+#include "transports/device/peer_workspace.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <system_error>
+
+#include "core/device.h"
+#include "transports/fd_passing.h"
+#include "transports/rendezvous.h"
+#include "transports/shm/region.h"
+
+namespace pycomm {
+namespace {
+
+using device::ControlPage;
+using device::Flags;
+using device::Progress;
+
+constexpr char kYes[] = "yes";
+constexpr char kNobody[] = "nobody";
+constexpr char kReady[] = "device/ready";  // topic of each rank's outcome
+/// The unit in which CUDA allocates; memory of this size is not shared with another allocation,
+/// whose bytes an exported handle would expose too.
+constexpr size_t kWhole = size_t{2} << 20;
+
+size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw Error("device: cannot " + what + ": " + std::generic_category().message(errno));
+}
+
+FileDescriptor make_file(size_t bytes) {
+  FileDescriptor fd(::memfd_create("pycomm-device", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (fd.get() < 0) throw_errno("make a memory file");
+  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("size a memory file");
+  ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  return fd;
+}
+
+std::shared_ptr<void> map(const FileDescriptor& file, size_t bytes) {
+  struct stat info = {};
+  if (::fstat(file.get(), &info) != 0 || static_cast<size_t>(info.st_size) != bytes) {
+    throw Error("device: the memory file has another size; are all ranks' options the same?");
+  }
+  void* base =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(), 0);
+  if (base == MAP_FAILED) throw_errno("map a memory file");
+  keep_out_of_dumps(base, bytes);
+  return {base, [bytes](void* memory) { ::munmap(memory, bytes); }};
+}
+
+/// Passes on the file until every other rank has it, or has published what it lacks.
+void hand_out(const Rendezvous& rendezvous, FdServer& server, int fd) {
+  const std::vector<int> ranks = all_ranks(rendezvous);
+  const std::vector<int> others(ranks.begin() + 1, ranks.end());
+  size_t served = 0, answers = 0;
+  while (served < others.size() && answers < others.size() && !rendezvous.deadline.expired()) {
+    if (server.serve(fd, rendezvous.patience())) {
+      served += 1;
+      continue;
+    }
+    rendezvous.interrupt_check();
+    answers = published_values(rendezvous, kReady, ranks, others, rendezvous.patience()).size();
+  }
+}
+
+/// Shares the file: rank 0 makes it and passes it to all others.
+std::shared_ptr<void> share_file(const Rendezvous& rendezvous, size_t bytes) {
+  constexpr char kFile[] = "device/file";
+  if (rendezvous.rank != 0) {
+    const std::string name = value_of(rendezvous, kFile, 0);
+    if (name == kNobody) throw Error("device: rank 0 could not make the memory file");
+    return map(receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check), bytes);
+  }
+  const std::string key = rendezvous.group + "/" + kFile + "/0";
+  try {
+    FdServer server;
+    const FileDescriptor file = make_file(bytes);
+    std::shared_ptr<void> base = map(file, bytes);
+    rendezvous.store->set(key, server.name());
+    hand_out(rendezvous, server, file.get());
+    return base;
+  } catch (const Error&) {
+    rendezvous.store->set(key, kNobody);
+    throw;
+  }
+}
+
+void check(const Rendezvous& rendezvous, int index, const PeerWorkspace::Options& options) {
+  if (rendezvous.size > device::kMaxPeers) {
+    throw Error("device: a group has " + std::to_string(device::kMaxPeers) +
+                " ranks at most, not " + std::to_string(rendezvous.size));
+  }
+  if (options.memory != "auto" && options.memory != "device" && options.memory != "host") {
+    throw Error("device: no memory is called \"" + options.memory +
+                "\": want auto, device or host");
+  }
+  if (index < 0 && options.memory == "device") {
+    throw Error("device: ranks of the CPU have no memory of a GPU to show");
+  }
+  const std::vector<std::string> hosts =
+      exchange(rendezvous, "device/host", all_ranks(rendezvous), host_id());
+  for (size_t r = 0; r < hosts.size(); r++) {
+    if (hosts[r] != hosts[0]) {
+      throw Error("device: rank " + std::to_string(r) + " is not on the host of rank 0");
+    }
+  }
+}
+
+/// Publishes our outcome, and returns what went wrong on which rank, or "".
+std::string agree(const Rendezvous& rendezvous, const std::string& topic, const std::string& ours) {
+  const std::vector<std::string> words = exchange(rendezvous, topic, all_ranks(rendezvous), ours);
+  for (size_t r = 0; r < words.size(); r++) {
+    if (words[r] != kYes) return "rank " + std::to_string(r) + ": " + words[r];
+  }
+  return "";
+}
+
+template <typename Try>
+std::string outcome(const Try& attempt) {
+  try {
+    attempt();
+    return kYes;
+  } catch (const Timeout&) {
+    throw;
+  } catch (const PeerLost&) {
+    throw;
+  } catch (const Error& problem) {
+    return problem.what();
+  }
+}
+
+}  // namespace
+
+/// The value that a rank publishes about itself.
+struct PeerWorkspace::Word {
+  uint64_t process[2];  ///< names the process on its host
+  uint64_t bytes;
+  uint64_t shown;  ///< address of its data in memory of its GPU, or 0
+  int32_t index;   ///< its GPU, in its process
+  uint32_t first_meeting;
+  char gpu[16];
+  char memory[4];
+  uint32_t exported;
+  char word[64];  ///< IPC handle for other processes
+
+  bool same_process(const Word& other) const {
+    return std::memcmp(process, other.process, sizeof process) == 0;
+  }
+};
+
+PeerWorkspace::PeerWorkspace(const Rendezvous& rendezvous, int index, const Options& options)
+    : bytes_(rounded(options.bytes, page_size())) {
+  check(rendezvous, index, options);
+  const Word ours = introduce(index, options);
+  const std::vector<Word> words = exchange_words(rendezvous, ours);
+  for (const Word& one : words) {
+    const auto shared = std::count_if(words.begin(), words.end(), [&](const Word& other) {
+      return std::memcmp(one.gpu, other.gpu, sizeof one.gpu) == 0;
+    });
+    sharers_ = std::max(sharers_, static_cast<int>(shared));
+  }
+  pointers_.rank = rendezvous.rank;
+  pointers_.ranks = rendezvous.size;
+
+  if (index >= 0 && options.memory != "host") {
+    const std::string problem = agree(rendezvous, "device/peers", try_devices(words, index));
+    on_host_ = !problem.empty();
+    if (on_host_ && options.memory == "device") throw Error("device: " + problem);
+  }
+  const std::string problem =
+      agree(rendezvous, kReady, outcome([&] {
+              file_ = share_file(rendezvous, region() * static_cast<size_t>(rendezvous.size));
+              if (on_host_) {
+                use_host(index);
+              } else {
+                control_ = device::map_host(&control(rendezvous.rank), sizeof(ControlPage));
+              }
+              start_counting(options.first_meeting, index);
+            }));
+  if (!problem.empty()) throw Error("device: " + problem);
+}
+
+PeerWorkspace::Word PeerWorkspace::introduce(int index, const Options& options) {
+  Word ours{};
+  struct stat space = {};
+  ::stat("/proc/self/ns/pid", &space);
+  ours.process[0] = static_cast<uint64_t>(::getpid());
+  ours.process[1] = space.st_ino;
+  ours.bytes = bytes_;
+  ours.index = index;
+  ours.first_meeting = options.first_meeting;
+  options.memory.copy(ours.memory, sizeof ours.memory);  // the first letters are enough
+  if (index < 0) return ours;
+  device::properties(index).uuid.copy(ours.gpu, sizeof ours.gpu);
+  if (options.memory == "host") return ours;
+  outcome([&] {  // peers will see what is missing
+    shown_ = device::allocate(index, rounded(sizeof(Flags) + bytes_, kWhole));
+    ours.shown = reinterpret_cast<uint64_t>(shown_.get());
+    device::export_memory(shown_.get()).copy(ours.word, sizeof ours.word);
+    ours.exported = 1;
+  });
+  return ours;
+}
+
+std::vector<PeerWorkspace::Word> PeerWorkspace::exchange_words(const Rendezvous& rendezvous,
+                                                               const Word& ours) {
+  const std::string text(reinterpret_cast<const char*>(&ours), sizeof ours);
+  std::vector<Word> words;
+  for (const std::string& theirs :
+       exchange(rendezvous, "device/word", all_ranks(rendezvous), text)) {
+    const std::string who = "device: rank " + std::to_string(words.size());
+    if (theirs.size() != sizeof ours) throw Error(who + " runs another version of pycomm");
+    Word word;
+    std::memcpy(&word, theirs.data(), sizeof word);
+    if (word.bytes != ours.bytes || word.first_meeting != ours.first_meeting ||
+        std::memcmp(word.memory, ours.memory, sizeof ours.memory) != 0 ||
+        (word.index < 0) != (ours.index < 0)) {
+      throw WireMismatch(who + " has other options than rank " + std::to_string(rendezvous.rank));
+    }
+    words.push_back(word);
+  }
+  return words;
+}
+
+/// Regions are whole pages, since a host exposes to its device only the pages of its own control
+/// page.
+size_t PeerWorkspace::region() const {
+  return rounded(sizeof(ControlPage) + sizeof(Flags) + bytes_, page_size());
+}
+
+ControlPage& PeerWorkspace::control(int rank) const {
+  return *reinterpret_cast<ControlPage*>(static_cast<uint8_t*>(file_.get()) + rank * region());
+}
+
+void PeerWorkspace::keep() noexcept {
+  if (shown_) static_cast<void>(new (std::nothrow) std::shared_ptr<void>(shown_));
+}
+
+std::string PeerWorkspace::try_devices(const std::vector<Word>& words, int index) {
+  const Word& ours = words[pointers_.rank];
+  return outcome([&] {
+    for (int r = 0; r < pointers_.ranks; r++) {
+      const Word& word = words[r];
+      if (word.shown == 0) throw Error("rank " + std::to_string(r) + " shows no memory");
+      auto* shown = reinterpret_cast<uint8_t*>(word.shown);
+      if (word.same_process(ours)) {
+        if (!device::reaches(index, word.index)) {
+          throw Error("no peer access to the GPU of rank " + std::to_string(r));
+        }
+        device::connect(index, word.index);
+      } else {
+        if (!word.exported) throw Error("rank " + std::to_string(r) + " cannot export its memory");
+        opened_.push_back(device::import_memory(index, std::string(word.word, sizeof word.word)));
+        shown = static_cast<uint8_t*>(opened_.back().get());
+      }
+      pointers_.flags[r] = reinterpret_cast<Flags*>(shown);
+      pointers_.data[r] = shown + sizeof(Flags);
+    }
+  });
+}
+
+void PeerWorkspace::use_host(int index) {
+  opened_.clear();
+  shown_.reset();
+  auto* base = static_cast<uint8_t*>(file_.get());
+  if (index >= 0) {
+    mapped_ = device::map_host(base, region() * pointers_.ranks);
+    base = static_cast<uint8_t*>(mapped_.get());
+  }
+  for (int r = 0; r < pointers_.ranks; r++) {
+    uint8_t* const part = base + r * region();
+    pointers_.flags[r] = reinterpret_cast<Flags*>(part + sizeof(ControlPage));
+    pointers_.data[r] = part + sizeof(ControlPage) + sizeof(Flags);
+  }
+  control_ = {mapped_, base + pointers_.rank * region()};
+}
+
+void PeerWorkspace::start_counting(uint32_t first, int index) {
+  const auto flags = std::make_unique<Flags>();
+  for (auto& block : flags->came) std::fill(std::begin(block), std::end(block), first);
+  Progress progress{};
+  std::fill(std::begin(progress.rendezvous), std::end(progress.rendezvous), first);
+
+  if (index >= 0) {
+    progress_ = device::allocate(index, sizeof progress);
+  } else {
+    progress_ = std::make_shared<Progress>();
+  }
+  const device::Guard guard(index);
+  const std::shared_ptr<void> own = index >= 0 ? device::make_stream(index) : nullptr;
+  const Stream stream{index >= 0 ? Device::cuda : Device::cpu, own.get()};
+  device::copy(progress_.get(), &progress, sizeof progress, stream);
+  device::copy(pointers_.flags[pointers_.rank], flags.get(), sizeof *flags, stream);
+  device::synchronize(stream);
+  pointers_.progress = static_cast<Progress*>(progress_.get());
+  pointers_.control = static_cast<ControlPage*>(control_.get());
+}
+
+}  // namespace pycomm

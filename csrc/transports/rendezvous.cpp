@@ -1,0 +1,241 @@
+#include "transports/rendezvous.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <numeric>
+#include <thread>
+
+namespace pycomm {
+namespace {
+
+// In groups of up to this many ranks, each rank reads the values of all ranks at every poll of the
+// store. In larger groups the first rank reads them, and publishes them once they are complete: n
+// ranks that read n values again and again would be too much for the store.
+constexpr size_t kReadByAll = 32;
+// The pause between two polls of the store is an eighth of the time waited so far, so that a value
+// is seen late by that much at most, and a wait of any length costs the store few requests.
+constexpr auto kFirstPause = std::chrono::microseconds(50);
+constexpr int kPauses = 8;
+
+// The time limit of a poll that is the last one.
+constexpr Milliseconds kAllTheTime = std::chrono::hours(1);
+
+// Separators of the values that travel with another: "value RS topic US value RS topic US value".
+constexpr char kNext = '\x1e', kIs = '\x1f';
+
+Timeout not_complete(const Rendezvous& rendezvous, const std::string& topic,
+                     const std::vector<int>& missing) {
+  std::string names;
+  for (const int rank : missing) names += (names.empty() ? "" : ", ") + std::to_string(rank);
+  return Timeout("rank " + std::to_string(rendezvous.rank) + ": group \"" + rendezvous.group +
+                     "\" is not complete after " +
+                     std::to_string(rendezvous.deadline.limit().count()) +
+                     " ms, rank(s) that did not come (" + topic + "): " + names,
+                 missing);
+}
+
+/// Calls look() until it finds something, with an interrupt check in between. Returns nothing at
+/// the deadline.
+template <typename Look>
+auto patiently(const Rendezvous& rendezvous, const Look& look) -> decltype(look()) {
+  using std::chrono::microseconds;
+  const auto start = Deadline::Clock::now();
+  for (;;) {
+    const bool last = rendezvous.deadline.expired();
+    if (auto found = look()) return found;
+    if (last) return std::nullopt;
+    rendezvous.interrupt_check();
+    const auto waited =
+        std::chrono::duration_cast<microseconds>(Deadline::Clock::now() - start) / kPauses;
+    const auto pause = std::clamp<microseconds>(waited, kFirstPause, rendezvous.patience());
+    std::this_thread::sleep_for(
+        std::min<microseconds>(pause, rendezvous.deadline.left() + Milliseconds(1)));
+  }
+}
+
+std::string own_key(const Rendezvous& rendezvous, const std::string& topic, int rank) {
+  return rendezvous.group + "/" + topic + "/" + std::to_string(rank);
+}
+
+/// The key that holds the values of all ranks, where the store can append: "rank length:value" of
+/// each. Disjoint subsets of ranks that exchange the same topic have different first ranks.
+std::string roll_key(const Rendezvous& rendezvous, const std::string& topic,
+                     const std::vector<int>& ranks) {
+  return rendezvous.group + "/" + topic + "/all from " + std::to_string(ranks.front());
+}
+
+std::string roll_entry(int rank, const std::string& word) {
+  return std::to_string(rank) + " " + std::to_string(word.size()) + ":" + word;
+}
+
+std::map<int, std::string> parse_roll(const std::string& roll) {
+  std::map<int, std::string> words;
+  for (size_t at = 0; at < roll.size();) {
+    const size_t colon = roll.find(':', at);
+    if (colon == std::string::npos) break;
+    int rank = 0;
+    size_t size = 0;
+    if (std::sscanf(roll.c_str() + at, "%d %zu", &rank, &size) != 2) break;
+    if (size > roll.size() - colon - 1) break;
+    words[rank] = roll.substr(colon + 1, size);
+    at = colon + 1 + size;
+  }
+  return words;
+}
+
+std::optional<std::vector<std::string>> in_order(std::map<int, std::string> words,
+                                                 const std::vector<int>& ranks) {
+  std::vector<std::string> result;
+  for (const int rank : ranks) {
+    const auto found = words.find(rank);
+    if (found == words.end()) return std::nullopt;
+    result.push_back(std::move(found->second));
+  }
+  return result;
+}
+
+void say(const Rendezvous& rendezvous, const std::string& topic, const std::vector<int>& ranks,
+         const std::string& word) {
+  Store& store = *rendezvous.store;
+  const bool appends = store.appends();
+  if (!appends || ranks.size() > kReadByAll)
+    store.set(own_key(rendezvous, topic, rendezvous.rank), word);
+  if (appends) store.append(roll_key(rendezvous, topic, ranks), roll_entry(rendezvous.rank, word));
+}
+
+/// Returns all values if they are there now.
+std::optional<std::vector<std::string>> collect(const Rendezvous& rendezvous,
+                                                const std::string& topic,
+                                                const std::vector<int>& ranks) {
+  if (rendezvous.store->appends()) {
+    const auto roll = rendezvous.store->find(roll_key(rendezvous, topic, ranks));
+    if (!roll) return std::nullopt;
+    return in_order(parse_roll(*roll), ranks);
+  }
+  std::vector<std::string> keys;
+  for (const int rank : ranks) keys.push_back(own_key(rendezvous, topic, rank));
+  return rendezvous.store->find_all(keys);
+}
+
+/// Does the same as collect(), but in a large group only the first rank reads each rank's value.
+std::optional<std::vector<std::string>> hear(const Rendezvous& rendezvous, const std::string& topic,
+                                             const std::vector<int>& ranks) {
+  if (ranks.size() <= kReadByAll) return collect(rendezvous, topic, ranks);
+  const std::string key = roll_key(rendezvous, topic, ranks) + "/complete";
+  if (rendezvous.rank != ranks.front()) {
+    const auto roll = rendezvous.store->find(key);
+    if (!roll) return std::nullopt;
+    return in_order(parse_roll(*roll), ranks);
+  }
+  auto words = collect(rendezvous, topic, ranks);
+  if (!words) return words;
+  std::string roll;
+  for (size_t i = 0; i < ranks.size(); i++) roll += roll_entry(ranks[i], (*words)[i]);
+  rendezvous.store->set(key, roll);
+  return words;
+}
+
+std::string with_announcements(const Rendezvous& rendezvous, std::string word) {
+  for (const auto& [topic, text] : rendezvous.talk->announced) word += kNext + topic + kIs + text;
+  rendezvous.talk->announced.clear();
+  return word;
+}
+
+/// Strips from each value what was announced with it, and keeps the announcements of the topics
+/// that all ranks have announced.
+void take_announcements(const Rendezvous& rendezvous, std::vector<std::string>& words) {
+  std::map<std::string, std::vector<std::string>> heard;
+  for (std::string& word : words) {
+    const size_t end = std::min(word.find(kNext), word.size());
+    for (size_t begin = end; begin < word.size();) {
+      const size_t next = std::min(word.find(kNext, begin + 1), word.size());
+      const std::string item = word.substr(begin + 1, next - begin - 1);
+      const size_t is = std::min(item.find(kIs), item.size());
+      heard[item.substr(0, is)].push_back(item.substr(std::min(is + 1, item.size())));
+      begin = next;
+    }
+    word.resize(end);
+  }
+  for (auto& [topic, texts] : heard) {
+    if (texts.size() == words.size()) rendezvous.talk->heard[topic] = std::move(texts);
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> exchange(const Rendezvous& rendezvous, const std::string& topic,
+                                  const std::vector<int>& ranks, const std::string& word) {
+  const auto heard = rendezvous.talk->heard.find(topic);
+  if (heard != rendezvous.talk->heard.end()) {
+    std::vector<std::string> words;
+    for (const int rank : ranks) words.push_back(heard->second[static_cast<size_t>(rank)]);
+    return words;
+  }
+  const bool whole = static_cast<int>(ranks.size()) == rendezvous.size;
+  say(rendezvous, topic, ranks, whole ? with_announcements(rendezvous, word) : word);
+  auto words = patiently(rendezvous, [&] { return hear(rendezvous, topic, ranks); });
+  if (!words) {
+    const auto known = published_values(rendezvous, topic, ranks, ranks, kAllTheTime);
+    std::vector<int> missing;
+    for (const int rank : ranks) {
+      if (known.count(rank) == 0) missing.push_back(rank);
+    }
+    if (!missing.empty()) throw not_complete(rendezvous, topic, missing);
+    words = in_order(known, ranks);
+  }
+  if (whole) take_announcements(rendezvous, *words);
+  return *words;
+}
+
+void announce(const Rendezvous& rendezvous, const std::string& topic, const std::string& word) {
+  rendezvous.talk->announced[topic] = word;
+}
+
+std::map<int, std::string> published_values(const Rendezvous& rendezvous, const std::string& topic,
+                                            const std::vector<int>& ranks,
+                                            const std::vector<int>& wanted, Milliseconds patience) {
+  std::map<int, std::string> words;
+  if (rendezvous.store->appends() &&
+      (ranks.size() <= kReadByAll || wanted.size() == ranks.size())) {
+    if (const auto roll = rendezvous.store->find(roll_key(rendezvous, topic, ranks))) {
+      words = parse_roll(*roll);
+    }
+  } else {
+    const auto start = Deadline::Clock::now();
+    for (const int rank : wanted) {
+      if (auto word = rendezvous.store->find(own_key(rendezvous, topic, rank))) words[rank] = *word;
+      if (Deadline::Clock::now() - start >= patience) break;
+    }
+  }
+  return words;
+}
+
+std::string plain_value(const std::string& word) { return word.substr(0, word.find(kNext)); }
+
+void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string>& topics) {
+  const std::vector<int> ranks = all_ranks(rendezvous);
+  for (const std::string& topic : topics) {
+    if (rendezvous.talk->heard.count(topic) > 0) continue;
+    const auto known = published_values(rendezvous, topic, ranks, ranks, kAllTheTime);
+    std::vector<int> missing;
+    for (const int rank : ranks) {
+      if (known.count(rank) == 0) missing.push_back(rank);
+    }
+    if (!missing.empty()) throw not_complete(rendezvous, topic, missing);
+  }
+}
+
+std::string value_of(const Rendezvous& rendezvous, const std::string& topic, int rank) {
+  const std::string key = own_key(rendezvous, topic, rank);
+  const auto word = patiently(rendezvous, [&] { return rendezvous.store->find(key); });
+  if (word) return *word;
+  throw not_complete(rendezvous, topic, {rank});
+}
+
+std::vector<int> all_ranks(const Rendezvous& rendezvous) {
+  std::vector<int> ranks(static_cast<size_t>(rendezvous.size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,46 @@
+// Rendezvous: ranks exchange values through the store before they are connected.
+#pragma once
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transports/transport.h"
+
+namespace pycomm {
+
+/// Publishes our value under "<group>/<topic>/<rank>" and returns those of all `ranks`, in their
+/// order (`ranks` includes ours, and is the same for each of them). Throws Timeout that names all
+/// ranks that published nothing, and whatever the rendezvous's interrupt_check throws.
+///
+/// The store may be far away and many ranks may ask it, so no request blocks in the store until its
+/// value is there, and where the store can append(), a rank asks for one value however many ranks
+/// there are.
+PYCOMM_API std::vector<std::string> exchange(const Rendezvous& rendezvous, const std::string& topic,
+                                             const std::vector<int>& ranks,
+                                             const std::string& word);
+
+/// Sets our value for a later exchange of the whole group: it travels with the next exchange, and
+/// the later one then needs no store.
+void announce(const Rendezvous& rendezvous, const std::string& topic, const std::string& word);
+
+/// Returns the values that some of the `wanted` ranks have published so far: all that one request
+/// to the store can answer, and of the others as many as `patience` allows, at least one. `ranks`
+/// is as in exchange(). A value here includes what was announced with it: plain_value() strips
+/// that.
+std::map<int, std::string> published_values(const Rendezvous& rendezvous, const std::string& topic,
+                                            const std::vector<int>& ranks,
+                                            const std::vector<int>& wanted, Milliseconds patience);
+
+std::string plain_value(const std::string& word);
+
+/// Throws Timeout that names the ranks of the group that have published nothing under one of these
+/// topics, for the first topic where there are any. The ranks that a rank waits for in vain may
+/// themselves be waiting for those.
+void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string>& topics);
+
+/// Waits for the value that `rank` alone publishes under such a key. Throws Timeout that names the
+/// rank.
+std::string value_of(const Rendezvous& rendezvous, const std::string& topic, int rank);
+
+}  // namespace pycomm

@@ -1,0 +1,173 @@
+#include "transports/shm/failure_detector.h"
+
+#include <poll.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "core/deadline.h"
+#include "core/error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int64_t kCheckEvery = 1000000;  // ns
+/// The interval of the checks that read /proc.
+constexpr int64_t kLookEvery = 50000000;  // ns
+/// The time that a rank may take from the start of an abort to its reason.
+constexpr Milliseconds kWords(200);
+
+int64_t now_ns() {
+  using std::chrono::duration_cast;
+  return duration_cast<std::chrono::nanoseconds>(Deadline::Clock::now().time_since_epoch()).count();
+}
+
+bool same_process(const RankSlot& a, const RankSlot& b) {
+  return a.process[0] == b.process[0] && a.process[1] == b.process[1];
+}
+
+}  // namespace
+
+FailureDetector::FailureDetector(const SharedRegion& region, std::vector<int> members, int self,
+                                 const Handles& handles)
+    : region_(region), members_(std::move(members)), self_(self) {
+  const RankSlot& ours = region_.rank_slot(self_);
+  for (int r = 0; r < region_.ranks(); r++) {
+    if (!region_.present(r) || same_process(ours, region_.rank_slot(r))) continue;
+    const auto handle = handles.find(r);
+    const bool sees = visible(ours, region_.rank_slot(r));
+    if (!sees && handle == handles.end()) continue;  // only deadlines reveal its end
+    watched_.push_back(r);
+    processes_.push_back(std::make_unique<PeerProcess>(
+        region_.rank_slot(r), sees, handle == handles.end() ? nullptr : handle->second));
+  }
+}
+
+bool FailureDetector::visible(const RankSlot& ours, const RankSlot& theirs) {
+  return ours.process[1] != 0 && ours.process[1] == theirs.process[1];
+}
+
+void FailureDetector::sign(RankSlot& rank_slot) {
+  struct stat space = {};
+  ::stat("/proc/self/ns/pid", &space);
+  rank_slot.process[0] = static_cast<uint64_t>(::getpid());
+  rank_slot.process[1] = space.st_ino;
+  rank_slot.birth = process_birth();
+  rank_slot.address = reinterpret_cast<uint64_t>(&rank_slot);
+  ::sched_getaffinity(0, sizeof rank_slot.cpus, &rank_slot.cpus);
+}
+
+void FailureDetector::check() {
+  if (!aborted()) {
+    const int64_t now = now_ns();
+    if (now < next_check_.load(std::memory_order_relaxed)) return;
+    next_check_.store(now + kCheckEvery, std::memory_order_relaxed);
+  }
+  check_now();
+}
+
+void FailureDetector::check_now() {
+  check_deaths();
+  if (aborted()) throw_aborted();
+}
+
+void FailureDetector::throw_aborted() const {
+  const Header& header = region_.header();
+  uint32_t state = header.abort.load(std::memory_order_acquire);
+  for (const Deadline patience = Deadline::after(kWords);
+       state % Header::kStep != Header::kAborted && !patience.expired();
+       state = header.abort.load(std::memory_order_acquire)) {
+    std::this_thread::sleep_for(Milliseconds(1));
+  }
+  const std::string who = "rank " + std::to_string(member(static_cast<int>(state / Header::kStep)));
+  if (state % Header::kStep == Header::kAborted) {
+    throw Error(who + " aborted the group: " + header.abort_reason);
+  }
+  throw Error(who + " aborted the group and has not told why: it was stopped or died meanwhile");
+}
+
+bool FailureDetector::died(int rank) const {
+  const auto found = std::lower_bound(watched_.begin(), watched_.end(), rank);
+  if (found == watched_.end() || *found != rank) return false;
+  return processes_[static_cast<size_t>(found - watched_.begin())]->ended() && !left(rank);
+}
+
+bool FailureDetector::stopped(int rank) const {
+  const RankSlot& rank_slot = region_.rank_slot(rank);
+  return visible(region_.rank_slot(self_), rank_slot) &&
+         is_stopped(static_cast<pid_t>(rank_slot.process[0]));
+}
+
+void FailureDetector::check_deaths() {
+  pollfd wanted[kMaxRanks];
+  const size_t count = watched_.size();
+  bool any = false;
+  for (size_t i = 0; i < count; i++) {
+    wanted[i] = {processes_[i]->fd(), POLLIN, 0};
+    any = any || wanted[i].fd >= 0;
+  }
+  if (any && ::poll(wanted, count, 0) < 0) any = false;
+  for (size_t i = 0; i < count; i++) {
+    PeerProcess& process = *processes_[i];
+    const bool asked = any && wanted[i].fd >= 0;
+    throw_if_dead(watched_[i], asked ? process.ended(wanted[i].revents) : process.ended());
+  }
+  const int64_t now = now_ns();
+  if (count == 0 || now < next_look_.load(std::memory_order_relaxed)) return;
+  next_look_.store(now + kLookEvery, std::memory_order_relaxed);
+  // Each call checks one rank, and each rank begins with another: a rank that finds a death tells
+  // all.
+  const size_t i = (static_cast<size_t>(self_) + looks_.fetch_add(1)) % count;
+  throw_if_dead(watched_[i], processes_[i]->look_closer());
+}
+
+void FailureDetector::throw_if_dead(int rank, bool dead) const {
+  if (!dead || left(rank)) return;
+  const auto found = std::lower_bound(watched_.begin(), watched_.end(), rank);
+  const char* how = processes_[static_cast<size_t>(found - watched_.begin())]->how();
+  throw PeerLost(member(rank), "rank " + std::to_string(member(rank)) + " died: " + how +
+                                   " (seen by rank " + std::to_string(member(self_)) +
+                                   "); look at its own log");
+}
+
+void FailureDetector::throw_left(int rank) {
+  check_now();
+  throw PeerLost(member(rank), "rank " + std::to_string(member(rank)) +
+                                   " left the group while rank " + std::to_string(member(self_)) +
+                                   " still waits for it; let all ranks make the same calls");
+}
+
+void FailureDetector::abort(const std::string& reason) noexcept {
+  Header& header = region_.header();
+  uint32_t none = Header::kNone;
+  const uint32_t who = static_cast<uint32_t>(self_) * Header::kStep;
+  const bool first = header.abort.compare_exchange_strong(none, who | Header::kWriting);
+  // Our caller may reuse its buffers now: a peer that reads such bytes must see the abort too.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (!first) return;  // only the first reason counts
+  const size_t length = std::min(reason.size(), sizeof header.abort_reason - 1);
+  std::memcpy(header.abort_reason, reason.data(), length);
+  header.abort_reason[length] = 0;
+  header.abort.store(who | Header::kAborted, std::memory_order_release);
+  wake_all();
+}
+
+void FailureDetector::leave() noexcept {
+  // A forked child that runs our destructors is not this rank.
+  if (region_.rank_slot(self_).process[0] != static_cast<uint64_t>(::getpid())) return;
+  region_.rank_slot(self_).left.store(1, std::memory_order_release);
+  wake_all();
+}
+
+void FailureDetector::wake_all() const noexcept {
+  for (int r = 0; r < region_.ranks(); r++) {
+    RankSlot& rank_slot = region_.rank_slot(r);
+    rank_slot.posted.ring_now();
+    for (Doorbell& bell : rank_slot.moved) bell.ring_now();
+  }
+}
+
+}  // namespace pycomm

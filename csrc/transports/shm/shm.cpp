@@ -1,0 +1,303 @@
+// Shm transport: ranks are processes of one host, and the shared region is a memfd, which the
+// lowest rank makes and passes to the others. Nothing has a name in a file system, so nothing can
+// be left behind.
+//
+// host_id() tells which ranks are candidates, and trying tells which are members: a rank that
+// cannot receive or map the file publishes that in the store, and the others go on without it.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <set>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "transports/fd_passing.h"
+#include "transports/rendezvous.h"
+#include "transports/shm/cma.h"
+#include "transports/shm/read_permit.h"
+#include "transports/shm/transport.h"
+
+namespace pycomm {
+namespace {
+
+/// A candidate publishes this once it has the region; any other value says why it has not.
+constexpr char kYes[] = "yes";
+constexpr char kHost[] = "shm/host";
+constexpr char kName[] = "shm/name";  ///< name of the socket that passes on the region
+constexpr char kWords[] = "shm/word";
+/// The name that is published when there is no region.
+constexpr char kNobody[] = "nobody";
+/// The time that ranks may take to fetch each other's handles.
+constexpr Milliseconds kHandleWait(5000);
+
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw Error("shm: cannot " + what + ": " + std::generic_category().message(errno));
+}
+
+/// Returns the largest file that this process may make: `ulimit -f`, which also limits memory
+/// files.
+size_t largest_file() {
+  struct rlimit limit = {};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return SIZE_MAX;
+  return static_cast<size_t>(limit.rlim_cur);
+}
+
+/// Makes the file, with the heaps if a file may be so large.
+FileDescriptor make_segment(int ranks) {
+  FileDescriptor fd(::memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (fd.get() < 0) throw_errno("make a memfd");
+  size_t bytes = SharedRegion::bytes_with_heaps(ranks);
+  // Exceeding the limit would raise a signal that ends the process.
+  if (bytes > largest_file()) bytes = SharedRegion::bytes(ranks);
+  if (bytes > largest_file()) {
+    throw Error("shm: the limit of file sizes (ulimit -f) is " + std::to_string(largest_file()) +
+                " bytes, and " + std::to_string(bytes) + " are needed to share memory");
+  }
+  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("size a memfd");
+  // The seals keep peers from shrinking it under us.
+  ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  return fd;
+}
+
+/// Maps the file, with the heaps if there is address space for them.
+std::shared_ptr<void> map_segment(FileDescriptor file, int ranks, bool& heaps) {
+  size_t bytes = SharedRegion::bytes_with_heaps(ranks);
+  struct stat info = {};
+  const bool known = ::fstat(file.get(), &info) == 0;
+  const auto size = static_cast<size_t>(info.st_size);
+  if (!known || (size != bytes && size != SharedRegion::bytes(ranks))) {
+    throw Error("shm: the segment has another size; do all ranks run the same version of pycomm?");
+  }
+  const auto map = [&] {
+    return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(),
+                  0);
+  };
+  void* base = size == bytes ? map() : MAP_FAILED;
+  heaps = base != MAP_FAILED;
+  if (!heaps) {
+    bytes = SharedRegion::bytes(ranks);
+    base = map();
+  }
+  if (base == MAP_FAILED) throw_errno("map the segment");
+  keep_out_of_dumps(base, bytes);
+  const int fd = file.release();
+  return {base, [bytes, fd, device = info.st_dev, inode = info.st_ino](void* memory) {
+            ::munmap(memory, bytes);
+            // Other code may have closed the descriptor, and its number may be another file's now.
+            struct stat now = {};
+            if (::fstat(fd, &now) == 0 && now.st_dev == device && now.st_ino == inode) ::close(fd);
+          }};
+}
+
+/// Returns the key under which the maker of the region, of which each host has one, publishes its
+/// socket.
+std::string key(const Rendezvous& rendezvous, const std::vector<int>& candidates) {
+  return rendezvous.group + "/" + kName + "/" + std::to_string(candidates.front());
+}
+
+/// Maps the region and takes our place in it.
+SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidates,
+                  FileDescriptor file) {
+  SharedMemory memory;
+  memory.members = candidates;
+  memory.rank = rendezvous.rank;
+  memory.file = file.get();
+  const int ranks = static_cast<int>(candidates.size());
+  bool heaps = false;
+  memory.base = map_segment(std::move(file), ranks, heaps);
+  RankSlot& rank_slot =
+      SharedRegion(memory.base.get(), ranks).rank_slot(memory.place(rendezvous.rank));
+  rank_slot.heaps = heaps;
+  FailureDetector::sign(rank_slot);
+  return memory;
+}
+
+/// Gives our place up again, before anybody looks who is there.
+void leave(const SharedMemory& memory) {
+  const SharedRegion region(memory.base.get(), static_cast<int>(memory.members.size()));
+  region.rank_slot(memory.place(memory.rank)).process[0] = 0;
+}
+
+/// Hands out the file until every other candidate has said how it went.
+void hand_out(const Rendezvous& rendezvous, const std::vector<int>& candidates, FdServer& server,
+              int fd) {
+  std::set<int> silent(candidates.begin() + 1, candidates.end());
+  size_t served = 0;
+  while (served < candidates.size() - 1 && !silent.empty() && !rendezvous.deadline.expired()) {
+    if (server.serve(fd, rendezvous.patience())) {
+      served += 1;
+      continue;
+    }
+    rendezvous.interrupt_check();
+    const std::vector<int> wanted(silent.begin(), silent.end());
+    for (const auto& [rank, word] :
+         published_values(rendezvous, kWords, candidates, wanted, rendezvous.patience())) {
+      silent.erase(rank);
+    }
+  }
+}
+
+/// Returns the name of the maker's socket: either all possible makers have announced theirs, or the
+/// maker publishes it when it has the region.
+std::string name_of(const Rendezvous& rendezvous, int maker) {
+  const auto heard = rendezvous.talk->heard.find(kName);
+  if (heard == rendezvous.talk->heard.end()) return value_of(rendezvous, kName, maker);
+  return heard->second[static_cast<size_t>(maker)];
+}
+
+/// Shares the region: the lowest rank makes it, the others fetch it. Throws Error if we cannot have
+/// it.
+SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candidates) {
+  if (rendezvous.rank != candidates.front()) {
+    const std::string name = name_of(rendezvous, candidates.front());
+    if (name == kNobody) {
+      throw Error("shm: rank " + std::to_string(candidates.front()) + " could not make a segment");
+    }
+    return join(rendezvous, candidates,
+                receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check));
+  }
+  // The server is closed at the end, so that no rank waits for a file in vain.
+  const std::shared_ptr<FdServer> announced = std::exchange(rendezvous.talk->server, nullptr);
+  SharedMemory memory;
+  try {
+    const auto made = announced ? announced : std::make_shared<FdServer>();
+    FdServer& server = *made;
+    FileDescriptor file = make_segment(static_cast<int>(candidates.size()));
+    const int fd = file.get();
+    memory = join(rendezvous, candidates, std::move(file));
+    const int ranks = static_cast<int>(candidates.size());
+    SharedRegion(memory.base.get(), ranks).header().permits = read_permit::wanted() ? 1 : 0;
+    if (!announced) rendezvous.store->set(key(rendezvous, candidates), server.name());
+    hand_out(rendezvous, candidates, server, fd);
+    return memory;
+  } catch (const Error&) {
+    if (memory.base) leave(memory);
+    if (!announced) rendezvous.store->set(key(rendezvous, candidates), kNobody);
+    throw;
+  }
+}
+
+/// Fetches descriptors of the processes that we do not see, since they are in another PID namespace
+/// than ours. Each rank passes on its own; a rank that gets none learns of a death by deadlines
+/// alone.
+FailureDetector::Handles fetch_handles(const Rendezvous& rendezvous, const SharedMemory& memory) {
+  const int self = memory.place(rendezvous.rank), ranks = static_cast<int>(memory.members.size());
+  const SharedRegion region(memory.base.get(), ranks);
+  std::vector<int> sharers;
+  std::vector<int> foreign;
+  for (int r = 0; r < ranks; r++) {
+    if (!region.present(r)) continue;
+    sharers.push_back(memory.members[static_cast<size_t>(r)]);
+    const bool sees = FailureDetector::visible(region.rank_slot(self), region.rank_slot(r));
+    if (r != self && !sees) foreign.push_back(r);
+  }
+  FailureDetector::Handles handles;
+  const FileDescriptor own(PidFd::of_self());
+  // All ranks see all rank slots, so either all or none of them exchange names.
+  bool all_visible = true;
+  for (const int rank : sharers) {
+    const RankSlot& rank_slot = region.rank_slot(memory.place(rank));
+    all_visible = all_visible &&
+                  FailureDetector::visible(region.rank_slot(memory.place(sharers[0])), rank_slot);
+  }
+  if (all_visible) return handles;
+  std::unique_ptr<FdServer> server;
+  if (own.get() >= 0) server = std::make_unique<FdServer>();
+  const std::vector<std::string> names =
+      exchange(rendezvous, "shm/handle", sharers, server ? server->name() : kNobody);
+  const Deadline patience = Deadline::after(std::min(kHandleWait, rendezvous.deadline.left()));
+  std::thread serving([&] {
+    try {
+      for (size_t served = 0; server && served < foreign.size() && !patience.expired();) {
+        served += server->serve(own.get(), rendezvous.patience()) ? 1 : 0;
+      }
+    } catch (const Error&) {  // the others go without
+      server.reset();
+    }
+  });
+  for (const int place : foreign) {
+    const auto rank = std::find(sharers.begin(), sharers.end(), memory.members[place]);
+    const std::string& name = names[static_cast<size_t>(rank - sharers.begin())];
+    if (name == kNobody) continue;
+    try {
+      handles[place] = std::make_shared<PidFd>(receive_fd(name, patience).release());
+    } catch (const Error&) {  // the group goes on without
+    }
+  }
+  serving.join();
+  return handles;
+}
+
+/// Where reading each other's memory takes a permit, all ranks give it before any rank reads.
+std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedMemory& memory) {
+  const int self = memory.place(rendezvous.rank), ranks = static_cast<int>(memory.members.size());
+  const SharedRegion region(memory.base.get(), ranks);
+  if (region.header().permits == 0) return nullptr;
+  std::vector<pid_t> processes;
+  for (int r = 0; r < ranks; r++) {
+    const RankSlot& rank_slot = region.rank_slot(r);
+    const auto process = static_cast<pid_t>(rank_slot.process[0]);
+    const bool twice = std::count(processes.begin(), processes.end(), process) > 0;
+    // In these cases memory is not read, as all ranks see.
+    if (process == 0 || twice || !FailureDetector::visible(region.rank_slot(0), rank_slot))
+      return nullptr;
+    processes.push_back(process);
+  }
+  const bool reads = cma::readable(region, self);
+  const std::vector<std::string> words =
+      exchange(rendezvous, "shm/reads", memory.members, reads ? kYes : "no");
+  if (std::count(words.begin(), words.end(), kYes) == ranks) return read_permit::held();
+  std::shared_ptr<void> permit = read_permit::name(read_permit::common_ancestor(processes));
+  exchange(rendezvous, "shm/permit", memory.members, permit ? kYes : "no");
+  return permit;
+}
+
+}  // namespace
+
+void announce_shm(const Rendezvous& rendezvous) {
+  announce(rendezvous, kHost, host_id());
+  std::string name = kNobody;
+  try {
+    rendezvous.talk->server = std::make_shared<FdServer>();
+    name = rendezvous.talk->server->name();
+  } catch (const Error&) {  // ranks that would share memory with us learn it when they try
+  }
+  announce(rendezvous, kName, name);
+}
+
+std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
+  const std::string host = host_id();
+  const std::vector<std::string> hosts = exchange(rendezvous, kHost, ranks, host);
+  std::vector<int> candidates;
+  for (size_t i = 0; i < ranks.size(); i++) {
+    if (hosts[i] == host) candidates.push_back(ranks[i]);
+  }
+  if (candidates.size() < 2 || candidates.size() > kMaxRanks) return nullptr;
+
+  SharedMemory memory;
+  std::string word = kYes;
+  try {
+    memory = share(rendezvous, candidates);
+  } catch (const Timeout&) {
+    throw;
+  } catch (const PeerLost&) {
+    throw;
+  } catch (const Error& problem) {
+    word = problem.what();
+  }
+  const std::vector<std::string> words = exchange(rendezvous, kWords, candidates, word);
+  const auto sharers = std::count(words.begin(), words.end(), kYes);
+  if (word != kYes || sharers < 2) return nullptr;
+  memory.handles = fetch_handles(rendezvous, memory);
+  memory.permit = permit_reading(rendezvous, memory);
+  return std::make_unique<ShmTransport>("shm", memory);
+}
+
+}  // namespace pycomm

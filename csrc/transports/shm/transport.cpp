@@ -1,0 +1,131 @@
+#include "transports/shm/transport.h"
+
+#include <algorithm>
+
+#include "core/env.h"
+#include "transports/shm/cma.h"
+
+namespace pycomm {
+
+int SharedMemory::place(int rank) const {
+  const auto found = std::lower_bound(members.begin(), members.end(), rank);
+  return found != members.end() && *found == rank ? static_cast<int>(found - members.begin()) : -1;
+}
+
+ShmTransport::ShmTransport(std::string name, const SharedMemory& memory)
+    : name_(std::move(name)),
+      memory_(memory),
+      self_(memory.place(memory.rank)),
+      region_(memory.base.get(), static_cast<int>(memory.members.size())),
+      detector_(region_, memory.members, self_, memory.handles) {
+  const SpinPace looks(region_, env().spin);
+  bool all = true;
+  for (int r = 0; r < region_.ranks(); r++) all = all && region_.present(r);
+  if (all) {
+    region_.rank_slot(self_).reads.store(cma::readable(region_, self_), std::memory_order_release);
+    window_ = std::make_unique<Window>(region_, detector_, self_, looks);
+    if (region_.has_heaps()) {
+      const auto offset = static_cast<size_t>(region_.heap(self_) - region_.memory());
+      heap_ = std::make_shared<SharedHeap>(memory_.base, region_.heap(self_), kHeapBytes,
+                                           HeapFile{memory_.file, offset});
+    }
+  }
+  for (LaneState& lane : lanes_) {
+    lane.channels.resize(memory.members.size());
+    lane.looks = looks;
+  }
+}
+
+ShmTransport::~ShmTransport() { detector_.leave(); }
+
+bool ShmTransport::reaches(int rank) const {
+  const int place = memory_.place(rank);
+  return rank != memory_.rank && place >= 0 && region_.present(place);
+}
+
+Channel& ShmTransport::channel(int rank, Lane lane) {
+  if (!reaches(rank)) {
+    throw Error(name_ + ": rank " + std::to_string(memory_.rank) + " has no channel to rank " +
+                std::to_string(rank));
+  }
+  LaneState& state = lanes_[static_cast<size_t>(lane)];
+  const int peer = memory_.place(rank);
+  auto& slot = state.channels[static_cast<size_t>(peer)];
+  if (!slot) {
+    slot = std::make_unique<RingChannel>(region_, detector_, self_, peer, lane, state.traffic);
+  }
+  return *slot;
+}
+
+void ShmTransport::idle(Lane lane, std::chrono::microseconds limit) {
+  LaneState& state = lanes_[static_cast<size_t>(lane)];
+  const auto ready = [&] {
+    for (const auto& channel : state.channels) {
+      if (channel && channel->ready()) return true;
+    }
+    return detector_.aborted();
+  };
+  const auto start = Deadline::Clock::now();
+  bool looked = false;
+  // A lane in use is worth polling and yielding for; one that no longer moves bytes is not.
+  if (state.traffic.moved) {
+    state.traffic.moved = false;
+    state.yield_end = start + kYieldFor;
+    for (int i = state.looks.now(); i > 0; i--) {
+      if (ready()) return;
+      cpu_relax();
+    }
+    looked = true;
+  }
+  int yields = 0;
+  Deadline::Clock::duration late{};
+  for (auto now = Deadline::Clock::now(); !ready() && now < start + limit;) {
+    if (now < state.yield_end) {
+      const auto before = now;
+      ::sched_yield();
+      now = Deadline::Clock::now();
+      late = std::max(late, now - before);
+      yields++;
+    } else {
+      const auto left = std::chrono::duration_cast<std::chrono::microseconds>(start + limit - now);
+      region_.rank_slot(self_).moved[static_cast<size_t>(lane)].sleep(ready,
+                                                                      std::min(left, kSleepAtMost));
+      now = Deadline::Clock::now();
+    }
+  }
+  if (looked) state.looks.yielded(yields, late);
+}
+
+PeerStatus ShmTransport::look(int rank) {
+  const int place = memory_.place(rank);
+  PeerStatus sighting;
+  sighting.rank_state = region_.rank_slot(place).rank_state.load();
+  sighting.liveness = detector_.left(place)      ? PeerStatus::Liveness::left
+                      : detector_.died(place)    ? PeerStatus::Liveness::died
+                      : detector_.stopped(place) ? PeerStatus::Liveness::stopped
+                                                 : PeerStatus::Liveness::here;
+  return sighting;
+}
+
+uint64_t ShmTransport::sent_bytes() const {
+  uint64_t bytes = window_ ? window_->sent_bytes() : 0;
+  for (const LaneState& lane : lanes_) {
+    bytes += lane.traffic.sent_bytes.load(std::memory_order_relaxed);
+  }
+  return bytes;
+}
+
+std::string ShmTransport::describe() const {
+  std::string text = name_ + " with ";
+  for (const int rank : memory_.members) {
+    if (!reaches(rank)) continue;
+    if (text.back() != ' ') text += ",";
+    text += std::to_string(rank);
+  }
+  if (text.back() == ' ') return text + "nobody";
+  // A heap is in use only if all ranks could map it.
+  if (window_ && !heap_) text += " (no shared heap: ulimit -f or -v leaves no room for one)";
+  return text;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,416 @@
+// Control connections: notices of a fixed size, so that one never waits for the rest of another.
+#include "transports/tcp/connect/control.h"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <new>
+
+#include "core/crc32c.h"
+#include "core/error.h"
+#include "transports/transport.h"
+
+namespace pycomm::tcp {
+
+using Clock = std::chrono::steady_clock;
+
+/// A notice, in its wire format.
+struct Control::Notice {
+  static constexpr uint32_t kMagic = 0x4e435950;  // "PYCN"
+  enum class Kind : uint32_t {
+    abort = 1,
+    close = 2,
+    connect = 3,
+    ask = 4,
+    rank_state = 5,
+    heard = 6
+  };
+
+  explicit Notice(Kind kind = Kind::abort) : kind(kind) {}
+  /// True for notices that may be dropped: a rank that needs the answer asks again.
+  bool is_small_talk() const { return kind == Kind::ask || kind == Kind::rank_state; }
+
+  uint32_t magic = kMagic;
+  Kind kind;
+  uint32_t lane = 0;    // the lane to connect:
+  int32_t socket = -1;  // this one again, or, if negative, all of them for the first time
+  uint32_t generation = 0;
+  char text[1000] = {};  // the reason, zero-terminated; or the bytes of a RankState
+  uint32_t checksum = 0;
+
+  uint32_t compute() const {
+    return crc32c({reinterpret_cast<const uint8_t*>(this), offsetof(Notice, checksum)});
+  }
+};
+
+struct Control::Peer {
+  int rank;
+  Address address;
+  SecureSocket sock;
+  uint32_t generation = 0;
+  std::atomic<State> state{State::here};
+  Clock::time_point cut_at{}, died_at{};  // when its connection ended, when its port refused us
+  RankState rank_state;                   // its last answer
+  bool answered = false;                  // since we last asked
+  bool heard = false;                     // it has acknowledged our close
+  Notice in;
+  size_t in_done = 0;
+  std::string out;  // not yet taken by the connection: the rest of a notice, then whole ones
+  size_t out_done = 0;
+  bool full = false;  // we wait for room
+
+  size_t unsent() const { return out.size() - out_done; }
+};
+
+Control::Control(int rank, const SharedRankState* rank_state)
+    : rank_(rank),
+      rank_state_(rank_state),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      wake_(::eventfd(0, EFD_CLOEXEC)) {
+  if (!epoll_ || !wake_) throw Error("tcp: cannot make an epoll: " + error_text(errno));
+  epoll_event event = {};
+  event.events = EPOLLIN;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
+}
+
+Control::~Control() = default;
+
+void Control::add(int rank, const Address& address, SecureSocket sock) {
+  auto peer = std::make_unique<Peer>();
+  peer->rank = rank;
+  peer->address = address;
+  peer->sock = std::move(sock);
+  peer->out.reserve(16 * sizeof(Notice));  // an abort must need no memory
+  watch(*peer);
+  peers_.push_back(std::move(peer));
+}
+
+void Control::watch(Peer& peer) {
+  round_trip_ = std::max(round_trip_.load(), tcp::round_trip(peer.sock.get()).count());
+  epoll_event event = {};
+  event.events = EPOLLIN;
+  event.data.ptr = &peer;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer.sock.get(), &event) != 0) {
+    throw Error("tcp: cannot watch a connection: " + error_text(errno));
+  }
+}
+
+void Control::renew(int rank, uint32_t generation, SecureSocket sock) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Peer& peer = *find(rank);
+  if (peer.state != State::here && peer.state != State::cut) return;
+  peer.sock = std::move(sock);
+  peer.generation = generation;
+  peer.in_done = 0;
+  peer.out.clear();
+  peer.out_done = 0;
+  peer.full = false;
+  watch(peer);
+  peer.state.store(State::here, std::memory_order_release);
+  if (leaving_) tell(peer, Notice(Notice::Kind::close));
+}
+
+void Control::refused(int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Peer& peer = *find(rank);
+  take_in(peer);
+  if (peer.state != State::here && peer.state != State::cut) return;
+  peer.died_at = Clock::now();
+  if (peer.state == State::here) peer.cut_at = peer.died_at;
+  peer.state.store(State::died, std::memory_order_release);
+}
+
+Control::Peer* Control::find(int rank) const {
+  return std::find_if(peers_.begin(), peers_.end(),
+                      [&](const auto& peer) { return peer->rank == rank; })
+      ->get();
+}
+
+bool Control::gone(int rank) const {
+  const State state = find(rank)->state.load(std::memory_order_acquire);
+  return state == State::left || state == State::died;
+}
+
+bool Control::cut_off() const {
+  return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+    return peer->state.load(std::memory_order_acquire) == State::cut;
+  });
+}
+
+void Control::poll() {
+  epoll_event events[16];
+  const int count = ::epoll_wait(epoll_.get(), events, 16, 0);
+  if (count <= 0) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < count; i++) {
+    if (events[i].data.ptr == nullptr) continue;
+    Peer& peer = *static_cast<Peer*>(events[i].data.ptr);
+    if ((events[i].events & EPOLLOUT) != 0) push(peer);
+    if ((events[i].events & ~uint32_t{EPOLLOUT}) != 0) take_in(peer);
+  }
+}
+
+// The caller holds the mutex.
+void Control::take_in(Peer& peer) {
+  while (peer.sock) {
+    const ssize_t n = peer.sock.receive(reinterpret_cast<uint8_t*>(&peer.in) + peer.in_done,
+                                        sizeof peer.in - peer.in_done);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (n > 0) {
+      peer.in_done += static_cast<size_t>(n);
+      if (peer.in_done < sizeof peer.in) continue;
+      peer.in_done = 0;
+      if (peer.in.magic == Notice::kMagic && peer.in.checksum == peer.in.compute()) {
+        on_notice(peer, peer.in);
+        continue;
+      }
+    }
+    // The connection has ended, or brought something that no peer of ours would send.
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.sock.get(), nullptr);
+    peer.sock.reset();
+    if (peer.state != State::here) return;
+    peer.cut_at = Clock::now();
+    peer.state.store(State::cut, std::memory_order_release);
+    if (on_cut_) on_cut_({peer.rank, kControl, 0, peer.generation});
+  }
+}
+
+void Control::on_notice(Peer& peer, const Notice& notice) {
+  switch (notice.kind) {
+    case Notice::Kind::close:
+      peer.state.store(State::left, std::memory_order_release);
+      return tell(peer, Notice(Notice::Kind::heard));
+    case Notice::Kind::heard:
+      peer.heard = true;
+      return;
+    case Notice::Kind::connect:
+      if (notice.lane >= kLanes) return;
+      if (notice.socket < 0 && on_ask_) on_ask_(peer.rank, static_cast<int>(notice.lane));
+      if (notice.socket >= 0 && on_cut_) {
+        on_cut_({peer.rank, static_cast<int>(notice.lane), notice.socket, notice.generation});
+      }
+      return;
+    case Notice::Kind::abort:
+      return end_group(notice);
+    case Notice::Kind::ask:
+      if (rank_state_) {
+        Notice answer(Notice::Kind::rank_state);
+        const RankState rank_state = rank_state_->load();
+        std::memcpy(answer.text, &rank_state, sizeof rank_state);
+        tell(peer, answer);
+      }
+      return;
+    case Notice::Kind::rank_state:
+      std::memcpy(static_cast<void*>(&peer.rank_state), notice.text, sizeof peer.rank_state);
+      peer.answered = true;
+      return;
+  }
+}
+
+// The caller holds the mutex.
+void Control::end_group(const Notice& notice) noexcept {
+  if (aborted()) return;
+  try {
+    abort_text_.assign(notice.text, ::strnlen(notice.text, sizeof notice.text));
+  } catch (const std::bad_alloc&) {
+    abort_text_.clear();
+  }
+  aborted_.store(true, std::memory_order_release);
+  tell_all(notice);
+  wake_all();
+}
+
+// The wake-up is never reset: from now on every wait on wait_fd() returns at once.
+void Control::wake_all() noexcept {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
+}
+
+// Nothing blocks here: what the connection does not take now follows when it has room. A peer that
+// does not read does not get more and more requests.
+void Control::tell(Peer& peer, Notice notice) noexcept {
+  if (!peer.sock || (peer.unsent() > 0 && notice.is_small_talk())) return;
+  notice.checksum = notice.compute();
+  try {
+    peer.out.append(reinterpret_cast<const char*>(&notice), sizeof notice);
+  } catch (const std::bad_alloc&) {
+    return;
+  }
+  push(peer);
+}
+
+// The caller holds the mutex. The connection gets the same bytes again until it has taken them, and
+// only then others, as an encrypted one requires.
+void Control::push(Peer& peer) noexcept {
+  while (peer.sock && peer.unsent() > 0) {
+    const ssize_t n = peer.sock.send(peer.out.data() + peer.out_done, peer.unsent());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno != EAGAIN) break;  // it is cut, which the receiving side notices
+    if (n < 0) {
+      wait_for_room(peer, true);
+      return;
+    }
+    sent_bytes_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
+    peer.out_done += static_cast<size_t>(n);
+  }
+  peer.out.clear();
+  peer.out_done = 0;
+  wait_for_room(peer, false);
+}
+
+void Control::wait_for_room(Peer& peer, bool wait) noexcept {
+  if (peer.full == wait || !peer.sock) return;
+  epoll_event event = {};
+  event.events = wait ? EPOLLIN | EPOLLOUT : EPOLLIN;
+  event.data.ptr = &peer;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, peer.sock.get(), &event);
+  peer.full = wait;
+}
+
+void Control::tell_all(const Notice& notice) noexcept {
+  for (const auto& peer : peers_) tell(*peer, notice);
+}
+
+void Control::ask_to_connect(int rank, int lane) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Notice notice(Notice::Kind::connect);
+  notice.lane = static_cast<uint32_t>(lane);
+  tell(*find(rank), notice);
+}
+
+void Control::ask_to_connect(const LostConnection& broken) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Notice notice(Notice::Kind::connect);
+  notice.lane = static_cast<uint32_t>(broken.lane);
+  notice.socket = broken.socket;
+  notice.generation = broken.generation;
+  tell(*find(broken.rank), notice);
+}
+
+void Control::abort(const std::string& reason) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Notice notice;
+  std::snprintf(notice.text, sizeof notice.text, "rank %d aborted: %s", rank_, reason.c_str());
+  end_group(notice);
+}
+
+void Control::ask() noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& peer : peers_) peer->answered = false;
+  tell_all(Notice(Notice::Kind::ask));
+}
+
+PeerStatus Control::look(int rank) {
+  poll();
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Peer& peer = *find(rank);
+  PeerStatus sighting;
+  sighting.rank_state = peer.rank_state;
+  if (peer.state == State::left) sighting.liveness = PeerStatus::Liveness::left;
+  if (peer.state == State::died) sighting.liveness = PeerStatus::Liveness::died;
+  if (peer.state == State::here && peer.answered) sighting.liveness = PeerStatus::Liveness::here;
+  return sighting;
+}
+
+void Control::send_close() noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  leaving_ = true;
+  tell_all(Notice(Notice::Kind::close));
+}
+
+size_t Control::unacknowledged(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Peer& peer = *find(rank);
+  return peer.sock ? peer.unsent() + tcp::unacknowledged(peer.sock.get()) : 0;
+}
+
+bool Control::unsent() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(peers_.begin(), peers_.end(),
+                     [](const auto& peer) { return peer->sock && peer->unsent() > 0; });
+}
+
+bool Control::close_acknowledged(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return find(rank)->heard;
+}
+
+// These functions decide which rank is named when one is gone.
+
+// A dead peer is no error yet for ranks that may be finishing without it; and an abort reason
+// travels on another connection than the data whose end we saw. Both may take a retransmitted
+// packet, so the grace is longer by some round trips.
+constexpr auto kDeathGrace = std::chrono::milliseconds(50);
+constexpr auto kLastWords = std::chrono::milliseconds(50);
+constexpr int kRoundTrips = 2;
+
+void Control::check() {
+  poll();
+  if (aborted()) throw_aborted();
+  const bool deaths = std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+    return peer->state.load(std::memory_order_acquire) == State::died;
+  });
+  if (!deaths) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  const Peer& first = *first_death();
+  if (Clock::now() - first.died_at < kDeathGrace + kRoundTrips * round_trip()) return;
+  lock.unlock();
+  throw_died(first, "it closed its connections without a word");
+}
+
+// Returns the peer that died first, or null. A rank that gives up because of a death while it is
+// still joining the group looks dead, too; the first death is the cause. The caller holds the
+// mutex.
+Control::Peer* Control::first_death() const {
+  Peer* first = nullptr;
+  for (const auto& peer : peers_) {
+    if (peer->state != State::died) continue;
+    if (first == nullptr || peer->cut_at < first->cut_at) first = peer.get();
+  }
+  return first;
+}
+
+void Control::throw_aborted() const { throw Error(abort_text_); }
+
+void Control::throw_died(const Peer& peer, const std::string& how) const {
+  throw PeerLost(peer.rank, "rank " + std::to_string(peer.rank) + " (" + peer.address.text() +
+                                ") died: " + how);
+}
+
+void Control::throw_lost(int rank, const std::string& what) {
+  Peer& peer = *find(rank);
+  const auto end = Clock::now() + kLastWords + kRoundTrips * round_trip();
+  for (;;) {
+    pollfd wait = {-1, POLLIN, 0};
+    poll();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (aborted()) throw_aborted();
+      // The peer may have gone because of another one whose death is not certain yet.
+      const bool known = gone(rank) && !cut_off();
+      if (known || Clock::now() >= end) break;
+      wait.fd = peer.sock.get();  // may be none
+    }
+    ::poll(&wait, 1, 5);
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  const Peer* const dead = first_death();
+  const bool left = peer.state == State::left;
+  lock.unlock();
+  if (dead != nullptr && dead != &peer) {
+    throw_died(*dead, "and rank " + std::to_string(rank) + (left ? " left" : " is gone, too"));
+  }
+  if (!left) throw_died(peer, what);
+  throw PeerLost(rank, "rank " + std::to_string(rank) + " (" + peer.address.text() +
+                           ") has left the group: " + what);
+}
+
+}  // namespace pycomm::tcp

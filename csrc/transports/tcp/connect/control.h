@@ -1,0 +1,120 @@
+// Control connections: one per peer. They carry what must not wait behind data (aborts, closes and
+// requests to connect), and their silence reveals a dead peer. A control connection that is cut
+// while the peer lives is made again (connect/connector.h); notices in flight are lost, so those
+// that matter are sent again.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/types.h"
+#include "transports/tcp/connect/handshake.h"
+#include "transports/tcp/net/secure_socket.h"
+#include "transports/tcp/net/socket.h"
+#include "transports/transport.h"
+
+namespace pycomm::tcp {
+
+/// The control connections of a rank. All members may be called by any thread, except where noted.
+class Control {
+ public:
+  /// `rank_state` is our own state, for peers that ask; with null we do not answer.
+  explicit Control(int rank, const SharedRankState* rank_state = nullptr);
+  ~Control();
+
+  /// At set-up only. `address` is for error texts.
+  void add(int rank, const Address& address, SecureSocket sock);
+  /// At set-up only. Sets the action for a peer's request to connect a lane; called from any
+  /// thread.
+  void on_ask(std::function<void(int rank, int lane)> connect) { on_ask_ = std::move(connect); }
+  /// At set-up only. Sets the action for a connection that is cut: a control connection, or one
+  /// that a peer reports; called from any thread.
+  void on_cut(std::function<void(const LostConnection&)> reopen) { on_cut_ = std::move(reopen); }
+  /// Asks a higher rank to connect a lane with us.
+  void ask_to_connect(int rank, int lane) noexcept;
+  /// Asks a higher rank to make a connection of a lane again.
+  void ask_to_connect(const LostConnection& broken) noexcept;
+
+  /// Replaces a connection that was cut.
+  void renew(int rank, uint32_t generation, SecureSocket sock);
+  /// Reports that the peer's listener is closed: the peer has died, unless it has sent its close.
+  void refused(int rank);
+
+  /// Returns a descriptor that becomes readable when there is something for poll(), and stays
+  /// readable once a rank has aborted.
+  int wait_fd() const { return epoll_.get(); }
+  /// Processes the notices that have arrived. Cheap.
+  void poll();
+  /// True once a rank has aborted; check() then throws.
+  bool aborted() const { return aborted_.load(std::memory_order_acquire); }
+  /// Polls. Throws Error if any rank has aborted, and PeerLost a moment after a peer has died (so
+  /// that an operation that does not need the dead peer any more may end).
+  void check();
+  /// True if the peer has sent its close or has died.
+  bool gone(int rank) const;
+
+  /// True while a connection is cut and not yet made again.
+  bool cut_off() const;
+
+  /// Tells all peers and ourselves of the failure. Only the first call counts. A rank that receives
+  /// an abort passes it on, so that it reaches all ranks before the first of them leaves.
+  void abort(const std::string& reason) noexcept;
+  /// Asks all peers what they are doing. They answer when they next poll().
+  void ask() noexcept;
+  /// Polls. A peer that has not answered since the last ask() is silent.
+  PeerStatus look(int rank);
+  /// Sends our close to all peers; to those that are cut off, when they are connected again.
+  void send_close() noexcept;
+  /// True once the peer has acknowledged our close.
+  bool close_acknowledged(int rank) const;
+  /// Returns the number of bytes that the peer's host has not acknowledged.
+  size_t unacknowledged(int rank) const;
+  /// Returns the round-trip time to the farthest peer, measured when its connection was made.
+  Milliseconds round_trip() const { return Milliseconds(round_trip_.load()); }
+  /// True if a notice waits for room on its connection; poll() sends it as soon as there is some.
+  bool unsent() const;
+
+  /// Throws the best explanation for a data connection of the peer that broke while something was
+  /// queued: the peer's abort reason if it arrives within a moment.
+  [[noreturn]] void throw_lost(int rank, const std::string& what);
+
+  uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  enum class State : uint8_t { here, cut, left, died };
+  struct Peer;
+  struct Notice;
+
+  Peer* find(int rank) const;
+  Peer* first_death() const;
+  void watch(Peer& peer);
+  void take_in(Peer& peer);
+  void on_notice(Peer& peer, const Notice& notice);
+  void end_group(const Notice& notice) noexcept;
+  void tell(Peer& peer, Notice notice) noexcept;
+  void push(Peer& peer) noexcept;
+  void wait_for_room(Peer& peer, bool wait) noexcept;
+  void tell_all(const Notice& notice) noexcept;
+  void wake_all() noexcept;
+  [[noreturn]] void throw_aborted() const;
+  [[noreturn]] void throw_died(const Peer& peer, const std::string& how) const;
+
+  const int rank_;
+  const SharedRankState* const rank_state_;
+  Fd epoll_, wake_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::function<void(int, int)> on_ask_;
+  std::function<void(const LostConnection&)> on_cut_;
+  bool leaving_ = false;
+  std::atomic<bool> aborted_{false};
+  std::string abort_text_;  // written once, before aborted_
+  std::atomic<uint64_t> sent_bytes_{0};
+  std::atomic<Milliseconds::rep> round_trip_{0};
+};
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,216 @@
+// Connection attempts: those that peers make to us, and our own, which are repeated until they are
+// accepted.
+#include <algorithm>
+#include <cerrno>
+
+#include "core/error.h"
+#include "transports/tcp/connect/connector.h"
+#include "transports/tcp/connect/control.h"
+
+namespace pycomm::tcp {
+
+// The time that the network may take for a connection before we try another interface.
+constexpr auto kConnectLimit = std::chrono::seconds(3);
+constexpr auto kLastRetry = Milliseconds(1000);
+// A peer that refuses every attempt for this long counts as dead without another proof; meanwhile
+// we try at least once per kRefusedPause.
+constexpr auto kRefusedFor = std::chrono::seconds(3);
+constexpr auto kRefusedPause = Milliseconds(100);
+// The time for which a rank that must connect may have no free descriptor.
+constexpr auto kStarvedFor = std::chrono::seconds(10);
+
+Hello Connector::hello_to(const Link& link, uint16_t lane) const {
+  Hello hello;
+  hello.size = static_cast<uint32_t>(size_);
+  hello.rank = static_cast<uint32_t>(rank_);
+  hello.target = static_cast<uint32_t>(link.peer.rank);
+  hello.sockets = static_cast<uint16_t>(directory_.sockets);
+  hello.lane = lane;
+  hello.tls = directory_.tls;
+  return hello;
+}
+
+void Connector::connect(Link& link, uint16_t lane) {
+  Hello hello = hello_to(link, lane);
+  const int count = lane == kControl ? 1 : directory_.sockets;
+  for (int i = 0; i < count; i++) {
+    hello.socket = static_cast<uint16_t>(i);
+    connect(link, hello, Clock::now());
+  }
+}
+
+void Connector::connect(Link& link, const Hello& hello, Clock::time_point when) {
+  outgoing_.emplace_back();
+  outgoing_.back().link = &link;
+  outgoing_.back().hello = hello;
+  outgoing_.back().way = hello.socket;
+  outgoing_.back().wake = when;
+}
+
+void Connector::serve(Outgoing& out) {
+  const Peer& peer = out.link->peer;
+  int error = 0;
+  if (out.hello.lane == kCallBack && !out.link->control_state.broken) {
+    out.over = true;
+    return;
+  }
+  if (!out.fd) {
+    if (Clock::now() < out.wake) return;
+    // The sockets are spread over the interfaces: our i-th to the peer's i-th. The route decides by
+    // which interface we leave, unless the user has named one.
+    const size_t pairs = std::min(directory_.interfaces.size(), peer.addresses.size());
+    const size_t pair = out.way % pairs;
+    const Address* from = directory_.bound ? &directory_.interfaces[pair].address : nullptr;
+    out.fd = connect_to(peer.addresses[pair], from, error);
+    out.wake = Clock::now() + kConnectLimit;
+    if (lacks_descriptor(error)) {
+      starve(out.starved_since, error);
+    } else {
+      out.starved_since = {};
+    }
+    if (error != 0) retry(out, error);
+    return;
+  }
+  if (!out.ready) {
+    if (Clock::now() >= out.wake) retry(out, ETIMEDOUT);
+    return;
+  }
+  if (!out.greeting) {
+    error = pending_error(out.fd.get());
+    if (error != 0) return retry(out, error);
+    out.greeting.emplace(Handshake(peer.secret, group_, out.hello));
+    out.wake = Clock::time_point::max();
+  }
+  switch (out.greeting->advance(out.fd.get(), error)) {
+    case Greeting::Progress::waits:
+      return;
+    case Greeting::Progress::closed:
+      return retry(out, error);
+    case Greeting::Progress::refused:
+      // The peer is in the group, so another process has its port now, or answers in its place for
+      // a while.
+      if (control_ != nullptr) return retry(out, ECONNREFUSED);
+      throw Error("tcp: rank " + std::to_string(rank_) + " cannot join: " + name_of(*out.link) +
+                  ": " + out.greeting->problem());
+    case Greeting::Progress::done:
+      if (out.hello.lane == kCallBack) return retry(out, 0);  // until the peer's connection arrives
+      join(*out.link, out.hello, out.greeting->sock(std::move(out.fd)));
+      out.over = true;
+  }
+}
+
+// A full queue, a router that wakes up, or a flooded listener passes. So does a firewall that
+// refuses in the peer's name while its rules are loaded, and a proxy that restarts: a closed port
+// proves no death where we do not see the peer's process.
+void Connector::retry(Outgoing& out, int error) {
+  const bool refused = error == ECONNREFUSED;
+  const std::string how = out.greeting && (refused || error == EPROTO)
+                              ? (refused ? "" : "TLS: ") + out.greeting->problem()
+                          : error == 0 ? "it closed the connection during the handshake"
+                                       : error_text(error);
+  last_error_ = name_of(*out.link) + ": " + how;
+  const auto now = Clock::now();
+  if (!refused) {
+    out.refused_since = {};
+  } else if (out.refused_since == Clock::time_point()) {
+    out.refused_since = now;
+  }
+  out.fd.reset();
+  out.ready = false;
+  out.greeting.reset();
+  const Peer& peer = out.link->peer;
+  const bool gone = peer.has_died() || (control_ != nullptr && control_->gone(peer.rank));
+  if (refused && (gone || now - out.refused_since >= kRefusedFor)) return give_up(out);
+  out.way++;
+  out.wake = now + (refused ? std::min(out.pause, kRefusedPause) : out.pause);
+  out.pause = std::min(out.pause * 2, kLastRetry);
+}
+
+// Other files get closed in time; if none is, the process has a leak, and nothing else would end
+// the wait before its deadline.
+void Connector::starve(Clock::time_point& since, int error) const {
+  const auto now = Clock::now();
+  if (since == Clock::time_point()) since = now;
+  if (control_ != nullptr && now - since < kStarvedFor) return;
+  throw Error("tcp: rank " + std::to_string(rank_) +
+              " can make no connection: " + no_descriptor_text(error));
+}
+
+// The peer's listener is gone, and so is its process.
+void Connector::give_up(Outgoing& out) {
+  out.link->connection_error = last_error_ + "; it died or gave up, or a firewall stands between";
+  out.over = true;
+  has_errors_ = true;
+  if (control_ != nullptr) control_->refused(out.link->peer.rank);
+}
+
+// The time limit for a connection's greeting, which is a few small messages. Late peers are not
+// hurt: they try again.
+constexpr auto kGreetingLimit = std::chrono::seconds(10);
+// The limit of connections that have not authenticated; a further one pushes out the oldest.
+constexpr size_t kMaxPending = 512;
+// Without a free descriptor there is no use in polling listeners.
+constexpr auto kAcceptBackoff = Milliseconds(50);
+
+void Connector::accept_all(const Fd& listener) {
+  while (Fd fd = accept_from(listener.get())) {
+    if (pending_connections_.size() == kMaxPending) pending_connections_.pop_front();
+    pending_connections_.push_back({std::move(fd),
+                                    Greeting(Handshake(directory_.secret, group_, rank_, size_,
+                                                       directory_.sockets, directory_.tls)),
+                                    Clock::now() + kGreetingLimit});
+  }
+  const int error = errno;
+  if (!lacks_descriptor(error)) {
+    starved_since_ = {};
+    return;
+  }
+  if (!pending_connections_.empty()) {  // drop these rather than fail
+    pending_connections_.clear();
+  } else if (control_ == nullptr || (expects() && has_caller(listener.get()))) {
+    starve(starved_since_, error);
+  }
+  accept_backoff_until_ = Clock::now() + kAcceptBackoff;
+}
+
+// True if peers must connect to us: otherwise a connection that we cannot accept does no harm.
+bool Connector::expects() const {
+  return std::any_of(links_.begin(), links_.end(), [](const auto& link) {
+    const auto broken = [](const SocketState& place) { return place.broken; };
+    return link->control_state.broken ||
+           std::any_of(
+               link->lane_states.begin(), link->lane_states.end(), [&](const LaneState& way) {
+                 return (way.wanted && way.missing > 0) ||
+                        std::any_of(way.socket_states.begin(), way.socket_states.end(), broken);
+               });
+  });
+}
+
+void Connector::serve(PendingConnection& pending) {
+  int error = 0;
+  const auto progress = pending.greeting.advance(pending.fd.get(), error);
+  if (progress == Greeting::Progress::waits) return;
+  if (progress == Greeting::Progress::done) {
+    const Hello& hello = pending.greeting.hello();
+    for (const auto& link : links_) {
+      if (link->peer.rank != static_cast<int>(hello.rank)) continue;
+      join(*link, hello, pending.greeting.sock(std::move(pending.fd)));
+      break;
+    }
+  } else {
+    note_refusal(pending, progress == Greeting::Progress::refused);
+  }
+  pending.fd.reset();
+}
+
+// Notes a refusal for the error text of a set-up that fails. A refused peer tells more than one
+// that closed its connection.
+void Connector::note_refusal(const PendingConnection& pending, bool refused) {
+  refused_++;
+  if (!refused && !last_refused_.empty()) return;
+  const Address from = Address::remote(pending.fd.get());
+  last_refused_ = (from.size() > 0 ? from.text() : "a stranger") + ": " +
+                  (refused ? pending.greeting.problem() : "it went away during the handshake");
+}
+
+}  // namespace pycomm::tcp

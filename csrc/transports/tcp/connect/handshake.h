@@ -1,0 +1,131 @@
+// Handshake: two ranks prove to each other that they know the group's secret, before anything else
+// is read.
+//
+//   connecting rank             listening rank
+//   Hello (ids, nonce)   ->
+//                        <-     Reply challenge (nonce)
+//   Proof (HMAC)         ->
+//                        <-     Reply welcome (HMAC) or refused (why)
+//
+// Both HMAC-SHA256 cover the role, the group, both ranks, the purpose of the connection and both
+// nonces, so none can be replayed or reflected. The listening rank proves nothing to strangers. All
+// messages have a fixed size. A Handshake does no input or output: its caller feeds it received
+// bytes and sends what to_send() returns.
+#pragma once
+#include <array>
+#include <string>
+
+#include "core/sha256.h"
+#include "core/types.h"
+
+namespace pycomm::tcp {
+
+constexpr uint32_t kWireVersion = 5;
+/// Lane number of a control connection, which carries aborts and closes instead of a lane.
+constexpr uint16_t kControl = 0xffff;
+/// Lane number of a connection by which a lower rank asks a higher one to make the control
+/// connection again. It ends with the handshake.
+constexpr uint16_t kCallBack = 0xfffe;
+
+/// A connection that was cut and is to be made again.
+struct LostConnection {
+  int rank;
+  int lane;  ///< or kControl
+  int socket;
+  uint32_t generation;
+};
+
+/// The purpose of a connection. Sent as it is in memory.
+struct Hello {
+  char magic[8] = {'p', 'y', 'c', 'o', 'm', 'm', '\r', '\n'};
+  uint32_t version = kWireVersion;
+  uint32_t size = 0;    ///< of the group
+  uint32_t rank = 0;    ///< that connects
+  uint32_t target = 0;  ///< that it connects to
+  uint16_t lane = 0;    ///< or kControl
+  uint16_t socket = 0;
+  uint16_t sockets = 0;     ///< per lane; equal on all ranks
+  uint16_t tls = 0;         ///< 1: everything after the handshake is encrypted
+  uint32_t generation = 0;  ///< 0 for the first connection of this socket, then counting
+  uint32_t unused = 0;
+  uint8_t nonce[32] = {};
+};
+static_assert(sizeof(Hello) == 72, "Hello travels without padding");
+
+class Handshake {
+ public:
+  enum class State : uint8_t {
+    running,
+    done,     ///< both sides are authenticated; frames follow
+    refused,  ///< over; problem() says why
+  };
+
+  /// Begins the side that connects. `hello` comes without nonce.
+  Handshake(std::string secret, std::string group, const Hello& hello);
+  /// Begins the side that listens; it accepts ranks above its own, and for kCallBack those below.
+  Handshake(std::string secret, std::string group, int rank, int size, int sockets, bool tls);
+
+  State state() const { return state_; }
+  bool listens() const { return listening_; }
+  const std::string& problem() const { return problem_; }
+  /// Returns the purpose of the connection; on the listening side proven only when done.
+  const Hello& hello() const { return hello_; }
+  /// Returns a key for this connection alone; both sides have it when done.
+  Digest key() const { return proof_of("tls"); }
+
+  /// Returns the buffer for the next bytes from the other side; exactly these are wanted, never
+  /// more.
+  Span<uint8_t> wanted();
+  void received(size_t bytes);
+  /// Returns the bytes to send now; some may be left to send even after the state is final.
+  Span<const uint8_t> to_send() const;
+  void sent(size_t bytes) { out_done_ += bytes; }
+
+ private:
+  enum class Verdict : uint32_t {
+    challenge = 1,
+    welcome,
+    wrong_secret,
+    wrong_version,
+    wrong_shape,
+    wrong_tls
+  };
+  struct Reply {
+    Verdict verdict = Verdict::challenge;
+    uint32_t version = kWireVersion;
+    Digest body = {};  // nonce or HMAC
+  };
+  static_assert(sizeof(Reply) == 40, "Reply travels without padding");
+
+  void message_arrived();
+  void on_hello();
+  void on_proof();
+  void on_challenge();
+  void on_welcome();
+  Digest proof_of(const char* role) const;
+  void refuse(std::string problem);
+  void refuse(Verdict verdict, std::string problem);
+  template <typename T>
+  void reply(const T& message);
+  template <typename T>
+  T message() const;
+
+  bool listening_;
+  std::string secret_, group_;
+  int rank_, size_, sockets_;  // of the listening side
+  bool tls_;
+  State state_ = State::running;
+  std::string problem_;
+  Hello hello_;
+  Digest challenge_ = {};  // the listening side's nonce
+  std::array<uint8_t, sizeof(Hello)> in_ = {}, out_ = {};
+  size_t in_done_ = 0, in_size_ = 0, out_done_ = 0, out_size_ = 0;
+  int step_ = 0;  // messages that have arrived
+};
+
+/// Fills `out` with random bytes from the kernel.
+void fill_random(Span<uint8_t> out);
+/// Returns a secret for a group that was given none: 32 random bytes, in hexadecimal.
+std::string random_secret();
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,54 @@
+// Rendezvous of the TCP transport: the addresses, secrets and host proofs that ranks publish in the
+// store before they connect (connect/connector.h).
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transports/process.h"
+#include "transports/tcp/connect/host_door.h"
+#include "transports/tcp/net/interface.h"
+#include "transports/tcp/net/socket.h"
+#include "transports/transport.h"
+
+namespace pycomm::tcp {
+
+/// Topics of the values that ranks publish in the store, in this order.
+constexpr char kHostTopic[] = "tcp-host", kCardTopic[] = "tcp-card";
+
+/// Returns our value for kHostTopic: "host cpus door process", where the last two prove that we are
+/// there. The door stays open as long as it has an owner.
+std::string host_word(const HostDoor& door);
+
+/// Another rank, as it has published itself.
+struct Peer {
+  int rank = 0;
+  std::vector<Address> addresses;  ///< its listeners: one for each of its interfaces
+  std::string secret;              ///< we must prove it to this peer
+  std::string door;                ///< open on our host while the peer lives; empty if not known
+  Process process{""};
+
+  /// What is certain, not only likely.
+  bool has_died() const {
+    return process.died() || (!door.empty() && HostDoor::look(door) == HostDoor::State::closed);
+  }
+};
+
+struct PeerDirectory {
+  std::shared_ptr<const HostDoor> door;
+  std::vector<Interface> interfaces;
+  std::vector<Fd> listeners;  ///< in the order of interfaces
+  std::string secret;         ///< peers must prove it to us
+  bool tls = false;           ///< connections are encrypted
+  int sockets = 1;            ///< per peer and lane, at least one for each interface
+  bool bound = false;         ///< the user has named the interfaces, so connections leave by them
+  bool crowded = false;       ///< this rank and the peers of its host outnumber their CPUs
+  std::vector<Peer> peers;    ///< ascending
+};
+
+/// Chooses the interfaces, listens there, and exchanges addresses with `peers` through the store.
+/// Throws Timeout with the missing ranks.
+PeerDirectory meet(const Rendezvous& rendezvous, const std::vector<int>& peers,
+                   const TcpOptions& options);
+
+}  // namespace pycomm::tcp

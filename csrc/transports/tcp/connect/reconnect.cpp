@@ -1,0 +1,86 @@
+// Connector: reconnects cut connections, as long as the peer lives.
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "transports/tcp/connect/connector.h"
+#include "transports/tcp/connect/control.h"
+
+namespace pycomm::tcp {
+namespace {
+
+// A connection that has lasted this long is made again at once; after shorter ones we wait, longer
+// each time.
+constexpr auto kLasting = std::chrono::seconds(1);
+constexpr auto kFirstPause = Milliseconds(20);
+constexpr auto kLastPause = Milliseconds(100);
+
+}  // namespace
+
+Connector::SocketState& Connector::place(const LostConnection& broken) const {
+  Link& wanted = link(broken.rank);
+  if (broken.lane == kControl) return wanted.control_state;
+  return wanted.lane_states[static_cast<size_t>(broken.lane)]
+      .socket_states[static_cast<size_t>(broken.socket)];
+}
+
+void Connector::reopen(const LostConnection& broken) {
+  {
+    std::lock_guard<std::mutex> lock(requests_mutex_);
+    lost_connections_.push_back(broken);
+  }
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
+}
+
+void Connector::reconnect() {
+  std::vector<LostConnection> broken_ones;
+  {
+    std::lock_guard<std::mutex> lock(requests_mutex_);
+    broken_ones.swap(lost_connections_);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const LostConnection& broken : broken_ones) reconnect(broken);
+}
+
+// Both ends may have noticed the cut, or one alone.
+void Connector::reconnect(const LostConnection& broken) {
+  if (broken.lane != kControl && broken.socket >= directory_.sockets) return;
+  SocketState& place = this->place(broken);
+  if (!place.stood || place.broken || place.generation != broken.generation) return;
+  place.broken = true;
+  Link& wanted = link(broken.rank);
+  const auto lane = static_cast<uint16_t>(broken.lane);
+  const auto now = Clock::now();
+  place.pause = now - place.since >= kLasting
+                    ? Milliseconds(0)
+                    : std::clamp(2 * place.pause, kFirstPause, kLastPause);
+  if (broken.rank < rank_) {
+    Hello hello = hello_to(wanted, lane);
+    hello.socket = static_cast<uint16_t>(broken.socket);
+    hello.generation = broken.generation + 1;
+    connect(wanted, hello, now + place.pause);
+  } else if (lane == kControl) {
+    Hello hello = hello_to(wanted, kCallBack);
+    hello.generation = broken.generation;
+    connect(wanted, hello, now);
+  } else {
+    control_->ask_to_connect(broken);
+  }
+}
+
+// Requests that were sent while the control connection was cut are lost.
+void Connector::ask_again(Link& link) {
+  if (link.peer.rank < rank_) return;
+  for (int lane = 0; lane < kLanes; lane++) {
+    LaneState& way = link.lane_states[static_cast<size_t>(lane)];
+    if (way.wanted && way.missing > 0) control_->ask_to_connect(link.peer.rank, lane);
+    for (size_t socket = 0; socket < way.socket_states.size(); socket++) {
+      const SocketState& place = way.socket_states[socket];
+      if (!place.broken) continue;
+      control_->ask_to_connect({link.peer.rank, lane, static_cast<int>(socket), place.generation});
+    }
+  }
+}
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,75 @@
+// Process-private file descriptors.
+#include "transports/tcp/net/fd.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <set>
+
+namespace pycomm::tcp {
+namespace {
+
+// The descriptors that children must not keep. The kernel closes descriptors on exec, but not on
+// fork.
+class Registry {
+ public:
+  static Registry& get() {
+    static Registry* registry = new Registry;  // outlives every owner of a descriptor
+    return *registry;
+  }
+
+  void add(int fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fds_.insert(fd);
+  }
+
+  void close(int fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fds_.erase(fd);
+    ::close(fd);
+  }
+
+ private:
+  Registry() {
+    ::pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
+                     [] { get().forget_all(); });
+  }
+
+  // Runs in the child, before anything else. The numbers stay taken: their owners still exist here,
+  // and will close them.
+  void forget_all() {
+    const int null = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+    for (const int fd : fds_) {
+      if (null < 0 || ::dup3(null, fd, O_CLOEXEC) < 0) ::close(fd);
+    }
+    if (null >= 0) ::close(null);
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  std::set<int> fds_;
+};
+
+}  // namespace
+
+Fd::Fd(int fd) : fd_(fd) {
+  if (fd_ >= 0) Registry::get().add(fd_);
+}
+
+Fd& Fd::operator=(Fd&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = other.fd_;
+    other.fd_ = -1;
+  }
+  return *this;
+}
+
+void Fd::reset() {
+  if (fd_ >= 0) Registry::get().close(fd_);
+  fd_ = -1;
+}
+
+}  // namespace pycomm::tcp

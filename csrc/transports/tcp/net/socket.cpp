@@ -1,0 +1,238 @@
+// Sockets and addresses of the TCP transport.
+#include "transports/tcp/net/socket.h"
+
+#include <arpa/inet.h>
+#include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include "core/error.h"
+
+namespace pycomm::tcp {
+
+Address::Address(const sockaddr* address, socklen_t size) : size_(size) {
+  std::memcpy(&storage_, address, size);
+}
+
+bool Address::parse(const std::string& text, Address& out) {
+  std::string ip = text;
+  std::string port;
+  if (!text.empty() && text[0] == '[') {
+    const size_t end = text.find(']');
+    if (end == std::string::npos) return false;
+    ip = text.substr(1, end - 1);
+    const std::string rest = text.substr(end + 1);
+    if (!rest.empty() && rest[0] != ':') return false;
+    port = rest.empty() ? "" : rest.substr(1);
+  } else if (text.find(':') == text.rfind(':') && text.find(':') != std::string::npos) {
+    ip = text.substr(0, text.find(':'));
+    port = text.substr(text.find(':') + 1);
+  }
+  if (port.size() > 5 || port.find_first_not_of("0123456789") != std::string::npos) return false;
+  const int number = port.empty() ? 0 : std::stoi(port);
+  if (number > 65535) return false;
+
+  sockaddr_in v4 = {};
+  v4.sin_family = AF_INET;
+  sockaddr_in6 v6 = {};
+  v6.sin6_family = AF_INET6;
+  if (::inet_pton(AF_INET, ip.c_str(), &v4.sin_addr) == 1) {
+    out = Address(reinterpret_cast<const sockaddr*>(&v4), sizeof v4);
+  } else if (::inet_pton(AF_INET6, ip.c_str(), &v6.sin6_addr) == 1) {
+    out = Address(reinterpret_cast<const sockaddr*>(&v6), sizeof v6);
+  } else {
+    return false;
+  }
+  out = out.with_port(static_cast<uint16_t>(number));
+  return true;
+}
+
+Address Address::local(int fd) {
+  Address address;
+  address.size_ = sizeof address.storage_;
+  const auto data = reinterpret_cast<sockaddr*>(&address.storage_);
+  return ::getsockname(fd, data, &address.size_) == 0 ? address : Address();
+}
+
+Address Address::remote(int fd) {
+  Address address;
+  address.size_ = sizeof address.storage_;
+  const auto data = reinterpret_cast<sockaddr*>(&address.storage_);
+  return ::getpeername(fd, data, &address.size_) == 0 ? address : Address();
+}
+
+uint16_t Address::port() const {
+  return ntohs(family() == AF_INET ? v4().sin_port : v6().sin6_port);
+}
+
+Address Address::with_port(uint16_t port) const {
+  Address result = *this;
+  if (family() == AF_INET) {
+    reinterpret_cast<sockaddr_in&>(result.storage_).sin_port = htons(port);
+  } else {
+    reinterpret_cast<sockaddr_in6&>(result.storage_).sin6_port = htons(port);
+  }
+  return result;
+}
+
+bool Address::is_loopback() const {
+  if (family() == AF_INET) return ntohl(v4().sin_addr.s_addr) >> 24 == 127;
+  return IN6_IS_ADDR_LOOPBACK(&v6().sin6_addr);
+}
+
+bool Address::is_link_local() const {
+  return family() == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&v6().sin6_addr);
+}
+
+std::string Address::ip() const {
+  char text[INET6_ADDRSTRLEN] = "?";
+  if (family() == AF_INET) {
+    ::inet_ntop(AF_INET, &v4().sin_addr, text, sizeof text);
+  } else if (family() == AF_INET6) {
+    ::inet_ntop(AF_INET6, &v6().sin6_addr, text, sizeof text);
+  }
+  return text;
+}
+
+std::string Address::text() const {
+  const std::string host = family() == AF_INET6 ? "[" + ip() + "]" : ip();
+  return host + ":" + std::to_string(port());
+}
+
+std::string error_text(int error) { return std::generic_category().message(error); }
+
+std::string no_descriptor_text(int error) {
+  if (error == ENFILE) return error_text(error) + ": the machine's limit is fs.file-max (sysctl)";
+  rlimit limit = {};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  return error_text(error) + ": the process has no descriptor left of the " +
+         std::to_string(limit.rlim_cur) +
+         " that RLIMIT_NOFILE allows it; raise it (ulimit -n), or close files";
+}
+
+namespace {
+
+Fd make_socket(int family) {
+  return Fd(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+}
+
+// Small messages must not wait for the acknowledgement of earlier ones.
+void set_no_delay(int fd) {
+  const int on = 1;
+  ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+}  // namespace
+
+Fd listen_on(const Address& address) {
+  Fd fd = make_socket(address.family());
+  if (!fd) {
+    throw Error("tcp: cannot make a socket: " +
+                (lacks_descriptor(errno) ? no_descriptor_text(errno) : error_text(errno)));
+  }
+  const Address any_port = address.with_port(0);
+  if (::bind(fd.get(), any_port.data(), any_port.size()) != 0 ||
+      ::listen(fd.get(), SOMAXCONN) != 0) {
+    throw Error("tcp: cannot listen on " + address.ip() + ": " + error_text(errno) +
+                "; set PYCOMM_INTERFACE to another interface");
+  }
+  return fd;
+}
+
+Fd accept_from(int listener) {
+  Fd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (fd) set_no_delay(fd.get());
+  return fd;
+}
+
+bool has_caller(int listener) {
+  pollfd state = {listener, POLLIN, 0};
+  return ::poll(&state, 1, 0) > 0;
+}
+
+Fd connect_to(const Address& to, const Address* from, int& error) {
+  Fd fd = make_socket(to.family());
+  error = fd ? 0 : errno;
+  if (!fd) return fd;
+  set_no_delay(fd.get());
+  if (from != nullptr && from->family() == to.family()) {
+    // The port is picked at connect(), when the other end is known, so that ports do not run out.
+    const int on = 1;
+    ::setsockopt(fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof on);
+    const Address any_port = from->with_port(0);
+    if (::bind(fd.get(), any_port.data(), any_port.size()) != 0) error = errno;
+  }
+  if (error == 0 && ::connect(fd.get(), to.data(), to.size()) != 0 && errno != EINPROGRESS &&
+      errno != EINTR) {
+    error = errno;
+  }
+  return fd;
+}
+
+void choose_congestion_control(int fd) {
+  if (Address::local(fd).ip() != Address::remote(fd).ip()) return;
+  ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);  // may be forbidden: then it stays
+}
+
+void choose_send_buffer(int fd) {
+  // The kernel doubles the buffer: this much in a round trip of 100 us is 20 Gbit/s on each socket.
+  constexpr uint32_t kShortWay = 100;  // microseconds
+  constexpr int kSmallBuffer = 128 << 10;
+  tcp_info info = {};
+  socklen_t size = sizeof info;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
+  // The minimum is used because other samples include the time until a thread answers. 0: an old
+  // kernel.
+  if (info.tcpi_min_rtt == 0 || info.tcpi_min_rtt > kShortWay) return;
+  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSmallBuffer, sizeof kSmallBuffer);
+}
+
+std::string congestion_control(int fd) {
+  char name[16] = {};
+  socklen_t size = sizeof name - 1;
+  ::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size);
+  return name;
+}
+
+void set_wake_bytes(int fd, size_t bytes) {
+  const int value = static_cast<int>(bytes);
+  ::setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value);
+}
+
+int pending_error(int fd) {
+  int error = 0;
+  socklen_t size = sizeof error;
+  return ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 ? error : errno;
+}
+
+LinkUse link_use(int fd) {
+  tcp_info info = {};
+  socklen_t size = sizeof info;
+  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  // While the other end's buffer is full, the link is not the bottleneck.
+  return {info.tcpi_bytes_acked, info.tcpi_busy_time - info.tcpi_rwnd_limited};
+}
+
+std::chrono::milliseconds round_trip(int fd) {
+  tcp_info info = {};
+  socklen_t size = sizeof info;
+  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  const std::chrono::microseconds measured(info.tcpi_rtt);
+  return std::chrono::duration_cast<std::chrono::milliseconds>(measured);
+}
+
+size_t unacknowledged(int fd) {
+  pollfd state = {fd, 0, 0};
+  int bytes = 0;
+  if (fd < 0 || ::poll(&state, 1, 0) != 0 || ::ioctl(fd, SIOCOUTQ, &bytes) != 0) return 0;
+  return static_cast<size_t>(bytes);
+}
+
+}  // namespace pycomm::tcp

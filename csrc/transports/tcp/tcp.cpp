@@ -1,0 +1,251 @@
+// TCP transport: its set-up, lanes and channels, and its close.
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "transports/rendezvous.h"
+#include "transports/tcp/channel.h"
+#include "transports/tcp/connect/connector.h"
+#include "transports/tcp/connect/control.h"
+#include "transports/tcp/connect/peers.h"
+#include "transports/tcp/net/pacer.h"
+#include "transports/tcp/poller.h"
+
+namespace pycomm {
+namespace tcp {
+namespace {
+
+// The time that a leaving rank waits for its last bytes to be acknowledged.
+constexpr auto kLinger = Milliseconds(2000);
+// The time that it waits for an answer to its close: a peer that takes longer is not running.
+constexpr auto kFarewell = Milliseconds(500);
+// Each of the two is longer by this many round trips.
+constexpr int kRoundTrips = 4;
+
+bool all_loopback(const std::vector<Interface>& interfaces) {
+  return std::all_of(interfaces.begin(), interfaces.end(),
+                     [](const Interface& interface) { return interface.address.is_loopback(); });
+}
+
+class TcpTransport final : public Transport {
+ public:
+  TcpTransport(const Rendezvous& rendezvous, const std::vector<int>& peers,
+               const TcpOptions& options)
+      : peers_(peers),
+        pacer_(options.link_bytes_per_second),
+        control_(rendezvous.rank, options.rank_state),
+        connector_(rendezvous, meet(rendezvous, peers, options)),
+        checks_payload_(options.checks == PayloadCheck::all ||
+                        (options.checks == PayloadCheck::leaving_host && !options.tls &&
+                         !all_loopback(connector_.directory().interfaces))),
+        channels_(static_cast<size_t>(rendezvous.size)) {
+    connector_.connect_all(control_, rendezvous.interrupt_check);
+    control_.on_ask([this](int rank, int lane) { connector_.open(rank, lane); });
+    control_.on_cut([this](const LostConnection& broken) { connector_.reopen(broken); });
+    for (uint16_t lane = 0; lane < kLanes; lane++) {
+      pollers_[lane] = std::make_unique<Poller>(lane, rendezvous.rank, control_, pacer_,
+                                                !connector_.directory().crowded);
+    }
+    connector_.start([this](int lane) { pollers_[static_cast<size_t>(lane)]->ring(); },
+                     [this] { return on_tick(); });
+  }
+
+  ~TcpTransport() override {
+    if (!connector_.forked()) {
+      if (control_.aborted()) {
+        say_last_words();
+      } else {
+        leave();
+      }
+    }
+    connector_.stop();  // its thread looks at the channels
+  }
+
+  std::string_view name() const override { return "tcp"; }
+
+  bool reaches(int rank) const override {
+    return std::find(peers_.begin(), peers_.end(), rank) != peers_.end();
+  }
+
+  Channel& channel(int rank, Lane lane) override {
+    auto& slot = channels_[static_cast<size_t>(rank)][static_cast<size_t>(lane)];
+    if (!slot) {
+      std::lock_guard<std::mutex> lock(pollers_[static_cast<size_t>(lane)]->mutex());
+      slot = std::make_unique<TcpChannel>(rank, connector_, *pollers_[static_cast<size_t>(lane)],
+                                          checks_payload_);
+    }
+    return *slot;
+  }
+
+  void idle(Lane lane, std::chrono::microseconds limit) override {
+    pollers_[static_cast<size_t>(lane)]->idle(limit);
+  }
+
+  void check() override { control_.check(); }
+
+  Milliseconds round_trip() const override { return control_.round_trip(); }
+  void ask() override { control_.ask(); }
+  PeerStatus look(int rank) override { return control_.look(rank); }
+
+  void abort(const std::string& reason) noexcept override { control_.abort(reason); }
+
+  uint64_t sent_bytes() const override {
+    uint64_t bytes = control_.sent_bytes();
+    for (const auto& poller : pollers_) bytes += poller->sent_bytes();
+    return bytes;
+  }
+
+  std::string describe() const override {
+    std::string text = "tcp to ";
+    for (const int peer : peers_) text += (peer == peers_[0] ? "" : ",") + std::to_string(peer);
+    text += " by ";
+    const PeerDirectory& directory = connector_.directory();
+    for (const Interface& interface : directory.interfaces) {
+      text += interface.name + " (" + interface.address.ip() + "), ";
+    }
+    return text + std::to_string(directory.sockets) +
+           (directory.sockets == 1 ? " socket each, " : " sockets each, ") +
+           connector_.congestion_control() + (directory.tls ? ", TLS 1.3" : "");
+  }
+
+ private:
+  template <typename Use>
+  void for_each_channel(const Use& use) {
+    for (auto& lanes : channels_) {
+      for (auto& channel : lanes) {
+        if (channel) use(*channel);
+      }
+    }
+  }
+
+  // Called by the connector's thread, so that lanes that no thread drives resume on new
+  // connections. It does not wait for the thread that drives a lane, which may be waiting for this
+  // one.
+  bool on_tick() {
+    for (size_t lane = 0; lane < kLanes; lane++) {
+      const std::unique_lock<std::mutex> lock(pollers_[lane]->mutex(), std::try_to_lock);
+      if (!lock) {
+        for (const int peer : peers_) {
+          tending_[lane] |= connector_.fresh(peer, static_cast<int>(lane));
+        }
+        continue;
+      }
+      tending_[lane] = false;
+      for (const int peer : peers_) {
+        const auto& channel = channels_[static_cast<size_t>(peer)][lane];
+        if (channel) tending_[lane] |= channel->on_tick();
+      }
+    }
+    return std::count(tending_.begin(), tending_.end(), true) > 0;
+  }
+
+  // Sends the abort to the peers whose connections have not been able to take it yet.
+  void say_last_words() noexcept {
+    for (const auto close_acknowledged =
+             Deadline::after(kFarewell + kRoundTrips * control_.round_trip());
+         control_.unsent() && !close_acknowledged.expired();) {
+      control_.poll();
+      std::this_thread::sleep_for(Milliseconds(1));
+    }
+  }
+
+  // Reconnects cut connections and repeats their bytes. Bytes that were lost at the last moment may
+  // be all that a peer waits for, and without a close we would seem to have died.
+  void heal(Deadline deadline) noexcept {
+    for (bool wounded = true; wounded && !deadline.expired() && !control_.aborted();) {
+      control_.poll();
+      wounded = control_.cut_off();
+      try {
+        for_each_channel([&](TcpChannel& channel) {
+          channel.heal();
+          wounded = wounded || channel.wounded();
+        });
+      } catch (const std::exception&) {  // the peer reports what cannot be resumed
+        return;
+      }
+      if (wounded) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+
+  void leave() noexcept {
+    const auto deadline = Deadline::after(kLinger + kRoundTrips * control_.round_trip());
+    heal(deadline);
+    control_.send_close();
+    for_each_channel([](TcpChannel& channel) { channel.finish(); });
+    // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
+    const auto close_acknowledged =
+        Deadline::after(kFarewell + kRoundTrips * control_.round_trip());
+    while (anybody_needs_us(!close_acknowledged.expired()) &&
+           !(close_acknowledged.expired() && deadline.expired())) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+
+  // True if a peer still waits for our bytes. A peer that has left reads no more, whatever is in
+  // flight.
+  bool anybody_needs_us(bool even_for_goodbye) {
+    control_.poll();
+    return std::any_of(peers_.begin(), peers_.end(), [&](int peer) {
+      const auto& lanes = channels_[static_cast<size_t>(peer)];
+      return !control_.gone(peer) &&
+             ((even_for_goodbye && !control_.close_acknowledged(peer)) ||
+              control_.unacknowledged(peer) > 0 ||
+              std::any_of(lanes.begin(), lanes.end(), [](const auto& channel) {
+                return channel && channel->unacknowledged() > 0;
+              }));
+    });
+  }
+
+  const std::vector<int> peers_;
+  Pacer pacer_;
+  Control control_;
+  std::array<std::unique_ptr<Poller>, kLanes> pollers_;
+  Connector connector_;  // its thread uses the members above
+  const bool checks_payload_;
+  std::vector<std::array<std::unique_ptr<TcpChannel>, kLanes>> channels_;  // by rank
+  std::array<bool, kLanes> tending_{};  // used by the connector's thread
+};
+
+}  // namespace
+}  // namespace tcp
+
+PayloadCheck payload_check(const std::string& word) {
+  if (word == "auto") return PayloadCheck::leaving_host;
+  if (word == "payload") return PayloadCheck::all;
+  if (word == "header") return PayloadCheck::none;
+  throw Error("checksum \"" + word + "\": want auto, payload or header");
+}
+
+void announce_tcp(const Rendezvous& rendezvous) {
+  rendezvous.talk->door = std::make_shared<HostDoor>();
+  try {
+    announce(rendezvous, tcp::kHostTopic, tcp::host_word(*rendezvous.talk->door));
+  } catch (const Error&) {  // of no importance unless make_tcp() needs it, which says so then
+  }
+}
+
+std::unique_ptr<Transport> make_tcp(const Rendezvous& rendezvous, const std::vector<int>& ranks,
+                                    const TcpOptions& options) {
+  if (options.sockets < 1 || options.sockets > 16) {
+    throw Error("tcp: " + std::to_string(options.sockets) +
+                " sockets per peer make no sense: want 1 to 16 (PYCOMM_SOCKETS)");
+  }
+  std::vector<int> peers;
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= rendezvous.size) {
+      throw Error("tcp: rank " + std::to_string(rank) + " is not in a group of " +
+                  std::to_string(rendezvous.size));
+    }
+    if (rank != rendezvous.rank) peers.push_back(rank);
+  }
+  std::sort(peers.begin(), peers.end());
+  try {
+    return std::make_unique<tcp::TcpTransport>(rendezvous, peers, options);
+  } catch (const Timeout&) {
+    throw_if_absent(rendezvous, {tcp::kHostTopic, tcp::kCardTopic});
+    throw;
+  }
+}
+
+}  // namespace pycomm

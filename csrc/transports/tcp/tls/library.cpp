@@ -1,0 +1,70 @@
+// OpenSSL at run time: finds the library, and its functions by name.
+#include "transports/tcp/tls/library.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <climits>
+#include <vector>
+
+#include "core/error.h"
+
+namespace pycomm::tcp::openssl {
+namespace {
+
+constexpr const char* kName = "libssl.so.3";
+
+// Returns where to look: the library's name, which also finds the copy that Python's module `ssl`
+// has loaded, else the system's; then the folder of a Python that brings its own libraries.
+std::vector<std::string> places() {
+  std::vector<std::string> found = {kName};
+  char program[PATH_MAX];
+  const ssize_t size = ::readlink("/proc/self/exe", program, sizeof program);
+  if (size > 0) {
+    std::string folder(program, static_cast<size_t>(size));
+    folder.resize(folder.rfind('/') + 1);
+    found.push_back(folder + "../lib/" + kName);
+  }
+  return found;
+}
+
+[[noreturn]] void fail(const std::string& why) {
+  throw Error("tls: encryption needs OpenSSL 3, and " + why +
+              "; install it (Debian, Ubuntu: apt install libssl3; Fedora, RHEL: dnf install "
+              "openssl-libs) or set PYCOMM_TLS=off on all ranks");
+}
+
+// The library stays loaded until the process ends.
+Library load(const std::vector<std::string>& files) {
+  void* handle = nullptr;
+  std::string why;
+  for (const std::string& file : files) {
+    handle = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle != nullptr) break;
+    why += (why.empty() ? "" : "; ") + std::string(::dlerror());
+  }
+  if (handle == nullptr) fail("it cannot be loaded: " + why);
+  Library library;
+  // This finds the functions of libcrypto as well, which libssl needs.
+#define PYCOMM_OPENSSL_FIND(name, result, arguments)                            \
+  library.name = reinterpret_cast<result(*) arguments>(::dlsym(handle, #name)); \
+  if (library.name == nullptr) fail("the one that was found has no " #name);
+  PYCOMM_OPENSSL_FUNCTIONS(PYCOMM_OPENSSL_FIND)
+#undef PYCOMM_OPENSSL_FIND
+  // Threads of ours may still use it while the process exits.
+  if (library.OPENSSL_init_ssl(kNoAtExit, nullptr) != 1) fail("the one that was found is broken");
+  return library;
+}
+
+}  // namespace
+
+const Library& library() {
+  static const Library library = load(places());
+  return library;
+}
+
+std::string version(const std::string& file) {
+  return (file.empty() ? library() : load({file})).OpenSSL_version(0);
+}
+
+}  // namespace pycomm::tcp::openssl

@@ -1,0 +1,40 @@
+"""Arguments of an encode beside the codec: the key of its random numbers, and its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RandomKey:
+    """Key of every random number of one encode, together with a value's index in its tensor."""
+
+    seed: int = 0  # 64 bits
+    step: int = 0  # 32 bits
+    tensor: int = 0  # 32 bits: number of the parameter
+    rank: int = 0  # the encoding rank, for rounding that is correlated across ranks
+    ranks: int = 1  # number of ranks that encode the same tensor
+
+    def __post_init__(self) -> None:
+        for name, bits in (("seed", 64), ("step", 32), ("tensor", 32)):
+            value = getattr(self, name)
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"RandomKey: {name}={value} does not fit in {bits} unsigned bits")
+        if not 0 <= self.rank < self.ranks < 1 << 32:
+            raise ValueError(f"RandomKey: there is no rank {self.rank} of {self.ranks}")
+
+
+@dataclass(frozen=True, eq=False)
+class EncodeArgs:
+    """Tensors that one encode reads and writes, already checked; C++ has a struct of this name."""
+
+    x: torch.Tensor  # float32, any shape, contiguous
+    out: torch.Tensor  # uint8 [encoded_bytes(x.numel())]
+    residual: torch.Tensor | None  # float32, x.numel() values
+    new_residual: torch.Tensor | None  # may be `residual`; None iff `residual` is None
+    key: RandomKey
+    index: int  # index of x[0] in its tensor, a multiple of granule
+    agreed: torch.Tensor | None = None  # float32, one value for each granule of x
+    summed: bool = False  # x is a sum of decoded contributions of this key

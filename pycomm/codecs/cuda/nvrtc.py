@@ -1,0 +1,111 @@
+"""Run-time compilation of the CUDA kernels of csrc/codecs, where pycomm was built without nvcc.
+
+A kernel is compiled at its first use in a process, in a tenth of a second; with a rotation, in one
+second. CuPy provides NVRTC and launches kernels. CuPy's own compilation is not used, because it
+flushes denormal numbers to zero (-ftz=true), which changes bytes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy
+import torch
+
+from pycomm.codecs.args import EncodeArgs
+from pycomm.codecs.base import Codec
+from pycomm.codecs.cuda.calls import decode_calls, encode_calls, make_scratch
+from pycomm.codecs.cuda.kernels import THREADS, Call, measure_call
+from pycomm.codecs.cuda.sources import compile_options, source
+
+
+def measure(
+    codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Write the values that ranks agree on before they encode."""
+    launch([measure_call(codec, x, residual, out)], x.device)
+
+
+def encode(codec: Codec, args: EncodeArgs) -> None:
+    """Write the payload and, if there is one, the new residual."""
+    scratch = make_scratch(codec, args.x)
+    launch(encode_calls(codec, args, scratch), args.x.device)
+
+
+def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    """Store the decoded payload in ``out``."""
+    scratch = make_scratch(codec, out)
+    launch(decode_calls(codec, payload, out, scratch, add=False), out.device)
+
+
+def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    """Add the decoded payload to ``out``."""
+    scratch = make_scratch(codec, out)
+    launch(decode_calls(codec, payload, out, scratch, add=True), out.device)
+
+
+def launch(calls: list[Call], device: torch.device) -> None:
+    """Launch kernels, one after the other, on torch's current stream of a device."""
+    handle = torch.cuda.current_stream(device).cuda_stream
+    with cupy.cuda.Device(device.index), _stream(handle, device.index):
+        for call in calls:
+            if call.blocks == 0:
+                continue
+            # An array of one element is passed by value.
+            content = bytes(call.params)
+            params = numpy.frombuffer(content, dtype=f"V{len(content)}")
+            kernel = _kernel(call.source, call.kernel, device.index)
+            kernel((call.blocks,), (THREADS,), (params,))
+
+
+@cache
+def _kernel(name: str, kernel: str, device: int) -> Any:
+    binary, symbol = compile_kernel(name, kernel, cupy.cuda.Device(device).compute_capability)
+    module = cupy.cuda.Module()
+    module.load(binary)
+    return module.get_function(symbol)
+
+
+def compile_kernel(name: str, kernel: str, arch: str) -> tuple[bytes, str]:
+    """Compile one kernel of csrc/codecs/``name``.cu for GPUs of ``arch``; no GPU is needed.
+
+    Args:
+        kernel: its C++ name, with its template arguments.
+        arch: compute capability such as "90".
+
+    Returns:
+        A cubin, and the kernel's name in it.
+
+    Raises:
+        RuntimeError: compilation failed; the text has the compiler's output.
+    """
+    nvrtc = cupy.cuda.nvrtc
+    program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
+    try:
+        nvrtc.addNameExpression(program, kernel)
+        try:
+            nvrtc.compileProgram(program, compile_options(arch))
+        except nvrtc.NVRTCError as error:
+            words = nvrtc.getProgramLog(program)
+            raise RuntimeError(f"NVRTC cannot compile {kernel}: {error}\n{words}") from error
+        return nvrtc.getCUBIN(program), nvrtc.getLoweredName(program, kernel)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+class _TorchStream:
+    """A torch stream with the protocol that CuPy reads."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _stream(handle: int, device: int) -> Any:
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_TorchStream(handle))
+    return cupy.cuda.ExternalStream(handle, device)  # CuPy before 14

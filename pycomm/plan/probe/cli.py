@@ -1,0 +1,106 @@
+"""`python -m pycomm.plan probe`: starts ranks or joins torchrun's, and writes the measurements."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pycomm.env import env, variables_of_rank
+from pycomm.plan import options, show
+from pycomm.plan.probe.result import Probe
+from pycomm.plan.units import format_rate, format_time
+
+TIMEOUT = 120.0
+"""Seconds after which ranks that this program has started are killed."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.plan probe",
+        description="Measures links and codecs of the ranks it runs on: of torchrun, or two here.",
+    )
+    add = parser.add_argument
+    path = "file that is written (probe.json)"
+    add("--out", type=options.file, default=Path("probe.json"), help=path)
+    add("--ranks", "-n", type=options.count, default=2, help="to start, without torchrun (2)")
+    add("--store", type=Path, help="folder where ranks meet: shared by all nodes")
+    add("--effort", type=options.positive, default=1.0, help="share of the usual time to take (1)")
+    given = parser.parse_args(argv)
+    rank, size = env().rank, env().world_size
+    if rank is not None and size is not None:
+        here = env().local_world_size or size
+        if here < size and not given.store:
+            parser.error(
+                f"{size} ranks on nodes of {here} cannot meet in a folder of their own: name a new "
+                "one that all nodes share with --store"
+            )
+        folder = given.store or _meeting_place()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # ranks trust its contents
+        return _join(folder, rank, size, given)
+    if given.ranks < 2:
+        parser.error("one rank has no links to probe: --ranks 2 or more")
+    with tempfile.TemporaryDirectory(prefix="pycomm-probe-") as made:
+        words = ["--store", made, "--out", str(given.out), "--effort", str(given.effort)]
+        return _start(given.ranks, words)
+
+
+def _meeting_place() -> Path:
+    """Return the rendezvous folder, the same for all ranks of one torchrun on a machine."""
+    return Path(tempfile.gettempdir()) / f"pycomm-probe-{os.getppid()}"
+
+
+def _start(ranks: int, words: Sequence[str]) -> int:
+    command = [sys.executable, "-m", "pycomm.plan", "probe", *words]
+    started = [subprocess.Popen(command, env=variables_of_rank(r, ranks)) for r in range(ranks)]
+    try:
+        return max(abs(process.wait(TIMEOUT)) for process in started)
+    except subprocess.TimeoutExpired:
+        print(f"probe: ranks did not end within {TIMEOUT:.0f} s", file=sys.stderr)
+        return 1
+    finally:
+        for process in started:
+            process.kill()
+
+
+def _join(folder: Path, rank: int, size: int, given: argparse.Namespace) -> int:
+    from pycomm.plan.probe.measure import run
+
+    try:
+        found = run(folder, rank, size, given.effort)
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if found is not None:
+        found.write(given.out)
+        report(found)
+        print(f"written to {given.out}")
+    return 0
+
+
+def report(probe: Probe) -> None:
+    """Print the measurements as tables."""
+    links = []
+    for level, link in (("between nodes", probe.inter), ("inside a node", probe.intra)):
+        if link:
+            costs = (format_time(link.message), f"{link.byte * 1e9:.2f} ns")
+            links.append((level, format_rate(link.rate), format_time(link.latency), *costs))
+    where = f"{probe.ranks} ranks, {probe.nodes} nodes, {probe.cores} cores of a machine"
+    show.table(("link", "rate", "latency", "message", "byte"), links, where, words=1)
+    rows = [
+        (
+            name,
+            *(
+                f"{rate / 1e9:.2f}"
+                for rate in (rates.encode, rates.encode_fed, rates.decode, rates.decode_add)
+            ),
+        )
+        for name, rates in probe.codecs.items()
+    ]
+    head = ("codec, GB/s", "encode", "with feedback", "decode", "decode_add")
+    show.table(head, rows, f"one core; adding reads {probe.memory / 1e9:.1f} GB/s", words=1)

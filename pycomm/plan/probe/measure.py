@@ -1,0 +1,116 @@
+"""`plan probe`: measures links, cores and codecs of the ranks it runs on, in under 30 seconds.
+
+Without torchrun it starts two ranks on this machine; under torchrun every rank calls it, on nodes
+that share a folder. Two ranks measure each level of links while the others wait; all ranks that
+have a core measure codecs at the same time, since that is how they will be used. If the nodes are
+network namespaces of one machine, the ranks without a core of their own then show what that costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pycomm import _C
+from pycomm.communicator import Communicator
+from pycomm.plan.cluster import Link
+from pycomm.plan.probe import codecs, links
+from pycomm.plan.probe.ranks import Ranks
+from pycomm.plan.probe.result import Probe, cores_of_process, machine_of_process, middle
+
+SECONDS = 2.2  # time for one level of links, in all turns
+TURNS = 3
+NUMELS = 1 << 18, 8 << 20  # sizes of the buffers of codecs; caches hold the first
+
+
+def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None:
+    """Measure; rank 0 gets the result, the others None.
+
+    Everything is measured several times, some seconds apart, and the median counts: cores of a
+    rented machine vary in speed.
+
+    Args:
+        folder: rendezvous folder; shared by all ranks, and new.
+        rank: this rank.
+        size: number of ranks.
+        effort: share of the usual time and memory: less is quicker and less accurate.
+
+    Raises:
+        ValueError: there is only one rank.
+    """
+    if size < 2:
+        raise ValueError("one rank has no links to probe: start two or more")
+    ranks = Ranks(folder, rank, size)
+    sizes = [max(1 << 16, int(numel * effort) >> 16 << 16) for numel in NUMELS]
+    buffers = [codecs.Buffers(numel, rank) for numel in sizes]
+    found = [_turn(ranks, buffers, effort) for _ in range(TURNS)]
+    ranks.rest()  # after this no rank needs the store
+    return middle([probe for probe in found if probe is not None]) if rank == 0 else None
+
+
+def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Probe | None:
+    rank, size, nodes = ranks.rank, ranks.size, ranks.nodes()
+    partners = {
+        "inter": next((r for r in range(size) if nodes[r] != nodes[0]), None),
+        "intra": next((r for r in range(1, size) if nodes[r] == nodes[0]), None),
+    }
+    budget = SECONDS * effort / TURNS
+    memory = buffers[0].memory()
+    levels: dict[str, Link | None] = {}
+    pair: Communicator | None = None
+    for level, partner in partners.items():
+        levels[level] = None
+        if partner is not None and rank in (0, partner):
+            levels[level], group = links.measure(ranks, level, int(rank != 0), memory, budget)
+            pair = pair or group
+        ranks.rest()
+    machines, cores = ranks.gather(machine_of_process()), cores_of_process()
+    before = machines[:rank].count(machines[rank])
+    busy = before < max(2, cores)  # further ranks would only wait for a core
+    measured = [codecs.measure(ranks, b, effort / TURNS, busy=busy) for b in buffers]
+    inter = levels["inter"]
+    if pair is not None and inter is not None:
+        measured = [
+            codecs.in_use(pair, inter, found, b, effort)
+            for found, b in zip(measured, buffers, strict=True)
+        ]
+        inter = links.with_rounds(inter, measured[0])
+    ranks.rest()
+    found = None
+    if rank == 0:
+        here = min(max(2, cores), machines.count(machines[0]))
+        found = Probe(
+            ranks=size,
+            inter=inter,
+            intra=levels["intra"],
+            memory=measured[0].memory,
+            codecs=measured[0].rates,
+            far_memory=measured[1].memory,
+            far_codecs=measured[1].rates,
+            span=(4.0 * here * buffers[0].numel, 4.0 * here * buffers[1].numel),
+            cores=cores,
+            machines=len(set(machines)),
+            nodes=len(set(nodes)),
+            device=_C.simd_level(),
+        )
+    if len(set(machines)) < len(set(nodes)) == size:
+        found = _crowds(ranks, cores, found, buffers, budget)
+    return found
+
+
+def _crowds(
+    ranks: Ranks,
+    cores: int,
+    found: Probe | None,
+    buffers: Sequence[codecs.Buffers],
+    budget: float,
+) -> Probe | None:
+    """Measure twice as many ranks as cores, four times as many, and so on."""
+    members = 2 * cores
+    while members <= ranks.size:
+        crowd = links.crowd(ranks, members, found, buffers, budget)
+        if found is not None and crowd is not None:
+            found = found.crowded(crowd)
+        ranks.rest()
+        members *= 2
+    return found

@@ -1,0 +1,182 @@
+"""Measurements of `plan probe`, as a file and as a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pycomm.plan.cluster import LINKS, Cluster, Link, Processor, Rates
+from pycomm.plan.codecs import CODINGS
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """More ranks on a machine than cores, with links of their own."""
+
+    ranks: int
+    byte: float
+    """Seconds of a core to send and to receive one byte."""
+    delay: float = 0.0
+    """Delay of a message relative to ranks with a core of their own, in seconds."""
+    whole: float = 1.0
+    """Factor by which codecs without segments are slower."""
+    far_whole: float = 1.0
+    """The same factor on larger buffers."""
+
+    def toward(self, other: Crowd, ranks: int) -> Crowd:
+        """Return a crowd of `ranks` between the two, or beyond, never below the physical limits,
+        however much less the larger crowd was seen to take."""
+        share = (ranks - self.ranks) / (other.ranks - self.ranks)
+
+        def between(mine: float, others: float) -> float:
+            return mine + share * (others - mine)
+
+        return Crowd(
+            ranks,
+            max(min(self.byte, other.byte), between(self.byte, other.byte)),
+            max(0.0, between(self.delay, other.delay)),
+            max(1.0, between(self.whole, other.whole)),
+            max(1.0, between(self.far_whole, other.far_whole)),
+        )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Links, cores and codecs, as measured by the ranks of a probe."""
+
+    ranks: int
+    inter: Link | None
+    """Link between nodes; None: there was one node."""
+    intra: Link | None
+    """Link between ranks of a node; None: every node had one rank."""
+    memory: float
+    """Bytes per second that adding reads, on one core."""
+    codecs: dict[str, Rates]
+    far_memory: float
+    far_codecs: dict[str, Rates]
+    """Rates on larger buffers, which caches do not hold."""
+    span: tuple[float, float]
+    """Bytes of the buffers on a machine, for the smaller and the larger ones."""
+    cores: int
+    """Number of cores of one machine."""
+    machines: int
+    """Number of machines of the ranks; nodes may share one."""
+    nodes: int
+    crowds: tuple[Crowd, ...] = ()
+    """Crowds of increasing size."""
+    device: str = ""
+
+    @classmethod
+    def read(cls, path: str | Path) -> Probe:
+        """Read a file written by `plan probe`.
+
+        Raises:
+            ValueError: the file has other contents.
+            OSError: it cannot be read.
+        """
+        try:
+            return cls.of(json.loads(Path(path).read_text()))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} was not written by `plan probe`: {error}") from None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Probe:
+        """Return the probe of a :meth:`record`.
+
+        Raises:
+            KeyError, TypeError: the value is no record of a probe.
+        """
+        found = dict(record)
+        for level in ("inter", "intra"):
+            found[level] = Link(**found[level]) if found[level] else None
+        for name in ("codecs", "far_codecs"):
+            found[name] = {codec: Rates(**rates) for codec, rates in found[name].items()}
+        found["span"] = tuple(found["span"])
+        found["crowds"] = tuple(Crowd(**crowd) for crowd in found.get("crowds", ()))
+        return cls(**found)
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.record(), indent=1) + "\n")
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def crowded(self, crowd: Crowd) -> Probe:
+        """Return the probe with one more crowd, larger than those before."""
+        return replace(self, crowds=(*self.crowds, crowd))
+
+    def _crowd(self, ranks: int) -> Crowd | None:
+        """Return a crowd of `ranks` on one machine; None: each rank has a core."""
+        crowds = [crowd for crowd in self.crowds if crowd.ranks > self.cores]
+        if self.inter is None or not crowds or ranks <= self.cores:
+            return None
+        known = [Crowd(self.cores, self.inter.byte), *crowds]
+        place = next((i for i, c in enumerate(known) if c.ranks >= ranks), len(known) - 1)
+        return known[place - 1].toward(known[place], ranks)
+
+    def cluster(
+        self, ranks: int, ranks_per_node: int = 1, *, compute_on_cores: bool = False
+    ) -> Cluster:
+        """Return a cluster of more or fewer ranks of the same kind.
+
+        If all nodes of the probe shared one machine, as network namespaces do, those of the plan
+        share it, too: more ranks then have fewer cores each, and wait for them.
+        """
+        ranks_per_machine = ranks_per_node
+        if self.machines < self.nodes:
+            ranks_per_machine = max(ranks_per_node, round(ranks / self.machines))
+        name = self.device or "probed"
+        far = Processor(name, self.far_memory, self.far_codecs)
+        processor = Processor(name, self.memory, self.codecs, far=far, span=self.span)
+        inter = self.inter or self.intra
+        intra = self.intra or LINKS["shm"]
+        assert inter is not None
+        crowd = self._crowd(ranks_per_machine) if ranks_per_machine > ranks_per_node else None
+        if crowd:
+            inter = replace(inter, byte=crowd.byte, latency=inter.latency + crowd.delay)
+            for coding in CODINGS.values():
+                if coding.whole and coding.name in processor.rates:
+                    processor = processor.slower(coding.name, crowd.whole, crowd.far_whole)
+        return Cluster(
+            ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            inter=inter,
+            intra=intra,
+            processor=processor,
+            cores=self.cores / ranks_per_machine,
+            compute_on_cores=compute_on_cores,
+            ranks_per_machine=ranks_per_machine,
+        )
+
+
+def middle(probes: Sequence[Probe]) -> Probe:
+    """Return the median of every figure over several probes of the same ranks."""
+    return Probe.of(_middle([probe.record() for probe in probes]))
+
+
+def _middle(records: Sequence[Any]) -> Any:
+    first = records[0]
+    if isinstance(first, dict):
+        return {key: _middle([record[key] for record in records]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_middle(parts) for parts in zip(*records, strict=True))
+    return statistics.median(records) if isinstance(first, float) else first
+
+
+def cores_of_process() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine_of_process() -> str:
+    """Return an identity equal for a machine's processes, in any container or namespace."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()

@@ -1,0 +1,1 @@
+"""Simulation of a training step, message by message."""

@@ -1,0 +1,149 @@
+"""Buckets: the place, codec and residual of each parameter in a bucket that a hook reduces."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pycomm import backend
+from pycomm.codecs import Codec
+from pycomm.feedback import Residual, Residuals
+from pycomm.policy import Decision
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from pycomm._c10d import Backend, Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One parameter's part of a bucket, like the struct of the same name in communicator.h."""
+
+    name: str
+    offset: int
+    numel: int
+    codec: Codec
+    tensor: int
+    """Number of the parameter in the model; selects its random numbers."""
+    residual: Residual | None
+
+
+class Bucket:
+    """The pieces of a bucket, in order.
+
+    Args:
+        decisions: codec of each parameter, in the order of the bucket.
+        numbers: number of each parameter in the model.
+        residuals: the model's residuals; None for no feedback. An exact parameter has one only if
+            an earlier residual is still unsent, or if it has momentum.
+        device: device of the residuals.
+        rows: number of rows of this layout: for a reduce-scatter one for each rank. The workers'
+            residuals have as many.
+        levels: node of each rank, if the all-reduce is hierarchical (``Backend.levels``): then a
+            rank codes a part of its node's sum, and the owners of values change.
+    """
+
+    def __init__(
+        self,
+        decisions: Sequence[Decision],
+        numbers: Sequence[int],
+        residuals: Residuals | None,
+        device: torch.device,
+        *,
+        rows: int = 1,
+        levels: Sequence[int] = (),
+    ) -> None:
+        self.pieces: list[Piece] = []
+        self.rows, self.levels = rows, tuple(levels)
+        self.numel = 0
+        self.paying: set[str] = set()
+        """Names of the pieces that have a residual although their codec leaves none."""
+        for decision, number in zip(decisions, numbers, strict=True):
+            name, numel = decision.parameter.name, decision.parameter.numel
+            residual = None
+            kind = residuals.rule.kind if residuals is not None else None
+            if decision.codec.combine == "factors" and kind not in (None, "residual"):
+                raise ValueError(
+                    f"{name}: {decision.codec.name} has feedback of the kind residual, not {kind}"
+                )
+            if levels and kind in ("momentum", "ef21"):
+                raise ValueError(
+                    f"feedback of the kind {kind} needs ranks that send for themselves, and here "
+                    "nodes do; use residual or ema, or PYCOMM_ALGO=flat"
+                )
+            owes = residuals is not None and residuals.rule.keeps_errors(decision.codec)
+            if residuals is not None and (owes or name in residuals or kind == "momentum"):
+                codec = decision.codec
+                residual = residuals.get(name, numel, device, rows=rows, error=owes, codec=codec)
+            if residual is not None and not owes:
+                self.paying.add(name)
+            self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
+            self.numel += numel
+        self.fed = [piece for piece in self.pieces if piece.residual is not None]
+        """The pieces that have a residual."""
+        self.has_factors = any(piece.codec.combine == "factors" for piece in self.pieces)
+        """Whether some pieces are reduced by factors, such as PowerSGD's."""
+        text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
+        if levels:
+            text += f";levels={','.join(map(str, levels))}"
+        self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.dealt: dict[int, Any] = {}
+        """The runs of each owner by number of ranks, where Python assigns them."""
+        self.batched: dict[tuple[str, int, int], Any] = {}
+        """By operation, rank and number of ranks: the `Batched` that codes the bucket in C++ where
+        Python moves its payloads."""
+        self._native: Layout | None = None
+        self._taken: bool | None = None  # whether a backend on a device reduces this bucket
+
+    @cached_property
+    def dense(self) -> list[Piece]:
+        """The pieces that have owners."""
+        return [piece for piece in self.pieces if piece.codec.combine != "gather"]
+
+    @cached_property
+    def gathered(self) -> list[Piece]:
+        """The other pieces that have values: all ranks get their payloads."""
+        return [p for p in self.pieces if p.codec.combine == "gather" and p.numel > 0]
+
+    @property
+    def native(self) -> Layout:
+        """The layout for `Backend.compressed_all_reduce` and the other compressed collectives."""
+        if self._native is None:
+            from pycomm._build import load_c10d
+
+            self._native = load_c10d().Layout(self.rows)
+            for p in self.pieces:
+                options: dict[str, Any] = {}
+                if p.residual is not None:
+                    rule, options = p.residual.rule, dict(p.residual.pairs())
+                    options |= {"kind": rule.kind, "storage": rule.storage}
+                    options |= {"decay": rule.decay, "nesterov": rule.nesterov}
+                self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
+        return self._native
+
+    def taken_by(self, group: dist.ProcessGroup, op: str, tensor: torch.Tensor) -> Backend | None:
+        """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
+
+        The first call is made by all ranks together.
+
+        Args:
+            group: the group that reduces or gathers.
+            op: "all_reduce", "reduce_scatter" or "all_gather".
+            tensor: the values; always of one dtype and device.
+        """
+        native = backend.find(group, tensor.device)
+        if native is None or tensor.is_cpu:
+            return native
+        if self._taken is None:
+            self._taken = native.compresses(op, tensor, self.native)
+        return native if self._taken else None
+
+    @property
+    def sides(self) -> list[tuple[int, int]]:
+        """For each piece's residual, the side that is read now and the side that is written."""
+        return [p.residual.sides if p.residual else (0, 0) for p in self.pieces]

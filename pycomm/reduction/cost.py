@@ -1,0 +1,26 @@
+"""Memory of the residuals on a rank, known before any of them is allocated."""
+
+from __future__ import annotations
+
+from pycomm.reduction.reducer import BucketReducer
+
+
+def residual_bytes(reducer: BucketReducer) -> int:
+    """Return the bytes that residuals take on this rank when all of them have been written."""
+    residuals = reducer.residuals
+    if residuals is None:
+        return 0
+    parts = [reducer.part(decision) for decision in reducer.decisions.values()]
+    return sum(residuals.bytes_for(p.codec, p.parameter.numel, reducer.rows) for p in parts)
+
+
+def told(reducer: BucketReducer) -> str:
+    """Return the memory of the residuals as a line of text; empty if there are none."""
+    taken = residual_bytes(reducer)
+    if reducer.residuals is None or not taken:
+        return ""
+    values = sum(decision.parameter.numel for decision in reducer.decisions.values())
+    return (
+        f"feedback: residuals take up to {taken / 1e6:.3g} MB on each rank, "
+        f"{taken / values:.2g} bytes for each of {values} values ({reducer.residuals.rule})"
+    )

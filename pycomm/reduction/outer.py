@@ -1,0 +1,203 @@
+"""Outer parameters: the parameters that all ranks share between rounds of `pycomm.LocalSGD`.
+
+They are kept in float32, or in float64 if the model's are: a bfloat16 parameter cannot represent
+the small steps of an outer optimizer. Its rounding must not count as movement either, so a rank's
+movement is the difference between the rounded start that was written to its model and the model's
+values now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.distributed.tensor import DTensor
+
+Values = dict[str, torch.Tensor]
+"""One flat tensor for each width that the model needs, "float32" and "float64"."""
+
+_WIDE = {"float32": torch.float32, "float64": torch.float64}
+_MESSAGE = 1 << 25  # bytes that are broadcast together
+
+
+def reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a rank's part of a tensor, detached; complex numbers as two reals each."""
+    own: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    own = own.detach()
+    return torch.view_as_real(own) if own.is_complex() else own
+
+
+def broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Copy the first rank's parameters and buffers to all ranks; collective."""
+    tensors = [
+        reals(t) for t in (*module.parameters(), *module.buffers()) if t.layout == torch.strided
+    ]
+    if tensors and group.size() > 1:
+        _broadcast_coalesced(group, tensors, _MESSAGE, 0)
+
+
+class OuterParameters:
+    """The common start of the ranks' rounds, and the momentum of the outer optimizer.
+
+    Args:
+        parameters: parameters by name, floats or complex numbers; equal on all ranks.
+        momentum: momentum of the outer optimizer; 0: none is kept.
+        nesterov: look ahead by the momentum.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, momentum: float, nesterov: bool
+    ) -> None:
+        self.momentum, self.nesterov = momentum, nesterov
+        self.parameters = dict(parameters)
+        self.start: Values = self._gather()
+        self.velocity: Values | None = _zeros(self.start) if momentum else None
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """Names of the parameters in each flat tensor, in order."""
+        return {width: tuple(name for name, _ in self._of(width)) for width in self.start}
+
+    def moved(self) -> Values:
+        """Return this rank's movement since the last `write`, start minus end."""
+        ends = self._gather()
+        for width, end in ends.items():
+            at = 0
+            for _, part in self._of(width):
+                flat = end[at : at + part.numel()]
+                begin = self.start[width][at : at + part.numel()]
+                if part.dtype != begin.dtype:
+                    begin = begin.to(part.dtype).to(begin.dtype)  # as it was written
+                torch.sub(begin, flat, out=flat)
+                at += part.numel()
+        return ends
+
+    def apply(self, gradient: Values, lr: float) -> None:
+        """Move the start by an outer gradient, which is overwritten."""
+        for width, start in self.start.items():
+            update = gradient[width]
+            if self.velocity is not None:
+                velocity = self.velocity[width].mul_(self.momentum).add_(update)
+                update = update.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+            start.add_(update, alpha=-lr)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the start to the model, which begins a round from it."""
+        for width, start in self.start.items():
+            at = 0
+            for _, part in self._of(width):
+                part.copy_(start[at : at + part.numel()].view_as(part))
+                at += part.numel()
+
+    def differ(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Whether these are other parameters: some were added, removed or replaced."""
+        return self.parameters.keys() != parameters.keys() or any(
+            self.parameters[name] is not parameter for name, parameter in parameters.items()
+        )
+
+    def renew(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[str]:
+        """Continue with other parameters and return the names of the new ones; collective.
+
+        The start of a new parameter is its exact average over all ranks, since its value at the
+        beginning of the round was not recorded. The others keep start and momentum.
+        """
+        before = {name: (self.parameters[name], at) for name, at in self._places()}
+        old, velocity = self.start, self.velocity
+        self.parameters = dict(parameters)
+        self.start = self._gather()
+        self.velocity = _zeros(self.start) if velocity is not None else None
+        new = []
+        for name, (width, begin, end) in self._places():
+            was, place = before.get(name, (None, None))
+            if was is not parameters[name] or place is None:
+                new.append(name)
+                mean = self.start[width][begin:end]
+                dist.all_reduce(mean, group=group)
+                mean.div_(group.size())
+                continue
+            there = slice(place[1], place[2])
+            self.start[width][begin:end] = old[width][there]
+            if self.velocity is not None and velocity is not None:
+                self.velocity[width][begin:end] = velocity[width][there]
+        return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the state to checkpoint."""
+        return {
+            "names": tuple(self.parameters),
+            "start": {width: values.clone() for width, values in self.start.items()},
+            "velocity": None
+            if self.velocity is None
+            else {width: values.clone() for width, values in self.velocity.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], model: Mapping[str, nn.Parameter]) -> None:
+        """Restore the state from `state_dict`.
+
+        Args:
+            state: result of `state_dict`.
+            model: all parameters of the model, by name, since the state may have been saved with
+                other trained parameters.
+
+        Raises:
+            ValueError: the state belongs to another model, or another momentum.
+        """
+        if missing := [name for name in state["names"] if name not in model]:
+            raise ValueError(
+                f"LocalSGD's state has {missing[0]}, which the model does not: it belongs to "
+                "another model"
+            )
+        if (state["velocity"] is None) != (self.momentum == 0):
+            raise ValueError("LocalSGD's state was saved with momentum or without, unlike this one")
+        self.parameters = {name: model[name] for name in state["names"]}
+        self.start = self._gather()
+        sizes = {width: values.numel() for width, values in state["start"].items()}
+        if sizes != {width: values.numel() for width, values in self.start.items()}:
+            raise ValueError(
+                f"LocalSGD's state has {sum(sizes.values())} values, the model "
+                f"{sum(v.numel() for v in self.start.values())}: it belongs to another model"
+            )
+        self.velocity = None if state["velocity"] is None else _zeros(self.start)
+        for width, values in self.start.items():
+            values.copy_(state["start"][width])
+            if self.velocity is not None:
+                self.velocity[width].copy_(state["velocity"][width])
+
+    def _of(self, width: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.parameters.items():
+            part = reals(parameter)
+            if _width(part) == width:
+                yield name, part
+
+    def _places(self) -> list[tuple[str, tuple[str, int, int]]]:
+        """Return the place of each parameter: width, begin, end."""
+        at = dict.fromkeys(_WIDE, 0)
+        places = []
+        for name, parameter in self.parameters.items():
+            part = reals(parameter)
+            width, begin = _width(part), at[_width(part)]
+            at[width] += part.numel()
+            places.append((name, (width, begin, at[width])))
+        return places
+
+    def _gather(self) -> Values:
+        """Return this rank's parts of all parameters as flat tensors."""
+        flat: dict[str, list[torch.Tensor]] = {}
+        for parameter in self.parameters.values():
+            part = reals(parameter)
+            width = _width(part)
+            flat.setdefault(width, []).append(part.to(_WIDE[width]).reshape(-1))
+        return {width: torch.cat(parts) for width, parts in flat.items()}
+
+
+def _width(part: torch.Tensor) -> str:
+    return "float64" if part.dtype == torch.float64 else "float32"
+
+
+def _zeros(values: Values) -> Values:
+    return {width: torch.zeros_like(v) for width, v in values.items()}

@@ -1,0 +1,125 @@
+"""Exchange of payloads by hooks: all-to-all and all-gather of bytes.
+
+Both work on any process group whose backend moves bytes, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from pycomm.errors import WireMismatch
+
+
+@dataclass(frozen=True)
+class Payloads:
+    """Payloads received from the ranks."""
+
+    memory: torch.Tensor
+    """uint8 [bytes of all payloads + room behind them]"""
+    places: list[tuple[int, int]]
+    """By rank: offset and bytes of its payloads."""
+
+    def parts(self) -> list[torch.Tensor]:
+        """Return the payloads of each rank."""
+        return [self.memory[begin : begin + size] for begin, size in self.places]
+
+
+def all_to_all(
+    payloads: torch.Tensor,
+    sizes: Sequence[int],
+    most: int,
+    group: dist.ProcessGroup,
+    *,
+    variable: bool,
+    room: int = 0,
+) -> Payloads:
+    """Send each rank its payloads; return the payloads that each rank sends us.
+
+    Args:
+        payloads: uint8, the payloads for rank 0, then those for rank 1, ...
+        sizes: bytes for each rank.
+        most: bytes that each rank sends us; with `variable` the largest number.
+        group: any process group whose backend has all_to_all_single.
+        variable: sizes vary, so ranks exchange them first.
+        room: spare bytes behind the received payloads.
+
+    Raises:
+        WireMismatch: a rank announces impossible sizes.
+    """
+    incoming = [most] * group.size()
+    if variable:
+        ours = torch.tensor(sizes, device=payloads.device)
+        theirs = torch.empty_like(ours)
+        dist.all_to_all_single(theirs, ours, group=group)
+        incoming = _checked(theirs, incoming)
+    total = sum(incoming)
+    memory = payloads.new_empty(total + room)
+    dist.all_to_all_single(memory[:total], payloads, incoming, list(sizes), group=group)
+    begins = accumulate(incoming, initial=0)
+    return Payloads(memory, list(zip(begins, incoming, strict=False)))
+
+
+def all_gather(
+    payload: torch.Tensor,
+    size: int,
+    most: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    variable: bool,
+    room: int = 0,
+) -> Payloads:
+    """Return every rank's payloads.
+
+    Args:
+        payload: uint8; our payloads are its first `size` bytes.
+        size: bytes of our payloads.
+        most: bytes of each rank's payloads; with `variable` the largest number.
+        group: any process group whose backend has all_gather.
+        variable: sizes vary, so ranks exchange them first.
+        room: spare bytes behind the received payloads.
+
+    Raises:
+        WireMismatch: a rank announces impossible sizes.
+    """
+    sizes = list(most)
+    if variable:
+        ours = torch.tensor([size], device=payload.device)
+        sizes = _checked(gather_equal(ours, group), sizes)
+    largest = max(sizes)
+    padded = payload[:largest]
+    if padded.numel() < largest:
+        padded = payload.new_empty(largest)
+        padded[:size] = payload[:size]
+    memory = payload.new_empty(len(sizes) * largest + room)
+    _gather(memory[: len(sizes) * largest], padded, group)
+    return Payloads(memory, [(r * largest, size) for r, size in enumerate(sizes)])
+
+
+def gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensors of all ranks, which have equal sizes, as [ranks, numel]."""
+    result = tensor.new_empty(group.size(), tensor.numel())
+    _gather(result.view(-1), tensor, group)
+    return result
+
+
+def _gather(result: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    # torch 2.13 renamed it, and warns about the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(result, tensor, group=group)
+
+
+def _checked(said: torch.Tensor, most: Sequence[int]) -> list[int]:
+    """Return the sizes that ranks announce, checked before any memory is allocated for them."""
+    sizes = [int(size) for size in said.view(-1).tolist()]
+    for r, (size, bound) in enumerate(zip(sizes, most, strict=True)):
+        if not 0 <= size <= bound or size % 4:
+            raise WireMismatch(
+                f"rank {r} is to send {size} bytes of payloads, where at most {bound} can be, "
+                "a multiple of 4"
+            )
+    return sizes

@@ -1,0 +1,335 @@
+"""PowerSGD (Vogels et al. 2019): averages of a bucket's matrices as products of thin factors.
+
+Let M be a rank's contribution to a matrix: its gradient plus its residual. P is the mean of M Q
+over all ranks, orthonormalized; Q is then the mean of M^T P; the result is P Q^T. Both means are
+plain all-reduces in float32, in which a bucket travels as one tensor. The next step starts from
+this step's Q. If the rank of the mean of M is at most that of the factors, the result is that mean,
+but for rounding. With ``alternate=1`` steps send P and Q in turns, against the other factor of the
+step before (Zhang et al. 2023, "Evaluation and Optimization of Gradient Compression for Distributed
+Deep Learning", ACP-SGD).
+
+A rank's residual is the error of its own M, M - P (M^T P)^T with its own M^T P. The paper uses the
+global P Q^T, whose mean over the ranks is the same; but then the differences between the ranks
+remain in the residuals for ever, and these grow (epfml/powersgd, issue 3).
+
+All ranks have the same bits if they run the same kernels, since each orthonormalizes P by itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from pycomm.codecs import Cast, PowerSGD, RandomKey
+from pycomm.codecs.powersgd import orthonormal
+from pycomm.reduction.bucket import Piece
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a matrix: P [rows, width], or Q transposed [width, columns]."""
+
+    values: torch.Tensor
+    left: bool
+
+
+class Memory:
+    """The factors from which each matrix's next step starts, by parameter name.
+
+    They are equal on all ranks. `commit` replaces them with those of the step; without it the step
+    has no effect.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Factor] = {}
+        self._next: dict[str, Factor] = {}
+
+    def factor(self, name: str, left: tuple[int, int], right: tuple[int, int]) -> Factor | None:
+        """Return a matrix's factor, or None if there is none of the shape for its side."""
+        kept = self._kept.get(name)
+        if kept is None or tuple(kept.values.shape) != (left if kept.left else right):
+            return None
+        return kept
+
+    def put(self, name: str, factor: Factor) -> None:
+        """Propose the factor for the next step."""
+        self._next[name] = factor
+
+    def commit(self, finite: bool) -> None:
+        """End a step: keep its factors if it was finite, else drop them."""
+        if finite:
+            self._kept.update(self._next)
+        self._next.clear()
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return copies of all factors by parameter name."""
+        return {
+            name: {"values": factor.values.clone(), "left": factor.left}
+            for name, factor in self._kept.items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Restore the factors from `state_dict`, on any number of ranks."""
+        self._kept = {
+            name: Factor(saved["values"].clone(), saved["left"]) for name, saved in state.items()
+        }
+        self._next.clear()
+
+
+Following = tuple[torch.Tensor, Callable[[torch.Tensor], None]]
+"""The tensor that a rank sends next, and the function that takes its mean over all ranks."""
+
+
+class _Part(ABC):
+    """One parameter in an exchange, which averages the tensors that its parts send."""
+
+    @abstractmethod
+    def first(self) -> torch.Tensor:
+        """Return the tensor that this rank sends first."""
+
+    @abstractmethod
+    def second(self, mean: torch.Tensor) -> Following | None:
+        """Take the mean of the tensors that all sent; return the next message, if there is one."""
+
+
+class _Exact(_Part):
+    """Values that are averaged exactly."""
+
+    def __init__(self, target: torch.Tensor, piece: Piece) -> None:
+        self.target = target
+        if piece.residual is not None:  # from the codec that it had before
+            target.add_(piece.residual.owed())
+            piece.residual.owe(torch.zeros_like(target))
+
+    def first(self) -> torch.Tensor:
+        return self.target
+
+    def second(self, mean: torch.Tensor) -> None:
+        self.target.copy_(mean)
+
+
+class _Matrix(_Part):
+    """A matrix; M is computed in the new residual's memory, if there is one."""
+
+    def __init__(self, target: torch.Tensor, piece: Piece, memory: Memory) -> None:
+        codec = cast(PowerSGD, piece.codec)
+        (rows, columns), width = codec.shape(piece.numel), codec.width(piece.numel)
+        self.name, self.memory = piece.name, memory
+        self.target = target.view(rows, columns)
+        self.residual = piece.residual
+        self.matrix = self.target
+        if piece.residual is not None:
+            room = piece.residual.room()
+            self.matrix = torch.add(target, piece.residual.owed(), out=room).view(rows, columns)
+        self.codec, self.numel = codec, piece.numel
+        self.kept = memory.factor(piece.name, (rows, width), (width, columns))
+
+    def start(self, key: RandomKey) -> torch.Tensor:
+        """Return the very first Q, transposed."""
+        return self.codec.start(self.numel, key, self.target.device).t()
+
+    def owe(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Write the residual: M minus the product of this rank's own factors."""
+        if self.residual is not None:
+            self.matrix.addmm_(left, right, alpha=-1)
+            self.residual.owe(self.matrix.view(-1))
+
+
+class _BothTurns(_Matrix):
+    """A matrix whose P and Q are both sent in each step."""
+
+    def __init__(self, target: torch.Tensor, piece: Piece, memory: Memory, key: RandomKey) -> None:
+        super().__init__(target, piece, memory)
+        self.right = self.kept.values if self.kept else self.start(key)
+
+    def first(self) -> torch.Tensor:
+        return self.matrix @ self.right.t()
+
+    def second(self, mean: torch.Tensor) -> Following:
+        self.left = orthonormal(mean.view(len(self.matrix), -1))
+        mine = self.left.t() @ self.matrix
+        self.owe(self.left, mine)
+        return mine, self._finish
+
+    def _finish(self, mean: torch.Tensor) -> None:
+        right = mean.view_as(self.right)
+        torch.mm(self.left, right, out=self.target)
+        # The scale of Q is irrelevant, and would be squared in each step.
+        top = right.abs().max()
+        self.memory.put(self.name, Factor(torch.where(top > 0, right / top, self.right), False))
+
+
+class _OneTurn(_Matrix):
+    """A matrix that sends P in one step and Q in the next."""
+
+    def __init__(self, target: torch.Tensor, piece: Piece, memory: Memory, key: RandomKey) -> None:
+        super().__init__(target, piece, memory)
+        self.basis = self.kept or _right_basis(self.start(key))
+
+    def first(self) -> torch.Tensor:
+        basis = self.basis.values
+        if self.basis.left:
+            mine = basis.t() @ self.matrix
+            self.owe(basis, mine)
+        else:
+            mine = self.matrix @ basis.t()
+            self.owe(mine, basis)
+        return mine
+
+    def second(self, mean: torch.Tensor) -> None:
+        basis = self.basis.values
+        if self.basis.left:
+            right = mean.view(-1, self.target.shape[1])
+            torch.mm(basis, right, out=self.target)
+            following = _right_basis(right)
+        else:
+            left = mean.view(self.target.shape[0], -1)
+            torch.mm(left, basis, out=self.target)
+            following = Factor(orthonormal(left), True)
+        self.memory.put(self.name, following)
+
+
+def _right_basis(right: torch.Tensor) -> Factor:
+    return Factor(orthonormal(right.t()).t().contiguous(), False)
+
+
+class Exchange:
+    """The average of one bucket: `__init__` starts it, `turn` and `finish` continue it.
+
+    Each of these begins or ends a collective, so all ranks must call them for all their exchanges
+    in one order. Callbacks of futures would run in different orders on different ranks, and the
+    collectives of the group would be mismatched.
+
+    Args:
+        values: float32, contiguous; pieces of it are averaged in place.
+        pieces: pieces with the codec PowerSGD, and exact ones. They may have residuals.
+        memory: the factors from which matrices start.
+        group: the ranks that average.
+        seed: equal on all ranks.
+        step: number of the step, below 2^32.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        pieces: Sequence[Piece],
+        memory: Memory,
+        group: dist.ProcessGroup,
+        *,
+        seed: int,
+        step: int,
+    ) -> None:
+        self._group = group
+        parts: list[_Part] = []
+        for piece in pieces:
+            target = values[piece.offset : piece.offset + piece.numel]
+            codec = piece.codec
+            if not isinstance(codec, PowerSGD):
+                parts.append(_Exact(target, piece))
+                continue
+            key = RandomKey(seed, step if codec.restart else 0, piece.tensor)
+            kind = _OneTurn if codec.alternate else _BothTurns
+            kept = Memory() if codec.restart else memory
+            parts.append(kind(target, piece, kept, key))
+        self._finite = [values.new_ones((), dtype=torch.bool)]
+        self._takers: list[Callable[[torch.Tensor], Following | None]]
+        self._takers = [part.second for part in parts]
+        self._send([part.first() for part in parts])
+
+    def turn(self) -> None:
+        """Wait for the first message, and send the second."""
+        following = [found for found in self._receive() if found is not None]
+        self._takers = [take for _, take in following]
+        self._send([mine for mine, _ in following])
+
+    def finish(self) -> None:
+        """Wait for the second message, and write the result."""
+        self._receive()
+
+    @property
+    def finite(self) -> bool:
+        """Whether all averages are finite."""
+        return all(bool(verdict) for verdict in self._finite)
+
+    def _send(self, mine: list[torch.Tensor]) -> None:
+        self._sizes = [tensor.numel() for tensor in mine]
+        if mine:
+            self._sent = torch.cat([tensor.reshape(-1) for tensor in mine])
+            self._work = dist.all_reduce(self._sent, group=self._group, async_op=True)
+
+    def _receive(self) -> list[Following | None]:
+        if not self._takers:
+            return []
+        self._work.wait()
+        # The divisor is a tensor: for a number torch multiplies by its reciprocal, which rounds
+        # differently.
+        mean = self._sent.div_(torch.full_like(self._sent, self._group.size()))
+        self._finite.append(mean.isfinite().all())
+        means = torch.split(mean, self._sizes)
+        return [take(part) for take, part in zip(self._takers, means, strict=True)]
+
+
+def takes(piece: Piece) -> bool:
+    """Whether an exchange can average this piece."""
+    return isinstance(piece.codec, PowerSGD) or piece.codec == Cast("float32")
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    exchange: Exchange
+    values: torch.Tensor
+    tensor: torch.Tensor
+    at_last: Callable[[], None]
+    future: torch.futures.Future[torch.Tensor]
+
+
+class Exchanges:
+    """The exchanges of one step; all turn and finish at its end, in the order of their starts."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.memory = Memory()
+        self._group = group
+        self._under_way: list[_UnderWay] = []
+
+    def start(
+        self,
+        tensor: torch.Tensor,
+        pieces: Sequence[Piece],
+        at_last: Callable[[], None],
+        **options: int,
+    ) -> tuple[Exchange, torch.futures.Future[torch.Tensor]]:
+        """Begin to average pieces of a tensor of any float type.
+
+        Args:
+            tensor: holds the result when the future is done.
+            pieces: see `Exchange`.
+            at_last: function that is called before the future is done.
+            options: arguments of `Exchange`.
+        """
+        values = tensor.float().contiguous()
+        exchange = Exchange(values, pieces, self.memory, self._group, **options)
+        devices: list[int | str | torch.device] = [] if tensor.is_cpu else [tensor.device]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._under_way.append(_UnderWay(exchange, values, tensor, at_last, future))
+        return exchange, future
+
+    def finish(self) -> None:
+        """Complete all exchanges."""
+        under_way, self._under_way = self._under_way, []
+        for one in under_way:
+            one.exchange.turn()
+        for one in under_way:
+            one.exchange.finish()
+            if one.values.data_ptr() != one.tensor.data_ptr():
+                one.tensor.copy_(one.values)
+            one.at_last()
+            one.future.set_result(one.tensor)
+
+    def forget(self) -> None:
+        """Drop the exchanges of a step that did not complete."""
+        self._under_way.clear()

@@ -1,0 +1,289 @@
+"""Bucket reducer: averages buckets over a group by their parameters' codecs and residuals.
+
+It is the base class of `CompressionState`, which says when a step begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from pycomm import backend
+from pycomm._build import load_c10d
+from pycomm.arguments import whole
+from pycomm.codecs import Codec
+from pycomm.errors import Error
+from pycomm.feedback import Feedback, Residuals
+from pycomm.feedback.rule import EXACT
+from pycomm.policy import CODED, Decision, Parameter, Plan, Policy, usual_feedback
+from pycomm.reduction import powersgd, two_shot
+from pycomm.reduction.bucket import Bucket, Piece
+
+
+class BucketReducer:
+    """Codecs and residuals of the parameters that one group of ranks reduces, bucket by bucket.
+
+    Arguments and errors are those of `CompressionState`.
+    """
+
+    def __init__(
+        self,
+        codec: str | Codec | Policy,
+        *,
+        process_group: dist.ProcessGroup | None,
+        feedback: bool | str | Feedback | None,
+        seed: int,
+    ) -> None:
+        seed = whole("seed", seed, 0, 2**64 - 1)
+        process_group = process_group or dist.group.WORLD
+        if process_group is None:
+            raise Error("there is no process group: call init_process_group first")
+        self.process_group: dist.ProcessGroup = process_group
+        if isinstance(codec, str) and feedback is True:
+            feedback = usual_feedback(codec) or True
+        rule = Feedback.of(feedback)
+        self._kind = rule.kind if rule else None
+        options = (f"feedback={rule}", f"seed={seed}")
+        self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=self._refusal)
+        self.residuals = Residuals(rule, process_group.size()) if rule else None
+        self.seed = seed
+        self.step = 0
+        """Number of the current step, from 1."""
+
+        self._names: dict[int, str] = {}  # by id of the parameter
+        self._parameters: list[torch.Tensor] = []  # keeps their ids from being used again
+        self._by_name: dict[str, torch.Tensor] = {}
+        self._numbers: dict[str, int] = {}
+        self._device = torch.device("cpu")
+        self._buckets: dict[tuple[str, ...], Bucket] = {}
+        self._exchanges = powersgd.Exchanges(process_group)
+        self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
+        self._touched: dict[str, Piece] = {}  # the current step's pieces with a residual
+        self._paying: set[str] = set()  # parameters without a residual after the current step
+
+    def _refusal(self, codec: Codec) -> str:
+        """Return why this group cannot use a codec; "" if it can."""
+        if codec.combine == "factors" and self._kind not in (None, "residual"):
+            return f"{codec.name} has feedback of the kind residual, not {self._kind}"
+        return ""
+
+    @property
+    def decisions(self) -> dict[str, Decision]:
+        """The codec of each parameter, by name."""
+        return self.plan.decisions
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """Their codecs alone."""
+        return {name: decision.codec for name, decision in self.decisions.items()}
+
+    def add(self, name: str, parameter: torch.Tensor, *, exact: str = "") -> None:
+        """Enter a parameter, or the part of it that is reduced here; in one order on all ranks.
+
+        A parameter with a known name replaces the old one, and keeps its residual if the shape is
+        the same.
+
+        Args:
+            name: name of the parameter.
+            parameter: tensor with its shape, dtype and device.
+            exact: reason to send it exactly whatever the policy says; "": none.
+        """
+        if not self._numbers:
+            self._device = parameter.device
+        if name in self._numbers:
+            self._forget_buckets({name})
+        self._names[id(parameter)] = name
+        self._parameters.append(parameter)
+        self._by_name[name] = parameter
+        self._numbers.setdefault(name, len(self._numbers))
+        shape = (*parameter.shape, 2) if parameter.is_complex() else parameter.shape
+        before = self.decisions.get(name)
+        if before is not None and before.parameter.shape != shape and self.residuals:
+            self.residuals.forget(name)
+        self.plan.add(Parameter(name, tuple(shape), parameter.dtype, exact))
+
+    def agree(self) -> None:
+        """Check that all ranks have decided alike; collective. See `Plan.agree`.
+
+        `reduce` also calls it, for parameters that it has not seen before.
+        """
+        self.plan.agree(self._device)
+
+    def reduce(
+        self, tensor: torch.Tensor, names: Sequence[str]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket over the group, in place.
+
+        Args:
+            tensor: the gradients of the named parameters, one behind the other. float32, or 16-bit
+                floats, which are summed in float32 and rounded once. Other dtypes and sparse
+                tensors are averaged exactly. Complex numbers are passed as two reals each, like
+                DDP's, and travel exactly.
+            names: names as given to `add`; equal on all ranks.
+
+        Returns:
+            A future of `tensor`.
+
+        Raises:
+            Error: the tensor has another number of values than the parameters.
+        """
+        if self.process_group.size() == 1 and not self._is_fed(names):
+            return _done(tensor)
+        if tensor.dtype not in CODED or tensor.is_sparse:
+            return self._reduce_plain(tensor)
+        bucket = self._bucket(tuple(names), tensor.device)
+        if bucket.numel != tensor.numel():
+            raise Error(
+                f"rank {self.process_group.rank()}: a bucket has {tensor.numel()} values, and its "
+                f"parameters, from {names[0]} on, have {bucket.numel}: were they replaced after "
+                "pycomm.compress? Wrap and compress the model anew"
+            )
+        if bucket.has_factors:
+            return self._reduce_factors(tensor, bucket)
+        return self._reduce_coded(tensor, bucket)
+
+    def _reduce_factors(
+        self, tensor: torch.Tensor, bucket: Bucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Reduce a bucket with PowerSGD pieces, which completes at the end of the step."""
+        taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
+        others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
+        self._use(taken, bucket, tensor)
+        probe = self.plan.probe(tensor, taken, self._owed)
+        places = [tensor[p.offset : p.offset + p.numel] for p in others]
+        coded = _done(tensor)
+        if others:
+            names = tuple(piece.name for piece in others)
+            coded = self._reduce_coded(torch.cat(places), self._bucket(names, tensor.device))
+
+        def put_back() -> None:
+            parts = torch.split(coded.wait(), [piece.numel for piece in others]) if others else ()
+            for place, part in zip(places, parts, strict=True):
+                place.copy_(part)
+
+        exchange, future = self._exchanges.start(
+            tensor, taken, put_back, seed=self.seed, step=self.step
+        )
+        self._finite.append(lambda: exchange.finite)
+        if probe is None:
+            return future
+        return future.then(lambda done: probe.finish(done.value()))
+
+    def _reduce_coded(
+        self, tensor: torch.Tensor, bucket: Bucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        self._clip(bucket, tensor)
+        self._use(bucket.pieces, bucket, tensor)
+        probe = self.plan.probe(tensor, bucket.pieces, self._owed)
+        native = bucket.taken_by(self.process_group, "all_reduce", tensor)
+        if native is not None:
+            work = native.compressed_all_reduce(
+                tensor, bucket.native, bucket.sides, self.seed, self.step
+            )
+            self._finite.append(lambda: work.finite)
+            coded: torch.futures.Future[torch.Tensor]
+            if probe is None and tensor.is_cpu:
+                coded = work.get_future()
+                return coded
+            finish = probe.finish if probe else lambda result: result
+            # For tensors that are not on the CPU, the work's result is a list.
+            last = finish if tensor.is_cpu else lambda results: finish(results[0])
+            coded = load_c10d().then(work, last)
+            return coded
+        values = tensor.contiguous()
+        finite = two_shot.all_reduce(
+            values, bucket, self.process_group, seed=self.seed, step=self.step
+        )
+        self._finite.append(lambda: bool(finite))
+        if values is not tensor:
+            tensor.copy_(values)
+        if probe is not None:
+            probe.finish(tensor)
+        return _done(tensor)
+
+    def _use(self, pieces: Sequence[Piece], bucket: Bucket, tensor: torch.Tensor) -> None:
+        """Prepare the residuals of these pieces, which take part in this step."""
+        ranks, gradient = self.process_group.size(), None
+        for piece in bucket.fed if pieces is bucket.pieces else pieces:
+            if piece.residual is not None:
+                if bucket.levels:
+                    gradient = tensor[piece.offset : piece.offset + piece.numel]
+                piece.residual.use(bucket.layout, ranks, gradient)
+                self._touched[piece.name] = piece
+        self._paying |= bucket.paying
+
+    def _clip(self, bucket: Bucket, tensor: torch.Tensor) -> None:
+        """Bound the norm of each gradient of this rank (DGC, Lin et al. 2018, section 3.3)."""
+        clip = self.residuals.rule.clip if self.residuals else 0.0
+        for piece in bucket.pieces if clip else ():
+            gradient = tensor[piece.offset : piece.offset + piece.numel]
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            most = clip / self.process_group.size() ** 0.5
+            gradient.mul_(torch.where(norm > most, most / norm, torch.ones_like(norm)))
+
+    def _is_fed(self, names: Sequence[str]) -> bool:
+        """Whether feedback adds to these gradients, even in a group of one rank."""
+        return self.residuals is not None and (
+            self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
+        )
+
+    def _owed(self, name: str, begin: int, end: int, row: int) -> torch.Tensor | None:
+        return self.residuals.owed(name, begin, end, row) if self.residuals else None
+
+    def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Reduce by the group's own all_reduce: float64 and sparse tensors, which codecs refuse."""
+        verdict: list[bool] = []
+
+        def finish(results: list[torch.Tensor]) -> torch.Tensor:
+            result = results[0]
+            values = result._values() if result.is_sparse else result
+            verdict.append(bool(values.isfinite().all()))
+            return result
+
+        tensor.div_(self.process_group.size())
+        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+        self._finite.append(lambda: verdict == [True])
+        plain: torch.futures.Future[torch.Tensor]
+        if backend.find(self.process_group, tensor.device):
+            plain = load_c10d().then(work, finish)
+        else:
+            plain = work.get_future().then(lambda future: finish(future.value()))
+        return plain
+
+    def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
+        bucket = self._buckets.get(names)
+        if bucket is None:
+            self.agree()
+            decisions = [self.part(self.decisions[name]) for name in names]
+            if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
+                decisions = [replace(decision, codec=EXACT) for decision in decisions]
+            numbers = [self._numbers[name] for name in names]
+            native = backend.find(self.process_group) if device.type == "cpu" else None
+            levels = native.levels if native and self.rows == 1 else ()
+            bucket = Bucket(
+                decisions, numbers, self.residuals, device, rows=self.rows, levels=levels
+            )
+            self._buckets[names] = bucket
+        return bucket
+
+    @property
+    def rows(self) -> int:
+        """Number of parts of each parameter that a rank contributes; see `Bucket`."""
+        return 1
+
+    def part(self, decision: Decision) -> Decision:
+        """Return the decision for a bucket's part of a parameter; here the whole parameter."""
+        return decision
+
+    def _forget_buckets(self, names: Set[str]) -> None:
+        for bucket in [bucket for bucket in self._buckets if not names.isdisjoint(bucket)]:
+            del self._buckets[bucket]
+
+
+def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future

@@ -1,0 +1,498 @@
+"""Compression state of a model, the base of all hooks: codecs, residuals and buckets.
+
+A step is `begin_step`, one `reduce` for each bucket, and `end_step`. Its residuals become current
+when the next step begins, if all of its reductions completed and are finite; until then the step
+can be taken back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm import monitor
+from pycomm.arguments import number, typed, whole
+from pycomm.codecs import Codec
+from pycomm.errors import Error
+from pycomm.feedback import Cut, Feedback, reshard, sources
+from pycomm.policy import EXACT, Policy
+from pycomm.policy.exchange import gather, tell
+from pycomm.policy.names import matching, renamed
+from pycomm.reduction import cost
+from pycomm.reduction.checkpoint import load_saved
+from pycomm.reduction.detached import DetachedState
+from pycomm.reduction.rates import Rates
+from pycomm.reduction.reducer import BucketReducer
+from pycomm.reduction.saved import check_sizes, known, residuals_of
+from pycomm.reduction.taken import Taken
+
+logger = logging.getLogger("pycomm")
+
+STATE_VERSION = 3
+_READABLE = (2, 3)  # version 2 had each residual as an entry of its own
+
+
+class CompressionState(BucketReducer):
+    """Codecs and feedback of the parameters that one group of ranks reduces.
+
+    Collective: all ranks of the group make one. Hooks of DDP, FSDP2 and the outer steps of LocalSGD
+    are thin layers above it.
+
+    Args:
+        codec: a codec, its text ("int8", "quant:bits=4,block=64"), a `Policy`, or the text of one
+            ("auto", "int4 warmup=100"). A codec leaves norms, biases and tiny parameters exact; a
+            policy does what it says.
+        process_group: the ranks that reduce; None: the default group.
+        feedback: error feedback: True, False, or a kind with options, "ema:0.9,storage=int8"; see
+            `pycomm.Feedback`. Equal on all ranks.
+        seed: seed of random rounding; equal on all ranks.
+
+    Raises:
+        Error: there is no process group.
+        ValueError: an unknown codec or kind of feedback, or bad options.
+        WireMismatch: ranks were given different codecs, policies, feedback or seeds; on all ranks.
+    """
+
+    def __init__(
+        self,
+        codec: str | Codec | Policy = "int8",
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        feedback: bool | str | Feedback | None = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(codec, process_group=process_group, feedback=feedback, seed=seed)
+        self.overflows = 0
+        """Steps whose result was not finite; they have left the residuals as they were."""
+        self._rates = Rates()
+        self._complete = False
+        self._was_finite = True
+        self._copied = False
+        self._taken: Taken | None = None
+        """Observer that detects unused gradients, if the hook has one."""
+        self._thrown: set[str] = set()  # the last step's gradients that were thrown away
+        self._joined = False  # Join shadows this rank, which has no more data
+        self._discarded = False
+        self._told = 0  # bytes of residuals that were reported, the most so far
+        self._leaving = False  # after remove(), until no residual is left
+        self.removed = False
+        """`remove` is complete: the model no longer uses this state."""
+
+    # ------------------------------------------------------------------ for users
+
+    def __repr__(self) -> str:
+        what = f"{self.plan.policy}, step={self.step}, overflows={self.overflows}"
+        return f"{type(self).__name__}({what})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DetachedState:
+        self._warn_of_copies()
+        return DetachedState(str(self.plan.policy))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._warn_of_copies()
+        return DetachedState, (str(self.plan.policy), self.state_dict())
+
+    def _warn_of_copies(self) -> None:
+        if not self._copied:
+            logger.warning(
+                "rank %d: a model that is compressed was copied or saved whole; the copy's "
+                "gradients travel exactly until pycomm.compress is called on it. A checkpoint "
+                "keeps what is owed by state.state_dict()",
+                self.process_group.rank(),
+            )
+        self._copied = True
+
+    def summary(self) -> str:
+        """Return the current decisions, a line for each codec and reason, their changes, and the
+        memory of the residuals on this rank."""
+        return "\n".join(filter(None, (self.plan.summary(), cost.told(self))))
+
+    def agree(self) -> None:
+        """Check that all ranks have decided alike, and report the residuals' memory; collective.
+
+        The report comes before any residual is allocated. See `Plan.agree`.
+        """
+        super().agree()
+        taken = cost.residual_bytes(self)
+        if taken > self._told and self.process_group.size() > 1:
+            self._told = taken  # so that trials of "auto", and schedules, report it once
+            if self.process_group.rank() == 0:
+                tell(cost.told(self))
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory of the residuals on this rank when all of them have been written, in bytes."""
+        return cost.residual_bytes(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the epoch, from 0, for schedules by epoch; equal on all ranks."""
+        self.plan.set_epoch(whole("epoch", epoch))
+
+    def set_policy(self, codec: str | Codec | Policy) -> None:
+        """Change the codec or policy from the next step on; collective, between two steps.
+
+        Residuals are kept and sent with the new codecs, completely if a parameter becomes exact.
+        The kind of feedback stays. This cancels a `remove` that is not complete.
+
+        Args:
+            codec: as for `pycomm.compress`, equal on all ranks. Steps of a warm-up or a schedule
+                count from the start of training.
+
+        Raises:
+            ValueError: an unknown codec, or one that this wrapper or feedback cannot use; the state
+                is unchanged.
+            WireMismatch: ranks were given different codecs or policies.
+            Error: `remove` is complete; call `pycomm.compress` again.
+        """
+        if self.removed:
+            raise Error("compression was taken off this model: call pycomm.compress(model, ...)")
+        self.settle()
+        self.plan = self.plan.followed_by(Policy.of(codec), self._device)
+        self._buckets.clear()
+        self._leaving = False
+
+    def remove(self) -> None:
+        """Remove compression from the model; collective, between two steps.
+
+        The next step is exact and also sends every parameter's residual, so nothing is lost. After
+        that the model reduces its gradients as if it had never been compressed. Momentum that was
+        kept here (feedback "momentum") ends: configure it in the optimizer.
+        """
+        if self.removed:
+            return
+        self.set_policy(Policy(EXACT, rules=(), guard=None))
+        self._leaving = True
+
+    def __enter__(self) -> CompressionState:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:  # after an exception other ranks may be anywhere
+            self.remove()
+
+    def _may_leave(self, *, begins: bool) -> bool:
+        """Whether no rank has residuals after the last step; collective.
+
+        Args:
+            begins: the next step begins; else the last one has just ended, and its gradients may
+                not have been used yet.
+        """
+        if begins and self._taken:
+            self._thrown |= self._taken.begin(self._touched)
+        self.settle(last=begins)
+        owes = self.residuals is not None and self.residuals.owes
+        return not any(owing for (owing,) in gather([owes], self.process_group, self._device))
+
+    def _leave(self) -> None:
+        """Complete `remove`."""
+        self._leaving, self.removed = False, True
+        monitor.forget(self.plan)
+        if self._taken:
+            self._taken.release()
+        if self.residuals:
+            self.residuals.clear()
+        self._buckets.clear()
+
+    def residual_norms(self) -> dict[str, tuple[float, float]]:
+        """Return the L2 norms of each parameter's worker and owner residual after the last step."""
+        self.settle(last=False)
+        return self.residuals.norms() if self.residuals else {}
+
+    def residual_ages(self) -> dict[str, int]:
+        """Return the number of steps that each residual has waited; see `Residuals.ages`."""
+        self.settle(last=False)
+        return self.residuals.ages(self.step) if self.residuals else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to checkpoint; between two steps. Every rank saves its own.
+
+        Gradients are not part of a checkpoint, so it excludes the residuals of gradients that no
+        optimizer has used yet.
+
+        The keys contain the rank, so torch.distributed.checkpoint keeps the entries of all ranks
+        apart; the entries are tuples, which it saves and loads whole. So ``dcp.save`` and
+        ``dcp.load`` take the state itself if the number of ranks stays the same; `load_checkpoint`
+        reads it on any number of ranks.
+        """
+        self.settle(last=False)
+        about = {
+            "version": STATE_VERSION,
+            "world_size": self.process_group.size(),
+            "seed": self.seed,
+            "step": self.step,
+            "plan": self.plan.state_dict(),
+            **self._rates.state_dict(),
+        }
+        residuals = self.residuals.state_dict() if self.residuals else {}
+        return {
+            "about": (about,),
+            "factors": (self._exchanges.memory.state_dict(),),
+            # The global rank: every replica group has a rank 0.
+            f"rank{dist.get_rank()}": (self.step, residuals),
+        }
+
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Restore the state from `state_dict`, on the same or another number of ranks.
+
+        Args:
+            states: this rank's state; on another number of ranks the states of all ranks.
+
+        Raises:
+            ValueError: the state is of another version or model, ranks are missing, or this rank's
+                entry was not loaded with the rest.
+        """
+        for state in states:
+            typed("state", state, Mapping)
+        saved = {key: value for state in states for key, value in state.items()}
+        if "about" not in saved:
+            raise ValueError(
+                "this is no state of pycomm, which has an entry 'about': it has "
+                f"{', '.join(map(str, saved)) or 'nothing'}"
+            )
+        (about,) = saved["about"]
+        if about["version"] not in _READABLE:
+            version = about["version"]
+            raise ValueError(f"the hook's state has version {version}, not {STATE_VERSION}")
+        own = self._own_residuals(saved, about) if self.residuals else {}
+        self._load_common(about, saved.get("factors", {}))
+        if self.residuals:
+            self.residuals.load_state_dict(own, self.codecs)
+        self._buckets.clear()
+
+    def _load_common(self, about: Mapping[str, Any], factors: Any) -> None:
+        """Restore the entries that are equal on all ranks."""
+        self.settle()
+        self.seed, self.step = about["seed"], about["step"]
+        (factors,) = factors if isinstance(factors, tuple) else (factors,)
+        plan, rates = dict(about["plan"]), about["rates"]
+        names = matching({*factors, *rates, *plan["escalated"]}, self._numbers)
+        plan["escalated"] = renamed(plan["escalated"], names)
+        self._rates.load_state_dict({**about, "rates": renamed(rates, names)})
+        self.plan.load_state_dict(plan)
+        self._exchanges.memory.load_state_dict(renamed(factors, names))
+
+    def _own_residuals(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
+        """Return the residuals for this rank, by the parameters' names here."""
+        assert self.residuals is not None
+        before, ranks = about["world_size"], self.process_group.size()
+        needed = self._needed(before)
+        if missing := [key for key in needed if key not in saved]:
+            raise ValueError(
+                f"the hook's state was saved by {before} ranks and is loaded by rank "
+                f"{self.process_group.rank()} of {ranks}, which needs what {', '.join(missing)} "
+                "has saved: ranks owe different things"
+            )
+        rule = self.residuals.rule
+        keeps = any(rule.keeps_errors(decision.codec) for decision in self.decisions.values())
+        own = [residuals_of(saved, key, about["step"], keeps=keeps) for key in needed]
+        # Renamed before they are resharded: the cuts are known by the names here.
+        own = known(own, self._numbers, tell=self.process_group.rank() == 0)
+        (mine,) = own if before == ranks else [reshard(rule, own, before, ranks, self._cuts())]
+        parts = {name: self.part(decision).parameter for name, decision in self.decisions.items()}
+        sizes = {name: (self.rows, part.numel) for name, part in parts.items()}
+        check_sizes(mine, sizes)
+        return mine
+
+    def _cuts(self) -> dict[str, Cut]:
+        """Return how ranks shard the parameters; empty: each rank has all of them."""
+        return {}
+
+    def _needed(self, before: int) -> list[str]:
+        """Return the keys of the entries of `before` ranks that this rank needs."""
+        if self.residuals is None:
+            return []
+        if before == self.process_group.size():
+            return [f"rank{dist.get_rank()}"]
+        if self.process_group.size() != dist.get_world_size():
+            raise ValueError(
+                f"the hook's state was saved by groups of {before} ranks; groups that are not the "
+                f"whole world can only go on with as many, not {self.process_group.size()}"
+            )
+        rank, ranks = self.process_group.rank(), self.process_group.size()
+        return [f"rank{r}" for r in sources(self.residuals.rule, before, rank, ranks)]
+
+    def take_over(self, before: CompressionState) -> None:
+        """Continue from the state of a group that has lost ranks; collective.
+
+        It is called in the group of the remaining ranks, as `torch.distributed.shrink_group` makes
+        it; each passes its old state. Codecs, schedules and the number of the step are those of the
+        first remaining rank. Residuals of the remaining ranks are kept, for the average over fewer
+        ranks; those of the lost ranks are lost.
+
+        Args:
+            before: the old state, which cannot be used afterwards.
+
+        Raises:
+            ValueError: ranks shard the parameters (FSDP2), so the lost ranks' shards are lost.
+
+        Example:
+            >>> dist.shrink_group(error.ranks, shrink_flags=1)  # doctest: +SKIP
+            >>> model = DistributedDataParallel(model.module)  # doctest: +SKIP
+            >>> state, lost = pycomm.compress(model, "int4"), state  # doctest: +SKIP
+            >>> state.take_over(lost)  # doctest: +SKIP
+        """
+        typed("before", before, CompressionState)
+        if self._cuts():
+            raise ValueError(
+                "ranks share these parameters, and the shards of lost ranks are gone with them; "
+                "go on from a checkpoint, with load_checkpoint"
+            )
+        saved = before.state_dict()
+        owed = before.residuals.state_dict() if before.residuals else {}
+        every_rank = [saved["about"], saved["factors"]]
+        if self.residuals and self.residuals.rule.kind == "ef21":
+            every_rank.append(owed)  # its mean must be the same on all ranks
+        first = dist.get_global_rank(self.process_group, 0)
+        dist.broadcast_object_list(every_rank, src=first, group=self.process_group)
+        (about,), factors, *mean = every_rank
+        self._load_common(about, factors)
+        if self.residuals:
+            rule, ranks = self.residuals.rule, self.process_group.size()
+            owed = mean[0] if mean else owed
+            owed = reshard(rule, [owed], about["world_size"], ranks)
+            self.residuals.load_state_dict(owed, self.codecs)
+        self._buckets.clear()
+
+    def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "pycomm") -> None:
+        """Continue from a checkpoint of torch.distributed.checkpoint; collective.
+
+        Args:
+            checkpoint_id: the folder, as ``dcp.save`` got it.
+            key: key of the state in ``dcp.save({key: state.state_dict()}, ...)``, by any number of
+                ranks.
+
+        Raises:
+            ValueError: the checkpoint has nothing under this key.
+        """
+        about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
+        needed = self._needed(about[0]["world_size"])
+        saved = load_saved(checkpoint_id, key, ["about", "factors", *needed], self.process_group)
+        for part in needed:
+            saved.setdefault(part, (about[0]["step"], {}))  # version 2, with nothing to save
+        self.load_state_dict(saved)
+
+    def rescale(self, factor: float, names: Iterable[str] | None = None) -> None:
+        """Multiply residuals, which are in the units of gradients at one learning rate.
+
+        When the learning rate changes from a to b, ``rescale(a / b)`` lets residuals move the
+        parameters as far as they would have (Zheng et al. 2019, algorithm 1). `follow` does it
+        automatically.
+
+        Args:
+            factor: positive number.
+            names: names of the parameters; None: all.
+        """
+        factor = number("factor", factor)
+        if factor <= 0:
+            raise ValueError(f"factor={factor} is not above 0")
+        if isinstance(names, str):
+            raise TypeError(f"names={names!r} is one text: want names in a list")
+        self.settle()
+        if self.residuals:
+            self.residuals.scale(factor, names)
+
+    def follow(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Rescale residuals at the start of each step whose learning rate or loss scale differs.
+
+        An omitted argument keeps its setting, so the two can be given in separate calls.
+
+        Args:
+            optimizer: optimizer whose learning rates are followed, by parameter group.
+            scaler: scaler whose loss scale, the unit of all gradients and residuals, is followed.
+        """
+        typed("optimizer", optimizer, torch.optim.Optimizer, None)
+        typed("scaler", scaler, torch.amp.GradScaler, None)
+        if optimizer is not None:
+            self._rates.optimizer = optimizer
+        if scaler is not None:
+            self._rates.scaler = scaler
+
+    def discard(self) -> None:
+        """Declare that the gradients of the last backward are thrown away; all ranks call it.
+
+        The residuals become what they were before that backward. Call it after the backward and
+        before the next one. If `zero_grad` follows without an optimizer step, that is detected
+        without this call; see docs/feedback.md.
+        """
+        if self._finite:  # there was a backward, and nothing has settled it
+            self._thrown.update(self._touched)
+            self._discarded = True
+
+    # ------------------------------------------------------------------ for hooks
+
+    def begin_step(self) -> None:
+        """Settle the last step and begin the next, before its first `reduce`, on all ranks."""
+        if self._taken:
+            self._thrown |= self._taken.begin(self._touched)
+        self.settle()
+        self._exchanges.forget()
+        self.step = (self.step + 1) % 2**32
+        if self.residuals:
+            self._rates.rescale(self.residuals, self._names)
+            reset = self.residuals.rule.reset
+            if reset and self.step % reset == 0:
+                self.residuals.reset()
+        self._forget_buckets(self.plan.advance(self.step, self._device, finite=self._was_finite))
+
+    def end_step(self) -> None:
+        """End a step: every bucket of it has been given to `reduce`."""
+        self._exchanges.finish()
+        self._complete = True
+        if self._taken:
+            self._taken.end(self._touched, elsewhere=self._joined)
+
+    def settle(self, *, last: bool = True) -> None:
+        """Wait for the last step; keep its residuals if it completed and is finite.
+
+        Args:
+            last: decide about all residuals. Else those of gradients that no optimizer has used yet
+                remain undecided and hidden until one does or the gradients are thrown away.
+        """
+        if not self._finite:
+            return
+        finite = all([check() for check in self._finite])
+        came = finite and self._complete and not self._discarded
+        waiting = self._taken.waiting(self._touched) if came and not last and self._taken else set()
+        if self.residuals:
+            names = self._touched.keys() - waiting
+            kept = names - self._unused() - self._thrown if came else set()
+            self.residuals.take_back(names - kept)
+            self.residuals.commit(kept, self.step)
+            self._drop_paid(kept)
+        self._exchanges.memory.commit(came)
+        if waiting:
+            self._touched = {name: self._touched[name] for name in waiting}
+            self._finite = [lambda: True]
+            return
+        self.overflows += not finite
+        self._was_finite = finite
+        self._finite.clear()
+        self._touched.clear()
+        self._paying.clear()
+        self._thrown.clear()
+        self._complete = self._discarded = False
+
+    def _unused(self) -> set[str]:
+        """Return the parameters whose last result was not used, since no rank used them.
+
+        Their residuals are kept as they were.
+        """
+        return set()
+
+    def _drop_paid(self, names: Set[str]) -> None:
+        """Drop the residuals that have been sent with a codec that leaves no new error."""
+        assert self.residuals is not None
+        paid = {name for name in self._paying & names if self.residuals[name].worker is not None}
+        for name in paid:
+            self.residuals.drop(name)
+        self._forget_buckets(paid)

@@ -1,0 +1,237 @@
+"""Detection of reduced gradients that were thrown away instead of being used by an optimizer.
+
+A residual belongs to the gradients that move the parameters. Some gradients never do: when a GAN's
+generator learns, the backward through the discriminator also makes gradients of the discriminator,
+which the next `zero_grad` removes. The residuals of such a reduction must be removed with them.
+
+A gradient was thrown away if no optimizer has stepped and nothing has changed the parameter in
+place since, and the gradient is None or zero when the next backward reaches it. This is concluded
+only for parameters that an optimizer or an in-place change has moved before: loops that write to
+``parameter.data`` and replayed CUDA graphs show neither.
+
+If ranks have the same gradients, each parameter is judged by its own gradient, so all ranks decide
+alike. A zero shard does not imply that the other shards are zero: with shards, gradients count as
+thrown away only if all of them are zero.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_CALM = 32  # steps in a row whose gradients were all taken, after which the hooks are removed
+_IDLE = 16  # steps in a row without a visible change: the parameters are moved in an unseen way
+_SAMPLE = 16  # values that are checked before the whole gradient: most gradients are not zero
+
+
+class Taken:
+    """Observer of a state's parameters between steps.
+
+    Args:
+        names: names of the parameters, by id.
+        parameters: parameters by name; the optimizer uses their ``grad``.
+        early: a step begins before its backward adds to any gradient, as with FSDP2, where
+            gradients are shards.
+        always: keep the hooks in backward in every step, since all ranks must decide alike.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        early: bool = False,
+        always: bool = False,
+    ) -> None:
+        self._names, self._parameters, self._early = names, parameters, early
+        self._always = always
+        self._versions: dict[str, int] = {}  # versions when the gradients were reduced
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since then
+        self._moved: set[str] | None = set()  # moved by `_stepped`; None: not looked up yet
+        self._moves: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], set[str]]]
+        self._moves = weakref.WeakKeyDictionary()
+        self._tracked: set[str] = set()  # parameters that have been moved before
+        self._gone: set[str] = set()  # backward has found no gradient, or zero
+        self._reached: set[str] = set()  # reached by a backward since the last step
+        self._found: dict[str, torch.Tensor] = {}  # on a device: whether a gradient was nonzero
+        self._reducing = False
+        self._elsewhere = False  # other ranks have taken the last step's gradients
+        self._handles: list[Any] = []
+        self._calm = self._idle = 0
+        _watching.add(self)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that an optimizer has stepped, this model's or another's."""
+        self._stepped.add(optimizer)
+        self._moved = None
+
+    def waiting(self, names: Collection[str]) -> set[str]:
+        """Return the last step's parameters that nothing has moved yet."""
+        if self._elsewhere:
+            return set()
+        unmoved = self._tracked.intersection(names) - self._all_moved()
+        return {name for name in unmoved if not self._changed(name)}
+
+    def begin(self, names: Collection[str]) -> set[str]:
+        """Begin a step; return the last step's parameters whose gradients were thrown away.
+
+        Args:
+            names: names of the last step's parameters.
+        """
+        waiting = self.waiting(names)
+        if not self._elsewhere:
+            self._tracked |= self._all_moved().intersection(names)
+            self._tracked.update(
+                [name for name in names if name not in self._tracked and self._changed(name)]
+            )
+        thrown = self._all_gone(waiting)
+        self._idle = self._idle + 1 if names and len(waiting) == len(names) else 0
+        if self._idle >= _IDLE:
+            self._tracked.clear()
+        self._calm = 0 if waiting else self._calm + 1
+        if self._calm < _CALM or self._always:
+            self._arm()
+        else:
+            self._disarm()
+        self._gone.clear()
+        self._reached.clear()
+        self._found.clear()
+        self._reducing = True
+        return thrown
+
+    def end(self, names: Collection[str], *, elsewhere: bool = False) -> None:
+        """End a step.
+
+        Args:
+            names: names of its parameters.
+            elsewhere: only other ranks use its gradients: Join shadows this rank.
+        """
+        self._elsewhere = elsewhere
+        self._versions = {name: self._parameters[name]._version for name in names}
+        self._stepped.clear()
+        self._moved = set()
+        self._reducing = False
+
+    def replaced(self, name: str) -> None:
+        """Record that a parameter's tensor was replaced since the last step."""
+        self._versions.pop(name, None)  # so it counts as changed
+        self._moves.clear()
+
+    def release(self) -> None:
+        """Remove the hooks from backward: no step follows."""
+        self._disarm()
+
+    def look(self, name: str) -> None:
+        """Record the state of a parameter's gradient before a backward adds to it."""
+        if self._reducing or name in self._reached:  # reached before, or this step has begun
+            return
+        if name in self._versions and self.waiting([name]):
+            gradient = self._parameters[name].grad
+            if gradient is None:
+                self._gone.add(name)
+            elif gradient.is_cpu:
+                if not _holds(gradient):
+                    self._gone.add(name)
+            else:  # read later with the others, so that backward does not wait for the device
+                self._found[name] = gradient.any()
+        self._reached.add(name)
+
+    def _all_moved(self) -> set[str]:
+        """Return the parameters of all optimizers that have stepped."""
+        if self._moved is None:
+            found: set[str] = set()
+            for optimizer in self._stepped:
+                sizes = [len(group["params"]) for group in optimizer.param_groups]
+                known = self._moves.get(optimizer)
+                if known is None or known[0] != sizes:
+                    ids = (id(p) for group in optimizer.param_groups for p in group["params"])
+                    known = sizes, {self._names[i] for i in ids if i in self._names}
+                    self._moves[optimizer] = known
+                found |= known[1]
+            self._moved = found
+        return self._moved
+
+    def _changed(self, name: str) -> bool:
+        """Whether the parameter's version has changed, which fused optimizers do not do."""
+        return self._parameters[name]._version != self._versions.get(name)
+
+    def _all_gone(self, waiting: set[str]) -> set[str]:
+        """Return those of these parameters whose gradients are None or zero."""
+        gone = waiting & self._gone
+        there: list[tuple[str, torch.Tensor]] = []
+        for name in waiting - gone:
+            gradient = self._parameters[name].grad
+            if gradient is None:
+                gone.add(name)
+            # A gradient that this backward has reached has another value by now.
+            elif self._early or (self._handles and name not in self._reached):
+                own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                there.append((name, own))
+        if self._early:
+            if any(own.numel() for _, own in there) and not any(_holds(own) for _, own in there):
+                gone.update(name for name, _ in there)
+            return gone
+        found = {name: found for name, found in self._found.items() if name in waiting}
+        for name, gradient in there:
+            if not gradient.is_cpu:
+                found[name] = gradient.any()
+            elif not _holds(gradient):
+                gone.add(name)
+        if found:
+            held = torch.stack(list(found.values())).tolist()
+            gone.update(name for name, one in zip(found, held, strict=True) if not one)
+        return gone
+
+    def _arm(self) -> None:
+        """Add hooks that look at gradients before backward adds to them, unless `early`."""
+        if self._early or self._handles:
+            return
+        me = weakref.ref(self)
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and parameter.is_leaf:
+                handle = parameter.register_hook(_Look(me, name))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def _disarm(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _holds(gradient: torch.Tensor) -> bool:
+    """Whether a gradient has a value that is not zero."""
+    if gradient.numel() > _SAMPLE and gradient.is_contiguous():
+        flat = gradient.detach().view(-1)
+        if flat[:: flat.numel() // _SAMPLE].any():
+            return True
+    return bool(gradient.any())
+
+
+class _Look:
+    """A parameter's hook, with a weak reference since parameters outlive a state."""
+
+    __torch_unserializable__ = True  # torch.save of the parameter leaves the hook out silently
+
+    def __init__(self, taken: weakref.ref[Taken], name: str) -> None:
+        self._taken, self._name = taken, name
+
+    def __call__(self, _: torch.Tensor) -> None:
+        taken = self._taken()
+        if taken is not None:
+            taken.look(self._name)
+
+
+_watching: weakref.WeakSet[Taken] = weakref.WeakSet()
+
+
+def _tell_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for taken in list(_watching):
+        taken.stepped(optimizer)
+
+
+register_optimizer_step_post_hook(_tell_all)

@@ -1,0 +1,271 @@
+"""Compressed collectives on any process group: payloads go by all-to-all and all-gather.
+
+The algorithm, cuts and numbers are those of csrc/collectives/coded/coded.h, on top of
+torch.distributed; results are equal bit for bit. It works with any backend that moves bytes, on any
+device, but nothing overlaps: the "pycomm" backend does all of this off the caller's thread. Values
+on the CPU are encoded and decoded in C++, a bucket in one call (`pycomm.reduction.batched`); those
+on other devices, and codecs of other implementations, go through the codecs' tensor interface.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pycomm.codecs.convert import convert
+from pycomm.feedback import add_mean
+from pycomm.reduction.batched import Batched
+from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.coding import (
+    Coder,
+    Packed,
+    Run,
+    agree,
+    chunks,
+    finish,
+    is_variable,
+    landing,
+    total_bytes,
+    whole,
+    widened,
+)
+from pycomm.reduction.payloads import all_gather as gather_payloads
+from pycomm.reduction.payloads import all_to_all
+
+
+def all_reduce(
+    values: torch.Tensor,
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    *,
+    seed: int,
+    step: int,
+) -> torch.Tensor:
+    """Average `values` over all ranks of a group, encoded on the way.
+
+    Decoded values are summed in float32 in rank order and divided once: by their owner, which
+    encodes the average; or by every rank, if the owner encodes the sum itself (``combine`` "sum")
+    or if there is no owner ("gather").
+
+    Args:
+        values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
+        bucket: layout and residuals of the values.
+        group: any process group whose backend has all_to_all_single and all_gather.
+        seed: equal on all ranks.
+        step: number of the step, below 2^32.
+
+    Returns:
+        A bool tensor without dimensions: whether the result is finite everywhere.
+
+    Raises:
+        WireMismatch: a rank sends payloads of impossible sizes.
+    """
+    rank, ranks = group.rank(), group.size()
+
+    def deal() -> list[list[Run]]:
+        owned = chunks(bucket.dense, ranks)
+        return [*(Packed(runs).order for runs in owned), whole(bucket.gathered)]
+
+    batched = Batched.find("all_reduce", bucket, group, deal, values)
+    if batched is not None:
+        batched.begin(bucket.sides, seed=seed, step=step)
+        batched.agree(values)
+        finite = True
+        if bucket.dense:
+            finite = batched.land(values, batched.own(values, batched.scatter(values)))
+        if bucket.gathered:
+            finite &= batched.add_up(values, ranks, batched.show(values, ranks))
+        return torch.tensor(finite)
+    if values.dtype != torch.float32 and any(p.residual and p.residual.mean for p in bucket.pieces):
+        # EF21 adds to all of the result before it is rounded.
+        wide = convert(values, torch.float32)
+        all_reduce(wide, bucket, group, seed=seed, step=step)
+        found_inf = _flag(values)
+        convert(wide, values, found_inf=found_inf)
+        return found_inf[0] == 0
+    agreed = agree(bucket.pieces, [values], group)
+    coder = Coder(rank, ranks, seed=seed, step=step, agreed=agreed)
+    found_inf = _flag(values)
+
+    if bucket.dense:
+        if ranks not in bucket.dealt:
+            bucket.dealt[ranks] = [Packed(runs) for runs in chunks(bucket.dense, ranks)]
+        _reduce_dense(values, bucket.dealt[ranks], coder, group, found_inf)
+    shown = whole(bucket.gathered)
+    if shown:
+        ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
+        most, sums = [total_bytes(shown)] * ranks, landing(shown, values)
+        came = gather_payloads(ours, ours.numel(), most, group, variable=is_variable(shown))
+        for r, payload in enumerate(came.parts()):
+            coder.decode(shown, payload, sums, add=r > 0)
+        finish(shown, sums, values, [ranks] * len(shown), found_inf)
+    _add_means(bucket, values, found_inf)
+    return found_inf[0] == 0
+
+
+def _flag(like: torch.Tensor) -> torch.Tensor:
+    """Return the overflow flag for `convert`."""
+    return torch.zeros(1, dtype=torch.float32, device=like.device)
+
+
+def _add_means(bucket: Bucket, values: torch.Tensor, found_inf: torch.Tensor) -> None:
+    for piece in bucket.pieces:
+        if piece.residual is not None and piece.residual.mean is not None:
+            part = values[piece.offset : piece.offset + piece.numel]
+            add_mean(piece.residual, part)
+            convert(part, found_inf=found_inf)
+
+
+def _reduce_dense(
+    values: torch.Tensor,
+    owned: list[Packed],
+    coder: Coder,
+    group: dist.ProcessGroup,
+    found_inf: torch.Tensor,
+) -> None:
+    """Send payloads to their owners, which sum them, and the results back to all ranks."""
+    rank, ranks = group.rank(), group.size()
+    variable = any(is_variable(part.runs) for part in owned)
+    sent = [
+        coder.encode(part.runs, part.widened(values), values.device, worker=True) for part in owned
+    ]
+    mine, sums = owned[rank].runs, owned[rank].landing(values)
+    for r, payload in enumerate(_scatter(sent, total_bytes(mine), variable, group)):
+        coder.decode(mine, payload, sums, add=r > 0)
+    owned[rank].average(sums, values, ranks)
+    result = coder.encode(mine, sums, values.device, worker=False)
+    most = [total_bytes(part.runs) for part in owned]
+    results = gather_payloads(result, result.numel(), most, group, variable=variable)
+    for part, payload in zip(owned, results.parts(), strict=True):
+        parts = part.landing(values)
+        coder.decode(part.runs, payload, parts, add=False)
+        divisors = [ranks if run.piece.codec.combine == "sum" else 1 for run in part.runs]
+        part.finish(parts, values, divisors, found_inf)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    *,
+    seed: int,
+    step: int,
+    average: bool = True,
+) -> torch.Tensor:
+    """Average rows over all ranks of a group, encoded on the way; `output` gets our row.
+
+    The first shot of `all_reduce`: each value is encoded once. Row r of the input is for rank r, as
+    FSDP2 lays out its input: a row has one shard of each parameter behind the other, padded
+    to equal sizes (``chunk_cat`` in torch's _fsdp_collectives.py). Shard r of a parameter is
+    encoded as a tensor of its own, with index 0 at its start and random numbers that depend on r.
+
+    Args:
+        output: floats of 16 or 32 bits [bucket.numel], contiguous.
+        input: likewise [ranks, bucket.numel], contiguous.
+        bucket: layout of a row; made with ``rows=ranks``.
+        group: any process group whose backend has all_to_all_single and all_reduce.
+        seed: equal on all ranks.
+        step: number of the step, below 2^32.
+        average: divide the sum by the number of ranks.
+
+    Returns:
+        A bool tensor without dimensions, equal on all ranks: whether all rows' results are finite.
+
+    Raises:
+        WireMismatch: a rank sends payloads of impossible sizes.
+    """
+    rank, ranks = group.rank(), group.size()
+
+    def deal() -> list[list[Run]]:
+        return [whole(bucket.pieces)]
+
+    batched = Batched.find("reduce_scatter", bucket, group, deal, input, output)
+    if batched is not None:
+        batched.begin(bucket.sides, seed=seed, step=step, average=average)
+        batched.agree(input, ranks)
+        came = batched.scatter(input, ranks)
+        return _all_finite(torch.tensor([batched.add_up(output, 0, came)]), group)
+    rows = list(input.view(ranks, -1))
+    agreed = agree(bucket.pieces, rows, group)
+    coder = Coder(rank, ranks, seed=seed, step=step, agreed=agreed)
+    runs = whole(bucket.pieces)
+    sent = [
+        coder.encode(runs, widened(runs, values), values.device, worker=True, row=r)
+        for r, values in enumerate(rows)
+    ]
+    means = any(piece.residual and piece.residual.mean for piece in bucket.pieces)
+    result = output.float() if means else output  # EF21 adds to it before it is rounded
+    sums = landing(runs, result)
+    for r, payload in enumerate(_scatter(sent, total_bytes(runs), is_variable(runs), group)):
+        coder.decode(runs, payload, sums, add=r > 0)
+    found_inf = _flag(output)
+    finish(runs, sums, result, [ranks if average else 1] * len(runs), found_inf)
+    _add_means(bucket, result, found_inf)
+    if result is not output:
+        convert(result, output, found_inf=found_inf)
+    return _all_finite(found_inf == 0, group)
+
+
+def _all_finite(ours: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return whether all ranks' rows are finite, equal on all ranks."""
+    finite = ours.to(torch.uint8)
+    dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
+    return finite[0] == 1
+
+
+def all_gather(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    *,
+    seed: int,
+    step: int,
+) -> torch.Tensor:
+    """Gather the encoded rows of all ranks and decode them to `output`, in rank order.
+
+    Our own row goes through the codec too, so all ranks have the same bits.
+
+    Args:
+        output: floats of 16 or 32 bits [ranks, bucket.numel], contiguous.
+        input: likewise [bucket.numel], contiguous; may be our row of the output.
+        bucket: layout of a row.
+        group: any process group whose backend has all_gather.
+        seed: equal on all ranks.
+        step: number of the step, below 2^32.
+
+    Returns:
+        A bool tensor without dimensions: whether the output is finite everywhere.
+
+    Raises:
+        WireMismatch: a rank sends payloads of impossible sizes.
+    """
+    rank, ranks = group.rank(), group.size()
+
+    def deal() -> list[list[Run]]:
+        return [whole(bucket.pieces)]
+
+    batched = Batched.find("all_gather", bucket, group, deal, input, output)
+    if batched is not None:
+        batched.begin(bucket.sides, seed=seed, step=step, average=False)
+        return torch.tensor(batched.land(output, batched.show(input, 0), ranks))
+    coder = Coder(rank, ranks, seed=seed, step=step)
+    runs = whole(bucket.pieces)
+    ours = coder.encode(runs, widened(runs, input), input.device, worker=True)
+    most = [total_bytes(runs)] * ranks
+    came = gather_payloads(ours, ours.numel(), most, group, variable=is_variable(runs))
+    found_inf = _flag(output)
+    for values, payload in zip(output.view(ranks, -1), came.parts(), strict=True):
+        parts = landing(runs, values)
+        coder.decode(runs, payload, parts, add=False)
+        finish(runs, parts, values, [1] * len(runs), found_inf)
+    return found_inf[0] == 0
+
+
+def _scatter(
+    payloads: list[torch.Tensor], most: int, variable: bool, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Send payload r to rank r; return the payloads that each rank sends us."""
+    sizes = [payload.numel() for payload in payloads]
+    return all_to_all(torch.cat(payloads), sizes, most, group, variable=variable).parts()

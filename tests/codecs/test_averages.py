@@ -1,0 +1,145 @@
+"""Averages of random codecs: codecs with random rounding or rotation are unbiased over keys, for
+any values and any distribution of the energy over them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.codecs import CODECS
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec
+from tests.codecs.cases import SPECS, agreed
+
+SIZE = 2048
+# Deviations of the mean, in sigma, that occur by chance once in 10^7 projections.
+SIGMAS = 5.5
+# Codecs and their permitted bias, relative to the input in any direction. Exact random rounding has
+# only float32's bias, at the top of a range; rotations are close to uniform ones.
+EXACT = [
+    "int8:rounding=stochastic",
+    "int4:block=64,rounding=stochastic",
+    "int2:rounding=stochastic",
+    "int3:rounding=stochastic,range=minmax",
+    "int6:block=32,range=minmax,rounding=stochastic,scale=bfloat16",
+    "int4:rounding=correlated",
+    "mxfp8:scale=ceil,rounding=stochastic",
+    "mxfp6:scale=ceil,rounding=stochastic",
+    "mxfp4:scale=ceil,rounding=stochastic",
+    "nvfp4:rounding=stochastic",
+    "rotate+int4:rounding=stochastic",
+    "ternary",
+    "randomk:every=7,block=32,scale=unbiased",
+]
+ROTATED = [
+    "eden:bits=0.5",
+    "eden:bits=1",
+    "eden:bits=1,size=128",
+    "eden:bits=1.5,size=256",
+    "eden:bits=2",
+    "eden:bits=2,size=128",
+    "eden:bits=4,size=4096",
+    "eden:bits=5",
+    "eden:bits=6,size=128",
+    "eden:bits=7",
+    "eden:bits=8",
+]
+BIAS = dict.fromkeys(EXACT, 1e-5) | dict.fromkeys(ROTATED, 0.01)
+
+
+def values() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(11)
+    normal = torch.randn(SIZE, generator=g)
+    heavy = torch.randn(SIZE, generator=g) / torch.randn(SIZE, generator=g).abs().clamp(min=0.05)
+    one = torch.randn(SIZE, generator=g)
+    one[5] = 4 * float(one.norm())
+    sixteen = torch.zeros(SIZE)
+    sixteen[torch.randperm(1024, generator=g)[:16]] = torch.randn(16, generator=g)
+    return {"normal": normal, "heavy": heavy, "one-large": one, "sixteen": sixteen}
+
+
+VALUES = values()
+
+
+def decoded(codec: Codec, x: torch.Tensor, step: int) -> torch.Tensor:
+    key = RandomKey(seed=77, step=step, tensor=3, rank=1, ranks=2)
+    payload = codec.encode(x, key=key, agreed=agreed(codec, x, None))
+    return codec.decode(payload, x.numel()).double()
+
+
+def directions(x: torch.Tensor) -> torch.Tensor:
+    """Return parts of x, float64 [parts, numel]: all, without the largest, small, random signs."""
+    g = torch.Generator().manual_seed(12)
+    x = x.double()
+    rest = x.clone()
+    rest[x.abs().argmax()] = 0
+    small = torch.where(x.abs() <= x.abs().median(), x, torch.zeros_like(x))
+    signs = torch.randint(0, 2, x.shape, generator=g) * 2 - 1
+    return torch.stack([part for part in (x, rest, small, rest * signs) if part.norm() > 0])
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("spec", BIAS)
+def test_the_mean_over_keys_is_the_value(spec, values):
+    codec, x, keys = pycomm.codec(spec), VALUES[values], 1000
+    parts = directions(x)
+    # The deviation in the direction of a part, relative to its size: 0 is right.
+    off = torch.stack([parts @ (decoded(codec, x, k) - x.double()) for k in range(keys)])
+    off = off / parts.square().sum(dim=1)
+    chance = SIGMAS * off.std(dim=0) / keys**0.5
+    assert bool((off.mean(dim=0).abs() <= BIAS[spec] + chance).all()), off.mean(dim=0)
+
+
+def test_every_codec_that_says_so_is_among_these():
+    named = {pycomm.codec(spec).spec().split(":")[0] for spec in BIAS}
+    assert {pycomm.codec(spec).name for spec in SPECS if pycomm.codec(spec).unbiased} <= named
+    assert named <= set(CODECS)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1, 2, 4, 8, 32])
+@pytest.mark.parametrize(
+    "spec", ["eden:bits=1", "eden:bits=2", "eden:bits=1,size=128", "eden:bits=2,size=128"]
+)
+def test_what_stands_beside_a_large_value_arrives_whole(spec, ratio):
+    codec = pycomm.codec(spec)
+    others = torch.randn(codec.size, generator=torch.Generator().manual_seed(13))
+    others[5] = 0
+    others /= others.norm()
+    large = torch.zeros(codec.size)
+    large[5] = ratio
+    keys, along = 1500, others.double()
+    # Half the difference of two encodings with one key: most of the large value's part cancels.
+    gain = torch.stack(
+        [
+            (decoded(codec, large + others, k) - decoded(codec, large - others, k)) @ along / 2
+            for k in range(keys)
+        ]
+    )
+    chance = SIGMAS * float(gain.std()) / keys**0.5
+    assert float(gain.mean()) == pytest.approx(1, abs=0.01 + chance)
+    assert chance < 0.12  # otherwise the test has no power
+
+
+@pytest.mark.parametrize(
+    "spec", ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=4,size=32", "eden:bits=6"]
+)
+def test_the_mean_of_many_ranks_has_the_error_of_one_over_their_number(spec):
+    # Student's t with 3 degrees of freedom: a few values dominate many of the rotations.
+    g = torch.Generator().manual_seed(14)
+    x = (
+        torch.randn(1 << 15, generator=g)
+        / (torch.randn(3, 1 << 15, generator=g).square().mean(0)) ** 0.5
+    )
+    codec, ranks = pycomm.codec(spec), 64
+    each = [codec.decode(codec.encode(x, key=RandomKey(seed=r)), x.numel()) for r in range(ranks)]
+    off = torch.stack([d.double() for d in each]) - x.double()
+    of_one = float(off.square().sum(dim=1).mean())
+    assert float(off.mean(dim=0).square().sum()) == pytest.approx(of_one / ranks, rel=0.03)
+
+
+def test_no_value_of_nvfp4_saturates_that_is_rounded_by_chance():
+    codec = pycomm.codec("nvfp4:rounding=stochastic")
+    for x in VALUES.values():
+        _, v = codec._scaled(x)
+        assert float(v.abs().max()) <= 6 * (1 + 2.0**-21)

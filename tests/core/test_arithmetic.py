@@ -1,0 +1,228 @@
+"""Bits do not depend on how the thread is set to calculate: flushing of denormals, rounding."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from pycomm import _C
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.implementations import Native
+from tests.arithmetic import KINDS, arithmetic
+from tests.codecs.cases import CASES, SPECS, agreed
+from tests.collectives import device_ranks
+from tests.collectives.ways import WAYS
+from tests.ranks import run
+
+FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "complex64"]
+OPS = ["sum", "avg", "prod", "min", "max"]
+# Of the cases of codecs, those that other arithmetic changes.
+NAMES = ["normal-257", "wide-range", "ties-float16-subnormal", "denormals-and-one", "thirds"]
+NAMES += ["tiny-sum", "denormal-residual"]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def raw(rank: int, dtype: str, numel: int) -> np.ndarray:
+    """Any bits, of which a third are so small that they are denormal in most types."""
+    random = np.random.default_rng([rank, len(dtype)])
+    size = _C.size_of(_C.DType.__members__[dtype])
+    data = random.integers(0, 256, (numel, size), dtype=np.uint8)
+    part = size if not dtype.startswith("complex") else size // 2
+    data[: numel // 3, part - 1 :: part] &= {1: 0x83, 2: 0x83}.get(part, 0x80)
+    if part > 2:
+        data[: numel // 3, part - 2 :: part] &= 0x0F
+    return data.ravel()
+
+
+def reduced(dtype: str, op: str, inputs: list[np.ndarray]) -> bytes:
+    kind = _C.DType.__members__[dtype]
+    out = np.zeros_like(inputs[0])
+    numel = len(out) // _C.size_of(kind)
+    addresses = [x.ctypes.data for x in inputs]
+    if op == "scale":
+        _C.scale(kind, addresses[0], out.ctypes.data, numel, 0.3)
+    else:
+        _C.reduce(kind, _C.ReduceOp.__members__[op], addresses, out.ctypes.data, numel)
+    return out.tobytes()
+
+
+@kinds
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_reductions(kind, dtype):
+    for op in [*OPS, "scale"]:
+        if dtype == "complex64" and op in ("min", "max"):
+            continue
+        for count in (2, 3):
+            inputs = [raw(r, dtype, 3001) for r in range(count)]
+            want = reduced(dtype, op, inputs)
+            with arithmetic(kind):
+                got = reduced(dtype, op, inputs)
+            assert got == want, (op, count)
+
+
+def coded(spec: str, x: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
+    """What every entry of a codec in C++ makes of a case."""
+    codec, native = pycomm.codec(spec), Native()
+    numel, key = x.numel(), RandomKey(7, 3, 1)
+    out = torch.zeros(codec.encoded_bytes(numel), dtype=torch.uint8)
+    kept, values, sums = torch.zeros_like(x), torch.zeros_like(x), x.clone()
+    measured = agreed(codec, x, residual)
+    results = []
+    if measured is not None:
+        native.measure(codec, x, residual, measured)
+        results.append(measured)
+    codec.native.encode(
+        x.data_ptr(), numel, out.data_ptr(), residual=residual.data_ptr(),
+        new_residual=kept.data_ptr(), seed=key.seed, step=key.step, tensor=key.tensor,
+        agreed=0 if measured is None else measured.data_ptr(),
+    )  # fmt: skip
+    native.decode(codec, out, values)
+    native.decode_add(codec, out, sums)
+    return [bytes(t.contiguous().view(torch.uint8)) for t in (*results, out, kept, values, sums)]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_codecs(spec):
+    for name in NAMES:
+        x, residual = CASES[name]
+        want = coded(spec, x, residual)
+        for kind in KINDS:
+            with arithmetic(kind):
+                got = coded(spec, x, residual)
+            assert got == want, (name, kind)
+
+
+@kinds
+def test_numbers_in_a_text_are_rounded_to_nearest(kind):
+    texts = [f"{i / 1000:.3f}" for i in range(1, 1000)] + ["1e-3", "0.30000000000000001"]
+    want = [float(text) for text in texts]
+    with arithmetic(kind):
+        got = [pycomm.codec(f"topk:{text}").density for text in texts]
+        specs = [pycomm.codec(f"topk:{text}").spec() for text in texts]
+    assert got == want
+    assert specs == [pycomm.codec(f"topk:{text}").spec() for text in texts]
+
+
+@kinds
+@pytest.mark.parametrize("form", [("ema", "bf16"), ("momentum", "int8"), ("ef21", "float32")])
+def test_feedback(kind, form):
+    x = torch.cat((torch.randn(3000), torch.arange(-150, 150) * 2.0**-149))
+    codec = pycomm.codec("int4")
+
+    def encoded() -> list[bytes]:
+        out = torch.zeros(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
+        error, momentum = (torch.zeros(x.numel() * 4 + 4096, dtype=torch.uint8) for _ in range(2))
+        for _ in range(3):
+            codec.native.encode_fed(
+                x.data_ptr(), x.numel(), out.data_ptr(),
+                kind=_C.FeedbackKind.__members__[form[0]],
+                storage=_C.FeedbackStorage.__members__[form[1]], decay=0.9, nesterov=False,
+                error=(error.data_ptr(), error.data_ptr()),
+                momentum=(momentum.data_ptr(), momentum.data_ptr()) if form[0] == "momentum"
+                else (0, 0), scratch=_C.FeedbackScratch(),
+            )  # fmt: skip
+        return [bytes(t) for t in (out, error, momentum)]
+
+    want = encoded()
+    with arithmetic(kind):
+        got = encoded()
+    assert got == want
+
+
+@kinds
+@pytest.mark.parametrize("to", ["float16", "bfloat16", "float32"])
+def test_conversions(kind, to):
+    x = torch.cat((torch.randn(3000), torch.arange(-150, 150) * 2.0**-149, 1e-6 * torch.randn(300)))
+
+    def converted() -> bytes:
+        out = torch.zeros(x.numel() * 4, dtype=torch.uint8)
+        _C.convert(
+            x.data_ptr(), _C.DType.float32, out.data_ptr(), _C.DType.__members__[to], x.numel(),
+            by=(0, 0.3), clip=(0, 1.0), divisor=3.0, found_inf=0,
+        )  # fmt: skip
+        return bytes(out)
+
+    want = converted()
+    with arithmetic(kind):
+        got = converted()
+    assert got == want
+
+
+# --------------------------------------------------------------------------------- ranks
+
+
+def tiny(rank: int, numel: int) -> np.ndarray:
+    """Denormals, and values whose sums are rounded."""
+    random = np.random.default_rng([rank, numel])
+    x = random.standard_normal(numel).astype("f4")
+    x[::3] = random.integers(1, 1 << 20, len(x[::3]), dtype=np.uint32).view("f4")
+    return x
+
+
+def all_results(c, set_on) -> list[bytes]:
+    """Every operation that calculates, on ranks of which some are set to other arithmetic."""
+    results = []
+    for numel in (5, 1000, 100_003):
+        x, y, z, w = (tiny(c.rank, numel) for _ in range(4))  # NumPy rounds as the thread does
+        with arithmetic(set_on.get(c.rank)):
+            c.all_reduce(x, "avg")
+            c.all_reduce(y, "premul_sum", factor=0.3)
+            c.all_reduce_coded(z, "topk:density=0.3", seed=3)
+            c.all_reduce_coded(w, "quant:bits=8", seed=3)
+            results += [v.tobytes() for v in (x, y, z, w)]
+    return results
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *WAYS.values(),
+        {"transport": "local", "algo": "halving_doubling"},
+        {"transport": "local", "algo": "one_shot"},
+        {"transport": "local", "nodes": [0, 0, 1], "sockets": 1},
+    ],
+    ids=str,
+)
+def test_ranks_that_are_set_unlike(way):
+    want, *others = run(3, lambda c: all_results(c, {}), **way)
+    assert all(other == want for other in others)
+    for kind in KINDS:
+        set_on = {1: kind, 2: "flush"}
+        for result in run(3, lambda c, set_on=set_on: all_results(c, set_on), **way):
+            assert result == want
+
+
+@kinds
+@pytest.mark.parametrize("algo", ["one_shot", "two_shot", "ring"])
+def test_kernels_of_devices_on_the_processor(kind, algo):
+    def job(c):
+        x = c.put(tiny(c.rank, 5003))
+        with arithmetic(kind if c.rank == 1 else None):
+            c.call("all_reduce", x.address, 5003, _C.DType.float32, _C.ReduceOp.avg, algo=algo)
+        return x.get().tobytes()
+
+    first, *others = device_ranks.run(3, job)
+    inputs = [tiny(r, 5003) for r in range(3)]
+    if algo != "ring":
+        want = np.zeros_like(inputs[0])
+        addresses = [x.ctypes.data for x in inputs]
+        _C.reduce(_C.DType.float32, _C.ReduceOp.avg, addresses, want.ctypes.data, 5003)
+        assert first == want.tobytes()
+    assert all(other == first for other in others)
+
+
+def test_traps_that_a_debugger_of_nans_has_set_do_not_end_a_reduction():
+    """Inf - Inf is an invalid operation; with feenableexcept it is a SIGFPE elsewhere."""
+    libm, invalid = ctypes.CDLL("libm.so.6"), 1
+    inputs = [np.full(9, value, np.float32) for value in (np.inf, -np.inf)]
+    if libm.feenableexcept(invalid) == -1:
+        pytest.skip("this processor has no floating-point traps")
+    try:
+        out = reduced("float32", "sum", [x.view(np.uint8) for x in inputs])
+    finally:
+        libm.fedisableexcept(invalid)
+    assert np.isnan(np.frombuffer(out, np.float32)).all()

@@ -1,0 +1,186 @@
+"""Whom the quality guard throws out: nobody whose result is as its codec's errors say, over all
+codecs, numbers of ranks and kinds of gradients; and who is really bad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import sqrt
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.codecs import ALIASES
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec
+from pycomm.codecs.implementations import Reference
+from pycomm.policy import Decision, Guard, Parameter
+from pycomm.policy.checks import Checks
+from pycomm.policy.quality import nominal_error, reduced_error
+from pycomm.policy.samples import Quality
+from tests.codecs.cases import SPECS
+
+SIDE = 128
+NUMEL = SIDE**2
+RANKS = (1, 2, 4, 7)
+CODECS = [
+    spec
+    for spec in dict.fromkeys(
+        [*SPECS, *ALIASES, "eden:bits=1", "eden:bits=2,size=128", "int2:rounding=stochastic"]
+    )
+    if pycomm.codec(spec).combine != "factors" and nominal_error(pycomm.codec(spec)) > 0
+]
+
+
+class OfTwo:
+    """What a check asks of a group before it writes a line."""
+
+    def rank(self) -> int:
+        return 1
+
+
+def gradients(kind: str, ranks: int) -> list[torch.Tensor]:
+    """One for each rank: independent, equal, half of each, or opposite but for a tenth."""
+    g = torch.Generator().manual_seed(ranks)
+    common = torch.randn(NUMEL, generator=g)
+    own = [torch.randn(NUMEL, generator=g) for _ in range(ranks)]
+    if kind == "heavy tails":  # Student's t with 3 degrees of freedom
+        return [x / (torch.randn(3, NUMEL, generator=g).square().sum(0) / 3).sqrt() for x in own]
+    if kind == "outliers":  # one in a thousand is a hundred times larger
+        large = [torch.rand(NUMEL, generator=g) < 1e-3 for _ in range(ranks)]
+        return [torch.where(many, 100 * x, x) for x, many in zip(own, large, strict=True)]
+    weight = {"independent": 0.0, "equal": 1.0, "half equal": sqrt(0.5), "cancel": 0.1}[kind]
+    mixed = [weight * common + sqrt(1 - weight**2) * x for x in own]
+    if kind == "cancel" and ranks > 1:
+        # They differ by much and their sum is small, as late in training.
+        total = torch.stack(mixed).sum(0) * 0.9
+        mixed = [x - total / ranks for x in mixed]
+    return mixed
+
+
+def reduced(codec: Codec, inputs: list[torch.Tensor], step: int) -> torch.Tensor:
+    """The average as an all-reduce makes it: contributions are coded, and their sum by an owner."""
+    ranks, agreed = len(inputs), None
+    if codec.agrees:
+        measured = [torch.empty(-(-NUMEL // codec.granule)) for _ in inputs]
+        for x, out in zip(inputs, measured, strict=True):
+            Reference().measure(codec, x, None, out)
+        agreed = torch.stack(measured).amax(0)
+    total = torch.zeros(NUMEL)
+    for rank, x in enumerate(inputs):
+        seed = 5 if codec.shared_seed else 100 + rank
+        key = RandomKey(seed=seed, step=step, rank=rank, ranks=ranks)
+        codec.decode_add(codec.encode(x, key=key, agreed=agreed), total)
+    total /= ranks
+    if codec.combine != "recode":
+        return total
+    return codec.decode(codec.encode(total, key=RandomKey(seed=99, step=step)), NUMEL)
+
+
+def checked(
+    codec: Codec, inputs: list[torch.Tensor], guard: Guard, checks: int
+) -> Iterator[tuple[Quality, str]]:
+    """What check after check finds, and complains about."""
+    due = torch.stack(inputs).mean(0)
+    judge = Checks(guard, OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
+    decision = Decision(Parameter("w", (SIDE, SIDE), torch.float32), codec, "")
+    for step in range(0, checks * guard.every, guard.every):
+        judge.begin(step, [decision])
+        part = judge._sampler.wanted["w"]
+        lost, d = (reduced(codec, inputs, step) - due)[part].double(), due[part].double()
+        sent = sum(float((x[part].double() / len(inputs)).square().sum()) for x in inputs)
+        found = Quality(
+            step=step,
+            error=0.0,
+            cosine=1.0,
+            coding=float(lost.norm() / d.norm()),
+            residual=0.0,
+            spread=sent / float(d.square().sum()),
+        )
+        yield found, judge.complaint("w", codec, found)
+
+
+def whole(codec: Codec, inputs: list[torch.Tensor]) -> tuple[float, float]:
+    """Error of the whole parameter, and what it would be of normal values."""
+    due = torch.stack(inputs).mean(0)
+    energy = float(due.square().sum())
+    spread = sum(float((x / len(inputs)).square().sum()) for x in inputs) / energy
+    off = (reduced(codec, inputs, 0) - due).norm() / sqrt(energy)
+    return float(off), reduced_error(codec, spread)
+
+
+KINDS = ["independent", "equal", "half equal", "cancel", "heavy tails", "outliers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", CODECS)
+def test_nobody_is_thrown_out_whose_error_is_what_the_codec_says(spec, kind):
+    codec = pycomm.codec(spec)
+    for ranks in RANKS:
+        inputs = gradients(kind, ranks)
+        off, expected = whole(codec, inputs)
+        # On tails many are worse than on normal values, which is what the guard is for.
+        if off > 1.05 * expected and kind in ("heavy tails", "outliers"):
+            continue
+        for found, complaint in checked(codec, inputs, Guard(), 6):
+            assert not complaint, (ranks, found, expected)
+
+
+@pytest.mark.parametrize("spec", CODECS)
+def test_an_all_reduce_has_the_error_of_its_codings(spec):
+    """Of independent, equal and mixed contributions, to a tenth where it should be exact."""
+    codec = pycomm.codec(spec)
+    for kind in ("independent", "equal", "half equal", "cancel"):
+        for ranks in RANKS:
+            off, expected = whole(codec, gradients(kind, ranks))
+            # The ranks of ternary share the largest scale of theirs, which grows with their number.
+            most = 1.1 if codec.name != "ternary" else 1.3
+            assert off <= most * expected, (kind, ranks)
+            if codec.unbiased and codec.combine == "recode":
+                assert off >= 0.9 * expected, (kind, ranks)
+
+
+@pytest.mark.parametrize("spec", ["eden:bits=1", "eden:bits=2,size=128", "drive", "int2"])
+def test_the_limit_is_that_of_a_whole_all_reduce(spec):
+    codec = pycomm.codec(spec)
+    v = nominal_error(codec) ** 2
+    assert reduced_error(codec) == pytest.approx(sqrt(2 * v + v * v))
+    limit = Guard().limit_of(sqrt(v), reduced_error(codec))
+    assert limit >= 1.25 * sqrt(2 * v + v * v)
+    for found, complaint in checked(codec, gradients("independent", 2), Guard(), 20):
+        assert not complaint, found
+
+
+BAD = {
+    # One value of each block is so large that the noise of the others is larger than they are.
+    "int3:rounding=stochastic": (1.0, 64, 6.0),
+    # Below what the format or its scales can show.
+    "fp16": (1e-9, 0, 0.0),
+    "int8": (1e-32, 0, 0.0),
+    "fp8": (1e-32, 0, 0.0),
+    "mxfp4": (1e-42, 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("spec", BAD)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_who_is_really_bad_is_thrown_out(spec, ranks):
+    codec, (size, block, large) = pycomm.codec(spec), BAD[spec]
+    inputs = [size * x for x in gradients("independent", ranks)]
+    for x in inputs if block else ():
+        x[::block] = large
+    found = [complaint for _, complaint in checked(codec, inputs, Guard(), 2)]
+    assert not found[0]
+    assert "is off by" in found[1]
+
+
+def test_an_unbiased_codec_that_doubles_what_it_sends_is_thrown_out():
+    due = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    judge = Checks(Guard(), OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
+    codec = pycomm.codec("eden2")
+    bad = Quality(
+        step=0, error=0.0, cosine=1.0, coding=float(due.norm() / due.norm()), residual=0.0
+    )
+    assert not judge.complaint("w", codec, bad)
+    assert "eden" in judge.complaint("w", codec, bad)

@@ -1,0 +1,371 @@
+"""The straggler monitor: the slowest rank and the cause, from ranks' statistics to the report."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from pycomm import monitor
+from pycomm.env import Env, env
+from pycomm.straggler import monitor as station
+from pycomm.straggler.compare import Finding, compare
+from pycomm.straggler.monitor import Console, MonitoredGroup, StragglerMonitor
+from pycomm.straggler.stats import SAMPLE, LinkStats, RankStats, TimeShares, rank_stats, totals
+from tests.collectives.ways import WAYS
+from tests.ranks import run
+
+# ------------------------------------------------------- statistics of real operations
+
+
+# Seconds: longer than a busy machine keeps a thread waiting for its core, time after time.
+LATE = 0.1
+
+
+def steps(c, late=0.0, count=12):
+    """Run steps in which the last rank computes longer by `late` seconds."""
+    x = np.ones(1000, np.float32)
+    c.barrier()
+    for _ in range(count):
+        time.sleep(0.002 + (late if c.rank == c.size - 1 else 0))
+        c.all_reduce(x)
+    trace = c.core.trace()
+    c.barrier()
+    return trace
+
+
+@pytest.mark.parametrize("way", ["window", "ring", "tcp"])
+def test_a_rank_that_computes_longer_is_named(way):
+    traces = run(3, lambda c: steps(c, late=LATE), **WAYS[way])
+    health = compare([rank_stats(trace) for trace in traces])
+    assert health is not None
+    assert (health.finding.rank, health.finding.cause) == (2, "compute")
+    assert health.operations == 12
+    assert health.skew_median > LATE / 2
+    by_rank = {r.rank: r for r in health.ranks}
+    assert by_rank[2].last > 0.9
+    for other in (0, 1):
+        assert by_rank[other].shares.waited > 0.3
+        assert by_rank[other].shares.compute < by_rank[2].shares.compute
+
+
+def test_sums_are_those_of_all_operations():
+    trace = run(2, steps)[0]
+    found = {t.op: t for t in totals(trace)}
+    assert found["all_reduce"].count == 12
+    assert found["all_reduce"].bytes == 12 * 4000
+    assert found["barrier"].count == 1
+    for t in found.values():
+        assert 0 < t.median <= t.p99 <= t.seconds + 1e-6  # each value is rounded separately
+        assert t.waited <= t.seconds + 1e-6
+        assert t.codec == 0
+
+
+# ------------------------------------------------------------- statistics from traces
+
+
+def trace_of(lengths, *, rank=0, ranks=(0, 1), group="all", op="all_reduce", begin=0):
+    """Return a trace of operations that each take (compute, waited, coded, moving) nanoseconds."""
+    records, now = [], begin
+    for seq, (compute, waited, coded, moving) in enumerate(lengths, 1):
+        started = now + compute
+        now = started + waited + coded + moving
+        records.append(
+            {
+                "op": op,
+                "seq": seq,
+                "state": "completed",
+                "started_ns": started,
+                "ended_ns": now,
+                "waited_ns": waited,
+                "coded_ns": coded,
+            }
+        )
+    links = [(0, 0)] * len(ranks)
+    return {
+        "group": group,
+        "rank": ranks.index(rank),
+        "global_ranks": list(ranks),
+        "records": records,
+        "links": links,
+    }
+
+
+def test_an_account_says_where_the_time_went():
+    us = 1000
+    spent = rank_stats(trace_of([(0, 0, 0, us)] + [(4 * us, 3 * us, 2 * us, us)] * 3)).operations
+    assert list(spent) == [2, 3, 4]  # the time before the first operation is unknown
+    assert spent[3] == pytest.approx(TimeShares(4e-6, 0, 3e-6, 2e-6, 1e-6))
+    assert RankStats.from_json(
+        rank_stats(trace_of([(us, us, us, us)] * 3)).to_json()
+    ) == rank_stats(trace_of([(us, us, us, us)] * 3))
+
+
+def test_time_in_other_groups_is_not_computing():
+    us = 1000
+    trace = trace_of([(0, 0, 0, us), (10 * us, 0, 0, us)])
+    # From 3 to 8 us, in two operations that overlap; one of them began inside of this one.
+    first = trace_of([(us // 2, 0, 0, 3 * us + us // 2)], group="other", begin=0)
+    second = trace_of([(0, 0, 0, 5 * us)], group="third", begin=3 * us)
+    spent = rank_stats(trace, [first, second]).operations[2]
+    assert spent.elsewhere == pytest.approx(7e-6)
+    assert spent.compute == pytest.approx(3e-6)
+
+
+def test_ranks_choose_the_same_operations():
+    long, longer = (trace_of([(1000, 1000, 0, 1000)] * n) for n in (8 * SAMPLE, 8 * SAMPLE + 9))
+    one, other = rank_stats(long).operations, rank_stats(longer).operations
+    assert SAMPLE / 2 < len(one) < 2 * SAMPLE
+    assert set(one) & set(other) >= set(one) - {max(one)} or set(other) < set(one)
+
+
+def test_only_operations_in_which_all_wait_for_all_are_compared():
+    assert rank_stats(trace_of([(1000, 0, 0, 1000)] * 9, op="broadcast")).operations == {}
+
+
+def test_what_a_link_has_carried_counts_from_the_last_time():
+    trace = trace_of([(1, 1, 0, 1)] * 2)
+    trace["links"] = [(0, 0), (9_000_000, 4_000_000)]
+    assert rank_stats(trace).links == {1: LinkStats(9_000_000, 4.0)}
+    assert rank_stats(trace, before={1: LinkStats(4_000_000, 1.0)}).links == {
+        1: LinkStats(5_000_000, 3.0)
+    }
+    anew = {1: LinkStats(10_000_000, 9.0)}  # a new connection, whose counters begin at zero
+    assert rank_stats(trace, before=anew).links == {1: LinkStats(9_000_000, 4.0)}
+
+
+# ---------------------------------------------------------------- conclusions
+
+
+def all_stats(*spent, rates=(), count=20):
+    """Return ranks that spend these milliseconds per operation and send at these rates."""
+    return [
+        RankStats(
+            rank,
+            f"node{rank}",
+            dict.fromkeys(range(count), TimeShares(*(ms / 1e3 for ms in each))),
+            {p: LinkStats(int(r), 1.0) for p, r in enumerate(rates[rank]) if r} if rates else {},
+        )
+        for rank, each in enumerate(spent)
+    ]
+
+
+def finding(*args, **kwargs):
+    health = compare(all_stats(*args, **kwargs))
+    assert health is not None
+    return health.finding
+
+
+def test_equal_ranks_are_not_spoken_of():
+    assert finding((90, 0, 8, 0, 2), (91, 0, 7, 0, 2), (89, 0, 9, 0, 2), (92, 0, 6, 0, 2)) is None
+
+
+def test_a_rank_whose_codec_is_slow_is_named():
+    # One rank of three has a fifth of a core for its codec.
+    found = finding((50, 0, 38, 9, 3), (50, 0, 0, 46, 4), (50, 0, 37, 10, 3))
+    assert (found.rank, found.host, found.cause) == (1, "node1", "codec")
+    assert "it encodes and decodes for 46 % of the time, others for 10 %" in found.text
+
+
+def test_a_rank_that_waits_for_another_group_is_not_blamed():
+    assert finding((50, 0, 50, 0, 0), (50, 50, 0, 0, 0), (50, 0, 50, 0, 0)) is None
+
+
+def test_one_long_pause_is_not_spoken_of():
+    ranks = all_stats((90, 0, 8, 0, 2), (90, 0, 8, 0, 2), (90, 0, 8, 0, 2))
+    ranks[0].operations[7] = TimeShares(60.0, 0, 0, 0, 0)  # it wrote a checkpoint
+    for other in ranks[1:]:
+        other.operations[7] = TimeShares(0.1, 0, 59.9, 0, 0)
+    assert compare(ranks).finding is None
+
+
+def test_a_draw_between_two_is_not_spoken_of():
+    ranks = all_stats((90, 0, 0, 0, 0), (90, 0, 0, 0, 0))
+    for seq in range(20):
+        slow, fast = (0, 1) if seq % 2 else (1, 0)
+        ranks[slow].operations[seq] = TimeShares(0.09, 0, 0.0, 0, 0)
+        ranks[fast].operations[seq] = TimeShares(0.05, 0, 0.04, 0, 0)
+    assert compare(ranks).finding is None
+
+
+MB = 1e6
+WAITING = ((12, 0, 85, 0, 3),) * 3
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        pytest.param([(0, 24 * MB, 7 * MB), (24 * MB, 0, 7 * MB), (7 * MB, 7 * MB, 0)], id="both"),
+        pytest.param([(0, 24 * MB, 7 * MB), (24 * MB, 0, 7 * MB), (20 * MB, 20 * MB, 0)], id="in"),
+        pytest.param([(0, 24 * MB, 22 * MB), (24 * MB, 0, 20 * MB), (7 * MB, 7 * MB, 0)], id="out"),
+    ],
+)
+def test_a_slow_link_is_named(rates):
+    # All ranks wait equally; the rates are from namespaces, one with a quarter of the rate.
+    found = finding(*WAITING, rates=rates)
+    assert (found.rank, found.cause) == (2, "link")
+    assert "the link of rank 2 (node2) carries 7 MB/s" in found.text
+
+
+def test_links_that_are_alike_or_do_not_matter_are_not_spoken_of():
+    alike = [(0, 24 * MB, 22 * MB), (20 * MB, 0, 18 * MB), (21 * MB, 19 * MB, 0)]
+    assert finding(*WAITING, rates=alike) is None
+    slow = [(0, 24 * MB, 7 * MB), (24 * MB, 0, 7 * MB), (7 * MB, 7 * MB, 0)]
+    assert finding(*[(88, 0, 10, 0, 2)] * 3, rates=slow) is None
+
+
+# ---------------------------------------------------------------- exchange between ranks
+
+
+def test_ranks_put_down_what_they_know_and_the_first_says_who_is_last():
+    keys, said = {}, []
+
+    def job(c):
+        steps(c, late=LATE)
+        trace = c.core.trace()
+        group = MonitoredGroup(trace["group"], c.rank, (0, 1, 2), keys.__setitem__, keys.get)
+        ours = StragglerMonitor(86400, said.append)
+        ours.join(group)
+        try:
+            ours.publish(7)
+            c.barrier()
+            ours.read(6)  # the other rank has published nothing
+            assert ours.found == {}
+            ours.read(7)
+            c.barrier()
+        finally:
+            ours.close()
+        return ours.found
+
+    first, *others = run(3, job, group="together")
+    assert others == [{}, {}]
+    ((group, health),) = first.items()
+    assert group == ("together", (0, 1, 2))
+    assert health.finding.cause == "compute"
+    assert said == [f"pycomm: {health.finding.text}"]
+    assert len(keys) == 3
+
+
+def test_a_store_that_is_gone_ends_the_comparing():
+    def gone(*_):
+        raise RuntimeError("connection reset")
+
+    def job(c):
+        ours = StragglerMonitor(86400, lambda line: None)
+        ours.join(MonitoredGroup("default", c.rank, (0, 1), gone, gone))
+        ours.publish(1)
+        ours.read(1)
+        ours.close()
+
+    run(2, job)
+
+
+def test_the_thread_ends_with_the_last_group():
+    def job(c):
+        ours = StragglerMonitor(86400, lambda line: None)
+        ours.join(MonitoredGroup("ends", c.rank, (0, 1), lambda key, value: None, lambda key: None))
+        return ours._thread
+
+    for thread in run(2, job, group="ends"):  # a group name that no other test uses
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_what_goes_on_is_said_ever_more_seldom():
+    said = []
+    console = Console(said.append)
+    slow, other = Finding(3, "node7", "compute", "A"), Finding(1, "node1", "link", "B")
+    spoken = []
+    for number in range(200):
+        console.report([slow, other])
+        if len(said) > len(spoken):
+            spoken.append(number)
+    assert spoken == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+    console.report([other])
+    assert said[-1] == "pycomm: B"
+    for _ in range(61):
+        console.report([])
+    assert said[-1] == "pycomm: B"
+    console.report([other])  # it is reported again after an hour without it
+    assert len(said) == len(spoken) + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("", 60.0), ("on", 60.0), ("off", None), ("5", 5.0), ("0.5", "")]
+)
+def test_the_variable_says_how_often(monkeypatch, text, seconds):
+    monkeypatch.setenv("PYCOMM_HEALTH", text)
+    env.cache_clear()
+    try:
+        if seconds == "":
+            with pytest.raises(ValueError, match="want on, off, or 1 to 86400 seconds"):
+                env()
+        else:
+            assert env().health == seconds
+    finally:
+        env.cache_clear()
+
+
+# ---------------------------------------------------------------- reports
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Return the monitor's report of a group of two, as text, JSON and metrics."""
+    pytest.importorskip("prometheus_client")
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    def job(c):
+        steps(c, late=LATE)
+        c.all_reduce_coded(np.ones(1000, np.float32), "quant:bits=4")
+        c.barrier()
+        if c.rank > 0:
+            c.barrier()
+            return None
+        ours = StragglerMonitor(86400, lambda line: None)
+        traces = [t for t in station._C.traces() if t["group"] == "shown"]
+        health = compare([rank_stats(trace) for trace in traces])
+        ours.found = {("shown", (0, 1)): health}
+        monkeypatch.setattr(station, "_monitor", ours)
+        registry = CollectorRegistry()
+        registry.register(monitor.Collector())
+        result = monitor.text(), monitor.json(), generate_latest(registry).decode()
+        c.barrier()
+        return result
+
+    return run(2, job, group="shown")[0]
+
+
+def test_text_json_and_metrics_tell_the_same(shown):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text, encoded, page = shown
+    assert "group shown: rank 0 of 2" in text
+    assert "all_reduce: 13 operations, 52 kB" in text
+    assert "comes last to" in text
+    assert "late at the median" in text
+    report = next(g for g in json.loads(encoded)["groups"] if g["rank"] == 0)
+    assert report["health"]["finding"]["rank"] == 1
+    assert set(report["health"]["ranks"][1]["shares"]) == set(TimeShares._fields)
+
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            found[(sample.name, *sorted(sample.labels.values()))] = sample.value
+    # Both ranks are threads of this process.
+    assert found["pycomm_operation_seconds_count", "all_reduce", "shown"] == 13
+    assert found["pycomm_operation_bytes_total", "all_reduce", "shown"] == 52_000
+    assert found["pycomm_operation_codec_seconds_total", "all_reduce", "shown"] > 0
+    median = found["pycomm_operation_seconds", "0.5", "all_reduce", "shown"]
+    assert 0 < median < found["pycomm_operation_seconds_sum", "all_reduce", "shown"]
+    host = report["health"]["ranks"][1]["host"]
+    last = found[("pycomm_rank_last_ratio", *sorted(["1", host, "shown"]))]
+    assert last == report["health"]["ranks"][1]["last"]
+    assert found[("pycomm_rank_is_slow", *sorted(["1", host, "shown", "compute"]))] == 1
+    assert found["pycomm_arrival_skew_seconds", "0.5", "shown"] > LATE / 2
+
+
+def test_the_default_is_once_a_minute():
+    assert Env().health == 60.0

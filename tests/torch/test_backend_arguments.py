@@ -1,0 +1,405 @@
+"""Invalid arguments raise at the call, on every rank and before anything is sent.
+
+Each check makes invalid calls and then a valid one, which only succeeds if no rank has sent
+anything or waited for another rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+import pycomm
+from pycomm import backend
+
+CPU = torch.device("cpu")
+
+
+def works(size: int) -> None:
+    x = torch.ones(5)
+    dist.all_reduce(x)
+    assert x.tolist() == [size] * 5
+
+
+def check_negative_splits(rank: int, size: int) -> None:
+    around_in, around_out = torch.full((6, 1000), 5.0 + rank), torch.zeros(6, 1000)
+    given, out = around_in[2:4], around_out[2:4]
+    huge = 2**62
+    for splits in ([-1, 3], [3, -1], [-(2**40), 2**40 + 2], [huge, 2 - huge], [2**63 - 1, 1]):
+        for asynchronous in (False, True):
+            with pytest.raises(pycomm.Error, match=f"rank {rank}: all_to_all_single: .*at least 0"):
+                dist.all_to_all_single(out, given, splits, splits, async_op=asynchronous)
+            with pytest.raises(pycomm.Error, match=r"split sizes of the output .*at least 0"):
+                dist.all_to_all_single(out, given, splits, [1, 1], async_op=asynchronous)
+    # Four of these sizes wrap around to the right sum.
+    with pytest.raises(pycomm.Error, match="split sizes"):
+        dist.all_to_all_single(out, given, [huge] * 4 + [2], [huge] * 4 + [2])
+    assert not around_out.any()
+    works(size)
+
+
+def test_negative_split_sizes_are_refused_and_nothing_is_written(pool):
+    pool.run(check_negative_splits)
+
+
+def list_calls(rank: int) -> dict[str, Callable[[], Any]]:
+    """Return calls that are equal on both ranks, but wrong on only one of them."""
+    native = backend.find()
+    assert native is not None
+    return {
+        "all_gather: second": lambda: dist.all_gather(
+            [torch.zeros(1), torch.zeros(2)], torch.ones(1)
+        ),
+        "all_gather: first": lambda: dist.all_gather(
+            [torch.zeros(3), torch.zeros(2)], torch.ones(2)
+        ),
+        "all_gather: none": lambda: dist.all_gather(
+            [torch.zeros(0), torch.zeros(1)], torch.ones(1)
+        ),
+        "reduce_scatter": lambda: dist.reduce_scatter(
+            torch.zeros(4), [torch.ones(4), torch.ones(5)]
+        ),
+        "all_gather_coalesced": lambda: native.allgather_coalesced(
+            [[torch.zeros(1), torch.zeros(2)], [torch.zeros(1), torch.zeros(3)]],
+            [torch.ones(1), torch.ones(2)],
+        ).wait(),
+    }
+
+
+def check_lists(rank: int, size: int) -> None:
+    for name, call in list_calls(rank).items():
+        with pytest.raises(pycomm.Error, match=r"has a part of \d elements for rank") as caught:
+            call()
+        assert name.split(":")[0].removesuffix("_coalesced") in str(caught.value)
+        assert not isinstance(caught.value, pycomm.Timeout)
+        works(size)
+    # The error may also come later, outside of the call.
+    work = dist.all_gather([torch.zeros(1), torch.zeros(2)], torch.ones(1), async_op=True)
+    with pytest.raises(pycomm.Error, match="rank 1 brings 1"):
+        work.wait()
+    works(size)
+
+
+def test_a_list_that_is_wrong_for_one_rank_raises_on_all(pool):
+    pool.run(check_lists, timeout=30)
+
+
+def check_equal_lists(rank: int, size: int) -> None:
+    zeros = [torch.zeros(3) for _ in range(size)]
+    for asynchronous in (False, True):
+        with pytest.raises(pycomm.Error, match=r"all_gather: part . of the output list has 3"):
+            dist.all_gather(zeros, torch.ones(2), async_op=asynchronous)
+        with pytest.raises(pycomm.Error, match=r"reduce_scatter: part . of the input list has 2"):
+            dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2, async_op=asynchronous)
+        with pytest.raises(pycomm.Error, match="all_to_all: the part for this rank itself has 2"):
+            dist.all_to_all(zeros, [torch.ones(2)] * 2, async_op=asynchronous)
+    works(size)
+
+
+def test_a_list_that_is_wrong_on_every_rank_raises_at_the_call(pool):
+    pool.run(check_equal_lists)
+
+
+def uneven_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
+    """Calls of which one is wrong on the first rank, and right on the others."""
+    first, x = rank == 0, torch.ones(5)
+    out, one = torch.zeros(6), [1] * size
+    splits = [2, *one[1:]] if first else one
+    lists = [[torch.zeros(n) for n in numels] for numels in (one, splits)]
+    return {
+        "all_to_all_single": lambda: dist.all_to_all_single(
+            out[: sum(splits)], x[:size], splits, one
+        ),
+        "all_to_all": lambda: dist.all_to_all(lists[1], lists[0]),
+        "gather": lambda: dist.gather(x[:1], lists[1] if first else None, dst=0),
+        "scatter": lambda: dist.scatter(out[:1], lists[1] if first else None, src=0),
+    }
+
+
+def check_uneven(rank: int, size: int, name: str) -> str:
+    def call() -> None:
+        uneven_calls(rank, size)[name]()
+        dist.barrier()  # a gather may have ended where it has only sent
+
+    with pytest.raises(pycomm.Error) as caught:
+        call()
+    assert not isinstance(caught.value, pycomm.Timeout)
+    if rank == 0:  # it could go on to anything, and would leave the others to their deadline
+        time.sleep(0.5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["all_to_all_single", "all_to_all", "gather", "scatter"])
+def test_a_part_that_only_one_rank_sees_to_be_wrong_ends_the_wait_of_all(pool, name):
+    own, *others = pool.run(check_uneven, name, ranks=3, timeout=60, deadline=180)
+    assert own.startswith(f"rank 0: {name}: ")
+    for text in others:
+        assert f"rank 0 refused its {name}, whose part for itself has " in text
+
+
+def check_overlaps(rank: int, size: int) -> None:
+    native: Any = backend.find()
+    x, buffer = torch.ones(4), torch.zeros(12)
+    lists = {
+        "twice": [buffer[:4]] * 2,
+        "half": [buffer[4:8], buffer[2:6]],
+        "inside": [buffer.view(3, 4)[0], buffer.as_strided((4,), (2,), 1)],
+        "columns": [torch.zeros(4, 2)[:, 0]] * 2,
+    }
+    for outputs in lists.values():
+        rows = [[out] for out in outputs]
+        calls: list[Callable[[], Any]] = [
+            lambda outputs=outputs: native.allgather([outputs], [x]),
+            lambda rows=rows: native.allgather_coalesced(rows, [x]),
+            lambda outputs=outputs: native.alltoall(outputs, [x, x], c10d.AllToAllOptions()),
+            lambda outputs=outputs: native.allreduce_coalesced(
+                outputs, c10d.AllreduceCoalescedOptions()
+            ),
+            lambda outputs=outputs: native.gather(
+                [outputs], [x], with_root(c10d.GatherOptions, rank)
+            ),
+        ]
+        for call in calls:
+            with pytest.raises(pycomm.Error, match=f"rank {rank}: .* share memory with each other"):
+                call()
+    works(size)
+    # What lies beside or in between each other is taken, and so is what is empty.
+    matrix = torch.zeros(4, 2)
+    dist.all_gather(list(matrix.unbind(1)), x * (rank + 1))
+    assert matrix.tolist() == [[1.0, 2.0]] * 4
+    dist.all_gather(list(buffer[:8].chunk(2)), x * (rank + 1))
+    assert buffer.tolist() == [1.0] * 4 + [2.0] * 4 + [0.0] * 4
+    dist.all_gather([buffer[:0]] * 2, x[:0])
+    works(size)
+
+
+def test_outputs_that_share_memory_are_refused_at_the_call(pool):
+    pool.run(check_overlaps)
+
+
+def with_root(options: type, root: int, tensor: int = 0) -> Any:
+    made = options()
+    made.rootRank = root
+    if tensor:
+        made.rootTensor = tensor
+    return made
+
+
+def check_roots_peers_and_tags(rank: int, size: int) -> None:
+    x = torch.ones(3)
+    group = dist.group.WORLD
+    native: Any = backend.find()
+    for root in (7, -1, size, 2**31, 2**32, -(2**32)):
+        wrong = pytest.raises(pycomm.Error, match=f"rank {rank}: .*the root is {root}, but")
+        for asynchronous in (False, True):
+            if abs(root) < 2**31:
+                with wrong:
+                    dist.broadcast(x, group_src=root, async_op=asynchronous)
+                with wrong:
+                    dist.reduce(x, group_dst=root, async_op=asynchronous)
+        for call in (
+            lambda root=root: native.broadcast([x], with_root(c10d.BroadcastOptions, root)),
+            lambda root=root: native.reduce([x], with_root(c10d.ReduceOptions, root)),
+            lambda root=root: native.gather([], [x], with_root(c10d.GatherOptions, root)),
+            lambda root=root: native.scatter([x], [], with_root(c10d.ScatterOptions, root)),
+        ):
+            with wrong if abs(root) < 2**31 else pytest.raises((pycomm.Error, TypeError)):
+                call()
+    with pytest.raises(pycomm.Error, match="the root tensor is 0, not 1"):
+        native.broadcast([x], with_root(c10d.BroadcastOptions, 0, tensor=1))
+    with pytest.raises(pycomm.Error, match="the root tensor is 0, not 1"):
+        native.reduce([x], with_root(c10d.ReduceOptions, 0, tensor=1))
+    for peer in (-1, size):
+        with pytest.raises(pycomm.Error, match=f"send: the destination is {peer}, but"):
+            group.send([x], peer, 0)
+        with pytest.raises(pycomm.Error, match=f"recv: the source is {peer}, but"):
+            group.recv([x], peer, 0)
+    for call in (group.send, group.recv):
+        with pytest.raises(pycomm.Error, match="the tag is -1, but tags begin at 0"):
+            call([x], 1 - rank, -1)
+    with pytest.raises(pycomm.Error, match="the tag is -3"):
+        group.recv_anysource([x], -3)
+    works(size)
+
+
+def test_roots_peers_and_tags_that_do_not_exist_are_refused_at_the_call(pool):
+    pool.run(check_roots_peers_and_tags)
+
+
+def bad_tensors() -> dict[str, tuple[torch.Tensor, str]]:
+    """Return tensors that no operation accepts, and words of the error."""
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    shrunk = torch.ones(8)
+    shrunk.untyped_storage().resize_(4)
+    view = torch.ones(4, 4)[1:, 2:]
+    view.untyped_storage().resize_(40)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    return {
+        "meta": (torch.ones(4, device="meta"), "tensor on meta"),
+        "sparse": (torch.ones(4).to_sparse_coo(), "sparse tensor|can only sum|sparse"),
+        "rows": (torch.ones(4, 4).to_sparse_csr(), "sparse tensor"),
+        "nested": (nested, "nested tensor"),
+        "quantized": (quantized, "quantized tensor"),
+        "freed": (freed, "storage has been resized"),
+        "shrunk": (shrunk, "storage has been resized"),
+        "shrunk view": (view, "storage has been resized"),
+    }
+
+
+def all_calls(x: torch.Tensor, rank: int, size: int) -> dict[str, Callable[[], Any]]:
+    """Return every operation, with the same tensor as each tensor argument."""
+    native: Any = backend.find()
+    lists, single = [x] * size, c10d.AllToAllOptions()
+    return {
+        "all_reduce": lambda: native.allreduce([x], c10d.AllreduceOptions()),
+        "all_reduce_coalesced": lambda: native.allreduce_coalesced(
+            [torch.ones(4), x], c10d.AllreduceCoalescedOptions()
+        ),
+        "broadcast": lambda: native.broadcast([x], with_root(c10d.BroadcastOptions, 0)),
+        "reduce": lambda: native.reduce([x], with_root(c10d.ReduceOptions, 0)),
+        "gather": lambda: native.gather(
+            [lists] if rank == 0 else [], [x], with_root(c10d.GatherOptions, 0)
+        ),
+        "scatter": lambda: native.scatter(
+            [x], [lists] if rank == 0 else [], with_root(c10d.ScatterOptions, 0)
+        ),
+        "all_gather": lambda: native.allgather([lists], [x], c10d.AllgatherOptions()),
+        "all_gather_coalesced": lambda: native.allgather_coalesced([[x]] * size, [x]),
+        "all_gather_single": lambda: native._allgather_base(x, x, c10d.AllgatherOptions()),
+        "reduce_scatter": lambda: native.reduce_scatter([x], [lists], c10d.ReduceScatterOptions()),
+        "reduce_scatter_single": lambda: native._reduce_scatter_base(
+            x, x, c10d.ReduceScatterOptions()
+        ),
+        "all_to_all": lambda: native.alltoall(lists, lists, single),
+        "all_to_all_single": lambda: native.alltoall_base(x, x, [], [], single),
+        "send": lambda: native.send([x], 1 - rank, 0),
+        "recv": lambda: native.recv([x], 1 - rank, 0),
+        "recvAnySource": lambda: native.recv_anysource([x], 0),
+    }
+
+
+def check_bad_tensors(rank: int, size: int) -> None:
+    for kind, (x, words) in bad_tensors().items():
+        for name, call in all_calls(x, rank, size).items():
+            if kind == "sparse" and name == "all_reduce":
+                continue  # the one that accepts them
+            with pytest.raises(pycomm.Error, match=f"rank {rank}: {name}: .*({words})"):
+                call()
+    works(size)
+
+
+def test_no_operation_takes_tensors_without_values_of_their_own(pool):
+    pool.run(check_bad_tensors)
+
+
+WRITTEN = {
+    "all_reduce", "all_reduce_coalesced", "broadcast", "scatter", "all_gather",
+    "all_gather_coalesced", "reduce_scatter", "all_to_all", "recv", "recvAnySource",
+}  # fmt: skip
+
+
+def check_shared_places(rank: int, size: int) -> None:
+    x = torch.ones(1).expand(4)
+    for name, call in all_calls(x, rank, size).items():
+        if name in WRITTEN or (rank == 0 and name in {"reduce", "gather"}):
+            with pytest.raises(pycomm.Error, match=f"{name}: .*share one place in memory"):
+                call()
+    works(size)
+    # The arguments are converted to the expected type.
+    out = torch.zeros(8)
+    dist.all_gather_into_tensor(out, torch.ones(1).expand(4))
+    assert out.tolist() == [1.0] * 8
+    with pytest.raises(pycomm.Error, match="share one place in memory"):
+        dist.all_gather_into_tensor(torch.zeros(1).expand(8), torch.ones(4))
+    works(size)
+
+
+def test_results_are_not_written_where_values_share_a_place(pool):
+    pool.run(check_shared_places)
+
+
+def check_lists_of_other_lengths(rank: int, size: int) -> None:
+    native: Any = backend.find()
+    x = torch.ones(2)
+    calls = [
+        lambda: native.allgather([], [x], c10d.AllgatherOptions()),
+        lambda: native.allgather([[x, x]], [], c10d.AllgatherOptions()),
+        lambda: native.allgather([[x]], [x], c10d.AllgatherOptions()),
+        lambda: native.allgather([[x, x]], [x, x], c10d.AllgatherOptions()),
+        lambda: native.allgather_coalesced([[], []], []),
+        lambda: native.allgather_coalesced([[x]], [x]),
+        lambda: native.allgather_coalesced([[x], []], [x]),
+        lambda: native.allreduce([], c10d.AllreduceOptions()),
+        lambda: native.allreduce_coalesced([], c10d.AllreduceCoalescedOptions()),
+        lambda: native.allreduce_coalesced([x, x.int()], c10d.AllreduceCoalescedOptions()),
+        lambda: native.reduce_scatter([x], [[x, x, x]], c10d.ReduceScatterOptions()),
+        lambda: native.reduce_scatter([x], [[x, x.double()]], c10d.ReduceScatterOptions()),
+        lambda: native.alltoall([], [], c10d.AllToAllOptions()),
+        lambda: native.alltoall([x, x], [x], c10d.AllToAllOptions()),
+        lambda: native.alltoall_base(x, x.int(), [], [], c10d.AllToAllOptions()),
+        lambda: native.alltoall_base(x, x, [2], [2], c10d.AllToAllOptions()),
+        lambda: native.alltoall_base(x, x, [1, 1, 0], [1, 1, 0], c10d.AllToAllOptions()),
+        lambda: native._allgather_base(torch.ones(3), x, c10d.AllgatherOptions()),
+        lambda: native._allgather_base(torch.ones(4).int(), x, c10d.AllgatherOptions()),
+        lambda: native._reduce_scatter_base(x, torch.ones(5), c10d.ReduceScatterOptions()),
+        lambda: native.send([x, x], 1 - rank, 0),
+        lambda: native.recv([], 1 - rank, 0),
+    ]
+    for call in calls:
+        with pytest.raises(pycomm.Error, match=f"rank {rank}: "):
+            call()
+    with pytest.raises(pycomm.Error, match="cannot make a tensor of -1"):
+        native.allocate_tensor(-1, dtype=torch.float32, device=CPU)
+    for numel in (2**62, 2**61 + 1, 2**63 - 1):
+        with pytest.raises(pycomm.Error, match="cannot make a tensor of"):
+            native.allocate_tensor(numel, dtype=torch.float64, device=CPU)
+    works(size)
+
+
+def test_lists_of_other_lengths_or_dtypes_are_refused_at_the_call(pool):
+    pool.run(check_lists_of_other_lengths)
+
+
+def check_layouts(rank: int, size: int) -> None:
+    layout = backend.load_c10d().Layout()
+    for offset, numel in ((0, 2**62), (2**63, 5), (2**61, 2**61), (2**64 - 4, 8)):
+        with pytest.raises(pycomm.Error, match="no memory holds"):
+            layout.add(offset, numel, "quant:bits=8", 0)
+    layout.add(0, 64, "quant:bits=8", 0)
+    with pytest.raises(pycomm.Error, match="begins at 60, but the one before it ends at 64"):
+        layout.add(60, 64, "quant:bits=8", 1)
+    native: Any = backend.find()
+    with pytest.raises(pycomm.Error, match="share one place in memory"):
+        native.compressed_all_reduce(torch.ones(1).expand(64), layout, [(0, 0)], 1, 1)
+    with pytest.raises(pycomm.Error, match="a side is 0 or 1"):
+        native.compressed_all_reduce(torch.ones(64), layout, [(0, 2)], 1, 1)
+    works(size)
+
+
+def test_layouts_that_no_memory_holds_are_refused(pool):
+    pool.run(check_layouts)
+
+
+def check_monitored_barrier(rank: int, size: int) -> None:
+    if rank == 0:
+        return
+    with pytest.raises(pycomm.Timeout) as caught:
+        dist.group.WORLD.monitored_barrier(timedelta(milliseconds=100), False)
+    assert (
+        "Rank 1 successfully reached monitoredBarrier, but received errors while waiting for "
+        "send/recv from rank 0. Please check rank 0 logs for faulty rank. Original exception: "
+        "rank 0 did not come"
+    ) in str(caught.value)
+
+
+def test_a_monitored_barrier_says_where_to_look(pool):
+    pool.run(check_monitored_barrier)

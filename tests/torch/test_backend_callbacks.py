@@ -1,0 +1,294 @@
+"""Callbacks and hooks: their exceptions are kept apart, and they may wait for later operations."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+
+
+def works(size: int) -> None:
+    x = torch.ones(5)
+    dist.all_reduce(x)
+    assert x.tolist() == [size] * 5
+
+
+# ------------------------------------------------------------------ raising
+
+
+def check_hook_raises(rank: int, size: int) -> None:
+    group: Any = dist.group.WORLD
+    calls = []
+
+    def hook(info):
+        calls.append(info)
+        raise ValueError("a mistake in this hook")
+
+    group._register_on_completion_hook(hook)
+    for asynchronous in (False, True):
+        x = torch.full((3,), float(rank))
+        work = dist.all_reduce(x, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        assert x.tolist() == [1.0] * 3
+    x = torch.full((3,), float(rank))
+    (dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)).wait()
+    assert x.tolist() == [0.0] * 3
+    group._wait_for_pending_works()
+    works(size)
+    assert len(calls) == 4
+
+
+def test_a_hook_that_raises_hurts_no_operation(pool):
+    pool.run(check_hook_raises)
+
+
+def check_unwaited_send(rank: int, size: int) -> None:
+    group: Any = dist.group.WORLD
+    seen: list[Any] = []
+    heard = threading.Event()
+
+    def hook(info):
+        seen.append(info.op_type)
+        heard.set()
+
+    group._register_on_completion_hook(hook)
+    if rank == 0:
+        dist.isend(torch.ones(300_000), 1)  # the work has no other reference
+    else:
+        dist.recv(torch.empty(300_000), 0)
+    assert heard.wait(20)
+    assert len(seen) == 1
+
+
+def test_a_hook_hears_of_a_send_that_nobody_waits_for(pool):
+    pool.run(check_unwaited_send)
+
+
+def check_callbacks_raise(rank: int, size: int) -> None:
+    def fail(_):
+        raise KeyError("a mistake in this callback")
+
+    for make in (
+        lambda: dist.all_reduce(torch.ones(3), async_op=True),
+        lambda: dist.isend(torch.ones(3), 1) if rank == 0 else dist.irecv(torch.ones(3), 0),
+        lambda: dist.barrier(async_op=True),
+    ):
+        work = make()
+        future = work.get_future()
+        future.add_done_callback(fail)
+        chained = future.then(fail)
+        after = chained.then(fail)
+        work.wait()
+        for failed in (chained, after):
+            with pytest.raises(Exception, match="a mistake in this callback"):
+                failed.wait()
+        assert work.is_success()
+        assert work.get_future_result().wait() == 0
+    works(size)
+
+
+def test_what_a_callback_raises_stays_in_its_future(pool):
+    pool.run(check_callbacks_raise)
+
+
+# ------------------------------------------------------------------ waiting
+
+
+def check_waits_for_the_next(rank: int, size: int, depth: int) -> None:
+    tensors = [torch.full((1000,), float(i)) for i in range(depth)]
+    order: list[int] = []
+
+    def wait_for(i):
+        def callback(_):
+            if i + 1 < depth:
+                works_[i + 1].wait()
+            order.append(i)
+            return None
+
+        return callback
+
+    gate = threading.Event()
+
+    def hold(_):  # so that all are queued before the first callback runs
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(20)
+
+    first = dist.all_reduce(torch.ones(2_000_000), async_op=True)
+    held = first.get_future().then(hold)
+    works_ = [dist.all_reduce(t, async_op=True) for t in tensors]
+    futures = [work.get_future().then(wait_for(i)) for i, work in enumerate(works_)]
+    gate.set()
+    for future in (held, *futures):
+        future.wait()
+    assert sorted(order) == list(range(depth))
+    assert [t[0].item() for t in tensors] == [size * float(i) for i in range(depth)]
+    works(size)
+
+
+@pytest.mark.parametrize("depth", [2, 6])
+def test_a_callback_may_wait_for_operations_behind_its_own(pool, depth):
+    pool.run(check_waits_for_the_next, depth)
+
+
+def check_waits_with_a_caller_between(rank: int, size: int) -> None:
+    """A synchronous call of another thread runs between the two."""
+    gate = threading.Event()
+    order: list[str] = []
+    # The operations are equal, so the threads' order may differ on the other rank.
+    a, b, c, d = (torch.ones(1_000_000) for _ in range(4))
+    first = dist.all_reduce(a, async_op=True)
+
+    def callback(_):
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(20)
+            last.wait()
+        order.append("last")
+        # Issued here, it runs at once, between the same two operations on all ranks.
+        dist.all_reduce(d)
+        order.append("issued")
+
+    after = first.get_future().then(callback)
+    between = threading.Thread(target=lambda: (dist.all_reduce(b), order.append("between")))
+    between.start()
+    time.sleep(0.2)  # it waits for its turn, behind `first`
+    last = dist.all_reduce(c, async_op=True)
+    gate.set()
+    after.wait()
+    between.join(20)
+    assert not between.is_alive()
+    assert order.index("last") < order.index("issued")
+    assert [x[0].item() for x in (a, b, c, d)] == [float(size)] * 4
+    works(size)
+
+
+def test_a_caller_on_another_thread_has_its_turn_while_a_callback_waits(pool):
+    pool.run(check_waits_with_a_caller_between, timeout=30)
+
+
+def check_groups_wait_for_each_other(rank: int, size: int) -> None:
+    """Each group's callback waits for an operation that the other has queued behind its own."""
+    groups = [dist.new_group(backend="pycomm") for _ in range(2)]
+    inside = [threading.Event(), threading.Event()]
+    large = [torch.ones(2_000_000) for _ in groups]
+    firsts = [
+        dist.all_reduce(x, group=g, async_op=True) for x, g in zip(large, groups, strict=True)
+    ]
+    later: list[Any] = []
+
+    def callback(number):
+        def wait(_):
+            if threading.current_thread() is threading.main_thread():
+                return  # it was done before it had this callback
+            inside[number].set()
+            queued.wait(20)
+            inside[1 - number].wait(2)
+            later[1 - number].wait()
+
+        return wait
+
+    queued = threading.Event()
+    futures = [first.get_future().then(callback(i)) for i, first in enumerate(firsts)]
+    later += [dist.all_reduce(torch.ones(3), group=group, async_op=True) for group in groups]
+    queued.set()
+    for future in futures:
+        future.wait()
+    for group in groups:
+        dist.destroy_process_group(group)
+    works(size)
+
+
+def test_callbacks_of_two_groups_may_wait_for_each_other(pool):
+    pool.run(check_groups_wait_for_each_other, timeout=30)
+
+
+def check_waits_for_itself(rank: int, size: int) -> None:
+    peer = 1 - rank
+    for make in (
+        lambda: dist.all_reduce(torch.ones(3), async_op=True),
+        lambda: dist.isend(torch.ones(3), peer) if rank == 0 else dist.irecv(torch.ones(3), peer),
+        lambda: dist.irecv(torch.ones(3), peer) if rank == 0 else dist.isend(torch.ones(3), peer),
+    ):
+        said: list[Any] = []
+        work = make()
+
+        def callback(_, work=work, said=said):
+            said.append(work.wait())
+            said.append(work.is_completed())
+
+        work.get_future().then(callback).wait()
+        assert said == [True, True]
+    works(size)
+
+
+def test_a_callback_may_wait_for_its_own_operation(pool):
+    pool.run(check_waits_for_itself, timeout=30)
+
+
+def check_short_wait_in_a_callback(rank: int, size: int) -> None:
+    """A wait with a timeout ends in time if a peer keeps the operation from running."""
+    other = dist.new_group(backend="gloo")
+    first = dist.all_reduce(torch.ones(2_000_000), async_op=True)
+    if rank == 0:
+        gate = threading.Event()
+        said: list[str] = []
+
+        def callback(_):
+            if threading.current_thread() is threading.main_thread():
+                return
+            gate.wait(20)
+            try:
+                second.wait(timedelta(milliseconds=1))
+            except pycomm.Timeout as error:
+                said.append(str(error))
+
+        after = first.get_future().then(callback)
+        second = dist.all_reduce(torch.ones(3), async_op=True)
+        gate.set()
+        dist.barrier(group=other)
+        after.wait()
+        second.wait()
+    else:
+        first.wait()
+        dist.barrier(group=other)
+        dist.all_reduce(torch.ones(3))
+    works(size)
+
+
+def test_a_short_wait_in_a_callback(pool):
+    pool.run(check_short_wait_in_a_callback, timeout=30)
+
+
+def check_waits_for_a_message(rank: int, size: int) -> None:
+    """Two threads wait for a receive. The one that comes second finds it done but not complete,
+    since the first is still copying to every other place of the tensor."""
+    numel = 2_000_000
+    for i in range(5):
+        if rank == 0:
+            dist.barrier()
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.05)
+            dist.send(torch.full((numel,), float(i)), 1)
+            continue
+        x = torch.full((numel, 2), -1.0)[:, 0]
+        received = dist.irecv(x, 0)
+        assert received is not None
+        arrived = received.get_future()  # a thread of the group waits for it
+        dist.barrier()
+        sum_ = dist.all_reduce(torch.ones(1), async_op=True)
+        waited = sum_.get_future().then(lambda _, work=received: work.wait())
+        waited.wait()  # raises what the callback has raised
+        arrived.wait()
+        assert torch.all(x == i)
+    works(size)
+
+
+def test_a_callback_waits_for_a_message_that_another_thread_completes(pool):
+    pool.run(check_waits_for_a_message)

@@ -1,0 +1,244 @@
+"""Buckets coded in one call have the bits, residuals and payloads of those coded run by run."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.errors import Error, WireMismatch
+from pycomm.feedback import Feedback, Residuals
+from pycomm.policy import Decision, Parameter
+from pycomm.reduction import payloads, two_shot
+from pycomm.reduction.batched import Batched
+from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.coding import Coder, Run, whole
+from pycomm.reduction.payloads import Payloads
+
+SIZES = [0, 1000, 1, 4099, 0, 77, 20011, 300, 3, 129]
+STEPS = 3
+MIXES = {
+    "recode": ["int8", "fp32", "quant:bits=4,block=64,rounding=stochastic", "int4", "fp8", "bf16"],
+    "gather": ["topk:density=0.05", "fp32", "int4", "int8", "topk:chunk=4096,values=int8"],
+    "sum": ["randomk:every=10", "int4", "randomk:every=7,block=16,scale=unbiased", "fp32"],
+    "rotated": ["eden:bits=1", "rotate+int4", "mxfp4", "sign", "quant:bits=4,rounding=correlated"],
+    "variable": ["lossless", "int8", "lossless:dtype=bfloat16", "fp32"],
+    "agreed": ["ternary", "int4", "ternary:block=64", "fp32", "ternary:ranks=127"],
+    "exact": ["fp32"],
+}
+FEEDBACK = [
+    None,
+    "residual",
+    "residual:storage=bf16",
+    "ema:0.9,storage=int8",
+    "momentum:0.8,storage=bf16",
+    "momentum:0.9,nesterov=true",
+    "ef21",
+]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+OPS = ["all_reduce", "reduce_scatter", "all_gather"]
+
+
+class Side:
+    """A bucket with feedback of its own, coded in one way or the other."""
+
+    def __init__(self, mix: str, rule: str | None, op: str, *, batched: bool) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        codecs = itertools.cycle(MIXES[mix])
+        decisions = [
+            Decision(Parameter(f"p{i}", (numel,), torch.float32), pycomm.codec(codec), "test")
+            for i, (numel, codec) in enumerate(zip(SIZES, codecs, strict=False))
+        ]
+        feedback = Feedback.of(rule) if op != "all_gather" else None
+        self.residuals = Residuals(feedback, ranks) if feedback else None
+        rows = ranks if op == "reduce_scatter" else 1
+        cpu = torch.device("cpu")
+        self.bucket = Bucket(decisions, range(len(SIZES)), self.residuals, cpu, rows=rows)
+        self.op, self.key, self.is_batched = op, (op, rank, ranks), batched
+        if not batched:
+            self.bucket.batched[self.key] = None
+
+    def run(self, x: torch.Tensor, step: int) -> tuple[bool, torch.Tensor]:
+        """One step of what rank `x` [rows, numel] brings; whether it is finite, and the result."""
+        ranks = dist.get_world_size()
+        how: dict[str, Any] = {"seed": 2**63 + 5, "step": step}
+        for piece in self.bucket.fed:
+            assert piece.residual is not None
+            piece.residual.use(self.bucket.layout, ranks)
+        if self.op == "all_reduce":
+            out = x[0].clone()
+            finite = two_shot.all_reduce(out, self.bucket, dist.group.WORLD, **how)
+        elif self.op == "reduce_scatter":
+            out = x.new_empty(self.bucket.numel)
+            finite = two_shot.reduce_scatter(out, x, self.bucket, dist.group.WORLD, **how)
+        else:
+            out = x.new_empty(ranks, self.bucket.numel)
+            finite = two_shot.all_gather(out, x[0], self.bucket, dist.group.WORLD, **how)
+        assert isinstance(self.bucket.batched[self.key], Batched) == self.is_batched
+        return bool(finite), out
+
+    def stored(self) -> list[torch.Tensor]:
+        """Both sides of all that is kept."""
+        pairs = [pair for piece in self.bucket.fed for _, pair in piece.residual.pairs()]
+        return [side for pair in pairs for side in pair]
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@contextmanager
+def sent_bytes() -> Iterator[list[bytes]]:
+    """What goes to the group meanwhile."""
+    sent: list[bytes] = []
+    to_all, gathered = dist.all_to_all_single, payloads._gather
+
+    def all_to_all(out: torch.Tensor, given: torch.Tensor, *args: Any, **options: Any) -> None:
+        sent.append(given.contiguous().view(torch.uint8).numpy().tobytes())
+        to_all(out, given, *args, **options)
+
+    def gather(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
+        gathered(out, given, group)
+        # Behind shorter payloads there is memory that means nothing.
+        sent.append(given.contiguous().view(torch.uint8).numpy().tobytes()[:4])
+
+    dist.all_to_all_single, payloads._gather = all_to_all, gather
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single, payloads._gather = to_all, gathered
+
+
+def compare(rank: int, ranks: int, mix: str, ops: list[str], rules: list[str | None]) -> None:
+    for op, rule, dtype in itertools.product(ops, rules, DTYPES):
+        batched = Side(mix, rule, op, batched=True)
+        by_runs = Side(mix, rule, op, batched=False)
+        # Ranks may differ in how they do it.
+        mixed = Side(mix, rule, op, batched=rank % 2 == 0)
+        rows = ranks if op == "reduce_scatter" else 1
+        generator = torch.Generator().manual_seed(rank)
+        for step in range(STEPS):
+            x = torch.randn(rows, batched.bucket.numel, generator=generator).to(dtype)
+            if step == 1:
+                x[0, 500:600] = 0
+            if step == 2 and rank == 0:
+                x[-1, 1010] = float("inf")
+            with sent_bytes() as ours:
+                finite, result = batched.run(x, step)
+            with sent_bytes() as theirs:
+                other_finite, other = by_runs.run(x, step)
+            what = f"{op}, {rule}, {dtype}, step {step}"
+            assert ours == theirs, what
+            assert finite == other_finite, what
+            assert equal_bits(result, other), what
+            third_finite, third = mixed.run(x, step)
+            assert (third_finite, equal_bits(third, other)) == (finite, True), what
+            for mine, kept in zip(batched.stored(), by_runs.stored(), strict=True):
+                assert equal_bits(mine, kept), what
+            for side in (batched, by_runs, mixed):
+                if side.residuals and finite:
+                    side.residuals.commit([piece.name for piece in side.bucket.fed])
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_one_call_has_the_bits_of_many(pool, ranks, mix):
+    pool.run(compare, mix, OPS, ["residual"], ranks=ranks, backend="gloo")
+
+
+@pytest.mark.parametrize("mix", ["recode", "gather", "agreed"])
+def test_every_kind_of_feedback_likewise(pool, mix):
+    pool.run(compare, mix, OPS[:2], FEEDBACK, ranks=3, backend="gloo")
+
+
+# ---------------------------------------------------------------- payloads that cannot be true
+
+
+class Alone(SimpleNamespace):
+    """A group of one that is never called."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def lossless_bucket() -> Bucket:
+    codecs = [pycomm.codec("lossless")] * 2
+    decisions = [
+        Decision(Parameter(f"p{i}", (100,), torch.float32), codec, "test")
+        for i, codec in enumerate(codecs)
+    ]
+    return Bucket(decisions, range(2), None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("word", [0, 1, 3, 6, 4096, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("second", [False, True])
+def test_sizes_in_payloads_that_cannot_be_true(word, second):
+    bucket = lossless_bucket()
+    runs = whole(bucket.pieces)
+    batched = Batched(bucket, [runs], Alone())
+    batched.begin(bucket.sides, seed=1, step=1)
+    values = torch.randn(200)
+    payload, (size,) = batched._contribute(values, 0, 1)
+    memory = torch.zeros(size + max(batched.most), dtype=torch.uint8)
+    memory[:size] = payload
+    place = int(payload[:4].view(torch.int32)) if second else 0
+    memory[place : place + 4] = torch.frombuffer(
+        bytearray(struct.pack("<I", word)), dtype=torch.uint8
+    )
+    with pytest.raises(WireMismatch, match="may have"):
+        batched.add_up(values, 0, Payloads(memory, [(0, size)]))
+    parts = [torch.empty(100), torch.empty(100)]
+    with pytest.raises(WireMismatch, match="may have"):
+        Coder(0, 1, seed=1, step=1).decode(runs, memory[:size], parts, add=False)
+
+
+def test_payloads_that_end_too_early():
+    bucket = lossless_bucket()
+    batched = Batched(bucket, [whole(bucket.pieces)], Alone())
+    batched.begin(bucket.sides, seed=1, step=1)
+    values = torch.randn(200)
+    payload, (size,) = batched._contribute(values, 0, 1)
+    memory = torch.zeros(size + max(batched.most), dtype=torch.uint8)
+    memory[:size] = payload
+    for cut in range(0, size, 4):
+        with pytest.raises(WireMismatch, match="may have"):
+            batched.add_up(values, 0, Payloads(memory, [(0, cut)]))
+    for places in ([(0, memory.numel())], [(2, size)], [(memory.numel(), 0)], [(0, size)] * 2):
+        with pytest.raises(Error):
+            batched.add_up(values, 0, Payloads(memory, places))
+
+
+def announce(rank: int, ranks: int, size: int) -> None:
+    side = Side("variable", None, "all_reduce", batched=True)
+    if rank == 1:
+        ours = torch.full((ranks,), size)
+        dist.all_to_all_single(torch.empty_like(ours), ours)
+        return
+    with pytest.raises(WireMismatch, match=f"rank 1 is to send {size} bytes"):
+        side.run(torch.ones(1, side.bucket.numel), 0)
+
+
+@pytest.mark.parametrize("size", [-4, 6, 2**40])
+def test_announced_sizes_that_cannot_be(pool, size):
+    pool.run(announce, size, ranks=2, backend="gloo")
+
+
+def test_runs_that_cannot_be_cut_so():
+    decided = Decision(Parameter("p", (1000,), torch.float32), pycomm.codec("int4:block=64"), "")
+    bucket = Bucket([decided], [0], None, torch.device("cpu"))
+    (piece,) = bucket.pieces
+    Batched(bucket, [[Run(piece, 64, 128), Run(piece, 960, 1000)]], Alone())
+    for begin, end in [(32, 64), (64, 100), (64, 1001), (1024, 1100), (1, 1000)]:
+        with pytest.raises(Error, match="cannot be cut"):
+            Batched(bucket, [[Run(piece, begin, end)]], Alone())

@@ -1,0 +1,134 @@
+"""Complex parameters are reduced exactly, as two reals each, by every wrapper and backend."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.policy import Policy
+
+BACKENDS = ["pycomm", "gloo"]
+
+
+class Waves(nn.Module):
+    """A complex matrix between real ones, in a shared bucket and in one of its own."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        self.turn = nn.Parameter(torch.randn(64, 64, dtype=dtype))
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last((self.first(x).to(self.turn.dtype) @ self.turn).abs().float())
+
+
+def data(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(data(rank, step)).square().mean().backward()
+        optimizer.step()
+    found = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    return [torch.view_as_real(p).clone() if p.is_complex() else p.clone() for p in found]
+
+
+def ddp(rank: int, size: int, spec: Any, dtype: torch.dtype, mb: float) -> list[torch.Tensor]:
+    os.environ["DDP_DISABLE_COMM_MEM"] = "1"  # buckets in ordinary memory
+    try:
+        model = DistributedDataParallel(Waves(dtype), bucket_cap_mb=mb)
+        if spec is not None:
+            pycomm.compress(model, spec, feedback="residual")
+        return train(model, rank)
+    finally:
+        del os.environ["DDP_DISABLE_COMM_MEM"]
+
+
+@pytest.mark.parametrize("mb", [25, 0.02])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ddp_has_the_bits_of_plain_ddp(pool, backend, dtype, mb):
+    plain = pool.run(ddp, None, dtype, mb, backend="gloo")[0]
+    for got in pool.run(ddp, "fp32", dtype, mb, backend=backend):
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    a, b = pool.run(ddp, "int8", dtype, mb, backend=backend)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(a[1], plain[1])  # [turn, first.weight, ...]: the reals were compressed
+
+
+@pytest.mark.parametrize("spec", [Policy("powersgd:2", ()), "budget=5", "auto", "int4 warmup=2"])
+def test_no_policy_compresses_complex_numbers(pool, spec):
+    a, b = pool.run(ddp, spec, torch.complex64, 25, backend="gloo")
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Turn(nn.Module):
+    """A model with one dtype per FSDP2 unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(64, 65, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+def sharded(rank: int, size: int, spec: Any, shape: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Turn(), nn.Linear(65, 64))
+    mesh = init_device_mesh("cpu", (size,))
+    if shape == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    for part in (*model, model):
+        if shape == "replicate":
+            replicate(part)
+        else:
+            fully_shard(part, mesh=mesh)
+    if spec is not None:
+        state = pycomm.compress(model, spec, weights=None if shape == "replicate" else spec)
+        assert "complex numbers travel exactly" in state.summary()
+    return train(model, rank)
+
+
+@pytest.mark.parametrize("shape", ["fsdp", "hsdp", "replicate"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fsdp2_has_the_bits_of_plain_fsdp2(pool, backend, shape):
+    ranks = 4 if shape == "hsdp" else 2
+    plain = pool.run(sharded, None, shape, backend=backend, ranks=ranks)[0]
+    for got in pool.run(sharded, "fp32", shape, backend=backend, ranks=ranks):
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    first, *others = pool.run(sharded, "int8", shape, backend=backend, ranks=ranks)
+    assert not all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def check_sizes(rank: int, size: int) -> None:
+    """The sizes of a bucket and of its parameters are compared before anything is sent."""
+    state = pycomm.HookState("int8")
+    state.add("weight", torch.zeros(64, 64))
+    state.begin_step()
+    with pytest.raises(pycomm.Error, match=rf"rank {rank}: a bucket has 8192 values, .* have 4096"):
+        state.reduce(torch.zeros(8192), ["weight"])
+    assert dist.is_initialized()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bucket_of_another_size_is_refused(pool, backend):
+    pool.run(check_sizes, backend=backend)

@@ -1,0 +1,243 @@
+"""Groups that end while in use: waiting threads get an error, no memory is touched afterwards, and
+finished work is not kept alive."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+
+# ------------------------------------------------------------------ threads that wait
+
+
+def check_destroy_while_waiting(rank: int, size: int, transport: str, kind: str) -> None:
+    for i in range(6):
+        options = pycomm.Options(transport=transport)
+        group = dist.new_group(backend="pycomm", pg_options=options)
+        dist.barrier(group=group)
+        said: list[Any] = []
+        x = torch.zeros(400_000)  # too long to be sent before the receive is posted
+
+        def wait(group=group, said=said, x=x):
+            try:
+                if kind == "recv":
+                    group.recv([x], 1 - rank, 0).wait()
+                elif kind == "any":
+                    group.recv_anysource([x], 0).wait()
+                elif kind == "send":
+                    group.send([x], 1 - rank, 0).wait()
+                else:
+                    group.recv([x], 1 - rank, 0).get_future().wait()
+                said.append("done?")
+            except RuntimeError as caught:
+                said.append(caught)
+
+        threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.01 + 0.003 * i)
+        dist.destroy_process_group(group)
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert len(said) == 3
+        assert all(isinstance(error, RuntimeError) for error in said), said
+    dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["recv", "any", "send", "future"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_threads_that_wait_in_a_group_that_is_destroyed_get_an_error(pool, transport, kind):
+    pool.run(check_destroy_while_waiting, transport, kind)
+
+
+AT_EXIT = """
+import sys, threading, time, torch, torch.distributed as dist
+rank, kind, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+if kind == "without torch":
+    from array import array
+    from pycomm.communicator import Communicator, Store
+    group = Communicator(Store.file(store), rank, 2, transport=sys.argv[4])
+    group.barrier()
+    def wait():
+        request = group.recv(array("f", [0] * 9), 1 - rank)
+        entered.release()
+        request.wait(60)
+else:
+    dist.init_process_group("pycomm", init_method="file://" + store, rank=rank, world_size=2)
+    dist.barrier()
+    # Made here: torch.ones() in a daemon ends the process when the interpreter ends.
+    tensors = [torch.ones(9 if kind == "recv" else 1 << 22) for _ in range(8)]
+    def wait():
+        if kind == "recv":
+            work = dist.irecv(tensors.pop(), 1 - rank)
+        elif kind == "all_reduce":
+            work = dist.all_reduce(tensors.pop(), async_op=True)
+        entered.release()
+        if kind == "unanswered": dist.all_reduce(tensors.pop())
+        else: work.wait()
+entered = threading.Semaphore(0)
+if (rank, kind) == (1, "unanswered"):
+    time.sleep(4)
+    raise SystemExit
+for _ in range(8 if kind == "unanswered" else 3): threading.Thread(target=wait, daemon=True).start()
+# All of the receives wait then; of all-reduces one does, and others are being issued.
+for _ in range(3 if kind in ("recv", "without torch") else 1): entered.acquire(timeout=20)
+if len(sys.argv) > 5: raise SystemExit(int(sys.argv[5]))
+"""
+
+
+def run_to_the_end(tmp_path: Path, kind: str, transport: str, *more: str) -> list[int]:
+    store = str(tmp_path / "store")
+    if kind == "without torch":
+        (tmp_path / "store").mkdir()
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                AT_EXIT,
+                str(r),
+                kind,
+                store,
+                transport,
+                *more,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    texts = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert not any("terminate" in text or "Fatal" in text for text in texts), texts
+    return [rank.returncode for rank in ranks]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("kind", ["recv", "all_reduce", "without torch"])
+def test_an_interpreter_that_ends_while_daemons_wait(tmp_path, monkeypatch, kind, transport):
+    monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
+    assert run_to_the_end(tmp_path, kind, transport) == [0, 0]
+
+
+def test_an_interpreter_that_ends_while_daemons_get_an_error(tmp_path, monkeypatch):
+    """Rank 1 does not answer, so the all_reduces of rank 0 fail while its interpreter ends."""
+    monkeypatch.setenv("PYCOMM_TIMEOUT", "2")
+    assert run_to_the_end(tmp_path, "unanswered", "auto") == [0, 0]
+
+
+def test_an_interpreter_that_is_left_in_the_middle(tmp_path):
+    assert run_to_the_end(tmp_path, "recv", "auto", "7") == [7, 7]
+
+
+# ------------------------------------------------------------------ lifetimes
+
+
+def gone(reference: weakref.ref[Any]) -> bool:
+    """Return whether an object is freed in time: threads may still have to release it."""
+    for _ in range(2000):
+        gc.collect(0)
+        if reference() is None:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def check_messages_are_not_kept(rank: int, size: int, numel: int) -> None:
+    peer = 1 - rank
+    for form in ("waited", "dropped", "with gaps", "asked", "future"):
+        whole = torch.ones(2 * numel)
+        x = whole[::2] if form == "with gaps" else whole[:numel]
+        work = dist.isend(x, peer) if rank == 0 else dist.irecv(x, peer)
+        assert work is not None
+        if form == "asked":
+            while not work.is_completed():
+                time.sleep(0.001)
+        elif form == "future":
+            work.get_future().wait()
+        elif form != "dropped":
+            work.wait()
+        reference = weakref.ref(whole)
+        del work, x, whole
+        assert gone(reference), form
+    dist.barrier()
+
+
+@pytest.mark.parametrize("numel", [5, 300_000])
+def test_nobody_keeps_a_message_that_has_been_sent_or_received(pool, numel):
+    pool.run(check_messages_are_not_kept, numel)
+
+
+def check_collectives_are_not_kept(rank: int, size: int) -> None:
+    n = 5000
+    calls = {
+        "all_reduce": lambda x, y: dist.all_reduce(x, async_op=True),
+        "broadcast": lambda x, y: dist.broadcast(x, 0, async_op=True),
+        "reduce": lambda x, y: dist.reduce(x, 0, async_op=True),
+        "all_gather": lambda x, y: dist.all_gather([y, y.clone()], x, async_op=True),
+        "all_gather_single": lambda x, y: dist.all_gather_into_tensor(
+            torch.empty(2 * n), x, async_op=True
+        ),
+        "reduce_scatter": lambda x, y: dist.reduce_scatter_tensor(
+            x[: n // 2], y, async_op=True
+        ),
+        "all_to_all": lambda x, y: dist.all_to_all_single(x, y, async_op=True),
+        "gather": lambda x, y: dist.gather(
+            x, [y, y.clone()] if rank == 0 else None, 0, async_op=True
+        ),
+        "scatter": lambda x, y: dist.scatter(
+            x, [y, y.clone()] if rank == 0 else None, 0, async_op=True
+        ),
+        "failed": lambda x, y: dist.all_reduce(x.expand(2, n), async_op=True),
+    }  # fmt: skip
+    for name, call in calls.items():
+        x, y = torch.ones(n), torch.ones(n)
+        references = [weakref.ref(x), weakref.ref(y)]
+        try:
+            work = call(x, y)
+            future = work.get_future().then(lambda done: None)
+            work.wait()
+            del work, future
+        except pycomm.Error:
+            assert name == "failed"
+        del x, y
+        assert all(gone(reference) for reference in references), name
+    dist.barrier()
+
+
+def test_nobody_keeps_the_tensors_of_a_collective_that_is_done(pool):
+    pool.run(check_collectives_are_not_kept)
+
+
+def check_allocated_outlives(rank: int, size: int) -> None:
+    group = dist.new_group(backend="pycomm")
+    native: Any = group._get_backend(torch.device("cpu"))
+    x = native.allocate_tensor(1000, dtype=torch.float32, device=torch.device("cpu"))
+    x.fill_(rank + 1)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    work.wait()
+    future = work.get_future()
+    dist.destroy_process_group(group)
+    del native, group
+    assert x.tolist() == [3.0] * 1000
+    x += 1
+    assert future.wait()[0][0].item() == 4.0
+    assert work.is_success()
+    work.wait()
+    dist.all_reduce(x)
+    assert x.tolist() == [8.0] * 1000
+
+
+def test_tensors_works_and_futures_outlive_their_group(pool):
+    pool.run(check_allocated_outlives)

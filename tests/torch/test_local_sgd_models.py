@@ -1,0 +1,254 @@
+"""LocalSGD on models that change, and on dtypes that float32 does not hold or that hold less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+
+PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
+BACKENDS = ["pycomm", "gloo"]
+
+
+def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensor of every rank."""
+    tensor = tensor.detach()
+    mine = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return [torch.view_as_complex(p) if tensor.is_complex() else p for p in parts]
+
+
+def alike(*tensors: torch.Tensor) -> bool:
+    return all(torch.equal(part, tensor) for tensor in tensors for part in everywhere(tensor))
+
+
+# --------------------------------------------------------------------------- dtypes
+
+
+def moves_of_an_ulp(rank: int, size: int, name: str, options: dict[str, Any]) -> list[float]:
+    """Rank 0 moves its weights by one ulp of 1 in each of 20 rounds."""
+    dtype = getattr(torch, name)
+    model = nn.Linear(8, 8, bias=False)
+    nn.init.ones_(model.weight)
+    model = model.to(dtype)
+    local = pycomm.LocalSGD(model, every=1, codec="fp32", **options)
+    for _ in range(20):
+        with torch.no_grad():
+            model.weight += torch.finfo(dtype).eps * (rank == 0)
+        local.step()
+    local.finish()
+    outer = local.state_dict()["start"]["float32"]
+    assert torch.equal(model.weight.view(-1), outer.to(dtype))
+    return outer.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_small_outer_updates_of_16_bit_parameters_add_up(pool, dtype):
+    got, other = pool.run(moves_of_an_ulp, dtype, {"lr": 0.7, "momentum": 0.0})
+    assert got == other
+    # 20 rounds of 0.7 * eps / 2, each rounded to float32.
+    want = 1 + 20 * 0.7 * torch.finfo(getattr(torch, dtype)).eps / 2
+    assert got == pytest.approx([want] * 64, rel=20 * 2**-24)
+
+
+def test_small_outer_updates_add_up_with_momentum_and_delay(pool):
+    """Updates below the precision of the model's dtype accumulate in the outer optimizer."""
+    options = {"lr": 0.5, "momentum": 0.5, "delayed": True}
+    got = pool.run(moves_of_an_ulp, "bfloat16", options)[0]
+    eps, velocity, start = 2.0**-7, 0.0, 1.0
+    for _ in range(20):
+        velocity = 0.5 * velocity - eps / 2
+        start -= 0.5 * (-eps / 2 + 0.5 * velocity)
+    assert got == pytest.approx([start] * 64, rel=1e-5)
+
+
+def check_wide(rank: int, size: int, spec: str) -> None:
+    """64-bit and complex numbers are moved to their exact average."""
+    generator = torch.Generator().manual_seed(rank)
+    dtypes = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+    def numbers(dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(40, 70, generator=generator, dtype=dtype)
+
+    model = nn.ParameterList([nn.Parameter(numbers(dtype)) for dtype in dtypes])
+    before = [p.detach().clone() for p in model]
+    local = pycomm.LocalSGD(model, every=1, **PLAIN | {"codec": spec})
+    for parameter, was in zip(model, before, strict=True):
+        assert torch.equal(parameter.detach(), everywhere(was)[0])  # all its bits
+    with torch.no_grad():
+        for parameter in model:
+            parameter += numbers(parameter.dtype)
+    ends = [everywhere(p) for p in model]
+    local.step()
+    for parameter, end, dtype in zip(model, ends, dtypes, strict=True):
+        assert alike(parameter)
+        if dtype == torch.float32 and spec != "fp32":
+            continue
+        # start - mean(start - end) rounds twice where mean(end) rounds once.
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(parameter.detach(), sum(end) / size, rtol=0, atol=16 * eps)
+    lines = local.state.summary()
+    assert "complex numbers travel exactly" in lines
+    assert "no codec takes float64" in lines
+
+
+@pytest.mark.parametrize("spec", ["fp32", "int8"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_and_complex_parameters_are_averaged_exactly(pool, backend, spec):
+    pool.run(check_wide, spec, backend=backend)
+
+
+# --------------------------------------------------------------------------- models
+
+
+class Net(nn.Module):
+    """A body, which is frozen at first, statistics, and a head; ranks begin differently."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.body = nn.Linear(48, 48).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(48, affine=False)
+        self.norm.running_mean += rank
+        self.head = nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+def train(
+    model: nn.Module, local: Any, rank: int, steps: range, momentum: float = 0.0
+) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, 0.05, momentum=momentum)
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(8, 48, generator=generator)).square().mean().backward()
+        optimizer.step()
+        local.step()
+    return optimizer
+
+
+def check_start(rank: int, size: int) -> None:
+    model = Net(rank)
+    model.register_buffer("turns", torch.tensor([rank, 7]), persistent=False)
+    model.register_buffer("phase", torch.full((3,), complex(rank, 1)))
+    pycomm.LocalSGD(model, every=4)
+    assert alike(*model.parameters(), *model.buffers())
+    assert model.turns.tolist() == [0, 7]
+    assert model.phase[0].item() == complex(0, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_start_with_equal_frozen_parameters_and_buffers(pool, backend):
+    pool.run(check_start, backend=backend)
+
+
+def check_unfrozen(rank: int, size: int, options: dict[str, Any]) -> None:
+    model = Net(rank)
+    local = pycomm.LocalSGD(model, every=4, codec="int8", **options)
+    train(model, local, rank, range(8))
+    frozen = model.body.weight.detach().clone()
+    model.body.requires_grad_(True)
+    train(model, local, rank, range(8, 11))
+    assert not torch.equal(frozen, model.body.weight)
+    assert not alike(model.body.weight)
+    reached: list[torch.Tensor] = []
+    local_step = local.step
+
+    def look() -> None:
+        reached.extend(everywhere(model.body.weight))
+        local_step()
+
+    local.step = look
+    train(model, local, rank, range(11, 12))
+    local.step = local_step
+    # In the round in which it was unfrozen, the result is the exact average.
+    assert torch.equal(model.body.weight.detach(), sum(reached) / size)
+    train(model, local, rank, range(12, 20))
+    local.finish()
+    assert alike(*model.parameters())
+    assert "body.weight" in local.state.decisions
+    assert local.state.decisions["body.weight"].codec.name == "quant"
+
+    # Frozen again in the middle of a round, it stays unchanged after its last average.
+    train(model, local, rank, range(20, 22))
+    model.body.requires_grad_(False)
+    train(model, local, rank, range(22, 24))
+    assert alike(model.body.weight)
+    last = model.body.weight.detach().clone()
+    train(model, local, rank, range(24, 32))
+    local.finish()
+    assert torch.equal(last, model.body.weight)
+    assert alike(*model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"delayed": True, "momentum": 0.5}], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unfrozen_parameters_take_part_and_frozen_ones_keep_still(pool, backend, options):
+    pool.run(check_unfrozen, options, backend=backend)
+
+
+def check_surgery(rank: int, size: int) -> None:
+    model = Net(rank)
+    local = pycomm.LocalSGD(model, every=2, codec="int4")
+    train(model, local, rank, range(4))
+    model.head = nn.Sequential(model.head, nn.Linear(48, 10))  # renamed, and a new layer
+    torch.manual_seed(50 + rank)
+    train(model, local, rank, range(4, 8))
+    assert alike(*model.parameters())
+    model.head = nn.Linear(48, 64)  # an old name with a new shape
+    nn.init.normal_(model.head.weight)
+    train(model, local, rank, range(8, 12))
+    assert alike(*model.parameters())
+    decision = local.state.decisions["head.weight"]
+    assert decision.parameter.shape == (64, 48)
+
+    # A current checkpoint is loaded into a model in which other parameters are trained.
+    saved = local.state_dict()
+    other = Net(rank)
+    other.head = nn.Linear(48, 64)
+    other.load_state_dict(model.state_dict())
+    other.body.requires_grad_(True)
+    resumed = pycomm.LocalSGD(other, every=2, codec="int4")
+    resumed.load_state_dict(saved)
+    other.body.requires_grad_(False)
+    for m, loc in ((model, local), (other, resumed)):
+        train(m, loc, rank, range(12, 16))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        pycomm.LocalSGD(nn.Linear(4, 4), every=2).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_may_be_added_and_replaced(pool, backend):
+    pool.run(check_surgery, backend=backend)
+
+
+def check_refusals(rank: int, size: int) -> None:
+    with pytest.raises(pycomm.Error, match=r"DistributedDataParallel over ranks \[0, 1\]"):
+        pycomm.LocalSGD(DistributedDataParallel(Net(rank)), every=4)
+    inside = nn.Sequential(nn.Linear(4, 4), DistributedDataParallel(nn.Linear(4, 4)))
+    with pytest.raises(pycomm.Error, match="would meet in every step"):
+        pycomm.LocalSGD(inside, every=4)
+    # Different ranks hold different shards: averaging them would mix up rows.
+    sharded = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (size,)))
+    with pytest.raises(pycomm.Error, match="parameters are distributed over ranks"):
+        pycomm.LocalSGD(sharded, every=4)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    pycomm.LocalSGD(DistributedDataParallel(nn.Linear(4, 4), process_group=alone), every=4)
+
+
+def test_a_wrapper_over_the_same_ranks_is_refused(pool):
+    pool.run(check_refusals)

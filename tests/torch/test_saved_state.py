@@ -1,0 +1,257 @@
+"""Checkpoints of a hook's state: their contents, and the errors and warnings when loading one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.policy import PROTECT, Policy, Rule
+
+WEIGHTS = {"0.weight", "2.weight"}
+# For ranks that import torch on a busy machine.
+PATIENT = {"timeout": 60, "deadline": 180}
+
+
+def network(seed: int = 0, width: int = 96) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
+
+
+def wrapped(kind: str) -> DistributedDataParallel:
+    net = network()
+    if kind == "compiled":
+        net = torch.compile(net, backend="eager")
+    elif kind == "checkpointed":
+        net[2] = checkpoint_wrapper(net[2])
+    elif kind == "module":
+        net = nn.Sequential()
+        net.add_module("module", network())
+    return DistributedDataParallel(net)
+
+
+def train(model: nn.Module, rank: int, steps: int = 3, width: int = 64) -> None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        model(torch.randn(4, width, generator=generator)).square().mean().backward()
+
+
+class Told(logging.Handler):
+    """The messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> Told:
+        logging.getLogger("pycomm").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("pycomm").removeHandler(self)
+
+
+def same(a: Any, b: Any) -> bool:
+    norms = a.residual_norms()
+    return bool(norms) and a.step == b.step and norms == b.residual_norms()
+
+
+def build(kind: str) -> tuple[nn.Module, Any]:
+    if kind == "ddp":
+        model: nn.Module = DistributedDataParallel(network())
+    else:
+        model = network()
+        fully_shard(model[0])
+        fully_shard(model)
+    return model, pycomm.compress(model, "int4")
+
+
+# ------------------------------------------------------------------------ torch's Stateful
+
+
+def check_stateful(rank: int, size: int, kind: str, folder: str) -> None:
+    model, state = build(kind)
+    train(model, rank)
+    if kind == "ddp":
+        dcp.save({"pycomm": state}, checkpoint_id=folder)
+    else:  # the second way to save
+        group = dist.new_group(backend="gloo")
+        dcp.async_save({"pycomm": state}, checkpoint_id=folder, process_group=group).result()
+    _, other = build(kind)
+    dcp.load({"pycomm": other}, checkpoint_id=folder)
+    assert same(state, other)
+    # Models are loaded in place, as in torch's tutorials.
+    _, third = build(kind)
+    place = {"pycomm": third.state_dict()}
+    dcp.load(place, checkpoint_id=folder)
+    third.load_state_dict(place["pycomm"])
+    assert same(state, third)
+    _, fourth = build(kind)
+    fourth.load_checkpoint(folder)
+    assert same(state, fourth)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_states_are_stateful_and_keep_their_residuals(pool, tmp_path: Path, kind):
+    pool.run(check_stateful, kind, str(tmp_path / "saved"), **PATIENT)
+
+
+def check_powersgd(rank: int, size: int, folder: str) -> None:
+    states = []
+    for _ in range(2):
+        model = DistributedDataParallel(network())
+        states.append(pycomm.compress(model, "powersgd:2"))
+        if len(states) == 1:
+            train(model, rank)
+            dcp.save({"pycomm": states[0]}, checkpoint_id=folder)
+    dcp.load({"pycomm": states[1]}, checkpoint_id=folder)
+    (kept,), (loaded,) = (state.state_dict()["factors"] for state in states)
+    assert kept.keys() == loaded.keys() == WEIGHTS
+    assert all(torch.equal(kept[n]["values"], loaded[n]["values"]) for n in WEIGHTS)
+
+
+def test_the_factors_of_powersgd_are_kept_too(pool, tmp_path: Path):
+    pool.run(check_powersgd, str(tmp_path / "saved"), **PATIENT)
+
+
+def check_emptied(rank: int, size: int) -> None:
+    model, state = build("ddp")
+    train(model, rank)
+    saved = state.state_dict()
+    _, other = build("ddp")
+    lost = {**saved, f"rank{rank}": other.state_dict()[f"rank{rank}"]}
+    old = {**saved, "about": ({**saved["about"][0], "version": 2},), f"rank{rank}": {}}
+    for state_dict in (lost, old):
+        with pytest.raises(ValueError, match=f"its entry rank{rank} of step 0"):
+            other.load_state_dict(state_dict)
+        assert other.step == 0  # nothing of it was taken over
+    # This is version 2, with its entries in their former places.
+    other.load_state_dict({**old, f"rank{rank}": saved[f"rank{rank}"][1]})
+    assert same(state, other)
+
+
+def test_a_state_whose_residuals_were_left_out_is_refused(pool):
+    pool.run(check_emptied, **PATIENT)
+
+
+# ------------------------------------------------------------------------ names
+
+
+def check_wrapped_names(rank: int, size: int, before: str, after: str) -> None:
+    head = Rule(codec="int8", name="*2.weight", reason="head")
+    policy = Policy("int4", (head, *PROTECT))
+    model = wrapped(before)
+    state = pycomm.compress(model, policy)
+    train(model, rank)
+    model = wrapped(after)
+    other = pycomm.compress(model, policy)
+    other.load_state_dict(state.state_dict())
+    assert sorted(state.residual_norms().values()) == sorted(other.residual_norms().values())
+    assert set(other.residual_norms()) <= set(other.decisions)
+    train(model, rank, 1)
+    assert len(other.residual_norms()) == 2
+
+
+@pytest.mark.parametrize("kind", ["compiled", "checkpointed", "module"])
+def test_residuals_find_their_parameters_in_another_wrapping(pool, kind):
+    pool.run(check_wrapped_names, "plain", kind, **PATIENT)
+    pool.run(check_wrapped_names, kind, "plain", **PATIENT)
+
+
+def check_rules(rank: int, size: int) -> None:
+    for kind in ("plain", "compiled", "checkpointed"):
+        for pattern in ("2.weight", "module.2.weight", "_orig_mod.2.weight"):
+            rules = (Rule(codec="int8", name=pattern, reason="head"), *PROTECT)
+            with Told() as told:
+                state = pycomm.compress(wrapped(kind), Policy("int4", rules))
+            assert state.decisions["2.weight"].reason == "head"
+            assert state.decisions["0.weight"].reason == "default"
+            assert not any("matches no parameter" in text for text in told.texts)
+    with Told() as told:
+        for model in (wrapped("plain"), fully_shard(network())):
+            pycomm.compress(model, Policy("int4", (Rule(codec="int8", name="*.2.*"), *PROTECT)))
+        local = Policy("int4", (Rule(codec="int8", name="2.wieght"), *PROTECT))
+        pycomm.LocalSGD(network(), every=4, codec=local)
+    warned = [text for text in told.texts if "matches no parameter" in text]
+    if rank > 0:
+        assert not warned
+        return
+    assert len(warned) == 3
+    assert all("2.weight" in text for text in warned)
+
+
+def test_rules_match_names_in_any_wrapping_and_say_when_they_match_none(pool):
+    pool.run(check_rules, **PATIENT)
+
+
+class Renamed(nn.Module):
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.add_module("2", nn.Linear(width, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule("2")(self.first(x))
+
+
+def check_other_model(rank: int, size: int, kind: str) -> None:
+    model, state = build(kind)
+    train(model, rank)
+
+    def another(net: nn.Module) -> tuple[nn.Module, Any]:
+        other = DistributedDataParallel(net) if kind == "ddp" else fully_shard(net)
+        return other, pycomm.compress(other, "int4")
+
+    renamed, other = another(Renamed())
+    with Told() as told:
+        other.load_state_dict(state.state_dict())
+    assert list(other.residual_norms()) == ["2.weight"]
+    assert [("0.weight" in text, "first.weight" in text) for text in told.texts] == [
+        (True, True)
+    ] * (rank == 0)
+    train(renamed, rank)
+    assert set(other.residual_norms()) == {"first.weight", "2.weight"}
+    resized, other = another(network(width=128))
+    with pytest.raises(ValueError, match=r"belongs to another model: 0\.weight .*2\.weight"):
+        other.load_state_dict(state.state_dict())
+    train(resized, rank)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_loading_tells_of_names_that_are_gone_and_refuses_other_sizes(pool, kind):
+    pool.run(check_other_model, kind, **PATIENT)
+
+
+# ------------------------------------------------------------------------ tracked objects
+
+
+def check_follow(rank: int, size: int) -> None:
+    model, state = build("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))  # torch creates its scale at first use
+    state.follow(optimizer=optimizer)
+    state.follow(scaler=scaler)
+    train(model, rank, 2)
+    before = state.residual_norms()["0.weight"][0]
+    optimizer.param_groups[0]["lr"] = 0.25
+    scaler.update(8.0)
+    state.begin_step()  # both are checked here
+    assert state.residual_norms()["0.weight"][0] == pytest.approx(before * 4, rel=1e-5)
+
+
+def test_an_optimizer_and_a_scaler_are_followed_though_told_one_by_one(pool):
+    pool.run(check_follow, **PATIENT)

@@ -1,0 +1,341 @@
+"""Failure detection by the kernel: it survives closed descriptors and reused pids."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import pytest
+
+from pycomm.communicator import Communicator, Store
+from pycomm.errors import Error, PeerLost
+from tests.ranks import run_processes
+
+SOON = 8.0
+"""Seconds; the group's own deadline is 20."""
+
+
+def links():
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the descriptor that listed the folder
+            continue
+    return found
+
+
+def ours():
+    """Return the descriptors of a group over shared memory."""
+    return [fd for fd, link in links().items() if "memfd:pycomm" in link or "pidfd" in link]
+
+
+def go_on(c):
+    for n in (10, 100_000):
+        x = np.full(n, c.rank + 1, np.float32)
+        c.all_reduce(x)
+        assert set(x.tolist()) == {3.0}
+
+
+def lost(c, victim=1):
+    """Wait for a rank that has died; return the error text."""
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match=f"rank {victim} died") as error:
+        c.barrier()
+    assert time.monotonic() - start < SOON
+    return str(error.value).splitlines()[0]
+
+
+def close_twins(c):
+    if c.rank == 1:
+        for fd, link in links().items():
+            if "memfd:pycomm" in link:
+                os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
+    time.sleep(0.3)
+    go_on(c)
+    return True
+
+
+def test_who_closes_a_twin_of_a_descriptor_lives():
+    assert all(run_processes(2, close_twins))
+
+
+def close_all(c):
+    reader, writer = os.pipe()
+    os.write(writer, b"something to read")
+    closed = ours()
+    assert closed
+    for fd in closed:
+        os.close(fd)
+    for fd in closed:  # other files, which are ready, under the same numbers
+        os.dup2(reader, fd)
+    go_on(c)
+    time.sleep(0.3)
+    go_on(c)
+    x = np.asarray(c.allocate(100_000))
+    x[:] = c.rank + 1
+    c.all_reduce(x)
+    assert set(x.tolist()) == {3.0}
+    c.barrier()
+    c.close()
+    assert all("pipe" in os.readlink(f"/proc/self/fd/{fd}") for fd in closed)
+    return True
+
+
+def test_who_closes_all_descriptors_goes_on_and_its_new_files_stay_open():
+    assert all(run_processes(2, close_all))
+
+
+def die_after_closing(c):
+    for fd in ours():
+        os.close(fd)
+    if c.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lost(c)
+
+
+def test_a_death_is_seen_without_descriptors():
+    assert "its process is gone" in run_processes(2, die_after_closing)[0]
+
+
+def die_behind_other_files(c):
+    reader, _writer = os.pipe()
+    for fd in ours():  # other files, which are never ready, under the same numbers
+        os.dup2(reader, fd)
+    c.barrier()
+    if c.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lost(c)
+
+
+def test_a_death_is_seen_when_descriptors_are_those_of_other_files():
+    assert "its process is gone" in run_processes(2, die_behind_other_files)[0]
+
+
+def give_up_after_closing(c):
+    """Fail in place while the file of the heap is out of reach."""
+    x = np.asarray(c.allocate(100_000))
+    x[:] = 5
+    for fd in ours():
+        os.close(fd)
+    if c.rank == 1:
+        time.sleep(1.0)
+        with pytest.raises(Error):
+            c.all_reduce(x)
+        return True
+    with pytest.raises(Error):
+        c.all_reduce(x, timeout=0.3)
+    assert set(x.tolist()) == {5.0}
+    x[:] = 6
+    time.sleep(1.0)
+    return set(x.tolist()) == {6.0}
+
+
+def test_memory_is_taken_back_without_descriptors():
+    assert all(run_processes(2, give_up_after_closing))
+
+
+def run_another_program(c):
+    if c.rank == 1:
+        os.execv(
+            sys.executable,
+            [sys.executable, "-c", f"import sys, time; time.sleep({SOON + 2}); sys.exit(3)"],
+        )
+    return lost(c)
+
+
+def test_who_becomes_another_program_is_lost():
+    start = time.monotonic()
+    assert "exec()" in run_processes(2, run_another_program)[0]
+    assert time.monotonic() - start < 60
+
+
+def crash(c):
+    os.chdir(tempfile.gettempdir())
+    small = 1 << 20
+    resource.setrlimit(resource.RLIMIT_CORE, (small, small))
+    if c.rank == 1:
+        os.abort()
+    return lost(c)
+
+
+def test_a_crash_that_dumps_core_is_seen():
+    assert "rank 1 died" in run_processes(2, crash)[0]
+
+
+def without_pidfd(rank):
+    """Install a seccomp filter without pidfd_open, as in an older kernel."""
+    load, equal, give = 0x20, 0x15, 0x06
+    enosys, allow, number = 0x00050000 | 38, 0x7FFF0000, 434
+    program = b"".join(
+        struct.pack("HBBI", *step)
+        for step in [
+            (load, 0, 0, 0),
+            (equal, 0, 1, number),
+            (give, 0, 0, enosys),
+            (give, 0, 0, allow),
+        ]
+    )
+    code = ctypes.create_string_buffer(program, len(program))
+
+    class Filter(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    rules = Filter(4, ctypes.addressof(code))
+    if libc.prctl(22, 2, ctypes.byref(rules), 0, 0) != 0:
+        pytest.skip("this kernel has no seccomp filters")
+
+
+def kill_one(c):
+    go_on(c)
+    assert not any("pidfd" in link for link in links().values())
+    if c.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)  # a zombie, since its parent has not waited for it yet
+    return lost(c)
+
+
+def test_a_death_is_seen_where_there_are_no_pidfds():
+    assert "its process is gone" in run_processes(2, kill_one, prepare=without_pidfd)[0]
+
+
+def rank_of_a_container(folder, rank):
+    c = Communicator(Store.file(folder), rank, 2, transport="shm", timeout=20)
+    go_on(c)
+    if rank == 1:
+        print("dies", flush=True)
+        os._exit(3)  # process 1 of a namespace cannot kill itself
+    print(lost(c), flush=True)
+
+
+def test_a_death_in_another_pid_namespace_is_seen(tmp_path):
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode != 0:
+        pytest.skip("this user may not make a PID namespace")
+    code = "import sys; from tests.transports.test_watch import rank_of_a_container as rank; "
+    code += "rank(sys.argv[1], int(sys.argv[2]))"
+    ranks = [
+        subprocess.Popen(
+            [*unshare, sys.executable, "-c", code, str(tmp_path), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert texts[1] == "dies\n"
+    assert "rank 1 died: its process is gone" in texts[0]
+
+
+def rank_of_a_sandbox(folder, rank):
+    c = Communicator(Store.file(folder), rank, 2, transport="shm", timeout=20)
+    go_on(c)
+    time.sleep(0.5)  # time for closer looks
+    go_on(c)
+    c.close()
+    sys.stdout.write(f"{int(os.readlink('/proc/self')) == os.getpid()}\n")
+
+
+SANDBOX = """
+"$0" -c "$1" "$2" 0 &
+unshare --mount sh -ec 'mount -t proc proc /proc; exec "$0" -c "$1" "$2" 1' "$0" "$1" "$2" &
+wait
+"""
+
+
+def test_numbers_in_the_proc_of_another_namespace_prove_no_death(tmp_path):
+    """Both ranks are in one PID namespace, but one has the /proc of the namespace around it."""
+    unshare = ["unshare", "--pid", "--fork", "--mount", "sh", "-ec"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode != 0:
+        pytest.skip("this user may not make namespaces")
+    code = "import sys; from tests.transports.test_watch import rank_of_a_sandbox as rank; "
+    code += "rank(sys.argv[1], int(sys.argv[2]))"
+    ranks = [*unshare, SANDBOX, sys.executable, code, str(tmp_path)]
+    ended = subprocess.run(ranks, capture_output=True, text=True, timeout=60)
+    assert sorted(ended.stdout.split()) == ["False", "True"], ended.stderr
+
+
+def describe(c):
+    go_on(c)
+    return c.describe()
+
+
+def test_a_group_over_shared_memory_needs_no_proc():
+    if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/proc"]).returncode:
+        pytest.skip("this user may not mount anything")
+    code = "from tests.ranks import run_processes; from tests.transports.test_watch import describe"
+    code += '; print(*run_processes(2, describe, transport="auto"))'
+    mount = 'mount -t tmpfs none /proc; exec "$0" -c "$1"'
+    ranks = ["unshare", "--mount", "sh", "-ec", mount, sys.executable, code]
+    ended = subprocess.run(ranks, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "2 ranks: shm with 1 2 ranks: shm with 0\n", ended.stderr
+
+
+def limited(rank):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 30, 100 << 30))
+
+
+def share_without_heaps(c):
+    go_on(c)
+    x = np.asarray(c.allocate(100_000))  # ordinary memory
+    x[:] = c.rank + 1
+    c.all_reduce(x)
+    assert set(x.tolist()) == {3.0}
+    return c.describe()
+
+
+def test_a_limit_of_file_sizes_takes_the_heaps_only():
+    for text in run_processes(2, share_without_heaps, prepare=limited):
+        assert "shm with" in text
+        assert "ulimit -f" in text
+
+
+def all_but_nothing(rank):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+
+def test_a_limit_below_all_shared_memory_leaves_tcp():
+    texts = run_processes(
+        2, lambda c: (go_on(c), c.describe())[1], transport="auto", prepare=all_but_nothing
+    )
+    assert all("tcp to" in text for text in texts)
+
+
+def test_groups_share_the_descriptor_of_a_peer():
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+
+        def main(rank, pipe):
+            groups = [
+                Communicator(Store.file(folder), rank, 2, transport="shm", group=str(i))
+                for i in range(4)
+            ]
+            for c in groups:
+                go_on(c)
+            pipe.send(sum("pidfd" in link for link in links().values()))
+            for c in groups:
+                c.barrier()
+            for c in groups:
+                c.close()
+            pipe.send(sum("pidfd" in link for link in links().values()))
+
+        pipes = [context.Pipe() for _ in range(2)]
+        ranks = [context.Process(target=main, args=(r, pipes[r][1])) for r in range(2)]
+        before = sum("pidfd" in link for link in links().values())
+        for rank in ranks:
+            rank.start()
+        assert [pipe[0].recv() - before for pipe in pipes] == [1, 1]
+        assert [pipe[0].recv() - before for pipe in pipes] == [0, 0]
+        for rank in ranks:
+            rank.join(20)
