@@ -68,6 +68,9 @@ def _serve(link: Connection) -> None:
             # A job that made its own group may have left it, and the next job makes another.
             with suppress(Exception):
                 torch.distributed.destroy_process_group()
+        # torch names a default group by a count of groups, which only a destroyed default group
+        # resets. A job whose group failed on one rank alone would give the next group two names.
+        torch.distributed.distributed_c10d._world.group_count = 0
         link.send(answer)
 
 
