@@ -80,8 +80,12 @@ struct BlockReducer {
   bool finishes;
 
   /// Loads one of the inputs after the first. In a ring that is our own contribution, which is
-  /// multiplied by the factor; else inputs are contributions of peers, and the factor is 1.
-  PYCOMM_KERNEL Acc raw(Stored x) const { return Op::scale(Type::load(x), factor); }
+  /// multiplied by the factor and rounded to the type, as a contribution that peers read is; else
+  /// inputs are contributions of peers, and the factor is 1.
+  PYCOMM_KERNEL Acc raw(Stored x) const {
+    if (factor == Scalar{1}) return Type::load(x);
+    return Type::load(Type::store(Op::scale(Type::load(x), factor)));
+  }
   PYCOMM_KERNEL Acc first(Stored x) const { return prepares ? raw(x) : Type::load(x); }
   PYCOMM_KERNEL Stored last(Acc x) const {
     return Type::store(finishes ? Op::finish(x, divisor) : x);
