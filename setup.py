@@ -19,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 # Top-level folders that install inside the package; on their own these names are other projects'.
 INSIDE = {"pycomm.bench": "bench", "pycomm.triton_kernels": "triton_kernels"}
+PARTS = [f"{inside}.{part}" for inside, folder in INSIDE.items() for part in find_packages(folder)]
 OPTIONS = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE")
 
 
@@ -63,7 +64,7 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=[*find_packages(include=["pycomm", "pycomm.*"]), *INSIDE],
+    packages=[*find_packages(include=["pycomm", "pycomm.*"]), *INSIDE, *PARTS],
     package_dir=INSIDE,
     ext_modules=[Extension("pycomm._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

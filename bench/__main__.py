@@ -14,9 +14,12 @@ from importlib import import_module
 
 # Subcommands, and what they do; the rest are collectives.
 SUBCOMMANDS = {
-    "codecs": ("codecs", "each codec on one core, beside memcpy"),
-    "report": ("report_page", "all figures as one interactive page, from bench/results"),
-    "training": ("time_to_loss", "steps and losses of real models with each codec, and torch's"),
+    "codecs": ("ops.codecs", "each codec on one core, beside memcpy"),
+    "report": ("figures.page", "all figures as one interactive page, from bench/results"),
+    "training": (
+        "training.time_to_loss",
+        "steps and losses of real models with each codec, and torch's",
+    ),
 }
 OLDER_NAMES = {"time_to_loss": "training"}
 OPTIONAL = ("matplotlib", "mpi4py", "numpy", "plotly", "torch")
@@ -53,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    from pycomm.bench.arguments import unknown
-    from pycomm.bench.operations import OPERATIONS
+    from pycomm.bench.common.arguments import unknown
+    from pycomm.bench.ops.operations import OPERATIONS
 
     word = OLDER_NAMES.get(argv[0], argv[0]) if argv else "--help"
     if word in ("-h", "--help"):
@@ -68,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
         known = [*OPERATIONS, *SUBCOMMANDS]
         print(f"python -m pycomm.bench: {unknown('benchmark', word, known)}", file=sys.stderr)
         return 2
-    from pycomm.bench import collectives
+    from pycomm.bench.ops import collectives
 
     return collectives.main(argv)
 

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pycomm.bench import tables, validate_plan
-from pycomm.bench.harness import Row
-from pycomm.bench.time_to_loss_results import changes, load, over, totals, with_loss
+from pycomm.bench import validate_plan
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Row
+from pycomm.bench.training.results import changes, load, over, totals, with_loss
 
 FOLDER = Path(__file__).parent
 DOCS, README = FOLDER.parent / "docs", FOLDER.parent / "README.md"

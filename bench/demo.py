@@ -3,8 +3,8 @@
     python -m pycomm.bench.demo
 
 Two ranks with one torch thread each, on a link of 200 Mbit/s (netlab.py), run the same training
-(training.py) once per row, with the same weights, data and steps. The results are printed as a
-table and drawn as a picture of the loss against wall time.
+(training/train.py) once per row, with the same weights, data and steps. The results are printed as
+a table and drawn as a picture of the loss against wall time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pycomm.bench import charts, netlab, tables
-from pycomm.bench.harness import Origin
-from pycomm.bench.training import Config, Transformer
+from pycomm.bench import netlab
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.figures import charts
+from pycomm.bench.training.train import Config, Transformer
 from pycomm.charts import Section, save_page, save_png
 
 HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")

@@ -3,9 +3,9 @@
     python -m pycomm.bench.distortion --csv bench/results/distortion-cpu.csv
 
 codes two kinds of values: 2^20 normally distributed ones, and the gradients of the demo's model
-(training.py) after 100 steps, each matrix separately, without the vectors. `bits` are bits of the
-code per value, `error` is the relative squared error |x - decode(encode(x))|^2 / |x|^2. Nothing is
-timed. Bits and errors do not depend on the machine, except for the last bits of the gradients.
+(training/train.py) after 100 steps, each matrix separately, without the vectors. `bits` are bits of
+the code per value, `error` is the relative squared error |x - decode(encode(x))|^2 / |x|^2. Nothing
+is timed. Bits and errors do not depend on the machine, except for the last bits of the gradients.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from typing import Any
 
 import torch
 
-from pycomm.bench import tables
-from pycomm.bench.harness import Origin
-from pycomm.bench.training import Config, Transformer, batches, loss_of, schedule, standard_library
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.training.train import (
+    Config,
+    Transformer,
+    batches,
+    loss_of,
+    schedule,
+    standard_library,
+)
 from pycomm.codecs import codec as parse_codec
 
 NORMAL, GRADIENTS = "normal", "gradients"

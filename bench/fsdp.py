@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from pycomm.bench import netlab
-from pycomm.bench.harness import Origin, Row, append_csv, quantile, record
-from pycomm.bench.training import (
+from pycomm.bench.common.harness import Origin, Row, append_csv, quantile, record
+from pycomm.bench.training.train import (
     Config,
     Transformer,
     batches,

@@ -21,8 +21,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pycomm.bench import harness, netlab
-from pycomm.bench.harness import Origin, Row
+from pycomm.bench import netlab
+from pycomm.bench.common import harness
+from pycomm.bench.common.harness import Origin, Row
 
 STREAMS = ("stream", "stream both ways")
 STREAM = (

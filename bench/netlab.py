@@ -6,11 +6,11 @@
 runs the command once per rank, with torchrun's environment, prints the bytes that crossed each
 interface, and exits with 0, or with the status of the first rank that failed. All nodes connect to
 one switch. The egress and ingress of a node are limited at the ends of its own link, so links are
-full duplex. rates.py defines the format of rates. Root is not needed where the kernel allows user
-namespaces.
+full duplex. lab/rates.py defines the format of rates. Root is not needed where the kernel allows
+user namespaces.
 
 Nothing is left behind. A namespace and its contents live as long as the process that holds it open,
-and that process ends when its standard input is closed. Each rank has a keeper (keeper.py) that
+and that process ends when its standard input is closed. Each rank has a keeper (lab/keeper.py) that
 ends all processes that the rank has started. So an exception, Ctrl-C and kill -9 all have the same
 effect, and the program stops when the process that has started it is gone.
 """
@@ -23,8 +23,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pycomm.bench import rates
-from pycomm.bench.lab import (
+from pycomm.bench.lab import rates
+from pycomm.bench.lab.base import (
     Lab,
     Paced,
     Traffic,
@@ -33,8 +33,8 @@ from pycomm.bench.lab import (
     interface_counts,
     wait,
 )
-from pycomm.bench.namespaces import Netlab
-from pycomm.bench.rates import UNLIMITED
+from pycomm.bench.lab.namespaces import Netlab
+from pycomm.bench.lab.rates import UNLIMITED
 
 __all__ = [
     "UNLIMITED",

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pycomm.bench.figures import FIGURES, Figure
-from pycomm.bench.tables import RESULTS
+from pycomm.bench.common.tables import RESULTS
+from pycomm.bench.figures.catalogue import FIGURES, Figure
 from pycomm.charts import picture_digest, save_png
 
 ROOT = Path(__file__).parent.parent

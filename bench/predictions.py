@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench import tables
-from pycomm.bench.harness import Origin
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
 from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, of_count
 from pycomm.plan.show import describe
 from pycomm.plan.sweep import Sweep, sweep

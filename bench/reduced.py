@@ -2,14 +2,14 @@
 
     python -m pycomm.bench.reduced
 
-trains the demo's model (training.py) with exact gradients of 8 ranks, and reduces those of one step
-by `Communicator.all_reduce_coded` among 2, 4 and 8 ranks that are threads. `error` is |result -
-mean|^2 / |mean|^2 over the whole gradient; `bits` are bits of payload per value, including scales,
-headers and the parameters that travel exactly. `ratio` is the error divided by that of `ring
-MXFP8`: a reduce-scatter and an all-gather in a ring whose partial sums travel in MXFP8 (OCP MX
-v1.0: blocks of 32, scales by the floor rule, e4m3 rounded to nearest), for all parameters. A policy
-uses energies that were measured `STALE` steps earlier. Biased codecs have residuals, as by default,
-which are zero in the beginning. Nothing is timed.
+trains the demo's model (training/train.py) with exact gradients of 8 ranks, and reduces those of
+one step by `Communicator.all_reduce_coded` among 2, 4 and 8 ranks that are threads. `error` is
+|result - mean|^2 / |mean|^2 over the whole gradient; `bits` are bits of payload per value,
+including scales, headers and the parameters that travel exactly. `ratio` is the error divided by
+that of `ring MXFP8`: a reduce-scatter and an all-gather in a ring whose partial sums travel in
+MXFP8 (OCP MX v1.0: blocks of 32, scales by the floor rule, e4m3 rounded to nearest), for all
+parameters. A policy uses energies that were measured `STALE` steps earlier. Biased codecs have
+residuals, as by default, which are zero in the beginning. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ from typing import Any
 
 import torch
 
-from pycomm.bench import tables
-from pycomm.bench.harness import Origin
-from pycomm.bench.training import Config, Transformer, batches, loss_of, schedule, standard_library
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.training.train import (
+    Config,
+    Transformer,
+    batches,
+    loss_of,
+    schedule,
+    standard_library,
+)
 from pycomm.codecs import Codec, RandomKey
 from pycomm.codecs import codec as parse_codec
 from pycomm.communicator import Communicator, Piece, Store

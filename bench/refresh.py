@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pycomm.bench import tables
+from pycomm.bench.common import tables
 
 LIMIT = 1500.0  # seconds per command
 JUDGED = {"pycomm.bench.validate_plan": 1}

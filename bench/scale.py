@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from pycomm import _C
-from pycomm.bench import harness, tables
-from pycomm.bench.harness import Origin
+from pycomm.bench.common import harness, tables
+from pycomm.bench.common.harness import Origin
 
 # Name in torch.distributed (none: the core alone), and PYCOMM_TRANSPORT.
 BACKENDS = {

@@ -26,8 +26,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench import harness, netlab
-from pycomm.bench.harness import Origin
+from pycomm.bench import netlab
+from pycomm.bench.common import harness
+from pycomm.bench.common.harness import Origin
 from pycomm.plan import CODINGS, Model, Probe, of_tensors
 from pycomm.plan.algorithms import Size
 from pycomm.plan.sim import simulate
@@ -78,7 +79,7 @@ def run_ranks(lab: netlab.Lab, ranks: int, command: Sequence[str]) -> None:
 
 
 def ask(lab: netlab.Lab, **what: Any) -> list[dict[str, Any]]:
-    """Let the ranks of plan_ranks.py measure something, and return rank 0's records."""
+    """Let the ranks of planner/ranks.py measure something, and return rank 0's records."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         if what["kind"] == "all_reduces":
@@ -115,7 +116,7 @@ def model_of(parts: dict[str, Any], ranks: int) -> Model:
 
     Those ranks shared cores, so each of them had only a part of a core's seconds.
     """
-    from pycomm.bench.methods import Method  # needs torch, like steps
+    from pycomm.bench.training.methods import Method  # needs torch, like steps
 
     share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
     compute = parts["forward"] + parts["backward"] + parts["optimizer"]
@@ -244,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
     add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.rank:
-        from pycomm.bench import plan_ranks
+        from pycomm.bench.planner import ranks as plan_ranks
 
         return plan_ranks.main(options.rank)
     if options.judge:

@@ -20,9 +20,7 @@ FOLDERS = {
     "processes": "process",
     "faults": "process",
     "torch": "torch",
-    "hooks": "torch",
     "conformance": "torch",
-    "convergence": "torch",
     "trainers": "torch",
 }
 COUNTS: Counter[tuple[str, str]] = Counter()

@@ -97,9 +97,10 @@ def folders_in_circles(root: Path) -> list[str]:
 def crowded_folders(root: Path) -> list[str]:
     """Return folders with more sources than fit into one listing."""
     count: dict[str, int] = {}
-    for file in cxx(root):
-        folder = str(file.parent.relative_to(root))
-        count[folder] = count.get(folder, 0) + 1
+    for top in ("csrc", "pycomm", "bench", "triton_kernels", "tests"):
+        for file in files(root, top, ".h", ".cpp", ".cu", ".py"):
+            folder = str(file.parent.relative_to(root))
+            count[folder] = count.get(folder, 0) + 1
     return [f"{f}: {n}" for f, n in count.items() if n > MAX_SOURCES and f not in CROWDED]
 
 
@@ -340,6 +341,18 @@ SEVERAL = {
     "crowded": (
         crowded_folders,
         {f"csrc/transports/tcp/part{i}.h": "" for i in range(MAX_SOURCES + 1)},
+    ),
+    "crowded-bench": (
+        crowded_folders,
+        {f"bench/part{i}.py": "" for i in range(MAX_SOURCES + 1)},
+    ),
+    "crowded-tests": (
+        crowded_folders,
+        {
+            **{f"tests/torch/test_{i}.py": "" for i in range(MAX_SOURCES)},
+            "tests/torch/ranks.cpp": "",
+            "tests/torch/backend/test_x.py": "",
+        },
     ),
     "one-name": (
         types_with_one_name,

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("rich", reason="the demo's display: pip install pycomm[bench]")
 pytest.importorskip("matplotlib", reason="the demo's picture: pip install pycomm[bench]")
 
-from pycomm.bench import demo, tables
-from pycomm.bench.harness import Origin
+from pycomm.bench import demo
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
 from pycomm.bench.netlab import Paced
 
 

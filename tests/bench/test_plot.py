@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
 
-from pycomm.bench import plot, tables
-from pycomm.bench.figures import FIGURES, Figure
+from pycomm.bench import plot
+from pycomm.bench.common import tables
+from pycomm.bench.figures.catalogue import FIGURES, Figure
 from pycomm.charts import Axis, Chart, Panel, Series, save_png
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pycomm.bench import refresh, tables
+from pycomm.bench import refresh
+from pycomm.bench.common import tables
 
 
 def write(path: Path, *rows: dict[str, object]) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pycomm.bench import netlab
-from pycomm.bench.harness import Origin
-from pycomm.bench.plan_ranks import ROUNDS, turns
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.planner.ranks import ROUNDS, turns
 from pycomm.bench.validate_plan import Case, ask, judge, load, model_of, picks, save, summary
 
 
@@ -77,7 +77,7 @@ def test_ranks_time_an_all_reduce_of_each_size_and_codec(lab):
 
 def test_ranks_time_steps_and_the_parts_of_one_that_does_not_talk(lab):
     pytest.importorskip("torch")
-    from pycomm.bench.training import Config, Transformer
+    from pycomm.bench.training.train import Config, Transformer
 
     parts, *rows = ask(lab, kind="steps", codecs=["none", "int8"])
     assert [row["codec"] for row in rows] == ["none", "int8"]

@@ -19,8 +19,8 @@ from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
-from tests.codecs import emulated_cuda
 from tests.codecs.cases import CASES, ROTATIONS, SPECS, agreed, bits
+from tests.codecs.cuda import emulated as emulated_cuda
 
 # (implementation, device). CPU implementations must work. With a GPU Triton's interpreter is off,
 # and an implementation that is not installed is skipped, but `make gpu` requires them all.

@@ -19,9 +19,9 @@ from pycomm.codecs import convert as module
 from pycomm.codecs.convert import Conversion
 from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
 from pycomm.codecs.implementations import Unavailable
-from tests.codecs import nvrtc_library
-from tests.codecs.emulated_cuda import FLAGS
-from tests.codecs.ptx import ARCHS, inexact
+from tests.codecs.cuda import nvrtc_library
+from tests.codecs.cuda.emulated import FLAGS
+from tests.codecs.cuda.ptx import ARCHS, inexact
 
 PAIRS = list(product(module.DTYPES, module.DTYPES))
 KINDS = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
@@ -51,12 +51,12 @@ def emulated(conversion: Conversion) -> None:
 
 @cache
 def kernels() -> ctypes.CDLL:
-    """Return the CUDA kernels compiled by g++; see tests/codecs/emulated_cuda.py."""
+    """Return the CUDA kernels compiled by g++; see tests/codecs/cuda/emulated.py."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the CUDA kernels for the CPU")
     lines = [
-        '#include "emulated_cuda.h"',
+        '#include "emulated.h"',
         '#include "codecs/convert.cu"',
         "using pycomm::codecs::convert::Params;",
         'extern "C" int run(const char* name, unsigned blocks, const void* params) {',
@@ -69,7 +69,7 @@ def kernels() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         file, binary = Path(folder, "convert.cpp"), Path(folder, "convert.so")
         file.write_text("\n".join(lines))
-        include = (f"-I{Path(__file__).parent}", f"-I{include_folder()}")
+        include = (f"-I{Path(__file__).parent / 'cuda'}", f"-I{include_folder()}")
         subprocess.run([compiler, *FLAGS, *include, str(file), "-o", str(binary)], check=True)
         library = ctypes.CDLL(str(binary))
     assert library.params() == ctypes.sizeof(module.Params)

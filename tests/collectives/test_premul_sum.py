@@ -15,7 +15,7 @@ import torch
 
 from pycomm import _C
 from pycomm.errors import Error
-from tests.collectives import device_ranks
+from tests.collectives.device import ranks as device_ranks
 from tests.collectives.test_hierarchical import NODES
 from tests.collectives.ways import TINY
 from tests.ranks import run, run_processes

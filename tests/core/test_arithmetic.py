@@ -14,7 +14,7 @@ from pycomm.codecs.args import RandomKey
 from pycomm.codecs.implementations import Native
 from tests.arithmetic import KINDS, arithmetic
 from tests.codecs.cases import CASES, SPECS, agreed
-from tests.collectives import device_ranks
+from tests.collectives.device import ranks as device_ranks
 from tests.collectives.ways import WAYS
 from tests.ranks import run
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pycomm import _C
-from tests.collectives import device_ranks
+from tests.collectives.device import ranks as device_ranks
 from tests.collectives.ways import WAYS
 from tests.ranks import run
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pycomm.bench.harness import Origin
+from pycomm.bench.common.harness import Origin
 from pycomm.bench.netlab import Netlab, Unavailable
 from tests.faults.injection.case import NETWORK, Call, Case
 from tests.faults.injection.judge import blamed, latest, survivors

@@ -11,7 +11,7 @@ import pytest
 from pycomm import _C
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error
-from tests.collectives import device_ranks
+from tests.collectives.device import ranks as device_ranks
 from tests.ranks import run
 
 LONG = [3e7, 1e10, 1e300, math.inf]

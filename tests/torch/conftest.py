@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch_pool import Pool
+
+from tests.torch.pool import Pool
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Ranks that are torch processes; see torch_pool.py."""
+    """Ranks that are torch processes; see pool.py."""
     pool = Pool()
     yield pool
     pool.stop()

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch_pool import Pool
+
+from tests.torch.pool import Pool
 
 WIDTH = 16
 

@@ -1,0 +1,1 @@
+"""Shared by all benchmarks: arguments, sizes, the schema of results, tables, printed reports."""

@@ -1,0 +1,81 @@
+"""Figures of README and docs: the result table, the chart and the command of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pycomm.bench.common import tables
+from pycomm.bench.common.tables import Row
+from pycomm.bench.figures import charts
+from pycomm.charts import Chart
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture, docs/img/NAME.png, and the source of its data."""
+
+    name: str
+    table: str
+    """the table's file name in bench/results"""
+    chart: Callable[[Sequence[Row]], Chart]
+    command: str
+    """the command that makes the table"""
+    note: str = ""
+
+    def of(self, results: Path) -> Chart:
+        return self.chart(tables.read(results / self.table))
+
+
+FIGURES = (
+    Figure(
+        "loss",
+        "demo-cpu.csv",
+        charts.loss,
+        "python -m pycomm.bench.demo --csv bench/results/demo-cpu.csv",
+    ),
+    Figure(
+        "bandwidth",
+        "collectives-cpu.csv",
+        charts.bandwidth,
+        "python -m pycomm.bench all_reduce -p 2 --backend pycomm,pycomm-shared,gloo,mpi "
+        "--csv bench/results/collectives-cpu.csv",
+        "Shared memory: tensors that the group has allocated, which peers reduce in place.",
+    ),
+    Figure(
+        "steps",
+        "steps-cpu.csv",
+        charts.steps,
+        "python -m pycomm.bench training --only steps --models demo "
+        "--rates 1gbit --csv bench/results/steps-cpu.csv",
+    ),
+    Figure(
+        "losses",
+        "training-cpu.csv",
+        charts.losses,
+        "python -m pycomm.bench training --only losses --models demo --seeds 0,1,2 "
+        "--csv bench/results/training-cpu.csv",
+        "Feedback is on wherever a codec can have it, as pycomm.compress has it.",
+    ),
+    Figure(
+        "error",
+        "distortion-cpu.csv",
+        charts.error,
+        "python -m pycomm.bench.distortion --csv bench/results/distortion-cpu.csv",
+    ),
+    Figure(
+        "planner",
+        "plan-cpu.csv",
+        charts.planner,
+        "python -m pycomm.bench.validate_plan --csv bench/results/plan-cpu.csv",
+    ),
+    Figure(
+        "predictions",
+        "predictions.csv",
+        charts.predictions,
+        "python -m pycomm.bench.predictions --csv bench/results/predictions.csv",
+        "The grey band follows what is advised: the finest codec that is about as fast as the "
+        "fastest, if it saves 5 % of a step and its error is at most 0.3.",
+    ),
+)

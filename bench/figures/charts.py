@@ -1,0 +1,276 @@
+"""Charts of the result tables: which columns each figure shows, and its labels."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from pycomm.bench import distortion
+from pycomm.bench.common import harness, tables
+from pycomm.bench.common.tables import Row
+from pycomm.charts import Axis, Chart, Panel, Series
+from pycomm.plan import draw
+from pycomm.plan.sweep import Curves
+from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate
+
+
+def loss(rows: Sequence[Row]) -> Chart:
+    """Plot the loss of the demo's runs against wall time."""
+    rows = tables.newest(rows, "run")
+    series = []
+    for i, row in enumerate(rows):
+        seconds, losses = zip(*tables.parse_curve(row["curve"]), strict=True)
+        hover = [
+            f"{row['run']}, {t:.1f} s: {held_out:.3f}"
+            for t, held_out in zip(seconds, losses, strict=True)
+        ]
+        series.append(Series(row["run"], seconds, losses, hover, base=i == 0))
+    low = min(min(line.y) for line in series)
+    high = max(line.y[min(1, len(line.y) - 1)] for line in series)
+    room = 0.12 * (high - low) or 0.1
+    longest = max(line.x[-1] for line in series)
+    first = rows[0]
+    return Chart(
+        "Loss against wall time",
+        f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP "
+        f"on 2 ranks, a link of {_link(first['rate'])}; {first['steps']} equal steps in each run",
+        [
+            Panel(
+                Axis("seconds of training", limits=(0, 1.08 * longest)),
+                Axis("held-out loss, nats per byte", limits=(low - 2.2 * room, high + room)),
+                series,
+            )
+        ],
+        labels="ends",
+    )
+
+
+def bandwidth(rows: Sequence[Row]) -> Chart:
+    """Plot time and bytes per second of two-rank all-reduces against size."""
+    rows = [r for r in rows if r["kind"] == "time" and r["op"] == "all_reduce"]
+    rows = [r for r in rows if r["ranks"] == "2" and r["codec"] == "none"]
+    rows = tables.newest(tables.widest_run(rows, "backend"), "backend", "size")
+    panels = []
+    for column, label, factor, spell, title in (
+        ("time_p50", "time of a call", 1e-6, format_time, "Latency: lower is better"),
+        ("effbw", "size / time", 1e9, _bandwidth, "Bandwidth: higher is better"),
+    ):
+        series = []
+        for backend in sorted({r["backend"] for r in rows}, key=_backend_order):
+            mine = sorted((int(r["size"]), factor * float(r[column])) for r in rows
+                          if r["backend"] == backend)  # fmt: skip
+            sizes, values = zip(*mine, strict=True)
+            name = BACKENDS.get(backend, backend)
+            hover = [f"{name}, {_size(size)}: {spell(value)}" for size, value in mine]
+            series.append(Series(name, sizes, values, hover, base=backend == "gloo"))
+        every = [value for line in series for value in line.y]
+        y = Axis(label, True, draw.ticks(min(every), max(every), spell))
+        sizes = sorted({int(r["size"]) for r in rows})
+        marks = [(size, _size(size)) for size in (8 << shift for shift in range(0, 40, 5))]
+        x = Axis("bytes", True, [mark for mark in marks if sizes[0] <= mark[0] <= sizes[-1]])
+        panels.append(Panel(x, y, series, title))
+    subtitle = f"all_reduce of float32 by 2 ranks on {rows[0]['device']}, all backends in turns"
+    return Chart("All-reduce inside a machine", subtitle, panels)
+
+
+def steps(rows: Sequence[Row]) -> Chart:
+    """Plot the time of a training step against the link rate, by method."""
+    rows = tables.newest([r for r in rows if r["kind"] == "step"], "model", "method", "rate")
+    series = []
+    for method in dict.fromkeys(r["method"] for r in rows):
+        mine = sorted(
+            (_bits(r["rate"]), float(r["seconds"])) for r in rows if r["method"] == method
+        )
+        rates, seconds = zip(*mine, strict=True)
+        hover = [f"{method}, {format_rate(x / 8)}: {format_time(y)}" for x, y in mine]
+        series.append(Series(method, rates, seconds, hover, base=method == BASE_METHOD))
+    every = [value for line in series for value in line.y]
+    places = sorted({_bits(r["rate"]) for r in rows})
+    x = Axis("link", True, [(place, format_rate(place / 8)) for place in places])
+    y = Axis("step", True, draw.ticks(min(every), max(every), format_time))
+    count = int(rows[0]["parameters"]) / 1e6
+    return Chart(
+        "Training step by link",
+        f"Transformer of {count:.1f} million parameters, DDP on 2 ranks with one core each, "
+        "links between network namespaces",
+        [Panel(x, y, series)],
+    )
+
+
+def losses(rows: Sequence[Row]) -> Chart:
+    """Plot the loss against steps, as the mean over the seeds, by method."""
+    rows = [r for r in rows if r["kind"] == "loss" and r["model"] == "demo"]
+    rows = tables.newest(rows, "method", "seed")
+    series = []
+    for method in LOSS_METHODS:
+        curves = [dict(tables.parse_curve(r["curve"])) for r in rows if r["method"] == method]
+        if not curves:
+            continue
+        places = sorted(place for place in curves[0] if place <= float(rows[0]["steps"]))
+        means = [statistics.fmean(curve[place] for curve in curves) for place in places]
+        name = method.removeprefix("pycomm, ")
+        hover = [
+            f"{name}, step {x:.0f}: {y:.3f} (seeds: {len(curves)})"
+            for x, y in zip(places, means, strict=True)
+        ]
+        series.append(Series(name, places, means, hover, base=method == LOSS_METHODS[0]))
+    start = max(line.y[1] for line in series)
+    end = min(line.y[-1] for line in series)
+    return Chart(
+        "Loss against steps",
+        f"Held-out loss of the demo's model ({int(rows[0]['parameters']) / 1e6:.1f} million "
+        "parameters, 2 ranks, AdamW), mean of the seeds",
+        [
+            Panel(
+                Axis("step"),
+                Axis("held-out loss, nats per byte", limits=(end - 0.08, start + 0.05)),
+                series,
+            )
+        ],
+    )
+
+
+def error(rows: Sequence[Row]) -> Chart:
+    """Plot error against bits, by family of codecs, on normal values and on gradients."""
+    rows = tables.newest(rows, "values", "codec")
+    bits = [0.05 * 1.06**i for i in range(96)]
+    bound = Series("least possible", bits, [2.0 ** (-2 * b) for b in bits])
+    ticks = [(b, f"{b:g}") for b in (0.1, 0.3, 1, 2, 4, 8, 16)]
+    panels = []
+    for values, title in (
+        (distortion.NORMAL, "Normally distributed values"),
+        (distortion.GRADIENTS, "Gradients of the demo's model, step 100"),
+    ):
+        series = []
+        for family in distortion.FAMILIES:
+            mine = [r for r in rows if r["values"] == values and r["family"] == family]
+            points = sorted((float(r["bits"]), float(r["error"]), r["codec"]) for r in mine)
+            x, y, _ = zip(*points, strict=True)
+            hover = [f"{name}: {b:.2f} bits, error {e:.2g}" for b, e, name in points]
+            kind = "line" if family in distortion.LADDERS else "points"
+            series.append(Series(family, x, y, hover, kind))
+        powers = [(10.0**p, f"1e{p}" if p else "1") for p in range(-8, 1, 2)]
+        panels.append(
+            Panel(
+                Axis("bits per value", True, ticks, (0.04, 28)),
+                Axis("relative squared error", True, powers, (1e-8, 4)),
+                series,
+                title,
+                [bound] if values == distortion.NORMAL else [],
+            )
+        )
+    return Chart(
+        "What a codec loses, and for how many bits",
+        "One coding, without feedback; bits count scales and indices",
+        panels,
+    )
+
+
+def planner(rows: Sequence[Row]) -> Chart:
+    """Plot predicted against measured times."""
+    rows = tables.newest(rows, "kind", "rate", "ranks", "size", "codec")
+    panels = []
+    for kind, title in (("all_reduce", "All-reduces of 1 to 64 MiB"), ("step", "Training steps")):
+        mine = [r for r in rows if r["kind"] == kind]
+        series = []
+        for rate in sorted({r["rate"] for r in mine}, key=_bits):
+            cases = [r for r in mine if r["rate"] == rate]
+            hover = [
+                f"{r['codec']}, {r['ranks']} ranks{_of_size(r)}: predicted "
+                f"{format_time(float(r['predicted']))}, took {format_time(float(r['measured']))}"
+                for r in cases
+            ]
+            x = [float(r["measured"]) for r in cases]
+            y = [float(r["predicted"]) for r in cases]
+            series.append(Series(_link(rate), x, y, hover, kind="points"))
+        every = [value for line in series for value in (*line.x, *line.y)]
+        low, high = min(every) / 1.3, max(every) * 1.3
+        guides = [
+            Series("equal, or 30 % off", (low, high), (factor * low, factor * high))
+            for factor in (1.0, 1.3, 0.7)
+        ]
+        marks = draw.ticks(low, high, format_time)
+        panels.append(
+            Panel(
+                Axis("measured", True, marks, (low, high)),
+                Axis("predicted", True, marks, (low, high)),
+                series,
+                title,
+                guides,
+            )
+        )
+    ranks = sorted({int(r["ranks"]) for r in rows})
+    return Chart(
+        "The planner's predictions",
+        f"{', '.join(map(str, ranks))} ranks in network namespaces on {rows[0]['cores']} cores; "
+        "no codec, int8, int4 and top-k 1 %",
+        panels,
+    )
+
+
+def predictions(rows: Sequence[Row]) -> Chart:
+    """Plot the planner's sweep over rates and over ranks."""
+    rows = tables.newest(rows, "axis", "at", "codec")
+    by_rate, by_ranks = (_curves(rows, axis) for axis in ("rate", "ranks"))
+    crossovers = {r["codec"]: float(r["pays_below"]) for r in rows if r["pays_below"]}
+    first = rows[0]
+    titles = (f"{first['ranks']} ranks", f"{format_rate(float(first['rate']))} between nodes")
+    return draw.chart(by_rate, by_ranks, crossovers, first["what"], titles)
+
+
+def _curves(rows: Sequence[Row], axis: str) -> Curves:
+    mine = [r for r in rows if r["axis"] == axis]
+    steps: dict[str, list[float]] = {}
+    for row in mine:
+        steps.setdefault(row["codec"], []).append(float(row["step"]))
+    at = dict.fromkeys(float(r["at"]) for r in mine)
+    best = {float(r["at"]): r["codec"] for r in mine if r["advised"] == "1"}
+    return Curves(axis, list(at), steps, [best[place] for place in at])
+
+
+# ------------------------------------------------------------------------ labels
+
+BASE_METHOD = "Gloo, fp32"
+LOSS_METHODS = (
+    "pycomm, exact",
+    "pycomm, int8",
+    "pycomm, int4",
+    "pycomm, EDEN 2 bits of 128",
+    "pycomm, EDEN 1 bit",
+    "pycomm, PowerSGD rank 4",
+    "pycomm, top-k 1 %",
+    "pycomm, sign",
+    "Gloo, PowerSGD rank 4",
+)
+BACKENDS = {
+    "gloo": "Gloo",
+    "mpi": "Open MPI",
+    "pycomm": "pycomm",
+    "pycomm-shared": "pycomm, shared memory",
+}
+
+
+def _backend_order(name: str) -> int:
+    return list(BACKENDS).index(name) if name in BACKENDS else len(BACKENDS)
+
+
+def _bits(rate: str) -> float:
+    return 8 * parse_rate(rate)[0]
+
+
+def _link(rate: str) -> str:
+    """Format "200mbit" as "200 Mbit/s"."""
+    return format_rate(parse_rate(rate)[0])
+
+
+def _size(size: int) -> str:
+    text = harness.format_size(size)
+    return f"{text} B" if text.isdigit() else f"{text[:-1]} {text[-1]}iB"
+
+
+def _bandwidth(rate: float) -> str:
+    return f"{format_bytes(rate)}/s"
+
+
+def _of_size(row: Mapping[str, str]) -> str:
+    return f", {_size(int(row['size']))}" if int(row["size"]) else ""

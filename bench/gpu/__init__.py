@@ -1,0 +1,1 @@
+"""Checks and timings on a GPU: `python -m pycomm.bench.gpu`."""

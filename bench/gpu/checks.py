@@ -1,0 +1,147 @@
+"""Checks that `make gpu` runs before timing: pytest suites on cuda, and two sanitizers.
+
+The contract test runs once for every implementation, all in parallel, since each keeps one core of
+the host busy and the GPU little. Suites with several ranks run alone after it, because their
+deadlines assume an otherwise idle GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTRACT = "tests/codecs/test_contract.py"
+CONVERT = "tests/codecs/test_convert.py"
+RANKS = ("tests/collectives/device/test_gpu.py", "tests/torch/device/test_cuda.py")
+SANITIZERS = ("memcheck", "racecheck")
+SANITIZED = "test_same_bytes and native-cuda and normal-257"
+SECONDS = 300  # for one suite
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counts of a pytest run."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{n} {name}" for name, n in dataclasses.asdict(self).items() if n]
+        return ", ".join(parts) or "no tests"
+
+    @property
+    def good(self) -> bool:
+        return self.passed > 0 and self.failed == 0 and self.skipped == 0
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A run of pytest, optionally under a tool."""
+
+    name: str
+    arguments: Sequence[str]
+    tool: Sequence[str] = ()
+
+    def start(self, folder: Path) -> tuple[subprocess.Popen[bytes], Path, Path]:
+        stem = self.name.replace(" ", "-")
+        junit, log = folder / f"{stem}.xml", folder / f"{stem}.log"
+        # The project's own options are omitted: they are strict about plugins that may be missing.
+        plain = ["-q", "--tb=short", "--maxfail=20", "-o", "addopts=", f"--junitxml={junit}"]
+        command = [*self.tool, sys.executable, "-m", "pytest", *self.arguments, *plain]
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TRITON_INTERPRET": "0"},
+                start_new_session=True,  # to end it together with its ranks
+            )
+        return process, junit, log
+
+
+def contract(kind: str) -> Suite:
+    return Suite(f"contract {kind}", [CONTRACT, CONVERT, "-k", f"{kind}-cuda"])
+
+
+def ranks() -> list[Suite]:
+    """Return suites for collectives, and for DDP and FSDP2, with several ranks on one GPU."""
+    return [Suite(Path(file).stem, [file]) for file in RANKS if Path(file).exists()]
+
+
+def sanitizers() -> tuple[list[Suite], str]:
+    """Return compute-sanitizer suites for every codec's kernels, or none and the reason."""
+    cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    places = os.pathsep.join([os.environ.get("PATH", ""), f"{cuda}/bin"])
+    tool = shutil.which("compute-sanitizer", path=places)
+    if not tool:
+        return [], "compute-sanitizer is not on the PATH"
+    suites = [
+        Suite(
+            name,
+            [CONTRACT, "-k", SANITIZED],
+            [tool, f"--tool={name}", "--error-exitcode=86", "--print-limit=20"],
+        )
+        for name in SANITIZERS
+    ]
+    # Some virtual machines do not allow it to access the GPU.
+    command = [tool, sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+    try:
+        trial = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        return [], "compute-sanitizer took more than 60 s for one small tensor"
+    if "Device not supported" in trial.stdout + trial.stderr:
+        return [], "compute-sanitizer says that it does not support this device"
+    return suites, ""
+
+
+def counts_of(junit: Path) -> Counts:
+    """Read a JUnit report; a missing report is a failure. Intended skips are not counted."""
+    if not junit.exists():
+        return Counts(failed=1)
+    suite = next(ElementTree.parse(junit).getroot().iter("testsuite"))
+    total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
+    reasons = [skip.attrib.get("message", "") for skip in suite.iter("skipped")]
+    designed = sum(reason.startswith("by design: ") for reason in reasons)
+    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    return Counts(total - failed - skipped, failed, skipped - designed)
+
+
+def run(suites: Iterable[Suite], deadline: float = float("inf")) -> dict[str, Counts]:
+    """Run suites side by side; print each result, and the end of a failing suite's output.
+
+    If all tests pass but the process exits non-zero, one more failure is counted: sanitizers report
+    this way. A suite that takes longer than `SECONDS`, or is not done by the deadline (of
+    ``time.monotonic()``), is ended with all its child processes and counts as failed.
+    """
+    found = {}
+    deadline = min(deadline, time.monotonic() + SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        running = [(suite, *suite.start(Path(folder))) for suite in suites]
+        for suite, process, junit, log in running:
+            try:
+                status = process.wait(max(deadline - time.monotonic(), 0.001))
+            except subprocess.TimeoutExpired:
+                print(f"{suite.name}: out of time", flush=True)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                status = process.wait()
+            counts = counts_of(junit)
+            if status != 0 and counts.failed == 0:
+                counts = dataclasses.replace(counts, failed=1)
+            found[suite.name] = counts
+            print(f"{suite.name}: {counts}", flush=True)
+            if not counts.good:
+                print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+    return found

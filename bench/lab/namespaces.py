@@ -1,0 +1,265 @@
+"""A lab whose nodes are network namespaces of Linux, joined by bridges."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pycomm.bench.lab import node_shell, rates
+from pycomm.bench.lab.base import Lab, Rank, Traffic, Unavailable, interface_counts
+
+TOOLS = ("ip", "tc", "unshare", "nsenter")
+BURST = 128 * 1024  # bytes that may pass at once: two of the kernel's largest packets
+_CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000  # sched.h
+QUEUE_MS = 50  # a packet that would wait longer in the bucket is dropped
+
+# Shell lines that give mpirun's ranks torchrun's variables as well.
+_PLACE = """
+export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
+export LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE={per_node}
+export GROUP_RANK=$((OMPI_COMM_WORLD_RANK / {per_node}))
+exec "$@"
+"""
+
+
+class Netlab(Lab):
+    """Nodes as network namespaces, joined by bridges; tbf limits both ends of each link."""
+
+    interface = "eth0"  # of every node; each has its own
+    master = "10.77.0.1"
+
+    def __init__(
+        self,
+        nodes: int,
+        rate: str,
+        *,
+        node_rates: Mapping[int, str] | None = None,
+        congestion: str = "reno",
+        user_namespace: bool = False,
+    ) -> None:
+        """
+        Args:
+            nodes: number of namespaces, 2 to 250.
+            rate: rates of each node's links, in the format of rates.py: "200mbit", ...
+            node_rates: rates of nodes that differ, with as many links as the others.
+            congestion: TCP's congestion control in the nodes. The default is not the kernel's
+                default, since bbr paces itself by a model of the path that a token bucket upsets:
+                it reaches half of a low rate.
+            user_namespace: do without root's rights, even if this is root.
+
+        Raises:
+            Unavailable: the kernel, the user's rights or missing tools do not allow it.
+            ValueError: an invalid rate or node.
+        """
+        super().__init__(nodes, rate)
+        self.congestion = congestion
+        self.node_rates = dict(node_rates or {})
+        if not 2 <= nodes <= 250:
+            raise ValueError(f"a lab has 2 to 250 nodes, not {nodes}")
+        unknown = [node for node in self.node_rates if not 0 <= node < nodes]
+        if unknown:
+            raise ValueError(f"no node {unknown[0]}: the nodes are 0 to {nodes - 1}")
+        self._links = [rates.parse(self.node_rates.get(node, rate)) for node in range(nodes)]
+        if len({len(links) for links in self._links}) != 1:
+            raise ValueError("all nodes need the same number of links")
+        missing = [tool for tool in TOOLS if not shutil.which(tool)]
+        if missing:
+            raise Unavailable(f"no {', '.join(missing)} (apt-get install iproute2 util-linux)")
+        self._holders: list[subprocess.Popen[str]] = []
+        self._user: list[str] = []
+        self._closing = threading.Event()
+        self._clock: threading.Thread | None = None
+        try:
+            self._build(user_namespace or os.geteuid() != 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, user_namespace: bool) -> None:
+        become_root = ["--user", "--map-root-user"] if user_namespace else []
+        switch = self._hold(["unshare", *become_root, "--net"])
+        if become_root:
+            self._user = ["--user", "--preserve-credentials", "--target", str(switch)]
+        in_user = ["nsenter", *self._user] if become_root else []
+        pids = [self._hold([*in_user, "unshare", "--net"]) for _ in range(self.nodes)]
+        for link in range(len(self._links[0])):
+            self._build_link(link, pids)
+
+    def _build_link(self, link: int, pids: Sequence[int]) -> None:
+        switch, interface = f"switch{link}", f"eth{link}"
+        lines = [f"ip link add name {switch} type bridge", f"ip link set dev {switch} up"]
+        for node, pid in enumerate(pids):
+            port = f"port{link}.{node}"
+            lines += [
+                f"ip link add name {port} type veth peer name {interface} netns {pid}",
+                f"ip link set dev {port} master {switch} up",
+                _limit(port, self._links[node][link][0].received),
+            ]
+        self._shell(0, lines)
+        for node in range(self.nodes):
+            lines = [
+                "ip link set dev lo up",
+                f"ip addr add 10.77.{link}.{node + 1}/24 dev {interface}",
+                f"ip link set dev {interface} up",
+                f"echo {self.congestion} >/proc/sys/net/ipv4/tcp_congestion_control || true",
+                "cat /proc/sys/net/ipv4/tcp_congestion_control",
+                _limit(interface, self._links[node][link][0].sent),
+            ]
+            self.congestion = self._shell(node + 1, lines).strip()
+
+    def _hold(self, enter: list[str]) -> int:
+        """Create a namespace and return the process that keeps it alive."""
+        holder = subprocess.Popen(
+            [*enter, "sh", "-c", "echo ready; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # survives Ctrl-C; bytes are counted after it
+        )
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        if holder.stdout.readline() != "ready\n":
+            raise Unavailable(holder.stderr.read().strip() or f"{' '.join(enter)} failed")
+        return holder.pid
+
+    def _enter(self, holder: int) -> list[str]:
+        pid = str(self._holders[holder].pid)
+        return ["nsenter", *self._user, f"--net=/proc/{pid}/ns/net"]
+
+    def _shell(self, holder: int, lines: Sequence[str]) -> str:
+        script = "\n".join(["set -e", *lines])
+        done = subprocess.run(
+            [*self._enter(holder), "sh", "-c", script], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            raise Unavailable(done.stderr.strip())
+        return done.stdout
+
+    def start(self, command: Sequence[str], **options: Any) -> list[Rank]:
+        """Start ranks as in every lab. The first start also starts the clock of changing rates."""
+        started = super().start(command, **options)
+        self._start_clock()
+        return started
+
+    def start_mpi(self, command: Sequence[str], *, ranks_per_node: int = 1) -> list[Rank]:
+        """Start the command's ranks by Open MPI's `mpirun`, which runs on the first node.
+
+        Raises:
+            Unavailable: mpirun is not installed.
+        """
+        if not shutil.which("mpirun"):
+            raise Unavailable("no mpirun (apt-get install openmpi-bin)")
+        nodes = {f"10.77.0.{node + 1}": self.wrap(node) for node in range(self.nodes)}
+        hosts = ",".join(f"{address}:{ranks_per_node}" for address in nodes)
+        shell = shlex.join([sys.executable, "-I", "-S", node_shell.__file__])
+        settings = {
+            "plm_rsh_agent": shell,
+            "plm_rsh_no_tree_spawn": "1",
+            "btl_tcp_if_include": self.interface,
+            "oob_tcp_if_include": self.interface,
+            "hwloc_base_binding_policy": "none",
+        }
+        env = {f"OMPI_MCA_{name}": value for name, value in settings.items()}
+        env |= {"NETLAB_NODES": json.dumps(nodes)} | self.environment()
+        count = str(self.nodes * ranks_per_node)
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        place = ["sh", "-c", _PLACE.format(per_node=ranks_per_node), "sh"]
+        mpirun = ["mpirun", *root, "--host", hosts, "-n", count, *place, *command]
+        started = [self._keep(0, mpirun, dict(os.environ) | env)]
+        self._start_clock()
+        return started
+
+    def _start_clock(self) -> None:
+        if self._clock is None:
+            self._clock = threading.Thread(
+                target=self._change_rates, args=(time.monotonic(),), daemon=True
+            )
+            self._clock.start()
+
+    def _change_rates(self, start: float) -> None:
+        changes: dict[float, dict[int, list[str]]] = {}
+        for node, links in enumerate(self._links):
+            for link, course in enumerate(links):
+                for rate in course[1:]:
+                    lines = changes.setdefault(rate.since, {})
+                    lines.setdefault(0, []).append(_limit(f"port{link}.{node}", rate.received))
+                    lines.setdefault(node + 1, []).append(_limit(f"eth{link}", rate.sent))
+        for since, holders in sorted(changes.items()):
+            if self._closing.wait(start + since - time.monotonic()):
+                return
+            for holder, lines in holders.items():
+                self._shell(holder, lines)
+
+    def wrap(self, node: int) -> list[str]:
+        return self._enter(node + 1)
+
+    def enter(self, node: int) -> None:
+        """Move this process, which must have one thread, to a node's network permanently.
+
+        Raises:
+            Unavailable: the kernel refuses it.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        kinds = {"user": _CLONE_NEWUSER} if self._user else {}
+        for kind, flag in (kinds | {"net": _CLONE_NEWNET}).items():
+            with open(f"/proc/{self._holders[node + 1].pid}/ns/{kind}") as space:
+                if libc.setns(space.fileno(), flag) != 0:
+                    raise Unavailable(f"setns: {os.strerror(ctypes.get_errno())}")
+
+    def cut(self, node: int, *, link: int = 0) -> None:
+        """Drop all packets from and to a node from now on; its interface stays up."""
+        self._shell(0, [f"ip link set dev port{link}.{node} nomaster"])
+
+    def mend(self, node: int, *, link: int = 0) -> None:
+        """Undo `cut` or `take_down`."""
+        self._shell(0, [f"ip link set dev port{link}.{node} master switch{link}"])
+        self._shell(node + 1, [f"ip link set dev eth{link} up"])
+
+    def take_down(self, node: int, *, link: int = 0) -> None:
+        """Set a node's interface down."""
+        self._shell(node + 1, [f"ip link set dev eth{link} down"])
+
+    def traffic(self) -> list[Traffic]:
+        found = []
+        for node, holder in enumerate(self._holders[1:]):
+            counts = interface_counts(holder.pid)
+            names = [f"eth{link}" for link in range(len(self._links[0]))]
+            found += [Traffic(node, name, *counts[name]) for name in names]
+        return found
+
+    def describe(self) -> str:
+        who = "user namespace" if self._user else "root"
+        each = "" if "/" in self.rate else " each way"
+        others = "".join(f", node {n} {rate}" for n, rate in sorted(self.node_rates.items()))
+        return (
+            f"{self.nodes} network namespaces ({who}), {self.rate}{each} by tbf{others}, "
+            f"TCP {self.congestion}"
+        )
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._clock is not None:
+            self._clock.join()
+        super().close()
+        for holder in self._holders:
+            holder.kill()
+            holder.communicate()
+        self._holders = []
+
+
+def _limit(device: str, rate: str | None) -> str:
+    """Return the shell line that limits the egress rate of a device from now on."""
+    if rate is None:
+        return f"tc qdisc del dev {device} root 2>/dev/null || true"
+    return f"tc qdisc replace dev {device} root tbf rate {rate} burst {BURST} latency {QUEUE_MS}ms"

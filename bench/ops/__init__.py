@@ -1,0 +1,1 @@
+"""Collectives and codecs, timed side by side with those of other libraries."""

@@ -1,0 +1,44 @@
+"""The interface that runs a benchmark's operations; `backends.py` lists the implementations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from pycomm.bench.ops.cases import Array, Case, Run
+
+
+class Backend(ABC):
+    """One way to run every operation of :mod:`pycomm.bench.ops.operations`."""
+
+    name: str
+    has_codecs = False
+
+    def buffers(self, case: Case) -> tuple[Array, Array]:
+        """Return zeroed input and output buffers for `case`; the same array if it is in place."""
+        return case.buffers()
+
+    def refuses(self, case: Case) -> str:
+        """Return why this backend cannot run the case; empty if it can."""
+        return ""
+
+    @abstractmethod
+    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
+        """Return a callable that runs the operation once, from `x` to `y`, with all set-up done."""
+
+    def load(self, x: Array, y: Array) -> None:
+        """Copy prepared buffers to where the operation works on them."""
+        return  # the operation works on them directly
+
+    def fetch(self, x: Array, y: Array) -> None:
+        """Copy the buffers back."""
+        return
+
+    @abstractmethod
+    def sent_bytes(self) -> int | None:
+        """Return the bytes this rank has sent since the start; None if they are not counted."""
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,102 @@
+"""Backends of the benchmark: pycomm's core and backends of torch.distributed, in one process.
+
+`pycomm` is the core without torch. `pycomm:ring` and the like fix the algorithm, `pycomm-tls`
+encrypts connections, and `pycomm-unchecked` omits checksums of payloads. `pycomm-torch` is pycomm's
+backend of torch.distributed, `gloo` and `nccl` are torch's own, and `mpi` is whichever library
+mpirun belongs to. Backends with `-shared` work on memory that the group has allocated, so that
+peers access it in place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pycomm import _C
+from pycomm.bench.ops import coded
+from pycomm.bench.ops.backend import Backend
+from pycomm.bench.ops.cases import Array, Case, Run
+
+CORE = ("pycomm", "pycomm-shared", "pycomm-tls", "pycomm-unchecked")
+NAMES = (
+    *CORE,
+    *("pycomm-torch", "pycomm-torch-shared", "gloo", "mpi", "nccl"),
+    *(f"pycomm:{algo}" for algo in _C.ALGOS),
+)
+
+
+class Core(Backend):
+    has_codecs = True
+
+    def __init__(self, name: str, store: _C.Store, rank: int, ranks: int) -> None:
+        self.name = name
+        options = _C.CommunicatorOptions()
+        options.group = f"bench-{name}"
+        if ":" in name:
+            options.algo = name.partition(":")[2]
+        if name == "pycomm-tls":
+            options.tls = True
+        if name == "pycomm-unchecked":
+            options.checksum = "header"
+        self.communicator: _C.Communicator = _C.Communicator(store, rank, ranks, options)
+
+    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
+        if codec == "none":
+            return case.op.core(self.communicator, case, x, y)
+        return coded.core_run(self.communicator, case, x, y, codec)
+
+    def sent_bytes(self) -> int:
+        return self.communicator.sent_bytes()
+
+    def describe(self) -> str:
+        return self.communicator.describe()
+
+    def close(self) -> None:
+        del self.communicator
+
+
+class SharedCore(Core):
+    """The core on memory from its own allocate(), which peers read and write in place."""
+
+    def buffers(self, case: Case) -> tuple[Array, Array]:
+        return case.buffers(
+            lambda numel: np.asarray(self.communicator.allocate(numel, case.core_dtype))
+        )
+
+
+def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[Backend]:
+    """Connect to the other ranks in every backend, in the order of the names."""
+    backends: list[Backend] = []
+    for name in names:
+        if name.partition(":")[0] in CORE:
+            core = SharedCore if name == "pycomm-shared" else Core
+            backends.append(core(name, _C.Store.file(str(folder)), rank, ranks))
+        elif name == "mpi":
+            from pycomm.bench.ops.mpi import Mpi  # mpi4py starts MPI when it is imported
+
+            backends.append(Mpi())
+        else:
+            from pycomm.bench.ops.torch_backends import make
+
+            backends.append(make(name, folder, rank, ranks))
+    return backends
+
+
+def missing(names: Sequence[str], ranks_here: int) -> str:
+    """Return why a backend cannot be used on this machine, and a remedy; empty if all can."""
+    with_torch = [name for name in names if name in ("gloo", "nccl") or "-torch" in name]
+    if with_torch and importlib.util.find_spec("torch") is None:
+        return f"--backend {with_torch[0]} needs torch, which is not installed here"
+    if "mpi" in names and shutil.which("mpirun") is None:
+        return "--backend mpi needs an MPI library: there is no mpirun (apt install openmpi-bin)"
+    if "mpi" in names and importlib.util.find_spec("mpi4py") is None:
+        return "--backend mpi needs mpi4py: pip install mpi4py, or pycomm[mpi]"
+    if "nccl" in names:
+        from pycomm.bench.ops.torch_backends import no_nccl
+
+        return no_nccl(ranks_here)
+    return ""

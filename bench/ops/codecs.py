@@ -1,0 +1,254 @@
+"""Codecs on one core against memcpy in the same run, and top-k against torch's.
+
+python -m pycomm.bench codecs
+python -m pycomm.bench codecs --codec int8,int4:block=64 -b 4M -e 4M
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from pycomm import _C
+from pycomm.bench.common import arguments, harness
+from pycomm.bench.common.harness import Origin, Row
+from pycomm.bench.common.report import Report
+from pycomm.codecs import ALIASES
+from pycomm.codecs import codec as parse_codec
+
+BLOCKS = 6
+SECONDS = 0.05  # of one timed block
+COLUMNS = (
+    ("codec", 40, ""),
+    ("op", 20, ""),
+    ("backend", 10, ""),
+    ("size", 5, ""),
+    ("time_p50", 10, ".1f"),
+    ("algbw", 7, ".2f"),
+    ("copybw", 7, ".2f"),
+    ("of_copy", 7, ".2f"),
+    ("ratio", 6, ".2f"),
+    ("err", 8, ".1e"),
+)
+DEFAULT = [
+    *ALIASES,
+    "int8:rounding=stochastic",
+    "int4:rounding=stochastic",
+    "int4:range=minmax,scale=bfloat16",
+    "mxfp4:scale=ceil",
+    "sign",
+    "topk:0.01",
+    "topk:0.01,sample=64",
+    "topk:0.01,values=int8,chunk=4096",
+    "randomk:100",
+    "randomk:100,block=32",
+    "ternary",
+    "rotate+fp32",
+    "rotate+int4",
+    "eden:bits=4",
+    "lossless",
+    "lossless:bfloat16",
+]
+FED = "int4"
+"""The codec with which every kind of feedback is timed, on one segment of a collective."""
+KINDS = {
+    "residual,bf16": ("residual", "bf16"),
+    "residual,int8": ("residual", "int8"),
+    "ema": ("ema", "float32"),
+    "ema,int8": ("ema", "int8"),
+    "momentum": ("momentum", "float32"),
+    "ef21": ("ef21", "float32"),
+}
+SEGMENT = 1 << 20  # bytes
+TORCH = "torch.topk"
+PEERS = ("topk:0.01", "topk:0.01,sample=64")
+"""The codecs that are timed in turns with torch.topk, which finds as many values."""
+
+Run = Callable[[], object]
+
+
+def specs(texts: Sequence[str]) -> list[str]:
+    """Return the codecs' distinct canonical texts; by default every codec and short name."""
+    return list(dict.fromkeys(parse_codec(text).spec() for text in texts or DEFAULT))
+
+
+class Calls:
+    """The timed calls: memcpy and a codec's functions, on buffers of their own."""
+
+    def __init__(self, codec: _C.Codec, numel: int, *, fed: bool = False) -> None:
+        # The core takes raw addresses, which do not keep the arrays alive, so they are stored here.
+        self.x = x = np.random.default_rng(0).standard_normal(numel, dtype=np.float32)
+        self.decoded = np.zeros_like(x)
+        self.residual = np.zeros_like(x)
+        self.target = np.empty_like(x)
+        self.payload = np.zeros(codec.encoded_bytes(numel), np.uint8)
+        self.variable = codec.variable
+        source, out, owed, code = (
+            array.ctypes.data for array in (x, self.decoded, self.residual, self.payload)
+        )
+        feedback = {"residual": owed, "new_residual": owed}
+        plain = {}
+        if codec.agrees:
+            self.agreed = np.zeros(-(-numel // codec.granule), np.float32)
+            codec.measure(source, numel, self.agreed.ctypes.data)
+            plain = {"agreed": self.agreed.ctypes.data}
+        self.runs: dict[str, Run] = {
+            "copy": lambda: np.copyto(self.target, self.x),
+            "encode": lambda: codec.encode(source, numel, code, **plain),
+            "encode+residual": lambda: codec.encode(source, numel, code, **plain, **feedback),
+            "decode": lambda: codec.decode(code, out, numel),
+            "decode_add": lambda: codec.decode_add(code, out, numel),
+        }
+        self.momentum = np.zeros_like(x) if fed else None
+        for name in KINDS if fed else ():
+            self.runs[f"encode+{name}"] = self._fed(codec, name)
+
+    def _fed(self, codec: _C.Codec, name: str) -> Run:
+        assert self.momentum is not None
+        kind, storage = KINDS[name]
+        owed, speed = self.residual.ctypes.data, self.momentum.ctypes.data
+        options = {
+            "kind": getattr(_C.FeedbackKind, kind),
+            "storage": getattr(_C.FeedbackStorage, storage),
+            "decay": 0.9,
+            "nesterov": False,
+            "error": (owed, owed),
+            "momentum": (speed, speed) if kind == "momentum" else (0, 0),
+            "scratch": _C.FeedbackScratch(),
+        }
+        x, out = self.x.ctypes.data, self.payload.ctypes.data
+        return lambda: codec.encode_fed(x, len(self.x), out, **options)
+
+    def wire_bytes(self) -> int:
+        """Return the last payload's bytes; a variable payload begins with its length."""
+        return int(self.payload[:4].view(np.uint32)[0]) if self.variable else self.payload.nbytes
+
+    def error(self) -> float:
+        """Return the relative L2 error of encoding and decoding once."""
+        self.runs["encode"]()
+        self.runs["decode"]()
+        return float(np.linalg.norm(self.decoded - self.x) / np.linalg.norm(self.x))
+
+
+def time_in_turns(runs: dict[str, Run], blocks: int = BLOCKS) -> dict[str, list[float]]:
+    """Return microseconds per call, measured block by block in turns under the same conditions.
+
+    Times are CPU times of this thread, which does all of the work, so other processes on the core
+    do not count.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    clock = time.thread_time_ns
+    gc.disable()
+    for block in range(blocks + 1):
+        for name, run in runs.items():
+            end = clock() + SECONDS * 1e9
+            while True:
+                begin = clock()
+                run()
+                done = clock()
+                if block > 0:  # the first block warms up
+                    samples[name].append((done - begin) / 1e3)
+                if done >= end:
+                    break
+    gc.enable()
+    return samples
+
+
+def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float) -> Row:
+    """Return the row for a codec's call, relative to `copy`, GB/s of memcpy."""
+    size, wire_bytes = calls.x.nbytes, calls.wire_bytes()
+    p50 = harness.quantile(times, 0.5)
+    rate = size / p50 / 1e3
+    return Row(
+        kind="codec",
+        op=op,
+        backend="native",
+        ranks=1,
+        size=size,
+        count=size // 4,
+        type="float32",
+        codec=spec,
+        iterations=len(times),
+        time_p50=p50,
+        time_p99=harness.quantile(times, 0.99),
+        algbw=rate,
+        copybw=copy,
+        of_copy=rate / copy,
+        ratio=size / wire_bytes,
+        wire_bytes=wire_bytes,
+    )
+
+
+def measure(spec: str, size: int, report: Report) -> None:
+    codec = _C.Codec(spec)
+    fed = spec == parse_codec(FED).spec() and size <= SEGMENT
+    calls = Calls(codec, size // 4, fed=fed)
+    err = calls.error()
+    peer = {TORCH: peer_of(calls)} if spec in specs(PEERS) else {}
+    samples = time_in_turns(calls.runs | peer)
+    copy = size / harness.quantile(samples.pop("copy"), 0.5) / 1e3
+    for op, times in samples.items():
+        if op == TORCH:
+            report.add(replace(row(spec, "encode", calls, times, copy), backend=TORCH))
+        else:
+            report.add(replace(row(spec, op, calls, times, copy), err=err))
+
+
+def peer_of(calls: Calls) -> Run:
+    """Return a `torch.topk` call that selects as many values; only this needs torch."""
+    import torch
+
+    torch.set_num_threads(1)
+    x = torch.from_numpy(calls.x)
+    k = calls.wire_bytes() // 8
+    return lambda: torch.topk(x.abs(), k, sorted=False)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = arguments.Parser(
+        prog="python -m pycomm.bench codecs", description=__doc__.split("\n")[0]
+    )
+    arguments.add_sizes(parser, "1M", "64M", 64)
+    parser.add_argument(
+        "--codec",
+        type=arguments.real_codecs,
+        metavar="CODEC,...",
+        help=f"of {', '.join(ALIASES)} and so on, with options (all)",
+    )
+    arguments.add_files(parser)
+    options = parser.parse_args(argv)
+    options.sizes = arguments.checked_sizes(parser, options)
+    return options
+
+
+@contextmanager
+def _on_one_core() -> Iterator[None]:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    chosen, sizes = specs(options.codec or []), options.sizes
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "codecs", *argv]))
+    report = Report(COLUMNS, len(chosen) * len(sizes))
+    with _on_one_core(), report.progress():
+        report.header(f"codecs on one core of {origin.device}, {origin.simd}", origin.command)
+        for size in sizes:
+            for spec in chosen:
+                measure(spec, size, report)
+                report.advance(spec)
+    report.save(origin, json_path=options.json, csv_path=options.csv)
+    return 0

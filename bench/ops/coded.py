@@ -1,0 +1,122 @@
+"""Collectives with codecs: the calls, the expected results, and the loss of one encoding.
+
+Values are near a normal distribution, as gradients are. A lossy codec has no bit-exact result, so
+the error is compared with the codec's own loss, and all ranks must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from pycomm import _C
+from pycomm.bench.ops.cases import Array, Case, Run
+
+SAMPLE = 1 << 16  # values on which a codec's loss is estimated, besides those of the case
+SLACK = 1.5  # ratio between the losses of two samples
+# Relative tolerances of float32 sums and of stored results.
+ROUNDING = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def _pieces(count: int, spec: str) -> _C.Pieces:
+    pieces = _C.Pieces()
+    pieces.add(count, _C.Codec(spec))
+    return pieces
+
+
+def _core_all_reduce(c: _C.Communicator, case: Case, x: int, y: int, spec: str) -> Run:
+    pieces = _pieces(case.count, spec)
+    return lambda: c.all_reduce_coded(x, pieces, dtype=case.core_dtype)
+
+
+def _core_reduce_scatter(c: _C.Communicator, case: Case, x: int, y: int, spec: str) -> Run:
+    pieces = _pieces(case.count, spec)
+    return lambda: c.reduce_scatter_coded(x, y, pieces, dtype=case.core_dtype)
+
+
+def _core_all_gather(c: _C.Communicator, case: Case, x: int, y: int, spec: str) -> Run:
+    pieces = _pieces(case.count, spec)
+    return lambda: c.all_gather_coded(x, y, pieces, dtype=case.core_dtype)
+
+
+CORE: dict[str, Callable[[_C.Communicator, Case, int, int, str], Run]] = {
+    "all_reduce": _core_all_reduce,
+    "reduce_scatter": _core_reduce_scatter,
+    "all_gather": _core_all_gather,
+}
+"""The operations that have a coded form."""
+
+
+def core_run(c: _C.Communicator, case: Case, x: Array, y: Array, spec: str) -> Run:
+    """Return one call of the core."""
+    return CORE[case.op.name](c, case, x.ctypes.data, y.ctypes.data, spec)
+
+
+def torch_run(native: Any, case: Case, x: Any, y: Any, spec: str) -> Run:
+    """Return one call of the torch backend, on tensors."""
+    from pycomm._build import load_c10d
+
+    rows = case.ranks if case.op.name == "reduce_scatter" else 1
+    layout = load_c10d().Layout(rows)
+    layout.add(0, case.count, spec, 0)
+    rest = (layout, [(0, 0)], 0, 0)
+    runs: dict[str, Run] = {
+        "all_reduce": lambda: native.compressed_all_reduce(x, *rest).wait(),
+        "reduce_scatter": lambda: native.compressed_reduce_scatter(y, x, *rest).wait(),
+        "all_gather": lambda: native.compressed_all_gather(y, x, *rest).wait(),
+    }
+    return runs[case.op.name]
+
+
+def gradient(count: int, rank: int) -> Array:
+    """Return gradient-like float32 values, different on each rank."""
+    return np.random.default_rng(rank).standard_normal(count, dtype=np.float32)
+
+
+def inputs(case: Case, rank: int) -> Array:
+    """Return a rank's input in its stored form."""
+    return case.stored(gradient(case.op.parts(case.ranks)[0] * case.count, rank))
+
+
+def expected(case: Case) -> Array:
+    """Return the exact result on this rank, in float64."""
+    every = (case.values(inputs(case, rank)) for rank in range(case.ranks))
+    if case.op.name == "all_gather":
+        return np.concatenate(list(every))
+    mean = sum(every) / case.ranks
+    return case.part(mean, case.rank) if case.op.name == "reduce_scatter" else mean
+
+
+@cache
+def one_coding(spec: str, count: int, rank: int) -> tuple[float, int]:
+    """Return the relative L2 error of encoding a rank's values once, and the payload's bytes."""
+    x = gradient(count, rank)
+    codec = _C.Codec(spec)
+    payload, decoded = np.zeros(codec.encoded_bytes(count), np.uint8), np.zeros_like(x)
+    options: dict[str, Any] = {}
+    if codec.agrees:
+        agreed = np.zeros(-(-count // codec.granule), np.float32)
+        codec.measure(x.ctypes.data, count, agreed.ctypes.data)
+        options["agreed"] = agreed.ctypes.data
+    codec.encode(x.ctypes.data, count, payload.ctypes.data, **options)
+    codec.decode(payload.ctypes.data, decoded.ctypes.data, count)
+    used = int(payload[:4].view(np.uint32)[0]) if codec.variable else payload.nbytes
+    return float(np.linalg.norm(decoded - x) / np.linalg.norm(x)), used
+
+
+def most_error(case: Case, spec: str) -> float:
+    """Return the largest relative error of a correct result.
+
+    A mean of independent values has the relative error of one of them, v, and is encoded once more:
+    v + v (1 + v).
+    """
+    v = max(one_coding(spec, case.count, case.rank)[0], one_coding(spec, SAMPLE, 0)[0])
+    return SLACK * (2 * v + v * v) + ROUNDING[case.dtype]
+
+
+def ratio(case: Case, spec: str) -> float:
+    """Return plain bytes over payload bytes, for what one call encodes at once."""
+    return case.count * case.itemsize / one_coding(spec, case.count, case.rank)[1]

@@ -1,0 +1,290 @@
+"""Collectives of several backends side by side, with nccl-tests' options and columns.
+
+    python -m pycomm.bench all_reduce -b 8 -e 128M -f 4 -p 2 --backend pycomm,gloo
+    torchrun --nproc-per-node 4 -m pycomm.bench all_gather --backend pycomm-torch,gloo
+
+Without torchrun it starts its own ranks. All backends run in the same processes and take turns,
+iteration by iteration, so that other load on the machine affects all of them alike. The time of
+an iteration is that of its slowest rank. docs/bench.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pycomm.bench.common import arguments, harness
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.common.report import Report, ratios
+from pycomm.bench.ops import backends, coded, mpi
+from pycomm.bench.ops.cases import ALIASES, REDUCTIONS, STORAGE
+from pycomm.bench.ops.measure import STEPS, Rank
+from pycomm.bench.ops.operations import OPERATIONS
+from pycomm.env import env
+
+PATIENCE = 5.0  # seconds that rank 0 waits for the others to finish
+
+
+def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
+    """Return name, width and format of each column."""
+    return (
+        ("size", 7, ""),
+        ("count", 9, "d"),
+        ("type", 8, ""),
+        ("redop", 5, ""),
+        ("backend", max(map(len, ["backend", *options.backend])), ""),
+        ("codec", max(map(len, ["codec", *options.codec])), ""),
+        ("time_p50", 10, ".2f"),
+        ("time_p99", 10, ".2f"),
+        ("algbw", 7, ".3f"),
+        ("busbw", 7, ".3f"),
+        ("effbw", 7, ".3f"),
+        ("wrong", 6, "d"),
+        ("ratio", 6, ".2f"),
+        ("err", 8, ".1e"),
+        ("wire_bytes", 9, ".0f"),
+        ("cpu_seconds", 8, ".2e"),
+    )
+
+
+def print_ratios(report: Report, baseline: str) -> None:
+    """Print by which factor each backend beats the baseline, and add those rows to the report."""
+    found = ratios(report.rows, baseline)
+    if not found:
+        return
+    report.note(f"\n# times better than {baseline} (p50, p99: shorter; effbw: higher)")
+    wide = max(len(row.backend) for row in found), max(5, *(len(row.codec) for row in found))
+    head = f"{'size':>7} {'backend':>{wide[0]}} {'codec':>{wide[1]}}"
+    report.note(f"{head} {'p50':>8} {'p99':>8} {'effbw':>8}")
+    for row in found:
+        values = (row.time_p50, row.time_p99, row.effbw)
+        cells = " ".join(f"{value:>7.1f}x" if value else f"{'-':>8}" for value in values)
+        size = harness.format_size(row.size)
+        report.note(f"{size:>7} {row.backend:>{wide[0]}} {row.codec:>{wide[1]}} {cells}")
+    report.rows += found
+
+
+def rank_main(
+    options: argparse.Namespace, command: str, folder: Path, rank: int, ranks: int
+) -> int:
+    origin = Origin.here(command)
+    member = Rank(options, rank, ranks, folder)
+    report = Report(columns(options), sum(1 for _ in member.cases()) * STEPS, quiet=rank != 0)
+    with report.progress():
+        connections = [f"{b.name}: {b.describe()}" for b in member.backends]
+        where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
+        report.header(f"{options.op}, {ranks} ranks on {where}", *connections)
+        right = member.run(report)
+        if len(options.backend) > 1:
+            print_ratios(report, options.baseline)
+    if rank == 0:
+        report.save(origin, json_path=options.json, csv_path=options.csv)
+        if not right:
+            print("WRONG: the column #wrong counts elements with a wrong value", file=sys.stderr)
+    member.close()
+    return 0 if right or rank != 0 else 1
+
+
+def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
+    """Start this program once per rank; the first failure ends all ranks."""
+    if mpi_wanted:
+        command = [sys.executable, "-m", "pycomm.bench", *argv]
+        # mpirun gives the ranks a terminal of its own, on which they would draw progress bars.
+        plain = {} if sys.stdout.isatty() else {"TERM": "dumb"}
+        variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ) | plain
+        return subprocess.run([*mpi.mpirun(ranks), *command], env=variables).returncode
+    folder = _meeting_place(os.getpid())
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed process that had our pid
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            names = {"RANK": rank, "LOCAL_RANK": rank}
+            names |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            # Gloo would resolve the host's name, which fails on some machines.
+            variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ)
+            variables |= {name: str(value) for name, value in names.items()}
+            command = [sys.executable, "-m", "pycomm.bench", *argv]
+            processes.append(subprocess.Popen(command, env=variables))
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = {rank: code for rank, code in enumerate(codes) if code}
+            if failed or None not in codes:
+                for rank, code in failed.items():
+                    print(f"rank {rank} ended with {code}", file=sys.stderr)
+                return 1 if failed else 0
+            time.sleep(0.05)
+    finally:
+        _end(processes)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _meeting_place(starter: int) -> Path:
+    """Return the folder shared by all ranks that one process started: torchrun or this program."""
+    return Path(tempfile.gettempdir()) / f"pycomm-bench-{starter}"
+
+
+def _leave(folder: Path, rank: int, ranks: int) -> None:
+    """Remove the folder on rank 0 once the others have released it. (A FileStore of torch that is
+    destroyed waits for minutes for a folder that does not exist.)"""
+    with contextlib.suppress(OSError):
+        (folder / f"left-{rank}").touch()
+    if rank > 0:
+        return
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and not all((folder / f"left-{r}").exists() for r in range(ranks)):
+        time.sleep(0.01)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Give the ranks time to report their errors to each other, then end them."""
+    deadline = time.monotonic() + 5
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = arguments.Parser(
+        prog="python -m pycomm.bench",
+        description=__doc__.split("\n")[0],
+        epilog="Other words in place of the collective: codecs, training; each has its own --help.",
+    )
+    add = parser.add_argument
+    add(
+        "op",
+        type=arguments.one_of("collective", OPERATIONS),
+        metavar="OP",
+        help=f"one of {', '.join(OPERATIONS)}",
+    )
+    arguments.add_sizes(parser, "8", "64M", 2)
+    count, some = arguments.count, arguments.all_or_one_of
+    add(
+        *("-n", "--iters"),
+        dest="iterations",
+        type=count,
+        default=0,
+        metavar="N",
+        help="iterations that are timed (as many as fit half a second, at least 20)",
+    )
+    add(
+        *("-w", "--warmup_iters"),
+        dest="warmup",
+        type=count,
+        default=5,
+        metavar="N",
+        help="iterations before them (5)",
+    )
+    add(
+        *("-c", "--check"),
+        dest="check",
+        type=count,
+        default=1,
+        metavar="N",
+        help="iterations whose results are checked; 0: none (1)",
+    )
+    add(
+        *("-d", "--datatype"),
+        dest="dtypes",
+        type=some("type", [*STORAGE, *ALIASES]),
+        default="float",
+        metavar="TYPE",
+        help=f"of elements: {', '.join([*STORAGE, *ALIASES])}, or all (float)",
+    )
+    add(
+        *("-o", "--op"),
+        dest="redops",
+        type=some("reduction", REDUCTIONS),
+        default="sum",
+        metavar="REDOP",
+        help=f"{', '.join(REDUCTIONS)}, or all (sum)",
+    )
+    add(
+        "-p", "--ranks", dest="ranks", type=count, default=2, metavar="N", help="ranks to start (2)"
+    )
+    add(
+        "--backend",
+        type=arguments.some_of("backend", backends.NAMES),
+        default="pycomm",
+        metavar="NAME,...",
+        help=f"of {', '.join(backends.NAMES)}; they take turns (pycomm)",
+    )
+    add(
+        "--codec",
+        type=arguments.codecs,
+        default="none",
+        metavar="CODEC,...",
+        help="none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)",
+    )
+    add(
+        "--turn",
+        type=count,
+        default=1,
+        metavar="N",
+        help="iterations that a backend makes back to back in its turn (1)",
+    )
+    add("--pin", type=int, default=1, choices=(0, 1), help="a core for each rank, if enough (1)")
+    arguments.add_files(parser)
+    add("--store", help="folder where ranks meet: shared by all nodes, if there are several")
+    options = parser.parse_args(argv)
+    options.sizes = arguments.checked_sizes(parser, options)
+    options.dtypes = list(dict.fromkeys(ALIASES.get(name, name) for name in options.dtypes))
+    if options.ranks < 1:
+        parser.error("-p 0 starts nothing: want at least 1")
+    if options.turn < 1:
+        parser.error("--turn 0 lets no backend do anything: want at least 1")
+    if options.codec != ["none"]:
+        _check_codecs(parser, options)
+    options.baseline = "gloo" if "gloo" in options.backend else options.backend[-1]
+    return options
+
+
+def _check_codecs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.op not in coded.CORE:
+        parser.error(f"--codec is for {', '.join(coded.CORE)}; {options.op} has no coded form")
+    if not set(options.dtypes) & set(coded.ROUNDING):
+        known = ", ".join(coded.ROUNDING)
+        parser.error(f"--codec is for {known}, not for -d {', '.join(options.dtypes)}")
+    if not any(name.startswith("pycomm") for name in options.backend):
+        parser.error("--codec is for backends of pycomm: add one to --backend")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    rank, ranks = env().rank, env().world_size
+    if rank is None and "mpi" in options.backend:
+        rank, ranks = mpi.started_by_mpirun() or (None, None)
+    started = rank is None or ranks is None
+    here = options.ranks if started else env().local_world_size or ranks or 1
+    reason = backends.missing(options.backend, here)
+    if reason:
+        print(f"python -m pycomm.bench: {reason}", file=sys.stderr)
+        return 2
+    if rank is None or ranks is None:
+        return launch(argv, options.ranks, "mpi" in options.backend)
+    if here < ranks and not options.store:
+        print(
+            f"python -m pycomm.bench: {ranks} ranks on nodes of {here} cannot meet in a folder of "
+            "their own: name a new one that all nodes share with --store",
+            file=sys.stderr,
+        )
+        return 2
+    folder = Path(options.store) if options.store else _meeting_place(os.getppid())
+    folder.mkdir(mode=0o700, exist_ok=True)  # private, since ranks trust its contents
+    try:
+        command = shlex.join(["python", "-m", "pycomm.bench", *argv])
+        return rank_main(options, command, folder, rank, ranks)
+    finally:
+        _leave(folder, rank, ranks)

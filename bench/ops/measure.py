@@ -1,0 +1,253 @@
+"""Measurement on one rank: verification, then all backends in turns, iteration by iteration."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pycomm import _C
+from pycomm.bench.common import arguments, harness
+from pycomm.bench.common.harness import Row
+from pycomm.bench.common.report import Report
+from pycomm.bench.ops import backends, coded
+from pycomm.bench.ops.backend import Backend
+from pycomm.bench.ops.cases import Array, Case, Run
+from pycomm.bench.ops.operations import OPERATIONS, make_case
+
+SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
+FEWEST, MOST = 20, 5000  # iterations
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machine
+STEPS = 10  # of the progress bar, per case
+
+
+@dataclass
+class Variant:
+    """A backend with a codec, at one size: the unit that is timed in turns."""
+
+    backend: Backend
+    codec: str
+    spec: str
+    run: Run
+    buffers: tuple[Array, Array] | None = None
+    """the memory of `run`, kept alive here since the core takes raw addresses"""
+    wrong: int = 0
+    err: float | None = None
+    sent: float | None = None
+    """bytes per call, on the rank that sends most"""
+    samples: list[float] = field(default_factory=list)
+    """microseconds"""
+    cpu_seconds: float = 0.0
+    """of all ranks, per call"""
+
+
+class Rank:
+    """The measurement on one rank. Rank 0 creates and prints the rows."""
+
+    def __init__(self, options: argparse.Namespace, rank: int, ranks: int, folder: Path) -> None:
+        self.options, self.rank, self.ranks = options, rank, ranks
+        # Collects the clocks of all ranks, in a separate group that works beside any backend.
+        control = _C.CommunicatorOptions()
+        control.group = "bench-control"
+        self.control = _C.Communicator(_C.Store.file(str(folder)), rank, ranks, control)
+        self.backends = backends.connect(options.backend, folder, rank, ranks)
+        self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
+        if options.pin:
+            self._pin()
+
+    def close(self) -> None:
+        for backend in self.backends:
+            backend.close()
+        del self.control
+
+    def _pin(self) -> None:
+        """Pin each rank's main thread to a core of its own, if the machine has enough.
+
+        This runs after the backends have started, so that their own threads stay unpinned. Nodes
+        that are namespaces share a machine, so LOCAL_RANK would not be unique.
+        """
+        machine = np.zeros(self.ranks)
+        machine[self.rank] = int(BOOT.read_text()[:8], 16) if BOOT.exists() else 0
+        machines = self.agree(machine, "sum")
+        here = np.flatnonzero(machines == machine[self.rank]).tolist()
+        cores = sorted(os.sched_getaffinity(0))
+        if len(here) <= len(cores):
+            os.sched_setaffinity(0, {cores[here.index(self.rank)]})
+
+    def agree(self, values: Sequence[float] | Array, op: str) -> Array:
+        """Reduce float64 values over the ranks."""
+        values = np.array(values, np.float64)
+        member = _C.ReduceOp.__members__[op]
+        self.control.all_reduce(values.ctypes.data, values.size, _C.DType.float64, member)
+        return values
+
+    def cases(self) -> Iterator[tuple[int, Case | None]]:
+        """Yield every size, dtype and reduction; None where a size is too small for the ranks."""
+        op, options = OPERATIONS[self.options.op], self.options
+        redops = options.redops if op.reduces else [""]
+        for dtype, redop, size in itertools.product(options.dtypes, redops, options.sizes):
+            yield (
+                size,
+                make_case(op, size, dtype=dtype, redop=redop, rank=self.rank, ranks=self.ranks),
+            )
+
+    def run(self, report: Report) -> bool:
+        """Measure everything; return True if every result was correct."""
+        right = True
+        for size, case in self.cases():
+            if case is None:
+                report.note(f"# {harness.format_size(size)}: too small for {self.ranks} ranks")
+                continue
+            for row in self.measure(case, report):
+                report.add(row)
+                right = right and not row.wrong
+        return right
+
+    def measure(self, case: Case, report: Report) -> list[Row]:
+        variants = self.variants(case, report)
+        if not variants:
+            return []
+        for variant in variants:
+            for _ in range(self.options.check):
+                self.verify(case, variant)
+        self.make_time_buffers(case, variants)
+        slowest = max(self.warm_up(variant) for variant in variants)
+        count = self.options.iterations
+        count = count or max(FEWEST, min(MOST, int(SECONDS / max(slowest, 1e-9))))
+        self.time_in_turns(variants, count, report, harness.format_size(case.size))
+        return [self.row(case, variant) for variant in variants]
+
+    def variants(self, case: Case, report: Report) -> list[Variant]:
+        found = []
+        for backend in self.backends:
+            refused = backend.refuses(case)
+            if refused:
+                report.note(f"# {harness.format_size(case.size)}: {refused}")
+                continue
+            for codec in self.options.codec:
+                if codec == "none" or (backend.has_codecs and case.dtype in coded.ROUNDING):
+                    found.append(Variant(backend, codec, self.specs[codec], run=lambda: None))
+        return found
+
+    def verify(self, case: Case, variant: Variant) -> None:
+        """Run once on values with a known result. Adds to `wrong`; with a codec, sets `err`."""
+        x, y = variant.backend.buffers(case)
+        run = variant.backend.prepare(case, x, y, variant.spec)
+        exact = variant.codec == "none"
+        x[:] = case.stored(case.inputs(self.rank)) if exact else coded.inputs(case, self.rank)
+        variant.backend.load(x, y)
+        run()
+        variant.backend.fetch(x, y)
+        if exact:
+            ours = not case.op.to_root or self.rank == 0
+            wrong = int(np.count_nonzero(y != case.expected())) if ours else 0
+            variant.wrong += int(self.agree([wrong], "sum")[0])
+        else:
+            variant.wrong += self.verify_coded(case, variant, y)
+
+    def verify_coded(self, case: Case, variant: Variant, y: Array) -> int:
+        """Return 0, or the count of all elements if the error is too large or ranks differ."""
+        want = coded.expected(case)
+        distances = [np.sum((case.values(y) - want) ** 2), np.sum(want**2)]
+        error, norm = self.agree(distances, "sum")
+        variant.err = float(np.sqrt(error / norm))
+        most = self.agree([coded.most_error(case, variant.spec)], "max")[0]
+        same = True
+        if case.op.name != "reduce_scatter":  # its result differs by rank
+            checksum = _C.crc32c(y.tobytes())
+            low, high = (self.agree([checksum], op)[0] for op in ("min", "max"))
+            same = bool(low == high)
+        return 0 if same and variant.err <= most else case.count
+
+    def make_time_buffers(self, case: Case, variants: Sequence[Variant]) -> None:
+        """Allocate buffers: zeros for exact sums, which would overflow, gradients for averages."""
+        for variant in variants:
+            x, y = variant.backend.buffers(case)
+            variant.run = variant.backend.prepare(case, x, y, variant.spec)
+            if variant.codec != "none":
+                x[:] = coded.inputs(case, self.rank)
+                variant.backend.load(x, y)
+            variant.buffers = (x, y)
+
+    def warm_up(self, variant: Variant) -> float:
+        """Warm up without a fixed count; return seconds per call, equal on all ranks."""
+        count = max(1, self.options.warmup)
+        before = variant.backend.sent_bytes()
+        self.control.barrier()
+        begin = time.perf_counter()
+        for _ in range(count):
+            variant.run()
+        seconds = (time.perf_counter() - begin) / count
+        after = variant.backend.sent_bytes()
+        if before is not None and after is not None:
+            variant.sent = float(self.agree([(after - before) / count], "max")[0])
+        return float(self.agree([seconds], "max")[0])
+
+    def time_in_turns(
+        self, variants: Sequence[Variant], count: int, report: Report, what: str
+    ) -> None:
+        """Time `count` iterations of each variant, in rounds that give each variant one turn.
+
+        A turn is a barrier, one untimed call, which synchronizes the ranks and brings the backend's
+        memory back into the caches, and `--turn` timed calls (default: one).
+        """
+        clock, cpu_clock, barrier = time.perf_counter_ns, time.process_time_ns, self.control.barrier
+        walls = np.empty((len(variants), count))
+        cpus = np.zeros(len(variants))
+        runs = [variant.run for variant in variants]
+        starts = range(0, count, self.options.turn)
+        gc.disable()
+        for start in starts:
+            end = min(count, start + self.options.turn)
+            for v, run in enumerate(runs):
+                barrier()
+                cpu_begin = cpu_clock()
+                run()
+                for i in range(start, end):
+                    begin = clock()
+                    run()
+                    walls[v, i] = clock() - begin
+                cpus[v] += cpu_clock() - cpu_begin
+            report.advance(what, end * STEPS // count - start * STEPS // count)
+        gc.enable()
+        calls = count + len(starts)
+        for variant, wall, cpu in zip(variants, walls, cpus, strict=True):
+            variant.samples = [float(sample) / 1e3 for sample in self.agree(wall, "max")]
+            variant.cpu_seconds = float(self.agree([cpu], "sum")[0]) / calls / 1e9
+
+    def row(self, case: Case, variant: Variant) -> Row:
+        p50 = harness.quantile(variant.samples, 0.5)
+        rate = case.size / p50 / 1e3
+        exact = variant.codec == "none"
+        ratio = 1.0 if exact else coded.ratio(case, variant.spec)
+        averages = case.op.reduces and not exact
+        return Row(
+            kind="time",
+            op=case.op.name,
+            backend=variant.backend.name,
+            ranks=self.ranks,
+            size=case.size,
+            count=case.count,
+            type=case.dtype,
+            redop="avg" if averages else case.redop,
+            codec=variant.codec,
+            iterations=len(variant.samples),
+            time_p50=p50,
+            time_p99=harness.quantile(variant.samples, 0.99),
+            algbw=rate / ratio,
+            busbw=rate / ratio * case.op.bus_factor(self.ranks),
+            effbw=rate,
+            wrong=variant.wrong if self.options.check else None,
+            ratio=ratio,
+            err=variant.err,
+            wire_bytes=variant.sent,
+            cpu_seconds=variant.cpu_seconds,
+            connection=variant.backend.describe(),
+        )

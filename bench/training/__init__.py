@@ -1,0 +1,1 @@
+"""Training of a small language model with each method of averaging gradients."""

@@ -1,0 +1,127 @@
+"""Results derived from the losses and the steps of `time_to_loss`.
+
+The rows are of three kinds: `loss` is one training, whose `curve` has the loss at every evaluation;
+`step` is steps on a link; `total` combines both, with the speed-up over two of Gloo's methods.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pycomm.bench.common.harness import Row, read_csv
+from pycomm.bench.training.methods import METHODS
+
+RANKS = 2
+EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
+
+
+def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | None:
+    """Return the steps until the mean curve reaches the target, interpolated; None: never."""
+    places = sorted(curves[0])
+    means = [statistics.fmean(curve[step] for curve in curves) for step in places]
+    for (a, high), (b, low) in zip(
+        zip(places, means, strict=True), zip(places[1:], means[1:], strict=True), strict=False
+    ):
+        if low <= target:
+            return a + (b - a) * (high - target) / (high - low) if high > target else float(a)
+    return None
+
+
+def totals(rows: Sequence[Row]) -> Iterable[Row]:
+    """Combine the rows of losses and of steps; of repeated measurements the last counts."""
+    for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
+        steps = {r.method: r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)}
+        done = [with_loss(row, rows) for row in steps.values()]
+        theirs = {r.hook: r.seconds_to_loss for r in done if r.backend == "gloo"}
+        best = min((t for t in theirs.values() if t is not None), default=None)
+        for row in done:
+            yield replace(
+                row,
+                vs_fp16_hook=over(theirs.get("fp16"), row.seconds_to_loss),
+                vs_best_of_gloo=over(best, row.seconds_to_loss),
+            )
+
+
+def pairs(method: str, model: str, rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """Return a method's trainings, one per seed, each with the exact one of the same seed.
+
+    Of repeated trainings the last counts.
+    """
+    found = [r for r in rows if (r.kind, r.model) == ("loss", model)]
+    mine, exact = (
+        {r.seed: r for r in found if r.method == wanted} for wanted in (method, EXACT.label)
+    )
+    return [(mine[seed], exact[seed]) for seed in mine if seed in exact]
+
+
+def changes(method: str, model: str, rows: Iterable[Row]) -> list[float]:
+    """Return by seed the relative change of the loss at the schedule's end against the exact run.
+
+    Both losses are on the same held-out text: if one was taken on less, the curves are compared.
+    """
+    return [
+        loss(mine) / loss(exact) - 1
+        if mine.windows == exact.windows
+        else curve_end(mine) / curve_end(exact) - 1
+        for mine, exact in pairs(method, model, rows)
+    ]
+
+
+def with_loss(row: Row, rows: Sequence[Row]) -> Row:
+    """Return a row of steps with the results of its method's trainings against exact ones."""
+    trained = pairs(row.method, row.model, rows)
+    if not trained:
+        return replace(row, kind="total")
+    # These are from the curves, which use less text than the final loss.
+    target = statistics.fmean(curve_end(exact) for _, exact in trained)
+    count = steps_to_loss([parse_curve(mine.curve) for mine, _ in trained], target)
+    return replace(
+        row,
+        kind="total",
+        change=statistics.fmean(changes(row.method, row.model, rows)),
+        steps_to_loss=count,
+        seconds_to_loss=None if count is None or row.seconds is None else count * row.seconds,
+    )
+
+
+def loss(row: Row) -> float:
+    assert row.loss is not None
+    return row.loss
+
+
+def curve_end(row: Row) -> float:
+    """Return the curve's loss at the end of the schedule."""
+    return parse_curve(row.curve)[row.steps or 0]
+
+
+def parse_curve(text: str) -> dict[int, float]:
+    pairs = (item.split(":") for item in text.split())
+    return {int(step): float(loss) for step, loss in pairs}
+
+
+def over(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+def load(path: Path) -> list[Row]:
+    """Return the rows of a CSV that earlier runs have written; its totals are recomputed."""
+    return [row for row in read_csv(path) if row.kind != "total"]
+
+
+def show(rows: Iterable[Row]) -> None:
+    print(f"{'model':<6} {'rate':<8} {'method':<28} {'step ms':>8} {'MB/step':>8} {'loss':>8} "
+          f"{'steps':>6} {'seconds':>8} {'x fp16':>7} {'x best':>7}")  # fmt: skip
+    for r in rows:
+        print(
+            f"{r.model:<6} {r.rate:<8} {r.method:<28} {cell(r.seconds, 8, 1, 1e3)} "
+            f"{cell(r.wire_bytes, 8, 3, 1e-6)} {cell(r.change, 7, 2, 100)}% "
+            f"{cell(r.steps_to_loss, 6, 0)} {cell(r.seconds_to_loss, 8, 1)} "
+            f"{cell(r.vs_fp16_hook, 7, 2)} {cell(r.vs_best_of_gloo, 7, 2)}"
+        )
+
+
+def cell(value: float | None, width: int, digits: int, factor: float = 1.0) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value * factor:{width}.{digits}f}"

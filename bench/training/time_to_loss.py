@@ -1,0 +1,304 @@
+"""Time to the loss of the float32 run, for every method, model and link rate.
+
+    python -m pycomm.bench training --models demo,25m --csv bench/results/training-cpu.csv
+
+The bits of a result do not depend on the link, so losses and times are measured separately:
+
+    losses  every method trains on two ranks on an unlimited loopback, once per seed, for a quarter
+            more steps than the learning rate's schedule has; the loss on held-out text is taken
+            during the training (256 windows), and at the end of the schedule (2048 windows)
+    steps   two ranks on a real link (netlab.py) take steps with one method after the other, in one
+            set of processes, repeatedly; the median counts
+
+The time to the loss is the number of steps after which a method's loss, averaged over seeds, has
+come down to the float32 run's loss at the end of its schedule, times the method's median step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.bench import netlab
+from pycomm.bench.common import arguments, progress
+from pycomm.bench.common.harness import Origin, Row, append_csv, record, write_json
+from pycomm.bench.training.methods import METHODS, Method
+from pycomm.bench.training.results import RANKS, load, show, totals
+from pycomm.bench.training.train import (
+    FINAL_WINDOWS,
+    Config,
+    Transformer,
+    batches,
+    loss_of,
+    standard_library,
+    wire_bytes,
+)
+
+MODELS = {
+    "demo": Config(),
+    "demo-beta0": Config(beta1=0.0),  # feedback delays gradients, which conflicts with momentum
+    "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
+}
+SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
+
+
+# -------------------------------------------------------------------- losses
+
+
+def train(config: Config, method: Method) -> list[dict[str, float]]:
+    """Train on an unlimited loopback; return rank 0's rows.
+
+    Raises:
+        RuntimeError: a rank failed; the text is its output.
+    """
+    arguments = {**asdict(config), "backend": method.backend, "bucket_mb": method.bucket_mb}
+    arguments |= {"codec": method.codec, "feedback": method.feedback, "hook": method.hook}
+    command = [sys.executable, "-m", "pycomm.bench.training"]
+    for name, value in arguments.items():
+        command += [f"--{name.replace('_', '-')}={value}"]
+    with tempfile.TemporaryDirectory() as folder, netlab.Paced(RANKS, netlab.UNLIMITED) as lab:
+        log = Path(folder, "log")
+        what = f"training {method.label}, seed {config.seed}"
+        with progress.following(what, log, config.steps):
+            run(lab, [*command, f"--log={log}"], Path(folder, "output"))
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def run(lab: netlab.Lab, command: Sequence[str], output: Path) -> None:
+    """Run the command on every rank of a lab, and wait."""
+    with output.open("wb") as out:
+        ranks = lab.start(command, stdout=out, stderr=subprocess.STDOUT)
+        if netlab.wait(ranks):
+            raise RuntimeError(output.read_text(errors="replace"))
+
+
+def losses(model: str, methods: Sequence[Method], seeds: Sequence[int]) -> Iterable[Row]:
+    """Train every method with every seed."""
+    for seed in seeds:
+        for method in methods:
+            base = replace(MODELS[model], seed=seed)
+            config = replace(base, extra=base.steps // 4)
+            rows = train(config, method)
+            curve = {int(r["step"]): r["held_out"] for r in rows if "step" in r and "held_out" in r}
+            yield replace(
+                describe("loss", model, method),
+                seed=seed,
+                steps=base.steps,
+                windows=FINAL_WINDOWS,
+                loss=next(row["final"] for row in rows if "final" in row),
+                curve=" ".join(f"{step}:{loss:.6f}" for step, loss in curve.items()),
+            )
+
+
+# --------------------------------------------------------------------- steps
+
+
+def step_times(
+    model: str, methods: Sequence[Method], rate: str, rounds: int, turn_seconds: float
+) -> Iterable[Row]:
+    """Time the steps of all methods on a link, in turns."""
+    lab, reason = netlab.open_lab(RANKS, rate)
+    if reason:
+        raise RuntimeError(f"this needs network namespaces: {reason}")
+    with lab, tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        labels = [method.label for method in methods]
+        chosen = json.dumps({"model": model, "rounds": rounds, "methods": labels, "log": str(log)})
+        command = [sys.executable, "-m", "pycomm.bench.training.time_to_loss", "--rank", chosen]
+        what = f"timing steps of {len(methods)} methods at {rate}"
+        with progress.following(what, log, rounds * len(methods)):
+            run(lab, [*command, f"--turn-seconds={turn_seconds}"], Path(folder, "output"))
+        samples = [json.loads(line) for line in log.read_text().splitlines()]
+        connection = f"tcp ({lab.congestion})"
+    for method in methods:
+        mine = [s for s in samples if s["method"] == method.label]
+        seconds = [s for sample in mine for s in sample["seconds"]]
+        yield replace(
+            describe("step", model, method),
+            rate=rate,
+            connection=connection,
+            steps=len(seconds),
+            seconds=statistics.median(seconds),
+            wire_bytes=statistics.median(sample["wire_bytes"] for sample in mine),
+        )
+
+
+def time_on_this_rank(
+    model: str, methods: Sequence[Method], rounds: int, turn_seconds: float, log: Path
+) -> None:
+    """Time all methods in turns on one model and one optimizer; rank 0 writes the samples."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    groups = {"gloo": None, "pycomm": dist.new_group(backend="pycomm")}
+    config = MODELS[model]
+    torch.manual_seed(0)
+    net = Transformer(config)
+    optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate)
+    data = batches(standard_library()[0], config, dist.get_rank(), RANKS)
+    for _ in range(rounds):
+        for method in methods:
+            wrapped = method.wrap(net, groups[method.backend], sync=False)
+            seconds: list[float] = []
+            settle, timed = settle_steps(method), 2
+            before = 0
+            while len(seconds) < settle + timed:
+                if len(seconds) == settle:
+                    before = wire_bytes()
+                start = time.perf_counter()
+                loss_of(wrapped, next(data)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seconds.append(time.perf_counter() - start)
+                if len(seconds) == settle:
+                    timed = agreed_count(turn_seconds / seconds[-1])
+            dist.barrier()
+            sent = (wire_bytes() - before) / timed
+            if dist.get_rank() == 0:
+                sample = {"method": method.label, "seconds": seconds[settle:], "wire_bytes": sent}
+                with log.open("a") as file:
+                    print(json.dumps(sample), file=file)
+            del wrapped
+            gc.collect()
+    dist.destroy_process_group()
+
+
+def settle_steps(method: Method) -> int:
+    """Return how many steps a method takes to settle: `auto` has to try codecs first."""
+    return 330 if method.codec.startswith("auto") else SETTLE
+
+
+def agreed_count(steps: float) -> int:
+    """Return how many steps to time, the same on all ranks."""
+    count = torch.tensor([max(2, min(40, round(steps)))])
+    dist.broadcast(count, 0)
+    return int(count)
+
+
+def describe(kind: str, model: str, method: Method) -> Row:
+    """Return a row without measurements."""
+    count = sum(p.numel() for p in Transformer(MODELS[model]).parameters())
+    return Row(
+        kind=kind,
+        op="training",
+        backend=method.backend,
+        ranks=RANKS,
+        size=4 * count,
+        count=count,
+        type="float32",
+        codec=method.codec or "none",
+        model=model,
+        parameters=count,
+        method=method.label,
+        hook=method.hook,
+    )
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = arguments.Parser(
+        prog="python -m pycomm.bench training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    known = ", ".join(MODELS)
+    add("--models", type=arguments.some_of("model", MODELS), default="demo", help=f"of {known}")
+    add("--rates", type=arguments.rates, default="100mbit,1gbit", help="of links, as tc has them")
+    add("--methods", default="", help="only those in whose label this pattern is found")
+    add("--only", choices=("losses", "steps", "totals"), help="totals: from what --csv holds")
+    add("--seeds", default="0,1,2", help="of the trainings")
+    add("--rounds", type=arguments.count, default=3, help="turns of every method on a link")
+    add(
+        "--turn-seconds",
+        type=arguments.seconds,
+        default=6.0,
+        help="of timed steps a turn, but at least two",
+    )
+    arguments.add_files(parser)
+    add("--rank", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
+        parser.error(f"--seeds {options.seeds}: want whole numbers joined by commas")
+    options.seeds = [int(seed) for seed in options.seeds.split(",")]
+    try:
+        options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
+    except re.error as error:
+        parser.error(f"--methods {options.methods!r} is no pattern: {error}")
+    if not options.methods:
+        labels = "; ".join(method.label for method in METHODS)
+        parser.error(f"--methods fits none of these: {labels}")
+    if options.only == "totals" and not (options.csv and Path(options.csv).exists()):
+        parser.error("--only totals reads what --csv holds, and there is no such file")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    if options.rank:
+        chosen = json.loads(options.rank)
+        methods = [m for m in METHODS if m.label in chosen["methods"]]
+        log = Path(chosen["log"])
+        time_on_this_rank(chosen["model"], methods, chosen["rounds"], options.turn_seconds, log)
+        return 0
+
+    methods = options.methods
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "training", *argv]))
+    csv_path = Path(options.csv) if options.csv else None
+    try:
+        rows = load(csv_path) if csv_path and csv_path.exists() else []
+    except (KeyError, TypeError, ValueError) as error:
+        print(
+            f"python -m pycomm.bench training: --csv {csv_path} holds no rows of this benchmark: "
+            f"{error}",
+            file=sys.stderr,
+        )
+        return 2
+    records: list[dict[str, Any]] = []
+
+    def keep(row: Row) -> None:
+        records.append(record(row, origin))
+        if csv_path:
+            append_csv(csv_path, records[-1:])
+
+    def measure(results: Iterable[Row]) -> None:
+        for row in results:
+            rows.append(row)
+            value = f"loss {row.loss:.4f}" if row.loss else f"{(row.seconds or 0) * 1e3:.1f} ms"
+            print(f"{row.kind} {row.model} {row.rate} {row.method}: {value}", flush=True)
+            keep(row)
+
+    for model in options.models:
+        if options.only in (None, "losses"):
+            measure(losses(model, methods, options.seeds))
+        if options.only in (None, "steps"):
+            steady = [method for method in methods if not method.scheduled]
+            for rate in options.rates if steady else ():
+                measure(step_times(model, steady, rate, options.rounds, options.turn_seconds))
+    final = list(totals(rows))
+    show(final)
+    if options.only == "totals":
+        for row in final:
+            keep(row)
+    if options.json:
+        write_json(Path(options.json), records)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,237 @@
+"""Data-parallel training of a small language model, written as a user of DDP would.
+
+    torchrun --nproc-per-node 2 -m pycomm.bench.training --backend pycomm --codec int4
+
+A byte-level transformer learns Python from the standard library's own sources. All runs share
+weights, data and their order, and differ only in the backend and the codec, so two exact runs have
+equal losses. Rank 0 writes one JSON object per step to `--log`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import random
+import statistics
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from pycomm.bench.netlab import interface_bytes
+from pycomm.bench.training.methods import HOOKS, Method
+
+WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the schedule's end
+
+
+@dataclass(frozen=True)
+class Config:
+    """The training's settings, which all runs of a comparison share."""
+
+    layers: int = 2
+    width: int = 224
+    heads: int = 4
+    context: int = 32  # bytes per sequence
+    batch: int = 16  # sequences per rank and step
+    steps: int = 200
+    extra: int = 0  # steps after the schedule's end, at its last learning rate
+    warmup: int = 20
+    learning_rate: float = 2e-3
+    beta1: float = 0.9  # AdamW's momentum
+    evaluate_every: int = 10
+    seed: int = 0
+
+
+# --------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each after a norm and with a skip connection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.join(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """A model that predicts the next byte. The output weights are the embedding's."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, config.width)
+        self.places = nn.Embedding(config.context, config.width)
+        blocks = [Block(config.width, config.heads) for _ in range(config.layers)]
+        self.blocks, self.norm = nn.Sequential(*blocks), nn.LayerNorm(config.width)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                skips = 2 * config.layers if "join" in name or "down" in name else 1
+                nn.init.normal_(weight, std=0.05 / math.sqrt(skips))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map bytes [batch, length] to the logits of each next byte [batch, length, 256]."""
+        places = torch.arange(x.shape[1], device=x.device)
+        hidden = self.norm(self.blocks(self.bytes(x) + self.places(places)))
+        return F.linear(hidden, self.bytes.weight)
+
+
+# ---------------------------------------------------------------------- data
+
+
+def standard_library(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return Python's own sources as bytes (uint8): for training, and every 16th file held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    # Tests and tables that repeat each other are excluded: they would leak held-out text.
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    skipped |= {"encodings", "pydoc_data"}
+    paths = [p for p in sorted(root.rglob("*.py")) if not set(p.relative_to(root).parts) & skipped]
+    paths = [p for p in paths if not p.name.startswith("_sysconfigdata")]
+    random.Random(0).shuffle(paths)
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    size = 0
+    for i, path in enumerate(paths):
+        text = path.read_bytes()
+        parts[i % 16 == 0].append(text)
+        size += len(text)
+        if size > limit:
+            break
+    train, held_out = (torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in parts)
+    return train, held_out
+
+
+def windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
+    """Cut `length` + 1 bytes at each start: inputs and, shifted by one, targets (int64)."""
+    return torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
+
+
+def batches(text: torch.Tensor, config: Config, rank: int, ranks: int) -> Iterator[torch.Tensor]:
+    """Yield random windows, different on each rank, in an order that only the seed determines."""
+    order = torch.Generator().manual_seed(config.seed)
+    while True:
+        starts = torch.randint(
+            text.numel() - config.context, (ranks, config.batch), generator=order
+        )
+        yield windows(text, starts[rank], config.context)
+
+
+def loss_of(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy in nats per byte."""
+    logits = model(sequences[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, text: torch.Tensor, config: Config, count: int) -> float:
+    """Return the loss on `count` windows spread over the text; each rank takes its share."""
+    starts = torch.linspace(0, text.numel() - config.context - 1, count).long()
+    share = starts[dist.get_rank() :: dist.get_world_size()]
+    losses = [loss_of(model, windows(text, part, config.context)) for part in share.split(16)]
+    mean = torch.stack(losses).mean()
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+# ------------------------------------------------------------------ training
+
+
+def wire_bytes() -> int:
+    """Return the bytes this rank has sent: by its interface's counter, else by pycomm's."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if interface != "lo":
+        return interface_bytes(interface)
+    from pycomm.backend import find
+
+    backend = find()
+    return backend.wire_bytes if backend else 0
+
+
+def schedule(step: int, config: Config) -> float:
+    """Return the learning rate factor: linear warm-up, then a cosine to a tenth, which stays."""
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    done = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
+    """Train; yield a record of each step, and at the end the result."""
+    torch.manual_seed(config.seed)
+    model = method.wrap(Transformer(config))
+    betas = config.beta1, 0.95
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=betas)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
+    text, held_out = standard_library()
+    data = batches(text, config, dist.get_rank(), dist.get_world_size())
+
+    seconds: list[float] = []
+    sent: list[int] = []
+    for step in range(1, config.steps + config.extra + 1):
+        start, sent_before = time.perf_counter(), wire_bytes()
+        loss = loss_of(model, next(data))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        seconds.append(time.perf_counter() - start)
+        sent.append(wire_bytes() - sent_before)
+        row = {"step": step, "seconds": sum(seconds), "loss": loss.item()}
+        if step % config.evaluate_every == 0 or step == 1:
+            row["held_out"] = evaluate(model.module, held_out, config, WINDOWS)
+        if step == config.steps:
+            row["final"] = evaluate(model.module, held_out, config, FINAL_WINDOWS)
+        yield row
+    settled = len(seconds) // 10  # the first steps allocate, and DDP rebuilds its buckets
+    yield {
+        "step_seconds": statistics.median(seconds[settled:]),
+        "wire_bytes": statistics.median(sent[settled:]),
+        "held_out": evaluate(model.module, held_out, config, FINAL_WINDOWS),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m pycomm.bench.training", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--backend", default="pycomm")
+    parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
+    parser.add_argument("--feedback", default="", help="its feedback, or none")
+    parser.add_argument("--hook", default="", help=f"torch's own: {', '.join(HOOKS)}")
+    parser.add_argument("--bucket-mb", type=float, default=Method.bucket_mb, help="of DDP")
+    parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
+    for name, default in asdict(Config()).items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(default), default=default)
+    args = vars(parser.parse_args())
+    log = args.pop("log")
+    names = ("backend", "codec", "feedback", "hook", "bucket_mb")
+    chosen = {name: args.pop(name) for name in names}
+    method = Method("", **chosen)
+
+    torch.set_num_threads(1)
+    dist.init_process_group(method.backend)
+    with open(log if dist.get_rank() == 0 else os.devnull, "a") as file:
+        for row in train(Config(**args), method):
+            print(json.dumps(row), file=file, flush=True)
+    # DDP is part of a reference cycle that holds the group. Gloo's threads live as long as the
+    # group, and one that releases a tensor at interpreter exit aborts the process (pytorch#190489).
+    gc.collect()
+    dist.destroy_process_group()
+    return 0

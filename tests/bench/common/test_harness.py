@@ -1,0 +1,138 @@
+"""The shared parts of the benchmarks: sizes, statistics, and the one schema of results."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pycomm.bench.common import harness
+from pycomm.bench.common.harness import COLUMNS, Origin, Row
+from pycomm.bench.common.report import Report, ratios
+
+RESULTS = Path(harness.__file__).parents[1] / "results"
+ROW = Row("time", "all_reduce", "pycomm", ranks=2, size=8, count=2, type="float32", time_p50=2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8", 8), ("64K", 65536), ("64k", 65536), ("1.5M", 1572864), ("2G", 2**31), ("4MB", 2**22)],
+)
+def test_sizes_are_powers_of_1024(text, size):
+    assert harness.parse_size(text) == size
+    assert harness.parse_size(harness.format_size(size)) == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "-8", "1.3", "8T", "8 K"])
+def test_nonsense_is_no_size(text):
+    with pytest.raises(ValueError, match="cannot read the size"):
+        harness.parse_size(text)
+
+
+def test_sizes_grow_by_the_factor():
+    assert list(harness.sizes(8, 1024, 4)) == [8, 32, 128, 512]
+    assert list(harness.sizes(1, 4, 1.1)) == [1, 2, 3, 4]
+    assert list(harness.sizes(0, 8, 2)) == [0]
+
+
+def test_a_factor_that_never_ends_is_refused():
+    with pytest.raises(ValueError, match="larger than 1"):
+        next(harness.sizes(8, 64, 1))
+
+
+def test_quantiles_are_samples():
+    samples = [5.0, 1.0, 3.0, 2.0, 4.0]
+    assert harness.quantile(samples, 0.5) == 3.0
+    assert harness.quantile(samples, 0.99) == 5.0
+    assert harness.quantile(samples, 0.0) == 1.0
+
+
+def test_csv_is_appended_to_under_one_header(tmp_path):
+    path, origin = tmp_path / "results" / "x.csv", Origin.here("command")
+    harness.append_csv(path, [harness.record(ROW, origin)])
+    harness.append_csv(path, [harness.record(replace(ROW, size=16), origin)])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["size"] for row in rows] == ["8", "16"]
+    assert list(rows[0]) == COLUMNS
+    assert rows[0]["command"] == "command"
+    assert rows[0]["device"] == origin.device != ""
+
+
+def test_csv_of_another_schema_is_left_alone(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="other columns"):
+        harness.append_csv(path, [harness.record(ROW, Origin.here(""))])
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_csv_of_an_earlier_version_gets_the_new_columns(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_text('op,size,curve\nall_reduce,8,"1:2 3:4"\n')
+    harness.append_csv(path, [harness.record(ROW, Origin.here("command"))])
+    with path.open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert list(first) == COLUMNS
+    assert (first["op"], first["size"], first["curve"]) == ("all_reduce", "8", "1:2 3:4")
+    assert (first["command"], second["command"]) == ("", "command")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old.csv"]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)
+def test_committed_results_say_where_they_come_from(path):
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name in ("time", "command", "commit", "device", "pycomm", "python"):
+        assert all(row[name] for row in rows), name
+
+
+def test_json_has_the_same_rows(tmp_path):
+    path = tmp_path / "out.json"
+    harness.write_json(path, [harness.record(ROW, Origin.here("command"))])
+    (row,) = json.loads(path.read_text())
+    assert list(row) == COLUMNS
+    assert row["time_p50"] == 2.0
+
+
+def test_ratios_compare_with_the_exact_row_of_the_same_size():
+    gloo = replace(ROW, backend="gloo", time_p50=40.0, time_p99=80.0, effbw=1.0)
+    ours = replace(ROW, time_p50=2.0, time_p99=8.0, effbw=3.0)
+    coded = replace(ours, codec="int8", effbw=9.0)
+    other = replace(ours, size=16)  # gloo has no such row
+    averaged = replace(ours, redop="avg", codec="int4", effbw=None)  # gloo has sums alone
+    found = ratios([replace(r, redop="sum") for r in (gloo, ours, coded, other)], "gloo")
+    (against_sum,) = ratios([replace(gloo, redop="sum"), averaged], "gloo")
+    assert (against_sum.codec, against_sum.time_p50) == ("int4", 20.0)
+    assert [(r.kind, r.backend, r.vs, r.codec) for r in found] == [
+        ("ratio", "pycomm", "gloo", "none"),
+        ("ratio", "pycomm", "gloo", "int8"),
+    ]
+    assert [(r.time_p50, r.time_p99, r.effbw) for r in found] == [(20.0, 10.0, 3.0), (20.0, 10, 9)]
+
+
+def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
+    report = Report((("size", 6, ""), ("time_p50", 8, ".2f"), ("err", 8, ".1e")), steps=1)
+    report.header("a comment")
+    report.add(ROW)
+    comment, header, line = capsys.readouterr().out.splitlines()
+    assert comment == "# a comment"
+    assert header == "  size  p50(us)      err"
+    assert line == "     8     2.00        -"
+
+
+def test_quiet_reports_keep_rows(capsys):
+    report = Report((("size", 6, ""),), steps=1, quiet=True)
+    report.add(ROW)
+    assert report.rows == [ROW]
+    assert capsys.readouterr().out == ""
+
+
+def test_rows_name_the_variables_that_were_set_but_no_secret(monkeypatch):
+    monkeypatch.setenv("PYCOMM_SECRET", "told to nobody")
+    monkeypatch.setenv("PYCOMM_CHECKSUM", "header")
+    command = Origin.here("python -m pycomm.bench codecs").command
+    assert command == "PYCOMM_CHECKSUM=header python -m pycomm.bench codecs"

@@ -1,0 +1,284 @@
+"""The parts of `make gpu` that need no GPU: what it counts, reads, writes and answers."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.bench.gpu import __main__ as gpu
+from pycomm.bench.gpu import checks as gpu_checks
+from pycomm.bench.gpu import collectives as gpu_collectives
+from pycomm.bench.gpu import results as gpu_results
+from pycomm.bench.gpu import tasks as gpu_tasks
+from pycomm.bench.gpu import workers as gpu_workers
+from pycomm.bench.gpu.timing import bytes_moved, sets_needed
+from pycomm.codecs.implementations import Unavailable
+from tests.codecs.test_contract import CUDA
+
+PASSED = gpu_checks.Counts(passed=767)
+MACHINE = gpu_results.Machine(*(field.name for field in dataclasses.fields(gpu_results.Machine)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "op", "want"),
+    [
+        ("int8", "encode", 4 * 1024 + 1024 + 4 * 4),
+        ("int8", "encode_feedback", 3 * 4 * 1024 + 1024 + 4 * 4),
+        ("int4", "decode", 4 * 1024 + 512 + 4 * 8),
+        ("int4", "decode_add", 2 * 4 * 1024 + 512 + 4 * 8),
+        ("fp16", "decode_add", 2 * 4 * 1024 + 2 * 1024),
+    ],
+)
+def test_bytes_are_each_input_and_output_once(spec, op, want):
+    assert bytes_moved(pycomm.codec(spec), op, 1024) == want
+
+
+@pytest.mark.parametrize("set_bytes", [1000, 50_000_000, 10_000_000_000])
+def test_sets_are_more_than_the_cache_holds(set_bytes):
+    l2 = 60_000_000
+    sets = sets_needed(set_bytes, l2)
+    assert sets >= 2
+    # All the others, which run between two turns of one set, overwrite the cache.
+    assert (sets - 1) * set_bytes >= 3 * l2 or sets == 2
+    assert (sets - 1) * set_bytes >= l2
+
+
+def test_every_kind_that_is_timed_is_in_the_contract_test():
+    assert {(kind, "cuda") for kind in gpu.KINDS} == set(CUDA)
+
+
+def test_unknown_kind_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu.parse(["--kinds", "native,cudnn"])
+    assert "'cudnn': use native, nvrtc, triton, reference" in capsys.readouterr().err
+
+
+def test_counts_are_those_of_pytest(tmp_path):
+    test = tmp_path / "test_three.py"
+    test.write_text(
+        "import pytest\n"
+        "def test_a(): pass\n"
+        "def test_b(): pass\n"
+        "def test_c(): assert False\n"
+        "def test_d(): pytest.skip('no')\n"
+        "def test_e(): pytest.skip('by design: it has no parts')\n"
+    )
+    junit = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", f"--junitxml={junit}"]
+    subprocess.run([*command, str(test)], capture_output=True, check=False)
+    counts = gpu_checks.counts_of(junit)
+    assert counts == gpu_checks.Counts(passed=2, failed=1, skipped=1)
+    assert str(counts) == "2 passed, 1 failed, 1 skipped"
+    assert not counts.good
+
+
+def test_no_report_and_no_tests_are_not_good(tmp_path):
+    assert not gpu_checks.counts_of(tmp_path / "none.xml").good
+    assert not gpu_checks.Counts().good
+    assert not gpu_checks.Counts(passed=700, skipped=1).good
+    assert gpu_checks.Counts(passed=767).good
+
+
+def row(task: gpu_tasks.Task, op: str) -> gpu.Row:
+    return gpu.Row(task.kind, "", task.what, op, task.numel, 8, 2.0, 4.0, 8.0, 0.5, "graph")
+
+
+def in_this_process(tasks, deadline):
+    for found in (found for task in tasks for found in gpu_tasks.perform(task)):
+        yield {"problem": found} if isinstance(found, str) else {"row": vars(found)}
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """A GPU whose kernels take no time, for the way through main()."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "this_machine", lambda command: MACHINE)
+    monkeypatch.setattr(gpu_checks, "run", lambda suites, end: {s.name: PASSED for s in suites})
+    monkeypatch.setattr(gpu_checks, "sanitizers", lambda: ([], "there is none"))
+    monkeypatch.setattr(gpu_tasks, "implementation", lambda *names: None)
+    monkeypatch.setattr(gpu_tasks, "time_kernel", row)
+    monkeypatch.setattr(gpu_tasks, "time_conversion", lambda task, *dtypes: row(task, "convert"))
+    torch_topk = gpu_tasks.Task("torch", gpu_tasks.TOPK, 1)
+    monkeypatch.setattr(gpu_tasks, "time_topk", lambda numel: row(torch_topk, "topk"))
+    monkeypatch.setattr(gpu_workers, "perform", in_this_process)
+    monkeypatch.setattr(gpu_workers, "collectives", lambda deadline: iter([]))
+    return monkeypatch
+
+
+def test_ranks_of_the_processor_take_the_way_of_those_of_a_gpu(capsys):
+    assert gpu_collectives.main(["--device=cpu", "--ranks", "2", "--numel", "1000"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ways = [(line["codec"], line["algo"]) for line in lines if line["dtype"] == "float32"]
+    assert ways == [("", "one_shot"), ("", "two_shot"), ("int8", ""), ("int4", "")]
+    assert len(lines) == 2 * len(ways)
+    assert all(line["gbps"] > 0 for line in lines)
+
+
+def test_traffic_is_what_ranks_read_and_write():
+    b = 4 * 1024
+    assert gpu_collectives.traffic(4, 1024, "", "one_shot") == 4 * (b + b + 4 * b + b)
+    assert gpu_collectives.traffic(4, 1024, "", "two_shot") == 4 * (2 * b + b + b // 4 + 2 * b)
+    k = pycomm.codec("int8").encoded_bytes(1024)
+    assert gpu_collectives.traffic(4, 1024, "int8", "") == 4 * (b + k + k + k // 4 + k + b)
+    small = gpu_collectives.traffic(4, 1024, "int8", "", torch.bfloat16)
+    assert small == 4 * (b // 2 + k + k + k // 4 + k + b // 2)
+
+
+def test_what_ranks_say_becomes_rows(monkeypatch):
+    line = gpu_collectives.Line(4, "int8", "", "float32", 1024, 4096, 2.0, 6.0)
+    said = [{"copy_gbps": 8.0}, dataclasses.asdict(line), {"problem": "4 ranks, int4: late"}]
+    monkeypatch.setattr(gpu_workers, "COLLECTIVES", speaker(*said))
+    found, problem = gpu_workers.collectives()
+    row = gpu.Row(**found["row"])
+    assert (row.kind, row.codec, row.op, row.share) == (
+        "ranks",
+        "int8",
+        "all_reduce of 4 coded float32",
+        0.75,
+    )
+    assert problem == {"problem": "4 ranks, int4: late"}
+
+
+def speaker(*messages: dict, then: str = "") -> list[str]:
+    """A process that says these and does something more."""
+    says = "".join(f"print({json.dumps(message)!r}, flush=True)\n" for message in messages)
+    return [sys.executable, "-c", f"import os, sys, time\n{says}{then}"]
+
+
+TWO = [gpu_tasks.Task("native", "int8", 4), gpu_tasks.Task("native", "int4", 4)]
+
+
+def test_a_process_that_crashes_is_told_and_another_goes_on(monkeypatch):
+    crash = "tasks = sys.stdin.read()\nos._exit(3 if 'int8' in tasks else 0)"
+    said = [{"task": 0}, {"row": {"codec": "first of what is left"}}]
+    monkeypatch.setattr(gpu_workers, "TASKS", speaker(*said, then=crash))
+    assert list(gpu_workers.perform(TWO)) == [
+        said[1],
+        {"problem": "native int8 of 4: its process ended with status 3"},
+        said[1],
+    ]
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(gpu_workers, "PATIENCE", 0.5)
+    monkeypatch.setattr(gpu_workers, "TASKS", speaker({"task": 1}, then="time.sleep(60)"))
+    assert list(gpu_workers.perform(TWO)) == [
+        {"problem": "native int4 of 4: no word for 0 s"},
+    ]
+
+
+def test_what_does_not_fit_in_the_time_is_counted(monkeypatch):
+    monkeypatch.setattr(gpu_workers, "TASKS", speaker({"task": 1}, then="time.sleep(60)"))
+    assert list(gpu_workers.perform(TWO, time.monotonic() + 1)) == [
+        {"problem": "1 timings are left out: the time for all is over"},
+    ]
+
+
+def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path):
+    assert gpu.main(["--results", str(tmp_path)]) == 0
+    with (tmp_path / "gpu-device.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    kinds = Counter(row["kind"] for row in rows)
+    kernels = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS) + len(gpu_tasks.CONVERSIONS)
+    for kind in ("native", "nvrtc", "triton"):
+        assert kinds[kind] == len(gpu.NUMELS) * kernels
+    assert kinds["reference"] == kernels
+    assert kinds["torch"] == len(gpu.NUMELS)
+    assert kinds["check"] >= len(gpu.KINDS)
+    assert {row["commit"] for row in rows} == {"commit"}
+    assert {row["contract"] for row in rows if row["kind"] in gpu.KINDS} == {"767 passed"}
+    assert list(rows[0])[:3] == ["kind", "contract", "codec"]
+
+
+def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
+    failing = {"contract triton": gpu_checks.Counts(700, 67)}
+    pretend_gpu.setattr(gpu_checks, "run", lambda suites, end: failing)
+    assert gpu.main(["--results", str(tmp_path), "--kinds", "triton"]) == 1
+    assert "contract triton: 700 passed, 67 failed" in capsys.readouterr().err
+
+
+def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys):
+    def fails(task, op):
+        if (task.what, op) == ("int8", "decode"):
+            raise RuntimeError("illegal address")
+        return row(task, op)
+
+    pretend_gpu.setattr(gpu_tasks, "time_kernel", fails)
+    assert gpu.main(["--results", str(tmp_path), "--kinds", "native", "--numel", "64"]) == 1
+    assert "native int8 decode: illegal address" in capsys.readouterr().err
+    with (tmp_path / "gpu-device.csv").open() as file:
+        timed = [row for row in csv.DictReader(file) if row["kind"] == "native"]
+    kernels = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS) + len(gpu_tasks.CONVERSIONS)
+    assert len(timed) == kernels - 1
+
+
+def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu, tmp_path, capsys):
+    def lacks(name, kind, device):
+        if name == "sign":
+            raise Unavailable("no kernels")
+
+    pretend_gpu.setattr(gpu_tasks, "implementation", lacks)
+    assert gpu.main(["--results", str(tmp_path), "--kinds", "native"]) == 1
+    assert capsys.readouterr().err.count("native has no sign: no kernels") == 1
+    with (tmp_path / "gpu-device.csv").open() as file:
+        native = [row for row in csv.DictReader(file) if row["kind"] == "native"]
+    codecs = {row["codec"] for row in native if row["op"] in gpu_tasks.OPS}
+    assert codecs == set(gpu_tasks.SPECS) - {"sign"}
+
+
+def test_a_tool_that_objects_fails_tests_that_pass(tmp_path, capfd):
+    test = tmp_path / "test_one.py"
+    test.write_text("def test_a(): pass\n")
+    objects = ["sh", "-c", '"$@"; echo found one; exit 86', "tool"]
+    suites = [gpu_checks.Suite("plain", [str(test)]), gpu_checks.Suite("mem", [str(test)], objects)]
+    found = gpu_checks.run(suites)
+    assert found["plain"] == gpu_checks.Counts(passed=1)
+    assert found["mem"] == gpu_checks.Counts(passed=1, failed=1)
+    assert "found one" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("says", ["", "========= Error: Device not supported"])
+def test_sanitizers_run_where_they_are_installed_and_see_the_gpu(tmp_path, monkeypatch, says):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert gpu_checks.sanitizers() == ([], "compute-sanitizer is not on the PATH")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\necho '{says}'\n")
+    tool.chmod(0o755)
+    suites, reason = gpu_checks.sanitizers()
+    assert [suite.name for suite in suites] == ([] if says else ["memcheck", "racecheck"])
+    assert bool(reason) == bool(says)
+
+
+def test_a_suite_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    test, alive = tmp_path / "test_slow.py", tmp_path / "alive"
+    child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
+    test.write_text(
+        "import subprocess, sys, time\n"
+        "def test_a():\n"
+        f"    subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "    time.sleep(60)\n"
+    )
+    suite = gpu_checks.Suite("slow", [str(test)])
+    assert gpu_checks.run([suite], time.monotonic() + 2) == {"slow": gpu_checks.Counts(failed=1)}
+    time.sleep(2)
+    assert not alive.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert gpu.main([]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_file_is_named_after_the_device():
+    assert gpu_results.slug("NVIDIA GeForce RTX 4090") == "nvidia-geforce-rtx-4090"

@@ -1,0 +1,49 @@
+"""`python -m pycomm.bench codecs`: a row per codec and call, beside memcpy's rate."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from pycomm.bench.ops import codecs
+from pycomm.codecs import CODECS
+
+FORMS = ["topk:0.01", "topk:0.01,sample=64"]
+
+
+def test_rows(tmp_path):
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "pycomm.bench", "codecs", "-b", "4K", "-e", "4K"]
+    subprocess.run(
+        [*command, "--codec", "int8,int4:block=64", "-J", str(out)], check=True, timeout=100
+    )
+    rows = json.loads(out.read_text())
+    specs = ["quant:bits=8,block=256,rounding=nearest", "quant:bits=4,block=64,rounding=nearest"]
+    ops = ["encode", "encode+residual", "decode", "decode_add"]
+    assert [(row["codec"], row["op"]) for row in rows] == [(s, o) for s in specs for o in ops]
+    for row in rows:
+        assert row["algbw"] == 4096 / row["time_p50"] / 1e3
+        assert row["of_copy"] == row["algbw"] / row["copybw"]
+    assert rows[0]["ratio"] == 4096 / (1024 + 4 * 4)
+
+
+def test_every_codec_is_measured_by_default():
+    chosen = codecs.specs([])
+    assert len(set(chosen)) == len(chosen)
+    assert {spec.partition(":")[0] for spec in chosen} == set(CODECS)
+
+
+def test_feedback_and_torch_are_measured_beside_a_codec(tmp_path):
+    out, cores = tmp_path / "out.json", os.sched_getaffinity(0)
+    chosen = ",".join(["int4", *FORMS])
+    assert codecs.main(["-b", "4K", "-e", "4K", "--codec", chosen, "-J", str(out)]) == 0
+    assert os.sched_getaffinity(0) == cores  # who called main() is not left on one core
+    rows = json.loads(out.read_text())
+    ops = {row["op"] for row in rows if row["codec"].startswith("quant")}
+    assert {f"encode+{kind}" for kind in codecs.KINDS} < ops
+    # Both forms of topk: the exact one and the one that samples.
+    beside = [(row["op"], row["codec"]) for row in rows if row["backend"] == "torch.topk"]
+    assert beside == [("encode", spec) for spec in codecs.specs(FORMS)]
+    assert all(row["time_p50"] > 0 for row in rows)

@@ -1,0 +1,368 @@
+"""`python -m pycomm.bench <op>`: right rows, and an exit status that tells of wrong ones."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pycomm import _C
+from pycomm.bench import __main__ as cli
+from pycomm.bench.common import arguments, harness
+from pycomm.bench.common.report import Report
+from pycomm.bench.ops import backends, coded, collectives, measure
+from pycomm.bench.ops.cases import REDUCTIONS, STORAGE
+from pycomm.bench.ops.operations import OPERATIONS, make_case
+from pycomm.env import env
+from tests.ranks import run_processes
+
+CLEAN = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pycomm.bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=CLEAN)
+
+
+def rows_of(tmp_path, *arguments: str) -> list[dict]:
+    outcome = bench(*arguments, "-n", "10", "-J", str(tmp_path / "out.json"))
+    assert outcome.returncode == 0, outcome.stderr
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (3, 4 / 3)])
+def test_all_reduce_rows(tmp_path, ranks, factor):
+    rows = rows_of(tmp_path, "all_reduce", "-b", "8", "-e", "5000", "-f", "16", "-p", str(ranks))
+    assert [row["size"] for row in rows] == [8, 128, 2048]  # as nccl-tests: no size is larger
+    for row in rows:
+        assert (row["kind"], row["op"], row["backend"]) == ("time", "all_reduce", "pycomm")
+        assert (row["ranks"], row["wrong"], row["iterations"]) == (ranks, 0, 10)
+        assert row["count"] == row["size"] / 4
+        assert row["time_p99"] >= row["time_p50"] > 0
+        assert row["algbw"] == row["effbw"] == row["size"] / row["time_p50"] / 1e3
+        assert row["busbw"] == pytest.approx(row["algbw"] * factor)
+        assert 0 < row["cpu_seconds"] < 1
+        assert row["wire_bytes"] > 0
+        assert list(row) == harness.COLUMNS
+
+
+@pytest.mark.parametrize("dtype", ["half", "bfloat16"])
+def test_codecs_take_16_bit_floats(tmp_path, dtype):
+    size = ("-b", "64K", "-e", "64K", "-d", dtype, "--codec", "none,quant:bits=4")
+    none, int4 = rows_of(tmp_path, "all_reduce", *size)
+    assert (none["wrong"], int4["wrong"]) == (0, 0)
+    assert int4["ratio"] == pytest.approx(2 / (1 / 2 + 4 / 128))
+    assert 0.05 < int4["err"] < 0.3
+
+
+def test_wire_bytes_are_those_of_the_derivation(tmp_path, monkeypatch):
+    monkeypatch.setitem(CLEAN, "PYCOMM_TRANSPORT", "tcp")
+    size = ("-b", "64K", "-e", "64K", "-p", "4", "--codec", "none,quant:bits=8")
+    rows = {op: rows_of(tmp_path, op, *size) for op in ("all_reduce", "reduce_scatter")}
+    for op, shares in (("all_reduce", 6), ("reduce_scatter", 3)):
+        for row in rows[op]:
+            share = row["size"] / row["ratio"] / 4  # of one rank; codes of a part are as long
+            headers = row["wire_bytes"] - shares * share
+            assert 0 < headers <= 2 * shares * 128 + 64  # scales of blocks that a part cuts
+
+
+@pytest.mark.parametrize("op", sorted(set(OPERATIONS) - {"all_reduce"}))
+def test_every_operation_is_right(tmp_path, op):
+    backends = ["pycomm", "pycomm-shared"]
+    size = ("-b", "3000", "-e", "3000", "-p", "3", "-d", "int", "--backend", ",".join(backends))
+    rows = [row for row in rows_of(tmp_path, op, *size) if row["kind"] == "time"]
+    assert [row["backend"] for row in rows] == backends
+    assert {(row["op"], row["wrong"], row["size"]) for row in rows} == {(op, 0, 3000)}
+
+
+@pytest.mark.parametrize("dtype", sorted(STORAGE))
+@pytest.mark.parametrize("redop", ["sum", "avg", "prod", "max"])
+def test_expected_values_are_the_core_s(dtype, redop):
+    # reduce() is held to torch elsewhere: here the benchmark's own idea of right is.
+    case = make_case(
+        OPERATIONS["all_reduce"], 4096, dtype=dtype, redop=redop, rank=0, ranks=3
+    )  # fmt: skip
+    inputs = [case.stored(case.inputs(rank)) for rank in range(3)]
+    out = np.empty_like(inputs[0])
+    addresses = [x.ctypes.data for x in inputs]
+    _C.reduce(case.core_dtype, case.core_redop, addresses, out.ctypes.data, case.count)
+    assert np.array_equal(out, case.expected())
+
+
+@pytest.mark.parametrize("op", coded.CORE)
+def test_codecs_are_rows_of_their_own(tmp_path, op):
+    size = ("-b", "64K", "-e", "64K", "-c", "2")
+    codecs = ("none", "quant:bits=8", "topk:density=0.01,values=int8")
+    none, int8, topk = rows_of(tmp_path, op, *size, "--codec", ",".join(codecs))
+    assert (none["codec"], none["ratio"], none["err"]) == ("none", 1.0, None)
+    averages = "" if op == "all_gather" else "avg"
+    assert (int8["codec"], int8["redop"], int8["wrong"]) == (codecs[1], averages, 0)
+    assert int8["ratio"] == pytest.approx(4 / (1 + 4 / 256))
+    assert 0.001 < int8["err"] < 0.02
+    assert int8["effbw"] == pytest.approx(int8["algbw"] * int8["ratio"])
+    assert none["wire_bytes"] > 3 * int8["wire_bytes"] > 9 * topk["wire_bytes"] > 0
+    assert (topk["codec"], topk["wrong"]) == (codecs[2], 0)
+
+
+def test_the_backend_of_torch_has_codecs_too(tmp_path):
+    size = ("-b", "4K", "-e", "4K", "--backend", "pycomm-torch,gloo")
+    rows = rows_of(tmp_path, "reduce_scatter", *size, "--codec", "none,quant:bits=4")
+    assert [(r["backend"], r["codec"]) for r in rows if r["kind"] == "time"] == [
+        ("pycomm-torch", "none"),
+        ("pycomm-torch", "quant:bits=4"),
+        ("gloo", "none"),
+    ]
+    assert all(row["wrong"] == 0 for row in rows)
+
+
+def test_all_types_and_reductions(tmp_path):
+    size = ("-b", "64", "-e", "64", "-d", "all", "-o", "all")
+    rows = rows_of(tmp_path, "all_reduce", *size, "-w", "1")
+    cases = {(row["type"], row["redop"]) for row in rows}
+    assert cases == {(dtype, redop) for dtype in STORAGE for redop in REDUCTIONS}
+    assert all(row["wrong"] == 0 for row in rows)
+
+
+def test_backends_take_turns_and_are_compared(tmp_path):
+    rows = rows_of(tmp_path, "all_reduce", "-b", "1K", "-e", "1K", "--backend", "pycomm,gloo")
+    assert [(row["kind"], row["backend"]) for row in rows] == [
+        ("time", "pycomm"),
+        ("time", "gloo"),
+        ("ratio", "pycomm"),
+    ]
+    assert all(row["wrong"] == 0 for row in rows)
+    assert rows[2]["time_p50"] == pytest.approx(rows[1]["time_p50"] / rows[0]["time_p50"])
+
+
+class Fake(measure.Backend):
+    """Does what a test says."""
+
+    name = "pycomm"
+
+    def __init__(self, run) -> None:
+        self.run = run
+
+    def prepare(self, case, x, y, codec="none"):
+        return lambda: self.run(case, x, y)
+
+    def sent_bytes(self):
+        return None
+
+    def describe(self):
+        return "fake"
+
+    def close(self): ...
+
+
+def alone() -> measure.Rank:
+    member = measure.Rank.__new__(measure.Rank)
+    member.rank, member.ranks = 0, 1
+    member.control = _C.Communicator(None, 0, 1, _C.CommunicatorOptions())
+    return member
+
+
+def case_of(op: str, size: int = 4096):
+    return make_case(OPERATIONS[op], size, dtype="float32", redop="sum", rank=0, ranks=1)
+
+
+def test_a_backend_without_checksums_runs_beside_the_one_with_them():
+    names = "pycomm,pycomm-unchecked"
+    done = bench("all_reduce", "-p", "2", "-b", "4K", "-e", "4K", "-n", "5", "--backend", names)
+    assert done.returncode == 0, done.stderr
+    assert " pycomm-unchecked " in done.stdout
+
+
+def test_ranks_of_a_machine_get_cores_of_their_own():
+    cores = len(os.sched_getaffinity(0))
+    ranks = min(2, cores)
+
+    def job(c):
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # as in namespaces
+        member = measure.Rank.__new__(measure.Rank)
+        member.rank, member.ranks, member.control = c.rank, c.size, c.core
+        member._pin()
+        return os.sched_getaffinity(0)
+
+    found = run_processes(ranks, job)
+    assert all(len(own) == 1 for own in found)
+    assert len(set.union(*found)) == ranks
+    assert all(len(own) == cores for own in run_processes(cores + 1, job))
+
+
+def test_wrong_results_are_counted():
+    def broken(case, x, y) -> None:
+        y[:] = case.expected()
+        y[3:5] += 1
+
+    variant = measure.Variant(Fake(broken), "none", "none", run=lambda: None)
+    alone().verify(case_of("all_reduce"), variant)
+    assert variant.wrong == 2
+
+
+@pytest.mark.parametrize(("loss", "wrong"), [(0.005, 0), (0.5, 1024)])
+def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
+    def lossy(case, x, y) -> None:
+        y *= 1 + loss
+
+    variant = measure.Variant(Fake(lossy), "int8", arguments.core_spec("int8"), run=lambda: None)
+    alone().verify(case_of("all_reduce"), variant)
+    assert variant.wrong == wrong
+    assert variant.err == pytest.approx(loss, rel=1e-3)  # y is float32
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_results_on_a_gpu_are_brought_back(monkeypatch, tmp_path, op):
+    torch = pytest.importorskip("torch")
+    from pycomm.bench.ops import torch_backends
+
+    class Stream:
+        waits = 0
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    gloo = torch_backends.make("gloo", tmp_path, 0, 1)
+    try:
+        nccl = torch_backends.Nccl("nccl", gloo.group)
+        nccl.device = torch.device("cpu")  # other memory than the host's arrays, as a GPU has
+        variant = measure.Variant(nccl, "none", "none", run=lambda: None)
+        alone().verify(case_of(op), variant)
+        assert (variant.wrong, stream.waits) == (0, 1)
+        monkeypatch.setattr(nccl, "fetch", lambda x, y: None)
+        monkeypatch.setattr(nccl, "load", lambda x, y: None)
+        alone().verify(case_of("all_gather"), variant)
+        assert variant.wrong > 0  # so the copies were what made it right
+    finally:
+        gloo.close()
+
+
+@pytest.mark.parametrize(("turn", "order"), [(1, "aabb" * 3), (2, "aaabbb" + "aabb")])
+def test_backends_have_their_turns_iteration_by_iteration(turn, order):
+    calls = []
+    variants = [
+        measure.Variant(Fake(None), "none", "none", run=lambda name=name: calls.append(name))
+        for name in "ab"
+    ]
+    report = Report((), steps=10, quiet=True)
+    member = alone()
+    member.options = argparse.Namespace(turn=turn)
+    member.time_in_turns(variants, 3, report, "")
+    assert "".join(calls) == order
+    assert [len(variant.samples) for variant in variants] == [3, 3]
+
+
+def test_a_wrong_row_ends_with_1(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(measure.Rank, "run", lambda self, report: False)
+    monkeypatch.setattr(collectives, "env", lambda: replace(env(), rank=0, world_size=1))
+    assert collectives.main(["all_reduce", "--store", str(tmp_path / "store")]) == 1
+    assert "WRONG" in capsys.readouterr().err
+
+
+def test_ranks_of_several_nodes_are_told_to_name_a_folder(monkeypatch, capsys):
+    place = {"rank": 0, "world_size": 4, "local_world_size": 2}
+    monkeypatch.setattr(collectives, "env", lambda: replace(env(), **place))
+    assert collectives.main(["all_reduce"]) == 2
+    assert "4 ranks on nodes of 2" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_ends_all(tmp_path):
+    outcome = bench("all_reduce", "-b", "8", "-e", "8", "--csv", "/proc/no/such/folder.csv")
+    assert outcome.returncode == 1
+    assert "rank 0 ended with 2" in outcome.stderr  # a file that cannot be written is bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["all_redcue"], "did you mean all_reduce? Use one of all_reduce, reduce_scatter,"),
+        (["all_reduce", "-b", "x"], "cannot read the size"),
+        (["all_reduce", "-b", "8K", "-e", "8"], "smaller than"),
+        (["all_reduce", "-f", "1"], "larger than 1"),
+        (["all_reduce", "-n", "many"], "want a whole number"),
+        (["all_reduce", "-p", "0"], "want at least 1"),
+        (["all_reduce", "--backend", "glo"], "did you mean gloo? Use one of pycomm, pycomm-shared"),
+        (["all_reduce", "--backend", "gloo,gloo"], "names something twice"),
+        (["all_reduce", "-d", "flaot"], "did you mean float? Use one of float32, float64"),
+        (["all_reduce", "-o", "summ"], "did you mean sum? Use one of sum, avg"),
+        (["all_reduce", "--codec", "int9"], "did you mean int8? Use one of none, int8, int7"),
+        (["all_reduce", "--codec", "topk:0.01,valus=int8"], "unknown option 'valus'"),
+        (["broadcast", "--codec", "int8"], "--codec is for all_reduce, reduce_scatter, all_gather"),
+        (["all_reduce", "--codec", "int8", "-d", "int"], "--codec is for float32, float16"),
+        (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
+        (["codecs", "--codec", "none"], "'none' is no codec"),
+        (["training", "--models", "dmeo"], "did you mean demo?"),
+        (["training", "--rates", "fast"], 'cannot read the rate "fast"'),
+        (["training", "--methods", "zip"], "fits none of these: Gloo, fp32;"),
+    ],
+)
+def test_typos_get_one_line_that_lists_what_is_possible(capsys, words, hint):
+    try:
+        status = cli.main(words)
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "")
+    assert hint in said.err
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["all_reduce"], ["codecs"], ["training"]])
+def test_help(capsys, words):
+    with contextlib.suppress(SystemExit):
+        cli.main([*words, "--help"])
+    assert "python -m pycomm.bench" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["torch", "numpy"])
+def test_a_package_that_is_missing_is_named(tmp_path, module):
+    hidden = f"raise ModuleNotFoundError('No module named {module}', name='{module}')\n"
+    (tmp_path / f"{module}.py").write_text(hidden)
+    command = [sys.executable, "-m", "pycomm.bench", "codecs", "--help"]
+    environment = CLEAN | {"PYTHONPATH": str(tmp_path)}
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    assert f"this needs {module}, which is not installed" in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_what_a_machine_lacks_is_named(monkeypatch):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() == 0:
+        assert "needs a GPU" in backends.missing(["pycomm", "nccl"], 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert "2 ranks, 1 GPU" in backends.missing(["nccl"], 2)
+    assert backends.missing(["nccl"], 1) == ""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "no mpirun" in backends.missing(["mpi"], 2)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "needs torch" in backends.missing(["gloo"], 2)
+    assert backends.missing(["pycomm", "pycomm:ring"], 2) == ""
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_bus_factors(op):
+    # Bytes over the busiest link of the best algorithm, over `size`: see docs/bench.md.
+    factors = {"all_reduce": 1.5, "broadcast": 1.0, "reduce": 1.0, "sendrecv": 1.0}
+    assert OPERATIONS[op].bus_factor(4) == factors.get(op, 0.75)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI library here")
+@pytest.mark.parametrize("op", sorted(OPERATIONS))
+def test_mpi_takes_turns_with_the_core(tmp_path, op):
+    pytest.importorskip("mpi4py")
+    rows = rows_of(tmp_path, op, "-b", "3000", "-e", "3000", "-p", "2", "--backend", "pycomm,mpi")
+    timed = [row for row in rows if row["kind"] == "time"]
+    assert [(row["backend"], row["wrong"]) for row in timed] == [("pycomm", 0), ("mpi", 0)]

@@ -1,0 +1,109 @@
+"""Time to a loss: what is computed from measured losses and steps, and the turns on one machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pycomm.bench.common.harness import Origin, Row, append_csv, record
+from pycomm.bench.netlab import Paced, wait
+from pycomm.bench.training.methods import METHODS, Method
+from pycomm.bench.training.results import (
+    EXACT,
+    changes,
+    load,
+    steps_to_loss,
+    totals,
+)
+from pycomm.bench.training.time_to_loss import describe
+
+FP16 = next(method for method in METHODS if method.hook == "fp16")
+INT4 = next(method for method in METHODS if method.codec == "int4")
+
+
+def row(kind: str, method: Method, **values: object) -> Row:
+    return replace(describe(kind, "demo", method), **values)
+
+
+def test_steps_to_a_loss_are_found_between_evaluations():
+    assert steps_to_loss([{10: 4.0, 20: 2.0}], 3.0) == 15
+    assert steps_to_loss([{10: 4.0, 20: 2.0}, {10: 4.0, 20: 3.0}], 2.5) == 20  # of the mean
+    assert steps_to_loss([{10: 4.0, 20: 2.0}], 1.0) is None
+
+
+def test_totals_hold_each_method_against_the_float32_run():
+    rows = [
+        row("loss", EXACT, seed=0, steps=20, loss=2.0, curve="10:3.0 20:2.0"),
+        row("loss", FP16, seed=0, steps=20, loss=2.0, curve="10:3.0 20:2.0"),
+        row("loss", INT4, seed=0, steps=20, loss=2.1, curve="10:3.0 20:2.1 30:1.9"),
+        row("step", EXACT, rate="1gbit", seconds=1.0),
+        row("step", FP16, rate="1gbit", seconds=0.5),
+        row("step", INT4, rate="1gbit", seconds=0.1),
+    ]
+    found = {r.method: r for r in totals(rows)}
+    assert found[FP16.label].seconds_to_loss == 10.0
+    assert found[INT4.label].steps_to_loss == pytest.approx(25.0)  # half-way from 2.1 to 1.9
+    assert found[INT4.label].vs_fp16_hook == pytest.approx(4.0)
+    assert found[INT4.label].vs_best_of_gloo == pytest.approx(4.0)
+    assert found[INT4.label].change == pytest.approx(0.05)
+
+
+def test_losses_are_compared_on_the_same_text():
+    """One taken on less text is held against the curve, which both have on equally much."""
+    rows = [
+        row("loss", EXACT, seed=0, steps=20, windows=2048, loss=2.0, curve="10:3.0 20:2.5"),
+        row("loss", INT4, seed=0, steps=20, windows=2048, loss=2.1, curve="10:3.0 20:9.9"),
+        row("loss", FP16, seed=0, steps=20, windows=256, loss=2.6, curve="10:3.0 20:2.6"),
+        row("loss", FP16, seed=1, steps=20, windows=256, loss=9.9, curve="10:3.0 20:9.9"),
+    ]
+    assert changes(INT4.label, "demo", rows) == [pytest.approx(0.05)]
+    assert changes(FP16.label, "demo", rows) == [pytest.approx(0.04)]  # seed 1 has no exact run
+    assert changes(EXACT.label, "demo", rows) == [0.0]
+
+
+def test_late_means_are_those_of_the_step_before(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Method("", "gloo", hook="late").wrap(torch.nn.Linear(3, 1, bias=False))
+        seen = []
+        for x in (1.0, 2.0, 3.0):
+            model.zero_grad()
+            model(torch.full((1, 3), x)).sum().backward()
+            seen.append(model.module.weight.grad[0, 0].item())
+    finally:
+        dist.destroy_process_group()
+    assert seen == [1.0, 1.0, 2.0]
+
+
+def test_rows_survive_the_file(tmp_path):
+    path = tmp_path / "rows.csv"
+    rows = [
+        row("loss", INT4, seed=1, steps=20, loss=2.5, curve="10:3.0"),
+        row("step", INT4, rate="1gbit", seconds=0.25, wire_bytes=10.0),
+    ]
+    for each in [*rows, row("total", INT4)]:
+        append_csv(path, [record(each, Origin.here("test"))])
+    assert load(path) == rows
+
+
+def test_ranks_take_turns_with_every_method(tmp_path):
+    log = tmp_path / "log"
+    chosen = {"model": "demo", "rounds": 1, "methods": [FP16.label, INT4.label], "log": str(log)}
+    command = [
+        "-m",
+        "pycomm.bench.training.time_to_loss",
+        "--turn-seconds=0.1",
+        "--rank",
+        json.dumps(chosen),
+    ]
+    with Paced(2, "unlimited") as lab, (tmp_path / "output").open("wb") as output:
+        ranks = lab.start([sys.executable, *command], stdout=output, stderr=output)
+        assert wait(ranks) == 0, (tmp_path / "output").read_text()
+    samples = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [sample["method"] for sample in samples] == [FP16.label, INT4.label]
+    assert all(len(sample["seconds"]) >= 2 for sample in samples)

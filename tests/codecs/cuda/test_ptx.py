@@ -1,0 +1,275 @@
+"""GPU code of the codecs, compiled without a GPU: each operation rounds once, registers are not
+spilled, and memory is accessed 16 bytes at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import pycomm
+from pycomm.codecs.cuda.sources import compile_options, include_folder, source, source_file
+from tests.codecs.cases import ROTATIONS, SPECS
+from tests.codecs.cuda import nvrtc_library
+from tests.codecs.cuda.emulated import kernels
+from tests.codecs.cuda.ptx import ARCHS, cuobjdump, inexact, instructions, kept
+
+pytestmark = pytest.mark.timeout(600)  # each compiler's first test waits for all of its files
+
+CALLS = ("encode", "encode_feedback", "decode", "decode_add")
+# The minimum number of kernels of each.
+SOURCES = {
+    "cast": 20,
+    "eden": 24,
+    "lossless": 7,
+    "mx": 36,
+    "quant": 30,
+    "randomk": 4,
+    "rotate": 15,
+    "sign": 16,
+    "ternary": 8,
+    "topk": 27,
+}
+# Codecs of blocks with a scale.
+SCALED = [name for name in SOURCES if name not in ("randomk", "lossless")]
+TILED = [name for name in SCALED if name != "topk"]  # their warps have a tile of rows each
+every_arch = pytest.mark.parametrize("arch", ARCHS)
+every_source = pytest.mark.parametrize("name", SOURCES)
+
+
+# ------------------------------------------------------------------------ self-tests
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fma.rn.f32 \t%r2, %r1, %r1, %r1;",
+        "@%p1 fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;",
+        "mad.rn.f64 %fd1, %fd2, %fd3, %fd4;",
+        "div.full.f32 \t%r2, %r5, %r1;",
+        "ex2.approx.f32 %r2, %r5;",
+        "mul.ftz.f32 %f1, %f2, %f3;",
+        "mul.f32 %f1, %f2, %f3;",
+        "cvt.ftz.f32.f16 %f1, %rs1;",
+    ],
+)
+def test_the_check_finds(line):
+    assert inexact(f"\t{line}\n") == [line.removeprefix("@%p1 ").split()[0]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mul.rn.f32 \t%r2, %r1, %r1;",
+        "div.rn.f32 %f1, %f2, %f3;",
+        "mad.lo.s32 %r1, %r2, %r3, %r4;",
+        "mad.wide.u32 %rd1, %r2, %r3, %rd4;",
+        "add.s64 %rd1, %rd2, %rd3;",
+        "// fma.rn.f32 in a comment",
+        "$L__fma.approx.f32:",
+    ],
+)
+def test_the_check_lets_pass(line):
+    assert inexact(f"\t{line}\n") == []
+
+
+# -------------------------------------------------------------------------------- Triton
+
+
+@pytest.fixture(scope="session")
+def triton_folder(tmp_path_factory) -> Path:
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("triton")
+    at_once = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.codecs.cuda.compile_triton", str(folder), str(arch)],
+            env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")},
+        )
+        for arch in ARCHS
+    ]
+    assert [process.wait() for process in at_once] == [0] * len(ARCHS)
+    return folder
+
+
+@every_arch
+@pytest.mark.parametrize("call", CALLS)
+def test_triton_kernels_are_exact(triton_folder, arch, call):
+    compiled = sorted(triton_folder.glob(f"{arch}-*-{call}*.ptx"))
+    assert len([file for file in compiled if file.stem.endswith(f"-{call}")]) == 26
+    for file in compiled:
+        ptx = file.read_text()
+        assert inexact(ptx) == [], file.name
+        assert f".target sm_{arch}" in ptx
+        assert file.with_suffix(".cubin").read_bytes().startswith(b"\x7fELF")
+
+
+@every_arch
+def test_triton_converts_exactly(triton_folder, arch):
+    compiled = sorted(triton_folder.glob(f"{arch}-convert-*.ptx"))
+    assert len(compiled) == 9
+    for file in compiled:
+        ptx = file.read_text()
+        assert inexact(ptx) == [], file.name
+        assert "div.rn.f32" in instructions(ptx)
+
+
+@every_arch
+def test_triton_divides_exactly(triton_folder, arch):
+    for file in triton_folder.glob(f"{arch}-int*-encode.ptx"):
+        assert instructions(file.read_text()).count("div.rn.f32") >= 2, file.name
+
+
+@every_arch
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [("plain-division", "div.full"), ("fusion-on", "fma.rn"), ("exponential", "ex2.approx")],
+)
+def test_triton_kernel_with_a_fault_is_found(triton_folder, arch, kernel, fault):
+    found = inexact((triton_folder / f"{arch}-inexact-{kernel}.ptx").read_text())
+    assert found
+    assert all(instruction.startswith(fault) for instruction in found)
+
+
+@every_arch
+def test_triton_without_fusion_is_exact(triton_folder, arch):
+    assert inexact((triton_folder / f"{arch}-inexact-fusion-off.ptx").read_text()) == []
+
+
+# ---------------------------------------------------------------------------------- nvcc
+
+
+@pytest.fixture(scope="session")
+def nvcc(tmp_path_factory) -> Callable[[str], Path]:
+    """Compile a .cu file on first use; return the folder with PTX, cubins and ptxas's report."""
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("there is no nvcc to compile csrc/codecs/*.cu")
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
+
+    @cache
+    def compiled(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        file, output = include_folder() / source_file(name), folder / f"{name}.o"
+        done = subprocess.run(
+            [
+                *(compiler, "-std=c++17", "-O3", "-fmad=false", f"-I{include_folder()}", *targets),
+                *("--threads=0", "-Xptxas=-v", "--keep", "--keep-dir", folder),
+                *("-c", file, "-o", output),
+            ],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        (folder / f"{name}.log").write_text(done.stdout)
+        return folder
+
+    return compiled
+
+
+@every_arch
+@every_source
+def test_cuda_kernels_are_exact(nvcc, name, arch):
+    ptx = kept(nvcc(name), name, arch, "ptx").read_text()
+    assert f".target sm_{arch}" in ptx
+    assert inexact(ptx) == []
+    assert ("div.rn.f32" in instructions(ptx)) == (name in SCALED)
+
+
+@every_source
+def test_cuda_kernels_spill_no_register(nvcc, name):
+    log = (nvcc(name) / f"{name}.log").read_text()
+    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", log)
+    assert len(spilled) == log.count("Compiling entry function") >= SOURCES[name] * len(ARCHS)
+    assert set(spilled) == {("0", "0", "0")}
+
+
+@every_arch
+@pytest.mark.parametrize("name", TILED)  # the stretches of randomk begin anywhere
+def test_cuda_kernels_move_16_bytes_at_a_time(nvcc, name, arch):
+    """With whole rows, a kernel that adds or keeps a residual loads and stores 4 rows or more."""
+    for kernel, (loads, stores) in wide_accesses(nvcc(name), name, arch).items():
+        if "encode" in kernel:
+            assert loads >= 4, kernel
+        if "Lb1EEEvNS0_12EncodeParams" in kernel:  # with feedback
+            assert loads >= 8, kernel
+            assert stores >= 4, kernel
+        if "decode" in kernel:
+            assert stores >= 4, kernel
+
+
+@every_arch
+def test_topk_moves_16_bytes_at_a_time(nvcc, arch):
+    """Kernels that scan the values load 4 rows at once, as do those of the residual."""
+    for kernel, (loads, stores) in wide_accesses(nvcc("topk"), "topk", arch).items():
+        feedback = "Lb1E" in kernel
+        if re.search("first|second|third|exact|sampled_kernel|choose|encode_chunks", kernel):
+            assert loads >= (8 if feedback else 4), kernel
+        if "fill" in kernel or ("choose" in kernel and feedback):
+            assert stores >= 4, kernel
+
+
+@every_arch
+def test_lossless_moves_16_bytes_at_a_time(nvcc, arch):
+    for kernel, (loads, stores) in wide_accesses(nvcc("lossless"), "lossless", arch).items():
+        flag = "Lb1E" in kernel  # with feedback, or accumulating
+        if "head_kernel" in kernel:
+            assert loads >= (8 if flag else 4), kernel
+            assert stores >= (4 if flag else 0), kernel
+        if "decode_kernel" in kernel:
+            assert loads >= (4 if flag else 0), kernel
+            assert stores >= 4, kernel
+
+
+def wide_accesses(folder: Path, name: str, arch: int) -> dict[str, tuple[int, int]]:
+    """Return each kernel's 16-byte loads and stores; none may use local memory."""
+    tool = cuobjdump()
+    if tool is None:
+        pytest.skip("there is no cuobjdump: it is in CUDA's toolkit and in Triton's package")
+    cubin = kept(folder, name, arch, "cubin")
+    sass = subprocess.run(
+        [tool, "--dump-sass", str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
+    counts = {}
+    for function in re.split(r"Function : ", sass)[1:]:
+        kernel = function.split()[0]
+        assert not re.search(r"\b(LDL|STL)\b", function), f"{kernel} uses local memory"
+        stores = len(re.findall(r"STG\.E\.EF\.128", function))
+        counts[kernel] = len(re.findall(r"LDG\.E\.128", function)), stores
+    assert len(counts) >= SOURCES[name]
+    return counts
+
+
+# --------------------------------------------------------------------------------- NVRTC
+
+
+@every_arch
+@every_source
+def test_nvrtc_compiles_the_packaged_sources(name, arch):
+    wanted = list(kernels([spec for spec in SPECS + ROTATIONS if pycomm.codec(spec).name == name]))
+    ptx = nvrtc_library.compile_to_ptx(source(name), wanted, list(compile_options(arch)))
+    assert ptx.count(".entry") == len(wanted)
+    assert inexact(ptx) == []
+
+
+def test_nvrtc_with_contraction_is_found():
+    wanted = [kernel for kernel in kernels() if "quant" in kernel]
+    options = [word for word in compile_options(90) if word != "-fmad=false"]
+    ptx = nvrtc_library.compile_to_ptx(source("quant"), wanted, options)
+    assert {instruction.split(".")[0] for instruction in inexact(ptx)} >= {"fma"}
+
+
+def test_nvrtc_that_flushes_denormals_is_found():
+    """CuPy's own compile adds this option; see `pycomm.codecs.cuda.nvrtc`."""
+    wanted = [kernel for kernel in kernels() if "quant" in kernel]
+    options = [*compile_options(90), "-ftz=true"]
+    ptx = nvrtc_library.compile_to_ptx(source("quant"), wanted, options)
+    assert "mul.rn.ftz.f32" in inexact(ptx)

@@ -1,0 +1,315 @@
+"""Jobs of a device group's ranks and their expected results, for the CPU and for GPUs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import pycomm
+from pycomm import _C
+from tests.collectives.device.ranks import Buffer, Rank
+from tests.collectives.ways import floats, integers
+
+DType, ReduceOp = _C.DType, _C.ReduceOp
+ALGOS = ["one_shot", "two_shot", "ring"]
+SIZES = [0, 1, 3, 17, 1000, 4099, 30011]
+# Each type with the numpy type that holds its bits.
+TYPES = {
+    "float32": "f4",
+    "float64": "f8",
+    "float16": "u2",
+    "bfloat16": "u2",
+    "float8_e4m3": "u1",
+    "float8_e5m2": "u1",
+    "int8": "i1",
+    "int16": "i2",
+    "int32": "i4",
+    "int64": "i8",
+    "uint8": "u1",
+    "uint16": "u2",
+    "uint32": "u4",
+    "uint64": "u8",
+    "bool": "u1",
+    "complex64": "c8",
+    "complex128": "c16",
+}
+OPS = ["sum", "avg", "premul_sum", "prod", "min", "max", "band", "bor", "bxor"]
+
+
+def has_meaning(dtype: str, op: str) -> bool:
+    try:
+        _C.check_reducible(getattr(DType, dtype), getattr(ReduceOp, op))
+    except pycomm.Error:
+        return False
+    return True
+
+
+def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
+    """Return values over many magnitudes; for small floats all codes but those of Inf and NaN."""
+    random = np.random.default_rng([rank, numel, len(dtype)])
+    if dtype in ("float32", "float64"):
+        return floats(rank, numel).astype(TYPES[dtype])
+    if dtype.startswith("complex"):
+        return (floats(rank, numel) + 1j * floats(rank + 100, numel)).astype(TYPES[dtype])
+    if dtype == "bool":
+        return random.integers(0, 2, numel, dtype="u1")
+    if dtype == "float16":
+        return floats(rank, numel).clip(-6e4, 6e4).astype("f2").view("u2")
+    if dtype == "bfloat16":
+        return (floats(rank, numel).view("u4") >> 16).astype("u2")
+    if dtype.startswith("float8"):
+        sign = random.integers(0, 2, numel, dtype="u1") << 7
+        return sign | random.integers(0, 0x7B, numel, dtype="u1")
+    limits = np.iinfo(TYPES[dtype])
+    return random.integers(limits.min, limits.max, numel, dtype=TYPES[dtype], endpoint=True)
+
+
+def own_factor(rank: int) -> float:
+    return 0.3 + rank
+
+
+def folded(inputs: list[np.ndarray], dtype: str, op: str) -> np.ndarray:
+    """Reduce in rank order on the CPU; premul_sum scales each input by its rank's factor first."""
+    kind, out = getattr(DType, dtype), np.empty_like(inputs[0])
+    inputs = [x.copy() for x in inputs]
+    addresses = [x.ctypes.data for x in inputs]
+    for r, address in enumerate(addresses if op == "premul_sum" else []):
+        _C.scale(kind, address, address, out.size, own_factor(r))
+    _C.reduce(kind, getattr(ReduceOp, op), addresses, out.ctypes.data, out.size)
+    return out
+
+
+def reduce_all_types(c: Rank) -> int:
+    """Reduce every type with each of its ops; compare with the CPU's reduction in rank order."""
+    numel, done = 391, 0
+    # A ring adds in another order, which for two ranks makes no difference.
+    algos = ("one_shot", "two_shot", *(["ring"] if c.size == 2 else []))
+    for dtype in TYPES:
+        inputs = [contribution(r, numel, dtype) for r in range(c.size)]
+        for op in filter(lambda op: has_meaning(dtype, op), OPS):
+            want = folded(inputs, dtype, op)
+            for algo in algos:
+                x = c.put(inputs[c.rank])
+                kind = getattr(DType, dtype), getattr(ReduceOp, op)
+                factor = own_factor(c.rank)
+                c.call("all_reduce", x.address, numel, *kind, factor=factor, algo=algo)
+                got = x.get()
+                assert got.tobytes() == want.tobytes(), (dtype, op, algo)
+                done += 1
+    return done
+
+
+def reduce_sizes(c: Rank) -> None:
+    """Reduce with every algorithm at odd sizes, also in memory not aligned to 16 bytes."""
+    for numel in SIZES:
+        want = sum(integers(r, numel) for r in range(c.size))
+        for algo in ALGOS:
+            for shift in (0, 4):
+                x = c.put(integers(c.rank, numel), shift)
+                c.call("all_reduce", x.address, numel, DType.float32, ReduceOp.sum, algo=algo)
+                assert np.array_equal(x.get(), want), (numel, algo, shift)
+
+
+def part_sizes(c: Rank, numel: int) -> list[int]:
+    """Return a different size per rank, one of which is 0."""
+    return [(r * 7919 + 13) % (numel + 1) if r != 1 else 0 for r in range(c.size)]
+
+
+def parts(buffers: list[Buffer]) -> _C.Parts:
+    return _C.Parts([(b.address, b.shape[0]) for b in buffers])
+
+
+def reduce_and_scatter(c: Rank) -> None:
+    for numel in (5, 3001):
+        sizes = part_sizes(c, numel)
+        inputs = [[floats(r * 50 + p, n) for p, n in enumerate(sizes)] for r in range(c.size)]
+        ours = [c.put(x) for x in inputs[c.rank]]
+        out = c.put(np.zeros(sizes[c.rank], dtype="f4"))
+        c.call("reduce_scatter", parts(ours), out.address, DType.float32, ReduceOp.avg)
+        want = folded([inputs[r][c.rank] for r in range(c.size)], "float32", "avg")
+        assert out.get().tobytes() == want.tobytes(), numel
+        for root in range(c.size):
+            whole = [floats(r, numel) for r in range(c.size)]
+            x, y = c.put(whole[c.rank]), c.put(np.zeros(numel, dtype="f4"))
+            c.call("reduce", x.address, y.address, numel, DType.float32, ReduceOp.sum, root)
+            want = folded(whole, "float32", "sum") if root == c.rank else np.zeros(numel)
+            assert np.array_equal(y.get(), want), (numel, root)
+
+
+def moves(c: Rank) -> None:
+    """Call every collective that moves data, with parts of all sizes."""
+    for numel in (1, 37, 9001):
+        sizes = part_sizes(c, numel)
+        mine = c.put(integers(c.rank, sizes[c.rank], "i4"))
+        out = [c.put(np.zeros(n, dtype="i4"), shift=4 * (r % 2)) for r, n in enumerate(sizes)]
+        c.call("all_gather", mine.address, parts(out), DType.int32)
+        for r, n in enumerate(sizes):
+            assert np.array_equal(out[r].get(), integers(r, n, "i4")), (numel, r)
+
+        def cell(a: int, b: int, numel: int = numel) -> np.ndarray:
+            return integers(a * 20 + b, (a * 31 + b * 17 + numel) % (numel + 1), "i8")
+
+        sent = [c.put(cell(c.rank, r)) for r in range(c.size)]
+        came = [c.put(np.zeros_like(cell(r, c.rank))) for r in range(c.size)]
+        c.call("all_to_all", parts(sent), parts(came), DType.int64)
+        for r in range(c.size):
+            assert np.array_equal(came[r].get(), cell(r, c.rank)), (numel, r)
+
+        for root in range(c.size):
+            x = c.put(integers(c.rank, numel, "i4"))
+            c.call("broadcast", x.address, numel, DType.int32, root)
+            assert np.array_equal(x.get(), integers(root, numel, "i4")), (numel, root)
+
+            y = c.put(np.zeros_like(cell(root, c.rank)))
+            c.call("scatter", parts(sent), y.address, y.shape[0], DType.int64, root)
+            assert np.array_equal(y.get(), cell(root, c.rank)), (numel, root)
+
+            own = sent[root]
+            out = [c.put(np.zeros_like(cell(r, root))) for r in range(c.size)]
+            c.call("gather", own.address, own.shape[0], parts(out), DType.int64, root)
+            for r in range(c.size if root == c.rank else 0):
+                assert np.array_equal(out[r].get(), cell(r, root)), (numel, r)
+        c.call("barrier")
+
+
+def mixture(c: Rank) -> None:
+    """Queue operations of all kinds in direct succession, before checking any."""
+    random = np.random.default_rng(5)  # equal on all ranks
+    checks = []
+    for step in range(60):
+        numel = int(random.integers(1, 6000))
+        kind = random.choice([*ALGOS, "all_gather", "barrier", "reduce_scatter"])
+        if kind == "barrier":
+            c.call("barrier")
+        elif kind == "all_gather":
+            out = [c.put(np.zeros(numel, dtype="f4")) for _ in range(c.size)]
+            x = c.put(integers(c.rank + step, numel))
+            c.call("all_gather", x.address, parts(out), DType.float32)
+            checks += [(step, b, integers(r + step, numel)) for r, b in enumerate(out)]
+        elif kind == "reduce_scatter":
+            ours = [c.put(integers(c.rank + p + step, numel)) for p in range(c.size)]
+            out = c.put(np.zeros(numel, dtype="f4"))
+            c.call("reduce_scatter", parts(ours), out.address, DType.float32, ReduceOp.sum)
+            want = sum(integers(r + c.rank + step, numel) for r in range(c.size))
+            checks.append((step, out, want))
+        else:
+            x = c.put(integers(c.rank + step, numel))
+            c.call("all_reduce", x.address, numel, DType.float32, ReduceOp.sum, algo=kind)
+            checks.append((step, x, sum(integers(r + step, numel) for r in range(c.size))))
+    for step, buffer, want in checks:
+        assert np.array_equal(buffer.get(), want), step
+
+
+# ------------------------------------------------------------------------------- codecs
+
+SEED, STEP = 0x1234567890ABCDEF, 11
+TENSORS = {7: 1000, 3: 1, 9: 4099, 4: 0, 1: 128, 2: 20011}
+# There are codecs of every combine; those of granule 0 take a whole tensor.
+SPECS = [
+    "int8",
+    "int4:block=64,rounding=stochastic",
+    "fp16",
+    "sign",
+    "mxfp8",
+    "ternary:ranks=8",
+    "randomk:10",
+    "topk:0.05",
+    "lossless",
+]
+
+
+def converted(array: np.ndarray, source: str, target: str) -> np.ndarray:
+    """Convert floats between dtypes; those that numpy lacks are held as uint16."""
+    dtypes = _C.DType.__members__
+    out = np.empty(array.shape, dtype="f4" if target == "float32" else "u2")
+    array = np.ascontiguousarray(array)
+    addresses = array.ctypes.data, dtypes[source], out.ctypes.data, dtypes[target]
+    one = (0, 1.0)
+    _C.convert(*addresses, array.size, by=one, clip=one, divisor=1.0, found_inf=0)
+    return out
+
+
+class Bucket:
+    """One rank's gradients and residuals on its device, and the pieces that refer to them.
+
+    Gradients have values of `dtype`; if `wide` they are stored as float32.
+    """
+
+    def __init__(
+        self,
+        c: Rank,
+        specs: list[str],
+        rows: int = 1,
+        feedback: bool = True,
+        dtype: str = "float32",
+        wide: bool = False,
+    ) -> None:
+        numel = sum(TENSORS.values())
+        random = np.random.default_rng([c.rank, rows])
+        sparse = random.random((rows, numel)) < 0.5
+        data = (random.standard_normal((rows, numel)) * sparse).astype("f4")
+        data = converted(data, "float32", dtype)
+        self.data = c.put(converted(data, dtype, "float32") if wide else data)
+        self.pieces, self.residuals = _C.Pieces(), []
+        self.codecs = [_C.Codec(pycomm.codec(spec).spec()) for spec in specs]
+        for i, (tensor, size) in enumerate(TENSORS.items()):
+            addresses = [0, 0]
+            if feedback:
+                kept = random.standard_normal((rows, size)).astype("f4") / 50
+                owner = np.zeros(size, dtype="f4")
+                self.residuals += [c.put(kept), c.put(owner)]
+                addresses = [buffer.address for buffer in self.residuals[-2:]]
+            self.pieces.add(
+                size,
+                self.codecs[i % len(specs)],
+                tensor=tensor,
+                residual=addresses[0],
+                new_residual=addresses[0],
+                owner_residual=addresses[1],
+                new_owner_residual=addresses[1],
+            )
+
+    def bytes(self, *results) -> list[bytes]:
+        """Return the bytes of the results, and of the residuals that only this rank has written."""
+        return [buffer.get().tobytes() for buffer in (*results, *self.residuals)]
+
+
+KEY = {"seed": SEED, "step": STEP}
+
+
+def coded(
+    c: Rank, specs: list[str], feedback: bool = True, dtype: str = "float32", wide: bool = False
+) -> list[list[bytes]]:
+    """Run all three operations with codecs; the pieces cycle through `specs`.
+
+    With `wide`, float32 buffers hold values of `dtype`, to which the results are rounded.
+    """
+    numel = sum(TENSORS.values())
+    travels = "float32" if wide else dtype
+    options = {**KEY, "dtype": _C.DType.__members__[travels]}
+    empty = np.zeros(numel * c.size, dtype="f4" if travels == "float32" else "u2")
+
+    def call(op: str, bucket: Bucket, *out: int) -> None:
+        more = {}
+        if c.cuda:
+            name = op.removesuffix("_coded")
+            scratch = c.group.coded_scratch_bytes(name, bucket.pieces, options["dtype"])
+            more["scratch"] = (c.take(scratch).data_ptr(), scratch)
+        c.call(op, bucket.data.address, *out, bucket.pieces, **options, **more)
+
+    def ended(bucket: Bucket, result: Buffer) -> list[bytes]:
+        values = result.get()
+        if wide:
+            values = converted(values, "float32", dtype)
+        return [values.tobytes(), *bucket.bytes()]
+
+    first = Bucket(c, specs, 1, feedback, dtype, wide)
+    call("all_reduce_coded", first)
+
+    second = Bucket(c, specs, c.size, feedback, dtype, wide)
+    out = c.put(empty[:numel])
+    call("reduce_scatter_coded", second, out.address)
+
+    third = Bucket(c, specs, 1, feedback, dtype, wide)
+    rows = c.put(empty)
+    call("all_gather_coded", third, rows.address)
+    return [ended(first, first.data), ended(second, out), ended(third, rows)]

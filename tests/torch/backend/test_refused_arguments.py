@@ -1,0 +1,202 @@
+"""Invalid arguments are refused at the call, in a one-line error that names them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.policy import Guard, Policy, Rule, Trial
+from tests.torch.torchrun import ROOT
+
+
+def wrapped() -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(8, 8))
+
+
+def local(**options: Any) -> pycomm.LocalSGD:
+    return pycomm.LocalSGD(nn.Linear(8, 8), **{"every": 4, **options})
+
+
+def options_of(function: Callable[..., Any], name: str, *values: Any) -> list[Callable[[], Any]]:
+    return [lambda value=value: function(**{name: value}) for value in values]
+
+
+NUMBERS = ("4", None, 2.5, True, [4])
+NUMPY: list[Callable[[], Any]] = [
+    lambda: local(every=np.int64(3)).every,
+    lambda: local(lr=np.float32(0.5)).lr,
+    lambda: Policy("int8", warmup=np.int32(3)).warmup,
+    lambda: Policy("int8", schedule=((np.int64(3), "int4"),)).schedule[0][0],
+    lambda: Policy(budget=np.float64(4.5)).budget,
+    lambda: Rule(codec="int8", min_numel=np.int64(5)).min_numel,
+    lambda: Guard(every=np.int64(4)).every,
+    lambda: Trial(steps=np.int64(4)).steps,
+    lambda: pycomm.Feedback("ema", np.float32(0.5), reset=np.int64(8)).reset,
+    lambda: pycomm.compress(wrapped(), seed=np.uint64(2**63)).seed,
+]
+REFUSED: list[Callable[[], Any]] = [
+    *(lambda what=what: pycomm.compress(what) for what in ("x", None, 8)),
+    *(lambda s=s: pycomm.compress(wrapped(), s) for s in (None, 8, b"int8", object(), ["int4"])),
+    *(lambda f=f: pycomm.compress(wrapped(), feedback=f) for f in (0.9, 1, "xx", object(), [1])),
+    *(lambda s=s: pycomm.compress(wrapped(), seed=s) for s in ("x", None, 1.5, -1, 2**70, True)),
+    *options_of(local, "every", *NUMBERS, 0),
+    *options_of(local, "lr", "x", None, float("nan"), True, 0),
+    *options_of(local, "momentum", "x", None, 1.0),
+    *options_of(local, "codec", None, 8),
+    *options_of(local, "feedback", 0.5),
+    *options_of(local, "optimizer", 3),
+    lambda: pycomm.LocalSGD("x", every=3),
+    *(lambda what=what: pycomm.codec(what) for what in (None, 8, "", b"int8")),
+    *(lambda what=what: Policy(what) for what in (None, 8)),
+    *options_of(Policy, "rules", None, ["x"], "x"),
+    *options_of(Policy, "budget", "4", float("nan"), 0),
+    *options_of(Policy, "error", "4", float("inf")),
+    *options_of(Policy, "warmup", "x", 1.5, -1),
+    *options_of(Policy, "guard", True, False, 3),
+    *options_of(Policy, "trial", 5, None),
+    *options_of(Policy, "schedule", (5, "int4"), "int4", ((5,),)),
+    *options_of(Policy, "candidates", "int4", (8,)),
+    *(lambda what=what: Rule(codec=what) for what in (None, 8)),
+    lambda: Rule(codec="int8", name=5),
+    lambda: Rule(codec="int8", min_numel="5"),
+    *options_of(Guard, "every", *NUMBERS, 0),
+    *options_of(Guard, "share", "x", float("nan"), 2),
+    *options_of(Trial, "steps", *NUMBERS, 0),
+    *options_of(Trial, "margin", "x", -1),
+    lambda: Trial(most=1),
+    lambda: pycomm.Feedback("ema", decay="x"),
+    lambda: pycomm.Feedback("ema", reset=1.5),
+    lambda: pycomm.HookState(8),
+    lambda: pycomm.HookState("int8", nn.Linear(3, 3)),
+    lambda: pycomm.watch_parameters(5),
+    lambda: pycomm.state_of(5),
+    lambda: pycomm.Options(bogus=3),
+]
+
+# These calls must leave no trace.
+INSIDE = ("object has no attribute", "not supported between", "not iterable", "\n")
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        act()
+    return str(caught.value)
+
+
+def check_refused(rank: int, size: int) -> None:
+    state = pycomm.compress(wrapped(), "int4")
+    of_state: list[Callable[[], Any]] = [
+        lambda: state.follow(optimizer=3),
+        lambda: state.follow(scaler=3),
+        lambda: state.rescale("x"),
+        lambda: state.rescale(-1),
+        lambda: state.rescale(2.0, names="0.weight"),
+        lambda: state.set_epoch("x"),
+        lambda: state.load_state_dict({}),
+        lambda: state.load_state_dict({"model": 1}),
+        lambda: state.load_state_dict(5),
+        lambda: state.take_over(3),
+        lambda: state.set_policy(7),
+    ]
+    for number, act in enumerate([*REFUSED, *of_state]):
+        text = refusal(act)
+        assert not any(words in text for words in INSIDE), (number, text)
+    # A refused call has changed nothing.
+    assert dist.get_world_size() == size
+    assert state.decisions["weight"].reason
+
+
+def test_every_public_function_names_what_it_refuses(pool):
+    pool.run(check_refused, ranks=1, timeout=60, deadline=180)
+
+
+def check_numpy(rank: int, size: int) -> None:
+    for number, act in enumerate(NUMPY):
+        assert type(act()) in (int, float), number
+
+
+def test_numbers_of_numpy_are_numbers(pool):
+    pool.run(check_numpy, ranks=1, timeout=60, deadline=180)
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "says"),
+    [
+        (["pycomm.doctor"], {"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not an integer"),
+        (
+            ["pycomm.doctor"],
+            {"RANK": "0", "WORLD_SIZE": "2", "PYCOMM_HEALTH": "xx"},
+            "PYCOMM_HEALTH='xx' makes no sense",
+        ),
+        (
+            ["pycomm.doctor", "--no-self-test", "--json", "/dev/null/x"],
+            {},
+            "--json /dev/null/x cannot be written",
+        ),
+        (["pycomm.bench", "training", "--turn-seconds", "-3"], {}, "want seconds above 0"),
+        (["pycomm.bench", "training", "--turn-seconds", "nan"], {}, "want seconds above 0"),
+        (
+            ["pycomm.bench", "training", "--only", "totals", "--csv", "/etc/passwd"],
+            {},
+            "--csv /etc/passwd holds no rows of this benchmark",
+        ),
+        (["pycomm.run", "--seed", "-1", "--codec", "int8", __file__], {}, "seed=-1 makes no sense"),
+    ],
+)
+def test_programs_say_in_one_line_what_is_wrong(command, environment, says):
+    done = run(*command, **environment)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_doctor_finds_a_variable_that_python_refuses():
+    done = run("pycomm.doctor", PYCOMM_HEALTH="xx")
+    assert done.returncode == 1
+    assert "PROBLEM" in done.stdout
+    assert "PYCOMM_HEALTH='xx' makes no sense: want on, off" in done.stdout
+    assert "self-test" in done.stdout  # which is left out
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_interrupt_is_told_in_one_line(monkeypatch, capsys):
+    main = pytest.importorskip("pycomm.bench.__main__")
+
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "run", interrupted)
+    assert main.main([]) == 130
+    assert capsys.readouterr().err == "python -m pycomm.bench: interrupted\n"
+
+
+def test_a_measurement_says_what_it_does(tmp_path: Path, capsys):
+    from pycomm.bench.common import progress
+
+    log = tmp_path / "log"
+    assert progress.lines(log) == 0
+    with progress.following("timing steps of 3 methods", log, 4):
+        log.write_text("one\ntwo\nthr")
+        assert progress.lines(log) == 2
+    assert "timing steps of 3 methods ..." in capsys.readouterr().err

@@ -1,0 +1,390 @@
+"""Checks for all devices, run by test_fake_device.py and test_cuda.py.
+
+Each function runs on two ranks, on their `device`, such as "fakegpu" or "cuda".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm import backend
+from pycomm.feedback import Feedback, Residuals
+from pycomm.policy import Decision, Parameter
+from pycomm.reduction.bucket import Bucket, Piece
+from tests.torch.parity import inputs, network
+
+
+def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return small integers that differ by rank."""
+    numel = torch.Size(shape).numel()
+    return ((torch.arange(numel) * 7 + rank * 5) % 11).to(dtype).reshape(shape)
+
+
+def operations(rank: int, ranks: int) -> dict[str, Callable[[Callable], list[torch.Tensor]]]:
+    """Return calls that make tensors with a given function and return the collective's outputs."""
+
+    def all_reduce(new):
+        x = new(values(rank, 1000))
+        dist.all_reduce(x)
+        return [x]
+
+    def large(new):  # in parts, the last of which is small
+        x = new(values(rank, (3 << 20) + 5))
+        dist.all_reduce(x)
+        return [x]
+
+    def large_strided(new):
+        x = new(values(rank, 2048, 1100)).t()
+        dist.all_reduce(x)
+        return [x]
+
+    def strided(new):
+        x = new(values(rank, 6, 10)).t()
+        dist.all_reduce(x[::2], op=dist.ReduceOp.MAX)
+        return [x]
+
+    def bfloat16_average(new):
+        x = new(values(rank, 77, dtype=torch.bfloat16))
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+        return [x]
+
+    def premultiplied(new):
+        x = new(values(rank, 12))
+        dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5))
+        return [x]
+
+    def broadcast(new):
+        x = new(values(rank, 5, 3))
+        dist.broadcast(x, 1)
+        return [x]
+
+    def reduce(new):
+        x = new(values(rank, 300))
+        dist.reduce(x, 1)
+        return [x]
+
+    def gather(new):
+        out = [new(torch.zeros(9)) for _ in range(ranks)] if rank == 0 else None
+        dist.gather(new(values(rank, 9)), out, dst=0)
+        return out or []
+
+    def scatter(new):
+        out = new(torch.zeros(9))
+        dist.scatter(out, [new(values(r, 9)) for r in range(ranks)] if rank == 1 else None, src=1)
+        return [out]
+
+    def all_gather(new):
+        out = [new(torch.zeros(r + 1, 3)) for r in range(ranks)]
+        dist.all_gather(out, new(values(rank, rank + 1, 3)))
+        return out
+
+    def all_gather_single(new):
+        whole = new(torch.zeros(ranks * 50))
+        whole[rank * 50 : rank * 50 + 50].copy_(new(values(rank, 50)))
+        dist.all_gather_into_tensor(whole, whole[rank * 50 : rank * 50 + 50])
+        return [whole]
+
+    def reduce_scatter(new):
+        out = new(torch.zeros(7))
+        dist.reduce_scatter(out, [new(values(rank + r, 7)) for r in range(ranks)])
+        return [out]
+
+    def reduce_scatter_single(new):
+        out = new(torch.zeros(4, 2))
+        dist.reduce_scatter_tensor(out, new(values(rank, 4 * ranks, 2)))
+        return [out]
+
+    def all_to_all(new):
+        out = [new(torch.zeros(r + rank)) for r in range(ranks)]
+        dist.all_to_all(out, [new(values(rank, r + rank)) for r in range(ranks)])
+        return out
+
+    def all_to_all_single(new):
+        out = new(torch.zeros(ranks * 3))
+        dist.all_to_all_single(out, new(values(rank, ranks * 3)))
+        return [out]
+
+    def coalesced(new):
+        xs = [new(values(rank, n)) for n in (3, 0, 100)]
+        with dist._coalescing_manager():
+            for x in xs:
+                dist.all_reduce(x)
+        out = [new(torch.zeros(ranks * 4)), new(torch.zeros(ranks * 6))]
+        with dist._coalescing_manager(device=out[0].device):
+            for o, n in zip(out, (4, 6), strict=True):
+                dist.all_gather_into_tensor(o, new(values(rank, n)))
+        return [*xs, *out]
+
+    def peers(new):
+        other = 1 - rank
+        out = [new(torch.zeros(40)), new(torch.zeros(3))]
+        requests = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, out[0], other),
+                dist.P2POp(dist.isend, new(values(rank, 40)), other),
+            ]
+        )
+        for request in requests:
+            request.wait()
+        if rank == 0:
+            dist.send(new(values(0, 3)), 1, tag=5)
+        else:
+            dist.recv(out[1], 0, tag=5)
+        return out
+
+    return {f.__name__: f for f in locals().values() if callable(f)}
+
+
+def check_operations(rank: int, ranks: int, device: str) -> None:
+    for name, operation in operations(rank, ranks).items():
+        want = operation(torch.clone)
+        got = operation(lambda x: x.to(device))
+        for g, w in zip(got, want, strict=True):
+            assert g.device.type == device
+            assert torch.equal(g.cpu(), w), f"{name} has {g.cpu()} and not {w}"
+
+
+def slow(rank: int, device: str, milliseconds: int = 100) -> torch.Tensor:
+    """Return a tensor whose values, rank + 1, are only written after the stream's delay."""
+    x = torch.zeros(1000, device=device)
+    if device == "cuda":
+        torch.cuda._sleep(milliseconds * 2_000_000)  # cycles, of which a GPU has 2e9 in a second
+    else:
+        torch.ops.fakegpu.busy(milliseconds)
+    return x.fill_(rank + 1.0)
+
+
+def check_order(rank: int, ranks: int, device: str, way: str) -> None:
+    """Check the order with streams; `way` is as in fake_device.load()."""
+    held = way == "held"
+    dist.all_reduce(slow(rank, device, 0))  # excludes the cost of the first call
+    started = time.monotonic()
+    x = slow(rank, device, 1000)
+    work = dist.all_reduce(x, async_op=True)
+    assert way == "peers" or not work.is_completed()
+    if held:
+        work.wait()  # the stream waits, not this thread
+    copy = torch.empty_like(x)
+    if held:
+        copy.copy_(x)
+        x.fill_(-1.0)
+        assert time.monotonic() - started < 0.9
+    else:
+        work.wait()
+        copy.copy_(x)
+    assert torch.equal(copy.cpu(), torch.full((1000,), 3.0))
+    assert work.is_completed()
+    assert work.is_success()
+
+    # With a timeout, wait() blocks the host.
+    x = slow(rank, device, 30)
+    assert dist.all_reduce(x, async_op=True).wait(timedelta(seconds=10))
+
+    # The caller may use other streams.
+    side = torch.Stream(device=device)
+    with side:
+        x = slow(rank, device, 50)
+        dist.all_reduce(x)
+        copy.copy_(x)
+    side.synchronize()
+    assert copy.cpu().eq(3).all()
+
+    # Three operations in a row on one tensor, without a wait in between.
+    x = slow(rank, device, 50)
+    dist.all_reduce(x, async_op=True)
+    dist.broadcast(x, 0, async_op=True)
+    dist.all_reduce(x, async_op=True).wait()
+    assert x.cpu().eq(6).all()
+
+    # Device and host tensors are processed in one order, and the barrier comes last.
+    works, tensors = [], []
+    for i in range(6):
+        tensors.append(slow(rank, device, 10) if i % 2 else torch.full((10,), rank + 1.0))
+        works.append(dist.all_reduce(tensors[-1], async_op=True))
+    dist.barrier()
+    for work, x in zip(works, tensors, strict=True):
+        work.wait()
+        assert x.cpu().eq(3).all()
+
+
+def check_lifetimes(rank: int, ranks: int, device: str) -> None:
+    # The input has no other references, and its memory is poisoned when it is unused.
+    outs = []
+    for i in range(10):
+        out = torch.empty(ranks * 1000, device=device)
+        dist.all_gather_into_tensor(
+            out, slow(rank, device, 3) if i % 2 else slow(rank, device, 0), async_op=True
+        )
+        gc.collect()
+        outs.append(out)
+    # The output has no other references, either.
+    for _ in range(10):
+        dist.all_reduce(slow(rank, device, 1), async_op=True)
+    dist.barrier()
+    torch.accelerator.synchronize()
+    want = torch.cat([torch.full((1000,), r + 1.0) for r in range(ranks)])
+    for out in outs:
+        assert torch.equal(out.cpu(), want)
+
+
+def check_futures(rank: int, ranks: int, device: str) -> None:
+    copy = torch.empty(1000, device=device)
+
+    def then(future: torch.futures.Future) -> torch.Tensor:
+        (result,) = future.value()
+        copy.copy_(result)  # on a stream that waits for the operation
+        result.fill_(-1.0)
+        return copy
+
+    future = dist.all_reduce(slow(rank, device), async_op=True).get_future().then(then)
+    assert future.wait() is copy
+    assert copy.cpu().eq(3).all()
+
+    def chain(future: torch.futures.Future) -> torch.Tensor:
+        (result,) = future.value()
+        dist.all_reduce(result)
+        return result
+
+    future = dist.all_reduce(slow(rank, device), async_op=True).get_future().then(chain)
+    assert future.wait().cpu().eq(6).all()
+
+    with dist._coalescing_manager(async_ops=True, device=torch.device(device)) as all_of_them:
+        xs = [slow(rank, device, 20), slow(rank, device, 0)]
+        for x in xs:
+            dist.all_reduce(x)
+    all_of_them.wait()
+    assert all(x.cpu().eq(3).all() for x in xs)
+
+
+def check_ddp(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
+    model = network().to(device)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.25, foreach=False)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(inputs(rank, step).to(device)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def check_compressed(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
+    model = nn.Linear(64, 64).to(device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    pycomm.compress(ddp, "int8")
+    # Gradients that both devices compute exactly: sums of a few small integers.
+    for step in range(3):
+        x = (inputs(rank, step, 64).repeat(1, 4) * 4).round().to(device)
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+    return [p.grad.cpu() for p in model.parameters()]
+
+
+SPECS = ["int8", "fp32", "quant:bits=4,block=64,rounding=stochastic", "ternary", "randomk:every=10"]
+# Rows of the input and of the output; 0: one per rank.
+ROWS = {"all_reduce": (1, 1), "reduce_scatter": (0, 1), "all_gather": (1, 0)}
+
+
+def check_compressed_collectives(
+    rank: int, ranks: int, device: str, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Compare three steps with feedback: results, residuals, and reported overflows."""
+    native = backend.find(device=torch.device(device))
+    seen = []
+    for op, rows in ROWS.items():
+        rows_in, rows_out = (n or ranks for n in rows)
+        specs = SPECS if op != "all_gather" else SPECS[:3]
+        decisions = [
+            Decision(Parameter(f"p{i}", (1000 + i,), torch.float32), pycomm.codec(spec), "test")
+            for i, spec in enumerate(specs)
+        ]
+        residuals = Residuals(Feedback(), ranks)
+        there = torch.device(device)
+        bucket = Bucket(decisions, range(len(specs)), residuals, there, rows=rows_in)
+        for step in range(3):
+            given = torch.randn(rows_in, bucket.numel, generator=generator(rank, step))
+            if step == 2 and rank == 1:
+                given[rows_in - 1, 7] = float("inf")
+            x = given.to(dtype).to(device)
+            out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
+            assert bucket.taken_by(dist.group.WORLD, op, out) is native
+            options = {"seed": 5, "step": step}
+            call = getattr(native, f"compressed_{op}")
+            tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
+            work = call(*tensors, bucket.native, bucket.sides, **options)
+            work.wait()
+            assert work.finite == (step < 2)
+            if work.finite:
+                residuals.commit(bucket.fed)
+            seen.append(out.cpu().nan_to_num(0.25))
+        seen += [p.residual.current(role).cpu() for p in bucket.pieces for role, _ in kept(p)]
+    return seen
+
+
+def check_capture(rank: int, ranks: int, device: str) -> None:
+    """A replayed graph of an exact and a compressed all-reduce repeats the calls once."""
+    native = backend.find(device=torch.device(device))
+    decision = Decision(Parameter("p", (1000,), torch.float32), pycomm.codec("int8"), "test")
+    bucket = Bucket([decision], [0], Residuals(Feedback(), ranks), torch.device(device))
+    given = torch.randn(1000, generator=generator(rank, 0))
+    x, y = values(rank, 1000).to(device), given.to(device)
+    want_x, want_y = x.clone(), y.clone()
+
+    def calls(x: torch.Tensor, y: torch.Tensor) -> None:
+        dist.all_reduce(x, async_op=True).wait()
+        native.compressed_all_reduce(y, bucket.native, bucket.sides, seed=5, step=0).wait()
+
+    assert bucket.taken_by(dist.group.WORLD, "all_reduce", y) is native
+    calls(want_x, want_y)
+    with capture(device):
+        calls(x, y)
+    assert torch.equal(x.cpu(), want_x.cpu())
+    assert torch.equal(y.cpu(), want_y.cpu())
+    calls(want_x, want_y)  # the group is still usable
+    assert want_x.cpu().sum() == ranks * x.cpu().sum()
+
+
+@contextlib.contextmanager
+def capture(device: str) -> Iterator[None]:
+    """Capture the calls made inside, and replay them once."""
+    if device != "cuda":
+        torch.ops.fakegpu.begin_capture()
+        try:
+            yield
+        finally:
+            torch.ops.fakegpu.end_capture()
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        yield
+    graph.replay()
+
+
+def check_no_capture(rank: int, ranks: int, device: str) -> None:
+    x = torch.ones(1000, device=device)
+    dist.all_reduce(x)
+    with capture(device), pytest.raises(pycomm.Error, match="way of the host, so no graph can"):
+        dist.all_reduce(x, async_op=True)
+    dist.all_reduce(x)
+    assert x.cpu().eq(ranks**2).all()
+
+
+def kept(piece: Piece) -> list[tuple[str, Any]]:
+    return list(piece.residual.pairs()) if piece.residual else []
+
+
+def generator(rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * rank + step)

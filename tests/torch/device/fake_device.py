@@ -1,0 +1,72 @@
+"""Simulated device "fakegpu": compiles fake_device.cpp once, and registers it with torch."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import types
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
+
+NAME = "fakegpu"
+SOURCE = Path(__file__).with_suffix(".cpp")
+FOLDER = Path(__file__).parents[3] / "build" / "tests"
+
+
+def built() -> Path:
+    """Return the library, compiled in half a minute if its source or torch has changed."""
+    stamp = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = FOLDER / f"fake_device-{stamp}.so"
+    if library.exists():
+        return library
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            partial = library.with_suffix(".partial")
+            command = [
+                *(os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-fPIC", "-shared"),
+                *(f"-isystem{path}" for path in include_paths()),
+                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+                *(str(SOURCE), "-o", str(partial)),
+                *(f"-L{path}" for path in library_paths()),
+                *("-ltorch_cpu", "-lc10"),
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            partial.rename(library)
+    return library
+
+
+def load(way: str) -> None:
+    """Load the device into this process. A second call only changes the data path.
+
+    Args:
+        way: the data path of collectives. "held": through the host, with streams that pycomm can
+            hold; "late": through the host, without; "peers": kernels work on the peers' memory.
+    """
+    from pycomm import _build
+
+    if not hasattr(torch, NAME):
+        torch.ops.load_library(built())
+        torch.utils.rename_privateuse1_backend(NAME)
+        module = types.ModuleType(f"torch.{NAME}")
+        vars(module).update(
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            device_count=lambda: 2,
+            current_device=torch.accelerator.current_device_index,
+            set_device=torch.accelerator.set_device_index,
+            current_stream=torch.accelerator.current_stream,
+            _is_in_bad_fork=lambda: False,
+            manual_seed_all=lambda seed: None,
+        )
+        torch._register_device_module(NAME, module)
+        torch.utils.generate_methods_for_privateuse1_backend()
+    c10d = _build.load_c10d()
+    c10d.set_stream_hold(NAME, torch.ops.fakegpu.hold_address() if way == "held" else 0)
+    c10d.set_host_addressable(NAME, way == "peers")

@@ -1,0 +1,297 @@
+"""The backend on device tensors: results, order with the device's streams, lifetimes, failures.
+
+The device is simulated by threads (fake_device.cpp), so that this runs anywhere;
+test_cuda.py has the same tests on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm import _C, backend
+from pycomm.errors import Error, Timeout
+from pycomm.feedback import Feedback, Residuals
+from pycomm.policy import Decision, Parameter
+from pycomm.reduction.bucket import Bucket
+from tests.torch.device import fake_device
+from tests.torch.device.checks import (
+    check_capture,
+    check_compressed,
+    check_compressed_collectives,
+    check_ddp,
+    check_futures,
+    check_lifetimes,
+    check_no_capture,
+    check_operations,
+    check_order,
+    slow,
+)
+from tests.torch.parity import equal
+from tests.torch.pool import Pool
+
+FAKE = "fakegpu"
+GROUP = "cpu:pycomm,fakegpu:pycomm"
+
+
+@pytest.fixture(scope="module")
+def fakes() -> Iterator[Pool]:
+    """Start separate ranks, since a device cannot be unloaded."""
+    fake_device.built()
+    pool = Pool()
+    yield pool
+    pool.stop()
+
+
+def on_device(
+    rank: int, ranks: int, store: dist.Store, way: str, timeout: float, check: Callable[..., Any]
+) -> Any:
+    fake_device.load(way)
+    dist.init_process_group(
+        GROUP, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        return check(rank, ranks)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run(fakes: Pool, check: Callable[..., Any], way: str = "held", timeout: float = 20) -> Any:
+    return fakes.run(on_device, way, timeout, check, backend=None)
+
+
+def run_on(
+    fakes: Pool, check: Callable[..., Any], way: str, device: str = FAKE, **more: Any
+) -> Any:
+    return run(fakes, functools.partial(check, device=device, **more), way)
+
+
+WAYS = pytest.mark.parametrize("way", ["held", "late", "peers"])
+
+
+@WAYS
+def test_every_operation_gives_what_it_gives_on_the_cpu(fakes, way):
+    run_on(fakes, check_operations, way)
+
+
+@WAYS
+def test_operations_are_in_the_order_of_streams(fakes, way):
+    run_on(fakes, functools.partial(check_order, way=way), way)
+
+
+@WAYS
+def test_tensors_live_as_long_as_the_operation_needs_them(fakes, way):
+    run_on(fakes, check_lifetimes, way)
+
+
+@WAYS
+def test_futures_run_their_callbacks_behind_the_operation(fakes, way):
+    run_on(fakes, check_futures, way)
+
+
+def test_a_graph_captures_operations_among_peers(fakes):
+    """No event is queried, no memory pinned and no stream left unjoined; see fake_device.cpp."""
+    run_on(fakes, check_capture, "peers")
+
+
+def test_operations_by_way_of_the_host_refuse_to_be_captured(fakes):
+    run_on(fakes, check_no_capture, "held")
+
+
+def check_stuck(rank: int, ranks: int) -> None:
+    x = slow(rank, FAKE, 3000 if rank == 1 else 0)
+    work = dist.all_reduce(x, async_op=True)
+    # The other rank gets the error, or times out at the same moment.
+    with pytest.raises(Timeout if rank == 1 else Error) as caught:
+        work.wait(timedelta(seconds=10))
+    if rank == 1:
+        assert "rank 1 did not come to its all_reduce: what was queued before it" in str(
+            caught.value
+        )
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(Error):
+        dist.all_reduce(torch.ones(3, device=FAKE), async_op=True).wait()
+
+
+def test_a_stream_that_is_stuck_ends_the_group_in_time(fakes):
+    run(fakes, check_stuck, timeout=1)
+
+
+def check_abort(rank: int, ranks: int) -> None:
+    x = slow(0, FAKE, 0)
+    dist.all_reduce(x)
+    if rank == 1:
+        time.sleep(0.2)
+        dist.distributed_c10d._abort_process_group()
+        return
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()  # this only synchronizes streams: the failure is still to come
+    assert x.cpu().isnan().all()
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(Error, match="abort"):
+        work.wait()
+    with pytest.raises(Error, match="abort"):
+        dist.all_reduce(x, async_op=True)
+
+
+def test_what_failed_behind_a_stream_is_nan_and_raises_at_the_next_operation(fakes):
+    run(fakes, check_abort)
+
+
+def check_abort_of_peers(rank: int, ranks: int) -> None:
+    x = slow(0, FAKE, 0)
+    dist.all_reduce(x)
+    assert "; on fakegpu:0 2 ranks: " in backend.find().describe()
+    if rank == 1:
+        time.sleep(0.2)
+        dist.distributed_c10d._abort_process_group()
+        return
+    work = dist.all_reduce(x, async_op=True)
+    with pytest.raises(Error, match="abort"):
+        work.wait()
+    with pytest.raises(Error, match="abort"):
+        dist.all_reduce(x, async_op=True)
+
+
+def test_an_abort_ends_kernels_that_wait_for_peers(fakes):
+    run(fakes, check_abort_of_peers, "peers")
+
+
+def check_arguments(rank: int, ranks: int) -> None:
+    with pytest.raises(Error, match="on one device, got some on fakegpu:0 and on cpu"):
+        dist.all_gather_into_tensor(torch.zeros(ranks), torch.zeros(1, device=FAKE))
+    with pytest.raises(Error, match="all tensors must be on one device"):
+        dist.all_gather(
+            [torch.zeros(1, device="fakegpu:0"), torch.zeros(1, device="fakegpu:1")],
+            torch.zeros(1, device="fakegpu:0"),
+        )
+    x = torch.ones(3, device="fakegpu:1")
+    dist.all_reduce(x)
+    assert x.cpu().eq(ranks).all()
+
+
+def test_tensors_must_be_on_one_device(fakes):
+    run(fakes, check_arguments)
+
+
+def check_split(rank: int, ranks: int, store: dist.Store) -> None:
+    fake_device.load("held")
+    device = torch.device(FAKE, 0)
+    dist.init_process_group(
+        GROUP,
+        store=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=20),
+        device_id=device,
+    )
+    try:
+        dist.barrier()
+        alone = dist.split_group(split_ranks=[[0], [1]])
+        x = slow(rank, FAKE, 10)
+        dist.all_reduce(x, group=alone)
+        dist.all_reduce(x)
+        assert x.cpu().eq(3).all()
+        assert alone.bound_device_id == device
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="split_group of torch 2.11 knows CUDA only"
+)
+def test_groups_are_split_where_a_device_is_bound(fakes):
+    fakes.run(check_split, backend=None)
+
+
+@WAYS
+def test_ddp_trains_as_on_the_cpu(fakes, way):
+    want = run_on(fakes, check_ddp, way, "cpu")
+    got = run_on(fakes, check_ddp, way)
+    assert equal(got, want)
+
+
+@pytest.mark.parametrize("way", ["held", "peers"])
+def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes, way):
+    want = run_on(fakes, check_compressed, way, "cpu")
+    assert equal(run_on(fakes, check_compressed, way), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compressed_collectives_among_peers_have_the_bits_of_the_cpu(fakes, dtype):
+    want = run_on(fakes, check_compressed_collectives, "peers", "cpu", dtype=dtype)
+    assert equal(run_on(fakes, check_compressed_collectives, "peers", dtype=dtype), want)
+
+
+def check_trace(rank: int, ranks: int) -> None:
+    x = slow(rank, FAKE, 200)
+    for _ in range(2):
+        dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    x.cpu()
+    # Only the newest groups count: failed ones may live as long as their errors.
+    *_, trace = (t for t in _C.traces() if t["group"].endswith(f"/peers on {x.device}"))
+    assert trace["global_ranks"] == list(range(ranks))
+    records = trace["records"]
+    assert [(r["seq"], r["op"]) for r in records] == [
+        (1, "all_reduce"),
+        (2, "all_reduce"),
+        (3, "broadcast"),
+    ]
+    assert {(r["state"], r["algo"], r["dtype"]) for r in records} == {
+        ("completed", "peers", "float32")
+    }
+
+
+def test_operations_among_peers_are_in_the_trace(fakes):
+    run(fakes, check_trace, "peers")
+
+
+def check_refused(rank: int, ranks: int) -> None:
+    native, there = backend.find(), torch.device(FAKE)
+    decision = Decision(Parameter("p", (64,), torch.float32), pycomm.codec("int8"), "test")
+    x = torch.ones(64, device=FAKE)
+    on_cpu = Bucket([decision], [0], Residuals(Feedback(), ranks), torch.device("cpu"))
+    with pytest.raises(Error, match="its residuals are elsewhere"):
+        native.compressed_all_reduce(x, on_cpu.native, on_cpu.sides, seed=1, step=1)
+    bucket = Bucket([decision], [0], None, there)
+    assert bucket.taken_by(dist.group.WORLD, "all_reduce", x) is None
+    with pytest.raises(Error, match="needs ranks that reach each other's memory"):
+        native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
+
+
+def test_compressed_collectives_are_refused_where_there_are_no_peers(fakes):
+    run(fakes, check_refused)
+
+
+def check_hook_of_early_message(rank: int, ranks: int) -> None:
+    group: Any = dist.group.WORLD
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # which hooks go to
+    heard: list[Any] = []
+    group._register_on_completion_hook(heard.append)
+    if rank == 0:
+        dist.send(torch.ones(3), 1, tag=1)
+        dist.send(torch.ones(3), 1, tag=2)
+    else:
+        dist.recv(torch.zeros(3), 0, tag=2)  # by then the other has come, too
+        x = torch.zeros(3, device=FAKE)
+        dist.recv(x, 0, tag=1)
+        assert x.cpu().tolist() == [1.0] * 3
+    assert len(heard) == 2
+
+
+@pytest.mark.parametrize("way", ["held", "late"])
+def test_a_message_that_has_come_already_is_received_with_a_hook(fakes, way):
+    """The receive is done when it is posted, and its hook is called at once."""
+    run(fakes, check_hook_of_early_message, way)

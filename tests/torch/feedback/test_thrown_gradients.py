@@ -1,0 +1,213 @@
+"""Discarded gradients: those that are reduced but never used leave nothing in the residuals.
+
+A GAN's generator step makes gradients of the discriminator that the next `zero_grad` removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, gradients
+
+STEPS = 24
+WRAPPERS = {
+    "ddp": {},
+    "ddp in one bucket": {"bucket_cap_mb": 25},
+    "ddp with views": {"gradient_as_bucket_view": True},
+    "ddp of a static graph": {"static_graph": True},
+    "ddp with unused": {"find_unused_parameters": True},
+    "fsdp2": None,
+    "hsdp": None,
+}
+
+
+def wrapped(kind: str, spec: str = "int4", **options: Any) -> tuple[nn.Module, Any]:
+    given = WRAPPERS[kind]
+    if given is not None:
+        model: nn.Module = DistributedDataParallel(Chosen(), **{"bucket_cap_mb": 0.02} | given)
+    else:
+        size = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (size,))
+        if kind == "hsdp":
+            mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(Chosen(), mesh=mesh)
+    return model, pycomm.compress(model, spec, **options)
+
+
+def own(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [own(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+
+def junk(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Return gradients that are ten times larger, as those of another loss may be."""
+    return {name: 10 * g for name, g in gradients(rank, 1000 + step).items()}
+
+
+def owed(state: Any) -> dict[str, dict[str, torch.Tensor]]:
+    (_, residuals) = state.state_dict()[f"rank{dist.get_rank()}"]
+    return residuals
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def same_owed(a: Any, b: Any) -> bool:
+    mine, theirs = owed(a), owed(b)
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name][role], theirs[name][role])
+        for name in mine
+        for role in ("worker", "owner")
+        if role in mine[name]
+    )
+
+
+def check_tutorial(rank: int, size: int, kind: str, none: bool, how: dict[str, Any]) -> None:
+    """Results with and without the backward that is for another model have the same bits."""
+    (model, state), (calm, calm_state) = wrapped(kind), wrapped(kind)
+    optimizer, calm_optimizer = (torch.optim.SGD(m.parameters(), 0.1, **how) for m in (model, calm))
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=none)
+        calm_optimizer.zero_grad(set_to_none=none)
+        model(gradients(rank, step)).backward()
+        calm(gradients(rank, step)).backward()
+        assert same(grads(model), grads(calm)), step
+        if step % 5 == 3:
+            state.residual_norms()  # reading has no side effect
+        optimizer.step()
+        calm_optimizer.step()
+        # A static graph rebuilds its buckets after its second backward, which changes the owners.
+        begun = step > 2 or kind != "ddp of a static graph"
+        for _ in range(1 + step % 2):
+            if begun and step % 3 < 2:
+                model(junk(rank, step)).backward()
+            if step % 2:
+                optimizer.zero_grad(set_to_none=none)
+        other.step()
+    calm_optimizer.zero_grad()
+    assert same_owed(state, calm_state)
+    assert all(worker > 0 for worker, _ in state.residual_norms().values())
+
+
+@pytest.mark.parametrize("none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_the_order_of_the_gan_tutorial(pool, kind, none):
+    pool.run(check_tutorial, kind, none, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [("ddp", "fused"), ("ddp", "foreach"), ("fsdp2", "foreach")]
+)
+def test_optimizers_that_leave_version_counters_alone(pool, kind, how):
+    pool.run(check_tutorial, kind, True, {how: True})
+
+
+def check_gloo(rank: int, size: int) -> None:
+    for kind in ("ddp", "fsdp2"):
+        check_tutorial(rank, size, kind, True, {})
+
+
+def test_the_order_of_the_gan_tutorial_on_gloo(pool):
+    pool.run(check_gloo, backend="gloo")
+
+
+def sgd(model: nn.Module) -> Callable[[], None]:
+    return torch.optim.SGD(model.parameters(), 0.1).step
+
+
+def by_hand(model: nn.Module) -> Callable[[], None]:
+    def step() -> None:
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+
+    return step
+
+
+def check_nothing_is_lost(rank: int, size: int, kind: str, update: Any, synced: bool) -> None:
+    """Gradients of two backwards add up and are then used: sent and residual values all count."""
+    model, state = wrapped(kind)
+    update = update(model)
+    got, want = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        for part in (0, 1):
+            if kind == "fsdp2":
+                model.set_requires_gradient_sync(synced or part == 1)
+                model(gradients(rank, 2 * step + part)).backward()
+            elif part == 0 and not synced:
+                with model.no_sync():
+                    model(gradients(rank, 2 * step)).backward()
+            else:
+                model(gradients(rank, 2 * step + part)).backward()
+        update()
+        for i, p in enumerate(model.parameters()):
+            whole = p.grad.full_tensor() if kind == "fsdp2" else p.grad
+            got[i] = got[i] + whole
+        for r in range(size):
+            for part in (0, 1):
+                given = gradients(r, 2 * step + part).values()
+                want = [w + g / size for w, g in zip(want, given, strict=True)]
+    model.zero_grad()
+    for name, residual in owed(state).items():
+        i = list(SHAPES).index(name)
+        still = residual["worker"] / size
+        if kind == "fsdp2":  # a row per owner
+            rows = still.view(size, -1)[:, : SHAPES[name][0] // size * SHAPES[name][1]]
+            still = rows.reshape(SHAPES[name]).clone()
+        else:
+            still = (still + residual["owner"]).reshape(SHAPES[name]).clone()
+        assert still.norm() > 0
+        dist.all_reduce(still)
+        got[i] = got[i] + still
+    for mine, right in zip(got, want, strict=True):
+        # The tolerance is the round-off of a hundred float32 additions of values around 1.
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("synced", [False, True], ids=["last", "both"])
+@pytest.mark.parametrize("update", [sgd, by_hand])
+@pytest.mark.parametrize("kind", ["ddp", "ddp with views", "fsdp2"])
+def test_gradients_that_add_up_are_not_thrown_away(pool, kind, update, synced):
+    pool.run(check_nothing_is_lost, kind, update, synced)
+
+
+def check_discard(rank: int, size: int, kind: str, feedback: str, spec: str) -> None:
+    """If it is unknown which code moves the parameters, or when, the user can call discard()."""
+    (model, state), (calm, _) = (wrapped(kind, spec, feedback=feedback) for _ in range(2))
+    state.discard()  # nothing to discard yet
+    for step in range(8):
+        for m in (model, calm):
+            m.zero_grad()
+            m(gradients(rank, step)).backward()
+        assert same(grads(model), grads(calm)), step
+        by_hand(model)()
+        model.zero_grad()
+        if step % 2:
+            model(junk(rank, step)).backward()
+            state.discard()
+            by_hand(model)()  # moves the parameters in any way
+
+
+@pytest.mark.parametrize(
+    ("feedback", "spec"),
+    [("residual", "int4"), ("momentum", "topk:0.1"), ("ef21", "int4"), ("residual", "powersgd:2")],
+)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_discard(pool, kind, feedback, spec):
+    if (kind, spec) != ("fsdp2", "powersgd:2"):
+        pool.run(check_discard, kind, feedback, spec)

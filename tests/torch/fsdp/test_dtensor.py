@@ -1,0 +1,144 @@
+"""DTensor, DeviceMesh, checkpoints and pipelines on pycomm, as on Gloo."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from pycomm.backend import find
+from tests.torch.parity import WIDTH, equal, inputs, network, same_as_gloo
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return (torch.arange(torch.Size(shape).numel()) % 7 - 3).float().reshape(shape)
+
+
+def redistribute(rank: int, size: int) -> Any:
+    mesh = init_device_mesh("cpu", (size,))
+    whole = integers(5, 6)  # no multiple of the number of ranks
+    seen = [distribute_tensor(whole, mesh, [Shard(dim)]).to_local() for dim in (0, 1)]
+    ways = [Replicate(), Shard(0), Shard(1), Partial(), Partial("max"), Partial("avg")]
+    for before, after in itertools.product(ways, [Replicate(), Shard(0), Shard(1)]):
+        if isinstance(before, Partial):
+            start = DTensor.from_local(whole * (rank + 1), mesh, [before])
+        else:
+            start = distribute_tensor(whole, mesh, [before])
+        end = start.redistribute(mesh, [after])
+        seen += [end.to_local().clone(), end.full_tensor()]
+    return seen
+
+
+def test_redistribute_between_all_placements(pool):
+    same_as_gloo(pool, redistribute, ranks=3)
+
+
+def tensor_parallel(rank: int, size: int) -> Any:
+    mesh = init_device_mesh("cpu", (size,))
+    model = network(layers=1)[0]
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    y = model(inputs(0, 0))
+    y.square().mean().backward()
+    return [y.detach().clone(), *(p.grad.full_tensor() for p in model.parameters())]
+
+
+def test_tensor_parallel_perceptron(pool):
+    same_as_gloo(pool, tensor_parallel)
+
+
+def meshes(rank: int, size: int) -> Any:
+    mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"tp": dist.get_backend()}
+    )
+    seen: list[Any] = [mesh.get_coordinate(), mesh["tp"].get_local_rank()]
+    for part in (mesh["dp"], mesh["tp"], mesh._flatten("all")):
+        group = part.get_group()
+        x = integers(4) * (rank + 1)
+        dist.all_reduce(x, group=group)
+        seen += [x, dist.get_process_group_ranks(group)]
+        assert (find(group) is not None) == (dist.get_backend() == "pycomm")
+    matrix = integers(4, 6)
+    spread = distribute_tensor(matrix, mesh, [Shard(0), Shard(1)])
+    return [*seen, spread.to_local().clone(), spread.full_tensor()]
+
+
+def test_device_mesh_of_two_dimensions(pool):
+    same_as_gloo(pool, meshes, ranks=4)
+
+
+def save_and_load(rank: int, size: int, folder: str) -> None:
+    one = init_device_mesh("cpu", (size,))
+    two = init_device_mesh("cpu", (2, 2))
+    weights = {"a": integers(10, 6), "b": integers(7)}
+    state: dict[str, Any] = {
+        "a": distribute_tensor(weights["a"], one, [Shard(0)]),
+        "b": distribute_tensor(weights["b"], one, [Replicate()]),
+        "step": 7,
+    }
+    dcp.save(state, checkpoint_id=folder)
+    loaded: dict[str, Any] = {
+        "a": distribute_tensor(torch.zeros(10, 6), two, [Shard(1), Shard(0)]),
+        "b": distribute_tensor(torch.zeros(7), two, [Shard(0), Replicate()]),
+        "step": 0,
+    }
+    dcp.load(loaded, checkpoint_id=folder)
+    assert loaded["step"] == 7
+    for name, want in weights.items():
+        assert torch.equal(loaded[name].full_tensor(), want)
+
+
+def test_checkpoint_loads_into_another_mesh(pool, tmp_path):
+    pool.run(save_and_load, str(tmp_path), ranks=4)
+    assert list(tmp_path.glob("*.distcp"))
+
+
+def read(rank: int, size: int, folder: str) -> Any:
+    state = {"a": torch.zeros(10, 6), "b": torch.zeros(7), "step": 0}
+    dcp.load(state, checkpoint_id=folder)
+    return state
+
+
+def test_checkpoint_loads_on_gloo_and_on_other_numbers_of_ranks(pool, tmp_path):
+    pool.run(save_and_load, str(tmp_path / "saved"), ranks=4)
+    state, _ = same_as_gloo(pool, read, str(tmp_path / "saved"))
+    assert torch.equal(state["a"], integers(10, 6))
+
+
+def pipeline(rank: int, size: int, schedule: type) -> Any:
+    model = network(layers=size)
+    stage = PipelineStage(model[rank], rank, size, torch.device("cpu"))
+    losses: list[torch.Tensor] = []
+
+    def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(y, target)
+
+    steps = schedule(stage, n_microbatches=4, loss_fn=loss_of)
+    for step in range(2):
+        if rank == 0:
+            steps.step(inputs(0, step))
+        else:
+            steps.step(target=inputs(9, step), losses=losses)
+    return [
+        torch.stack(losses).detach() if losses else 0,
+        *(p.grad for p in stage.submod.parameters()),
+    ]
+
+
+def test_pipelines(pool):
+    gpipe = same_as_gloo(pool, pipeline, ScheduleGPipe)
+    one_forward_one_backward = same_as_gloo(pool, pipeline, Schedule1F1B)
+    # This is another schedule of the same micro-batches, with the same sums in the same order.
+    assert equal(gpipe, one_forward_one_backward)
+    assert gpipe[0][1].shape == (2 * WIDTH, WIDTH)

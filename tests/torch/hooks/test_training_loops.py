@@ -1,0 +1,270 @@
+"""Training loops of many forms: exact compression has the bits of plain DDP, int8 stays close."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import pycomm
+from tests.torch.hooks.test_ddp_compress import batch, equal, network
+
+
+def wrap(spec: str | None, module: nn.Module | None = None, **options: Any) -> Any:
+    model = DistributedDataParallel(module or network(), bucket_cap_mb=0.02, **options)
+    if spec is not None:
+        pycomm.compress(model, spec)
+    return model
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x, y = batch(rank, step)
+    dtype = next(model.parameters()).dtype
+    return nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
+
+
+def trained(model: nn.Module, rank: int, steps: int, none: bool = True) -> nn.Module:
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=none)
+        loss(model, rank, step).backward()
+        optimizer.step()
+    return model
+
+
+def plain(rank: int, spec: Any, none: bool = True, **options: Any) -> nn.Module:
+    model = wrap(spec, **options)
+    return trained(model, rank, 6, none)
+
+
+def accumulated(rank: int, spec: Any, synced: bool, **options: Any) -> nn.Module:
+    model = wrap(spec, **options)
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for part in range(3):
+            with nullcontext() if synced or part == 2 else model.no_sync():
+                loss(model, rank, 3 * step + part).backward()
+        optimizer.step()
+    return model
+
+
+def penalised(rank: int, spec: Any) -> nn.Module:
+    """Run backward through a gradient, as a gradient penalty does; the graph is retained."""
+    model = wrap(spec)
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = batch(rank, step)
+        out = model(x.requires_grad_())
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        value = nn.functional.cross_entropy(out, y) + slope.square().mean()
+        value.backward(retain_graph=True)
+        optimizer.step()
+    return model
+
+
+def replaced_optimizer(rank: int, spec: Any) -> nn.Module:
+    model = wrap(spec)
+    for step in range(6):
+        if step % 2 == 0:
+            optimizer = sgd(model, 0.05 / (1 + step))
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+    return model
+
+
+def evaluated(rank: int, spec: Any) -> nn.Module:
+    model = wrap(spec)
+    optimizer = sgd(model)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            loss(model, rank, 100 + step)
+            loss(model.module, rank, 200 + step)
+        model.train()
+    return model
+
+
+class Fails(nn.Module):
+    """A model whose backward raises on request, on all ranks, in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fails = network(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner[0](x)
+        if self.fails:
+            x.register_hook(self._fail)
+        return self.inner[1:](x)
+
+    def _fail(self, _: torch.Tensor) -> None:
+        raise ValueError("as planned")
+
+
+def interrupted(rank: int, spec: Any) -> nn.Module:
+    model = wrap(spec, Fails(), find_unused_parameters=True)
+    optimizer = sgd(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        model.module.fails = step == 3
+        if step == 3:
+            with pytest.raises(ValueError, match="as planned"), model.no_sync():
+                loss(model, rank, step).backward()
+            continue
+        loss(model, rank, step).backward()
+        optimizer.step()
+    return model
+
+
+def two_models(rank: int, spec: Any) -> nn.Module:
+    a, b = wrap(spec), wrap(spec, nn.Linear(10, 64))
+    optimizers = [sgd(a), sgd(b)]
+    for step in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, y = batch(rank, step)
+        out = a(x)
+        (nn.functional.cross_entropy(out, y) + b(out).square().mean()).backward()
+        for optimizer in optimizers[:: 1 - 2 * (step % 2)]:
+            optimizer.step()
+    return nn.ModuleList([a, b])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down = nn.Linear(64, 64, bias=False)
+        self.up = nn.Linear(64, 64, bias=False)
+        self.up.weight = self.down.weight
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.up(self.down(x).relu()))
+
+
+def tied(rank: int, spec: Any) -> nn.Module:
+    model = wrap(spec, Tied())
+    return trained(model, rank, 5)
+
+
+class Again(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = network(), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+def checkpointed(rank: int, spec: Any, reentrant: bool) -> nn.Module:
+    model = wrap(spec, Again(reentrant), static_graph=reentrant)
+    return trained(model, rank, 5)
+
+
+def in_threads(rank: int, spec: Any) -> nn.Module:
+    model = wrap(spec)
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        thread = threading.Thread(target=lambda v: v.backward(), args=[loss(model, rank, step)])
+        thread.start()
+        thread.join()
+        optimizer.step()
+    return model
+
+
+def scaled(rank: int, spec: Any) -> nn.Module:
+    model = wrap(spec)
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(8):
+        optimizer.zero_grad()
+        bad = float("inf") if step == 3 and rank == 1 else 1.0
+        scaler.scale(loss(model, rank, step) * bad).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+def converted(rank: int, spec: Any) -> nn.Module:
+    """Gradients take the parameters' new dtype, as DDP's new buckets do."""
+    model = wrap(spec, network().double())
+    model.module.float()
+    model = DistributedDataParallel(model.module, bucket_cap_mb=0.02)
+    if spec is not None:
+        pycomm.compress(model, spec)
+    return trained(model, rank, 3)
+
+
+def skipped(rank: int, spec: Any) -> nn.Module:
+    """The loop discards some of its gradients."""
+    model = wrap(spec)
+    optimizer = sgd(model)
+    for step in range(8):
+        loss(model, rank, step).backward()
+        if step % 3 != 1:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return model
+
+
+LOOPS: dict[str, Callable[[int, Any], nn.Module]] = {
+    "zeroed": lambda r, s: plain(r, s, none=False),
+    "views, zeroed": lambda r, s: plain(r, s, none=False, gradient_as_bucket_view=True),
+    "static, views": lambda r, s: plain(r, s, gradient_as_bucket_view=True, static_graph=True),
+    "accumulated": lambda r, s: accumulated(r, s, False),
+    "accumulated, all reduced": lambda r, s: accumulated(r, s, True),
+    "accumulated in views": lambda r, s: accumulated(r, s, True, gradient_as_bucket_view=True),
+    "penalised": penalised,
+    "replaced optimizer": replaced_optimizer,
+    "evaluated": evaluated,
+    "interrupted": interrupted,
+    "two models": two_models,
+    "tied": tied,
+    "checkpointed": lambda r, s: checkpointed(r, s, False),
+    "checkpointed, reentrant": lambda r, s: checkpointed(r, s, True),
+    "in threads": in_threads,
+    "scaled": scaled,
+    "converted": converted,
+    "skipped": skipped,
+}
+
+
+def run(rank: int, size: int, name: str) -> list[list[torch.Tensor]]:
+    return [
+        [p.detach().clone() for p in LOOPS[name](rank, spec).parameters()]
+        for spec in (None, "fp32", "int8")
+    ]
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(pool, name, backend):
+    (want, exact, coded), *others = pool.run(run, name, backend=backend)
+    assert equal(want, exact)
+    for other in others:
+        assert equal(other[1], exact)
+        assert equal(other[2], coded)
+    for a, b in zip(want, coded, strict=True):
+        # int8 is off by 0.01 of a gradient, and steps move parameters by less than their size.
+        assert (a - b).norm() <= 0.03 * a.norm()

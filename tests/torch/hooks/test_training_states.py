@@ -1,0 +1,288 @@
+"""Operations of a training loop on a compressed model, against plain DDP and FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import pycomm
+from pycomm.policy import PROTECT, Policy, Rule
+from pycomm.reduction.detached import DetachedState
+from tests.torch.hooks.test_ddp_compress import batch, network
+
+BACKENDS = ["pycomm", "gloo"]
+
+
+def alike(model: nn.Module) -> bool:
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, flat)
+    return all(torch.equal(part, flat) for part in parts)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ----------------------------------------------------------------------------- Join
+
+
+class Half(nn.Module):
+    """A model of two layers, one of which odd steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.sometimes = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        return self.used(x) if step % 2 else self.sometimes(self.used(x))
+
+
+def joined(rank: int, size: int, spec: Any, uneven: bool) -> list[torch.Tensor]:
+    model = DistributedDataParallel(Half(), find_unused_parameters=True)
+    state = pycomm.compress(model, spec) if spec else None
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Join([model]):
+        for step in range(4 + 5 * rank * uneven):
+            optimizer.zero_grad()
+            model(batch(rank, step)[0], step).square().mean().backward()
+            optimizer.step()
+    assert alike(model)
+    assert state is None or state.overflows == 0
+    return values(model)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("uneven", [True, False])
+def test_join_with_unused_parameters(pool, backend, uneven):
+    (plain, _), (exact, _), (coded, _) = (
+        pool.run(joined, spec, uneven, backend=backend) for spec in (None, "fp32", "int8")
+    )
+    # The last rank trains alone at the end, and DDP divides its gradients before the sum.
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(plain, exact, strict=True))
+    for a, b in zip(plain, coded, strict=True):
+        assert (a - b).norm() < 0.01 * a.norm()
+
+
+# --------------------------------------------------------------------------- sparse
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(300, 64, sparse=sparse)
+        self.bags = nn.EmbeddingBag(200, 64, sparse=sparse, mode="sum")
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.words(x).mean(1) + self.bags(x % 200))
+
+
+def words(rank: int, size: int, spec: Any, sparse: bool, mb: float) -> list[torch.Tensor]:
+    model = DistributedDataParallel(Words(sparse), bucket_cap_mb=mb)
+    if spec is not None:
+        state = pycomm.compress(model, spec)
+        if sparse:
+            assert "its gradient is sparse" in state.summary()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        x = torch.randint(300, (4 + rank, 8), generator=generator)  # more rows on one rank
+        model(x).square().mean().backward()
+        assert model.module.words.weight.grad.is_sparse == sparse
+        optimizer.step()
+    assert alike(model)
+    return values(model)
+
+
+@pytest.mark.parametrize("mb", [25, 0.01])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sparse_gradients_travel_exactly(pool, backend, mb):
+    plain = pool.run(words, None, True, mb, backend=backend)[0]
+    assert same(plain, pool.run(words, "fp32", True, mb, backend=backend)[0])
+    coded = pool.run(words, "int8", True, mb, backend=backend)[0]
+    assert not same(plain, coded)  # the last layer's gradients are compressed
+    for a, b in zip(plain, coded, strict=True):
+        assert (a - b).norm() < 0.01 * a.norm()
+
+
+# --------------------------------------------------------------------------- copies
+
+
+def steps(model: nn.Module, rank: int, numbers: range, *others: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in numbers:
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def check_copies(rank: int, size: int, spec: str) -> None:
+    model = DistributedDataParallel(network())
+    state = pycomm.compress(model, spec)
+    steps(model, rank, range(3))
+    owed = state.residual_norms()
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    assert same(values(average), values(model))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    twin = copy.deepcopy(model)
+    assert state.residual_norms() == owed
+
+    # The original is unaffected; a copy is exact until it is compressed itself.
+    reference = DistributedDataParallel(network())
+    pycomm.compress(reference, spec)
+    steps(reference, rank, range(5))
+    steps(model, rank, range(3, 5))
+    assert same(values(model), values(reference))
+    exact = DistributedDataParallel(copy.deepcopy(twin.module))
+    for other in (twin, loaded, exact):
+        steps(other, rank, range(3, 4))
+    assert same(values(twin), values(exact))
+    assert same(values(loaded), values(exact))
+    for other in (twin, loaded):
+        again = pycomm.compress(other, spec)
+        steps(other, rank, range(4, 6))
+        assert alike(other)
+        assert again.step == 2
+    with pytest.raises(pycomm.Error, match="has the communication hook"):
+        pycomm.compress(model, spec)
+
+    # A state that was pickled by itself keeps its residuals.
+    kept = pickle.loads(pickle.dumps(state))
+    assert isinstance(kept, DetachedState)
+    fresh = DistributedDataParallel(copy.deepcopy(model.module))
+    resumed = pycomm.compress(fresh, spec)
+    resumed.load_state_dict(kept.state_dict())
+    assert resumed.residual_norms() == state.residual_norms()
+    with pytest.raises(pycomm.Error, match="a copy of a model has no residuals"):
+        copy.deepcopy(state).state_dict()
+
+
+@pytest.mark.parametrize("spec", ["int8", "powersgd:2", "auto"])
+def test_copies_and_whole_models_in_files(pool, spec):
+    if spec == "auto":
+        pool.run(check_auto_copy)
+    else:
+        pool.run(check_copies, spec)
+
+
+def check_auto_copy(rank: int, size: int) -> None:
+    model = DistributedDataParallel(network())
+    pycomm.compress(model, "auto")
+    steps(model, rank, range(3))
+    torch.save(model, io.BytesIO())
+    copy.deepcopy(model)
+
+
+# ------------------------------------------------------------------ codecs added later
+
+
+def refusals(size: int) -> list[tuple[str, Any]]:
+    rule = Policy("int4", (Rule(codec="powersgd:2", name="3.*"), *PROTECT))
+    return [
+        ("averages whole matrices", "int4 4:powersgd:2"),
+        ("averages whole matrices", "int4 epoch2:powersgd:2"),
+        ("averages whole matrices", rule),
+        ("averages whole matrices", Policy("auto", candidates=("int8", "powersgd:2"))),
+    ]
+
+
+def check_later(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    for why, spec in refusals(size):
+        with pytest.raises(ValueError, match=why):
+            pycomm.compress(fully_shard(network(), mesh=mesh), spec)
+    # "auto" does not consider such codecs.
+    model = fully_shard(network(), mesh=mesh)
+    state = pycomm.compress(model, "auto error=1")
+    steps(model, rank, range(40))
+    assert state.step == 40
+    for spec in ("powersgd:2", "int4 3:powersgd:2"):
+        with pytest.raises(ValueError, match="feedback of the kind residual, not momentum"):
+            pycomm.compress(DistributedDataParallel(network()), spec, feedback="momentum:0.9")
+    model = DistributedDataParallel(network())
+    state = pycomm.compress(model, "auto error=1", feedback="momentum:0.9")
+    steps(model, rank, range(40))
+    assert state.step == 40
+
+
+def test_codecs_that_a_policy_may_come_to_are_checked_at_once(pool):
+    pool.run(check_later)
+
+
+# ------------------------------------------------------------- reports about FSDP2's units
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.both = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)) if self.both else self.a(x)
+
+
+def check_told(rank: int, size: int) -> None:
+    logging.getLogger("pycomm").setLevel(logging.ERROR)
+    model = fully_shard(Unused(), mesh=init_device_mesh("cpu", (size,)))
+    state = pycomm.compress(model, "int8")
+    assert "quant:bits=8" in state.summary()
+    x = batch(rank, 0)[0]
+    model(x).sum().backward()
+    assert "quant:bits=8" not in state.summary()
+    assert "some of its unit have no gradients" in state.summary()
+    assert state.plan.report().payload_bytes == state.plan.report().plain_bytes
+    model.both = True
+    model.zero_grad()
+    model(x).sum().backward()
+    assert "quant:bits=8" in state.summary()
+    assert "no gradients" not in state.summary()
+
+    wide = fully_shard(nn.Linear(64, 64).double(), mesh=init_device_mesh("cpu", (size,)))
+    assert "no codec takes float64" in pycomm.compress(wide, "int8").summary()
+
+
+def test_a_unit_that_travels_exactly_is_told_of(pool):
+    pool.run(check_told)
+
+
+def check_python_reducer(rank: int, size: int) -> None:
+    import torch._dynamo
+
+    mode = torch._dynamo.config.optimize_ddp
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        with pytest.raises(pycomm.Error, match=r"optimize_ddp = \"ddp_optimizer\""):
+            pycomm.compress(DistributedDataParallel(network()), "int8")
+    finally:
+        torch._dynamo.config.optimize_ddp = mode
+
+
+def test_the_python_reducer_is_refused_before_training(pool):
+    pool.run(check_python_reducer)

@@ -1,0 +1,287 @@
+"""Removing compression from a model, or changing its policy, without losing residuals."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.policy import Policy
+from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, gradients, reduced
+from tests.torch.reduction.test_saved_state import network, train
+from tests.torch.torchrun import launch
+
+CODED = ("big", "small")
+# For ranks that import torch on a busy machine.
+PATIENT = {"timeout": 60, "deadline": 180}
+
+
+def mean(size: int, step: int, name: str) -> torch.Tensor:
+    return sum(gradients(r, step)[name] for r in range(size)) / size
+
+
+def check_nothing_is_lost(rank: int, size: int, feedback: str, then: str) -> None:
+    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
+    state = pycomm.compress(model, "int4", feedback=feedback)
+    lost = {name: torch.zeros(SHAPES[name]) for name in SHAPES}
+
+    def steps(first: int, last: int) -> dict[str, torch.Tensor]:
+        for step in range(first, last):
+            for name, got in reduced(model, gradients(rank, step)).items():
+                lost[name] += mean(size, step, name) - got
+        return lost
+
+    steps(0, 4)
+    assert max(float(lost[name].abs().max()) for name in CODED) > 1e-2
+    if then == "remove":
+        state.remove()
+    else:
+        state.set_policy(then)
+    exact = then in ("remove", "fp32")
+    paid = steps(4, 5)
+    if exact:
+        # The tolerance is the round-off of a few dozen float32 additions of values around 1.
+        assert all(float(paid[name].abs().max()) < 2e-5 for name in SHAPES)
+        for step in (5, 6):
+            for name, got in reduced(model, gradients(rank, step)).items():
+                torch.testing.assert_close(got, mean(size, step, name), rtol=0, atol=1e-6)
+        assert not state.residual_norms()
+    else:
+        assert {d.codec.name for n, d in state.decisions.items() if n in CODED} == {"quant"}
+        assert all(float(paid[name].abs().max()) < 0.1 for name in SHAPES)  # int8's residual
+    assert state.removed == (then == "remove")
+    assert (pycomm.state_of(model) is None) == (then == "remove")
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@pytest.mark.parametrize("then", ["remove", "fp32", "int8"])
+def test_what_is_owed_is_sent_with_the_next_step(pool, then, backend):
+    pool.run(check_nothing_is_lost, "residual", then, ranks=3, backend=backend, **PATIENT)
+
+
+@pytest.mark.parametrize("feedback", ["ema:0.5", "ef21", "residual:storage=int8"])
+def test_of_every_kind_of_feedback_nothing_stays(pool, feedback):
+    pool.run(check_kind, feedback, **PATIENT)
+
+
+def check_kind(rank: int, size: int, feedback: str) -> None:
+    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
+    state = pycomm.compress(model, "topk:0.1", feedback=feedback)
+    for step in range(3):
+        reduced(model, gradients(rank, step))
+    state.remove()
+    for step in range(3, 6):
+        got = reduced(model, gradients(rank, step))
+    assert state.removed
+    for name in SHAPES:
+        torch.testing.assert_close(got[name], mean(size, 5, name), rtol=0, atol=1e-6)
+
+
+def check_overflow(rank: int, size: int) -> None:
+    """A step that is not finite applies no residuals, so the next one does."""
+    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
+    state = pycomm.compress(model, "int4")
+    lost = torch.zeros(SHAPES["big"])
+    for step in range(3):
+        lost += mean(size, step, "big") - reduced(model, gradients(rank, step))["big"]
+    state.remove()
+    bad = gradients(rank, 3)
+    if rank == 0:
+        bad["big"].view(-1)[0] = float("nan")
+    reduced(model, bad)
+    lost += mean(size, 4, "big") - reduced(model, gradients(rank, 4))["big"]
+    assert not state.removed
+    assert float(lost.abs().max()) < 2e-5
+    reduced(model, gradients(rank, 5))
+    assert state.removed
+
+
+def test_a_step_that_overflows_pays_nothing(pool):
+    pool.run(check_overflow, **PATIENT)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
+
+
+def check_fsdp(rank: int, size: int, shape: str) -> None:
+    mesh = {"shards": None, "hsdp": (2, size // 2)}[shape]
+    names = ("replicate", "shard")
+    options = {} if mesh is None else {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=names)}
+    models = [fully_shard(network(), **options) for _ in range(2)]
+    state = pycomm.compress(models[1], "int4", weights="bf16" if shape == "shards" else None)
+    for model in models:
+        train(model, rank, 2)
+    assert state.residual_norms()
+    state.remove()
+    train(models[1], rank, 1)
+    assert state.removed
+    assert not state.residual_norms()
+    assert pycomm.state_of(models[1]) is None
+    for model in models:
+        model.zero_grad()
+        train(model, rank, 2)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p.grad.full_tensor(), q.grad.full_tensor())
+    again = pycomm.compress(models[1], "int8")
+    train(models[1], rank, 1)
+    assert again.residual_norms()
+    assert pycomm.state_of(models[1]) is again
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [("shards", 2), ("hsdp", 4)])
+def test_fsdp_communicates_as_before(pool, shape, ranks):
+    pool.run(check_fsdp, shape, ranks=ranks, **PATIENT)
+
+
+def check_again(rank: int, size: int) -> None:
+    model = DistributedDataParallel(network())
+    state = pycomm.compress(model, "int4")
+    assert pycomm.state_of(model) is state
+    assert pycomm.state_of(nn.Sequential(model)) is state
+    assert pycomm.state_of(network()) is None
+    state.remove()
+    train(model, rank, 1)
+    with pytest.raises(pycomm.Error, match="has the communication hook"):
+        pycomm.compress(model, "int8")  # the last residuals may not have been applied yet
+    state.set_policy("int4")  # so this takes them back
+    train(model, rank, 2)
+    assert state.residual_norms()
+    assert not state.removed
+    for spec in ("int8", "bf16"):
+        state.remove()
+        train(model, rank, 2)
+        with pytest.raises(pycomm.Error, match=r"call pycomm\.compress"):
+            state.set_policy("int4")
+        state = pycomm.compress(model, spec)
+        assert pycomm.state_of(model) is state
+        train(model, rank, 2)
+        assert state.step == 2
+    # The call was refused, and nothing has changed.
+    with pytest.raises(ValueError, match="unknown codec"):
+        state.set_policy("int9")
+    with pytest.raises(pycomm.WireMismatch, match="ranks do not compress alike"):
+        state.set_policy("int8" if rank == 0 else "int4")
+    sharded = pycomm.compress(fully_shard(network()), "int4")
+    with pytest.raises(ValueError, match="powersgd"):
+        sharded.set_policy("powersgd:2")
+    assert sharded.decisions["0.weight"].codec.name == "quant"
+    state.set_policy(Policy("int4", warmup=10**6))
+    train(model, rank, 1)
+    assert state.decisions["0.weight"].exact
+
+
+def test_a_model_is_compressed_again_and_wrong_policies_change_nothing(pool):
+    pool.run(check_again, **PATIENT)
+
+
+def check_block(rank: int, size: int, wrapper: str) -> None:
+    wrap = {"ddp": DistributedDataParallel, "fsdp": fully_shard}[wrapper]
+    models = [wrap(network()) for _ in range(2)]
+    with pycomm.compress(models[1], "int4") as state:
+        assert pycomm.state_of(models[1]) is state
+        for model in models:
+            train(model, rank, 2)
+        assert state.residual_norms()
+    train(models[1], rank, 1)  # sends what is owed
+    for model in models:
+        model.zero_grad()
+        train(model, rank, 2)
+    assert state.removed
+    assert pycomm.state_of(models[1]) is None
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        p, q = (grad.full_tensor() if wrapper == "fsdp" else grad for grad in (p.grad, q.grad))
+        assert torch.equal(p, q)
+    # A block that a rank leaves by an exception asks nothing of others, who may be elsewhere.
+    again = pycomm.compress(models[1], "int8")
+    train(models[1], rank, 1)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="in the middle"), again:
+            raise RuntimeError("in the middle")
+    dist.barrier()
+    train(models[1], rank, 1)
+    assert again.residual_norms()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_compression_ends_with_its_block(pool, wrapper):
+    pool.run(check_block, wrapper, **PATIENT)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import pycomm
+dist.init_process_group("gloo")
+sharded = fully_shard(torch.nn.Linear(64, 64))
+early = pycomm.state_of(sharded)  # before its first forward, as where a checkpoint is loaded
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+for net in (sharded, model):
+    net(torch.ones(2, 64)).sum().backward()
+found = pycomm.state_of(model)
+assert early is pycomm.state_of(sharded) and early.residual_norms() and found.residual_norms()
+if dist.get_rank() == 0:
+    print("TEXT", pycomm.monitor.text())
+dist.destroy_process_group()
+"""
+
+
+def test_scripts_under_run_find_their_states(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    output = launch("-m", "pycomm.run", "--codec", "int4", "script.py", folder=tmp_path)
+    assert "TEXT model 0: step 1" in output
+
+
+def check_shards_leave_together(rank: int, size: int) -> None:
+    """Replicas of one shard may owe nothing, as where "auto" chose another codec for them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Chosen(), mesh=mesh)
+    state = pycomm.compress(model, "int4")
+    for step in range(8):
+        if step == 3:
+            if mesh.get_local_rank("shard") == 1:
+                state.settle()
+                state.residuals.clear()
+            state.remove()
+        model.zero_grad()
+        model(gradients(rank, step)).backward()
+    assert state.removed
+    for name, parameter in model.named_parameters():
+        got = parameter.grad.full_tensor()
+        torch.testing.assert_close(got, mean(size, 7, name), rtol=0, atol=1e-6)
+
+
+def test_shards_leave_together(pool):
+    pool.run(check_shards_leave_together, ranks=4, **PATIENT)
+
+
+def check_number(rank: int, size: int) -> None:
+    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
+    gc.collect()  # what other tests have left
+    others = pycomm.monitor.snapshot().keys()
+    state = pycomm.compress(model, "int8")
+    (number,) = pycomm.monitor.snapshot().keys() - others
+    for step in range(8):
+        if step == 2:
+            state.set_policy("int4")
+        if step == 4:
+            state.remove()
+        reduced(model, gradients(rank, step))
+        found = pycomm.monitor.snapshot()
+        assert (number in found) == (not state.removed)
+        assert state.removed or found[number].step == step + 1
+    assert state.removed
+    pycomm.compress(model, "int8")
+    assert len(pycomm.monitor.snapshot()) == len(others) + 1
+
+
+def test_a_model_keeps_its_number_in_the_monitor(pool):
+    pool.run(check_number, **PATIENT)

@@ -1,0 +1,141 @@
+"""The two-shot of reduction/two_shot.py, with every kind of codec that the contract allows.
+
+The codecs are those of tests/collectives/coded/simple_codecs.cpp in torch, as is the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.base import Codec, Combine
+from pycomm.codecs.implementations import Reference
+from pycomm.feedback import Feedback, Residuals
+from pycomm.policy import Decision, Parameter
+from pycomm.reduction import two_shot
+from pycomm.reduction.bucket import Bucket
+from tests.collectives.coded.test_contract import KINDS, OFFSETS, SIZES, describe, gradient, model
+
+SEED, STEP = 77, 5
+
+
+@dataclass(frozen=True)
+class Simple(Codec):
+    """Integers times a power of two, as pairs of index and integer if the size may vary."""
+
+    name: ClassVar[str] = "simple"
+    wire_version: ClassVar[int] = 1
+    combine: Combine = "recode"  # type: ignore[misc]
+    block: int = 64
+    varies: bool = False
+    measures: bool = False
+
+    @property
+    def granule(self) -> int:
+        return self.block
+
+    @property
+    def variable(self) -> bool:
+        return self.varies
+
+    @property
+    def agrees(self) -> bool:
+        return self.measures
+
+    def implementation(self, device: str) -> Reference:
+        return Reference()
+
+    def encoded_bytes(self, numel: int) -> int:
+        return self._head(numel) + numel * (8 if self.varies else 4)
+
+    def _head(self, numel: int) -> int:
+        return 4 * (self.varies + self.granules(numel))
+
+    def _unit(self, scales: torch.Tensor, numel: int) -> torch.Tensor:
+        return scales.repeat_interleave(self.block or max(1, numel))[:numel] / 8
+
+    def reference_measure(self, p: torch.Tensor) -> torch.Tensor:
+        rows = torch.split(p.abs(), self.block or max(1, p.numel()))
+        most = torch.stack([row.max() for row in rows])
+        return torch.where(most > 0, most.log2().ceil().exp2(), 1.0)
+
+    def reference_encode(
+        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        numel = p.numel()
+        scales = torch.ones(self.granules(numel)) if agreed is None else agreed
+        code = (p / self._unit(scales, numel)).round().to(torch.int32)
+        out = torch.zeros(self.encoded_bytes(numel), dtype=torch.uint8)
+        words = out.view(torch.int32)
+        head = self._head(numel) // 4
+        words[self.varies : head] = scales.view(torch.int32)
+        if not self.varies:
+            words[head:] = code
+            return out
+        places = code.nonzero().view(-1)
+        pairs = torch.stack((places.to(torch.int32), code[places]), dim=1).view(-1)
+        words[head : head + pairs.numel()] = pairs
+        words[0] = 4 * (head + pairs.numel())
+        return out
+
+    def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        words, head = payload.view(torch.int32), self._head(numel) // 4
+        code = words[head:]
+        if self.varies:
+            pairs = words[head : int(words[0]) // 4].view(-1, 2)
+            code = torch.zeros(numel, dtype=torch.int32)
+            code[pairs[:, 0].long()] = pairs[:, 1]
+        scales = words[self.varies : head].view(torch.float32)
+        return code.to(torch.float32) * self._unit(scales, numel)
+
+    def reference_decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out += self.reference_decode(payload, out.numel())
+
+
+def bucket_of(kind: dict[str, Any], ranks: int, rows: int = 1) -> Bucket:
+    codec = Simple(kind["combine"], kind["granule"], kind["variable"], kind["agrees"])
+    decisions = [
+        Decision(Parameter(f"p{i}", (numel,), torch.float32), codec, "test")
+        for i, numel in enumerate(SIZES)
+    ]
+    residuals = Residuals(Feedback(), ranks)
+    return Bucket(decisions, range(len(SIZES)), residuals, torch.device("cpu"), rows=rows)
+
+
+def reduce(rank: int, ranks: int, kind: dict[str, Any]) -> None:
+    group = dist.group.WORLD
+    gradients = [gradient(r)[0] for r in range(ranks)]
+    values = torch.from_numpy(gradients[rank].copy())
+    assert two_shot.all_reduce(values, bucket_of(kind, ranks), group, seed=SEED, step=STEP)
+
+    rows = [gradient(r, ranks) for r in range(ranks)]
+    row = torch.empty(OFFSETS[-1])
+    given = torch.from_numpy(rows[rank])
+    bucket = bucket_of(kind, ranks, rows=ranks)
+    assert two_shot.reduce_scatter(row, given, bucket, group, seed=SEED, step=STEP)
+
+    gathered = torch.empty(ranks, OFFSETS[-1])
+    given = torch.from_numpy(gradients[rank])
+    assert two_shot.all_gather(gathered, given, bucket_of(kind, ranks), group, seed=SEED, step=STEP)
+
+    for begin, size in zip(OFFSETS[:-1], SIZES, strict=True):
+        part = slice(begin, begin + size)
+        none = np.zeros(size, np.float32)
+        whole, _, _ = model(kind, [g[part] for g in gradients], ranks, none)
+        assert np.array_equal(values[part].numpy(), whole)
+        shard, _, _ = model(kind, [r[rank, part] for r in rows], ranks, None)
+        assert np.array_equal(row[part].numpy(), shard)
+        for r, g in enumerate(gradients):
+            alone, _, _ = model(kind, [g[part]], 1, None)
+            assert np.array_equal(gathered[r, part].numpy(), alone)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=describe)
+def test_values_of_the_model(pool, kind):
+    pool.run(reduce, kind, backend="gloo", ranks=3)

@@ -1,0 +1,219 @@
+"""`python -m pycomm.run` changes process groups and gradients, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pycomm import run
+from tests.torch.torchrun import ROOT, launch
+
+UNMODIFIED = """
+import sys, torch, torch.distributed as dist
+from torch.distributed import init_process_group
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from pycomm.backend import find
+init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(100, 100))
+if "hook" in sys.argv:
+    model.register_comm_hook(None, fp16_compress_hook)
+    from torch.distributed.fsdp import fully_shard
+    shards = torch.nn.Sequential(torch.nn.Linear(100, 64), torch.nn.Linear(64, 100))
+    fully_shard(shards[1])
+    fully_shard(shards)
+    shards(torch.ones(2, 100)).sum().backward()
+model(torch.randn(4, 100)).sum().backward()
+if dist.get_rank() == 0:
+    hooks = [hook.__name__ for hook, _ in model._comm_hooks]
+    print(dist.get_backend(), find() is not None, hooks, sys.argv[1:], __name__)
+"""
+
+
+def test_unmodified_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNMODIFIED)
+    output = launch("-m", "pycomm.run", str(script), "--lr", "1", folder=tmp_path)
+    assert "gloo True [] ['--lr', '1'] __main__" in output
+
+
+def test_codec_compresses_what_the_script_builds(tmp_path):
+    (tmp_path / "script.py").write_text(UNMODIFIED)
+    options = ["--codec", "int4", "--rule", "bias=int8", "--verbose"]
+    output = launch("-m", "pycomm.run", *options, "-m", "script", "hook", folder=tmp_path)
+    assert "gloo True ['compress_hook'] ['hook'] __main__" in output
+    assert "quant:bits=4" in output
+    assert "--rule bias" in output
+    assert "the script's hook fp16_compress_hook is left out" in output
+    assert "0.weight, 1.weight" in output  # within the last wrapped module
+
+
+COMPILED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from pycomm import monitor
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+fully_shard(model[0])
+fully_shard(model)
+model = torch.compile(model, backend="aot_eager")
+for step in range(3):
+    model(torch.randn(4, 64)).sum().backward()
+(report,) = monitor.snapshot().values()
+if dist.get_rank() == 0:
+    print("steps", report.step, [group.codec for group in report.groups])
+"""
+
+
+def test_codec_compresses_what_is_compiled_in_shards(tmp_path):
+    (tmp_path / "script.py").write_text(COMPILED)
+    output = launch("-m", "pycomm.run", "--codec", "int4", "-m", "script", folder=tmp_path)
+    assert "steps 3 ['quant:bits=4" in output
+
+
+def python(*command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Return the result of a fresh interpreter that finds pycomm without an installation."""
+    path = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+ASKS = """
+import sys, pickle, __main__
+class Local: pass
+print(sys.argv, sys.path[0], __name__, __file__, __package__, type(__spec__), __doc__)
+print(type(pickle.loads(pickle.dumps(Local()))) is Local, vars(__main__) is globals())
+def end():
+    END
+end()
+"""
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('as planned')", "sys.exit(7)", "1 +"])
+@pytest.mark.parametrize("form", ["script", "module"])
+def test_a_script_finds_and_leaves_what_it_does_under_python(tmp_path, form, end):
+    if form == "module" and end != "sys.exit(7)":
+        end = "raise ValueError('as planned')"
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "script.py").write_text(ASKS.replace("END", end))
+    command = ["package/script.py"] if form == "script" else ["-m", "package.script"]
+    plain, ours = (
+        python(*before, *command, "--codec", "x", folder=tmp_path)
+        for before in ([], ["-m", "pycomm.run", "--codec", "int8"])
+    )
+    assert ours.stdout == plain.stdout
+    assert ours.returncode == plain.returncode != 0
+    if form == "script":
+        assert ours.stderr == plain.stderr
+    else:  # python shows the frames of its own runpy there
+        assert ours.stderr.splitlines()[-4:] == plain.stderr.splitlines()[-4:]
+
+
+FEEDBACK = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from pycomm import run
+options = [["--codec", "dgc:0.01"], ["--codec", "dgc:0.01", "--rule", "head.*=int8"],
+           ["--codec", "dgc:0.01", "--no-feedback"], ["--codec", "topk:0.01"]]
+for number, words in enumerate(options):
+    run.apply(words)
+    if number == 0:
+        dist.init_process_group(init_method="file://" + sys.argv[1], rank=0, world_size=1)
+    ((_, state),) = DistributedDataParallel(torch.nn.Linear(100, 100))._comm_hooks
+    print(state.residuals and state.residuals.rule.kind)
+"""
+
+
+def test_dgc_has_its_momentum_with_rules_and_without(tmp_path):
+    (tmp_path / "script.py").write_text(FEEDBACK)
+    done = python("script.py", str(tmp_path / "store"), folder=tmp_path)
+    assert done.stdout.split() == ["momentum", "momentum", "None", "residual"], done.stderr
+
+
+SPAWNS = """
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+def rank(index, store):
+    dist.init_process_group("gloo", init_method="file://" + store, rank=index, world_size=2)
+    from pycomm.backend import find
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    # One write, since two ranks share the pipe.
+    print(f"{x.item()} {find() is not None}\\n", end="", flush=True)
+if __name__ == "__main__":
+    import sys
+    mp.spawn(rank, (sys.argv[1],), nprocs=2)
+"""
+
+
+def test_processes_that_the_script_starts_do_the_same(tmp_path, installed):
+    (tmp_path / "script.py").write_text(SPAWNS)
+    command = ["-m", "pycomm.run", "script.py", str(tmp_path / "store")]
+    done = python(*command, folder=tmp_path, PYTHONPATH=str(installed))
+    assert done.stdout.splitlines() == ["2.0 True"] * 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "script"),
+    [
+        (
+            ["--codec", "int4", "a.py", "--codec", "x"],
+            ["--codec", "int4"],
+            ["a.py", "--codec", "x"],
+        ),
+        (["--codec=int4", "-m", "a", "-m"], ["--codec=int4"], ["-m", "a", "-m"]),
+        (["--no-feedback", "--", "-a.py"], ["--no-feedback"], ["-a.py"]),
+        ([], [], []),
+    ],
+)
+def test_options_end_where_the_script_begins(words, options, script):
+    assert run.split(words) == (options, script)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--codec", "int9"], "unknown codec 'int9'"),
+        (["--codec", "auto budget=4"], "budget and auto both choose codecs"),
+        (["--codec", "int8", "--codec", "int4"], "--codec is given twice: int8 and int4"),
+        (["--backend", "gloo", "--backend", "nccl"], "--backend is given twice: gloo and nccl"),
+        (["--backend", "glue"], "--backend glue: use one of .*gloo.*script"),
+        (["--rule", "head.*=int8"], "give a --codec"),
+        (["--codec", "int4", "--rule", "int8"], "--rule takes PATTERN=CODEC, not 'int8'"),
+        (["--codec", "int4", "--rule", "*=int9"], "unknown codec 'int9'"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_wrong_options_are_named(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        run.apply(options)
+
+
+def test_contradicting_wishes_are_named(monkeypatch):
+    monkeypatch.setenv("PYCOMM_TAKEOVER", "gloo,nccl")
+    with pytest.raises(
+        ValueError, match="--backend gloo asks for torch's own, and PYCOMM_TAKEOVER"
+    ):
+        run.apply(["--backend", "gloo"])
+
+
+def test_run_refuses_what_it_cannot_run(tmp_path):
+    done = python("-m", "pycomm.run", "--codec", "int4", "x.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert "pycomm.run: there is no script x.py" in done.stderr
+    done = python("-m", "pycomm.run", "-m", "no.such", folder=tmp_path)
+    assert done.returncode == 2
+    assert "-m no.such: " in done.stderr
