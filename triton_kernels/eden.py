@@ -19,11 +19,11 @@ from pycomm.triton_kernels._math import (
     TINY,
     add_or_not,
     bits_float,
+    error_after,
     float_bits,
     load_codes,
     load_sum,
     magnitude_bits,
-    owed,
     store_codes,
 )
 from pycomm.triton_kernels._rotation import (
@@ -231,7 +231,7 @@ def encode_kernel(
     store_codes(code_ptr, row, code, code_bytes, UNIT_BITS, UNITS, ROWS)
     if FEEDBACK:
         y = decoded(code, scale, second, ROWS, SIZE, BITS, HALF)
-        left = owed(p, unrotate(y, signs, ROWS, SIZE, STEPS), residual)
+        left = error_after(p, unrotate(y, signs, ROWS, SIZE, STEPS), residual)
         tl.store(new_residual_ptr + offsets, left, mask=mask)
 
 

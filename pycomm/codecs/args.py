@@ -36,5 +36,5 @@ class EncodeArgs:
     new_residual: torch.Tensor | None  # may be `residual`; None iff `residual` is None
     key: RandomKey
     index: int  # index of x[0] in its tensor, a multiple of granule
-    agreed: torch.Tensor | None = None  # float32, one value for each granule of x
+    amax: torch.Tensor | None = None  # of all ranks: float32, one value for each granule of x
     summed: bool = False  # x is a sum of decoded contributions of this key

@@ -240,7 +240,9 @@ class FSDPState(CompressionState):
         self.enter(names)
         bucket = self._bucket(tuple(names), input.device)
         self._use(bucket.pieces, bucket, input)
-        probe = self.plan.probe(input, bucket.pieces, self._owed, rows=self._ranks, average=average)
+        probe = self.plan.probe(
+            input, bucket.pieces, self._residual_of, rows=self._ranks, average=average
+        )
         native = bucket.taken_by(group, "reduce_scatter", output)
         if native is not None:
             work = native.compressed_reduce_scatter(

@@ -320,8 +320,8 @@ class Policy:
             begin, codec = (self.schedule or self._epochs)[turns - 1]
             unit = "step" if self.schedule else "epoch"
             return _fitted(parameter, codec, f"from {unit} {begin}")
-        default = EXACT if self.codec == AUTO else self.codec
-        return _fitted(parameter, default, "default")
+        usual = EXACT if self.codec == AUTO else self.codec
+        return _fitted(parameter, usual, "default")
 
     @property
     def _epochs(self) -> Schedule:

@@ -152,7 +152,7 @@ class BucketReducer:
         taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
         others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
         self._use(taken, bucket, tensor)
-        probe = self.plan.probe(tensor, taken, self._owed)
+        probe = self.plan.probe(tensor, taken, self._residual_of)
         places = [tensor[p.offset : p.offset + p.numel] for p in others]
         coded = _done(tensor)
         if others:
@@ -177,7 +177,7 @@ class BucketReducer:
     ) -> torch.futures.Future[torch.Tensor]:
         self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
-        probe = self.plan.probe(tensor, bucket.pieces, self._owed)
+        probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
         native = bucket.taken_by(self.process_group, "all_reduce", tensor)
         if native is not None:
             work = native.compressed_all_reduce(
@@ -207,7 +207,7 @@ class BucketReducer:
     def _use(self, pieces: Sequence[Piece], bucket: Bucket, tensor: torch.Tensor) -> None:
         """Prepare the residuals of these pieces, which take part in this step."""
         ranks, gradient = self.process_group.size(), None
-        for piece in bucket.fed if pieces is bucket.pieces else pieces:
+        for piece in bucket.with_residual if pieces is bucket.pieces else pieces:
             if piece.residual is not None:
                 if bucket.levels:
                     gradient = tensor[piece.offset : piece.offset + piece.numel]
@@ -230,8 +230,8 @@ class BucketReducer:
             self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
         )
 
-    def _owed(self, name: str, begin: int, end: int, row: int) -> torch.Tensor | None:
-        return self.residuals.owed(name, begin, end, row) if self.residuals else None
+    def _residual_of(self, name: str, begin: int, end: int, row: int) -> torch.Tensor | None:
+        return self.residuals.added(name, begin, end, row) if self.residuals else None
 
     def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Reduce by the group's own all_reduce: float64 and sparse tensors, which codecs refuse."""

@@ -211,10 +211,10 @@ def test_other_owners_change_nothing_of_what_is_owed():
     for pair in (residual.worker, residual.owner):
         pair[residual.side].copy_(torch.randn(100))
     residual.use("here", 3)
-    before, mine = residuals.owed("a", 0, 100), residual.current("worker").clone()
+    before, mine = residuals.added("a", 0, 100), residual.current("worker").clone()
     residual.use("elsewhere", 3)
     # The tolerance is float32 round-off of three times an owner's error and a third of that.
-    torch.testing.assert_close(residuals.owed("a", 0, 100), before, rtol=0, atol=1e-6)
+    torch.testing.assert_close(residuals.added("a", 0, 100), before, rtol=0, atol=1e-6)
     residual.take_back()
     assert torch.equal(residual.current("worker"), mine)
     residual.use("elsewhere", 3)

@@ -109,8 +109,7 @@ void bind(py::module_& m) {
       py::cpp_function([] { OpenGroups::all().shutdown(); }));
 
   py::class_<BackendOptions, intrusive_ptr<BackendOptions>, c10d::Backend::Options> options(
-      m, "Options",
-      "Options of a process group: init_process_group(\"pycomm\", pg_options=pycomm.Options()).");
+      m, "Options");
   options.def(py::init(&make_options), py::arg("timeout") = env().timeout)
       .def("__copy__",
            [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
