@@ -232,14 +232,10 @@ def all_gather(
         input: likewise [bucket.numel], contiguous; may be our row of the output.
         bucket: layout of a row.
         group: any process group whose backend has all_gather.
-        seed: equal on all ranks.
-        step: number of the step, below 2^32.
+        seed, step: as for `all_reduce`, whose errors it raises.
 
     Returns:
         A bool tensor without dimensions: whether the output is finite everywhere.
-
-    Raises:
-        WireMismatch: a rank sends payloads of impossible sizes.
     """
     rank, ranks = group.rank(), group.size()
 

@@ -79,6 +79,20 @@ class DecodeParams(ctypes.Structure):
     )
 
 
+class StagedParams(ctypes.Structure):
+    """The first fields of the structs of codecs with several kernels."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("residual", ctypes.c_uint64),
+        ("new_residual", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("payload", ctypes.c_uint64),
+        ("scratch", ctypes.c_uint64),
+        ("numel", ctypes.c_uint64),
+    )
+
+
 @dataclass(frozen=True)
 class Call:
     """One launch: `blocks` blocks of THREADS threads, with the struct as the only argument."""
