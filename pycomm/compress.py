@@ -78,7 +78,7 @@ def compress(
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
     if isinstance(model, DistributedDataParallel):
         if weights is not None:
-            raise ValueError("weights= is for fully_shard: DistributedDataParallel gathers none")
+            raise ValueError("weights= is for fully_shard, and DDP gathers none: leave it out")
         state: CompressionState = _compress_ddp(model, codec, feedback=feedback, seed=seed)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
         state = FSDPState(codec, model, weights=weights, feedback=feedback, seed=seed)

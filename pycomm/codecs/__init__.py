@@ -133,7 +133,7 @@ def codec(text: str | Codec) -> Codec:
     options = _options(name, cls, given)
     if plus:
         if cls is not Rotate:
-            raise ValueError(f"{name}: no codec can follow it, as +{inner} would")
+            raise ValueError(f"{name}: no codec can follow it: leave out +{inner}")
         options["inner"] = codec(inner)
     return cls(**options)
 
@@ -152,7 +152,7 @@ def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
         if option not in known:
             raise ValueError(f"{name}: unknown option {option!r}; {listed}")
         if option in options:
-            raise ValueError(f"{name}: {option} is given twice")
+            raise ValueError(f"{name}: {option} is given twice: leave one out")
         options[option] = _convert(name, option, value, hints[option])
     return options
 

@@ -23,7 +23,7 @@ class RandomKey:
             if not 0 <= value < 1 << bits:
                 raise ValueError(f"RandomKey: {name}={value} does not fit in {bits} unsigned bits")
         if not 0 <= self.rank < self.ranks < 1 << 32:
-            raise ValueError(f"RandomKey: there is no rank {self.rank} of {self.ranks}")
+            raise ValueError(f"RandomKey: rank={self.rank} must be below ranks={self.ranks}")
 
 
 @dataclass(frozen=True, eq=False)

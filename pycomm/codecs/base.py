@@ -192,7 +192,7 @@ class Codec(ABC):
             where = f"a multiple of {self.granule}" if self.granule else "0"
             raise ValueError(f"{self.name}: index {index} is not {where}: cut tensors only there")
         if summed and self.combine != "sum":
-            raise ValueError(f"{self.name}: it does not encode sums: combine is {self.combine}")
+            raise ValueError(f"{self.name}: combine is {self.combine}: leave out summed=")
         if amax is not None and not self.needs_amax:
             raise ValueError(f"{self.name}: it encodes without the ranks' amax: leave out amax=")
         if amax is None and self.needs_amax:
@@ -313,4 +313,4 @@ def _floats(role: str, x: Array, like: torch.Tensor | None = None) -> torch.Tens
 
 def _check_device(role: str, x: torch.Tensor, like: torch.Tensor) -> None:
     if x.device != like.device:
-        raise ValueError(f"{role} is on {x.device}, the values are on {like.device}")
+        raise ValueError(f"{role} is on {x.device} and the values are on {like.device}: move one")

@@ -176,7 +176,7 @@ def native_codec(spec: str) -> _C.Codec:
 
 
 def _no_nvrtc() -> Implementation:
-    raise ImportError("pycomm.codecs has not been imported")
+    raise ImportError("the codecs are not registered yet: import pycomm.codecs first")
 
 
 nvrtc: Callable[[], Implementation] = _no_nvrtc
@@ -235,4 +235,4 @@ def _select(name: str, device: str, wanted: str) -> Implementation:
             return implementation(name, kind, device)
         except (ImportError, Unavailable) as e:
             reasons.append(f"{kind}: {e}")
-    raise Unavailable(f"no implementation of {name} on {device}. " + "; ".join(reasons))
+    raise Unavailable(f"no implementation of {name} runs on {device}: " + "; ".join(reasons))

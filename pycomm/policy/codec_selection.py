@@ -174,7 +174,8 @@ class Allotted(CodecSelection):
         if not within:
             least = min(choice.bits for choice in choices)
             raise ValueError(
-                f"policy: budget={budget} bits per value; the smallest candidate takes {least:.3g}"
+                f"policy: budget={budget} bits per value is less than the smallest candidate "
+                f"takes: give {least:.3g} or more"
             )
         self._first = max(within, key=lambda i: choices[i].bits)
         self._numels: dict[str, int] = {}

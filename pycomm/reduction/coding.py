@@ -278,8 +278,9 @@ class Coder:
                 used = _used(part) if part.numel() >= 4 else 0
                 if not 0 < used <= part.numel() or used % 4:
                     raise WireMismatch(
-                        f"a payload of {codec.spec()} for {run.end - run.begin} values says that "
-                        f"it has {used} bytes; it may have {part.numel()}"
+                        f"rank {self.rank}: a payload of {codec.spec()} for {run.end - run.begin} "
+                        f"values says that it has {used} bytes; it may have {part.numel()}: run "
+                        "the same pycomm on all ranks"
                     )
                 padded = payload.new_zeros(run.bytes)
                 padded[:used] = part[:used]

@@ -259,7 +259,10 @@ class CompressionState(BucketReducer):
         (about,) = saved["about"]
         if about["version"] not in _READABLE:
             version = about["version"]
-            raise ValueError(f"the hook's state has version {version}, not {STATE_VERSION}")
+            raise ValueError(
+                f"the hook's state has version {version}, not {STATE_VERSION}: load it with the "
+                "pycomm that has saved it"
+            )
         own = self._own_residuals(saved, about) if self.residuals else {}
         self._load_common(about, saved.get("factors", {}))
         if self.residuals:

@@ -56,7 +56,7 @@ def test_choices_that_never_pay_are_left_out():
 
 
 def test_too_small_a_budget_is_refused():
-    with pytest.raises(ValueError, match=r"budget=1.*smallest candidate takes 2\.25"):
+    with pytest.raises(ValueError, match=r"budget=1.*smallest candidate takes: give 2\.25 or more"):
         allocate(ENERGIES, NUMELS, CHOICES, 1.0)
 
 

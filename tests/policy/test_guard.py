@@ -98,7 +98,7 @@ def checked(
             residual=0.0,
             spread=sent / float(d.square().sum()),
         )
-        yield found, judge.complaint("w", codec, found)
+        yield found, judge.warning("w", codec, found)
 
 
 def whole(codec: Codec, inputs: list[torch.Tensor]) -> tuple[float, float]:
@@ -182,5 +182,5 @@ def test_an_unbiased_codec_that_doubles_what_it_sends_is_thrown_out():
     bad = Quality(
         step=0, error=0.0, cosine=1.0, coding=float(due.norm() / due.norm()), residual=0.0
     )
-    assert not judge.complaint("w", codec, bad)
-    assert "eden" in judge.complaint("w", codec, bad)
+    assert not judge.warning("w", codec, bad)
+    assert "eden" in judge.warning("w", codec, bad)

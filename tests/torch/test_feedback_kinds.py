@@ -246,7 +246,7 @@ def test_text_and_rule_say_the_same(text):
         ("residual:storage=fp4", "use one of float32, bf16, int8"),
         ("ef21:storage=int8", "float32 only"),
         ("residual:0.5", "has no decay"),
-        ("ema:clip=1", "belong to momentum"),
+        ("ema:clip=1", "are for momentum"),
         ("momentum:reset=5", "only ema"),
     ],
 )
