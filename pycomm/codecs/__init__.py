@@ -133,7 +133,7 @@ def codec(text: str | Codec) -> Codec:
     options = _options(name, cls, given)
     if plus:
         if cls is not Rotate:
-            raise ValueError(f"{name}: no codec can follow it: leave out +{inner}")
+            raise ValueError(f"{name}: no codec can follow it, as +{inner} would")
         options["inner"] = codec(inner)
     return cls(**options)
 

@@ -331,7 +331,7 @@ class Policy:
         density = fields(last)[0].name
         own = getattr(last, density)
         if not isinstance(own, float):
-            raise ValueError(f"policy: warmup=dgc is for codecs with a density, such as topk")
+            raise ValueError("policy: warmup=dgc is for codecs with a density, such as topk")
         steps = [replace(last, **{density: d}) for d in DGC_DENSITIES if d > own]
         return tuple(enumerate([*steps, last]))
 

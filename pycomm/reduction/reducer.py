@@ -5,6 +5,7 @@ It is the base class of `CompressionState`, which says when a step begins and en
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
@@ -47,7 +48,9 @@ class BucketReducer:
         rule = Feedback.of(feedback)
         self._kind = rule.kind if rule else None
         options = (f"feedback={rule}", f"seed={seed}")
-        self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=self._refusal)
+        # Weak: a plan that kept this state alive would keep a dropped model in the monitor.
+        refusal = _weakly(self._refusal)
+        self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = 0
@@ -287,3 +290,14 @@ def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future
+
+
+def _weakly(method: Callable[[Codec], str]) -> Callable[[Codec], str]:
+    """Return a function that calls a method and does not keep the method's object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(codec: Codec) -> str:
+        living = reference()
+        return living(codec) if living is not None else ""
+
+    return call
