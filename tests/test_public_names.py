@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pycomm
 
@@ -22,6 +23,13 @@ def test_every_public_name_exists_and_has_a_docstring():
 def test_the_documentation_mentions_every_public_name():
     text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
     missing = [name for name in pycomm.__all__ if not re.search(rf"\bpycomm\.{name}\b", text)]
+    assert missing == []
+
+
+def test_the_reference_has_every_class_and_function():
+    pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    names = [name for name in pycomm.__all__ if not isinstance(getattr(pycomm, name), ModuleType)]
+    missing = [name for name in names if f"      heading: pycomm.{name}\n" not in pages]
     assert missing == []
 
 
