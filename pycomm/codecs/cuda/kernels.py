@@ -8,7 +8,9 @@ The C++ launchers (csrc/codecs/base/block_launch.h, cast.cu, randomk.cu) make th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -79,10 +81,13 @@ class DecodeParams(ctypes.Structure):
     )
 
 
+Fields = Sequence[tuple[str, type[ctypes.c_uint64] | type[ctypes.c_uint32]]]
+
+
 class StagedParams(ctypes.Structure):
     """The first fields of the structs of codecs with several kernels."""
 
-    _fields_ = (
+    _fields_: ClassVar[Fields] = (
         ("x", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("new_residual", ctypes.c_uint64),
