@@ -64,7 +64,7 @@ trainers: build $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers
 
 docs: $(VENV)/dev.stamp
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
 # This target uses the interpreter that has torch, Triton and CuPy; it installs and downloads nothing.

@@ -10,9 +10,9 @@ full duplex. lab/rates.py defines the format of rates. Root is not needed where 
 user namespaces.
 
 Nothing is left behind. A namespace and its contents live as long as the process that holds it open,
-and that process ends when its standard input is closed. Each rank has a keeper (lab/keeper.py) that
-ends all processes that the rank has started. So an exception, Ctrl-C and kill -9 all have the same
-effect, and the program stops when the process that has started it is gone.
+and that process ends when its standard input is closed. Each rank has a subreaper
+(lab/subreaper.py) that ends all processes that the rank has started. So an exception, Ctrl-C and
+kill -9 all have the same effect, and the program stops when the process that started it is gone.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ from pycomm.codecs import Codec, RandomKey
 from pycomm.codecs import codec as parse_codec
 from pycomm.communicator import Communicator, Piece, Store
 from pycomm.policy import Parameter, Policy
+from pycomm.policy.codec_selection import select_codecs
 from pycomm.policy.rules import EXACT
-from pycomm.policy.steering import steering
 from pycomm.reduction.bucket import Piece as BucketPiece
 
 RANKS = (2, 4, 8)
@@ -107,7 +107,7 @@ def codecs(text: str, parameters: Sequence[Parameter], before: torch.Tensor) -> 
 
     found = {}
     for row in before:  # the last row's plan gets the numbers of all ranks
-        chosen = steering(policy)
+        chosen = select_codecs(policy)
         for p in parameters:
             if policy.rule(p) is not None:
                 found[p.name] = exact
@@ -133,11 +133,9 @@ def all_reduce(
         with Communicator(store, rank, len(rows), transport="local") as group:
             pieces = []
             for i, (p, codec) in enumerate(zip(parameters, chosen, strict=True)):
-                owes = not codec.unbiased and codec.spec() != parse_codec(EXACT).spec()
-                debts = [torch.zeros(p.numel) if owes else None for _ in range(2)]
-                pieces.append(
-                    Piece(p.numel, codec, tensor=i, residual=debts[0], owner_residual=debts[1])
-                )
+                has_residual = not codec.unbiased and codec.spec() != parse_codec(EXACT).spec()
+                mine, owners = [torch.zeros(p.numel) if has_residual else None for _ in range(2)]
+                pieces.append(Piece(p.numel, codec, tensor=i, residual=mine, owner_residual=owners))
             group.all_reduce_coded(data[rank], pieces, average=True, seed=1, step=1)
 
     threads = [threading.Thread(target=rank_main, args=(r,)) for r in range(len(rows))]

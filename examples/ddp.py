@@ -14,7 +14,7 @@ def main() -> None:
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     )
-    state = pycomm.compress(model, "int4")
+    state = pycomm.compress(model, codec="int4")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     centres = torch.randn(10, 64)  # the same on all ranks; their batches differ

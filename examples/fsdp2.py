@@ -15,7 +15,7 @@ def main() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    state = pycomm.compress(model, "int4", weights="bf16")
+    state = pycomm.compress(model, codec="int4", weights="bf16")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 
     centres = torch.randn(10, 64)  # the same on all ranks; their batches differ

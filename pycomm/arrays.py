@@ -88,7 +88,10 @@ def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
     if letter in _SIGNED or letter in _UNSIGNED:
         name = f"{'u' * (letter in _UNSIGNED)}int{8 * itemsize}"
     if name is None or _C.size_of(_DTYPES[name]) != itemsize:
-        raise Error(f"cannot tell the dtype of {type(array).__name__} with items {code!r}")
+        raise Error(
+            f"cannot tell the dtype of {type(array).__name__} with items {code!r}: "
+            "pass a tensor or a numpy array"
+        )
     return address, numel, _DTYPES[name]
 
 
@@ -106,7 +109,7 @@ def pair(
     source, in_numel, in_dtype = span(input, False)
     target, out_numel, out_dtype = span(out, True)
     if in_dtype != out_dtype:
-        raise Error(f"{what}: input is {in_dtype.name}, out is {out_dtype.name}")
+        raise Error(f"{what}: input is {in_dtype.name}, out is {out_dtype.name}: convert one")
     if in_numel * out_parts != out_numel * in_parts:
         raise Error(
             f"{what}: input has {in_numel} elements and out {out_numel}; "
@@ -145,7 +148,7 @@ def parts(
     address, numel, dtype = span(arrays, write)
     if counts is None:
         if numel % ranks:
-            raise Error(f"{what} has {numel} elements, not {ranks} equal parts")
+            raise Error(f"{what} has {numel} elements: they must be a multiple of {ranks} ranks")
         counts = [numel // ranks] * ranks
     sizes = [count(f"{what}: a count", number) for number in counts]
     if len(sizes) != ranks or sum(sizes) > numel:
@@ -160,9 +163,12 @@ def parts(
 def check_own(what: str, numel: int, out_numel: int, dtype: _C.DType, out_dtype: _C.DType) -> None:
     """Raise Error if this rank's own part differs in size or dtype between input and output."""
     if dtype != out_dtype:
-        raise Error(f"{what}: input is {dtype.name}, out is {out_dtype.name}")
+        raise Error(f"{what}: input is {dtype.name}, out is {out_dtype.name}: convert one")
     if numel != out_numel:
-        raise Error(f"{what}: our own part has {numel} elements as input and {out_numel} as output")
+        raise Error(
+            f"{what}: our own part has {numel} elements as input and {out_numel} as output: give "
+            "both the same size"
+        )
 
 
 def check_part(
@@ -183,8 +189,11 @@ def check_part(
     """
     sizes = [size for _, size in listed]
     if list_dtype != dtype:
-        raise Error(f"{what}: the list is {list_dtype.name}, the other array is {dtype.name}")
+        raise Error(f"{what}: the list is {list_dtype.name}, the array {dtype.name}: convert one")
     if len(set(sizes)) > 1:
         core.compare_sizes(what, numel, sizes, dtype, redop, timeout)
     elif numel != sizes[core.rank]:
-        raise Error(f"{what}: our part of the list has {sizes[core.rank]} elements, not {numel}")
+        raise Error(
+            f"{what}: on rank {core.rank} its part of the list has {sizes[core.rank]} elements and "
+            f"the array has {numel}: give both the same size"
+        )

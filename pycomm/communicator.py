@@ -136,7 +136,7 @@ class Communicator:
             Error: the communicator is closed.
         """
         if self._core is None:
-            raise Error("this communicator is closed")
+            raise Error("this communicator is closed: make a new one")
         return self._core
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class Communicator:
         address, numel = floats("all_reduce_coded", data, True)
         pieces = built(codec, numel)
         if pieces.numel != numel:
-            raise Error(f"the pieces cover {pieces.numel} of {numel} elements")
+            raise Error(f"the pieces cover {pieces.numel} of {numel} elements: they must cover all")
         return self.core.all_reduce_coded(
             address, pieces, average=average, seed=seed, step=step, timeout=timeout
         )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.arguments import typed
+from pycomm.arguments import deprecated_argument, typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
@@ -23,9 +23,10 @@ from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.state import CompressionState
 
 
+@deprecated_argument("spec", "codec")
 def compress(
     model: nn.Module,
-    spec: str | Codec | Policy = "int8",
+    codec: str | Codec | Policy = "int8",
     *,
     feedback: bool | str | Feedback | None = True,
     seed: int = 0,
@@ -43,9 +44,10 @@ def compress(
 
     Args:
         model: a model in one of these wrappers, compiled or not.
-        spec: a codec, its text ("int8", "topk:0.01,values=int8"), a `pycomm.Policy`, or the text of
-            one: "auto", "int4 warmup=100", and more in `Policy.of`. "dgc:0.01" is top-k with all
+        codec: a codec, its text ("int8", "topk:0.01,values=int8"), a `pycomm.Policy`, or the text
+            of one: "auto", "int4 warmup=100", and more in `Policy.of`. "dgc:0.01" is top-k with all
             of Deep Gradient Compression. A codec leaves norms, biases and tiny parameters exact.
+            The former name of this argument, ``spec``, is deprecated.
         feedback: error feedback. True: the error of each payload is added to the next; False: none;
             or a kind with options, "ema:0.9,storage=int8", see `pycomm.Feedback`.
         seed: seed of random rounding; equal on all ranks.
@@ -76,10 +78,10 @@ def compress(
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
     if isinstance(model, DistributedDataParallel):
         if weights is not None:
-            raise ValueError("weights= is for fully_shard: DistributedDataParallel gathers none")
-        state: CompressionState = _compress_ddp(model, spec, feedback=feedback, seed=seed)
+            raise ValueError("weights= is for fully_shard, and DDP gathers none: leave it out")
+        state: CompressionState = _compress_ddp(model, codec, feedback=feedback, seed=seed)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        state = FSDPState(spec, model, weights=weights, feedback=feedback, seed=seed)
+        state = FSDPState(codec, model, weights=weights, feedback=feedback, seed=seed)
     else:
         raise TypeError(
             f"pycomm.compress takes a model wrapped in DistributedDataParallel or fully_shard, not "
@@ -133,7 +135,7 @@ def compress_late(act: Callable[[nn.Module], None]) -> None:
 
 
 def _compress_ddp(
-    model: DistributedDataParallel, spec: str | Codec | Policy, **options: Any
+    model: DistributedDataParallel, codec: str | Codec | Policy, **options: Any
 ) -> HookState:
     hooks = getattr(model, "_comm_hooks", [])
     if hooks and isinstance(hooks[0][1], DetachedState):  # the model is a copy of a compressed one
@@ -146,7 +148,7 @@ def _compress_ddp(
     before = hooks[0][1] if hooks else None
     if isinstance(before, HookState) and before.removed:
         # torch's reducer takes one hook, for good: the old state forwards to the new one.
-        state = HookState(spec, model, **options)
+        state = HookState(codec, model, **options)
         state.agree()
         before.successor = state
         hooks[0] = (compress_hook, state)
@@ -161,7 +163,7 @@ def _compress_ddp(
             "this model reduces its gradients after backward (delay_all_reduce_named_params) and "
             "uses no communication hook; wrap it without that option"
         )
-    state = HookState(spec, model, **options)
+    state = HookState(codec, model, **options)
     state.agree()
     model.register_comm_hook(state, compress_hook)
     return state
@@ -190,8 +192,7 @@ def _advice(model: nn.Module) -> str:
 class _Function(ModuleType):
     """A callable module: importing `pycomm.compress` hides the function of that name."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> CompressionState:
-        return compress(*args, **kwargs)
+    __call__ = staticmethod(compress)  # without a frame of its own, so that warnings name the user
 
 
 sys.modules[__name__].__class__ = _Function

@@ -125,7 +125,7 @@ class LocalSGD:
         self._model = model
         trained = self._trained()
         if not trained:
-            raise ValueError("LocalSGD: the model has no parameters to train")
+            raise ValueError("LocalSGD: the model has no parameters to train: unfreeze some")
         group = process_group or dist.group.WORLD
         on_cpu = reals(next(iter(trained.values()))).is_cpu
         if delayed and group is not None and not (backend.find(group) and on_cpu):

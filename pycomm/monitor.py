@@ -173,7 +173,7 @@ _GAUGES = {
     "error": "Largest relative L2 error of a sampled averaged gradient",
     "cosine": "Smallest cosine between a sampled averaged gradient and the exact one",
     "coding": "Largest relative L2 error of the codec alone",
-    "residual": "Largest norm of what residuals owe, relative to the gradient",
+    "residual": "Largest norm of the residuals, relative to the gradient",
     "sampled": "Values in the last samples of all parameters",
     "saturated": "Values in the last samples that their codec has cut off",
 }

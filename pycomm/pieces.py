@@ -32,7 +32,7 @@ def floats(what: str, array: Any, write: bool) -> tuple[int, int]:
     """Return the address and number of elements of a float32 array."""
     address, numel, dtype = span(array, write)
     if dtype != _C.DType.float32:
-        raise Error(f"{what} takes float32, not {dtype.name}")
+        raise Error(f"{what} takes float32, not {dtype.name}: convert it first")
     return address, numel
 
 

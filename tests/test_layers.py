@@ -36,7 +36,7 @@ PYTHON_LAYERS = (
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
     {"arrays", "pieces", "straggler", "takeover"},
-    {"_build", "_register", "arguments", "charts", "errors", "env", "_C", "_c10d"},
+    {"_build", "_register", "arguments", "charts", "eden_levels", "errors", "env", "_C", "_c10d"},
 )
 MAX_SOURCES = 25
 # Codecs are triples of one name, and the core has no parts.

@@ -41,7 +41,7 @@ def load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK: tl.constexpr):
 
 
 @triton.jit
-def owed(p, decoded, residual):
+def error_after(p, decoded, residual):
     """Return p's residual after it was sent as ``decoded``; if that is not finite, the old one."""
     return tl.where(magnitude_bits(decoded) < INF_BITS, p - decoded, residual)
 

@@ -17,12 +17,12 @@ from pycomm.triton_kernels._math import (
     NAN_BITS,
     add_or_not,
     bits_float,
+    error_after,
     float_bits,
     from_bfloat16,
     from_small,
     load_sum,
     magnitude_bits,
-    owed,
     scales,
     to_bfloat16,
     to_small,
@@ -69,7 +69,7 @@ def encode_plain_kernel(
     code = to_code(p, DTYPE)
     tl.store(code_ptr + offsets, code, mask=offsets < codes)
     if FEEDBACK:
-        left = owed(p, from_code(code, DTYPE), residual)
+        left = error_after(p, from_code(code, DTYPE), residual)
         tl.store(new_residual_ptr + offsets, left, mask=mask)
 
 
@@ -125,7 +125,7 @@ def encode_block_kernel(
         p, row, numel, scale_ptr, code_ptr, code_bytes, EXPONENT, MANTISSA, TOP, BLOCK
     )
     if FEEDBACK:
-        tl.store(new_residual_ptr + offsets, owed(p, value, residual), mask=mask)
+        tl.store(new_residual_ptr + offsets, error_after(p, value, residual), mask=mask)
 
 
 @triton.jit

@@ -19,10 +19,10 @@ from pycomm.triton_kernels._math import (
     NAN_BITS,
     add_or_not,
     bits_float,
+    error_after,
     float_bits,
     load_sum,
     magnitude_bits,
-    owed,
     to_bfloat16,
 )
 
@@ -79,7 +79,7 @@ def head_kernel(
     bits = float_bits(p) if WIDE else to_bfloat16(p).to(tl.int32) << 16
     bits = tl.where(magnitude_bits(p) > INF_BITS, NAN_BITS, bits)
     if FEEDBACK:
-        tl.store(new_residual_ptr + offsets, owed(p, bits_float(bits), residual), mask=mask)
+        tl.store(new_residual_ptr + offsets, error_after(p, bits_float(bits), residual), mask=mask)
     high = (bits >> 24) & 0x80 | (bits >> 16) & 0x7F
     tl.store(high_ptr + offsets, high.to(tl.uint8), mask=mask)
     if WIDE:

@@ -19,12 +19,12 @@ from pycomm.triton_kernels._math import (
     TINY,
     add_or_not,
     bits_float,
+    error_after,
     float_bits,
     from_small,
     load_codes,
     load_sum,
     magnitude_bits,
-    owed,
     random_words,
     store_codes,
     to_small,
@@ -139,7 +139,7 @@ def encode_kernel(
     else:
         store_codes(code_ptr, row, code.to(tl.int32), code_bytes, BITS, BLOCK, ROWS)
     if FEEDBACK:
-        left = owed(p, value * scale, residual)
+        left = error_after(p, value * scale, residual)
         tl.store(new_residual_ptr + offsets, left, mask=mask)
 
 

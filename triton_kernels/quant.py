@@ -18,11 +18,11 @@ from pycomm.triton_kernels._math import (
     TINY,
     add_or_not,
     bits_float,
+    error_after,
     float_bits,
     load_codes,
     load_sum,
     magnitude_bits,
-    owed,
     random_words,
     scales,
     store_codes,
@@ -219,7 +219,7 @@ def encode_kernel(
         BITS, BLOCK, ROWS, STOCHASTIC, MINMAX, BFLOAT16,
     )  # fmt: skip
     if FEEDBACK:
-        tl.store(new_residual_ptr + offsets, owed(p, value, residual), mask=mask)
+        tl.store(new_residual_ptr + offsets, error_after(p, value, residual), mask=mask)
 
 
 @triton.jit

@@ -19,9 +19,9 @@ from pycomm.triton_kernels._math import (
     NAN_BITS,
     add_or_not,
     bits_float,
+    error_after,
     load_sum,
     magnitude_bits,
-    owed,
 )
 
 TILE = 1024  # values that a program holds at once
@@ -105,7 +105,7 @@ def encode_kernel(
         tl.store(slot + (place - begin), value, mask=mask & chosen)
         if FEEDBACK:
             decoded = tl.where(bad, nan, tl.where(chosen, value, 0.0))
-            tl.store(new_residual_ptr + start + place, owed(p, decoded, residual), mask=mask)
+            tl.store(new_residual_ptr + start + place, error_after(p, decoded, residual), mask=mask)
 
     # The rest of the slot of a short block.
     for at in range(0, BLOCK, SIZE):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pycomm.triton_kernels._launch import as_int32, launch
-from pycomm.triton_kernels._math import add_or_not, load_sum, owed
+from pycomm.triton_kernels._math import add_or_not, error_after, load_sum
 from pycomm.triton_kernels._rotation import (
     HEADER,
     TILE,
@@ -90,7 +90,7 @@ def encode_kernel(
         value = from_code(code, INNER)
     if FEEDBACK:
         value = unrotate(tl.reshape(value, (ROWS, SIZE)), signs, ROWS, SIZE, STEPS)
-        tl.store(new_residual_ptr + offsets, owed(p, value, residual), mask=mask)
+        tl.store(new_residual_ptr + offsets, error_after(p, value, residual), mask=mask)
 
 
 @triton.jit

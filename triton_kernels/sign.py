@@ -15,10 +15,10 @@ from pycomm.triton_kernels._launch import launch
 from pycomm.triton_kernels._math import (
     add_or_not,
     bits_float,
+    error_after,
     float_bits,
     load_sum,
     mean_scales,
-    owed,
 )
 
 TILE = 2048  # values per program, the largest block: 16 per thread of four warps
@@ -60,7 +60,7 @@ def encode_kernel(
     p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
     value = encode_rows(p, row, numel, scale_ptr, code_ptr, codes, BLOCK, ROWS)
     if FEEDBACK:
-        tl.store(new_residual_ptr + offsets, owed(p, value, residual), mask=mask)
+        tl.store(new_residual_ptr + offsets, error_after(p, value, residual), mask=mask)
 
 
 @triton.jit

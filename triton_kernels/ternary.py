@@ -18,11 +18,11 @@ from pycomm.triton_kernels._math import (
     TINY,
     add_or_not,
     bits_float,
+    error_after,
     float_bits,
     load_codes,
     load_sum,
     magnitude_bits,
-    owed,
     random_words,
     store_codes,
 )
@@ -35,7 +35,7 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it round
 
 
 @triton.jit
-def measure_kernel(
+def amax_kernel(
     x_ptr, residual_ptr, out_ptr, numel,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def measure_kernel(
     do_not_specialize=["seed_low", "seed_high", "step", "tensor", "group_low", "group_high"]
 )
 def encode_kernel(
-    x_ptr, residual_ptr, new_residual_ptr, agreed_ptr, scale_ptr, code_ptr, numel, code_bytes,
+    x_ptr, residual_ptr, new_residual_ptr, amax_ptr, scale_ptr, code_ptr, numel, code_bytes,
     seed_low, seed_high, step, tensor, group_low, group_high,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr,
     FEEDBACK: tl.constexpr,
@@ -62,11 +62,11 @@ def encode_kernel(
     mask = offsets < numel
     p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
 
-    agreed = tl.load(agreed_ptr + row, mask=row * BLOCK < numel, other=0.0)
-    used = (agreed > TINY) & (agreed < LIMIT)
-    nan = bits_float(tl.full(agreed.shape, NAN_BITS, tl.int32))
-    unit = bits_float((float_bits(agreed) + 0xFFFF) & -65536)
-    scale = tl.where(used, unit, tl.where(agreed <= TINY, 0.0, nan))
+    amax = tl.load(amax_ptr + row, mask=row * BLOCK < numel, other=0.0)
+    used = (amax > TINY) & (amax < LIMIT)
+    nan = bits_float(tl.full(amax.shape, NAN_BITS, tl.int32))
+    unit = bits_float((float_bits(amax) + 0xFFFF) & -65536)
+    scale = tl.where(used, unit, tl.where(amax <= TINY, 0.0, nan))
     if SUM:
         v = tl.math.div_rn(p, tl.where(used, scale, 1.0) + tl.zeros_like(p))
         near = tl.where(v > -TOP * 1.0, v, -TOP * 1.0)  # NaN becomes -top
@@ -84,7 +84,7 @@ def encode_kernel(
     tl.store(scale_ptr + row, scale, mask=row * BLOCK < numel)
     store_codes(code_ptr, row, q, code_bytes, BITS, BLOCK, ROWS)
     if FEEDBACK:
-        left = owed(p, q.to(tl.float32) * scale, residual)
+        left = error_after(p, q.to(tl.float32) * scale, residual)
         tl.store(new_residual_ptr + offsets, left, mask=mask)
 
 
@@ -109,10 +109,12 @@ def _sections(codec: Any, payload: torch.Tensor, numel: int) -> tuple[torch.Tens
     return payload[:start].view(torch.float32), payload[start:]
 
 
-def measure(codec: Any, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+def compute_amax(
+    codec: Any, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
     """Write the largest magnitude of each block of x + residual."""
     launch(
-        measure_kernel,
+        amax_kernel,
         triton.cdiv(x.numel(), TILE),
         *(x, residual, out, x.numel()),
         BLOCK=codec.block,
@@ -131,7 +133,7 @@ def encode(codec: Any, args: Any) -> None:
     launch(
         encode_kernel,
         triton.cdiv(numel, TILE),
-        *(args.x, args.residual, args.new_residual, args.agreed, scale, codes),
+        *(args.x, args.residual, args.new_residual, args.amax, scale, codes),
         *(numel, codes.numel()),
         *(as_int32(seed & 0xFFFFFFFF), as_int32(seed >> 32)),
         *(as_int32(key.step), as_int32(key.tensor)),

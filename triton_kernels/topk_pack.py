@@ -9,9 +9,9 @@ from pycomm.triton_kernels._math import (
     INF_BITS,
     NAN_BITS,
     bits_float,
+    error_after,
     float_bits,
     magnitude_bits,
-    owed,
     scales,
 )
 from pycomm.triton_kernels.topk_select import COUNT, STATE, VOID
@@ -163,7 +163,7 @@ def pack_kernel(
         if FEEDBACK:
             place = record * length + (index.to(tl.int64) & 0xFFFFFFFF)
             kept = tl.load(residual_ptr + place, mask=there, other=0.0)
-            tl.store(new_residual_ptr + place, owed(p, value, kept), mask=there)
+            tl.store(new_residual_ptr + place, error_after(p, value, kept), mask=there)
     if SAMPLED:
         # All programs together clear the unused bytes.
         _, _, most = sections(n, tl.zeros((), tl.int64) + k, VALUES, INDICES)

@@ -18,7 +18,7 @@ from typing import Any
 from pycomm.bench.gpu.results import Row
 from pycomm.bench.gpu.tasks import Task
 
-PATIENCE = 90.0  # seconds without output after which a process counts as hung
+SILENCE = 90.0  # seconds without output after which a process counts as hung
 TASKS = (sys.executable, "-m", "pycomm.bench.gpu.tasks")
 COLLECTIVES = (sys.executable, "-m", "pycomm.bench.gpu.collectives")
 
@@ -48,7 +48,7 @@ def messages(
         deadline: when it must have ended, by ``time.monotonic()``.
 
     Raises:
-        Died: it writes nothing for `PATIENCE` seconds, misses the deadline, or fails.
+        Died: it writes nothing for `SILENCE` seconds, misses the deadline, or fails.
     """
     process = subprocess.Popen(
         command,
@@ -66,7 +66,7 @@ def messages(
         while (line := _next(lines, deadline)) is not None:
             if line.startswith("{"):  # libraries may print other lines
                 yield json.loads(line)
-        if status := process.wait(PATIENCE):
+        if status := process.wait(SILENCE):
             raise Died(f"its process ended with status {status}")
     finally:
         end(process)
@@ -81,9 +81,9 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> Non
 def _next(lines: queue.Queue[str | None], deadline: float) -> str | None:
     left = deadline - time.monotonic()
     try:
-        return lines.get(timeout=max(min(PATIENCE, left), 0.001))
+        return lines.get(timeout=max(min(SILENCE, left), 0.001))
     except queue.Empty:
-        late = "the time for all is over" if left < PATIENCE else f"no word for {PATIENCE:.0f} s"
+        late = "the time for all is over" if left < SILENCE else f"no word for {SILENCE:.0f} s"
         raise Died(late) from None
 
 

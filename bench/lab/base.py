@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from pycomm.bench.lab import awake, keeper
+from pycomm.bench.lab import busy_cores, subreaper
 from pycomm.bench.lab.rates import UNLIMITED
 
 Rank = subprocess.Popen[bytes]
@@ -46,7 +46,7 @@ class Lab(ABC):
     def __init__(self, nodes: int, rate: str) -> None:
         self.nodes, self.rate = nodes, rate
         self._ranks: list[Rank] = []
-        self._awake: Rank | None = None
+        self._busy: Rank | None = None
 
     @abstractmethod
     def wrap(self, node: int) -> list[str]:
@@ -101,19 +101,19 @@ class Lab(ABC):
         stderr: IO[bytes] | int | None = None,
     ) -> Rank:
         """Start a command on a node; it ends with this process and with the lab."""
-        self._stay_awake()
-        keep = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid())]
+        self._keep_cores_busy()
+        keep = [sys.executable, "-I", "-S", subreaper.__file__, str(os.getpid())]
         rank = subprocess.Popen(
             [*self.wrap(node), *keep, *command], env=env, stdout=stdout, stderr=stderr
         )
         self._ranks.append(rank)
         return rank
 
-    def _stay_awake(self) -> None:
+    def _keep_cores_busy(self) -> None:
         """Keep all processors from idling until the ranks are stopped."""
-        if self._awake is None:
-            command = [sys.executable, "-I", "-S", awake.__file__, str(os.getpid())]
-            self._awake = subprocess.Popen(command)
+        if self._busy is None:
+            command = [sys.executable, "-I", "-S", busy_cores.__file__, str(os.getpid())]
+            self._busy = subprocess.Popen(command)
 
     def stop(self) -> None:
         """End every rank and its descendants: first with SIGTERM, then with SIGKILL."""
@@ -125,10 +125,10 @@ class Lab(ABC):
             while any(rank.poll() is None for rank in running) and time.monotonic() < deadline:
                 time.sleep(0.01)
         self._ranks = []
-        if self._awake is not None:
-            self._awake.kill()
-            self._awake.wait()
-            self._awake = None
+        if self._busy is not None:
+            self._busy.kill()
+            self._busy.wait()
+            self._busy = None
 
     def close(self) -> None:
         """End the ranks and remove the nodes."""

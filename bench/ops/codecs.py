@@ -91,10 +91,10 @@ class Calls:
         self.target = np.empty_like(x)
         self.payload = np.zeros(codec.encoded_bytes(numel), np.uint8)
         self.variable = codec.variable
-        source, out, owed, code = (
+        source, out, residual, code = (
             array.ctypes.data for array in (x, self.decoded, self.residual, self.payload)
         )
-        feedback = {"residual": owed, "new_residual": owed}
+        feedback = {"residual": residual, "new_residual": residual}
         plain = {}
         if codec.agrees:
             self.agreed = np.zeros(-(-numel // codec.granule), np.float32)
@@ -114,13 +114,13 @@ class Calls:
     def _fed(self, codec: _C.Codec, name: str) -> Run:
         assert self.momentum is not None
         kind, storage = KINDS[name]
-        owed, speed = self.residual.ctypes.data, self.momentum.ctypes.data
+        residual, speed = self.residual.ctypes.data, self.momentum.ctypes.data
         options = {
             "kind": getattr(_C.FeedbackKind, kind),
             "storage": getattr(_C.FeedbackStorage, storage),
             "decay": 0.9,
             "nesterov": False,
-            "error": (owed, owed),
+            "error": (residual, residual),
             "momentum": (speed, speed) if kind == "momentum" else (0, 0),
             "scratch": _C.FeedbackScratch(),
         }

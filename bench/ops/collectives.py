@@ -31,7 +31,7 @@ from pycomm.bench.ops.measure import STEPS, Rank
 from pycomm.bench.ops.operations import OPERATIONS
 from pycomm.env import env
 
-PATIENCE = 5.0  # seconds that rank 0 waits for the others to finish
+GRACE = 5.0  # seconds that rank 0 waits for the others to finish
 
 
 def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
@@ -102,7 +102,7 @@ def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
         plain = {} if sys.stdout.isatty() else {"TERM": "dumb"}
         variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ) | plain
         return subprocess.run([*mpi.mpirun(ranks), *command], env=variables).returncode
-    folder = _meeting_place(os.getpid())
+    folder = _rendezvous_folder(os.getpid())
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed process that had our pid
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -127,7 +127,7 @@ def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _meeting_place(starter: int) -> Path:
+def _rendezvous_folder(starter: int) -> Path:
     """Return the folder shared by all ranks that one process started: torchrun or this program."""
     return Path(tempfile.gettempdir()) / f"pycomm-bench-{starter}"
 
@@ -139,7 +139,7 @@ def _leave(folder: Path, rank: int, ranks: int) -> None:
         (folder / f"left-{rank}").touch()
     if rank > 0:
         return
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + GRACE
     while time.monotonic() < end and not all((folder / f"left-{r}").exists() for r in range(ranks)):
         time.sleep(0.01)
     shutil.rmtree(folder, ignore_errors=True)
@@ -281,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    folder = Path(options.store) if options.store else _meeting_place(os.getppid())
+    folder = Path(options.store) if options.store else _rendezvous_folder(os.getppid())
     folder.mkdir(mode=0o700, exist_ok=True)  # private, since ranks trust its contents
     try:
         command = shlex.join(["python", "-m", "pycomm.bench", *argv])

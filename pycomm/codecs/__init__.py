@@ -152,7 +152,7 @@ def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
         if option not in known:
             raise ValueError(f"{name}: unknown option {option!r}; {listed}")
         if option in options:
-            raise ValueError(f"{name}: {option} is given twice")
+            raise ValueError(f"{name}: {option} is given twice: leave one out")
         options[option] = _convert(name, option, value, hints[option])
     return options
 

@@ -23,7 +23,7 @@ class RandomKey:
             if not 0 <= value < 1 << bits:
                 raise ValueError(f"RandomKey: {name}={value} does not fit in {bits} unsigned bits")
         if not 0 <= self.rank < self.ranks < 1 << 32:
-            raise ValueError(f"RandomKey: there is no rank {self.rank} of {self.ranks}")
+            raise ValueError(f"RandomKey: rank={self.rank} must be below ranks={self.ranks}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,5 +36,5 @@ class EncodeArgs:
     new_residual: torch.Tensor | None  # may be `residual`; None iff `residual` is None
     key: RandomKey
     index: int  # index of x[0] in its tensor, a multiple of granule
-    agreed: torch.Tensor | None = None  # float32, one value for each granule of x
+    amax: torch.Tensor | None = None  # of all ranks: float32, one value for each granule of x
     summed: bool = False  # x is a sum of decoded contributions of this key

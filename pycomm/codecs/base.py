@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from pycomm.arguments import deprecated_argument, warn_deprecated
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Implementation, native_codec, select
 
@@ -77,8 +78,8 @@ class Codec(ABC):
         return False
 
     @property
-    def agrees(self) -> bool:
-        """True if ranks must agree on the maximum of their measurements before they encode."""
+    def needs_amax(self) -> bool:
+        """True if ranks must share the maximum of their absolute values before they encode."""
         return False
 
     def fit(self, shape: Sequence[int]) -> Codec:
@@ -98,19 +99,19 @@ class Codec(ABC):
 
     @abstractmethod
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the payload (uint8) of ``p`` (float32 [numel])."""
 
     def reference_encode_sum(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the payload of a sum of decoded contributions; only if ``combine`` is sum."""
-        return self.reference_encode(p, key, index, agreed)
+        return self.reference_encode(p, key, index, amax)
 
-    def reference_measure(self, p: torch.Tensor) -> torch.Tensor:
-        """Return what ranks agree on, float32 [granules of ``p``]; only if ``agrees``."""
-        raise TypeError(f"{self.name}: its ranks have nothing to agree on before they encode")
+    def reference_amax(self, p: torch.Tensor) -> torch.Tensor:
+        """Return the amax of each granule of ``p``, float32; only if ``needs_amax``."""
+        raise TypeError(f"{self.name}: it has no amax, since it encodes without one")
 
     @abstractmethod
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
@@ -129,6 +130,7 @@ class Codec(ABC):
         """
         return native_codec(self.spec())
 
+    @deprecated_argument("agreed", "amax")
     def encode(
         self,
         x: Array,
@@ -138,7 +140,7 @@ class Codec(ABC):
         new_residual: Array | None = None,
         key: RandomKey = RandomKey(),
         index: int = 0,
-        agreed: Array | None = None,
+        amax: Array | None = None,
         summed: bool = False,
     ) -> torch.Tensor:
         """Encode ``x``, with error feedback if there is a residual, in one pass.
@@ -153,8 +155,8 @@ class Codec(ABC):
             new_residual: tensor for the new residual; None: ``residual`` itself.
             key: key of the random numbers, for stochastic rounding.
             index: index of ``x[0]`` in its tensor, a multiple of ``granule``.
-            agreed: float32, the maximum of the ranks' measurements (`measure`); None: this rank's
-                own. Only codecs with ``agrees`` take it.
+            amax: float32, the maximum over all ranks of `compute_amax`; None: this rank's own. Only
+                codecs with ``needs_amax`` take it.
             summed: ``x`` is a sum of decoded contributions with this key; it is encoded without
                 loss. Only where ``combine`` is "sum".
 
@@ -190,24 +192,25 @@ class Codec(ABC):
             where = f"a multiple of {self.granule}" if self.granule else "0"
             raise ValueError(f"{self.name}: index {index} is not {where}: cut tensors only there")
         if summed and self.combine != "sum":
-            raise ValueError(f"{self.name}: it does not encode sums: combine is {self.combine}")
-        if agreed is not None and not self.agrees:
-            raise ValueError(f"{self.name}: its ranks have nothing to agree on: leave out agreed")
-        if agreed is None and self.agrees:
-            agreed = self.measure(x, residual)
-        if agreed is not None:
-            agreed = _floats("agreed", agreed)
-            _check_device("agreed", agreed, x)
-            if agreed.numel() != self.granules(x.numel()):
+            raise ValueError(f"{self.name}: combine is {self.combine}: leave out summed=")
+        if amax is not None and not self.needs_amax:
+            raise ValueError(f"{self.name}: it encodes without the ranks' amax: leave out amax=")
+        if amax is None and self.needs_amax:
+            amax = self.compute_amax(x, residual)
+        if amax is not None:
+            amax = _floats("amax", amax)
+            _check_device("amax", amax, x)
+            if amax.numel() != self.granules(x.numel()):
                 raise ValueError(
-                    f"{self.name}: agreed has {agreed.numel()} values, one per granule"
+                    f"{self.name}: amax has {amax.numel()} values: want one for each of "
+                    f"{self.granules(x.numel())} granules"
                 )
-        args = EncodeArgs(x, out, residual, new_residual, key, index, agreed, summed)
+        args = EncodeArgs(x, out, residual, new_residual, key, index, amax, summed)
         self.implementation(x.device.type).encode(self, args)
         return args.out
 
-    def measure(self, x: Array, residual: Array | None = None) -> torch.Tensor:
-        """Return what ranks must agree on before they encode: ``encode`` takes the maximum.
+    def compute_amax(self, x: Array, residual: Array | None = None) -> torch.Tensor:
+        """Return the largest absolute value of each granule; ``encode`` takes the ranks' maximum.
 
         Args:
             x: float32, any shape, contiguous.
@@ -217,17 +220,28 @@ class Codec(ABC):
             float32, one value for each granule of ``x``.
 
         Raises:
-            TypeError: a wrong dtype, or the codec has no ``agrees``.
+            TypeError: a wrong dtype, or the codec has no ``needs_amax``.
             ValueError: a wrong size, device or layout.
         """
-        if not self.agrees:
-            raise TypeError(f"{self.name}: its ranks have nothing to agree on before they encode")
+        if not self.needs_amax:
+            raise TypeError(f"{self.name}: it has no amax, since it encodes without one")
         x = _floats("x", x)
         out = torch.empty(self.granules(x.numel()), dtype=torch.float32, device=x.device)
         if residual is not None:
             residual = _floats("residual", residual, like=x)
-        self.implementation(x.device.type).measure(self, x, residual, out)
+        self.implementation(x.device.type).compute_amax(self, x, residual, out)
         return out
+
+    @property
+    def agrees(self) -> bool:
+        """The former name of `needs_amax`, deprecated."""
+        warn_deprecated("Codec.agrees", "Codec.needs_amax")
+        return self.needs_amax
+
+    def measure(self, x: Array, residual: Array | None = None) -> torch.Tensor:
+        """The former name of `compute_amax`, deprecated."""
+        warn_deprecated("Codec.measure", "Codec.compute_amax")
+        return self.compute_amax(x, residual)
 
     def decode(self, payload: Array, out: int | Array) -> torch.Tensor:
         """Return the values of a payload.
@@ -299,4 +313,4 @@ def _floats(role: str, x: Array, like: torch.Tensor | None = None) -> torch.Tens
 
 def _check_device(role: str, x: torch.Tensor, like: torch.Tensor) -> None:
     if x.device != like.device:
-        raise ValueError(f"{role} is on {x.device}, the values are on {like.device}")
+        raise ValueError(f"{role} is on {x.device} and the values are on {like.device}: move one")

@@ -52,7 +52,7 @@ class Cast(Codec):
         return self._scale_bytes(numel) + padded(numel * DTYPES[self.dtype].itemsize)
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         dtype = DTYPES[self.dtype]
         if not self.block:

@@ -93,7 +93,7 @@ def convert(
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{role} must be float32, float16 or bfloat16, not {tensor.dtype}")
         if not tensor.is_contiguous():
-            raise ValueError(f"{role} must be contiguous")
+            raise ValueError(f"{role} must be contiguous: call .contiguous() first")
         if tensor.numel() != x.numel() or tensor.device != x.device:
             raise ValueError(
                 f"out has {out.numel()} values on {out.device}, x has {x.numel()} on {x.device}"
@@ -243,4 +243,4 @@ def _select(device: str, wanted: str) -> Run:
             return implementation(kind, device)
         except (ImportError, Unavailable) as e:
             reasons.append(f"{kind}: {e}")
-    raise Unavailable(f"nobody converts on {device}. " + "; ".join(reasons))
+    raise Unavailable(f"no implementation converts on {device}: " + "; ".join(reasons))

@@ -40,21 +40,21 @@ class Codec(Protocol):
 
     @property
     def native(self) -> _C.Codec: ...
-    def reference_measure(self, p: torch.Tensor) -> torch.Tensor: ...
+    def reference_amax(self, p: torch.Tensor) -> torch.Tensor: ...
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor: ...
     def reference_encode_sum(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor: ...
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor: ...
     def reference_decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
 class Implementation(Protocol):
-    """An implementation; may be a module. Only codecs with ``agrees`` need `measure`."""
+    """An implementation; may be a module. Only codecs with ``needs_amax`` need `compute_amax`."""
 
-    def measure(
+    def compute_amax(
         self, codec: Any, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, /
     ) -> None: ...
     def encode(self, codec: Any, args: EncodeArgs, /) -> None: ...
@@ -65,24 +65,24 @@ class Implementation(Protocol):
 class Reference:
     """The reference: any codec in plain torch, on any device."""
 
-    def measure(
+    def compute_amax(
         self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         p = x.reshape(-1) if residual is None else x.reshape(-1) + residual.reshape(-1)
-        out.copy_(codec.reference_measure(p))
+        out.copy_(codec.reference_amax(p))
 
     def encode(self, codec: Codec, args: EncodeArgs) -> None:
         x = args.x.reshape(-1)
         encode = codec.reference_encode_sum if args.summed else codec.reference_encode
         if args.residual is None or args.new_residual is None:
-            args.out.copy_(encode(x, args.key, args.index, args.agreed))
+            args.out.copy_(encode(x, args.key, args.index, args.amax))
             return
         residual = args.residual.reshape(-1)
         p = x + residual
-        args.out.copy_(encode(p, args.key, args.index, args.agreed))
+        args.out.copy_(encode(p, args.key, args.index, args.amax))
         value = codec.reference_decode(args.out, p.numel())
-        owed = torch.where(value.isfinite(), p - value, residual)
-        args.new_residual.view(-1).copy_(owed)
+        left = torch.where(value.isfinite(), p - value, residual)
+        args.new_residual.view(-1).copy_(left)
 
     def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
         out.view(-1).copy_(codec.reference_decode(payload, out.numel()))
@@ -94,7 +94,7 @@ class Reference:
 class Native:
     """The native implementation: pycomm._C; cuda tensors use torch's current stream."""
 
-    def measure(
+    def compute_amax(
         self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         with _device(x):
@@ -121,7 +121,7 @@ class Native:
                 rank=args.key.rank,
                 ranks=args.key.ranks,
                 index=args.index,
-                agreed=0 if args.agreed is None else args.agreed.data_ptr(),
+                agreed=0 if args.amax is None else args.amax.data_ptr(),
                 summed=args.summed,
                 stream=_stream(args.x),
                 scratch=scratch.data_ptr(),
@@ -176,7 +176,7 @@ def native_codec(spec: str) -> _C.Codec:
 
 
 def _no_nvrtc() -> Implementation:
-    raise ImportError("pycomm.codecs has not been imported")
+    raise ImportError("the codecs are not registered yet: import pycomm.codecs first")
 
 
 nvrtc: Callable[[], Implementation] = _no_nvrtc
@@ -235,4 +235,4 @@ def _select(name: str, device: str, wanted: str) -> Implementation:
             return implementation(name, kind, device)
         except (ImportError, Unavailable) as e:
             reasons.append(f"{kind}: {e}")
-    raise Unavailable(f"no implementation of {name} on {device}. " + "; ".join(reasons))
+    raise Unavailable(f"no implementation of {name} runs on {device}: " + "; ".join(reasons))

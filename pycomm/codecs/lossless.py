@@ -53,7 +53,7 @@ class Lossless(Codec):
         return 16, padded16(numel), low, heads, num_blocks(numel, GROUP) * GROUP
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = p.new_zeros(self.encoded_bytes(p.numel()), dtype=torch.uint8)
         if p.numel() == 0:

@@ -106,7 +106,7 @@ class MX(Codec):
         return self.sections(numel)[1] + padded(-(-numel * self.element.bits // 8))
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         first, v = self._scaled(p)
         if self.rounding == "stochastic":

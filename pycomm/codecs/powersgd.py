@@ -95,7 +95,7 @@ class PowerSGD(Codec):
         return ((words >> 8).float() * 2.0**-23 - 1).view(columns, width)
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         if not p.numel():
             return p.new_empty(0, dtype=torch.uint8)

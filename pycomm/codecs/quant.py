@@ -94,7 +94,7 @@ class Quant(Codec):
         return padded(self.scale_bytes(numel)) + padded(-(-numel * self.bits // 8))
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         rows = split(p, self.block)
         if self.range == "symmetric":

@@ -53,12 +53,12 @@ class RandomK(Codec):
         return HEADER.size + 4 * (numel // self.granule * self.block + rest)
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._encode(p, key, index, self.scale == "unbiased")
 
     def reference_encode_sum(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._encode(p, key, index, False)
 

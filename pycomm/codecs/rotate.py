@@ -59,7 +59,7 @@ class Rotate(Codec):
         return HEADER + self.inner.encoded_bytes(rotated) if numel else 0
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         if p.numel() == 0:
             return p.new_empty(0, dtype=torch.uint8)

@@ -37,7 +37,7 @@ class Sign(Codec):
         return 4 * num_blocks(numel, self.block) + padded(-(-numel // 8))
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         rows = split(p, self.block)
         scale, used = mean_scales(rows, p.numel())

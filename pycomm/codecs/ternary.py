@@ -64,7 +64,7 @@ class Ternary(Codec):
         return self.block
 
     @property
-    def agrees(self) -> bool:
+    def needs_amax(self) -> bool:
         return True
 
     def check_ranks(self, key: RandomKey) -> None:
@@ -81,14 +81,14 @@ class Ternary(Codec):
     def encoded_bytes(self, numel: int) -> int:
         return 4 * num_blocks(numel, self.block) + padded(-(-numel * self.bits // 8))
 
-    def reference_measure(self, p: torch.Tensor) -> torch.Tensor:
+    def reference_amax(self, p: torch.Tensor) -> torch.Tensor:
         amax = split(p, self.block).abs().amax(dim=1)
         return torch.where(amax.isfinite(), amax, torch.full_like(amax, torch.inf))
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
-        rows, scale, used = self._scaled(p, key, agreed)
+        rows, scale, used = self._scaled(p, key, amax)
         own = replace(key, seed=self.rank_seed(key))
         words = random_words(own, index, rows.numel(), p.device)
         chance = (words.view_as(rows) >> 8).to(torch.float32) * (scale * 2.0**-24)[:, None]
@@ -96,9 +96,9 @@ class Ternary(Codec):
         return self._coded(p.numel(), scale, used, torch.where(rows < 0, -away, away))
 
     def reference_encode_sum(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
-        rows, scale, used = self._scaled(p, key, agreed)
+        rows, scale, used = self._scaled(p, key, amax)
         unit = torch.where(used, scale, torch.ones_like(scale))[:, None].expand_as(rows)
         code = (rows / unit).clamp(-self.top, self.top).round()
         code = torch.where(rows.isnan(), torch.full_like(code, -self.top), code)
@@ -112,18 +112,21 @@ class Ternary(Codec):
         return ((code ^ sign) - sign).to(torch.float32) * scale
 
     def _scaled(
-        self, p: torch.Tensor, key: RandomKey, agreed: torch.Tensor | None
+        self, p: torch.Tensor, key: RandomKey, amax: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rows of one block each, and (scale, used) of each."""
         self.check_ranks(key)
-        if agreed is None:
-            raise ValueError(f"{self.name}: its ranks must agree before they encode")
-        used = (agreed > TINY) & (agreed < LIMIT)
-        safe = torch.where(used, agreed, torch.ones_like(agreed))
+        if amax is None:
+            raise ValueError(
+                f"{self.name}: it encodes by the amax of all ranks: pass the maximum of their "
+                "codec.compute_amax(x) as amax="
+            )
+        used = (amax > TINY) & (amax < LIMIT)
+        safe = torch.where(used, amax, torch.ones_like(amax))
         # The scale is rounded up to 8 significant bits.
         unit = ((safe.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-        nan = torch.full_like(agreed, NAN, dtype=torch.int32).view(torch.float32)
-        unused = torch.where(agreed <= TINY, torch.zeros_like(agreed), nan)
+        nan = torch.full_like(amax, NAN, dtype=torch.int32).view(torch.float32)
+        unused = torch.where(amax <= TINY, torch.zeros_like(amax), nan)
         return split(p, self.block), torch.where(used, unit, unused), used
 
     def _coded(

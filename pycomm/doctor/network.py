@@ -12,7 +12,7 @@ from pycomm.doctor.finding import Finding
 
 TOPIC = "network"
 # In the order of csrc/core/env.h: the first that is set counts.
-WISHES = ("PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+VARIABLES = ("PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SMALLEST_MTU = 1280
 """The MTU in bytes that every IPv6 link must support."""
 WIRE_USUALLY = 1500
@@ -56,7 +56,7 @@ def look(given: Mapping[str, str]) -> Network:
     from pycomm import _C
 
     up = _C.interfaces()
-    source = next((name for name in WISHES if given.get(name)), "")
+    source = next((name for name in VARIABLES if given.get(name)), "")
     wish, store = given.get(source, ""), given.get("MASTER_ADDR", "")
     here: list[Interface] = []
     far: list[Interface] = []
@@ -89,7 +89,7 @@ def judge(network: Network, hosts: int) -> Iterator[Finding]:
             "give the address of rank 0's host, or a name that every host resolves (/etc/hosts)",
         )
     if not network.up:
-        text = "no interface is up, not even loopback: ranks meet by shared memory alone"
+        text = "no interface is up, not even loopback: ranks can use shared memory alone"
         yield _finding("problem", "interface", text, "ip link set lo up, and start a network")
         return
     if network.error:

@@ -222,7 +222,7 @@ def run(ranks: int) -> list[Finding]:
     if broken:
         rank, words = next(iter(broken.items()))
         text = f"rank {rank} ended: {' '.join(words) or 'without a word'}"
-        return [Finding("problem", TOPIC, "ranks", text, "mend what stands above, then try again")]
+        return [Finding("problem", TOPIC, "ranks", text, "fix the problems above, then try again")]
     return list(judge(said))
 
 

@@ -25,7 +25,7 @@ def encode(
     begin: int,
     row: int = 0,
     key: RandomKey = _KEY,
-    agreed: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> None:
     """Encode values of a parameter with its residual.
 
@@ -39,44 +39,44 @@ def encode(
         begin: index of x[0] in the parameter.
         row: row of the residual.
         key: selects the random numbers.
-        agreed: see `Codec.encode`.
+        amax: see `Codec.encode`.
     """
     rule, kind = residual.rule, residual.rule.kind if worker else "residual"
     error, momentum = (residual.worker, residual.momentum) if worker else (residual.owner, None)
     end = begin + x.numel()
     old, fresh = _parts(residual, error, row, begin, end)
     old_u, fresh_u = _parts(residual, momentum, row, begin, end)
-    owed = None
+    left = None
     if old is not None and fresh is not None:
         # The codec writes a float32 residual directly, if feedback does not transform it.
         direct = fresh.dtype == torch.float32 and kind == "residual"
-        owed = fresh if direct else torch.empty_like(x)
+        left = fresh if direct else torch.empty_like(x)
     p, e, u = _past(rule.decay, rule.nesterov, kind, x, old, old_u)
-    codec.encode(p, out, e, new_residual=owed, key=key, index=begin, agreed=agreed)
-    if owed is not None and e is not None and fresh is not None:
+    codec.encode(p, out, e, new_residual=left, key=key, index=begin, amax=amax)
+    if left is not None and e is not None and fresh is not None:
         if kind == "ema":
-            owed = e * rule.decay + owed * (1 - torch.tensor(rule.decay, dtype=torch.float32))
+            left = e * rule.decay + left * (1 - torch.tensor(rule.decay, dtype=torch.float32))
         elif kind == "ef21":
-            owed = ((p + e) - owed) - e
+            left = ((p + e) - left) - e
         elif u is not None:
-            u = torch.where(owed == p + e, u, 0.0)
-        if owed is not fresh:
-            storage.store(owed, fresh)
+            u = torch.where(left == p + e, u, 0.0)
+        if left is not fresh:
+            storage.store(left, fresh)
     if u is not None and fresh_u is not None:
         storage.store(u, fresh_u)
 
 
-def measure(
+def compute_amax(
     codec: Codec, x: torch.Tensor, residual: Residual | None, *, row: int = 0
 ) -> torch.Tensor:
-    """Return `Codec.measure` of the values that `encode` encodes for a whole contribution."""
+    """Return `Codec.compute_amax` of the values that `encode` encodes for a whole contribution."""
     if residual is None:
-        return codec.measure(x)
+        return codec.compute_amax(x)
     rule, numel = residual.rule, residual.numel
     old, _ = _parts(residual, residual.worker, row, 0, numel)
     old_u, _ = _parts(residual, residual.momentum, row, 0, numel)
     p, e, _ = _past(rule.decay, rule.nesterov, rule.kind, x, old, old_u)
-    return codec.measure(p, e)
+    return codec.compute_amax(p, e)
 
 
 def add_mean(residual: Residual | None, x: torch.Tensor) -> None:

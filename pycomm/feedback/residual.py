@@ -92,18 +92,18 @@ class Residual:
         ]
         return torch.cat(whole) if rows > 1 else whole[0]
 
-    def owed(self) -> torch.Tensor:
+    def load_worker(self) -> torch.Tensor:
         """Return the worker residual before this step, float32 [numel]."""
         assert self.worker is not None
         return storage.load(self.worker[self.sides[0]], self.numel)
 
     def room(self) -> torch.Tensor:
-        """Return float32 [numel] for the argument of `owe`: the residual itself if in float32."""
+        """Return float32 [numel] for `store_worker`: the residual itself if in float32."""
         assert self.worker is not None
         fresh = self.worker[self.sides[1]]
         return fresh if fresh.dtype == torch.float32 else fresh.new_empty(self.numel).float()
 
-    def owe(self, values: torch.Tensor) -> None:
+    def store_worker(self, values: torch.Tensor) -> None:
         """Write the worker residual after this step, float32 [numel]."""
         assert self.worker is not None
         fresh = self.worker[self.sides[1]]

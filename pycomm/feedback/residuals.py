@@ -73,7 +73,7 @@ class Residuals:
             )
         return found
 
-    def owed(self, name: str, begin: int, end: int, row: int = 0) -> torch.Tensor | None:
+    def added(self, name: str, begin: int, end: int, row: int = 0) -> torch.Tensor | None:
         """Return what this rank's residuals of values begin <= i < end of a row add to the average.
 
         A worker's error counts 1/ranks, an owner's once. float32 [end - begin]; None: nothing. EF21
@@ -90,9 +90,9 @@ class Residuals:
             stored = storage.part(pair[found.sides[0]], found.numel, row, first, end)
             return storage.load(stored, end - first)[begin - first :]
 
-        owed = values(found.worker) + self.rule.decay * values(found.momentum)
+        errors = values(found.worker) + self.rule.decay * values(found.momentum)
         nothing = torch.zeros(end - begin, device=found.device)
-        return owed / self.ranks + values(found.owner) + nothing
+        return errors / self.ranks + values(found.owner) + nothing
 
     def bytes_for(self, codec: Codec, numel: int, rows: int) -> int:
         """Return the bytes of a parameter's residual when all of it has been written.
@@ -115,7 +115,7 @@ class Residuals:
         return 2 * taken  # each has two sides
 
     @property
-    def owes(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether a parameter has a residual that is still to be sent."""
         return any(residual.worker is not None for residual in self._residuals.values())
 

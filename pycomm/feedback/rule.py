@@ -69,16 +69,16 @@ class Feedback:
         if self.decay < 0:
             object.__setattr__(self, "decay", _DECAY[self.kind])
         if not 0 <= self.decay < 1:
-            raise ValueError(f"feedback: decay={self.decay} is not in [0, 1)")
+            raise ValueError(f"feedback: decay={self.decay}: use 0 or more, and less than 1")
         if self.decay and self.kind not in ("ema", "momentum"):
-            raise ValueError(f"feedback: {self.kind} has no decay")
+            raise ValueError(f"feedback: {self.kind} has no decay: leave it out")
         if self.reset < 0 or (self.reset and self.kind != "ema"):
-            raise ValueError("feedback: reset is a number of steps, and only ema has it")
+            raise ValueError("feedback: reset={self.reset}: only ema has one, a number of steps")
         if self.clip < 0 or ((self.clip or self.nesterov) and self.kind != "momentum"):
-            raise ValueError("feedback: clip and nesterov belong to momentum; clip is not negative")
+            raise ValueError("feedback: clip and nesterov are for momentum, and clip is 0 or more")
         if self.kind == "ef21" and self.storage not in ("float32", "auto"):
             # Sent values must be known exactly, else the ranks drift from their mean permanently.
-            raise ValueError("feedback: ef21 is kept in float32 only")
+            raise ValueError("feedback: ef21 is kept in float32 only: leave out storage=")
 
     def __str__(self) -> str:
         """Return the text from which `of` makes an equal object."""

@@ -88,7 +88,7 @@ class FSDPState(CompressionState):
         for unit in self._units:
             for name, parameter in unit.parameters.items():
                 if name in self._shards:
-                    raise Error(f"the model has two parameters of the name {name}")
+                    raise Error(f"the model has two parameters of the name {name}: rename one")
                 self._shards[name] = parameter.padded_sharded_param_size
                 if parameter.fsdp_placement.dim == 0:
                     self._rows.add(name)
@@ -240,7 +240,9 @@ class FSDPState(CompressionState):
         self.enter(names)
         bucket = self._bucket(tuple(names), input.device)
         self._use(bucket.pieces, bucket, input)
-        probe = self.plan.probe(input, bucket.pieces, self._owed, rows=self._ranks, average=average)
+        probe = self.plan.probe(
+            input, bucket.pieces, self._residual_of, rows=self._ranks, average=average
+        )
         native = bucket.taken_by(group, "reduce_scatter", output)
         if native is not None:
             work = native.compressed_reduce_scatter(
@@ -340,7 +342,10 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
     for unit in found:
         comms = (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook)
         if any(isinstance(comm, (CompressedReduceScatter, ReplicaHook)) for comm in comms):
-            raise Error("this model, or a part of it, is compressed already")
+            raise Error(
+                "this model, or a part of it, is compressed already: change its codec by "
+                "set_policy() of that state"
+            )
     return infos[0]
 
 

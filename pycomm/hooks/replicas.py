@@ -95,7 +95,12 @@ def _by_group(model: nn.Module) -> dict[dist.ProcessGroup, list[torch.Tensor]]:
 
 
 def watch_if_asked(model: nn.Module) -> None:
-    """Call `watch_parameters` if the groups of the model's replicas have that check."""
+    """Call `watch_parameters` if the groups of the model's replicas have that check.
+
+    A model that is compressed again after `remove` is watched already, and is compared once.
+    """
+    if any(isinstance(hook, _Watch) for hook in model._forward_pre_hooks.values()):
+        return
     groups = _by_group(model)
     backends = [find(group, copies[0].device) for group, copies in groups.items()]
     if backends and all(backend is not None and backend.compares for backend in backends):

@@ -202,7 +202,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1:
-            raise ValueError("a cluster has at least one rank, and a node at least one")
+            raise ValueError("a cluster and each of its nodes have at least one rank: give more")
         if self.ranks % self.ranks_per_node:
             raise ValueError(
                 f"{self.ranks} ranks do not fill nodes of {self.ranks_per_node}: choose a multiple"

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pycomm.plan.cluster import Processor, Rates
 
+Core = tuple[float, float, float, float]
 Combine = Literal["exact", "recode", "gather", "sum", "factors"]
 
 
@@ -30,7 +31,7 @@ class Coding:
     combine: Combine
     passes: float
     """Passes over memory that encoding takes on a device bound by memory."""
-    core: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    core: Core = (0.0, 0.0, 0.0, 0.0)
     """GB/s of float32 on one core: encode, decode, decode_add, encode with feedback."""
     feedback: bool = True
     """True if `pycomm.compress` gives it error feedback."""
@@ -81,60 +82,39 @@ class Coding:
         )
 
 
+def _recode(name: str, payload: float, error: float, core: Core, spec: str) -> Coding:
+    return Coding(name, payload, error, "recode", 1.0, core, spec=spec)
+
+
+def _quant(bits: int, block: int, error: float, core: Core) -> Coding:
+    spec = f"quant:bits={bits},block={block},rounding=nearest"
+    return _recode(f"int{bits}", bits / 8 + 4 / block, error, core, spec)
+
+
+def _eden(name: str, payload: float, error: float, core: Core, spec: str) -> Coding:
+    return replace(
+        _recode(name, payload, error, core, spec), passes=2.0, feedback=False, note="unbiased"
+    )
+
+
 _ALL = (
     Coding("none", 4.0, 0.0, "exact", 0.0, note="exact"),
-    Coding("fp16", 2.0, 4.3e-8, "recode", 1.0, (18.1, 19.8, 17.2, 8.1), spec="cast:dtype=float16"),
-    Coding(
-        "bf16", 2.0, 2.76e-6, "recode", 1.0, (17.3, 17.9, 18.9, 11.1), spec="cast:dtype=bfloat16"
-    ),
-    Coding(
-        "int8",
-        1 + 4 / 256,
-        4.86e-5,
-        "recode",
-        1.0,
-        (25.3, 18.6, 20.5, 11.9),
-        spec="quant:bits=8,block=256,rounding=nearest",
-    ),
-    Coding(
-        "int4",
-        0.5 + 4 / 128,
-        1.38e-2,
-        "recode",
-        1.0,
-        (20.0, 17.7, 17.4, 9.9),
-        spec="quant:bits=4,block=128,rounding=nearest",
-    ),
-    Coding(
+    _recode("fp16", 2.0, 4.3e-8, (18.1, 19.8, 17.2, 8.1), "cast:dtype=float16"),
+    _recode("bf16", 2.0, 2.76e-6, (17.3, 17.9, 18.9, 11.1), "cast:dtype=bfloat16"),
+    _quant(8, 256, 4.86e-5, (25.3, 18.6, 20.5, 11.9)),
+    _quant(4, 128, 1.38e-2, (20.0, 17.7, 17.4, 9.9)),
+    _recode(
         "mxfp4",
         0.5 + 1 / 32,
         1.32e-2,
-        "recode",
-        1.0,
         (6.4, 11.9, 14.7, 6.1),
-        spec="mx:format=fp4_e2m1,scale=floor,rounding=nearest",
+        "mx:format=fp4_e2m1,scale=floor,rounding=nearest",
     ),
-    Coding(
-        "eden:bits=2",
-        0.254,
-        0.133,
-        "recode",
-        2.0,
-        (5.3, 6.1, 6.0, 5.3),
-        spec="eden:bits=2,size=1024,scale=unbiased",
-        feedback=False,
-        note="unbiased",
+    _eden(
+        "eden:bits=2", 0.254, 0.133, (5.3, 6.1, 6.0, 5.3), "eden:bits=2,size=1024,scale=unbiased"
     ),
-    Coding(
-        "eden:bits=1",
-        0.129,
-        0.571,
-        "recode",
-        2.0,
-        (5.4, 6.3, 8.2, 5.4),
-        spec="eden:bits=1,size=1024,scale=unbiased",
-        feedback=False,
-        note="unbiased",
+    _eden(
+        "eden:bits=1", 0.129, 0.571, (5.4, 6.3, 8.2, 5.4), "eden:bits=1,size=1024,scale=unbiased"
     ),
     Coding(
         "sign",
@@ -184,103 +164,49 @@ CODINGS: Mapping[str, Coding] = {coding.name: coding for coding in _ALL}
 NONE = CODINGS["none"]
 
 
-def _quant(bits: int, block: int, error: float, core: tuple[float, ...]) -> Coding:
-    spec = f"quant:bits={bits},block={block},rounding=nearest"
-    encode, decode, add, fed = core
-    return Coding(
-        f"int{bits}",
-        bits / 8 + 4 / block,
-        error,
-        "recode",
-        1.0,
-        (encode, decode, add, fed),
-        spec=spec,
-    )
-
-
 _MORE = (
     _quant(2, 64, 0.515, (15.1, 11.1, 10.4, 9.5)),
     _quant(3, 64, 6.31e-2, (13.8, 11.2, 10.9, 9.3)),
     _quant(5, 128, 3.0e-3, (16.2, 18.1, 16.5, 9.6)),
     _quant(6, 256, 8.15e-4, (16.9, 18.4, 18.6, 9.6)),
     _quant(7, 256, 1.98e-4, (17.0, 18.4, 18.6, 9.6)),
-    Coding(
-        "fp8",
-        1 + 4 / 256,
-        6.79e-4,
-        "recode",
-        1.0,
-        (15.6, 18.4, 19.0, 9.6),
-        spec="cast:dtype=float8_e4m3,block=256",
+    _recode(
+        "fp8", 1 + 4 / 256, 6.79e-4, (15.6, 18.4, 19.0, 9.6), "cast:dtype=float8_e4m3,block=256"
     ),
-    Coding(
+    _recode(
         "fp8_e5m2",
         1 + 4 / 256,
         2.71e-3,
-        "recode",
-        1.0,
         (15.7, 18.4, 19.0, 9.6),
-        spec="cast:dtype=float8_e5m2,block=256",
+        "cast:dtype=float8_e5m2,block=256",
     ),
-    Coding(
+    _recode(
         "mxfp6",
         0.75 + 1 / 32,
         8.07e-4,
-        "recode",
-        1.0,
         (8.8, 16.5, 15.4, 5.8),
-        spec="mx:format=fp6_e2m3,scale=floor,rounding=nearest",
+        "mx:format=fp6_e2m3,scale=floor,rounding=nearest",
     ),
-    Coding(
+    _recode(
         "mxfp8",
         1 + 1 / 32,
         8.61e-4,
-        "recode",
-        1.0,
         (10.2, 18.4, 18.0, 6.6),
-        spec="mx:format=fp8_e4m3,scale=floor,rounding=nearest",
+        "mx:format=fp8_e4m3,scale=floor,rounding=nearest",
     ),
-    Coding(
-        "nvfp4",
-        0.5645,
-        9.07e-3,
-        "recode",
-        1.0,
-        (5.3, 11.2, 9.7, 3.9),
-        spec="mx:format=nvfp4,rounding=nearest",
-    ),
-    Coding(
+    _recode("nvfp4", 0.5645, 9.07e-3, (5.3, 11.2, 9.7, 3.9), "mx:format=nvfp4,rounding=nearest"),
+    _eden(
         "eden:bits=2,size=128",
         0.2813,
         0.131,
-        "recode",
-        2.0,
         (3.4, 5.7, 5.5, 3.4),
-        spec="eden:bits=2,size=128,scale=unbiased",
-        feedback=False,
-        note="unbiased",
+        "eden:bits=2,size=128,scale=unbiased",
     ),
-    Coding(
-        "eden:bits=3",
-        0.379,
-        3.56e-2,
-        "recode",
-        2.0,
-        (4.1, 3.4, 3.2, 4.1),
-        spec="eden:bits=3,size=1024,scale=unbiased",
-        feedback=False,
-        note="unbiased",
+    _eden(
+        "eden:bits=3", 0.379, 3.56e-2, (4.1, 3.4, 3.2, 4.1), "eden:bits=3,size=1024,scale=unbiased"
     ),
-    Coding(
-        "eden:bits=4",
-        0.504,
-        9.53e-3,
-        "recode",
-        2.0,
-        (3.2, 3.3, 3.2, 3.2),
-        spec="eden:bits=4,size=1024,scale=unbiased",
-        feedback=False,
-        note="unbiased",
+    _eden(
+        "eden:bits=4", 0.504, 9.53e-3, (3.2, 3.3, 3.2, 3.2), "eden:bits=4,size=1024,scale=unbiased"
     ),
 )
 KNOWN: Mapping[str, Coding] = {coding.name: coding for coding in (*_ALL, *_MORE)}

@@ -109,7 +109,7 @@ def of_tensors(
     if values:
         buckets.append(Bucket(values, exact))
     if not buckets:
-        raise ValueError(f"{name} has no parameters")
+        raise ValueError(f"{name} has no parameters: want a module that can be trained")
     return Model(name, tuple(buckets), compute, **options)
 
 
@@ -177,7 +177,7 @@ def _call(path: Path, function: str) -> Any:
         raise ValueError(f"there is no file {path}: want a number such as 25M, or file.py:function")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file")
+        raise ValueError(f"{path} is no Python file: want file.py:function")
     source = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(source)

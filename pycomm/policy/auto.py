@@ -95,7 +95,7 @@ class Auto:
 
     def __init__(self, candidates: Sequence[Candidate], trial: Trial) -> None:
         if not candidates:
-            raise ValueError("auto: there is no candidate")
+            raise ValueError("auto: no candidate is accurate enough: give a larger error=")
         self.candidates = sorted(candidates, key=lambda c: c.bytes)
         self.trial = trial
         self.reason = TRYING

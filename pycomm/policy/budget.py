@@ -63,7 +63,10 @@ def allocate(
     left = budget * sum(numels) - choices[ladder[0]].bits * sum(numels)
     if left < 0:
         least = choices[ladder[0]].bits
-        raise ValueError(f"budget={budget} bits a value: the smallest candidate takes {least:.4g}")
+        raise ValueError(
+            f"budget={budget} bits per value is less than the smallest candidate takes: give "
+            f"{least:.4g} or more"
+        )
     places = [0] * len(numels)
 
     def offer(i: int) -> tuple[float, int]:

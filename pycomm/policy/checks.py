@@ -12,7 +12,7 @@ from pycomm.policy.exchange import gather, logger, tell
 from pycomm.policy.guard import Guard
 from pycomm.policy.quality import finer, nominal_error, reduced_error
 from pycomm.policy.rules import Decision
-from pycomm.policy.samples import Owed, Piece, Probe, Quality, Sampler, qualities
+from pycomm.policy.samples import Piece, Probe, Quality, ResidualOf, Sampler, qualities
 
 
 class Checks:
@@ -47,13 +47,19 @@ class Checks:
             self._sampler.choose(step, decisions, sorted(self._suspects))
 
     def probe(
-        self, values: torch.Tensor, pieces: Sequence[Piece], owed: Owed, *, rows: int, average: bool
+        self,
+        values: torch.Tensor,
+        pieces: Sequence[Piece],
+        residual_of: ResidualOf,
+        *,
+        rows: int,
+        average: bool,
     ) -> Probe | None:
         """Sample a bucket; see `Plan.probe`."""
         if not self._sampler.wanted:
             return None
         begin = self._clock()
-        probe = self._sampler.probe(values, pieces, owed, rows=rows, average=average)
+        probe = self._sampler.probe(values, pieces, residual_of, rows=rows, average=average)
         self._cost += self._clock() - begin
         return probe
 
@@ -84,8 +90,8 @@ class Checks:
         totals = [sum(column) for column in zip(*rows, strict=True)][len(spent) :]
         return qualities(step, names, totals)
 
-    def complaint(self, name: str, codec: Codec, quality: Quality) -> str:
-        """Return a complaint if a parameter exceeds its limit for the second time in a row.
+    def warning(self, name: str, codec: Codec, quality: Quality) -> str:
+        """Return a warning if a parameter exceeds its limit for the second time in a row.
 
         The first parameter of each codec is logged as a warning.
         """

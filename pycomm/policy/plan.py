@@ -2,8 +2,8 @@
 
 A hook owns a plan. It enters each parameter once, asks at the start of every step which codecs have
 changed, encodes by `decisions` until the next step, and shows the plan each bucket before and after
-it is reduced. Codecs change by the schedule, by measurements (`steering`), and by the quality
-guard, which moves a parameter to a finer codec when its samples are bad.
+it is reduced. Codecs change by the schedule, by measurements (`codec_selection`), and by the
+quality guard, which moves a parameter to a finer codec when its samples are bad.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.policy.agreement import agree, agree_on_options, summary
 from pycomm.policy.auto import TRYING
 from pycomm.policy.checks import Checks
+from pycomm.policy.codec_selection import select_codecs
 from pycomm.policy.exchange import find_link, gather, logger, tell
 from pycomm.policy.names import few
 from pycomm.policy.quality import finer, nominal_error
 from pycomm.policy.rules import EXACT, Decision, Moment, Parameter, Policy
-from pycomm.policy.samples import Owed, Piece, Probe, Quality
-from pycomm.policy.steering import steering
+from pycomm.policy.samples import Piece, Probe, Quality, ResidualOf
 
 
 class Plan:
@@ -86,7 +86,7 @@ class Plan:
         asks = any(rule.link is not None for rule in policy.rules)
         self._moment = Moment(link=find_link(group) if asks else "inter")
         self._stage = policy.stage(self._moment)
-        self._steering = steering(policy, refusal)
+        self._selection = select_codecs(policy, refusal)
         self._checks = Checks(policy.guard, group, clock) if policy.guard else None
         self._escalated: dict[str, tuple[Codec, str]] = {}
         self._agreed: set[str] = set()
@@ -99,8 +99,8 @@ class Plan:
 
     def add(self, parameter: Parameter) -> Decision:
         """Enter a parameter and return its decision; in the same order on all ranks."""
-        if self._steering and self.policy.rule(parameter, self._moment.link) is None:
-            self._steering.enter(parameter)
+        if self._selection and self.policy.rule(parameter, self._moment.link) is None:
+            self._selection.enter(parameter)
         decision = self.decisions[parameter.name] = self._decide(parameter)
         self._agreed.discard(parameter.name)  # the old one of this name may have had another shape
         return decision
@@ -166,8 +166,8 @@ class Plan:
             return set()
         changes = self._judge(device, finite)
         warm, _ = self.policy.stage(self._moment)
-        if self._steering and seconds is not None and not warm:
-            changes |= self._steering.step(
+        if self._selection and seconds is not None and not warm:
+            changes |= self._selection.step(
                 seconds, lambda numbers: gather(numbers, self.group, device), self._payload
             )
         self._moment = Moment(step, self._moment.epoch, self._moment.link)
@@ -183,7 +183,7 @@ class Plan:
         self,
         values: torch.Tensor,
         pieces: Sequence[Piece],
-        owed: Owed,
+        residual_of: ResidualOf,
         *,
         rows: int = 1,
         average: bool = True,
@@ -193,7 +193,7 @@ class Plan:
         Args:
             values: the bucket's gradients, any float dtype.
             pieces: layout of a row.
-            owed: function that returns what this rank's residuals add to the average.
+            residual_of: function that returns what this rank's residuals add to the average.
             rows: one for each rank for a reduce-scatter; 1 for an all-reduce.
             average: whether the result is the average; else it is the sum.
 
@@ -202,11 +202,11 @@ class Plan:
         """
         if self.group.size() == 1:
             return None
-        if self._steering:
-            self._steering.probe(values.view(rows, -1)[0], pieces)
+        if self._selection:
+            self._selection.probe(values.view(rows, -1)[0], pieces)
         if self._checks is None:
             return None
-        return self._checks.probe(values, pieces, owed, rows=rows, average=average)
+        return self._checks.probe(values, pieces, residual_of, rows=rows, average=average)
 
     def followed_by(self, policy: Policy, device: torch.device) -> Plan:
         """Return a plan for the same parameters with another policy; collective.
@@ -263,7 +263,7 @@ class Plan:
         return {
             "epoch": self._moment.epoch,
             "escalated": escalated,
-            "measured": self._steering.state_dict() if self._steering else {},
+            "measured": self._selection.state_dict() if self._selection else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -272,8 +272,8 @@ class Plan:
         self._escalated = {
             name: (parse_codec(spec), reason) for name, (spec, reason) in state["escalated"].items()
         }
-        if self._steering and state["measured"]:
-            self._steering.load_state_dict(state["measured"])
+        if self._selection and state["measured"]:
+            self._selection.load_state_dict(state["measured"])
         self._stage = (False, -1)  # so that the next step decides anew
 
     def report(self) -> monitor.Report:
@@ -321,8 +321,8 @@ class Plan:
     # ------------------------------------------------------------------ decisions
 
     def _decide(self, parameter: Parameter) -> Decision:
-        if self._steering:
-            codec, reason = self._steering.codec(parameter.name)
+        if self._selection:
+            codec, reason = self._selection.codec(parameter.name)
             decision = self.policy.decide(parameter, self._moment, codec)
             if not decision.reason:
                 decision = Decision(parameter, codec, reason)
@@ -344,10 +344,10 @@ class Plan:
         # A codec's first step also sends the residual of the codec before it.
         found = {n: q for n, q in found.items() if self._since.get(n) != q.step}
         self.qualities.update(found)
-        changes = self._steering.checked(found) if self._steering else False
+        changes = self._selection.checked(found) if self._selection else False
         for name, quality in found.items():
             codec = self.decisions[name].codec
-            what = self._checks.complaint(name, codec, quality)
+            what = self._checks.warning(name, codec, quality)
             better = finer(codec) if what and self._checks.guard.escalate else None
             if better is not None:
                 reason = f"guard: {codec.spec()} was off by {quality.coding:.2f}"

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from pycomm.arguments import number, put, typed, whole
+from pycomm.arguments import deprecated_argument, number, put, typed, whole
 from pycomm.codecs import Cast, Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy.auto import Trial
@@ -184,10 +184,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         self._check_types()
-        listed = [spec for _, spec in (*self.schedule, *self.epochs)]
+        listed = [codec for _, codec in (*self.schedule, *self.epochs)]
         listed += [*self.candidates, *(rule.codec for rule in self.rules)]
-        for spec in listed if self.codec == AUTO else (self.codec, *listed):
-            parse_codec(spec)
+        for codec in listed if self.codec == AUTO else (self.codec, *listed):
+            parse_codec(codec)
         for name in ("schedule", "epochs"):
             object.__setattr__(self, name, _in_order(name, getattr(self, name)))
         if self.schedule and self.epochs:
@@ -231,7 +231,8 @@ class Policy:
                 put(self, **{name: number(f"policy: {name}", getattr(self, name))})
 
     @classmethod
-    def of(cls, spec: str | Codec | Policy) -> Policy:
+    @deprecated_argument("spec", "codec")
+    def of(cls, codec: str | Codec | Policy) -> Policy:
         """Return the policy for a text or codec; a policy is returned as it is.
 
         A text is a codec or "auto", followed by words that are separated by spaces: ``warmup=100``,
@@ -242,25 +243,25 @@ class Policy:
             TypeError: the argument is neither a text, a codec nor a policy.
             ValueError: a word is none of these, or a codec is unknown.
         """
-        if isinstance(spec, Policy):
-            return spec
-        if isinstance(spec, Codec):
-            return cls(spec)
-        typed("codec", spec, str, Codec, Policy)
-        return cls(**options(spec))
+        if isinstance(codec, Policy):
+            return codec
+        if isinstance(codec, Codec):
+            return cls(codec)
+        typed("codec", codec, str, Codec, Policy)
+        return cls(**options(codec))
 
     def named(self) -> list[Codec]:
         """Return all codecs that the policy names in any field."""
-        specs = [] if self.codec == AUTO else [self.codec]
-        specs += [spec for _, spec in (*self.schedule, *self.epochs)]
-        specs += [*self.candidates, *(rule.codec for rule in self.rules)]
-        return [parse_codec(spec) for spec in specs]
+        codecs = [] if self.codec == AUTO else [self.codec]
+        codecs += [codec for _, codec in (*self.schedule, *self.epochs)]
+        codecs += [*self.candidates, *(rule.codec for rule in self.rules)]
+        return [parse_codec(codec) for codec in codecs]
 
     def terms(self) -> list[str]:
         """Return the policy's fields, a line for each; equal for policies that decide alike."""
 
         def parsed(schedule: Schedule) -> Schedule:
-            return tuple((begin, parse_codec(spec)) for begin, spec in schedule)
+            return tuple((begin, parse_codec(codec)) for begin, codec in schedule)
 
         same = replace(
             self,
@@ -316,11 +317,11 @@ class Policy:
         if default is not None:
             return _fitted(parameter, default, "")
         if turns:
-            begin, spec = (self.schedule or self._epochs)[turns - 1]
+            begin, codec = (self.schedule or self._epochs)[turns - 1]
             unit = "step" if self.schedule else "epoch"
-            return _fitted(parameter, spec, f"from {unit} {begin}")
-        spec = EXACT if self.codec == AUTO else self.codec
-        return _fitted(parameter, spec, "default")
+            return _fitted(parameter, codec, f"from {unit} {begin}")
+        usual = EXACT if self.codec == AUTO else self.codec
+        return _fitted(parameter, usual, "default")
 
     @property
     def _epochs(self) -> Schedule:
@@ -330,24 +331,26 @@ class Policy:
         density = fields(last)[0].name
         own = getattr(last, density)
         if not isinstance(own, float):
-            raise ValueError(f"policy: warmup=dgc is for codecs with a density, not {last.spec()}")
+            raise ValueError("policy: warmup=dgc is for codecs with a density, such as topk")
         steps = [replace(last, **{density: d}) for d in DGC_DENSITIES if d > own]
         return tuple(enumerate([*steps, last]))
 
 
 def _in_order(name: str, schedule: Schedule) -> Schedule:
     """Return a schedule sorted by its steps or epochs."""
-    for begin, spec in schedule:
+    for begin, codec in schedule:
         if isinstance(begin, bool) or not isinstance(begin, Integral) or begin < 0:
-            raise ValueError(f"policy: {name}: {begin!r} for {spec} is not a number of 0 or above")
+            raise ValueError(f"policy: {name}: {begin!r} for {codec} is not a number of 0 or above")
     begins = [begin for begin, _ in schedule]
     if twice := [begin for begin in begins if begins.count(begin) > 1]:
         raise ValueError(f"policy: {name}: two codecs begin at {twice[0]}; leave one of them out")
-    return tuple(sorted(((int(begin), spec) for begin, spec in schedule), key=lambda turn: turn[0]))
+    return tuple(
+        sorted(((int(begin), codec) for begin, codec in schedule), key=lambda turn: turn[0])
+    )
 
 
-def _fitted(parameter: Parameter, spec: str | Codec, reason: str) -> Decision:
-    codec = parse_codec(spec)
+def _fitted(parameter: Parameter, wanted: str | Codec, reason: str) -> Decision:
+    codec = parse_codec(wanted)
     fitted = codec.fit(parameter.shape)
     if fitted.name != codec.name:
         reason = f"{codec.name} does not fit its shape"

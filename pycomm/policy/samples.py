@@ -31,7 +31,7 @@ _LONGEST = 4096  # largest number of values of a block that is sampled as a whol
 _RAREST = 1 << 12  # largest number of steps between two checks
 _STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive multiples spread over any range
 
-Owed = Callable[[str, int, int, int], "torch.Tensor | None"]
+ResidualOf = Callable[[str, int, int, int], "torch.Tensor | None"]
 """Name, begin, end, row -> float32 [end - begin]: what this rank's residuals add to the average,
 which is worker / ranks + owner; None if there is no residual."""
 
@@ -121,8 +121,8 @@ class Probe:
         sizes = [part.stop - part.start for part in self._slices]
         e, d = self._exact[self._row].cpu().double()
         r = self._result.cpu().double()
-        off, lost, owed = r - e, r - d, d - e
-        pairs = ((off, off), (e, e), (r, r), (r, e), (lost, lost), (d, d), (owed, owed))
+        off, lost, residual = r - e, r - d, d - e
+        pairs = ((off, off), (e, e), (r, r), (r, e), (lost, lost), (d, d), (residual, residual))
         products = torch.stack([a * b for a, b in pairs])
         sums = torch.stack([part.sum(dim=1) for part in torch.split(products, sizes, dim=1)])
         return torch.cat((sums, self._counts), dim=1)
@@ -192,7 +192,7 @@ class Sampler:
         self,
         values: torch.Tensor,
         pieces: Iterable[Piece],
-        owed: Owed,
+        residual_of: ResidualOf,
         *,
         rows: int = 1,
         average: bool = True,
@@ -202,12 +202,12 @@ class Sampler:
         Args:
             values: the bucket before it is reduced, any float dtype; copied.
             pieces: layout of a row.
-            owed: see `Owed`.
+            residual_of: see `ResidualOf`.
             rows: one for each rank for a reduce-scatter; 1 for an all-reduce.
             average: whether the result is the average; else it is the sum.
         """
         slices: dict[str, slice] = {}
-        gradients, debts, counts = [], [], []
+        gradients, due, counts = [], [], []
         ranks = self._group.size()
         table = values.detach().view(rows, -1)
         for piece in pieces:
@@ -221,20 +221,20 @@ class Sampler:
             here = slice(piece.offset + begin, piece.offset + begin + count)
             slices[piece.name] = here
             mine = table[:, here].float() / (ranks if average else 1)
-            known = [owed(piece.name, begin, begin + count, row) for row in range(rows)]
-            debt = [torch.zeros_like(mine[0]) if one is None else one for one in known]
+            known = [residual_of(piece.name, begin, begin + count, row) for row in range(rows)]
+            residual = [torch.zeros_like(mine[0]) if one is None else one for one in known]
             gradients.append(mine)
-            debts.append(mine + torch.stack(debt) * (1 if average else ranks))
+            due.append(mine + torch.stack(residual) * (1 if average else ranks))
             # Blocks need not be aligned with those of the payload, since this is only a sample.
-            sent = debts[-1] * (ranks if average else 1)
+            sent = due[-1] * (ranks if average else 1)
             cut = sum(self._codecs[piece.name].saturated(row) for row in sent)
             # The rows of a reduce-scatter count once each; the row of an all-reduce counts on every
             # rank.
-            norm = float(debts[-1].double().square().sum()) * (ranks if rows == 1 else 1)
+            norm = float(due[-1].double().square().sum()) * (ranks if rows == 1 else 1)
             counts.append((sent.numel(), cut, norm))
         if not slices:
             return None
-        exact = torch.stack((torch.cat(gradients, dim=1), torch.cat(debts, dim=1)), dim=1)
+        exact = torch.stack((torch.cat(gradients, dim=1), torch.cat(due, dim=1)), dim=1)
         probe = Probe(slices, exact, self._group, counts)
         self._probes.append(probe)
         return probe
@@ -277,15 +277,15 @@ def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict
     found = {}
     for i, name in enumerate(names):
         sums = numbers[_NUMBERS * i : _NUMBERS * (i + 1)]
-        off, exact, result, product, lost, due, owed, sampled, saturated, sent = sums
-        if not all(map(math.isfinite, (off, lost, owed, sent))) or not (exact > 0 and due > 0):
+        off, exact, result, product, lost, due, residual, sampled, saturated, sent = sums
+        if not all(map(math.isfinite, (off, lost, residual, sent))) or not (exact > 0 and due > 0):
             continue
         found[name] = Quality(
             step=step,
             error=math.sqrt(off / exact),
             cosine=product / math.sqrt(exact * result) if result > 0 else 0.0,
             coding=math.sqrt(lost / due),
-            residual=math.sqrt(owed / exact),
+            residual=math.sqrt(residual / exact),
             sampled=int(sampled),
             saturated=int(saturated),
             spread=sent / due,

@@ -27,8 +27,8 @@ Chunks = Sequence[Sequence[Run]]
 class Batched:
     """One rank's coding of a bucket in a collective, and the exchange of its payloads.
 
-    An operation is `begin`, optionally `agree`, and some of the methods below, in the same order on
-    all ranks. Values are floats of 16 or 32 bits [rows, numel of the bucket], contiguous.
+    An operation is `begin`, optionally `share_amax`, and some of the methods below, in the same
+    order on all ranks. Values are floats of 16 or 32 bits [rows, numel of the bucket], contiguous.
 
     Args:
         bucket: a bucket whose codecs run in C++; see `find`.
@@ -61,8 +61,8 @@ class Batched:
         """The largest number of bytes of each chunk's payloads."""
         self._variable = [is_variable(runs) for runs in chunks]
         self._room = self._native.room_behind
-        self._agrees = any(p.codec.agrees and p.numel > 0 for p in bucket.pieces)
-        self._agreed: torch.Tensor | None = None
+        self._needs_amax = any(p.codec.needs_amax and p.numel > 0 for p in bucket.pieces)
+        self._amax: torch.Tensor | None = None
 
     @staticmethod
     def find(
@@ -94,7 +94,7 @@ class Batched:
     def begin(
         self, sides: list[tuple[int, int]], *, seed: int, step: int, average: bool = True
     ) -> None:
-        """Begin an operation; each rank encodes by its own measurements unless `agree` follows.
+        """Begin an operation; each rank encodes by its own amax unless `share_amax` follows.
 
         Args:
             sides: sides of the residuals; see `Bucket.sides`.
@@ -102,7 +102,7 @@ class Batched:
             step: number of the step, equal on all ranks.
             average: divide results by the number of ranks.
         """
-        self._agreed = None
+        self._amax = None
         self._native.begin(
             sides,
             rank=self._rank,
@@ -112,14 +112,14 @@ class Batched:
             average=average,
         )
 
-    def agree(self, values: torch.Tensor, rows: int = 1) -> None:
-        """Take the maximum of the codecs' measurements over all ranks, for codecs that need it."""
-        if not self._agrees:
+    def share_amax(self, values: torch.Tensor, rows: int = 1) -> None:
+        """Take the maximum of `compute_amax` over all ranks, for codecs that need it."""
+        if not self._needs_amax:
             return
         ours = torch.empty(self._native.agreed_count(rows))
         self._native.measure(self._at(values, rows), ours.data_ptr())
         # Not an all-reduce: backends differ in the maximum of a NaN.
-        self._agreed = gather_equal(ours, self._group).amax(0)
+        self._amax = gather_equal(ours, self._group).amax(0)
 
     def scatter(self, values: torch.Tensor, rows: int = 1) -> Payloads:
         """Encode contributions for their owners; return all contributions to our own values.
@@ -155,7 +155,7 @@ class Batched:
             self._received(came),
             out.data_ptr(),
             out.numel(),
-            agreed=self._agreed_at(),
+            agreed=self._amax_at(),
         )
         return self._gather(out, size, most, any(self._variable[: self._ranks]))
 
@@ -180,7 +180,7 @@ class Batched:
         room = rows * sum(self.most[first:last])
         out = torch.empty(room, dtype=torch.uint8)
         sizes = self._native.contribute(
-            self._at(values, rows), first, last, out.data_ptr(), room, agreed=self._agreed_at()
+            self._at(values, rows), first, last, out.data_ptr(), room, agreed=self._amax_at()
         )
         return out[: sum(sizes)], sizes
 
@@ -201,8 +201,8 @@ class Batched:
     def _received(self, came: Payloads) -> Any:
         return self._make_payloads(came.memory.data_ptr(), came.memory.numel(), came.places)
 
-    def _agreed_at(self) -> int:
-        return 0 if self._agreed is None else self._agreed.data_ptr()
+    def _amax_at(self) -> int:
+        return 0 if self._amax is None else self._amax.data_ptr()
 
 
 def _suits(bucket: Bucket) -> bool:

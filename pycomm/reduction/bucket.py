@@ -76,15 +76,17 @@ class Bucket:
                     f"feedback of the kind {kind} needs ranks that send for themselves, and here "
                     "nodes do; use residual or ema, or PYCOMM_ALGO=flat"
                 )
-            owes = residuals is not None and residuals.rule.keeps_errors(decision.codec)
-            if residuals is not None and (owes or name in residuals or kind == "momentum"):
+            keeps_errors = residuals is not None and residuals.rule.keeps_errors(decision.codec)
+            if residuals is not None and (keeps_errors or name in residuals or kind == "momentum"):
                 codec = decision.codec
-                residual = residuals.get(name, numel, device, rows=rows, error=owes, codec=codec)
-            if residual is not None and not owes:
+                residual = residuals.get(
+                    name, numel, device, rows=rows, error=keeps_errors, codec=codec
+                )
+            if residual is not None and not keeps_errors:
                 self.paying.add(name)
             self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
             self.numel += numel
-        self.fed = [piece for piece in self.pieces if piece.residual is not None]
+        self.with_residual = [piece for piece in self.pieces if piece.residual is not None]
         """The pieces that have a residual."""
         self.has_factors = any(piece.codec.combine == "factors" for piece in self.pieces)
         """Whether some pieces are reduced by factors, such as PowerSGD's."""

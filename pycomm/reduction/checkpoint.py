@@ -49,7 +49,9 @@ def load_saved(
         else:
             place[path[-1]] = ()
     if not found:
-        raise ValueError(f"the checkpoint {checkpoint_id} has nothing under {key!r}")
+        raise ValueError(
+            f"the checkpoint {checkpoint_id} has nothing under {key!r}: pass the key of dcp.save"
+        )
     state = {key: wanted}
     load(state, storage_reader=reader, process_group=group)
     return state[key]

@@ -139,15 +139,15 @@ class Packed:
             parts = torch.cat([run.of(values) for run in self._plain])
             yield parts if parts.dtype == torch.float32 else convert(parts, torch.float32)
 
-    def landing(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def float32_view(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return float32 buffers to decode into; their contents are undefined."""
-        parts = landing(self._others, values)
+        parts = float32_view(self._others, values)
         if self._plain:
             parts.append(torch.empty(sum(self._sizes), device=values.device))
         return parts
 
     def average(self, sums: Sequence[torch.Tensor], values: torch.Tensor, ranks: int) -> None:
-        """Divide the sums that an owner codes again; they are where `landing` put them."""
+        """Divide the sums that an owner codes again; they are where `float32_view` put them."""
         recoded = [run.piece.codec.combine == "recode" for run in self.runs]
         if values.dtype == torch.float32 and self._span is not None and all(recoded):
             convert(values[self._span], divisor=ranks)  # in one call
@@ -187,7 +187,7 @@ class Coder:
         ranks: number of these ranks.
         seed: equal on all ranks.
         step: number of the step.
-        agreed: result of `agree`; None: each rank encodes by its own measurements.
+        amax: result of `shared_amax`; None: each rank encodes by its own.
     """
 
     def __init__(
@@ -197,11 +197,11 @@ class Coder:
         *,
         seed: int,
         step: int,
-        agreed: dict[tuple[int, int], torch.Tensor] | None = None,
+        amax: dict[tuple[int, int], torch.Tensor] | None = None,
     ) -> None:
         self.rank, self.ranks = rank, ranks
         self.seed, self.step = seed, step
-        self.agreed = agreed
+        self.amax = amax
 
     def encode(
         self,
@@ -226,11 +226,11 @@ class Coder:
         at = 0
         for run, floats in zip(runs, values, strict=True):
             codec, payload = run.piece.codec, out[at : at + run.bytes]
-            agreed = None
-            if codec.agrees and self.agreed is not None and (worker or codec.combine == "sum"):
-                numbers = self.agreed[run.piece.offset, row]
+            amax = None
+            if codec.needs_amax and self.amax is not None and (worker or codec.combine == "sum"):
+                numbers = self.amax[run.piece.offset, row]
                 first = run.begin // codec.granule if codec.granule else 0
-                agreed = numbers[first : first + codec.granules(run.end - run.begin)]
+                amax = numbers[first : first + codec.granules(run.end - run.begin)]
             key, residual = self._key(run.piece, worker, row), run.piece.residual
             # An owner encodes the sum of a "sum" codec without error, so it has no residual.
             if residual is None or not (worker or codec.combine != "sum"):
@@ -239,7 +239,7 @@ class Coder:
                     payload,
                     key=key,
                     index=run.begin,
-                    agreed=agreed,
+                    amax=amax,
                     summed=not worker and codec.combine == "sum",
                 )
             else:
@@ -252,7 +252,7 @@ class Coder:
                     begin=run.begin,
                     row=row,
                     key=key,
-                    agreed=agreed,
+                    amax=amax,
                 )
             at += _used(payload) if codec.variable else run.bytes
         return out[:at]
@@ -278,8 +278,9 @@ class Coder:
                 used = _used(part) if part.numel() >= 4 else 0
                 if not 0 < used <= part.numel() or used % 4:
                     raise WireMismatch(
-                        f"a payload of {codec.spec()} for {run.end - run.begin} values says that "
-                        f"it has {used} bytes; it may have {part.numel()}"
+                        f"rank {self.rank}: a payload of {codec.spec()} for {run.end - run.begin} "
+                        f"values says that it has {used} bytes; it may have {part.numel()}: run "
+                        "the same pycomm on all ranks"
                     )
                 padded = payload.new_zeros(run.bytes)
                 padded[:used] = part[:used]
@@ -312,7 +313,7 @@ def widened(runs: Sequence[Run], values: torch.Tensor) -> Iterator[torch.Tensor]
         yield part if part.dtype == torch.float32 else convert(part, torch.float32)
 
 
-def landing(runs: Sequence[Run], values: torch.Tensor) -> list[torch.Tensor]:
+def float32_view(runs: Sequence[Run], values: torch.Tensor) -> list[torch.Tensor]:
     """Return a float32 buffer for each run to decode into; the contents are undefined."""
     parts = [run.of(values) for run in runs]
     return [
@@ -332,27 +333,27 @@ def finish(
         convert(part, run.of(values), divisor=divisor, found_inf=found_inf)
 
 
-def agree(
+def shared_amax(
     pieces: Sequence[Piece], rows: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Take the maximum of the codecs' measurements over all ranks, for codecs that need it.
+    """Return the maximum of `compute_amax` over all ranks, for codecs that need it.
 
     Args:
         pieces: pieces of a bucket.
         rows: floats of 16 or 32 bits [numel of the bucket] each.
-        group: the ranks that agree.
+        group: the ranks that encode.
 
     Returns:
         By a piece's offset and the number of a row: float32, one number for each granule.
     """
-    wanted = [p for p in pieces if p.codec.agrees and p.numel > 0]
+    wanted = [p for p in pieces if p.codec.needs_amax and p.numel > 0]
     if not wanted:
         return {}
     measured = {}
     for row, values in enumerate(rows):
         for piece in wanted:
             (part,) = widened(whole([piece]), values)
-            numbers = feedback.measure(piece.codec, part, piece.residual, row=row)
+            numbers = feedback.compute_amax(piece.codec, part, piece.residual, row=row)
             measured[piece.offset, row] = numbers
     ours = torch.cat(list(measured.values()))
     # Not an all-reduce: backends differ in the maximum of a NaN.

@@ -153,7 +153,10 @@ class OuterParameters:
                 "another model"
             )
         if (state["velocity"] is None) != (self.momentum == 0):
-            raise ValueError("LocalSGD's state was saved with momentum or without, unlike this one")
+            raise ValueError(
+                "LocalSGD's state was saved with momentum or without, unlike this one: give the "
+                "same momentum="
+            )
         self.parameters = {name: model[name] for name in state["names"]}
         self.start = self._gather()
         sizes = {width: values.numel() for width, values in state["start"].items()}

@@ -120,6 +120,6 @@ def _checked(said: torch.Tensor, most: Sequence[int]) -> list[int]:
         if not 0 <= size <= bound or size % 4:
             raise WireMismatch(
                 f"rank {r} is to send {size} bytes of payloads, where at most {bound} can be, "
-                "a multiple of 4"
+                "a multiple of 4: run the same pycomm with the same codecs on all ranks"
             )
     return sizes

@@ -103,8 +103,8 @@ class _Exact(_Part):
     def __init__(self, target: torch.Tensor, piece: Piece) -> None:
         self.target = target
         if piece.residual is not None:  # from the codec that it had before
-            target.add_(piece.residual.owed())
-            piece.residual.owe(torch.zeros_like(target))
+            target.add_(piece.residual.load_worker())
+            piece.residual.store_worker(torch.zeros_like(target))
 
     def first(self) -> torch.Tensor:
         return self.target
@@ -125,7 +125,9 @@ class _Matrix(_Part):
         self.matrix = self.target
         if piece.residual is not None:
             room = piece.residual.room()
-            self.matrix = torch.add(target, piece.residual.owed(), out=room).view(rows, columns)
+            self.matrix = torch.add(target, piece.residual.load_worker(), out=room).view(
+                rows, columns
+            )
         self.codec, self.numel = codec, piece.numel
         self.kept = memory.factor(piece.name, (rows, width), (width, columns))
 
@@ -133,11 +135,11 @@ class _Matrix(_Part):
         """Return the very first Q, transposed."""
         return self.codec.start(self.numel, key, self.target.device).t()
 
-    def owe(self, left: torch.Tensor, right: torch.Tensor) -> None:
+    def keep_error(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Write the residual: M minus the product of this rank's own factors."""
         if self.residual is not None:
             self.matrix.addmm_(left, right, alpha=-1)
-            self.residual.owe(self.matrix.view(-1))
+            self.residual.store_worker(self.matrix.view(-1))
 
 
 class _BothTurns(_Matrix):
@@ -153,7 +155,7 @@ class _BothTurns(_Matrix):
     def second(self, mean: torch.Tensor) -> Following:
         self.left = orthonormal(mean.view(len(self.matrix), -1))
         mine = self.left.t() @ self.matrix
-        self.owe(self.left, mine)
+        self.keep_error(self.left, mine)
         return mine, self._finish
 
     def _finish(self, mean: torch.Tensor) -> None:
@@ -175,10 +177,10 @@ class _OneTurn(_Matrix):
         basis = self.basis.values
         if self.basis.left:
             mine = basis.t() @ self.matrix
-            self.owe(basis, mine)
+            self.keep_error(basis, mine)
         else:
             mine = self.matrix @ basis.t()
-            self.owe(mine, basis)
+            self.keep_error(mine, basis)
         return mine
 
     def second(self, mean: torch.Tensor) -> None:

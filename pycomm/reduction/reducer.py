@@ -5,6 +5,7 @@ It is the base class of `CompressionState`, which says when a step begins and en
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
@@ -47,7 +48,9 @@ class BucketReducer:
         rule = Feedback.of(feedback)
         self._kind = rule.kind if rule else None
         options = (f"feedback={rule}", f"seed={seed}")
-        self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=self._refusal)
+        # Weak: a plan that kept this state alive would keep a dropped model in the monitor.
+        refusal = _weakly(self._refusal)
+        self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = 0
@@ -152,7 +155,7 @@ class BucketReducer:
         taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
         others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
         self._use(taken, bucket, tensor)
-        probe = self.plan.probe(tensor, taken, self._owed)
+        probe = self.plan.probe(tensor, taken, self._residual_of)
         places = [tensor[p.offset : p.offset + p.numel] for p in others]
         coded = _done(tensor)
         if others:
@@ -177,7 +180,7 @@ class BucketReducer:
     ) -> torch.futures.Future[torch.Tensor]:
         self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
-        probe = self.plan.probe(tensor, bucket.pieces, self._owed)
+        probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
         native = bucket.taken_by(self.process_group, "all_reduce", tensor)
         if native is not None:
             work = native.compressed_all_reduce(
@@ -207,7 +210,7 @@ class BucketReducer:
     def _use(self, pieces: Sequence[Piece], bucket: Bucket, tensor: torch.Tensor) -> None:
         """Prepare the residuals of these pieces, which take part in this step."""
         ranks, gradient = self.process_group.size(), None
-        for piece in bucket.fed if pieces is bucket.pieces else pieces:
+        for piece in bucket.with_residual if pieces is bucket.pieces else pieces:
             if piece.residual is not None:
                 if bucket.levels:
                     gradient = tensor[piece.offset : piece.offset + piece.numel]
@@ -230,8 +233,8 @@ class BucketReducer:
             self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
         )
 
-    def _owed(self, name: str, begin: int, end: int, row: int) -> torch.Tensor | None:
-        return self.residuals.owed(name, begin, end, row) if self.residuals else None
+    def _residual_of(self, name: str, begin: int, end: int, row: int) -> torch.Tensor | None:
+        return self.residuals.added(name, begin, end, row) if self.residuals else None
 
     def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Reduce by the group's own all_reduce: float64 and sparse tensors, which codecs refuse."""
@@ -287,3 +290,14 @@ def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future
+
+
+def _weakly(method: Callable[[Codec], str]) -> Callable[[Codec], str]:
+    """Return a function that calls a method and does not keep the method's object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(codec: Codec) -> str:
+        living = reference()
+        return living(codec) if living is not None else ""
+
+    return call

@@ -34,8 +34,8 @@ def residuals_of(saved: Mapping[str, Any], key: str, step: int, *, keeps: bool) 
         then, residuals = entry
     if then != step:
         raise ValueError(
-            f"the hook's state is of step {step}, and its entry {key} of step {then}: what ranks "
-            "owe was not loaded with the rest. Load the entry as a whole, or use "
+            f"the hook's state is of step {step}, and its entry {key} of step {then}: the "
+            "residuals were not loaded with the rest. Load the entry as a whole, or use "
             "state.load_checkpoint(folder)"
         )
     return residuals
@@ -56,8 +56,8 @@ def known(states: Sequence[Entries], here: Collection[str], *, tell: bool) -> li
     lost = [name for name in saved if name not in names]
     if lost and tell:
         logger.warning(
-            "the state has residuals of parameters that this model does not have, and drops what "
-            "they owe: %s. Names here are %s",
+            "the state has residuals of parameters that this model does not have, and drops them: "
+            "%s. Names here are %s",
             few(lost),
             few(here),
         )

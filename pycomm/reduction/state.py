@@ -1,5 +1,7 @@
 """Compression state of a model, the base of all hooks: codecs, residuals and buckets.
 
+Longer than others: it is one class, of which a third is documentation.
+
 A step is `begin_step`, one `reduce` for each bucket, and `end_step`. Its residuals become current
 when the next step begins, if all of its reductions completed and are finite; until then the step
 can be taken back.
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import monitor
-from pycomm.arguments import number, typed, whole
+from pycomm.arguments import number, typed, warn_deprecated, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
@@ -102,7 +104,7 @@ class CompressionState(BucketReducer):
             logger.warning(
                 "rank %d: a model that is compressed was copied or saved whole; the copy's "
                 "gradients travel exactly until pycomm.compress is called on it. A checkpoint "
-                "keeps what is owed by state.state_dict()",
+                "keeps the residuals by state.state_dict()",
                 self.process_group.rank(),
             )
         self._copied = True
@@ -185,8 +187,8 @@ class CompressionState(BucketReducer):
         if begins and self._taken:
             self._thrown |= self._taken.begin(self._touched)
         self.settle(last=begins)
-        owes = self.residuals is not None and self.residuals.owes
-        return not any(owing for (owing,) in gather([owes], self.process_group, self._device))
+        has_residual = self.residuals is not None and self.residuals.has_residual
+        return not any(one for (one,) in gather([has_residual], self.process_group, self._device))
 
     def _leave(self) -> None:
         """Complete `remove`."""
@@ -257,7 +259,10 @@ class CompressionState(BucketReducer):
         (about,) = saved["about"]
         if about["version"] not in _READABLE:
             version = about["version"]
-            raise ValueError(f"the hook's state has version {version}, not {STATE_VERSION}")
+            raise ValueError(
+                f"the hook's state has version {version}, not {STATE_VERSION}: load it with the "
+                "pycomm that has saved it"
+            )
         own = self._own_residuals(saved, about) if self.residuals else {}
         self._load_common(about, saved.get("factors", {}))
         if self.residuals:
@@ -285,7 +290,7 @@ class CompressionState(BucketReducer):
             raise ValueError(
                 f"the hook's state was saved by {before} ranks and is loaded by rank "
                 f"{self.process_group.rank()} of {ranks}, which needs what {', '.join(missing)} "
-                "has saved: ranks owe different things"
+                "has saved: each rank has residuals of its own"
             )
         rule = self.residuals.rule
         keeps = any(rule.keeps_errors(decision.codec) for decision in self.decisions.values())
@@ -317,6 +322,11 @@ class CompressionState(BucketReducer):
         return [f"rank{r}" for r in sources(self.residuals.rule, before, rank, ranks)]
 
     def take_over(self, before: CompressionState) -> None:
+        """The former name of `adopt_state`, deprecated."""
+        warn_deprecated("take_over", "adopt_state")
+        self.adopt_state(before)
+
+    def adopt_state(self, previous: CompressionState) -> None:
         """Continue from the state of a group that has lost ranks; collective.
 
         It is called in the group of the remaining ranks, as `torch.distributed.shrink_group` makes
@@ -325,7 +335,7 @@ class CompressionState(BucketReducer):
         ranks; those of the lost ranks are lost.
 
         Args:
-            before: the old state, which cannot be used afterwards.
+            previous: the old state, which cannot be used afterwards.
 
         Raises:
             ValueError: ranks shard the parameters (FSDP2), so the lost ranks' shards are lost.
@@ -333,29 +343,29 @@ class CompressionState(BucketReducer):
         Example:
             >>> dist.shrink_group(error.ranks, shrink_flags=1)  # doctest: +SKIP
             >>> model = DistributedDataParallel(model.module)  # doctest: +SKIP
-            >>> state, lost = pycomm.compress(model, "int4"), state  # doctest: +SKIP
-            >>> state.take_over(lost)  # doctest: +SKIP
+            >>> state, previous = pycomm.compress(model, "int4"), state  # doctest: +SKIP
+            >>> state.adopt_state(previous)  # doctest: +SKIP
         """
-        typed("before", before, CompressionState)
+        typed("previous", previous, CompressionState)
         if self._cuts():
             raise ValueError(
                 "ranks share these parameters, and the shards of lost ranks are gone with them; "
                 "go on from a checkpoint, with load_checkpoint"
             )
-        saved = before.state_dict()
-        owed = before.residuals.state_dict() if before.residuals else {}
+        saved = previous.state_dict()
+        residuals = previous.residuals.state_dict() if previous.residuals else {}
         every_rank = [saved["about"], saved["factors"]]
         if self.residuals and self.residuals.rule.kind == "ef21":
-            every_rank.append(owed)  # its mean must be the same on all ranks
+            every_rank.append(residuals)  # its mean must be the same on all ranks
         first = dist.get_global_rank(self.process_group, 0)
         dist.broadcast_object_list(every_rank, src=first, group=self.process_group)
         (about,), factors, *mean = every_rank
         self._load_common(about, factors)
         if self.residuals:
             rule, ranks = self.residuals.rule, self.process_group.size()
-            owed = mean[0] if mean else owed
-            owed = reshard(rule, [owed], about["world_size"], ranks)
-            self.residuals.load_state_dict(owed, self.codecs)
+            own = mean[0] if mean else residuals
+            own = reshard(rule, [own], about["world_size"], ranks)
+            self.residuals.load_state_dict(own, self.codecs)
         self._buckets.clear()
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "pycomm") -> None:

@@ -20,11 +20,11 @@ from pycomm.reduction.coding import (
     Coder,
     Packed,
     Run,
-    agree,
     chunks,
     finish,
+    float32_view,
     is_variable,
-    landing,
+    shared_amax,
     total_bytes,
     whole,
     widened,
@@ -69,7 +69,7 @@ def all_reduce(
     batched = Batched.find("all_reduce", bucket, group, deal, values)
     if batched is not None:
         batched.begin(bucket.sides, seed=seed, step=step)
-        batched.agree(values)
+        batched.share_amax(values)
         finite = True
         if bucket.dense:
             finite = batched.land(values, batched.own(values, batched.scatter(values)))
@@ -83,8 +83,8 @@ def all_reduce(
         found_inf = _flag(values)
         convert(wide, values, found_inf=found_inf)
         return found_inf[0] == 0
-    agreed = agree(bucket.pieces, [values], group)
-    coder = Coder(rank, ranks, seed=seed, step=step, agreed=agreed)
+    amax = shared_amax(bucket.pieces, [values], group)
+    coder = Coder(rank, ranks, seed=seed, step=step, amax=amax)
     found_inf = _flag(values)
 
     if bucket.dense:
@@ -94,7 +94,7 @@ def all_reduce(
     shown = whole(bucket.gathered)
     if shown:
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
-        most, sums = [total_bytes(shown)] * ranks, landing(shown, values)
+        most, sums = [total_bytes(shown)] * ranks, float32_view(shown, values)
         came = gather_payloads(ours, ours.numel(), most, group, variable=is_variable(shown))
         for r, payload in enumerate(came.parts()):
             coder.decode(shown, payload, sums, add=r > 0)
@@ -129,7 +129,7 @@ def _reduce_dense(
     sent = [
         coder.encode(part.runs, part.widened(values), values.device, worker=True) for part in owned
     ]
-    mine, sums = owned[rank].runs, owned[rank].landing(values)
+    mine, sums = owned[rank].runs, owned[rank].float32_view(values)
     for r, payload in enumerate(_scatter(sent, total_bytes(mine), variable, group)):
         coder.decode(mine, payload, sums, add=r > 0)
     owned[rank].average(sums, values, ranks)
@@ -137,7 +137,7 @@ def _reduce_dense(
     most = [total_bytes(part.runs) for part in owned]
     results = gather_payloads(result, result.numel(), most, group, variable=variable)
     for part, payload in zip(owned, results.parts(), strict=True):
-        parts = part.landing(values)
+        parts = part.float32_view(values)
         coder.decode(part.runs, payload, parts, add=False)
         divisors = [ranks if run.piece.codec.combine == "sum" else 1 for run in part.runs]
         part.finish(parts, values, divisors, found_inf)
@@ -183,12 +183,12 @@ def reduce_scatter(
     batched = Batched.find("reduce_scatter", bucket, group, deal, input, output)
     if batched is not None:
         batched.begin(bucket.sides, seed=seed, step=step, average=average)
-        batched.agree(input, ranks)
+        batched.share_amax(input, ranks)
         came = batched.scatter(input, ranks)
         return _all_finite(torch.tensor([batched.add_up(output, 0, came)]), group)
     rows = list(input.view(ranks, -1))
-    agreed = agree(bucket.pieces, rows, group)
-    coder = Coder(rank, ranks, seed=seed, step=step, agreed=agreed)
+    amax = shared_amax(bucket.pieces, rows, group)
+    coder = Coder(rank, ranks, seed=seed, step=step, amax=amax)
     runs = whole(bucket.pieces)
     sent = [
         coder.encode(runs, widened(runs, values), values.device, worker=True, row=r)
@@ -196,7 +196,7 @@ def reduce_scatter(
     ]
     means = any(piece.residual and piece.residual.mean for piece in bucket.pieces)
     result = output.float() if means else output  # EF21 adds to it before it is rounded
-    sums = landing(runs, result)
+    sums = float32_view(runs, result)
     for r, payload in enumerate(_scatter(sent, total_bytes(runs), is_variable(runs), group)):
         coder.decode(runs, payload, sums, add=r > 0)
     found_inf = _flag(output)
@@ -232,14 +232,10 @@ def all_gather(
         input: likewise [bucket.numel], contiguous; may be our row of the output.
         bucket: layout of a row.
         group: any process group whose backend has all_gather.
-        seed: equal on all ranks.
-        step: number of the step, below 2^32.
+        seed, step: as for `all_reduce`, whose errors it raises.
 
     Returns:
         A bool tensor without dimensions: whether the output is finite everywhere.
-
-    Raises:
-        WireMismatch: a rank sends payloads of impossible sizes.
     """
     rank, ranks = group.rank(), group.size()
 
@@ -257,7 +253,7 @@ def all_gather(
     came = gather_payloads(ours, ours.numel(), most, group, variable=is_variable(runs))
     found_inf = _flag(output)
     for values, payload in zip(output.view(ranks, -1), came.parts(), strict=True):
-        parts = landing(runs, values)
+        parts = float32_view(runs, values)
         coder.decode(runs, payload, parts, add=False)
         finish(runs, parts, values, [1] * len(runs), found_inf)
     return found_inf[0] == 0

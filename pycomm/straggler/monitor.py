@@ -27,8 +27,8 @@ from pycomm.straggler.stats import LinkStats, RankStats, Trace, links, rank_stat
 _LOOK = 0.5
 # How late a rank may publish its statistics: in seconds, and as a share of the period between two
 # comparisons.
-_PATIENCE = 2.0
-_PATIENCE_SHARE = 0.25
+_GRACE = 2.0
+_GRACE_SHARE = 0.25
 # A finding that persists is printed again after 1, 2, 4 ... comparisons, and at least this often.
 _SELDOM = 60
 
@@ -144,11 +144,11 @@ class StragglerMonitor:
 
     def _run(self) -> None:
         number = int(time.time() // self.period)
-        patience = min(_PATIENCE, _PATIENCE_SHARE * self.period)
+        grace = min(_GRACE, _GRACE_SHARE * self.period)
         while self._sleep_until((number + 1) * self.period):
             number = int(time.time() // self.period)
             self.publish(number)
-            if not self._sleep_until(number * self.period + patience):
+            if not self._sleep_until(number * self.period + grace):
                 return
             self.read(number)
 

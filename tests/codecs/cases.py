@@ -116,12 +116,12 @@ def with_top(values: torch.Tensor, top: float) -> torch.Tensor:
     return torch.cat((torch.full((len(rows), 1), top), rows), dim=1).reshape(-1)
 
 
-def agreed(codec: Codec, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
+def amax_of(codec: Codec, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
     """Return the amax of a group of one rank; None for codecs that need none."""
-    if not codec.agrees:
+    if not codec.needs_amax:
         return None
     measure = torch.empty(-(-x.numel() // codec.granule), device=x.device)
-    Reference().measure(codec, x, residual, measure)
+    Reference().compute_amax(codec, x, residual, measure)
     return measure
 
 

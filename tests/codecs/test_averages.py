@@ -10,7 +10,7 @@ import pycomm
 from pycomm.codecs import CODECS
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
-from tests.codecs.cases import SPECS, agreed
+from tests.codecs.cases import SPECS, amax_of
 
 SIZE = 2048
 # Deviations of the mean, in sigma, that occur by chance once in 10^7 projections.
@@ -64,7 +64,7 @@ VALUES = values()
 
 def decoded(codec: Codec, x: torch.Tensor, step: int) -> torch.Tensor:
     key = RandomKey(seed=77, step=step, tensor=3, rank=1, ranks=2)
-    payload = codec.encode(x, key=key, agreed=agreed(codec, x, None))
+    payload = codec.encode(x, key=key, amax=amax_of(codec, x, None))
     return codec.decode(payload, x.numel()).double()
 
 

@@ -19,7 +19,7 @@ from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
-from tests.codecs.cases import CASES, ROTATIONS, SPECS, agreed, bits
+from tests.codecs.cases import CASES, ROTATIONS, SPECS, amax_of, bits
 from tests.codecs.cuda import emulated as emulated_cuda
 
 # (implementation, device). CPU implementations must work. With a GPU Triton's interpreter is off,
@@ -67,7 +67,7 @@ def runner(codec: Codec, kind: str, device: str):
 def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> torch.Tensor:
     # Unwritten bytes are detected.
     out = torch.full((codec.encoded_bytes(x.numel()),), 0xA5, dtype=torch.uint8, device=x.device)
-    measure = agreed(codec, x, residual)
+    measure = amax_of(codec, x, residual)
     run.encode(codec, EncodeArgs(x, out, residual, new_residual, KEY, index, measure))
     return out
 
@@ -273,7 +273,7 @@ def test_alignment_does_not_matter(spec, kind, device):
 
     owed = shifted(residual, device)
     payload = shifted(torch.zeros_like(want), device)
-    there, measure = shifted(x, device), agreed(codec, x.to(device), owed)
+    there, measure = shifted(x, device), amax_of(codec, x.to(device), owed)
     run.encode(codec, EncodeArgs(there, payload, owed, owed, KEY, 0, measure))
     assert torch.equal(payload.cpu(), want)
     assert same(owed, want_owed)

@@ -15,7 +15,7 @@ import torch
 import pycomm
 from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs
-from tests.codecs.cases import agreed
+from tests.codecs.cases import amax_of
 from tests.codecs.test_contract import IMPLEMENTATIONS, runner, same
 from tests.golden.__main__ import KEY
 
@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_golden_file(spec, case, kind, device):
     out = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8, device=device)
     owed, decoded = torch.empty_like(x), torch.empty_like(x)
 
-    measure = agreed(codec, x, residual)
+    measure = amax_of(codec, x, residual)
     run.encode(codec, EncodeArgs(x, out, residual, owed, KEY, 5 * codec.granule, measure))
     run.decode(codec, out, decoded)
 

@@ -160,5 +160,5 @@ def test_wrong_options_are_explained(options, says):
 
 
 def test_only_what_sums_encodes_a_sum():
-    with pytest.raises(ValueError, match="quant: it does not encode sums: combine is recode"):
+    with pytest.raises(ValueError, match="quant: combine is recode: leave out summed="):
         pycomm.codec("int8").encode(NORMAL[:10], summed=True)

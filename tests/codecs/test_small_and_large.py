@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pycomm
-from tests.codecs.cases import ROTATIONS, SPECS, agreed
+from tests.codecs.cases import ROTATIONS, SPECS, amax_of
 
 MORE = [
     f"int{bits}:range=minmax{scale}"
@@ -56,7 +56,7 @@ def limit(codec: pycomm.codecs.base.Codec, x: torch.Tensor) -> float:
 @pytest.mark.parametrize("spec", [*SPECS, *ROTATIONS, *MORE])
 def test_what_arrives_is_not_worse_than_nothing(spec, values):
     codec, x = pycomm.codec(spec), VALUES[values]
-    payload = codec.encode(x, agreed=agreed(codec, x, None))
+    payload = codec.encode(x, amax=amax_of(codec, x, None))
     got = codec.decode(payload, N)
     if not bool(got.isfinite().all()):
         # Formats of 16 bits end at 65504.

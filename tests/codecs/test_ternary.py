@@ -9,7 +9,7 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.errors import Error
-from tests.codecs.cases import CASES, agreed
+from tests.codecs.cases import CASES, amax_of
 from tests.codecs.test_contract import everywhere, runner, same
 
 # Any bits, edges of scales, and sizes around blocks and rows.
@@ -22,10 +22,10 @@ NORMAL = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
 
 def contributions(codec, xs, step=0):
     """Return the payloads of all ranks, and the amax that they agreed on."""
-    agreed = torch.stack([codec.measure(x) for x in xs]).amax(0)
+    amax = torch.stack([codec.compute_amax(x) for x in xs]).amax(0)
     keys = [RandomKey(seed=5, step=step, rank=r, ranks=len(xs)) for r in range(len(xs))]
-    payloads = [codec.encode(x, key=key, agreed=agreed) for x, key in zip(xs, keys, strict=True)]
-    return payloads, agreed
+    payloads = [codec.encode(x, key=key, amax=amax) for x, key in zip(xs, keys, strict=True)]
+    return payloads, amax
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 12, 127])
@@ -33,7 +33,7 @@ def test_a_sum_travels_without_loss(ranks):
     codec = pycomm.codec(f"ternary:ranks={ranks},block=64")
     # Equal values far from zero bring the sums to the top.
     xs = [NORMAL[:1000].sign() + 0.01 * NORMAL[r : 1000 + r] for r in range(ranks)]
-    payloads, agreed = contributions(codec, xs)
+    payloads, amax = contributions(codec, xs)
     total, integers = torch.zeros(1000), torch.zeros(1000, dtype=torch.int64)
     scale = payloads[0][: 4 * 16].view(torch.float32).repeat_interleave(64)[:1000]
     for payload in payloads:
@@ -43,7 +43,7 @@ def test_a_sum_travels_without_loss(ranks):
     assert torch.equal(total.double(), integers * scale.double())
     residual = torch.zeros(1000)
     key = RandomKey(seed=5, ranks=ranks)
-    summed = codec.encode(total, key=key, residual=residual, agreed=agreed, summed=True)
+    summed = codec.encode(total, key=key, residual=residual, amax=amax, summed=True)
     assert torch.equal(codec.decode(summed, 1000), total)
     assert not residual.any()
     assert int(integers.abs().max()) == ranks
@@ -85,7 +85,7 @@ def test_more_ranks_than_fit_are_an_error():
     with pytest.raises(Error, match=r"no sum of 4 ranks: use ranks=4"):
         codec.encode(NORMAL[:100], key=key)
     with pytest.raises(ValueError, match=r"no sum of 4 ranks: use ranks=4"):
-        codec.reference_encode(NORMAL[:100], key, 0, codec.measure(NORMAL[:100]))
+        codec.reference_encode(NORMAL[:100], key, 0, codec.compute_amax(NORMAL[:100]))
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 2.0**120])
@@ -94,8 +94,8 @@ def test_overflow_on_one_rank_is_seen_by_all_and_keeps_the_residual(bad):
     x, residual = NORMAL[:1024].clone(), NORMAL[1024:2048].clone()
     spoiled = x.clone()
     spoiled[700] = bad
-    agreed = torch.maximum(codec.measure(x, residual), codec.measure(spoiled))
-    payload = codec.encode(x, residual=residual, agreed=agreed)
+    amax = torch.maximum(codec.compute_amax(x, residual), codec.compute_amax(spoiled))
+    payload = codec.encode(x, residual=residual, amax=amax)
     hit = torch.arange(1024) // 256 == 700 // 256
     assert torch.equal(codec.decode(payload, 1024).isnan(), hit)
     assert torch.equal(residual[hit], NORMAL[1024:2048][hit])
@@ -107,11 +107,11 @@ def test_overflow_on_one_rank_is_seen_by_all_and_keeps_the_residual(bad):
 def test_measures_and_sums_are_those_of_the_reference(case, block, kind, device):
     codec, key = pycomm.codec(f"ternary:block={block}"), RandomKey(seed=1, rank=1, ranks=3)
     run, (x, residual) = runner(codec, kind, device), CASES[case]
-    want = agreed(codec, x, residual)
+    want = amax_of(codec, x, residual)
     x_there, residual_there = x.to(device), residual.to(device)
     for p, r in ((x_there, residual_there), (x_there + residual_there, None)):
         measure = torch.full_like(want, 1234.5, device=device)
-        run.measure(codec, p, r, measure)
+        run.compute_amax(codec, p, r, measure)
         assert torch.equal(measure.cpu(), want)
     out = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8, device=device)
     left = torch.empty_like(residual_there)

@@ -13,7 +13,7 @@ from pycomm import _C
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.implementations import Native
 from tests.arithmetic import KINDS, arithmetic
-from tests.codecs.cases import CASES, SPECS, agreed
+from tests.codecs.cases import CASES, SPECS, amax_of
 from tests.collectives.device import ranks as device_ranks
 from tests.collectives.ways import WAYS
 from tests.ranks import run
@@ -70,7 +70,7 @@ def coded(spec: str, x: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
     numel, key = x.numel(), RandomKey(7, 3, 1)
     out = torch.zeros(codec.encoded_bytes(numel), dtype=torch.uint8)
     kept, values, sums = torch.zeros_like(x), torch.zeros_like(x), x.clone()
-    measured = agreed(codec, x, residual)
+    measured = amax_of(codec, x, residual)
     results = []
     if measured is not None:
         native.measure(codec, x, residual, measured)

@@ -211,7 +211,7 @@ def test_bad_arguments_are_found_before_a_byte_is_sent(way):
             (lambda: c.all_gather(x, ones(15)), "input has 8 elements and out 15"),
             (lambda: c.all_gather(x, ones(16, "int32")), "out is int32"),
             (lambda: c.reduce(x, None, c.rank), "no buffer for 8 elements"),
-            (lambda: c.all_to_all(ones(3), ones(3)), "not 2 equal parts"),
+            (lambda: c.all_to_all(ones(3), ones(3)), "must be a multiple of 2 ranks"),
         ]:
             with pytest.raises(Error, match=word.replace("[", r"\[")):
                 call()

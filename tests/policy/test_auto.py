@@ -9,7 +9,7 @@ import pytest
 
 from pycomm.policy import Policy
 from pycomm.policy.auto import Auto, Candidate, Trial, likely
-from pycomm.policy.steering import Fastest
+from pycomm.policy.codec_selection import Fastest
 
 MB = 1 << 20
 CANDIDATES = [

@@ -10,8 +10,8 @@ import torch
 from pycomm.codecs import codec
 from pycomm.policy import Parameter, Policy
 from pycomm.policy.budget import Budget, Choice, allocate, distortion, hull
+from pycomm.policy.codec_selection import BIT_CANDIDATES, Allotted, select_codecs
 from pycomm.policy.quality import bits, reduced_error
-from pycomm.policy.steering import BIT_CANDIDATES, Allotted, steering
 
 # Bits 2 to 8: each bit takes the squared error down to a quarter.
 CHOICES = [Choice(b + 0.25, 4.0 ** (2 - b) / 8) for b in range(2, 9)]
@@ -56,7 +56,7 @@ def test_choices_that_never_pay_are_left_out():
 
 
 def test_too_small_a_budget_is_refused():
-    with pytest.raises(ValueError, match=r"budget=1.*smallest candidate takes 2\.25"):
+    with pytest.raises(ValueError, match=r"budget=1.*smallest candidate takes: give 2\.25 or more"):
         allocate(ENERGIES, NUMELS, CHOICES, 1.0)
 
 
@@ -89,12 +89,12 @@ def test_energies_are_measured_whatever_the_shape(rows, columns, place):
     """One large column, where a sample at equal distances would see it always or never."""
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     x[:, place] *= 30
-    steering = Allotted(4.25, [codec("int4"), codec("int8")])
-    steering.enter(Parameter("w", (rows, columns), torch.float32))
+    selection = Allotted(4.25, [codec("int4"), codec("int8")])
+    selection.enter(Parameter("w", (rows, columns), torch.float32))
     found = []
     for _ in range(2 * Allotted.EVERY):
-        steering.step(0.1, lambda own: found.append(own) or [own], lambda _: 0)
-        steering.probe(torch.cat((torch.tensor([1e6]), x.view(-1))), [Whole(x.numel())])
+        selection.step(0.1, lambda own: found.append(own) or [own], lambda _: 0)
+        selection.probe(torch.cat((torch.tensor([1e6]), x.view(-1))), [Whole(x.numel())])
     true = float(x.square().sum())
     assert len(found) == 2
     for (energy,) in found:
@@ -106,7 +106,7 @@ def test_energies_are_measured_whatever_the_shape(rows, columns, place):
 
 
 def test_what_a_budget_chooses_from_owes_nothing_and_errs_less_than_integers():
-    chosen = steering(Policy(budget=5.15))
+    chosen = select_codecs(Policy(budget=5.15))
     assert isinstance(chosen, Allotted)
     assert all(c.unbiased for c in chosen._codecs)
     energies, numels = [9.0, 1.0, 0.3, 40.0], [4096] * 4

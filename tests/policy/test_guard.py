@@ -61,17 +61,17 @@ def gradients(kind: str, ranks: int) -> list[torch.Tensor]:
 
 def reduced(codec: Codec, inputs: list[torch.Tensor], step: int) -> torch.Tensor:
     """The average as an all-reduce makes it: contributions are coded, and their sum by an owner."""
-    ranks, agreed = len(inputs), None
-    if codec.agrees:
+    ranks, amax = len(inputs), None
+    if codec.needs_amax:
         measured = [torch.empty(-(-NUMEL // codec.granule)) for _ in inputs]
         for x, out in zip(inputs, measured, strict=True):
-            Reference().measure(codec, x, None, out)
-        agreed = torch.stack(measured).amax(0)
+            Reference().compute_amax(codec, x, None, out)
+        amax = torch.stack(measured).amax(0)
     total = torch.zeros(NUMEL)
     for rank, x in enumerate(inputs):
         seed = 5 if codec.shared_seed else 100 + rank
         key = RandomKey(seed=seed, step=step, rank=rank, ranks=ranks)
-        codec.decode_add(codec.encode(x, key=key, agreed=agreed), total)
+        codec.decode_add(codec.encode(x, key=key, amax=amax), total)
     total /= ranks
     if codec.combine != "recode":
         return total
@@ -98,7 +98,7 @@ def checked(
             residual=0.0,
             spread=sent / float(d.square().sum()),
         )
-        yield found, judge.complaint("w", codec, found)
+        yield found, judge.warning("w", codec, found)
 
 
 def whole(codec: Codec, inputs: list[torch.Tensor]) -> tuple[float, float]:
@@ -182,5 +182,5 @@ def test_an_unbiased_codec_that_doubles_what_it_sends_is_thrown_out():
     bad = Quality(
         step=0, error=0.0, cosine=1.0, coding=float(due.norm() / due.norm()), residual=0.0
     )
-    assert not judge.complaint("w", codec, bad)
-    assert "eden" in judge.complaint("w", codec, bad)
+    assert not judge.warning("w", codec, bad)
+    assert "eden" in judge.warning("w", codec, bad)

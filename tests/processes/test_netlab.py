@@ -217,16 +217,16 @@ def test_nothing_is_left_behind(sent, who, status):
     for _ in range(2):
         assert started.stdout.readline() == b"up\n"
     assert len(processes_with(mark)) >= 4  # two ranks and two that they have started
-    awake = set(processes_with("awake.py")) & descendants(started.pid)
-    assert len(awake) == len(os.sched_getaffinity(0))
+    busy = set(processes_with("busy_cores.py")) & descendants(started.pid)
+    assert len(busy) == len(os.sched_getaffinity(0))
     spaces = {namespaces()[pid] for pid in descendants(started.pid)} - {namespaces()[os.getpid()]}
     assert len(spaces) == 3  # a switch and two nodes
     started.send_signal(sent)
     assert started.wait(30) == status
     deadline = time.monotonic() + 30
-    left = awake
+    left = busy
     while left or processes_with(mark) or spaces & set(namespaces().values()):
-        left = awake & set(processes_with("awake.py"))
+        left = busy & set(processes_with("busy_cores.py"))
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert set(netlab.interface_counts()) == interfaces

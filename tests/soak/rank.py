@@ -167,7 +167,7 @@ class Rank:
         if codec != "none":
             self.state = pycomm.compress(self.model, codec)
             if before is not None:
-                self.state.take_over(before)
+                self.state.adopt_state(before)
 
     def _step(self) -> float:
         labels = torch.randint(CLASSES, (32,), generator=self.batches)

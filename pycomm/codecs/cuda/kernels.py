@@ -8,7 +8,9 @@ The C++ launchers (csrc/codecs/base/block_launch.h, cast.cu, randomk.cu) make th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -18,11 +20,11 @@ from pycomm.codecs.block import num_blocks, padded
 from pycomm.codecs.cuda.names import (
     ROW,
     SMALL,
+    amax_kernel,
     block_of,
     block_rows,
     decode_kernel,
     encode_kernel,
-    measure_kernel,
     rows_of,
 )
 from pycomm.codecs.eden import Eden
@@ -79,6 +81,23 @@ class DecodeParams(ctypes.Structure):
     )
 
 
+Fields = Sequence[tuple[str, type[ctypes.c_uint64] | type[ctypes.c_uint32]]]
+
+
+class StagedParams(ctypes.Structure):
+    """The first fields of the structs of codecs with several kernels."""
+
+    _fields_: ClassVar[Fields] = (
+        ("x", ctypes.c_uint64),
+        ("residual", ctypes.c_uint64),
+        ("new_residual", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("payload", ctypes.c_uint64),
+        ("scratch", ctypes.c_uint64),
+        ("numel", ctypes.c_uint64),
+    )
+
+
 @dataclass(frozen=True)
 class Call:
     """One launch: `blocks` blocks of THREADS threads, with the struct as the only argument."""
@@ -112,7 +131,7 @@ def encode_call(codec: Codec, args: EncodeArgs) -> Call:
         block_bits=_block_bits(inner),
         shift=inner.shift(args.key) if isinstance(inner, Quant) else 0,
         options=_options(inner, args.summed),
-        agreed=0 if args.agreed is None else args.agreed.data_ptr(),
+        agreed=0 if args.amax is None else args.amax.data_ptr(),
         header=payload,
         key=codec.sign_key(args.key) if isinstance(codec, (Eden, Rotate)) else 0,
         rotation_bits=_rotation_bits(codec),
@@ -121,10 +140,10 @@ def encode_call(codec: Codec, args: EncodeArgs) -> Call:
     return Call(codec.name, kernel, _grid(_tile(codec), numel), params)
 
 
-def measure_call(
+def amax_call(
     codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
 ) -> Call:
-    """Return the launch that does ``Codec.measure``."""
+    """Return the launch that does ``Codec.compute_amax``."""
     numel = x.numel()
     params = EncodeParams(
         x=x.data_ptr(),
@@ -133,7 +152,7 @@ def measure_call(
         numel=numel,
         block_bits=_block_bits(codec),
     )
-    return Call(codec.name, measure_kernel(codec), _grid(block_rows(codec) * ROW, numel), params)
+    return Call(codec.name, amax_kernel(codec), _grid(block_rows(codec) * ROW, numel), params)
 
 
 def decode_call(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> Call:

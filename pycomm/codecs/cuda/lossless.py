@@ -8,7 +8,7 @@ import torch
 
 from pycomm.codecs.args import EncodeArgs
 from pycomm.codecs.block import num_blocks
-from pycomm.codecs.cuda.kernels import WARPS, Call
+from pycomm.codecs.cuda.kernels import WARPS, Call, StagedParams
 from pycomm.codecs.cuda.names import NAMESPACE, ROW, SMALL
 from pycomm.codecs.lossless import BLOCK, Lossless, padded16
 
@@ -17,19 +17,10 @@ SPAN = 32
 TILE = SMALL * ROW
 
 
-class LosslessParams(ctypes.Structure):
+class LosslessParams(StagedParams):
     """The struct of the same name in csrc/codecs/lossless_cuda.h."""
 
-    _fields_ = (
-        ("x", ctypes.c_uint64),
-        ("residual", ctypes.c_uint64),
-        ("new_residual", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("payload", ctypes.c_uint64),
-        ("scratch", ctypes.c_uint64),
-        ("numel", ctypes.c_uint64),
-        ("wide", ctypes.c_uint32),
-    )
+    _fields_ = (("wide", ctypes.c_uint32),)
 
 
 def scratch_bytes(codec: Lossless, numel: int) -> int:

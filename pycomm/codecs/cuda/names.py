@@ -29,7 +29,7 @@ TYPES = {
 }
 
 
-def measure_kernel(codec: Codec) -> str:
+def amax_kernel(codec: Codec) -> str:
     """Return the kernel's C++ name."""
     assert isinstance(codec, Ternary)
     return f"{NAMESPACE}::ternary::measure_kernel<{block_rows(codec)}>"

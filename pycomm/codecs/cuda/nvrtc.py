@@ -17,15 +17,15 @@ import torch
 from pycomm.codecs.args import EncodeArgs
 from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.calls import decode_calls, encode_calls, make_scratch
-from pycomm.codecs.cuda.kernels import THREADS, Call, measure_call
+from pycomm.codecs.cuda.kernels import THREADS, Call, amax_call
 from pycomm.codecs.cuda.sources import compile_options, source
 
 
-def measure(
+def compute_amax(
     codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Write the values that ranks agree on before they encode."""
-    launch([measure_call(codec, x, residual, out)], x.device)
+    """Write the largest absolute value of each granule."""
+    launch([amax_call(codec, x, residual, out)], x.device)
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:

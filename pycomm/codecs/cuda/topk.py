@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from pycomm.codecs.args import EncodeArgs
-from pycomm.codecs.cuda.kernels import LANES, WARPS, Call
+from pycomm.codecs.cuda.kernels import LANES, WARPS, Call, StagedParams
 from pycomm.codecs.cuda.names import NAMESPACE, ROW
 from pycomm.codecs.topk import GROUP, INDEX_BITS, VALUE_BITS, TopK
 
@@ -23,17 +23,10 @@ VALUES = tuple(VALUE_BITS)
 INDICES = (*INDEX_BITS, "bitmap")
 
 
-class TopkParams(ctypes.Structure):
+class TopkParams(StagedParams):
     """The struct of the same name in csrc/codecs/topk/scratch.h."""
 
     _fields_ = (
-        ("x", ctypes.c_uint64),
-        ("residual", ctypes.c_uint64),
-        ("new_residual", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("payload", ctypes.c_uint64),
-        ("scratch", ctypes.c_uint64),
-        ("numel", ctypes.c_uint64),
         ("length", ctypes.c_uint64),
         ("k", ctypes.c_uint64),
         ("last_k", ctypes.c_uint64),

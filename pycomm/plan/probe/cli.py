@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     path = "file that is written (probe.json)"
     add("--out", type=options.file, default=Path("probe.json"), help=path)
     add("--ranks", "-n", type=options.count, default=2, help="to start, without torchrun (2)")
-    add("--store", type=Path, help="folder where ranks meet: shared by all nodes")
+    add("--store", type=Path, help="rendezvous folder: shared by all nodes")
     add("--effort", type=options.positive, default=1.0, help="share of the usual time to take (1)")
     given = parser.parse_args(argv)
     rank, size = env().rank, env().world_size
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
                 f"{size} ranks on nodes of {here} cannot meet in a folder of their own: name a new "
                 "one that all nodes share with --store"
             )
-        folder = given.store or _meeting_place()
+        folder = given.store or _rendezvous_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # ranks trust its contents
         return _join(folder, rank, size, given)
     if given.ranks < 2:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         return _start(given.ranks, words)
 
 
-def _meeting_place() -> Path:
+def _rendezvous_folder() -> Path:
     """Return the rendezvous folder, the same for all ranks of one torchrun on a machine."""
     return Path(tempfile.gettempdir()) / f"pycomm-probe-{os.getppid()}"
 

@@ -57,13 +57,13 @@ class Buffers:
         if len(self.payload) < codec.encoded_bytes(numel):
             self.payload = bytearray(codec.encoded_bytes(numel))
         buffers = self.values, self.out, self.payload, self.residual
-        source, target, code, owed = (_C.buffer(b, False)[0] for b in buffers)
+        source, target, code, residual = (_C.buffer(b, False)[0] for b in buffers)
         calls: dict[str, Callable[[], object]] = {
             "encode": lambda: codec.encode(source, numel, code),
             "decode": lambda: codec.decode(code, target, numel),
             "decode_add": lambda: codec.decode_add(code, target, numel),
             "encode_fed": lambda: codec.encode(
-                source, numel, code, residual=owed, new_residual=owed
+                source, numel, code, residual=residual, new_residual=residual
             ),
         }
         rates = {name: 4 * numel / _seconds(call, budget) for name, call in calls.items()}

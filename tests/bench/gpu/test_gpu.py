@@ -169,7 +169,7 @@ def test_a_process_that_crashes_is_told_and_another_goes_on(monkeypatch):
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(gpu_workers, "PATIENCE", 0.5)
+    monkeypatch.setattr(gpu_workers, "SILENCE", 0.5)
     monkeypatch.setattr(gpu_workers, "TASKS", speaker({"task": 1}, then="time.sleep(60)"))
     assert list(gpu_workers.perform(TWO)) == [
         {"problem": "native int4 of 4: no word for 0 s"},

@@ -22,8 +22,8 @@ from pycomm.codecs.args import EncodeArgs
 from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda import lossless, topk
 from pycomm.codecs.cuda.calls import decode_calls, encode_calls, scratch_bytes
-from pycomm.codecs.cuda.kernels import Call, EncodeParams, measure_call
-from pycomm.codecs.cuda.names import decode_kernel, encode_kernel, measure_kernel
+from pycomm.codecs.cuda.kernels import Call, EncodeParams, amax_call
+from pycomm.codecs.cuda.names import amax_kernel, decode_kernel, encode_kernel
 from pycomm.codecs.cuda.sources import include_folder
 from tests.codecs.cases import ROTATIONS, SPECS
 
@@ -45,15 +45,15 @@ def kernels(specs: list[str] = SPECS + ROTATIONS) -> dict[str, str]:
             names[decode_kernel(codec, flag)] = "DecodeParams"
             if codec.combine == "sum":
                 names[encode_kernel(codec, flag, summed=True)] = "EncodeParams"
-        if codec.agrees:
-            names[measure_kernel(codec)] = "EncodeParams"
+        if codec.needs_amax:
+            names[amax_kernel(codec)] = "EncodeParams"
     return names
 
 
-def measure(
+def compute_amax(
     codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    _run([measure_call(codec, x, residual, out)])
+    _run([amax_call(codec, x, residual, out)])
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:

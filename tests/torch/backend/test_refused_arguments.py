@@ -106,7 +106,7 @@ def check_refused(rank: int, size: int) -> None:
         lambda: state.load_state_dict({}),
         lambda: state.load_state_dict({"model": 1}),
         lambda: state.load_state_dict(5),
-        lambda: state.take_over(3),
+        lambda: state.adopt_state(3),
         lambda: state.set_policy(7),
     ]
     for number, act in enumerate([*REFUSED, *of_state]):

@@ -74,7 +74,7 @@ def train(rank: int, size: int, codec: str, feedback: str, victims: set[int]) ->
     del model
     model = DistributedDataParallel(module, bucket_cap_mb=0.02)
     state, old = pycomm.compress(model, codec, feedback=feedback), state
-    state.take_over(old)
+    state.adopt_state(old)
     assert state.step == KILLED + 1
     after = owed(state, size - len(victims))
     assert before.keys() == after.keys() != set()

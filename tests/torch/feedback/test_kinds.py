@@ -211,10 +211,10 @@ def test_other_owners_change_nothing_of_what_is_owed():
     for pair in (residual.worker, residual.owner):
         pair[residual.side].copy_(torch.randn(100))
     residual.use("here", 3)
-    before, mine = residuals.owed("a", 0, 100), residual.current("worker").clone()
+    before, mine = residuals.added("a", 0, 100), residual.current("worker").clone()
     residual.use("elsewhere", 3)
     # The tolerance is float32 round-off of three times an owner's error and a third of that.
-    torch.testing.assert_close(residuals.owed("a", 0, 100), before, rtol=0, atol=1e-6)
+    torch.testing.assert_close(residuals.added("a", 0, 100), before, rtol=0, atol=1e-6)
     residual.take_back()
     assert torch.equal(residual.current("worker"), mine)
     residual.use("elsewhere", 3)
@@ -242,11 +242,11 @@ def test_text_and_rule_say_the_same(text):
         ("residue", "unknown feedback 'residue': use one of residual, ema"),
         ("ema:half=1", "unknown option 'half'; it has decay"),
         ("ema:decay=much", "decay='much' is not a value"),
-        ("ema:1.5", r"not in \[0, 1\)"),
+        ("ema:1.5", "use 0 or more, and less than 1"),
         ("residual:storage=fp4", "use one of float32, bf16, int8"),
         ("ef21:storage=int8", "float32 only"),
         ("residual:0.5", "has no decay"),
-        ("ema:clip=1", "belong to momentum"),
+        ("ema:clip=1", "are for momentum"),
         ("momentum:reset=5", "only ema"),
     ],
 )

@@ -48,7 +48,7 @@ def owed(state: pycomm.HookState) -> dict[str, torch.Tensor]:
     result = {}
     for name in CODED:
         numel = torch.Size(SHAPES[name]).numel()
-        mine = state.residuals.owed(name, 0, numel) if state.residuals else None
+        mine = state.residuals.added(name, 0, numel) if state.residuals else None
         result[name] = torch.zeros(numel) if mine is None else mine.clone()
         dist.all_reduce(result[name])
     return result

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.hooks.replicas import digest
+from pycomm.hooks.replicas import _Watch, digest
 from tests.torch.hooks.test_ddp_compress import batch, network
 
 FLIPPED, END = 3, 6  # the step after which a bit flips, and the last step
@@ -184,3 +184,27 @@ def test_a_digest_sees_every_bit(dtype):
     y.view(torch.uint8)[-1:].bitwise_xor_(0x40)
     assert digest([x, x]) != digest([x, y])
     assert digest([torch.empty(0)]) > 0
+
+
+def compressed_twice(rank: int, size: int, store: Any) -> tuple[list[int], tuple[int, str]]:
+    """Return the number of watches after each `compress`, and the end of a training with a flip."""
+    start(store, rank, size)
+    try:
+        model = DistributedDataParallel(network())
+        counts = []
+        for _ in range(2):
+            with pycomm.compress(model, "int4"):
+                watches = [h for h in model._forward_pre_hooks.values() if isinstance(h, _Watch)]
+                counts.append(len(watches))
+                train(model, rank, False)
+            train(model, rank, False)  # the residuals are sent, and compression ends
+        return counts, train(model, rank, rank == 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_that_is_compressed_again_is_compared_once(pool):
+    for counts, (step, text) in pool.run(compressed_twice, backend=None):
+        assert counts == [1, 1]
+        assert step == FLIPPED + 1
+        assert text.startswith("ranks disagree on the parameters")

@@ -45,7 +45,7 @@ class Simple(Codec):
         return self.varies
 
     @property
-    def agrees(self) -> bool:
+    def needs_amax(self) -> bool:
         return self.measures
 
     def implementation(self, device: str) -> Reference:
@@ -60,16 +60,16 @@ class Simple(Codec):
     def _unit(self, scales: torch.Tensor, numel: int) -> torch.Tensor:
         return scales.repeat_interleave(self.block or max(1, numel))[:numel] / 8
 
-    def reference_measure(self, p: torch.Tensor) -> torch.Tensor:
+    def reference_amax(self, p: torch.Tensor) -> torch.Tensor:
         rows = torch.split(p.abs(), self.block or max(1, p.numel()))
         most = torch.stack([row.max() for row in rows])
         return torch.where(most > 0, most.log2().ceil().exp2(), 1.0)
 
     def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, agreed: torch.Tensor | None = None
+        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         numel = p.numel()
-        scales = torch.ones(self.granules(numel)) if agreed is None else agreed
+        scales = torch.ones(self.granules(numel)) if amax is None else amax
         code = (p / self._unit(scales, numel)).round().to(torch.int32)
         out = torch.zeros(self.encoded_bytes(numel), dtype=torch.uint8)
         words = out.view(torch.int32)

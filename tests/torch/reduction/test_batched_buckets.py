@@ -70,7 +70,7 @@ class Side:
         """One step of what rank `x` [rows, numel] brings; whether it is finite, and the result."""
         ranks = dist.get_world_size()
         how: dict[str, Any] = {"seed": 2**63 + 5, "step": step}
-        for piece in self.bucket.fed:
+        for piece in self.bucket.with_residual:
             assert piece.residual is not None
             piece.residual.use(self.bucket.layout, ranks)
         if self.op == "all_reduce":
@@ -87,7 +87,7 @@ class Side:
 
     def stored(self) -> list[torch.Tensor]:
         """Both sides of all that is kept."""
-        pairs = [pair for piece in self.bucket.fed for _, pair in piece.residual.pairs()]
+        pairs = [pair for piece in self.bucket.with_residual for _, pair in piece.residual.pairs()]
         return [side for pair in pairs for side in pair]
 
 
@@ -145,7 +145,7 @@ def compare(rank: int, ranks: int, mix: str, ops: list[str], rules: list[str | N
                 assert equal_bits(mine, kept), what
             for side in (batched, by_runs, mixed):
                 if side.residuals and finite:
-                    side.residuals.commit([piece.name for piece in side.bucket.fed])
+                    side.residuals.commit([piece.name for piece in side.bucket.with_residual])
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -1,6 +1,6 @@
 """Busy processes that keep the processors of this machine from idling during a measurement.
 
-    python awake.py PARENT
+    python busy_cores.py PARENT
 
 An idle processor halts, and in a virtual machine it takes long to wake up. The timers of the
 kernel's token buckets then fire late, and a link of 10 Gbit/s carries half of its rate while

@@ -1,8 +1,8 @@
-"""Keeper process: runs one rank's command and ends all of its processes afterwards.
+"""Subreaper process: runs one rank's command and ends all of its processes afterwards.
 
-    python keeper.py PARENT COMMAND...
+    python subreaper.py PARENT COMMAND...
 
-The keeper runs between a lab (base.py) and a rank. Orphans of the command become its children
+The subreaper runs between a lab (base.py) and a rank. Orphans of the command become its children
 (PR_SET_CHILD_SUBREAPER), whatever their session, so that it can end all of them. It does so when
 the command has ended, when the process PARENT has ended (PR_SET_PDEATHSIG), and at SIGHUP. It
 forwards SIGTERM to the command. Its exit status is the command's, or 128 + n if signal n ended the
@@ -29,12 +29,12 @@ def prctl(option: int, value: int) -> None:
 
 def start(command: list[str], mask: set[signal.Signals]) -> int:
     """Start the command, which dies with this process; return its pid."""
-    keeper = os.getpid()
+    subreaper = os.getpid()
     child = os.fork()
     if child:
         return child
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper:
+    if os.getppid() != subreaper:
         os._exit(128 + signal.SIGKILL)
     # Signal settings that Python changed at its start must not reach the command.
     for changed in (signal.SIGPIPE, signal.SIGXFSZ):

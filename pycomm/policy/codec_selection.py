@@ -40,7 +40,7 @@ BUDGET_CANDIDATES = tuple(f"eden:bits={b}" for b in range(1, 9))
 """At equal bits EDEN has the least error of all, and no bias that feedback must correct."""
 
 
-class Steering(ABC):
+class CodecSelection(ABC):
     """Base class of the three: by default the codecs do not change.
 
     A subclass implements `codec`, and those of the other methods that it needs.
@@ -83,8 +83,8 @@ def _any(_: Codec) -> str:
     return ""
 
 
-def steering(policy: Policy, refusal: Callable[[Codec], str] = _any) -> Steering | None:
-    """Return the steering of a policy, or None if the policy decides all codecs itself.
+def select_codecs(policy: Policy, refusal: Callable[[Codec], str] = _any) -> CodecSelection | None:
+    """Return the codec selection of a policy, or None if the policy decides all codecs itself.
 
     Args:
         policy: the policy.
@@ -106,7 +106,7 @@ def _candidates(policy: Policy, suitable: Sequence[str]) -> list[Codec]:
     return [parse_codec(spec) for spec in known]
 
 
-class Fastest(Steering):
+class Fastest(CodecSelection):
     """Choice of the codec with the shortest steps among those that are accurate enough."""
 
     def __init__(self, policy: Policy, refusal: Callable[[Codec], str] = _any) -> None:
@@ -158,7 +158,7 @@ class Fastest(Steering):
             self._auto.load_state_dict(state)
 
 
-class Allotted(Steering):
+class Allotted(CodecSelection):
     """Allocation of bits by measured energy, within a budget."""
 
     EVERY = 100
@@ -174,7 +174,8 @@ class Allotted(Steering):
         if not within:
             least = min(choice.bits for choice in choices)
             raise ValueError(
-                f"policy: budget={budget} bits per value; the smallest candidate takes {least:.3g}"
+                f"policy: budget={budget} bits per value is less than the smallest candidate "
+                f"takes: give {least:.3g} or more"
             )
         self._first = max(within, key=lambda i: choices[i].bits)
         self._numels: dict[str, int] = {}
@@ -226,7 +227,7 @@ class Allotted(Steering):
         self._budget.energies = dict(state["energies"])
 
 
-class Bounded(Steering):
+class Bounded(CodecSelection):
     """Choice of the fewest bits with which a parameter's sampled error stays within a bound."""
 
     ROOM = 1.25
