@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import threading
+from contextlib import suppress
 
 from pycomm import _C
 from tests.transports.ranks import SECONDS, Rank, tag
@@ -114,7 +115,9 @@ class RankZero:
         self.address = ip, int(port)
 
     def leave(self) -> None:
-        """Close rank 1's connections, so that rank 0 waits for no answer to its own close."""
+        """Say goodbye as rank 1, so that rank 0 waits for no answer to its own close."""
+        with suppress(KeyError, OSError):
+            self.connections[CONTROL, 0].sendall(goodbye())
         for connection in self.connections.values():
             connection.close()
         if self.transport is not None:
