@@ -73,7 +73,7 @@ def coded(spec: str, x: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
     measured = amax_of(codec, x, residual)
     results = []
     if measured is not None:
-        native.measure(codec, x, residual, measured)
+        native.compute_amax(codec, x, residual, measured)
         results.append(measured)
     codec.native.encode(
         x.data_ptr(), numel, out.data_ptr(), residual=residual.data_ptr(),

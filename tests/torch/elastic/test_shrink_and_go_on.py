@@ -27,7 +27,7 @@ def owed(state: Any, ranks: int) -> dict[str, torch.Tensor]:
     assert state.residuals.ranks == ranks
     entries = state.state_dict()[f"rank{dist.get_rank()}"][1]
     return {
-        name: state.residuals.owed(name, 0, entry["about"][0]).double()
+        name: state.residuals.added(name, 0, entry["about"][0]).double()
         for name, entry in entries.items()
     }
 
