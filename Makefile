@@ -48,8 +48,8 @@ soak: build $(VENV)/dev.stamp
 	$(PY) -m tests.faults.injection --seed 7 --cases 1000
 	$(PY) -m tests.faults.injection --seed 8 --cases 1000 --faults kill,_exit
 	$(IN_VENV) $(PY) -m tests.fuzz --minutes 10
-	$(IN_VENV) PYCOMM_TEST_ARCHS=all $(PY) -m pytest --quiet tests/codecs/cuda/test_ptx.py \
-	  tests/codecs/test_convert.py tests/collectives/device/test_ptx.py
+	$(IN_VENV) PYCOMM_TEST_ARCHS=all PYCOMM_TEST_EXTENT=full $(PY) -m pytest --quiet \
+	  $$(grep -rlE 'import .*\b(part|pairs|FULL|ARCHS)\b' tests --include='test_*.py')
 	$(PY) -m tests.soak --minutes 60
 
 bench: build

@@ -16,6 +16,7 @@ from tests.arithmetic import KINDS, arithmetic
 from tests.codecs.cases import CASES, SPECS, amax_of
 from tests.collectives.device import ranks as device_ranks
 from tests.collectives.ways import WAYS
+from tests.extent import part
 from tests.ranks import run
 
 FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "complex64"]
@@ -85,7 +86,7 @@ def coded(spec: str, x: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
     return [bytes(t.contiguous().view(torch.uint8)) for t in (*results, out, kept, values, sums)]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", part(SPECS, 3))
 def test_codecs(spec):
     for name in NAMES:
         x, residual = CASES[name]

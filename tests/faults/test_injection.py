@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.extent import part
 from tests.faults.injection.case import FAULTS, Call, draw
 from tests.faults.injection.judge import breaches, survivors
 from tests.faults.injection.play import Played, play
@@ -13,8 +14,13 @@ from tests.faults.injection.play import Played, play
 SEED = 7
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
-@pytest.mark.parametrize("fault", FAULTS)
+TRANSPORTS = ["shm", "tcp", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "transport"),
+    [(f, t) for place, f in enumerate(FAULTS) for t in part(TRANSPORTS, 3, place)],
+)
 def test_a_fault_is_told_by_name_and_leaves_nothing_behind(fault, transport):
     case = draw(SEED, 0, transports=[transport], faults=[fault], phases=["steady"])
     played = play(case)

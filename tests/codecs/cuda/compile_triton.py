@@ -28,35 +28,8 @@ from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.convert import DTYPES, Conversion
 from pycomm.codecs.implementations import implementation
 from tests.codecs.cuda import inexact_kernels
+from tests.codecs.cuda.ptx import TRITON_SPECS
 
-SPECS = [
-    "fp32",
-    "fp16",
-    "bf16",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "int8",
-    "int8:rounding=stochastic",
-    "int4",
-    "int4:block=32",
-    "int5:range=minmax,scale=bfloat16,rounding=correlated",
-    "mxfp8_e5m2",
-    "mxfp6:scale=ceil,rounding=stochastic",
-    "nvfp4",
-    "sign",
-    "rotate+int4",
-    "rotate:size=4096+sign:block=32",
-    "eden2",
-    "eden:bits=1.5,size=4096,scale=mmse",
-    "eden:bits=5",
-    "ternary",
-    "lossless",
-    "lossless:bfloat16",
-    "topk:0.05,values=int8,chunk=4096",
-    "topk:0.01,sample=100",
-    "randomk:100",
-    "randomk:10,block=256,scale=unbiased",
-]
 NUMEL = 1 << 16
 KEY = RandomKey(seed=1 << 63, step=1 << 31, tensor=1 << 31)
 
@@ -120,7 +93,7 @@ def compile_only(compiled: list[Any]) -> None:
 def main(folder: Path, archs: list[int]) -> None:
     compiled: list[Any] = []
     compile_only(compiled)
-    work = [(spec, name, call) for spec in SPECS for name, call in calls(spec)]
+    work = [(spec, name, call) for spec in TRITON_SPECS for name, call in calls(spec)]
     work += [("convert", name, call) for name, call in conversions()]
     work += [("inexact", name, call) for name, call in inexact_kernels.calls()]
     for arch in archs:

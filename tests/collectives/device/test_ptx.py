@@ -12,6 +12,7 @@ import pytest
 
 from pycomm.codecs.cuda.sources import include_folder
 from tests.codecs.cuda.ptx import ARCHS, inexact, instructions
+from tests.extent import part
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -22,7 +23,8 @@ SOURCES = {
     "reduce_small_float": (4, (80,)),
     "reduce_integer": (8, (90,)),
 }
-every_source = pytest.mark.parametrize("name", SOURCES)
+COMPILED = part([*SOURCES], 2)
+every_source = pytest.mark.parametrize("name", COMPILED)
 WIDE = re.compile(r"\b(ld|st)(?:\.global)?(?:\.cs)?\.v(?:2\.[bu]64|4\.[bfu]32|2\.f64)")
 
 
@@ -32,7 +34,8 @@ def compiled(tmp_path_factory) -> Path:
     if nvcc is None:
         pytest.skip("there is no nvcc to compile csrc/collectives/device/*.cu")
     folder = tmp_path_factory.mktemp("nvcc")
-    for name, (_, archs) in SOURCES.items():
+    for name in COMPILED:
+        archs = SOURCES[name][1]
         targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         file = include_folder() / "collectives/device" / f"{name}.cu"
         done = subprocess.run(
