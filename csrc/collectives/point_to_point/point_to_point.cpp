@@ -60,7 +60,7 @@ void PointToPoint::release_unneeded(Lock& lock) {
 
 void PointToPoint::check_open(const Request& request) const {
   if (closed_)
-    throw Error(request.describe() + " was not done when its group was closed; wait for it before");
+    throw Error(request.describe() + " was not done when its group was closed; wait for it first");
 }
 
 std::shared_ptr<Transfer> PointToPoint::send(const void* data, size_t bytes, int dst, int tag,
