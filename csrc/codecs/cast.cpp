@@ -31,12 +31,12 @@ struct Writer {
     for (size_t i = 0; i < n; i++) to[i] = static_cast<uint8_t>(T::round(p[i] * s.inv).code);
   }
   PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s,
-                           float* __restrict owed) const {
+                           float* __restrict new_residual) const {
     uint8_t* __restrict to = codes + lo;
     for (size_t i = 0; i < n; i++) {
       const Rounded rounded = T::round(p[i] * s.inv);
       to[i] = static_cast<uint8_t>(rounded.code);
-      owed[i] = p[i] - rounded.value * s.unit;
+      new_residual[i] = p[i] - rounded.value * s.unit;
     }
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const { std::memset(codes + lo, 0, n); }
@@ -63,7 +63,7 @@ PYCOMM_INLINE void encode_values(const EncodeArgs& args) {
     const float before = residual[i];
     const float p = x[i] + before;
     codes[i] = T::encode(p);
-    new_residual[i] = owed(p, T::decode(codes[i]), before);
+    new_residual[i] = residual_of(p, T::decode(codes[i]), before);
   }
 }
 

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_plain(const EncodeParam
       if (kFeedback) value = value + residual[row].v[k];
       code[row].v[k] = Type::encode(value);
       if (kFeedback) {
-        residual[row].v[k] = owed(value, Type::decode(code[row].v[k]), residual[row].v[k]);
+        residual[row].v[k] = residual_of(value, Type::decode(code[row].v[k]), residual[row].v[k]);
       }
     }
   }

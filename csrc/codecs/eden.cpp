@@ -194,7 +194,7 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
     if (residual) {
       const Signs choice(header, lo, kHalf ? size : 0, kChoiceTensor);
       read_block<kBits, kHalf>(choice, codes, scale, f.size_bits, y);
-      const Sink sink{Then::owe, args.new_residual + lo, x, residual};
+      const Sink sink{Then::store_residual, args.new_residual + lo, x, residual};
       unrotate_block(signs, y, n, f.size_bits, sink);
     }
   }

@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kBits, kHalf>)
       y[row].v[k] = value * scale[row];
     }
   }
-  store_owed(tile, args, signs, y);
+  store_residual(tile, args, signs, y);
 }
 
 template <int kBits, bool kHalf>

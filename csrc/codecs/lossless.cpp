@@ -156,11 +156,11 @@ PYCOMM_SIMD void encode_all(const EncodeArgs& args) {
     const size_t n = std::min<size_t>(kBlock, args.in.size - lo);
     const float* x = args.in.data + lo;
     const float* residual = args.residual + (kFeedback ? lo : 0);
-    float* owes = args.new_residual + (kFeedback ? lo : 0);
+    float* new_residual = args.new_residual + (kFeedback ? lo : 0);
     for (size_t i = 0; i < n; i++) {
       const float p = kFeedback ? x[i] + residual[i] : x[i];
       bits[i] = value_bits(p, kWide);
-      if (kFeedback) owes[i] = owed(p, bits_float(bits[i]), residual[i]);
+      if (kFeedback) new_residual[i] = residual_of(p, bits_float(bits[i]), residual[i]);
     }
     for (size_t i = n; i < kBlock; i++) bits[i] = 0;
     uint8_t* __restrict high = out + at.high + lo;

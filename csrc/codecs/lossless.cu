@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(cuda::kThreads) head_kernel(const LosslessPara
       high |= high_of(bits) << 8 * k;
       exponent[row] |= (bits >> 23 & 0xff) << 8 * k;
       low[row].v[k] = static_cast<uint16_t>(bits);
-      if (kFeedback) p[row].v[k] = owed(p[row].v[k], bits_float(bits), kept[row].v[k]);
+      if (kFeedback) p[row].v[k] = residual_of(p[row].v[k], bits_float(bits), kept[row].v[k]);
     }
     const size_t i = tile.index(row);
     if (i < args.numel) {

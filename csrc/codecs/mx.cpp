@@ -79,14 +79,14 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
 template <typename Small, bool kStochastic, bool kFeedback>
 PYCOMM_INLINE void encode_block(const float* __restrict p, const uint32_t* __restrict words,
                                 size_t n, float unit, float inv, uint8_t* __restrict codes,
-                                float* __restrict owed) {
+                                float* __restrict new_residual) {
 #pragma GCC unroll 1
   for (size_t i = 0; i < n; i++) {
     const float v = p[i] * inv;
     const Rounded rounded =
         kStochastic ? round_randomly<Small>(v, words[i]) : round_nearest<Small>(v);
     codes[i] = static_cast<uint8_t>(rounded.code);
-    if (kFeedback) owed[i] = p[i] - rounded.value * unit;
+    if (kFeedback) new_residual[i] = p[i] - rounded.value * unit;
   }
 }
 
@@ -98,7 +98,7 @@ PYCOMM_INLINE void encode_tile(const EncodeArgs& args, const Scales<T>& scales, 
   if (kStochastic) random_block(args.key, args.index + lo, n, words);
   for (size_t b = 0, i = 0; i < n; b++, i += T::kBlock) {
     const size_t m = count(n, i, T::kBlock);
-    float* owed = kFeedback ? args.new_residual + lo + i : nullptr;
+    float* new_residual = kFeedback ? args.new_residual + lo + i : nullptr;
     const uint32_t* random = kStochastic ? words + i : nullptr;
     // A tile is read in bursts that the hardware prefetcher does not follow.
     for (size_t line = 0; ahead && line < T::kBlock; line += 16) {
@@ -108,14 +108,14 @@ PYCOMM_INLINE void encode_tile(const EncodeArgs& args, const Scales<T>& scales, 
     if (scales.inv[b] == 0.0f) {
       std::memset(codes + i, 0, m);
       if (kFeedback) {
-        std::memmove(owed, scales.unit[b] == 0.0f ? p + i : args.residual + lo + i, m * 4);
+        std::memmove(new_residual, scales.unit[b] == 0.0f ? p + i : args.residual + lo + i, m * 4);
       }
     } else if (m == T::kBlock) {
       encode_block<typename T::Small, kStochastic, kFeedback>(
-          p + i, random, T::kBlock, scales.unit[b], scales.inv[b], codes + i, owed);
+          p + i, random, T::kBlock, scales.unit[b], scales.inv[b], codes + i, new_residual);
     } else {
-      encode_block<typename T::Small, kStochastic, kFeedback>(p + i, random, m, scales.unit[b],
-                                                              scales.inv[b], codes + i, owed);
+      encode_block<typename T::Small, kStochastic, kFeedback>(
+          p + i, random, m, scales.unit[b], scales.inv[b], codes + i, new_residual);
     }
   }
 }

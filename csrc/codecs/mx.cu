@@ -40,20 +40,10 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
   auto* scale_codes = reinterpret_cast<uint8_t*>(args.scales) + scales_at;
 
   cuda::Vector<float> p[kRows];
-  tile.load(args.in, p);
-  if (kFeedback) {
-    cuda::Vector<float> residual[kRows];
-    tile.load(args.residual, residual);
-    for (int row = 0; row < kRows; row++) {
-      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
-    }
-  }
+  load_values<kFeedback>(tile, args, p);
 
   uint32_t top[kRows];
-  for (int row = 0; row < kRows; row++) {
-    top[row] = 0;
-    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(p[row].v[k]));
-  }
+  max_of_rows(p, top);
   max_of_blocks(top, kSize);
   float super_amax = 0.0f;
   Scale second{};

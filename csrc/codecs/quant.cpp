@@ -54,8 +54,9 @@ struct Writer {
   PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s) const {
     write_block<false>(lo, p, n, s, nullptr);
   }
-  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s, float* owed) const {
-    write_block<true>(lo, p, n, s, owed);
+  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s,
+                           float* new_residual) const {
+    write_block<true>(lo, p, n, s, new_residual);
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const {
     std::memset(codes + lo * format.bits / 8, 0, (n * format.bits + 7) / 8);
@@ -77,7 +78,7 @@ struct Writer {
 
   template <bool kFeedback>
   PYCOMM_INLINE void write_block(size_t lo, const float* __restrict p, size_t n, Scale s,
-                                 float* __restrict owed) const {
+                                 float* __restrict new_residual) const {
     alignas(64) uint32_t words[kRandom ? kMaxBlock : 1];
     alignas(64) uint8_t unpacked[kMaxBlock];
     if (kRandom) random_block(key, index + lo, n, words);
@@ -89,7 +90,8 @@ struct Writer {
       const int code = kRandom ? round_randomly(v, words[i] + shift, most) : round_nearest(v);
       q[i] = static_cast<uint8_t>(code);
       if (kFeedback) {
-        owed[i] = p[i] - (kMinMax ? dequantize(code, s.unit, s.low) : dequantize(code, s.unit));
+        new_residual[i] =
+            p[i] - (kMinMax ? dequantize(code, s.unit, s.low) : dequantize(code, s.unit));
       }
     }
     pack(format.bits, unpacked, n, codes + lo * format.bits / 8);

@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kRows, kFeedback
       cuda::Vector<float> kept{};
       if (!(s.unit < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
-        p[row].v[k] = owed(p[row].v[k], encoded.value.v[k], kept.v[k]);
+        p[row].v[k] = residual_of(p[row].v[k], encoded.value.v[k], kept.v[k]);
       }
     }
   }

@@ -53,11 +53,11 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
     const size_t n = std::min(length, args.in.size - lo);
     const float* x = args.in.data + lo;
     const float* residual = kFeedback ? args.residual + lo : nullptr;
-    float* owes = kFeedback ? args.new_residual + lo : nullptr;
+    float* new_residual = kFeedback ? args.new_residual + lo : nullptr;
     const Choice c = choose(f, n, words.next());
     if (float_bits(max_sum<kFeedback>(x, residual, n)) >= kInfBits) {
       std::fill(to, to + c.slot, bits_float(kNanBits));
-      if (kFeedback) std::memmove(owes, residual, 4 * n);
+      if (kFeedback) std::memmove(new_residual, residual, 4 * n);
     } else {
       const uint32_t end = c.first + c.size;
       for (uint32_t i = c.first; i < end; i++) {
@@ -66,11 +66,11 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
       }
       std::fill(to + c.size, to + c.slot, 0.0f);
       if (kFeedback) {
-        for (size_t i = 0; i < c.first; i++) owes[i] = x[i] + residual[i];
+        for (size_t i = 0; i < c.first; i++) new_residual[i] = x[i] + residual[i];
         for (uint32_t i = c.first; i < end; i++) {
-          owes[i] = owed(x[i] + residual[i], to[i - c.first], residual[i]);
+          new_residual[i] = residual_of(x[i] + residual[i], to[i - c.first], residual[i]);
         }
-        for (size_t i = end; i < n; i++) owes[i] = x[i] + residual[i];
+        for (size_t i = end; i < n; i++) new_residual[i] = x[i] + residual[i];
       }
     }
     to += c.slot;

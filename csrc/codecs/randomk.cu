@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
   float* to = reinterpret_cast<float*>(args.codes) + stretch.number * f.block;
   if (kFeedback) {
     // One lane reads, sends and stores a value, since the residuals may be one array.
-    float* owes = args.new_residual + stretch.begin;
+    float* new_residual = args.new_residual + stretch.begin;
 #pragma unroll 4
     for (uint32_t i = stretch.lane; i < stretch.size; i += stretch.lanes) {
       const float kept = residual[i];
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
         if (!bad) value = scaled(p, c.blocks, f.unbiased);
         to[i - c.first] = value;
       }
-      owes[i] = owed(p, value, kept);
+      new_residual[i] = residual_of(p, value, kept);
     }
   } else {
     for (uint32_t i = stretch.lane; i < c.size; i += stretch.lanes) {

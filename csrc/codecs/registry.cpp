@@ -9,7 +9,7 @@ namespace {
 
 struct Entry {
   std::string_view name;
-  std::unique_ptr<Codec> (*make)(codecs::Options& options);
+  codecs::Maker* make;
 };
 
 // clang-format off: one line each, so that codecs can be added without conflicts.

@@ -82,7 +82,7 @@ class Rotate final : public Codec {
       });
       if (residual) {
         inner_->decode(inner.out, {y, rotated(n)}, args.stream);
-        const Sink sink{Then::owe, args.new_residual + lo, x, residual};
+        const Sink sink{Then::store_residual, args.new_residual + lo, x, residual};
         unrotate_segment(header, lo, y, n, size_bits_, sink);
       }
     }

@@ -51,11 +51,7 @@ struct Blocks {
                                 Values& y) {
     const uint32_t block = 1u << args.block_bits;
     uint32_t top[kTileRows];
-#pragma unroll
-    for (int row = 0; row < kTileRows; row++) {
-      top[row] = 0;
-      for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(y[row].v[k]));
-    }
+    max_of_rows(y, top);
     max_of_tile(top, block);
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
@@ -190,7 +186,7 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<Inner>)
   Values y;
   load_rotated(tile, args, signs, y);
   Inner::encode(args, tile, rotated_values(args.numel, args.rotation_bits), y);
-  if (args.residual != nullptr) store_owed(tile, args, signs, y);
+  if (args.residual != nullptr) store_residual(tile, args, signs, y);
 }
 
 template <typename Inner>

@@ -55,14 +55,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
   if (tile.empty()) return;
 
   cuda::Vector<float> p[kRows];
-  tile.load(args.in, p);
-  if (kFeedback) {
-    cuda::Vector<float> residual[kRows];
-    tile.load(args.residual, residual);
-    for (int row = 0; row < kRows; row++) {
-      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
-    }
-  }
+  load_values<kFeedback>(tile, args, p);
 
   float mean = 0.0f;
 #pragma unroll
@@ -85,7 +78,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
       cuda::Vector<float> kept{};
       if (!(mean < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
-        p[row].v[k] = owed(p[row].v[k], dequantize(chunk >> k, mean), kept.v[k]);
+        p[row].v[k] = residual_of(p[row].v[k], dequantize(chunk >> k, mean), kept.v[k]);
       }
     }
   }

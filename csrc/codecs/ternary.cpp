@@ -32,8 +32,9 @@ struct Writer {
   PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s) const {
     write_block<false>(lo, p, n, s, nullptr);
   }
-  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s, float* owed) const {
-    write_block<true>(lo, p, n, s, owed);
+  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s,
+                           float* new_residual) const {
+    write_block<true>(lo, p, n, s, new_residual);
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const {
     std::memset(codes + lo * format.bits / 8, 0, (n * format.bits + 7) / 8);
@@ -42,7 +43,7 @@ struct Writer {
  private:
   template <bool kFeedback>
   PYCOMM_INLINE void write_block(size_t lo, const float* __restrict p, size_t n, Scale s,
-                                 float* __restrict owed) const {
+                                 float* __restrict new_residual) const {
     alignas(64) uint32_t words[kSum ? 1 : kMaxBlock];
     alignas(64) uint8_t unpacked[kMaxBlock];
     if (!kSum) random_block(key, index + lo, n, words);
@@ -51,7 +52,7 @@ struct Writer {
     for (size_t i = 0; i < n; i++) {
       const int code = kSum ? quantize_sum(p[i], s, top) : quantize(p[i], s, words[i]);
       q[i] = static_cast<uint8_t>(code);
-      if (kFeedback) owed[i] = p[i] - dequantize(code, s.unit);
+      if (kFeedback) new_residual[i] = p[i] - dequantize(code, s.unit);
     }
     pack(format.bits, unpacked, n, codes + lo * format.bits / 8);
   }
@@ -116,8 +117,8 @@ class Ternary final : public Codec {
                Stream stream) const override {
     if (out.size != num_blocks(in.size, format_.block)) {
       throw Error(spec() + ": " + std::to_string(in.size) + " values have " +
-                  std::to_string(num_blocks(in.size, format_.block)) + " measures, not " +
-                  std::to_string(out.size));
+                  std::to_string(num_blocks(in.size, format_.block)) +
+                  " measures, but the output has room for " + std::to_string(out.size));
     }
     if (stream.device == Device::cuda) {
       return measure_cuda(format_, in, residual, out.data, stream);

@@ -8,17 +8,6 @@ namespace pycomm::codecs::ternary {
 
 // ---------------------------------------------------------------- kernels
 
-template <int kRows>
-__device__ __forceinline__ void load_sum(const cuda::Tile<kRows>& tile, const EncodeParams& args,
-                                         cuda::Vector<float> (&p)[kRows]) {
-  cuda::Vector<float> residual[kRows];
-  tile.load(args.in, p);
-  tile.load(args.residual, residual);
-  for (int row = 0; row < kRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
-  }
-}
-
 /// Measures blocks; the scales of `args` are the destination of the measures.
 template <int kRows>
 __global__ void __launch_bounds__(cuda::kThreads) measure_kernel(const EncodeParams args) {
@@ -28,15 +17,12 @@ __global__ void __launch_bounds__(cuda::kThreads) measure_kernel(const EncodePar
 
   cuda::Vector<float> p[kRows];
   if (args.residual != nullptr) {
-    load_sum(tile, args, p);
+    load_values<true>(tile, args, p);
   } else {
-    tile.load(args.in, p);
+    load_values<false>(tile, args, p);
   }
   uint32_t top[kRows];
-  for (int row = 0; row < kRows; row++) {
-    top[row] = 0;
-    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(p[row].v[k]));
-  }
+  max_of_rows(p, top);
   max_of_blocks(top, block);
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
@@ -56,11 +42,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
   const int bits = static_cast<int>(args.options);
 
   cuda::Vector<float> p[kSmall];
-  if (kFeedback) {
-    load_sum(tile, args, p);
-  } else {
-    tile.load(args.in, p);
-  }
+  load_values<kFeedback>(tile, args, p);
 #pragma unroll
   for (int row = 0; row < kSmall; row++) {
     const size_t i = tile.index(row);
@@ -86,7 +68,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
       cuda::Vector<float> kept{};
       if (!(s.unit < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
-        p[row].v[k] = owed(p[row].v[k], value.v[k], kept.v[k]);
+        p[row].v[k] = residual_of(p[row].v[k], value.v[k], kept.v[k]);
       }
     }
   }

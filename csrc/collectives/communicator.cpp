@@ -75,12 +75,14 @@ std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().he
 
 std::shared_ptr<void> Communicator::allocate(size_t bytes) {
   impl_->check_process("allocate");
-  if (bytes > kLargestBuffer) throw Error("no memory holds " + std::to_string(bytes) + " bytes");
+  const std::string bytes_text = std::to_string(bytes) + " bytes; allocate fewer";
+  const std::string here = "rank " + std::to_string(rank()) + ": ";
+  if (bytes > kLargestBuffer) throw Error(here + "no memory holds " + bytes_text);
   if (auto heap = impl_->mesh().heap()) return allocate_shared(heap, bytes);
   constexpr size_t kAlign = 64;
   void* data =
       std::aligned_alloc(kAlign, (std::max<size_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign);
-  if (!data) throw Error("no memory for " + std::to_string(bytes) + " bytes");
+  if (!data) throw Error(here + "no memory is left for " + bytes_text);
   return {data, &std::free};
 }
 

@@ -18,11 +18,11 @@ Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
                 " ranks: the rank must be at least 0 and less than the number of ranks");
   }
   if (options.timeout <= Milliseconds(0)) {
-    throw Error("rank " + std::to_string(rank) + ": a group's timeout of " +
+    throw Error("rank " + std::to_string(rank) + ": the timeout of the group is " +
                 std::to_string(options.timeout.count()) +
-                " ms: give one that is more than 0, in which all ranks can come");
+                " ms; give one that is more than 0, in which all ranks can join");
   }
-  if (!store && size > 1) throw Error("a group of more than one rank needs a store");
+  if (!store && size > 1) throw Error("a group of more than one rank needs a store; pass one");
   constexpr const char* kTransports[] = {"auto", "shm", "tcp", "local"};
   if (std::find(std::begin(kTransports), std::end(kTransports), options.transport) ==
       std::end(kTransports)) {

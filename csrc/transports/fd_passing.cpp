@@ -19,7 +19,7 @@
 namespace pycomm {
 namespace {
 
-constexpr Milliseconds kStep(40);                          // of a wait, between two looks out
+constexpr Milliseconds kStep(40);  // of a wait, between two interrupt checks
 constexpr Milliseconds kLongest = std::chrono::hours(24);  // that poll() can count
 
 [[noreturn]] void throw_errno(const std::string& what) {
@@ -113,7 +113,7 @@ bool FdServer::serve(int fd, Milliseconds limit) {
   pollfd wanted = {listener_.get(), POLLIN, 0};
   if (::poll(&wanted, 1, static_cast<int>(std::min(limit, kLongest).count())) <= 0) return false;
   const FileDescriptor peer(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-  // Who waits there would wait on, and we would find it there again and again.
+  // The peer would stay in the queue, and each further call would find it there.
   if (peer.get() < 0 && (errno == EMFILE || errno == ENFILE)) throw_errno("accept a peer");
   return peer.get() >= 0 && same_user(peer.get()) && send_fd(peer.get(), fd);
 }
@@ -124,26 +124,32 @@ FileDescriptor receive_fd(const std::string& name, Deadline deadline,
   if (socket.get() < 0) throw_errno("make a Unix socket");
   const AbstractAddress address(name);
   if (::connect(socket.get(), address.get(), address.length) != 0) {
-    throw_errno("connect to the rank that made the segment");
+    throw_errno("connect to the rank that made the shared memory");
   }
-  if (!same_user(socket.get())) throw Error("shm: the segment belongs to another user");
+  if (!same_user(socket.get()))
+    throw Error("shm: the shared memory belongs to another user; start all ranks as one user");
   pollfd wanted = {socket.get(), POLLIN, 0};
   const auto step = [&] { return static_cast<int>(std::min(deadline.left(), kStep).count()); };
   while (::poll(&wanted, 1, step()) <= 0) {
     if (deadline.expired()) {
-      throw Error("shm: the rank that made the segment does not hand it out");
+      throw Error("shm: the rank that made the shared memory did not pass it on within " +
+                  std::to_string(deadline.limit().count()) + " ms; look at that rank's own log");
     }
     interrupt_check();
   }
   Message message;
   const ssize_t bytes = ::recvmsg(socket.get(), &message.header, MSG_CMSG_CLOEXEC);
-  if (bytes < 0) throw_errno("receive the segment");
-  if (bytes == 0) throw Error("shm: the rank that made the segment has closed the connection");
+  if (bytes < 0) throw_errno("receive the shared memory");
+  if (bytes == 0)
+    throw Error(
+        "shm: the rank that made the shared memory closed the connection; look at its own log");
   const cmsghdr* item = CMSG_FIRSTHDR(&message.header);
   if (!item || item->cmsg_level != SOL_SOCKET || item->cmsg_type != SCM_RIGHTS) {
     throw Error((message.header.msg_flags & MSG_CTRUNC) != 0
-                    ? "shm: cannot take the segment: the limit of open files (ulimit -n) is reached"
-                    : "shm: the rank that made the segment sent no file");
+                    ? "shm: cannot receive the shared memory: too many open files; raise the limit "
+                      "of open files (ulimit -n)"
+                    : "shm: the rank that made the shared memory sent no file; install the same "
+                      "pycomm on all ranks");
   }
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(item), sizeof fd);

@@ -33,11 +33,11 @@ class FileDescriptor {
 /// A server that passes a file to every process that connects, knows the name and runs as our user.
 class FdServer {
  public:
-  /// Listens on a name that nobody can guess. Throws Error.
+  /// Listens on a name that cannot be guessed. Throws Error.
   FdServer();
   const std::string& name() const { return name_; }
-  /// Serves whoever comes within `limit`. Returns true if it has served anybody. Throws Error if
-  /// there is no descriptor for it.
+  /// Serves one process that connects within `limit`. Returns true if it has served one. Throws
+  /// Error if there is no descriptor for it.
   bool serve(int fd, Milliseconds limit);
 
  private:

@@ -44,7 +44,7 @@ def test_counts_that_are_negative_or_wrap(way):
             with pytest.raises(Error, match="allocate: numel"):
                 c.allocate(numel)
         for numel in HUGE:
-            with pytest.raises(Error, match=r"no memory has|no memory holds|heap of this rank is"):
+            with pytest.raises(Error, match=r"no memory holds|heap of this rank is"):
                 c.allocate(numel, "float64")
         assert not around_out.any()
         works(c)

@@ -243,7 +243,9 @@ def test_sizes_that_differ_are_an_error_at_both_ends(way, first):
 
     for error in attempt(2, job if first == "send" else job_recv_first, **WAYS[way]):
         assert isinstance(error, WireMismatch)
-        assert "recv of 12 bytes from rank 0 (tag 0) met a send of 16 bytes" in str(error)
+        assert "recv of 12 bytes from rank 0 (tag 0) does not match a send of 16 bytes" in str(
+            error
+        )
 
 
 def test_a_message_that_never_comes_is_a_timeout_that_names_it():

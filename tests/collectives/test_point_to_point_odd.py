@@ -119,8 +119,8 @@ def test_no_more_is_kept_than_the_bound(ends, size):
     [
         ({"kind": 5}, "a message of an unknown kind"),
         ({"kind": 0xFFFFFFFF}, "a message of an unknown kind"),
-        ({"kind": PAYLOAD, "size": 8, "place": 1}, "bytes for which there is no place"),
-        ({"kind": PAYLOAD, "size": 8}, "bytes for which there is no place"),
+        ({"kind": PAYLOAD, "size": 8, "place": 1}, "bytes for which no receive is ready"),
+        ({"kind": PAYLOAD, "size": 8}, "bytes for which no receive is ready"),
     ],
 )
 def test_what_means_nothing_ends_the_group(ends, said, text):
@@ -135,7 +135,7 @@ def test_a_place_takes_the_bytes_of_its_size_alone(ends):
     size = LONGEST + 8
     posted = communicator.recv(np.zeros(size, np.uint8), 1, tag=7)  # published at once
     peer.says(PAYLOAD, size + 1, place=1)
-    with pytest.raises(Error, match="bytes for which there is no place"):
+    with pytest.raises(Error, match="bytes for which no receive is ready"):
         posted.wait()
 
 

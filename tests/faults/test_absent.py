@@ -17,7 +17,7 @@ everywhere = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp", "auto"])
-def test_at_the_meeting(transport):
+def test_at_the_rendezvous(transport):
     store, errors = Store.local(), []
 
     def meet(rank):

@@ -79,16 +79,16 @@ def test_what_is_no_time_is_refused(seconds):
             lambda: setattr(c, "timeout", seconds),
             lambda: c.recv(x, 1 - c.rank).wait(seconds),
         ):
-            with pytest.raises(Error, match=r"a timeout of .* seconds: give a number"):
+            with pytest.raises(Error, match=r"the timeout is .* seconds; give a number"):
                 call()
 
     run(2, job)
-    with pytest.raises(Error, match=r"a timeout of .* seconds: give a number"):
+    with pytest.raises(Error, match=r"the timeout is .* seconds; give a number"):
         Communicator(Store.local(), 0, 1, timeout=seconds)
-    with pytest.raises(Error, match=r"a timeout of .* seconds: give a number"):
+    with pytest.raises(Error, match=r"the timeout is .* seconds; give a number"):
         _C.Store.local().get("key", seconds)
 
 
 def test_a_group_needs_time_to_meet():
-    with pytest.raises(Error, match="rank 0: a group's timeout of 0 ms: give one that is more"):
+    with pytest.raises(Error, match="rank 0: the timeout of the group is 0 ms; give one"):
         Communicator(Store.local(), 0, 2, timeout=0.0)

@@ -238,7 +238,7 @@ def test_the_first_error_stays(way):
             errors.append(str(caught.value))
         first, _, table = errors[0].partition("\n")
         assert errors[1:] == [
-            f"{first} (rank {c.rank} heard of it in {later})\n{table}"
+            f"{first} (seen by rank {c.rank} in {later})\n{table}"
             for later in (
                 "barrier #2",
                 f"broadcast #3 ({x.size} float32, root 1)",

@@ -26,7 +26,7 @@ using Kind = Header::Kind;
 constexpr uint64_t kSizes[] = {0, 1, 8, 32, 300, pycomm::kEagerBytes, pycomm::kEagerBytes + 1};
 constexpr int kTags = 3, kOwn = 3, kLast = 4;  // of messages to ourselves, and of the last one
 constexpr int kMostEvents = 100;
-constexpr Milliseconds kPatience{10000};
+constexpr Milliseconds kTimeout{10000};
 
 uint64_t size_by(uint8_t number) { return kSizes[number % std::size(kSizes)]; }
 
@@ -43,14 +43,14 @@ Header header_of(Kind kind, int64_t tag, uint64_t bytes, uint64_t place = 0) {
 class Peer {
  public:
   explicit Peer(const std::shared_ptr<pycomm::Store>& store) {
-    pycomm::Rendezvous meeting;
-    meeting.store = store;
-    meeting.group = "default";
-    meeting.rank = 1;
-    meeting.size = 2;
-    meeting.deadline = pycomm::Deadline::after(kPatience);
-    store->set("default/here/1", store->get("default/here/0", meeting.deadline));
-    transport_ = pycomm::make_local(meeting, {0, 1});
+    pycomm::Rendezvous rendezvous;
+    rendezvous.store = store;
+    rendezvous.group = "default";
+    rendezvous.rank = 1;
+    rendezvous.size = 2;
+    rendezvous.deadline = pycomm::Deadline::after(kTimeout);
+    store->set("default/here/1", store->get("default/here/0", rendezvous.deadline));
+    transport_ = pycomm::make_local(rendezvous, {0, 1});
     channel_ = &transport_->channel(0, Lane::point_to_point);
     listen();
   }
@@ -133,7 +133,7 @@ class Pair {
     const auto store = pycomm::make_local_store();
     pycomm::CommunicatorOptions options;
     options.transport = "local";
-    options.timeout = kPatience;
+    options.timeout = kTimeout;
     std::thread meets([&] { peer_ = std::make_unique<Peer>(store); });
     rank_ = std::make_unique<Communicator>(store, 0, 2, options);
     meets.join();

@@ -36,7 +36,7 @@ DOWN = 1.0
 
 def test_an_interface_that_flaps_and_connections_that_are_killed(tmp_path):
     with open_or_skip(2, "1gbit") as lab:
-        command = [sys.executable, "-c", JOB, str(tmp_path / "meeting")]
+        command = [sys.executable, "-c", JOB, str(tmp_path / "store")]
         ranks = lab.start(command, stdout=subprocess.PIPE)
         assert ranks[1].stdout.readline() == b"begin\n"
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.soak.held import held
 from tests.soak.rank import serve
-from tests.soak.schedule import RANKS, Event, Meeting, draw
+from tests.soak.schedule import RANKS, Event, GroupSetup, draw
 
 DEADLINE = 150.0
 """Seconds in which every rank has answered, on a machine that others use."""
@@ -55,7 +55,7 @@ class Director:
         self._store: dist.TCPStore | None = None
         self._start = time.monotonic()
         self._due = self._start + every
-        self._meetings = 0
+        self._setups = 0
         self.cycle = self.events = self.restarts = self.steps = 0
         self.doing = "nothing"
         self.losses: list[float] = []
@@ -180,7 +180,7 @@ class Director:
     def _happen(self, event: Event) -> None:
         if event.what == "start":
             self._start_missing()
-            self._join(event.meeting)
+            self._join(event.setup)
             self._tell("begin", event.seed)
             self._wrap(event.codec)
         elif event.what == "restart":
@@ -194,7 +194,7 @@ class Director:
         else:
             self._tell(event.what, event)
             if event.what == "abort":
-                self._join(event.meeting)
+                self._join(event.setup)
                 self._wrap(self._codec)
         self._compare(self._tell("train", event.steps))
 
@@ -209,21 +209,21 @@ class Director:
             left = len(self._processes)
             self._tell("leave")
             self._start_missing()
-            self._join(event.meeting)
+            self._join(event.setup)
             self._tell("begin", event.seed)
             self._tell("load", folder, left)
 
-    def _join(self, meeting: Meeting | None) -> None:
-        assert meeting is not None
-        self._meetings += 1
+    def _join(self, setup: GroupSetup | None) -> None:
+        assert setup is not None
+        self._setups += 1
         self._store = None
-        address = str(self._folder / f"store{self._meetings}")
-        if meeting.store == "tcp":
+        address = str(self._folder / f"store{self._setups}")
+        if setup.store == "tcp":
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             address = str(self._store.port)
-        described = self._tell("join", meeting, address)
-        if not all(meeting.transport in text for text in described.values()):
-            raise Broken(f"a group over {meeting.transport} is {described}")
+        described = self._tell("join", setup, address)
+        if not all(setup.transport in text for text in described.values()):
+            raise Broken(f"a group over {setup.transport} is {described}")
 
     def _compare(self, trained: dict[int, dict[str, Any]]) -> None:
         """All ranks have the same parameters, to the bit."""

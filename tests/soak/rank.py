@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 import pycomm.backend
 from tests.soak.held import held_at_rest
-from tests.soak.schedule import Event, Meeting
+from tests.soak.schedule import Event, GroupSetup
 
 INPUTS, CLASSES = 64, 10
 TIMEOUT = timedelta(seconds=60)
@@ -106,10 +106,10 @@ class Rank:
 
     # ------------------------------------------------------------------ groups
 
-    def join(self, meeting: Meeting, address: str) -> str:
+    def join(self, setup: GroupSetup, address: str) -> str:
         """Meet the other processes. `address` is a file, or the port of a TCPStore."""
         store: dist.Store
-        ranks = len(meeting.order)
+        ranks = len(setup.order)
         if address.isdigit():
             self.port = int(address)
             store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=TIMEOUT)
@@ -119,10 +119,10 @@ class Rank:
         dist.init_process_group(
             "pycomm",
             store=store,
-            rank=meeting.order.index(self.process),
+            rank=setup.order.index(self.process),
             world_size=ranks,
             timeout=TIMEOUT,
-            pg_options=pycomm.Options(transport=meeting.transport, sockets=meeting.sockets),
+            pg_options=pycomm.Options(transport=setup.transport, sockets=setup.sockets),
         )
         found = pycomm.backend.find()
         assert found is not None

@@ -17,7 +17,7 @@ STEPS = (5, 20)
 
 
 @dataclass(frozen=True)
-class Meeting:
+class GroupSetup:
     """How a group of all processes is made."""
 
     transport: str
@@ -42,25 +42,25 @@ class Event:
     seconds: float = 0.0
     """when, or for how long"""
     seed: int = 0
-    meeting: Meeting | None = None
+    setup: GroupSetup | None = None
 
     def __str__(self) -> str:
         more = {
-            "start": f"{self.meeting}; {self.codec}",
+            "start": f"{self.setup}; {self.codec}",
             "codec": self.codec,
             "slow": f"process {self.process} by {self.seconds:.2f} s",
             "cut": f"connections of process {self.process}",
-            "abort": f"by process {self.process} after {self.seconds:.2f} s; then {self.meeting}",
+            "abort": f"by process {self.process} after {self.seconds:.2f} s; then {self.setup}",
             "kill": f"process {self.process} after {self.seconds:.2f} s",
-            "restart": str(self.meeting),
+            "restart": str(self.setup),
         }
         return f"{self.what} {more.get(self.what, '')}".strip()
 
 
-def _meeting(rng: random.Random) -> Meeting:
+def _draw_setup(rng: random.Random) -> GroupSetup:
     order = list(range(RANKS))
     rng.shuffle(order)
-    return Meeting(
+    return GroupSetup(
         transport=rng.choice(TRANSPORTS),
         sockets=rng.choice((1, 2)),
         store=rng.choice(STORES),
@@ -73,7 +73,7 @@ def draw(seed: int, number: int) -> list[Event]:
     rng = random.Random(f"{seed}/{number}")
     victim = rng.choice([process for process in range(RANKS) if process != ELDER])
 
-    def event(what: str, meeting: Meeting | None = None) -> Event:
+    def event(what: str, setup: GroupSetup | None = None) -> Event:
         return Event(
             what,
             steps=rng.randint(*STEPS),
@@ -81,18 +81,18 @@ def draw(seed: int, number: int) -> list[Event]:
             process=victim if what == "kill" else rng.randrange(RANKS),
             seconds=rng.uniform(0.02, 0.3),
             seed=rng.randrange(1 << 30),
-            meeting=_meeting(rng) if what == "abort" else meeting,
+            setup=_draw_setup(rng) if what == "abort" else setup,
         )
 
     events = []
     for what in ("start", "restart"):
-        meeting = _meeting(rng)
-        events.append(event(what, meeting))
-        for mishap in rng.sample(ON_TCP if meeting.transport == "tcp" else MISHAPS, 3):
+        setup = _draw_setup(rng)
+        events.append(event(what, setup))
+        for mishap in rng.sample(ON_TCP if setup.transport == "tcp" else MISHAPS, 3):
             events.append(event(mishap))
             if mishap == "abort":
-                assert events[-1].meeting is not None
-                meeting = events[-1].meeting
+                assert events[-1].setup is not None
+                setup = events[-1].setup
         if what == "start":
             events.append(event("kill"))
     return events

@@ -58,7 +58,7 @@ def test_a_cycle_is_its_seed_and_number():
         events = draw(1, number)
         assert [event.what for event in events[:1]] == ["start"]
         assert all(event.process != ELDER for event in events if event.what == "kill")
-        assert all(sorted(e.meeting.order) == [*range(RANKS)] for e in events if e.meeting)
+        assert all(sorted(e.setup.order) == [*range(RANKS)] for e in events if e.setup)
 
 
 def test_what_a_process_holds_can_be_read():

@@ -10,7 +10,7 @@ import pytest
 
 from pycomm import monitor
 from pycomm.env import Env, env
-from pycomm.straggler import monitor as station
+from pycomm.straggler import monitor as straggler_monitor
 from pycomm.straggler.compare import Finding, compare
 from pycomm.straggler.monitor import Console, MonitoredGroup, StragglerMonitor
 from pycomm.straggler.stats import SAMPLE, LinkStats, RankStats, TimeShares, rank_stats, totals
@@ -325,10 +325,10 @@ def shown(monkeypatch):
             c.barrier()
             return None
         ours = StragglerMonitor(86400, lambda line: None)
-        traces = [t for t in station._C.traces() if t["group"] == "shown"]
+        traces = [t for t in straggler_monitor._C.traces() if t["group"] == "shown"]
         health = compare([rank_stats(trace) for trace in traces])
         ours.found = {("shown", (0, 1)): health}
-        monkeypatch.setattr(station, "_monitor", ours)
+        monkeypatch.setattr(straggler_monitor, "_monitor", ours)
         registry = CollectorRegistry()
         registry.register(monitor.Collector())
         result = monitor.text(), monitor.json(), generate_latest(registry).decode()

@@ -190,7 +190,7 @@ def run(
     outcomes: list[Any] = [None] * size
     # Bind as between hosts, although there is only one.
     options = {"transport": "tcp", "timeout": TIMEOUT, "checksum": "payload", **options}
-    met = threading.Event()  # before, some weather ends a meeting
+    met = threading.Event()  # before, some weather ends a rendezvous
     together = threading.Barrier(size, met.set)
 
     def rank_main(rank: int) -> None:

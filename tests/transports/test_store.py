@@ -116,10 +116,10 @@ def test_folder_that_cannot_be_made_is_named(tmp_path):
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path, mode):
-    folder = tmp_path / "meeting"
+    folder = tmp_path / "store"
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(pycomm.errors.Error, match=r"other users may write to .*meeting.*chmod"):
+    with pytest.raises(pycomm.errors.Error, match=r"other users may write to .*store.*chmod"):
         _C.Store.file(str(folder))
     folder.chmod(0o755)
     _C.Store.file(str(folder)).set("key", "value")
@@ -132,7 +132,7 @@ STRANGER = 65534
 @root_only
 @pytest.mark.parametrize("link", [False, True])
 def test_a_folder_of_another_user_is_refused(tmp_path, link):
-    folder = tmp_path / "meeting"
+    folder = tmp_path / "store"
     folder.mkdir(mode=0o700)
     os.chown(folder, STRANGER, STRANGER)
     if link:
@@ -145,8 +145,8 @@ def test_a_folder_of_another_user_is_refused(tmp_path, link):
 @root_only
 def test_a_value_of_another_user_is_refused(tmp_path):
     """Such a value is from a time when the folder was open to all users."""
-    store = _C.Store.file(str(tmp_path / "meeting"))
-    planted = tmp_path / "meeting" / "secret.value"
+    store = _C.Store.file(str(tmp_path / "store"))
+    planted = tmp_path / "store" / "secret.value"
     planted.write_text("from a stranger")
     os.chown(planted, STRANGER, STRANGER)
     with pytest.raises(pycomm.errors.Error, match=rf"secret.*belongs to user {STRANGER}"):
@@ -154,17 +154,17 @@ def test_a_value_of_another_user_is_refused(tmp_path):
 
 
 def test_a_link_or_a_pipe_is_no_value(tmp_path):
-    store = _C.Store.file(str(tmp_path / "meeting"))
+    store = _C.Store.file(str(tmp_path / "store"))
     (tmp_path / "other").write_text("not a value")
-    (tmp_path / "meeting" / "link.value").symlink_to(tmp_path / "other")
-    os.mkfifo(tmp_path / "meeting" / "pipe.value")
+    (tmp_path / "store" / "link.value").symlink_to(tmp_path / "other")
+    os.mkfifo(tmp_path / "store" / "pipe.value")
     for key in ("link", "pipe"):
         with pytest.raises(pycomm.errors.Error, match=key):
             store.get(key, 0)
 
 
 def test_a_folder_that_is_exchanged_later_is_not_looked_into(tmp_path):
-    folder = tmp_path / "meeting"
+    folder = tmp_path / "store"
     store = _C.Store.file(str(folder))
     store.set("key", "ours")
     folder.rename(tmp_path / "moved")

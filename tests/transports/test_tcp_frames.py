@@ -21,8 +21,8 @@ from tests.transports.wire_peer import (
     NEXT,
     UNCHECKED,
     RankZero,
+    close_notice,
     frame,
-    goodbye,
     read_exactly,
 )
 
@@ -71,7 +71,7 @@ def flipped(data: bytes, byte: int) -> bytes:
             lambda h: (
                 frame(b"12", size=4, tag_hash=h) + frame(b"123", offset=1, size=4, tag_hash=h)
             ),
-            "came twice",
+            "arrived twice",
         ),
         (lambda h: frame(b"1234", tag_hash=h, checks=3), "checked in a way that is unknown"),
         (lambda h: frame(b"", tag_hash=h, checks=NEXT), "checked in a way that is unknown"),
@@ -169,7 +169,7 @@ def test_frames_never_hold_more_than_their_message(late):
     with pytest.raises(pycomm.errors.Timeout):
         me.wait(goal, timeout=0.2)
     connections[0, 1].sendall(frame(pattern(1000, 1), tag_hash=our_hash))
-    with pytest.raises(pycomm.errors.Error, match="a frame came twice"):
+    with pytest.raises(pycomm.errors.Error, match="a frame arrived twice"):
         me.wait(goal)
     rank.leave()
 
@@ -227,7 +227,7 @@ def test_sender_says_what_is_checked(checked):
 
 
 def test_unknown_checksums_are_refused():
-    with pytest.raises(pycomm.errors.Error, match="want auto, payload or header"):
+    with pytest.raises(pycomm.errors.Error, match="use one of auto, payload, header"):
         _C.Transport("tcp", _C.Store.local(), GROUP, 0, 2, checksum="md5")
 
 
@@ -274,7 +274,7 @@ def test_what_a_rank_that_has_left_cannot_send_any_more_is_not_waited_for():
     rank = RankZero(sockets=2)
     connections = rank.come()
     connections[0, 1].sendall(frame(b"1234", message=2))
-    connections[CONTROL, 0].sendall(goodbye())
+    connections[CONTROL, 0].sendall(close_notice())
     connections[0, 0].close()
     try:
         with pytest.raises(pycomm.errors.PeerLost, match=r"rank 1 .* has left the group"):

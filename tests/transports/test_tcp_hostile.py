@@ -223,9 +223,9 @@ def test_the_secret_is_not_told():
 
 def test_what_is_shared_has_no_name_and_is_private(tmp_path):
     """Memory is a memfd; files of a rendezvous are the user's alone."""
-    store = Store.file(str(tmp_path / "meeting"))
+    store = Store.file(str(tmp_path / "store"))
     store.set("a/key", "secret")
-    found = [path for path in (tmp_path / "meeting").rglob("*")]
+    found = [path for path in (tmp_path / "store").rglob("*")]
     assert any(path.is_file() for path in found)
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in found)
     assert not [name for name in os.listdir("/dev/shm") if "pycomm" in name]

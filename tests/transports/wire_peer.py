@@ -92,7 +92,7 @@ def frame(
     return head + struct.pack("<I", _C.crc32c(head)) + payload
 
 
-def goodbye() -> bytes:
+def close_notice() -> bytes:
     notice = NOTICE.pack(0x4E435950, 2, 0, -1, 0, bytes(1000))
     return notice + struct.pack("<I", _C.crc32c(notice))
 

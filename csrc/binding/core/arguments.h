@@ -22,8 +22,8 @@ inline uint8_t* bytes(uintptr_t address) { return reinterpret_cast<uint8_t*>(add
 /// time is negative or no number.
 inline Milliseconds milliseconds(double seconds) {
   if (!(seconds >= 0)) {  // catches NaN too
-    throw Error("a timeout of " + std::to_string(seconds) +
-                " seconds: give a number that is not negative; inf is as long as it takes");
+    throw Error("the timeout is " + std::to_string(seconds) +
+                " seconds; give a number that is not negative, or inf for no limit");
   }
   const double count = std::ceil(seconds * 1e3);
   const auto most = static_cast<double>(kForever.count());

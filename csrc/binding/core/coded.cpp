@@ -48,7 +48,7 @@ class CodedBucket {
  public:
   /// `rows` is the number of rows of the workers' residuals.
   explicit CodedBucket(size_t rows) : rows_(rows) {
-    if (rows == 0) throw Error("a bucket has at least one row");
+    if (rows == 0) throw Error("the bucket has 0 rows; give at least 1");
   }
 
   void add(size_t numel, const py::object& codec, uint32_t tensor, feedback::Kind kind,
@@ -100,15 +100,19 @@ class CodedBucket {
   void begin(const std::vector<Sides>& sides, int rank, int ranks, uint64_t seed, uint32_t step,
              bool average) {
     if (sides.size() != pieces_.size()) {
-      throw Error("there are sides for " + std::to_string(sides.size()) +
-                  " pieces, the bucket has " + std::to_string(pieces_.size()));
+      throw Error("sides are given for " + std::to_string(sides.size()) +
+                  " pieces, but the bucket has " + std::to_string(pieces_.size()));
     }
     if (rank < 0 || rank >= ranks) {
-      throw Error("there is no rank " + std::to_string(rank) + " of " + std::to_string(ranks));
+      throw Error("rank " + std::to_string(rank) + " is not in a group of " +
+                  std::to_string(ranks) + " ranks");
     }
     for (size_t i = 0; i < sides.size(); i++) {
       const auto [old, fresh] = sides[i];
-      if (old > 1 || fresh > 1) throw Error("a side is 0 or 1");
+      if (old > 1 || fresh > 1) {
+        throw Error("sides must be 0 or 1, got " + std::to_string(old) + " and " +
+                    std::to_string(fresh));
+      }
       const auto memory = [&, old = old, fresh = fresh](const Addresses& at) {
         return feedback::Memory{bytes(at[old]), bytes(at[fresh])};
       };
@@ -141,7 +145,7 @@ class CodedBucket {
     check_rows(values);
     size_t most = 0;
     for (size_t c = first; c < last; c++) most += most_.at(c);
-    if (most * values.rows > capacity) throw Error("there is no room for what is encoded");
+    check_room(most * values.rows, capacity);
     std::vector<size_t> sizes;
     run(values, agreed, [&](coded::Shots& shots) {
       uint8_t* to = bytes(out);
@@ -159,7 +163,7 @@ class CodedBucket {
   size_t own(const CodedValues& values, size_t c, const CodedPayloads& received, uintptr_t out,
              size_t capacity, uintptr_t agreed) {
     const auto payloads = of_ranks(received);
-    if (most_.at(c) > capacity) throw Error("there is no room for what is encoded");
+    check_room(most_.at(c), capacity);
     size_t used = 0;
     run(values, agreed,
         [&](coded::Shots& shots) { used = shots.own(chunk(c), payloads, bytes(out)); });
@@ -177,7 +181,7 @@ class CodedBucket {
   bool land(const CodedValues& values, size_t first, size_t last, const CodedPayloads& received) {
     const auto payloads = spans(received);
     if (first > last || last > chunks_.size() || payloads.size() != values.rows * (last - first)) {
-      throw Error("there are " + std::to_string(payloads.size()) + " payloads, wanted are " +
+      throw Error("got " + std::to_string(payloads.size()) + " payloads; give " +
                   std::to_string(values.rows) + " of each chunk");
     }
     return run(values, 0, [&](coded::Shots& shots) {
@@ -197,7 +201,8 @@ class CodedBucket {
   }
 
   const CodedArgs& at(const CodedValues& values) {
-    if (ranks_ == 0) throw Error("begin() comes first");
+    if (ranks_ == 0)
+      throw Error("begin() has not been called; call it before the values are coded");
     if (values.rows == 0 || numel_ > kLargestBuffer / sizeof(float) / values.rows) {
       throw Error("no memory holds " + std::to_string(values.rows) + " rows of " +
                   std::to_string(numel_) + " elements");
@@ -208,7 +213,7 @@ class CodedBucket {
 
   void check_rows(const CodedValues& values) const {
     if (values.rows != rows_) {
-      throw Error("residuals have " + std::to_string(rows_) + " rows, the values have " +
+      throw Error("the residuals have " + std::to_string(rows_) + " rows, but the values have " +
                   std::to_string(values.rows));
     }
   }
@@ -219,8 +224,8 @@ class CodedBucket {
       const size_t behind = room_behind_ > received.capacity ? 0 : received.capacity - room_behind_;
       if (room_behind_ > received.capacity || offset > behind || size > behind - offset ||
           offset % 4 != 0) {
-        throw Error("payloads lie at multiples of 4, with room for " +
-                    std::to_string(room_behind_) + " bytes behind them");
+        throw Error("a payload must begin at a multiple of 4, with " +
+                    std::to_string(room_behind_) + " more bytes of memory behind it");
       }
       payloads.emplace_back(bytes(received.address) + offset, size);
     }
@@ -229,9 +234,15 @@ class CodedBucket {
   std::vector<Span<const uint8_t>> of_ranks(const CodedPayloads& received) const {
     const auto payloads = spans(received);
     if (payloads.size() != static_cast<size_t>(ranks_))
-      throw Error("there are payloads of " + std::to_string(payloads.size()) + " ranks, not of " +
+      throw Error("got payloads of " + std::to_string(payloads.size()) + " ranks; give those of " +
                   std::to_string(ranks_));
     return payloads;
+  }
+
+  static void check_room(size_t bytes, size_t capacity) {
+    if (bytes <= capacity) return;
+    throw Error("the output has " + std::to_string(capacity) +
+                " bytes, but the payloads may need " + std::to_string(bytes) + "; make it larger");
   }
 
   /// Returns true if the decoded values are finite.

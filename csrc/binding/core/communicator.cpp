@@ -26,8 +26,8 @@ using Request = Communicator::Request;
 
 /// Makes a communicator. Its end may wait for other threads that need the interpreter, so the GIL
 /// is released for both.
-std::shared_ptr<Communicator> meet(std::shared_ptr<Store> store, int rank, int size,
-                                   CommunicatorOptions options) {
+std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Store> store, int rank, int size,
+                                                CommunicatorOptions options) {
   options.interrupt = &check_signals;
   const Release release;
   return {new Communicator(std::move(store), rank, size, options), [](Communicator* communicator) {
@@ -164,7 +164,8 @@ void bind_communicator(py::module_& m) {
 
   using Self = Communicator;
   py::class_<Self, std::shared_ptr<Self>>(m, "Communicator")
-      .def(py::init(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+      .def(py::init(&make_communicator), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("options"))
       .def_property_readonly("rank", &Self::rank)
       .def_property_readonly("size", &Self::size)
       .def_property(
@@ -175,7 +176,10 @@ void bind_communicator(py::module_& m) {
       .def(
           "allocate",
           [](Self& c, size_t numel, DType dtype) {
-            if (numel > SIZE_MAX / size_of(dtype)) throw Error("no memory has so many elements");
+            if (numel > SIZE_MAX / size_of(dtype)) {
+              throw Error("rank " + std::to_string(c.rank()) + ": no memory holds " +
+                          std::to_string(numel) + " elements; allocate fewer");
+            }
             return SharedArray{c.allocate(numel * size_of(dtype)), numel, dtype};
           },
           py::arg("numel"), py::arg("dtype"))

@@ -20,7 +20,7 @@ struct OwnedGroup {
   std::unique_ptr<DeviceGroup> group;
 
   DeviceGroup& operator*() const {
-    if (!group) throw Error("the group is closed");
+    if (!group) throw Error("the group is closed; make a new one");
     return *group;
   }
   Stream stream(uintptr_t handle, std::pair<uintptr_t, size_t> scratch = {}) const {
@@ -33,11 +33,11 @@ struct OwnedGroup {
 std::unique_ptr<OwnedGroup> make_group(std::shared_ptr<Store> store, int rank, int size, int index,
                                        const std::string& group, double timeout,
                                        const std::string& memory, size_t staging_bytes,
-                                       size_t coded_bytes, int blocks, uint32_t first_meeting) {
+                                       size_t coded_bytes, int blocks, uint32_t first_barrier) {
   GilReleased release;
   const DeviceGroupOptions options{group,         milliseconds(timeout), memory,
                                    staging_bytes, coded_bytes,           blocks,
-                                   first_meeting, &check_signals};
+                                   first_barrier, &check_signals};
   auto owned = std::make_unique<OwnedGroup>();
   owned->group = std::make_unique<DeviceGroup>(std::move(store), rank, size, index, options);
   return owned;
@@ -124,7 +124,7 @@ void bind_device(py::module_& m) {
            py::arg("timeout") = 300.0, py::arg("memory") = "auto",
            py::arg("staging_bytes") = size_t{DeviceGroupOptions::kStagingBytes},
            py::arg("coded_bytes") = size_t{DeviceGroupOptions::kCodedBytes}, py::arg("blocks") = 0,
-           py::arg("first_meeting") = 0)
+           py::arg("first_barrier") = 0)
       .def("describe", [](const OwnedGroup& g) { return (*g).describe(); })
       .def("set_timeout",
            [](const OwnedGroup& g, double seconds) { (*g).set_timeout(milliseconds(seconds)); })

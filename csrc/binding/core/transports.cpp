@@ -25,7 +25,7 @@ OpTag tag_of(const std::string& op, uint64_t seq, uint64_t numel, DType dtype, R
              int root, uint32_t codec, const std::string& label) {
   OpTag tag;
   while (name(tag.op) != op) {
-    if (tag.op == Op::recv) throw Error("no op is called \"" + op + "\"");
+    if (tag.op == Op::recv) throw Error("unknown op \"" + op + "\"; use the name of a collective");
     tag.op = static_cast<Op>(static_cast<uint8_t>(tag.op) + 1);
   }
   tag.seq = seq;
@@ -43,7 +43,7 @@ struct OwnedTransport {
   std::unique_ptr<Transport> transport;
 
   Transport& operator*() const {
-    if (!transport) throw Error("the transport is closed");
+    if (!transport) throw Error("the transport is closed; make a new one");
     return *transport;
   }
 };
@@ -60,13 +60,14 @@ std::unique_ptr<OwnedTransport> make_transport(
   } else if (kind == "shm") {
     owned->transport = make_shm(rendezvous, all_ranks(rendezvous));
     if (!owned->transport) {
-      throw Error("shm: rank " + std::to_string(rank) + " shares memory with no other rank");
+      throw Error("shm: rank " + std::to_string(rank) +
+                  " shares memory with no other rank; use tcp");
     }
   } else if (kind == "tcp") {
     owned->transport = make_tcp(rendezvous, all_ranks(rendezvous),
                                 {sockets, interface, link, secret, tls, payload_check(checksum)});
   } else {
-    throw Error("no transport is called \"" + kind + "\": want local, shm or tcp");
+    throw Error("unknown transport \"" + kind + "\"; use one of local, shm, tcp");
   }
   return owned;
 }
@@ -90,7 +91,10 @@ void wait_for(const OwnedTransport& owned, int lane, const std::vector<Goal>& go
     if (reached) return;
     if (moved) continue;
     transport.check();
-    if (deadline.expired()) throw Timeout("the channels did not move on in time");
+    if (deadline.expired()) {
+      throw Timeout("the messages of the channels did not arrive within " +
+                    std::to_string(seconds) + " s; check that the peers send and receive them");
+    }
     transport.idle(static_cast<Lane>(lane), std::chrono::milliseconds(10));
   }
 }
@@ -100,7 +104,8 @@ void run_shared(const OwnedTransport& owned, const OpTag& tag, uintptr_t in, uin
                 double seconds) {
   GilReleased release;
   Window* window = (*owned).window();
-  if (!window) throw Error("the transport has no window of all ranks");
+  if (!window)
+    throw Error("the transport has no window of all ranks; use one whose ranks share a host");
   const auto* input = reinterpret_cast<const void*>(in);
   auto* output = reinterpret_cast<void*>(out);
   const Deadline deadline = after_seconds(seconds);
@@ -234,7 +239,8 @@ void bind_transports(py::module_& m) {
         std::vector<tcp::Interface> interfaces;
         for (const auto& [interface, ip] : candidates) {
           interfaces.push_back({interface, {}});
-          if (!tcp::Address::parse(ip, interfaces.back().address)) throw Error("no address: " + ip);
+          if (!tcp::Address::parse(ip, interfaces.back().address))
+            throw Error("\"" + ip + "\" is not an IP address");
         }
         std::vector<std::pair<std::string, std::string>> chosen;
         for (const auto& i : tcp::choose_interfaces({names, store_host, one_host}, interfaces)) {

@@ -32,7 +32,9 @@ T one_of(const char* what, const std::string& name,
          std::initializer_list<std::pair<const char*, T>> choices) {
   for (const auto& [known, value] : choices)
     if (name == known) return value;
-  throw Error(std::string(what) + ": there is no " + name);
+  std::string all;
+  for (const auto& choice : choices) all += (all.empty() ? "" : ", ") + std::string(choice.first);
+  throw Error("unknown " + std::string(what) + " \"" + name + "\"; use one of " + all);
 }
 
 void add_part(Layout& layout, size_t offset, size_t numel, const std::string& codec,
@@ -48,7 +50,7 @@ void add_part(Layout& layout, size_t offset, size_t numel, const std::string& co
                                 {"momentum", Kind::momentum},
                                 {"ef21", Kind::ef21}});
   memories.storage = one_of<Storage>(
-      "feedback", storage,
+      "storage", storage,
       {{"float32", Storage::float32}, {"bf16", Storage::bfloat16}, {"int8", Storage::int8}});
   memories.decay = decay;
   memories.nesterov = nesterov;

@@ -118,11 +118,11 @@ intrusive_ptr<Work> Backend::compressed(const Call& call, Op op, const at::Tenso
                                         const std::shared_ptr<const Layout>& layout,
                                         const CodedStep& step) {
   if (step.sides.size() != layout->size())
-    arguments_.fail(call, "there are sides for " + std::to_string(step.sides.size()) +
-                              " parameters, the layout has " + std::to_string(layout->size()));
+    arguments_.fail(call, "sides are given for " + std::to_string(step.sides.size()) +
+                              " parameters, but the layout has " + std::to_string(layout->size()));
   arguments_.check_written(call, output);
   for (const Sides& sides : step.sides)
-    if (sides.old > 1 || sides.fresh > 1) arguments_.fail(call, "a side is 0 or 1");
+    if (sides.old > 1 || sides.fresh > 1) arguments_.fail(call, "sides must be 0 or 1");
   const auto engine = this->engine();
   const CodedCall coded_call{op, output, input, layout, step};
   if (!output.is_cpu()) {

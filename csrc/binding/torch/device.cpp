@@ -57,7 +57,9 @@ at::Tensor Staging::mirror(const at::Tensor& t, bool reads, bool writes) {
   if (peers_) return used_.emplace_back(t);
   // This check comes before memory is pinned, which no capture survives.
   if (first && is_capturing(t.device()))
-    backend_.arguments().fail(call_, "goes by way of the host, so no graph can capture it");
+    backend_.arguments().fail(
+        call_,
+        "passes through host memory, so no graph can capture it; run it outside of the capture");
   Mirror mirror{t, pinned(t.sizes(), t.scalar_type())};
   if (reads) reads_.push_back(mirror);
   if (writes) writes_.push_back(mirror);
@@ -127,7 +129,8 @@ std::shared_ptr<c10::Event> DeviceLane::fetch(const std::vector<Mirror>& reads) 
 uint32_t DeviceLane::hold() {
   const c10::StreamGuard on(deliver_);
   if (!hold_(native_handle(deliver_, 0), word(), ++holds_))
-    throw Error("the stream of " + device_.str() + " takes no more work");
+    throw Error("the stream of " + device_.str() +
+                " accepts no more work; look for an earlier error of the device");
   return holds_;
 }
 
@@ -144,7 +147,7 @@ void DeviceLane::deliver(const std::vector<Mirror>& writes) {
 namespace {
 
 /// Overwrites the results, so that no caller takes what a failed operation has left for one.
-void spoil(const std::vector<Mirror>& writes) {
+void fill_with_nan(const std::vector<Mirror>& writes) {
   for (const auto& [device, host] : writes)
     if (host.is_floating_point() || host.is_complex())
       host.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -177,9 +180,10 @@ void Engine::await(const c10::Event& event, const Call& call, c10::Device device
   while (!event.query()) {
     if (aborted_) return;  // the communicator throws the reason
     if (deadline.expired()) {
-      const std::string why =
-          "did not come to its " + std::string(call.name) + ": what was queued before it on " +
-          device.str() + " was not done within " + std::to_string(deadline.limit().count()) + " ms";
+      const std::string why = "did not reach its " + std::string(call.name) +
+                              ": the work that was queued before it on " + device.str() +
+                              " was not done within " + std::to_string(deadline.limit().count()) +
+                              " ms";
       abort(why);
       throw Timeout("rank " + std::to_string(comm_.rank()) + " " + why);
     }
@@ -222,8 +226,9 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   if (lost_) std::rethrow_exception(lost_);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (is_capturing(device))
-    throw Error("rank " + std::to_string(comm_.rank()) + ": " + call.name +
-                " goes by way of the host, so no graph can capture it");
+    throw Error(
+        "rank " + std::to_string(comm_.rank()) + ": " + call.name +
+        " passes through host memory, so no graph can capture it; run it outside of the capture");
   DeviceLane& lane = this->lane(device);
   // A barrier is for the host. An operation from a callback overtakes others, holds must not.
   const bool held = lane.can_hold() && !device_options_.blocking_wait &&
@@ -261,7 +266,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
       }
     } catch (...) {
       if (held) {
-        for (size_t i = done; i < parts.size(); i++) spoil(parts[i].writes);
+        for (size_t i = done; i < parts.size(); i++) fill_with_nan(parts[i].writes);
         engine->set_lost(as_python(std::current_exception()));
         lane.open(holds.back());
       }

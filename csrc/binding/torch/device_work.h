@@ -173,7 +173,7 @@ class LateSend final : public Communicator::Request {
       changed_.wait(lock, known);
     } else if (!changed_.wait_for(lock, timeout, known)) {
       throw Timeout("a send has not left its device after a wait of " +
-                    std::to_string(timeout.count()) + " ms, and goes on");
+                    std::to_string(timeout.count()) + " ms; it continues");
     }
     if (error_) std::rethrow_exception(error_);
     const auto request = request_;

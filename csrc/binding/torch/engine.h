@@ -228,7 +228,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Pending> pending_;  ///< deliveries that may not be done
   std::optional<c10::Device> used_device_;
   std::exception_ptr lost_;   ///< error of an operation for which only streams waited
-  std::mutex meeting_mutex_;  ///< held while a route is opened
+  std::mutex opening_mutex_;  ///< held while a route is opened
   std::mutex routes_mutex_;
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, PeerRoute::Kind>,
            std::shared_ptr<PeerRoute>>

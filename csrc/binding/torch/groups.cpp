@@ -32,22 +32,22 @@ namespace {
 
 /// Joins the straggler monitor, in which ranks compare their figures through the group's store.
 /// They do not keep the store alive: when its groups are gone, the port of its server must be free.
-void join_station(Backend& backend, const std::shared_ptr<OpenGroup>& group) {
+void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& group) {
   const auto locked = [weak = std::weak_ptr<OpenGroup>(group)] {
     const auto open = weak.lock();
-    if (auto living = open ? open->store() : nullptr) return living;
+    if (auto store = open ? open->store() : nullptr) return store;
     throw std::runtime_error("the store is gone");
   };
   const auto put = [locked](const std::string& key, const std::string& value) {
-    const auto living = locked();
+    const auto store = locked();
     const GilReleased release;
-    living->set(key, value);
+    store->set(key, value);
   };
   const auto look = [locked](const std::string& key) -> std::optional<std::string> {
-    const auto living = locked();
+    const auto store = locked();
     const GilReleased release;
-    if (!living->check({key})) return std::nullopt;
-    const std::vector<uint8_t> value = living->get(key);
+    if (!store->check({key})) return std::nullopt;
+    const std::vector<uint8_t> value = store->get(key);
     return std::string(value.begin(), value.end());
   };
   py::module_::import("pycomm.straggler.monitor")
@@ -66,7 +66,7 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
                                               name + "/" + std::to_string(generation), parent);
   OpenGroups::all().add(backend->open_);
   const GilAcquired gil;
-  join_station(*backend, backend->open_);
+  join_straggler_monitor(*backend, backend->open_);
   return backend;
 }
 
@@ -158,14 +158,14 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   const auto limit = unwrapped(opts.timeout < Milliseconds(0) ? options_->timeout : opts.timeout);
   const std::string in_time = " in " + std::to_string(limit.count()) + " ms";
   const std::string key = group_ + "/monitored barrier " + std::to_string(++monitored_barriers_);
-  const auto came = [&](int rank) { return key + "/" + std::to_string(rank); };
+  const auto arrival_key = [&](int rank) { return key + "/" + std::to_string(rank); };
   const auto verdict = key + "/verdict";
-  const std::string good = "all ranks came";
+  const std::string good = "all ranks arrived";
   const WithoutGil without_gil;
   TorchStore store(store_);
 
   if (rank_ > 0) {
-    store.set(came(rank_), "here");
+    store.set(arrival_key(rank_), "here");
     std::string text;
     try {
       // This wait is longer than rank 0's, which may have come after us, to receive its verdict.
@@ -186,7 +186,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   int count = 0;
   for (int r = 1; r < size_ && (wait_all_ranks || count == 0); r++) {
     try {
-      store.get(came(r), deadline);
+      store.get(arrival_key(r), deadline);
     } catch (const Timeout&) {
       missing += (count++ ? ", " : "") + std::to_string(r);
     }

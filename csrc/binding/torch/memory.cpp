@@ -41,7 +41,8 @@ class Allocator final : public c10::Allocator {
 
 at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options) {
   if (!options.device().is_cpu())
-    raise(arguments_.here() + "allocate_tensor: has memory for CPU tensors only");
+    raise(arguments_.here() +
+          "allocate_tensor: it allocates CPU tensors only; ask torch for others");
   const size_t itemsize = options.dtype().itemsize();
   if (size < 0 || static_cast<size_t>(size) > kLargestBuffer / itemsize)
     raise(arguments_.here() + "allocate_tensor: cannot make a tensor of " + std::to_string(size) +

@@ -165,7 +165,9 @@ void Engine::interrupt_check() {
   if (const std::exception_ptr error = comm_.over()) std::rethrow_exception(error);
   for (int r = 0; r < comm_.size(); r++) {
     if (r != comm_.rank() && comm_.lost(r))
-      throw PeerLost(r, "rank " + std::to_string(r) + " is gone, and ranks meet on their devices");
+      throw PeerLost(r, "rank " + std::to_string(r) +
+                            " died or left before the ranks had set up the memory that their " +
+                            "devices share; look at its own log");
   }
 }
 
@@ -197,7 +199,7 @@ std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kin
 std::shared_ptr<PeerRoute> Engine::peers(c10::Device device, PeerRoute::Kind kind) {
   return with_python_errors([&] {
     const WithoutGil without_gil;
-    const std::lock_guard<std::mutex> rendezvous(meeting_mutex_);
+    const std::lock_guard<std::mutex> opening(opening_mutex_);
     const std::tuple key{device.type(), device.index(), kind};
     {
       const std::lock_guard<std::mutex> lock(routes_mutex_);
@@ -206,7 +208,8 @@ std::shared_ptr<PeerRoute> Engine::peers(c10::Device device, PeerRoute::Kind kin
     if (is_capturing(device))
       throw Error("rank " + std::to_string(comm_.rank()) +
                   ": the first collective of its kind on " + device.str() +
-                  " cannot be captured, since ranks meet and allocate: run one before");
+                  " cannot be captured, since it sets up memory that the ranks share; run one "
+                  "before the capture");
     const auto route = open_peers(device, kind);
     const std::lock_guard<std::mutex> lock(routes_mutex_);
     peers_[key] = route;
@@ -251,7 +254,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
     const bool captured = is_capturing(route->device());
     if (captured && device_options_.blocking_wait)
       throw Error("rank " + std::to_string(comm_.rank()) + ": " + call.name +
-                  " cannot be captured in a group with blocking_wait");
+                  " cannot be captured in a group with blocking_wait; make the group without it");
     DeviceLane& lane = this->lane(route->device());
     const OpTag tag = issued_tag(call, outputs, comm_.size());
     auto work = make_work<DeviceWork>(false, call, std::move(outputs), lane.deliver_stream(), true,

@@ -97,7 +97,7 @@ class TorchStore final : public Store {
       }
       if (there()) return;  // the answer may have come after the wait ended
     }
-    throw Timeout("nobody set the key " + key + " in the store within " +
+    throw Timeout("no rank set the key " + key + " in the store within " +
                   std::to_string(deadline.limit().count()) + " ms");
   }
 

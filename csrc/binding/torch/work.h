@@ -180,7 +180,7 @@ class Work : public c10d::Work {
     } else if (!cv_.wait_for(lock, at_most_forever(timeout), done)) {
       lock.unlock();
       raise<Timeout>(describe() + " timed out: it was not done after a wait of " +
-                     std::to_string(timeout.count()) + " ms, and goes on" + whereabouts());
+                     std::to_string(timeout.count()) + " ms; it continues" + whereabouts());
     }
     lock.unlock();
     InterpreterEnd::stay_if_begun();

@@ -71,7 +71,7 @@ PYCOMM_HD Rounded round_in_range(float v) {
 
 /// Residual after a value p has travelled as `decoded`. For a value that travels as Inf or NaN the
 /// loss scaler will skip the step, so the residual stays as it was.
-PYCOMM_HD float owed(float p, float decoded, float residual) {
+PYCOMM_HD float residual_of(float p, float decoded, float residual) {
   return magnitude_bits(decoded) < kInfBits ? p - decoded : residual;
 }
 

@@ -8,7 +8,8 @@
 
 namespace pycomm::codecs {
 
-/// Arguments of every encode kernel; pycomm/codecs/nvrtc.py has the same fields in the same order.
+/// Arguments of every encode kernel; pycomm/codecs/cuda/kernels.py has the same fields in the same
+/// order.
 struct EncodeParams {
   const float* in;
   const float* residual;
@@ -29,7 +30,7 @@ struct EncodeParams {
   uint32_t rotation_bits;  ///< rotate, eden: a rotation has 1 << rotation_bits values
 };
 
-/// Arguments of every decode kernel; pycomm/codecs/nvrtc.py has the same fields, too.
+/// Arguments of every decode kernel; pycomm/codecs/cuda/kernels.py has the same fields, too.
 struct DecodeParams {
   const float* scales;
   const uint8_t* codes;
@@ -76,6 +77,30 @@ __device__ void max_of_blocks(uint32_t (&top)[kRows], uint32_t block) {
   }
 }
 
+/// Loads the values of a tile, and adds their residuals if there is feedback.
+template <bool kFeedback, int kRows>
+__device__ __forceinline__ void load_values(const cuda::Tile<kRows>& tile, const EncodeParams& args,
+                                            cuda::Vector<float> (&p)[kRows]) {
+  tile.load(args.in, p);
+  if (!kFeedback) return;
+  cuda::Vector<float> residual[kRows];
+  tile.load(args.residual, residual);
+  for (int row = 0; row < kRows; row++) {
+    for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
+  }
+}
+
+/// Computes the largest magnitude of each lane's values of a row.
+template <int kRows>
+__device__ __forceinline__ void max_of_rows(const cuda::Vector<float> (&p)[kRows],
+                                            uint32_t (&top)[kRows]) {
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    top[row] = 0;
+    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(p[row].v[k]));
+  }
+}
+
 // ---------------------------------------------------------------- kernels
 
 template <typename Coder, int kRows, bool kFeedback>
@@ -85,20 +110,10 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const EncodePara
   const uint32_t block = 1u << args.block_bits;
 
   cuda::Vector<float> p[kRows];
-  tile.load(args.in, p);
-  if (kFeedback) {
-    cuda::Vector<float> residual[kRows];
-    tile.load(args.residual, residual);
-    for (int row = 0; row < kRows; row++) {
-      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
-    }
-  }
+  load_values<kFeedback>(tile, args, p);
 
   uint32_t top[kRows];
-  for (int row = 0; row < kRows; row++) {
-    top[row] = 0;
-    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(p[row].v[k]));
-  }
+  max_of_rows(p, top);
   max_of_blocks(top, block);
 
 #pragma unroll
@@ -120,7 +135,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const EncodePara
       cuda::Vector<float> kept{};
       if (!(amax < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
-        p[row].v[k] = owed(p[row].v[k], encoded.value.v[k] * s, kept.v[k]);
+        p[row].v[k] = residual_of(p[row].v[k], encoded.value.v[k] * s, kept.v[k]);
       }
     }
   }

@@ -5,7 +5,8 @@
 namespace pycomm {
 
 void Codec::measure(Span<const float>, const float*, Span<float>, Stream) const {
-  throw Error(spec() + ": its ranks have nothing to agree on before they encode");
+  throw Error(spec() +
+              ": its ranks agree on nothing before they encode, so there is nothing to measure");
 }
 
 }  // namespace pycomm
@@ -25,14 +26,16 @@ void check_size(const Codec& codec, const char* role, size_t bytes, size_t numel
 void check_encode(const Codec& codec, const EncodeArgs& args) {
   check_size(codec, "out", args.out.size, args.in.size);
   if ((args.residual == nullptr) != (args.new_residual == nullptr) && args.in.size > 0) {
-    throw Error(codec.spec() + ": residual and new_residual go together, one of them is null");
+    throw Error(codec.spec() + ": one of residual and new_residual is null; give both or neither");
   }
   if (codec.agrees() && args.agreed == nullptr && args.in.size > 0) {
-    throw Error(codec.spec() + ": its ranks must agree on what they measured before they encode");
+    throw Error(
+        codec.spec() +
+        ": its ranks must agree on their measures before they encode; pass the maximum as agreed");
   }
   if (args.key.rank >= args.key.ranks) {
-    throw Error(codec.spec() + ": there is no rank " + std::to_string(args.key.rank) + " of " +
-                std::to_string(args.key.ranks));
+    throw Error(codec.spec() + ": rank " + std::to_string(args.key.rank) +
+                " is not in a group of " + std::to_string(args.key.ranks) + " ranks");
   }
   if (codec.granule() == 0 && args.index != 0) {
     throw Error(codec.spec() + ": index " + std::to_string(args.index) +
@@ -51,9 +54,9 @@ void check_decode(const Codec& codec, Span<const uint8_t> payload, Span<float> o
 void check_scratch(const Codec& codec, size_t numel, const Stream& stream) {
   const size_t want = codec.scratch_bytes(numel);
   if (stream.device != Device::cuda || stream.scratch.size >= want) return;
-  throw Error(codec.spec() + ": the stream brings " + std::to_string(stream.scratch.size) +
-              " bytes of scratch memory, but " + std::to_string(numel) + " values take " +
-              std::to_string(want));
+  throw Error(codec.spec() + ": the stream has " + std::to_string(stream.scratch.size) +
+              " bytes of scratch memory, but " + std::to_string(numel) + " values need " +
+              std::to_string(want) + "; ask scratch_bytes()");
 }
 
 }  // namespace pycomm::codecs

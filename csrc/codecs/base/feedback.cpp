@@ -56,9 +56,10 @@ PYCOMM_SIMD void store_int8(const float* __restrict in, size_t n, uint8_t* __res
 
 // -------------------------------------------------------------------------------- rules
 
-PYCOMM_SIMD void blend(const float* e, const float* owed, float decay, size_t n, float* out) {
+PYCOMM_SIMD void blend(const float* e, const float* new_residual, float decay, size_t n,
+                       float* out) {
   const float rest = 1.0f - decay;
-  for (size_t i = 0; i < n; i++) out[i] = decay * e[i] + rest * owed[i];
+  for (size_t i = 0; i < n; i++) out[i] = decay * e[i] + rest * new_residual[i];
 }
 
 PYCOMM_SIMD void advance(const float* __restrict x, float decay, size_t n, float* __restrict u) {
@@ -74,8 +75,9 @@ PYCOMM_SIMD void advance_nesterov(const float* __restrict x, float decay, size_t
 }
 
 /// Applies momentum factor masking: what has been sent must not push again.
-PYCOMM_SIMD void mask(const float* x, const float* v, const float* owed, size_t n, float* u) {
-  for (size_t i = 0; i < n; i++) u[i] = owed[i] == x[i] + v[i] ? u[i] : 0.0f;
+PYCOMM_SIMD void mask(const float* x, const float* v, const float* new_residual, size_t n,
+                      float* u) {
+  for (size_t i = 0; i < n; i++) u[i] = new_residual[i] == x[i] + v[i] ? u[i] : 0.0f;
 }
 
 PYCOMM_SIMD void negate(size_t n, float* x) {
@@ -83,13 +85,13 @@ PYCOMM_SIMD void negate(size_t n, float* x) {
 }
 
 /// Computes g + decode from minus_g and the error that the encode has left: decode = (x - g) -
-/// owed.
-PYCOMM_SIMD void follow(const float* x, const float* minus_g, const float* owed, size_t n,
+/// new_residual.
+PYCOMM_SIMD void follow(const float* x, const float* minus_g, const float* new_residual, size_t n,
                         float* g) {
-  for (size_t i = 0; i < n; i++) g[i] = ((x[i] + minus_g[i]) - owed[i]) - minus_g[i];
+  for (size_t i = 0; i < n; i++) g[i] = ((x[i] + minus_g[i]) - new_residual[i]) - minus_g[i];
 }
 
-enum Place : size_t { kResidual, kMomentum, kAhead, kOwed };
+enum Place : size_t { kResidual, kMomentum, kAhead, kNewResidual };
 
 float* loaded(const Feedback& feedback, const Memory& memory, size_t n, float* to) {
   load(feedback.storage, memory.old, {to, n});
@@ -192,11 +194,11 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scrat
   }
   const size_t n = args.in.size;
   const Past past(feedback, args.in, scratch);
-  float* const owed = scratch.get(kOwed, n);
+  float* const new_residual = scratch.get(kNewResidual, n);
   args.in.data = past.x;
   if (feedback.error) {
     args.residual = past.residual;
-    args.new_residual = owed;
+    args.new_residual = new_residual;
   }
   codec.encode(args);
 
@@ -204,16 +206,16 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scrat
     case Kind::residual:
       break;
     case Kind::ema:
-      blend(past.residual, owed, feedback.decay, n, owed);
+      blend(past.residual, new_residual, feedback.decay, n, new_residual);
       break;
     case Kind::momentum:
-      if (feedback.error) mask(past.x, past.residual, owed, n, past.u);
+      if (feedback.error) mask(past.x, past.residual, new_residual, n, past.u);
       store(feedback.storage, {past.u, n}, feedback.momentum.fresh);
       break;
     case Kind::ef21:
-      follow(past.x, past.residual, owed, n, owed);
+      follow(past.x, past.residual, new_residual, n, new_residual);
   }
-  if (feedback.error) store(feedback.storage, {owed, n}, feedback.error.fresh);
+  if (feedback.error) store(feedback.storage, {new_residual, n}, feedback.error.fresh);
 }
 
 void measure(const Codec& codec, const Feedback& feedback, Span<const float> in, Span<float> out,

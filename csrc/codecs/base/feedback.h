@@ -64,7 +64,7 @@ class Scratch {
   PYCOMM_API float* get(size_t place, size_t numel);
   static constexpr size_t kPlaces = 5;
   /// A place that encode() does not use, for data that its callers prepare.
-  static constexpr size_t kLanding = 4;
+  static constexpr size_t kFloat32 = 4;
 
  private:
   struct Place {

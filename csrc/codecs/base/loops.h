@@ -51,7 +51,7 @@ PYCOMM_INLINE void prefetch_block(const float* x, const float* residual, uint32_
 ///   scale(block, x, n)                 measures a block and writes its scale
 ///   scale(block, x, residual, n, p)    the same of p = x + residual, which it stores
 ///   write(offset, p, n, scale)         codes of a used block; offset is in values
-///   write(offset, p, n, scale, owed)   and its new residual
+///   write(offset, p, n, scale, new_residual)   and its new residual
 ///   zero(offset, n)                    codes of a block that is not used
 /// A block's new residual is written after its residual has been read, so they may be one buffer.
 template <typename Writer>

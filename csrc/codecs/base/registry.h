@@ -1,4 +1,4 @@
-// Registry functions: each makes a codec from its options.
+// Registry functions: one for each codec, which makes it from its options.
 #pragma once
 #include <memory>
 
@@ -7,35 +7,20 @@
 
 namespace pycomm::codecs {
 
-namespace cast {
-std::unique_ptr<Codec> make(Options& options);
-}
-namespace lossless {
-std::unique_ptr<Codec> make(Options& options);
-}
-namespace mx {
-std::unique_ptr<Codec> make(Options& options);
-}
-namespace quant {
-std::unique_ptr<Codec> make(Options& options);
-}
-namespace sign {
-std::unique_ptr<Codec> make(Options& options);
-}
-namespace rotate {
-std::unique_ptr<Codec> make(Options& options);
-}
-namespace eden {
-std::unique_ptr<Codec> make(Options& options);
-}
-namespace randomk {
-std::unique_ptr<Codec> make(Options& options);
-}
-namespace ternary {
-std::unique_ptr<Codec> make(Options& options);
-}
-namespace topk {
-std::unique_ptr<Codec> make(Options& options);
-}
+/// A function that makes a codec from its options. Each codec defines one of this type.
+using Maker = std::unique_ptr<Codec>(Options& options);
+
+// clang-format off: one line each, as in the list of registry.cpp.
+namespace cast { Maker make; }
+namespace eden { Maker make; }
+namespace lossless { Maker make; }
+namespace mx { Maker make; }
+namespace quant { Maker make; }
+namespace randomk { Maker make; }
+namespace rotate { Maker make; }
+namespace sign { Maker make; }
+namespace ternary { Maker make; }
+namespace topk { Maker make; }
+// clang-format on
 
 }  // namespace pycomm::codecs

@@ -116,8 +116,8 @@ template <Then kThen>
 PYCOMM_INLINE void finish(const Sink& sink, size_t i, float value) {
   if (kThen == Then::store) sink.out[i] = value;
   if (kThen == Then::add) sink.out[i] = sink.out[i] + value;
-  if (kThen == Then::owe) {
-    sink.out[i] = owed(sink.x[i] + sink.residual[i], value, sink.residual[i]);
+  if (kThen == Then::store_residual) {
+    sink.out[i] = residual_of(sink.x[i] + sink.residual[i], value, sink.residual[i]);
   }
 }
 
@@ -193,8 +193,8 @@ PYCOMM_SIMD void unrotate_block(const RotationSigns& signs, float* y, size_t n, 
       return finish_block<Then::store>(signs.first, values, n, scale, sink);
     case Then::add:
       return finish_block<Then::add>(signs.first, values, n, scale, sink);
-    case Then::owe:
-      return finish_block<Then::owe>(signs.first, values, n, scale, sink);
+    case Then::store_residual:
+      return finish_block<Then::store_residual>(signs.first, values, n, scale, sink);
   }
 }
 }  // namespace pycomm::codecs

@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_halves(Values& terms, uint32_t block, float 
 
 /// A step with one of two values: `far` is 1 for the lane with the far one, which gets t a - b, as
 /// t a + -b; the near one becomes a + t b.
-__device__ __forceinline__ float meet(float mine, float theirs, uint32_t far, float t) {
+__device__ __forceinline__ float butterfly(float mine, float theirs, uint32_t far, float t) {
   return t * theirs + signed_by(far, 0, mine);
 }
 
@@ -131,7 +131,7 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits) {
     for (int row = 0; row < kTileRows; row++) {
       const cuda::Vector<float> theirs = shown(row, step);
       for (int k = 0; k < cuda::kVector; k++) {
-        y[row].v[k] = meet(y[row].v[k], theirs.v[k], far, t);
+        y[row].v[k] = butterfly(y[row].v[k], theirs.v[k], far, t);
       }
     }
   }
@@ -158,7 +158,7 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits) {
     for (int row = 0; row < kTileRows; row++) {
       for (int k = 0; k < cuda::kVector; k++) {
         const uint32_t other = __shfl_xor_sync(~0u, float_bits(y[row].v[k]), step);
-        y[row].v[k] = meet(y[row].v[k], bits_float(other), far, t);
+        y[row].v[k] = butterfly(y[row].v[k], bits_float(other), far, t);
       }
     }
   }
@@ -258,15 +258,15 @@ __device__ __forceinline__ RotationHeader read_header(const DecodeParams& args) 
 
 /// Stores the new residual. `y` are the values that the payload holds. Values and residual are read
 /// again, from the cache, rather than kept in registers.
-__device__ __forceinline__ void store_owed(const Tile& tile, const EncodeParams& args,
-                                           const RotationSigns& signs, Values& y) {
+__device__ __forceinline__ void store_residual(const Tile& tile, const EncodeParams& args,
+                                               const RotationSigns& signs, Values& y) {
   unrotate_tile(signs, args.rotation_bits, y);
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
     const cuda::Vector<float> x = tile.load(args.in, row);
     const cuda::Vector<float> residual = tile.load(args.residual, row);
     for (int k = 0; k < cuda::kVector; k++) {
-      y[row].v[k] = owed(x.v[k] + residual.v[k], y[row].v[k], residual.v[k]);
+      y[row].v[k] = residual_of(x.v[k] + residual.v[k], y[row].v[k], residual.v[k]);
     }
   }
   tile.store(args.new_residual, args.numel, y);

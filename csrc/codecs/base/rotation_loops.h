@@ -26,13 +26,13 @@ struct RotationSigns {
 };
 
 /// Use of the values that a block decodes to.
-enum class Then : uint8_t { store, add, owe };
+enum class Then : uint8_t { store, add, store_residual };
 
 struct Sink {
   Then then = Then::store;
   float* out = nullptr;             ///< values, or the new residual
-  const float* x = nullptr;         ///< owe: p = x + residual
-  const float* residual = nullptr;  ///< owe
+  const float* x = nullptr;         ///< store_residual: p = x + residual
+  const float* residual = nullptr;  ///< store_residual
 
   Sink from(size_t at) const {
     return {then, out + at, x ? x + at : nullptr, residual ? residual + at : nullptr};

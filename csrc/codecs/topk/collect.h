@@ -27,7 +27,7 @@ struct Candidates {
 };
 
 template <bool kFeedback, bool kStore>
-void collect_plain(const Source& from, size_t begin, size_t end, uint32_t low, float* owed,
+void collect_plain(const Source& from, size_t begin, size_t end, uint32_t low, float* new_residual,
                    Candidates& to) {
   constexpr size_t kStep = 32;
   for (size_t i = begin; i < end; i += kStep) {
@@ -36,7 +36,7 @@ void collect_plain(const Source& from, size_t begin, size_t end, uint32_t low, f
     uint32_t top = 0;
     for (size_t j = i; j < i + size; j++) {
       const float p = kFeedback ? from.x[j] + from.residual[j] : from.x[j];
-      if (kStore) owed[j] = p;
+      if (kStore) new_residual[j] = p;
       const uint32_t bits = magnitude_bits(p);
       top = bits > top ? bits : top;
     }
@@ -55,14 +55,14 @@ void collect_plain(const Source& from, size_t begin, size_t end, uint32_t low, f
 
 template <bool kFeedback, bool kStore>
 PYCOMM_AVX512 void collect_avx512(const Source& from, size_t begin, size_t end, uint32_t low,
-                                  float* owed, Candidates& to) {
+                                  float* new_residual, Candidates& to) {
   const __m512i limit = _mm512_set1_epi32(static_cast<int>(low));
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   __m512i top = _mm512_set1_epi32(static_cast<int>(to.top));
   size_t count = to.count, i = begin;
   for (; i + 16 <= end; i += 16) {
     const __m512 p = load_sum<kFeedback>(from, i);
-    if (kStore) _mm512_storeu_ps(owed + i, p);
+    if (kStore) _mm512_storeu_ps(new_residual + i, p);
     const __m512i bits = magnitudes(p);
     top = _mm512_mask_max_epi32(top, 0xffff, top, bits);  // without a mask gcc 12 warns
     const __mmask16 chosen = _mm512_cmpge_epi32_mask(bits, limit);
@@ -76,15 +76,15 @@ PYCOMM_AVX512 void collect_avx512(const Source& from, size_t begin, size_t end, 
   _mm512_store_si512(tops, top);
   to.top = *std::max_element(tops, tops + 16);
   to.count = count;
-  collect_plain<kFeedback, kStore>(from, i, end, low, owed, to);
+  collect_plain<kFeedback, kStore>(from, i, end, low, new_residual, to);
 }
 
 #endif
 
-/// Fills `to` with all values from `low` on. With `owed`, which must not be the residual, p goes
-/// there.
+/// Fills `to` with all values from `low` on. With `new_residual`, which must not be the residual, p
+/// goes there.
 template <bool kFeedback, bool kStore>
-void collect(const Source& from, uint32_t low, float* owed, Candidates& to) {
+void collect(const Source& from, uint32_t low, float* new_residual, Candidates& to) {
   to.count = 0;
   to.top = 0;
   for (size_t begin = 0; begin < from.n; begin += Candidates::kBurst) {
@@ -95,19 +95,19 @@ void collect(const Source& from, uint32_t low, float* owed, Candidates& to) {
     const size_t end = std::min(begin + Candidates::kBurst, from.n);
 #ifdef PYCOMM_AVX512
     if (has_avx512()) {
-      collect_avx512<kFeedback, kStore>(from, begin, end, low, owed, to);
+      collect_avx512<kFeedback, kStore>(from, begin, end, low, new_residual, to);
       continue;
     }
 #endif
-    collect_plain<kFeedback, kStore>(from, begin, end, low, owed, to);
+    collect_plain<kFeedback, kStore>(from, begin, end, low, new_residual, to);
   }
   to.whole = true;
 }
 
-inline void collect(const Source& from, uint32_t low, float* owed, Candidates& to) {
+inline void collect(const Source& from, uint32_t low, float* new_residual, Candidates& to) {
   if (!from.residual) return collect<false, false>(from, low, nullptr, to);
-  owed != from.residual ? collect<true, true>(from, low, owed, to)
-                        : collect<true, false>(from, low, nullptr, to);
+  new_residual != from.residual ? collect<true, true>(from, low, new_residual, to)
+                                : collect<true, false>(from, low, nullptr, to);
 }
 
 /// Passes the chosen candidates of the cut to the writer, in order.
@@ -131,8 +131,9 @@ void walk_candidates(const Candidates& candidates, Cut cut, Writer& writer) {
 }
 
 /// Returns the cut of the k largest of a record. `found` gets the candidates that contain them, or
-/// none if they were too many to be kept; then p is in `owed` already if that is not the residual.
-inline Cut find_cut(const Source& from, size_t k, uint32_t limit, float* owed,
+/// none if they were too many to be kept; then p is in `new_residual` already if that is not the
+/// residual.
+inline Cut find_cut(const Source& from, size_t k, uint32_t limit, float* new_residual,
                     std::optional<Candidates>& found) {
   if (from.n > kSampled) {
     std::vector<uint32_t> some(std::min(kRoom, std::max<size_t>(4096, from.n / 256)));
@@ -140,7 +141,7 @@ inline Cut find_cut(const Source& from, size_t k, uint32_t limit, float* owed,
     const size_t most = 2 * b.expected + 4096;
     if (most <= from.n / 4) {
       found.emplace(most);
-      collect(from, b.low, owed, *found);
+      collect(from, b.low, new_residual, *found);
       if (found->whole) {
         some.resize(found->count + 16);
         const Counts counts = count_around(found->source(), b, some.data(), some.size());
@@ -166,13 +167,13 @@ struct Asked {
 /// Returns the cut at the k-th largest magnitude of the sample, and how many values it chooses. If
 /// these are too few or too many, it is the exact cut.
 inline Cut sampled_cut(const Source& from, const std::vector<float>& sample, size_t k,
-                       const Asked& asked, uint32_t limit, float* owed,
+                       const Asked& asked, uint32_t limit, float* new_residual,
                        std::optional<Candidates>& found, size_t& chosen) {
   // Values that make a record void are searched for in all values, not in the sample.
   const Source in_sample{sample.data(), nullptr, sample.size()};
   const uint32_t bits = Finder(sample.size(), ~0u).find(in_sample, k).bits;
   found.emplace(asked.most);
-  collect(from, bits, owed, *found);
+  collect(from, bits, new_residual, *found);
   chosen = found->count;
   const bool is_void = found->top >= limit;
   if (is_void || (found->whole && asked.least <= chosen && chosen <= asked.most)) {
@@ -180,7 +181,7 @@ inline Cut sampled_cut(const Source& from, const std::vector<float>& sample, siz
   }
   chosen = asked.exactly;
   found.reset();
-  return find_cut(from, chosen, limit, owed, found);
+  return find_cut(from, chosen, limit, new_residual, found);
 }
 
 /// Writes the record of a cut.

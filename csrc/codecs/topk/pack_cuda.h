@@ -169,7 +169,7 @@ __device__ void write_group(const Record& record, uint8_t* to, size_t group, con
 #pragma unroll
     for (int j = 0; j < kLaneValues; j++) {
       if (j >= size || is_void) continue;
-      new_residual[index[j]] = owed(p[j], value[j], residual[index[j]]);
+      new_residual[index[j]] = residual_of(p[j], value[j], residual[index[j]]);
     }
   }
 }

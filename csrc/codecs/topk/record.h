@@ -85,9 +85,9 @@ inline void write_values(const Record& record, uint8_t* to, size_t first, const 
 /// Writer of the chosen values of one record, group by group.
 class Writer {
  public:
-  /// `residual` and `owed` are those of the record; null without feedback.
-  Writer(const Record& record, uint8_t* to, const float* residual, float* owed)
-      : record_(record), to_(to), residual_(residual), owed_(owed) {
+  /// `residual` and `new_residual` are those of the record; null without feedback.
+  Writer(const Record& record, uint8_t* to, const float* residual, float* new_residual)
+      : record_(record), to_(to), residual_(residual), new_residual_(new_residual) {
     if (record.indices == Indices::bitmap) {
       std::memset(to + record.indices_at, 0, record.bytes - record.indices_at);
     }
@@ -98,15 +98,16 @@ class Writer {
     write_values(record_, to_, count_, p, n, value);
     write_indices(record_.indices, index, count_, n, to_ + record_.indices_at);
     count_ += n;
-    if (!owed_) return;
-    for (size_t j = 0; j < n; j++) owed_[index[j]] = owed(p[j], value[j], residual_[index[j]]);
+    if (!new_residual_) return;
+    for (size_t j = 0; j < n; j++)
+      new_residual_[index[j]] = residual_of(p[j], value[j], residual_[index[j]]);
   }
 
  private:
   const Record& record_;
   uint8_t* to_;
   const float* residual_;
-  float* owed_;
+  float* new_residual_;
   size_t count_ = 0;
 };
 

@@ -28,7 +28,8 @@ struct Staging {
 };
 
 template <bool kFeedback, typename Writer>
-void walk_plain(const Source& from, size_t begin, Cut cut, float* owed, Staging<Writer>& staging) {
+void walk_plain(const Source& from, size_t begin, Cut cut, float* new_residual,
+                Staging<Writer>& staging) {
   for (size_t i = begin; i < from.n; i++) {
     const float p = kFeedback ? from.x[i] + from.residual[i] : from.x[i];
     const uint32_t bits = magnitude_bits(p);
@@ -39,7 +40,7 @@ void walk_plain(const Source& from, size_t begin, Cut cut, float* owed, Staging<
       staging.p[staging.count++] = p;
       staging.flush_full();
     } else if (kFeedback) {
-      owed[i] = p;
+      new_residual[i] = p;
     }
   }
 }
@@ -47,7 +48,8 @@ void walk_plain(const Source& from, size_t begin, Cut cut, float* owed, Staging<
 #ifdef PYCOMM_AVX512
 
 template <bool kFeedback, typename Writer>
-PYCOMM_AVX512 void walk_avx512(const Source& from, Cut cut, float* owed, Staging<Writer>& staging) {
+PYCOMM_AVX512 void walk_avx512(const Source& from, Cut cut, float* new_residual,
+                               Staging<Writer>& staging) {
   const __m512i limit = _mm512_set1_epi32(static_cast<int>(cut.bits));
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   size_t i = 0;
@@ -62,7 +64,7 @@ PYCOMM_AVX512 void walk_avx512(const Source& from, Cut cut, float* owed, Staging
       cut.ties -= static_cast<size_t>(_mm_popcnt_u32(equal));
       chosen |= static_cast<__mmask16>(equal);
     }
-    if (kFeedback) _mm512_mask_storeu_ps(owed + i, ~chosen, p);
+    if (kFeedback) _mm512_mask_storeu_ps(new_residual + i, ~chosen, p);
     if (chosen == 0) continue;
     const __m512i index = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(i)), lanes);
     _mm512_storeu_si512(staging.index + staging.count, _mm512_maskz_compress_epi32(chosen, index));
@@ -70,25 +72,25 @@ PYCOMM_AVX512 void walk_avx512(const Source& from, Cut cut, float* owed, Staging
     staging.count += static_cast<size_t>(_mm_popcnt_u32(chosen));
     staging.flush_full();
   }
-  walk_plain<kFeedback>(from, i, cut, owed, staging);
+  walk_plain<kFeedback>(from, i, cut, new_residual, staging);
 }
 
 #endif
 
 /// Passes the values that the cut chooses to the writer, in order. With a residual, values that are
-/// not chosen go to `owed`, which may be the residual; the writer handles the others.
+/// not chosen go to `new_residual`, which may be the residual; the writer handles the others.
 template <typename Writer>
-void walk(const Source& from, const Cut& cut, float* owed, Writer& writer) {
+void walk(const Source& from, const Cut& cut, float* new_residual, Writer& writer) {
   Staging<Writer> staging(writer);
 #ifdef PYCOMM_AVX512
   if (has_avx512()) {
-    from.residual ? walk_avx512<true>(from, cut, owed, staging)
-                  : walk_avx512<false>(from, cut, owed, staging);
+    from.residual ? walk_avx512<true>(from, cut, new_residual, staging)
+                  : walk_avx512<false>(from, cut, new_residual, staging);
   } else
 #endif
   {
-    from.residual ? walk_plain<true>(from, 0, cut, owed, staging)
-                  : walk_plain<false>(from, 0, cut, owed, staging);
+    from.residual ? walk_plain<true>(from, 0, cut, new_residual, staging)
+                  : walk_plain<false>(from, 0, cut, new_residual, staging);
   }
   if (staging.count > 0) writer.group(staging.index, staging.p, staging.count);
 }

@@ -24,7 +24,7 @@ void CollectiveContext::wait_all() {
   });
 }
 
-void CollectiveContext::rest(int quiet) {
+void CollectiveContext::pause(int quiet) {
   mesh_.pause(Lane::collective, quiet, deadline_);
   if (!mesh_.should_check(quiet)) return;
   mesh_.check(Lane::collective);

@@ -118,7 +118,7 @@ class CollectiveContext {
         quiet = 0;
       } else {
         if (quiet == 0) quiet_since = ticks();
-        rest(quiet++);
+        pause(quiet++);
       }
     }
   }
@@ -134,7 +134,7 @@ class CollectiveContext {
   void wait_all();
 
  private:
-  void rest(int quiet);
+  void pause(int quiet);
 
   ChannelMesh& mesh_;
   Scratch& scratch_;

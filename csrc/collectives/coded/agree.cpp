@@ -48,7 +48,7 @@ void Agreed::measure(const PieceRun& run, size_t row, Stream stream, feedback::S
     widen.in = args_.data.at(row * row_numel_ + piece.offset + part.offset);
     auto* in = static_cast<const float*>(widen.in);
     if (args_.data.dtype != DType::float32) {
-      float* const wide = room ? room : scratch.get(feedback::Scratch::kLanding, part.numel);
+      float* const wide = room ? room : scratch.get(feedback::Scratch::kFloat32, part.numel);
       widen.from = args_.data.dtype;
       widen.out = wide;
       widen.numel = part.numel;

@@ -38,7 +38,7 @@ class AllReduce {
         agreed_(args, values, args.data.size),
         coder_(args, &agreed_, me_, n_, context.feedback_scratch(), {}, Packing::close,
                &context.timing()),
-        landing_(args, args.data.data, divisor, context.feedback_scratch(), &found_inf_),
+        view_(args, args.data.data, divisor, context.feedback_scratch(), &found_inf_),
         outbox_(context),
         decoded_(n_, 0) {
     for (int r = 0; r < n_; r++) inboxes_.emplace_back(context, r);
@@ -101,8 +101,7 @@ class AllReduce {
         if (s >= owned_.count(owner)) continue;
         const Segment& segment = owned_.at(owner, s);
         const Span<const PieceRun> runs = owned_.runs(segment);
-        const size_t bytes =
-            coder_.encode(Hop::worker, runs, landing_.read(runs), payload(segment));
+        const size_t bytes = coder_.encode(Hop::worker, runs, view_.read(runs), payload(segment));
         if (owner == me_) {
           own_bytes_.push_back(bytes);
         } else {
@@ -118,7 +117,7 @@ class AllReduce {
       const Segment& segment = shown_.at(0, s);
       uint8_t* out = gathered(me_, s);
       const Span<const PieceRun> runs = shown_.runs(segment);
-      shown_bytes_.push_back(coder_.encode(Hop::worker, runs, landing_.read(runs), out));
+      shown_bytes_.push_back(coder_.encode(Hop::worker, runs, view_.read(runs), out));
       send_to_all(segment, out, shown_bytes_[s]);
     }
   }
@@ -133,13 +132,13 @@ class AllReduce {
         return inboxes_[ex_.after(i)].arrived(s);
       });
     }
-    const Floats sum = landing_.room(runs);
+    const Floats sum = view_.room(runs);
     for (int r = 0; r < n_; r++) {
       const Span<const uint8_t> in =
           r == me_ ? Span<const uint8_t>(payload(segment), own_bytes_[s]) : inboxes_[r].payload(s);
       coder_.decode(runs, in, sum, r > 0, ex_.member(r));
     }
-    landing_.average(runs, sum, recoded);
+    view_.average(runs, sum, recoded);
     const size_t bytes = coder_.encode(Hop::owner, runs, sum, payload(segment));
     send_to_all(segment, payload(segment), bytes);
     decode_result(segment, {payload(segment), bytes}, me_);
@@ -167,9 +166,9 @@ class AllReduce {
 
   void decode_result(const Segment& segment, Span<const uint8_t> in, int owner) {
     const Span<const PieceRun> runs = owned_.runs(segment);
-    const Floats result = landing_.room(runs);
+    const Floats result = view_.room(runs);
     coder_.decode(runs, in, result, false, ex_.member(owner));
-    landing_.finish(runs, result, undivided);
+    view_.finish(runs, result, undivided);
   }
 
   // Decodes in rank order. Our own values there are encoded.
@@ -180,14 +179,14 @@ class AllReduce {
         if (!inboxes_[ex_.after(i)].arrived(number)) return false;
       }
       const Span<const PieceRun> runs = shown_.runs(shown_.at(0, s));
-      const Floats sum = landing_.room(runs);
+      const Floats sum = view_.room(runs);
       for (int r = 0; r < n_; r++) {
         const Span<const uint8_t> in = r == me_
                                            ? Span<const uint8_t>(gathered(r, s), shown_bytes_[s])
                                            : inboxes_[r].payload(number);
         coder_.decode(runs, in, sum, r > 0, ex_.member(r));
       }
-      landing_.finish(runs, sum, undivided);
+      view_.finish(runs, sum, undivided);
     }
     return next_shown_ == shown_.count(0);
   }
@@ -200,7 +199,7 @@ class AllReduce {
   Agreed agreed_;
   const Coder coder_;
   float found_inf_ = 0.0f;
-  const Float32View landing_;
+  const Float32View view_;
   std::deque<Inbox> inboxes_;  // per rank
   Outbox outbox_;
   uint8_t* payloads_ = nullptr;

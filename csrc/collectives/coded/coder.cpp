@@ -117,9 +117,10 @@ size_t Coder::decode(Span<const PieceRun> runs, Span<const uint8_t> payload, Flo
       bytes = left < sizeof(uint32_t) ? 0 : used_bytes(in);
     if (bytes > left || bytes > most || bytes % 4 != 0 || (bytes == 0 && most > 0)) {
       throw WireMismatch("rank " + std::to_string(sender) + " sent a payload of " + codec.spec() +
-                         " for " + std::to_string(run.numel) + " values that says it has " +
-                         std::to_string(bytes) + " bytes; it may have " +
-                         std::to_string(std::min(most, left)));
+                         " for " + std::to_string(run.numel) +
+                         " values whose header says that it has " + std::to_string(bytes) +
+                         " bytes, but at most " + std::to_string(std::min(most, left)) +
+                         " are possible; install the same pycomm on all hosts");
     }
     // There is memory for the rest after the used bytes: payloads only move together.
     const Span<float> out(values.of(piece, run, packed), run.numel);

@@ -27,7 +27,7 @@ float* Float32View::packed(Span<const PieceRun> runs) const {
   if (room_) return room_;
   size_t numel = 0;
   for (const PieceRun& run : runs) numel += run.numel;
-  return scratch_.get(feedback::Scratch::kLanding, numel);
+  return scratch_.get(feedback::Scratch::kFloat32, numel);
 }
 
 Floats Float32View::room(Span<const PieceRun> runs) const {

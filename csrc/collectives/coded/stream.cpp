@@ -33,7 +33,8 @@ void Inbox::check(const Message& m) const {
   if (m.said <= m.bytes && m.said % 4 == 0) return;
   throw WireMismatch("rank " + std::to_string(ex_.member(peer_)) + " is to send " +
                      std::to_string(m.said) + " bytes of " + describe(ex_.tag()) +
-                     ", where at most " + std::to_string(m.bytes) + " can be, a multiple of 4");
+                     ", but at most " + std::to_string(m.bytes) +
+                     " in a multiple of 4 are possible; install the same pycomm on all hosts");
 }
 
 void Outbox::send(int peer, const uint8_t* payload, size_t bytes, bool variable) {

@@ -21,12 +21,14 @@ template <typename Machine>
 class DeviceBarrier {
  public:
   PYCOMM_KERNEL DeviceBarrier(const Machine& m, const DeviceCall& call)
-      : m_(m), call_(call), first_(call.peers.progress->rendezvous[m.block()]), count_(first_) {}
+      : m_(m), call_(call), first_(call.peers.progress->barriers[m.block()]), count_(first_) {}
 
   /// Returns false if an operation before has failed. For all threads alike, as arrive_wait().
-  PYCOMM_KERNEL bool start() const { return m_.all(m_.look(&call_.peers.progress->broken) == 0); }
+  PYCOMM_KERNEL bool start() const {
+    return m_.all(m_.load_relaxed(&call_.peers.progress->broken) == 0);
+  }
   PYCOMM_KERNEL void end() const {
-    if (m_.thread() == 0) call_.peers.progress->rendezvous[m_.block()] = count_;
+    if (m_.thread() == 0) call_.peers.progress->barriers[m_.block()] = count_;
   }
 
   /// Slot of rank `r` that is written in this round, and the one that was written in the last.
@@ -36,7 +38,7 @@ class DeviceBarrier {
   /// Ends the round: what it has written can be read. Returns false if a rank did not arrive.
   PYCOMM_KERNEL bool arrive_wait() { return arrive_wait(0, call_.peers.ranks); }
   /// Synchronizes with the previous and the next rank alone.
-  PYCOMM_KERNEL bool meet_neighbours() {
+  PYCOMM_KERNEL bool arrive_wait_neighbours() {
     const int n = call_.peers.ranks;
     const int before = (call_.peers.rank + n - 1) % n, after = (call_.peers.rank + 1) % n;
     return arrive_wait(before, after);
@@ -52,49 +54,49 @@ class DeviceBarrier {
   PYCOMM_KERNEL bool arrive_wait(int a, int b) {
     const bool everybody = b == call_.peers.ranks;
     const int self = call_.peers.rank;
-    const auto meets = [&](int r) { return r != self && (everybody || r == a || r == b); };
+    const auto takes_part = [&](int r) { return r != self && (everybody || r == a || r == b); };
     count_++;
     m_.all(true);
     const uint64_t word = static_cast<uint64_t>(call_.hash) << 32 | count_;
-    bool come = true;
+    bool arrived = true;
     for (int r = m_.thread(); r < call_.peers.ranks; r += m_.threads()) {
-      if (meets(r)) m_.release(&call_.peers.flags[r]->came[m_.block()][self], word);
+      if (takes_part(r)) m_.release(&call_.peers.flags[r]->arrived[m_.block()][self], word);
     }
     for (int r = m_.thread(); r < call_.peers.ranks; r += m_.threads()) {
-      if (meets(r)) come = wait_for(r) && come;
+      if (takes_part(r)) arrived = wait_for(r) && arrived;
     }
-    return m_.all(come);
+    return m_.all(arrived);
   }
 
   PYCOMM_KERNEL bool wait_for(int r) const {
-    const uint64_t* flag = &call_.peers.flags[call_.peers.rank]->came[m_.block()][r];
+    const uint64_t* flag = &call_.peers.flags[call_.peers.rank]->arrived[m_.block()][r];
     uint64_t since = 0;
-    for (uint32_t looks = 1;; looks++) {
+    for (uint32_t polls = 1;; polls++) {
       const uint64_t word = m_.acquire(flag);
       const auto ahead = static_cast<int32_t>(static_cast<uint32_t>(word) - count_);
       if (ahead > 0) return true;  // it was here, and found that we do the same
       if (ahead == 0) {
         return static_cast<uint32_t>(word >> 32) == call_.hash ||
-               complain(KernelError::kMismatch, r);
+               report_error(KernelError::kMismatch, r);
       }
-      if (looks % Machine::kPatience == 0) {
-        if (m_.look(&call_.peers.progress->broken) != 0) return false;
-        if (m_.look(&call_.peers.control->abort) != ControlPage::kNone) return give_up();
+      if (polls % Machine::kPollsPerCheck == 0) {
+        if (m_.load_relaxed(&call_.peers.progress->broken) != 0) return false;
+        if (m_.load_relaxed(&call_.peers.control->abort) != ControlPage::kNone) return give_up();
         const uint64_t now = m_.now();
         if (since == 0) since = now;
-        if (now - since > call_.timeout_ns) return complain(KernelError::kLate, r);
+        if (now - since > call_.timeout_ns) return report_error(KernelError::kLate, r);
       }
-      m_.rest();
+      m_.pause();
     }
   }
 
-  PYCOMM_KERNEL bool complain(KernelError::Kind kind, int r) const {
+  PYCOMM_KERNEL bool report_error(KernelError::Kind kind, int r) const {
     const KernelError kernel_error{kind, count_ - first_, call_.seq};
-    m_.release(&call_.peers.control->complaints[r], kernel_error.word());
+    m_.release(&call_.peers.control->kernel_errors[r], kernel_error.word());
     return give_up();
   }
   PYCOMM_KERNEL bool give_up() const {
-    m_.tell(&call_.peers.progress->broken, 1);
+    m_.store_relaxed(&call_.peers.progress->broken, 1);
     return false;
   }
 

@@ -76,30 +76,30 @@ class DeviceGroup::Impl::Coded {
   void all_reduce() {
     agree();
     const BucketLayout &owned = cuts_.owned(), &shown = cuts_.shown();
-    const Float32View landing = landing_at(args_.data.data, found_inf_);
+    const Float32View view = view_at(args_.data.data, found_inf_);
     size_t stages = shown.count(0);
     for (int r = 0; r < n_; r++) stages = std::max(stages, owned.count(r));
     for (size_t s = 0; s < stages; s++) {
       for (int i = 1; i <= n_; i++) {
         const int owner = (me_ + i) % n_;  // starts with another owner on each rank
-        if (s < owned.count(owner)) encode(owned, owner, s, landing, for_owner(me_, owner));
+        if (s < owned.count(owner)) encode(owned, owner, s, view, for_owner(me_, owner));
       }
       arrive_wait();
       if (s < owned.count(me_)) {
         const Span<const PieceRun> runs = owned.runs(owned.at(me_, s));
-        const Floats total = sum(owned, me_, s, [&](int r) { return for_owner(r, me_); }, landing);
-        landing.average(runs, total, coded::recoded);
+        const Floats total = sum(owned, me_, s, [&](int r) { return for_owner(r, me_); }, view);
+        view.average(runs, total, coded::recoded);
         coder_.encode(Hop::owner, runs, total, result(me_));
       }
-      if (s < shown.count(0)) encode(shown, 0, s, landing, own(me_));
+      if (s < shown.count(0)) encode(shown, 0, s, view, own(me_));
       arrive_wait();
       for (int i = 0; i < n_; i++) {
         const int owner = (me_ + i) % n_;
-        if (s < owned.count(owner)) take(owned, owner, s, result(owner), landing, coded::undivided);
+        if (s < owned.count(owner)) take(owned, owner, s, result(owner), view, coded::undivided);
       }
       if (s < shown.count(0)) {
-        const Floats total = sum(shown, 0, s, [&](int r) { return own(r); }, landing);
-        landing.finish(shown.runs(shown.at(0, s)), total, coded::undivided);
+        const Floats total = sum(shown, 0, s, [&](int r) { return own(r); }, view);
+        view.finish(shown.runs(shown.at(0, s)), total, coded::undivided);
       }
     }
   }
@@ -107,11 +107,11 @@ class DeviceGroup::Impl::Coded {
   void reduce_scatter() {
     agree();
     const BucketLayout& layout = cuts_.shown();
-    const Float32View to = landing_at(out_.data, found_inf_);
+    const Float32View to = view_at(out_.data, found_inf_);
     for (size_t s = 0; s < layout.count(0); s++) {
       for (int i = 1; i <= n_; i++) {
         const auto owner = static_cast<size_t>((me_ + i) % n_);
-        const Float32View row = landing_at(args_.data.at(owner * row_numel(args_)), nullptr);
+        const Float32View row = view_at(args_.data.at(owner * row_numel(args_)), nullptr);
         encode(layout, 0, s, row, for_owner(me_, static_cast<int>(owner)), owner);
       }
       arrive_wait();
@@ -124,7 +124,7 @@ class DeviceGroup::Impl::Coded {
 
   void all_gather() {
     const BucketLayout& layout = cuts_.shown();
-    const Float32View from = landing_at(args_.data.data, nullptr);
+    const Float32View from = view_at(args_.data.data, nullptr);
     const Coder alone(args_, nullptr, me_, n_, group_.scratch(), of_codecs(),
                       coded::Packing::fixed);
     for (size_t s = 0; s < layout.count(0); s++) {
@@ -135,7 +135,7 @@ class DeviceGroup::Impl::Coded {
       for (int i = 0; i < n_; i++) {
         const int r = (me_ + i) % n_;
         const Float32View row =
-            landing_at(out_.at(static_cast<size_t>(r) * row_numel(args_)), found_inf_);
+            view_at(out_.at(static_cast<size_t>(r) * row_numel(args_)), found_inf_);
         take(layout, 0, s, own(r), row, coded::none);
       }
     }
@@ -156,12 +156,16 @@ class DeviceGroup::Impl::Coded {
         const bool plain = one->kind == feedback::Kind::residual &&
                            one->storage == feedback::Storage::float32 && !one->momentum;
         if (*one && !plain) {
-          group.fail(op, "on a GPU takes feedback of kind residual in float32 only");
+          group.fail(op,
+                     "on a GPU takes feedback of kind residual in float32 only; choose it, or use "
+                     "the CPU");
         }
       }
-      if (piece.mean) group.fail(op, "on a GPU has no EF21");
+      if (piece.mean)
+        group.fail(op,
+                   "on a GPU does not take feedback of kind ef21; choose residual, or use the CPU");
       if (piece.codec->agrees() && op == Op::all_gather) {
-        group.fail(op, "on a GPU does not take " + piece.codec->spec());
+        group.fail(op, "on a GPU does not take " + piece.codec->spec() + "; choose another codec");
       }
     }
   }
@@ -170,16 +174,16 @@ class DeviceGroup::Impl::Coded {
   Stream of_codecs() const {
     if (stream_.device == Device::cpu) return stream_;
     if (stream_.scratch.size < cuts_.scratch_bytes()) {
-      group_.fail(op_, "takes " + std::to_string(cuts_.scratch_bytes()) +
-                           " bytes of scratch memory, and the stream brings " +
-                           std::to_string(stream_.scratch.size));
+      group_.fail(op_, "needs " + std::to_string(cuts_.scratch_bytes()) +
+                           " bytes of scratch memory, but the stream has " +
+                           std::to_string(stream_.scratch.size) + "; ask coded_scratch_bytes()");
     }
     Stream stream = stream_;
-    const size_t landing = cuts_.landing_bytes();
-    stream.scratch = stream_.scratch.sub(landing, stream_.scratch.size - landing);
+    const size_t float32_bytes = cuts_.float32_bytes();
+    stream.scratch = stream_.scratch.sub(float32_bytes, stream_.scratch.size - float32_bytes);
     return stream;
   }
-  Float32View landing_at(const void* values, float* found_inf) const {
+  Float32View view_at(const void* values, float* found_inf) const {
     return {args_, values, n_, group_.scratch(), found_inf, stream_, room_};
   }
 

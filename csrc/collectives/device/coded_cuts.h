@@ -20,8 +20,8 @@ class DeviceGroup::Impl::Cuts {
         owned_(layout(op == Op::all_reduce ? pick(args, false) : std::vector<coded::PieceRun>(),
                       group.size())),
         shown_(layout(op == Op::all_reduce ? pick(args, true) : coded::values_of(args.pieces), 1)) {
-    look(owned_, group.size());
-    look(shown_, 1);
+    measure(owned_, group.size());
+    measure(shown_, 1);
   }
 
   /// Layout of the values with owners, a chunk for each rank; and of what each rank shares with
@@ -32,14 +32,14 @@ class DeviceGroup::Impl::Cuts {
   size_t place_bytes() const { return place_bytes_; }
   /// Bytes of the scratch memory of a GPU's stream: float32 of values of 16 bits, then what codecs
   /// need.
-  size_t landing_bytes() const { return aligned(landing_numel_ * sizeof(float)); }
-  size_t scratch_bytes() const { return landing_bytes() + codec_bytes_; }
+  size_t float32_bytes() const { return aligned(float32_numel_ * sizeof(float)); }
+  size_t scratch_bytes() const { return float32_bytes() + codec_bytes_; }
 
   [[noreturn]] void too_large(size_t bytes) const {
-    group_.fail(op_, "needs places of " + std::to_string(bytes) +
-                         " bytes, but of coded_bytes = " + std::to_string(group_.coded_bytes()) +
-                         " one of " + std::to_string(group_.size() + 3) + " has " +
-                         std::to_string(place_bytes_));
+    group_.fail(op_, "needs " + std::to_string(bytes) + " bytes for a payload, but coded_bytes = " +
+                         std::to_string(group_.coded_bytes()) + " gives each of " +
+                         std::to_string(group_.size() + 3) + " payloads " +
+                         std::to_string(place_bytes_) + "; make the group with more coded_bytes");
   }
 
  private:
@@ -58,7 +58,7 @@ class DeviceGroup::Impl::Cuts {
     }
   }
 
-  void look(const coded::BucketLayout& layout, int owners) {
+  void measure(const coded::BucketLayout& layout, int owners) {
     for (int r = 0; r < owners; r++) {
       for (size_t s = 0; s < layout.count(r); s++) {
         size_t numel = 0;
@@ -68,7 +68,7 @@ class DeviceGroup::Impl::Cuts {
           codec_bytes_ = std::max(codec_bytes_, codec.scratch_bytes(run.numel));
           if (codec.agrees()) numel = std::max(numel, coded::Agreed::kSlice);
         }
-        if (args_.data.dtype != DType::float32) landing_numel_ = std::max(landing_numel_, numel);
+        if (args_.data.dtype != DType::float32) float32_numel_ = std::max(float32_numel_, numel);
       }
     }
   }
@@ -89,7 +89,7 @@ class DeviceGroup::Impl::Cuts {
   const Op op_;
   const CodedArgs& args_;
   const size_t place_bytes_;
-  size_t landing_numel_ = 0, codec_bytes_ = 0;
+  size_t float32_numel_ = 0, codec_bytes_ = 0;
   const coded::BucketLayout owned_, shown_;
 };
 

@@ -42,12 +42,12 @@ struct Gpu {
   __device__ static void release(uint64_t* to, uint64_t word) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(to), "l"(word) : "memory");
   }
-  __device__ static uint32_t look(const uint32_t* from) {
+  __device__ static uint32_t load_relaxed(const uint32_t* from) {
     uint32_t word;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
     return word;
   }
-  __device__ static void tell(uint32_t* to, uint32_t word) {
+  __device__ static void store_relaxed(uint32_t* to, uint32_t word) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(to), "r"(word) : "memory");
   }
 
@@ -58,9 +58,9 @@ struct Gpu {
     return time;
   }
   /// Pause between two polls.
-  __device__ static void rest() { __nanosleep(20); }
+  __device__ static void pause() { __nanosleep(20); }
   /// Number of polls between two checks of the clock and of the host.
-  static constexpr uint32_t kPatience = 1024;
+  static constexpr uint32_t kPollsPerCheck = 1024;
 };
 
 #else
@@ -76,8 +76,12 @@ struct Cpu {
 
   static uint64_t acquire(const uint64_t* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
   static void release(uint64_t* to, uint64_t word) { __atomic_store_n(to, word, __ATOMIC_RELEASE); }
-  static uint32_t look(const uint32_t* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
-  static void tell(uint32_t* to, uint32_t word) { __atomic_store_n(to, word, __ATOMIC_RELAXED); }
+  static uint32_t load_relaxed(const uint32_t* from) {
+    return __atomic_load_n(from, __ATOMIC_RELAXED);
+  }
+  static void store_relaxed(uint32_t* to, uint32_t word) {
+    __atomic_store_n(to, word, __ATOMIC_RELAXED);
+  }
 
   static uint64_t now() {
     const auto time = std::chrono::steady_clock::now().time_since_epoch();
@@ -85,8 +89,8 @@ struct Cpu {
         std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
   }
   /// Yields, since ranks may outnumber cores.
-  static void rest() { ::sched_yield(); }
-  static constexpr uint32_t kPatience = 16;
+  static void pause() { ::sched_yield(); }
+  static constexpr uint32_t kPollsPerCheck = 16;
 };
 
 #endif

@@ -16,11 +16,11 @@ using device::Runs;
 Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
                       const DeviceGroupOptions& options) {
   if (size < 1 || rank < 0 || rank >= size) {
-    throw Error("rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                " cannot be: ranks count from 0");
+    throw Error("rank " + std::to_string(rank) + " is not in a group of " + std::to_string(size) +
+                " ranks; ranks count from 0");
   }
   if (!store) {
-    if (size > 1) throw Error("a group of more than one rank needs a store");
+    if (size > 1) throw Error("a group of more than one rank needs a store; pass one");
     store = make_local_store();
   }
   return {std::move(store),       options.group, rank, size, Deadline::after(options.timeout),
@@ -102,7 +102,7 @@ void DeviceGroup::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op,
     chosen = algo == "one_shot" ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
   } else if (algo != "ring") {
     impl_->fail(Op::all_reduce, "has no algorithm \"" + algo +
-                                    "\" on a GPU: want auto, one_shot, two_shot or ring");
+                                    "\" on a GPU; use one of auto, one_shot, two_shot, ring");
   }
   impl_->all_reduce(data, make_tag(Op::all_reduce, numel, dtype, op), chosen, factor, stream);
 }

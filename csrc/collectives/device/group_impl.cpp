@@ -38,13 +38,13 @@ DeviceGroup::Impl::Impl(const Rendezvous& rendezvous, int index, DeviceGroupOpti
       options_(std::move(options)),
       workspace_(
           rendezvous, index,
-          {options_.memory, options_.staging_bytes + options_.coded_bytes, options_.first_meeting}),
+          {options_.memory, options_.staging_bytes + options_.coded_bytes, options_.first_barrier}),
       slots_(choose_blocks(rendezvous)),
       slot_bytes_(options_.staging_bytes / 2 / static_cast<size_t>(slots_) / 64 * 64),
       timeout_(options_.timeout.count()) {
   if (slot_bytes_ < kLeastSlot) {
     throw Error("device: " + std::to_string(options_.staging_bytes) + " bytes of staging are " +
-                "too few for " + std::to_string(slots_) + " blocks");
+                "too few for " + std::to_string(slots_) + " blocks; give more staging_bytes");
   }
 }
 
@@ -102,7 +102,7 @@ void DeviceGroup::Impl::check_rank(Op op, const char* what, int rank) const {
 
 DeviceCall DeviceGroup::Impl::begin(OpTag tag, Stream stream) {
   if ((stream.device == Device::cuda) != (index_ >= 0)) {
-    fail(tag.op, "got a stream of the other kind of device");
+    fail(tag.op, "got a stream of another kind of device than the group's");
   }
   if (fork_.in_child()) fork_.refuse("rank " + std::to_string(rank_), name(tag.op));
   check();
@@ -156,7 +156,7 @@ uint32_t load(const uint32_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQ
 uint64_t load(const uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
 
 /// Publishes a reason; the first one stays.
-void tell(ControlPage& control, int rank, const std::string& reason) noexcept {
+void publish(ControlPage& control, int rank, const std::string& reason) noexcept {
   uint32_t none = ControlPage::kNone;
   if (!__atomic_compare_exchange_n(&control.abort, &none, ControlPage::kWriting, false,
                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
@@ -181,14 +181,14 @@ std::exception_ptr DeviceGroup::Impl::kernel_error() const {
   std::vector<int> late;
   KernelError first{};
   for (int r = 0; r < size_; r++) {
-    const uint64_t word = load(control.complaints[r]);
+    const uint64_t word = load(control.kernel_errors[r]);
     if (word == 0) continue;
     const KernelError one = KernelError::of(word);
     const std::string self = "rank " + std::to_string(rank_) + ": ";
     if (one.kind == KernelError::kMismatch) {
       return std::make_exception_ptr(
-          WireMismatch(self + called(one.seq) + " met another call of rank " + std::to_string(r) +
-                       ": all ranks must make the same calls in the same order"));
+          WireMismatch(self + called(one.seq) + " does not match the call of rank " +
+                       std::to_string(r) + "; make the same calls in the same order on all ranks"));
     }
     if (late.empty()) first = one;
     late.push_back(r);
@@ -198,8 +198,8 @@ std::exception_ptr DeviceGroup::Impl::kernel_error() const {
   for (const int r : late) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
   return std::make_exception_ptr(
       Timeout("rank " + std::to_string(rank_) + ": " + called(first.seq) + " waited " +
-                  std::to_string(timeout_) + " ms for rank(s) " + ranks + ", in meeting " +
-                  std::to_string(first.phase) + " of it",
+                  std::to_string(timeout_) + " ms for rank(s) " + ranks + " at its barrier " +
+                  std::to_string(first.phase) + "; look at the logs of those ranks",
               late));
 }
 
@@ -220,18 +220,18 @@ void DeviceGroup::Impl::check() {
 
 void DeviceGroup::Impl::abort(const std::string& reason) noexcept {
   if (fork_.in_child()) return;  // the parent's group stays usable
-  for (int r = 0; r < size_; r++) tell(workspace_.control(r), rank_, reason);
+  for (int r = 0; r < size_; r++) publish(workspace_.control(r), rank_, reason);
 }
 
 // Peers read our memory until they have ended their last operation. Kernels of a rank that has not
 // reported that end by then may still run, or wait for others until their deadline. Memory is not
 // freed under them: it is kept until the process ends.
 void DeviceGroup::Impl::leave() noexcept {
-  constexpr Milliseconds kPatience(2000);
+  constexpr Milliseconds kCloseTimeout(2000);
   if (fork_.in_child()) return workspace_.keep();
   __atomic_store_n(&workspace_.control(rank_).left, 1u, __ATOMIC_RELEASE);
   if (workspace_.on_host()) return;
-  const Deadline deadline = Deadline::after(kPatience);
+  const Deadline deadline = Deadline::after(kCloseTimeout);
   for (int r = 0; r < size_; r++) {
     while (load(workspace_.control(r).left) == 0) {
       if (deadline.expired()) return workspace_.keep();

@@ -12,14 +12,14 @@ class DeviceReduction {
   PYCOMM_KERNEL DeviceReduction(const Machine& m, const ReduceCall& args)
       : m_(m),
         args_(args),
-        rendezvous_(m, args.call),
+        barrier_(m, args.call),
         n_(args.call.peers.ranks),
         self_(args.call.peers.rank) {}
 
   PYCOMM_KERNEL void run() {
-    if (!rendezvous_.start()) return;
+    if (!barrier_.start()) return;
     const bool done = args_.algo == ReduceAlgo::ring ? ring() : direct();
-    if (done) rendezvous_.end();
+    if (done) barrier_.end();
   }
 
  private:
@@ -28,10 +28,10 @@ class DeviceReduction {
                           bool finishes, uint8_t* to, size_t bytes) const {
     using Scalar = typename Type::Scalar;
     Ops::visit(args_.op, [&](auto op) {
-      const BlockReducer<Type, decltype(op)> folder{static_cast<Scalar>(factor),
-                                                    static_cast<Scalar>(args_.divisor), prepares,
-                                                    finishes && args_.op == ReduceOp::avg};
-      folder.fold(m_, input, count, to, bytes);
+      const BlockReducer<Type, decltype(op)> reducer{static_cast<Scalar>(factor),
+                                                     static_cast<Scalar>(args_.divisor), prepares,
+                                                     finishes && args_.op == ReduceOp::avg};
+      reducer.fold(m_, input, count, to, bytes);
     });
   }
   /// Shares our contribution: in a premul_sum our data times our own factor, as peers know only
@@ -40,9 +40,9 @@ class DeviceReduction {
     if constexpr (Ops::kScales) {
       if (args_.op == ReduceOp::premul_sum) {
         using Scalar = typename Type::Scalar;
-        const BlockReducer<Type, ScaledSum> folder{static_cast<Scalar>(args_.factor), Scalar{1},
-                                                   true, false};
-        return folder.fold(m_, [&](int) { return from; }, 1, to, bytes);
+        const BlockReducer<Type, ScaledSum> reducer{static_cast<Scalar>(args_.factor), Scalar{1},
+                                                    true, false};
+        return reducer.fold(m_, [&](int) { return from; }, 1, to, bytes);
       }
     }
     copy(m_, to, from, bytes);
@@ -66,26 +66,25 @@ class DeviceReduction {
     for (size_t done = 0; done < longest; done += room) {
       for (int r = 0; r < runs; r++) {
         const Share part = part_of(ours(r), done, room);
-        show(rendezvous_.writes(self_) + r * room, args_.in.data[r] + part.begin, part.size());
+        show(barrier_.writes(self_) + r * room, args_.in.data[r] + part.begin, part.size());
       }
-      if (!rendezvous_.arrive_wait()) return false;
+      if (!barrier_.arrive_wait()) return false;
 
       const Share part = part_of(ours(own_run), done, room);
       const Share chunk = two_shot ? share(part.size(), n_, self_) : Share{0, part.size()};
       const size_t offset = own_run * room + chunk.begin;
-      uint8_t* const to =
-          two_shot ? rendezvous_.writes(self_) + chunk.begin : args_.out + part.begin;
+      uint8_t* const to = two_shot ? barrier_.writes(self_) + chunk.begin : args_.out + part.begin;
       if (two_shot || wanted) {
-        fold([&](int j) { return rendezvous_.reads(j) + offset; }, n_, 1.0, false, true, to,
+        fold([&](int j) { return barrier_.reads(j) + offset; }, n_, 1.0, false, true, to,
              chunk.size());
       }
       if (!two_shot) continue;
 
-      if (!rendezvous_.arrive_wait()) return false;
+      if (!barrier_.arrive_wait()) return false;
       for (int i = 0; wanted && i < n_; i++) {
         const int r = (self_ + i) % n_;  // starts with another rank on each
         const Share result = share(part.size(), n_, r);
-        copy(m_, args_.out + part.begin + result.begin, rendezvous_.reads(r) + result.begin,
+        copy(m_, args_.out + part.begin + result.begin, barrier_.reads(r) + result.begin,
              result.size());
       }
     }
@@ -98,7 +97,7 @@ class DeviceReduction {
   PYCOMM_KERNEL bool ring() {
     const size_t room = args_.call.slot_bytes;
     const int before = (self_ + n_ - 1) % n_;
-    if (!rendezvous_.arrive_wait()) return false;
+    if (!barrier_.arrive_wait()) return false;
     for (size_t done = 0; done < ours(0).size(); done += room * n_) {
       const Share part = part_of(ours(0), done, room * n_);
       for (int step = 0; step < 2 * n_ - 1; step++) {
@@ -107,20 +106,20 @@ class DeviceReduction {
         const Share chunk = share(part.size(), n_, (self_ + 2 * n_ - 1 - step) % n_);
         const uint8_t* const in = args_.in.data[0] + part.begin + chunk.begin;
         uint8_t* const out = args_.out + part.begin + chunk.begin;
-        uint8_t* const shown = rendezvous_.writes(self_);
-        const uint8_t* const came = rendezvous_.reads(before);
+        uint8_t* const shown = barrier_.writes(self_);
+        const uint8_t* const received = barrier_.reads(before);
         if (step < n_) {
-          const auto input = [&](int j) { return step == 0 || j == 1 ? in : came; };
+          const auto input = [&](int j) { return step == 0 || j == 1 ? in : received; };
           fold(input, step == 0 ? 1 : 2, args_.factor, step == 0, step == n_ - 1, shown,
                chunk.size());
           m_.all(true);
           if (step == n_ - 1) copy(m_, out, shown, chunk.size());
         } else {
-          copy(m_, out, came, chunk.size());
+          copy(m_, out, received, chunk.size());
           if (step == 2 * n_ - 2) break;  // it has been everywhere
-          copy(m_, shown, came, chunk.size());
+          copy(m_, shown, received, chunk.size());
         }
-        if (!rendezvous_.meet_neighbours()) return false;
+        if (!barrier_.arrive_wait_neighbours()) return false;
       }
     }
     return true;
@@ -128,7 +127,7 @@ class DeviceReduction {
 
   const Machine& m_;
   const ReduceCall& args_;
-  DeviceBarrier<Machine> rendezvous_;
+  DeviceBarrier<Machine> barrier_;
   const int n_, self_;
 };
 

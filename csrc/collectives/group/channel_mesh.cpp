@@ -13,13 +13,13 @@ namespace {
 
 // A sleep ends early when bytes arrive; this limit bounds how late an abort from another thread is
 // seen.
-constexpr std::chrono::microseconds kNap{2000};
+constexpr std::chrono::microseconds kIdleLimit{2000};
 // Where a wait involves two kinds of transport, only one can be slept on. The other is polled after
 // 50 us, then at growing intervals.
-constexpr std::chrono::microseconds kShortNap{50};
-constexpr int kNapDoublings = 4;
+constexpr std::chrono::microseconds kShortIdle{50};
+constexpr int kIdleDoublings = 4;
 // Steps of a spin between two checks for failures: one check costs as much as several polls.
-constexpr int kLooksPerCheck = 64;
+constexpr int kPollsPerCheck = 64;
 // About a second, on whatever clock: one update costs a microsecond for each socket.
 constexpr uint64_t kTicksBetweenLinks = 2'000'000'000;
 // Limit of the time that an error waits for the states of other ranks. Ranks that wait answer
@@ -96,7 +96,7 @@ uint64_t ChannelMesh::recv(Lane lane, int peer, const OpTag& tag, Span<uint8_t> 
 bool ChannelMesh::progress(Lane lane, int peer) {
   const Link& l = link(lane, peer);
   if (!l.pending() || !l.channel->progress()) return false;
-  naps_[static_cast<int>(lane)] = 0;
+  idles_[static_cast<int>(lane)] = 0;
   moved_last_[static_cast<int>(lane)] = peer;
   return true;
 }
@@ -141,18 +141,19 @@ void ChannelMesh::idle(Lane lane, std::chrono::microseconds limit) {
     both = both || (wanted && wanted != by_rank_[peer]);
     wanted = by_rank_[peer];
   }
-  int& naps = naps_[static_cast<int>(lane)];
+  int& idles = idles_[static_cast<int>(lane)];
   if (!both) {
-    naps = 0;
+    idles = 0;
     return (wanted ? wanted : transports_.back().get())->idle(lane, limit);
   }
   // The last one is TCP, where polling costs a system call.
-  transports_.back()->idle(lane, std::min(limit, kShortNap * (1 << std::min(naps, kNapDoublings))));
-  naps++;
+  transports_.back()->idle(lane,
+                           std::min(limit, kShortIdle * (1 << std::min(idles, kIdleDoublings))));
+  idles++;
 }
 
 bool ChannelMesh::should_check(int quiet) const {
-  return quiet >= spins_ + yields_ || quiet % kLooksPerCheck == kLooksPerCheck - 1;
+  return quiet >= spins_ + yields_ || quiet % kPollsPerCheck == kPollsPerCheck - 1;
 }
 
 void ChannelMesh::pause(Lane lane, int quiet, const Deadline& deadline) {
@@ -161,7 +162,7 @@ void ChannelMesh::pause(Lane lane, int quiet, const Deadline& deadline) {
   } else if (quiet < spins_ + yields_) {
     sched_yield();
   } else {
-    idle(lane, std::min<std::chrono::microseconds>(kNap, deadline.left()));
+    idle(lane, std::min<std::chrono::microseconds>(kIdleLimit, deadline.left()));
   }
 }
 
@@ -201,13 +202,13 @@ std::vector<int> ChannelMesh::missing(int source) {
 
 PeerStatus ChannelMesh::look(Lane lane, int rank) {
   if (rank == rank_) return {PeerStatus::Liveness::here, rank_state_->load()};
-  PeerStatus sighting = by_rank_[rank]->look(rank);
-  if (sighting.liveness == PeerStatus::Liveness::silent && lane == Lane::collective) {
+  PeerStatus status = by_rank_[rank]->look(rank);
+  if (status.liveness == PeerStatus::Liveness::silent && lane == Lane::collective) {
     const Link& l = link(lane, rank);
-    sighting.rank_state = RankState();
-    sighting.rank_state.call = l.received() > l.began ? running_ : l.heard;
+    status.rank_state = RankState();
+    status.rank_state.call = l.received() > l.began ? running_ : l.heard;
   }
-  return sighting;
+  return status;
 }
 
 std::vector<PeerStatus> ChannelMesh::survey(Lane lane, uint64_t all_inside) {

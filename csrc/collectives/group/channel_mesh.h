@@ -141,7 +141,7 @@ class ChannelMesh {
   std::vector<int> opened_[kLanes];  ///< peers in order of first use
   int spins_ = 0, yields_ = 0;
   int moved_last_[kLanes] = {};
-  int naps_[kLanes] = {};     ///< in a row on one transport while another was waited for as well
+  int idles_[kLanes] = {};    ///< in a row on one transport while another was waited for as well
   uint64_t links_noted_ = 0;  ///< ticks
   OpTag running_;             ///< the last collective over channels
   SharedRankState own_standing_{};

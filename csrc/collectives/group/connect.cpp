@@ -54,7 +54,7 @@ void roll_call(const Rendezvous& rendezvous, const CommunicatorOptions& options,
   const std::vector<std::string> words =
       exchange(rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.word(ours));
   for (int r = 0; r < rendezvous.size; r++) {
-    const std::string theirs = membership.came(r, words[static_cast<size_t>(r)]);
+    const std::string theirs = membership.add(r, words[static_cast<size_t>(r)]);
     if (theirs == ours) continue;
     throw WireMismatch("rank " + std::to_string(rendezvous.rank) + " has the options \"" + ours +
                        "\", rank " + std::to_string(r) + " has \"" + theirs +

@@ -70,21 +70,21 @@ void Failure::rethrow_in(const OpTag& call, int rank) const {
     more = added_;
   }
   // In a text of several lines the first says what happened, the others what ranks were doing.
-  const auto heard = [&](std::string text) {
-    const std::string where = " (rank " + std::to_string(rank) + " heard of it in " + ours + ")";
+  const auto with_call = [&](std::string text) {
+    const std::string where = " (seen by rank " + std::to_string(rank) + " in " + ours + ")";
     const bool known = text.find(ours) != std::string::npos;
     return text.insert(std::min(text.find('\n'), text.size()), (known ? "" : where) + more);
   };
   try {
     std::rethrow_exception(first_);
   } catch (const Timeout& e) {
-    throw Timeout(heard(e.what()), e.waited_for);
+    throw Timeout(with_call(e.what()), e.waited_for);
   } catch (const PeerLost& e) {
-    throw PeerLost(e.rank, heard(e.what()), e.ranks);
+    throw PeerLost(e.rank, with_call(e.what()), e.ranks);
   } catch (const WireMismatch& e) {
-    throw WireMismatch(heard(e.what()));
+    throw WireMismatch(with_call(e.what()));
   } catch (const Error& e) {
-    throw Error(heard(e.what()));
+    throw Error(with_call(e.what()));
   }
 }
 
@@ -165,7 +165,8 @@ std::exception_ptr from_reason(const std::exception_ptr& error) {
   } catch (const Error& e) {
     if (typeid(e) != typeid(Error)) return error;
     const std::string text = e.what();
-    // The words before the kind say which rank told us; those after it name the rank themselves.
+    // The words before the kind name the rank that aborted; those after it name the rank
+    // themselves.
     const auto after = [&text](size_t at, size_t length) { return text.substr(at + length); };
     size_t at = text.find(kTimeout);
     if (at != std::string::npos)

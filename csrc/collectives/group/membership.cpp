@@ -18,8 +18,8 @@ namespace {
 constexpr int kNear = 8;
 // Time in which we search for the cause of an error of ours, or a multiple of the store's response
 // time if that is longer. A rank that knows the cause publishes it before it closes.
-constexpr Milliseconds kReflection(100);
-constexpr int kReflectionTurns = 4;
+constexpr Milliseconds kCauseSearch(100);
+constexpr int kCauseSearchTurns = 4;
 constexpr Milliseconds kPause(10);
 // Time that a rank has to answer a liveness question, or a multiple of the store's response time.
 // It polls for such questions after it has waited for kAskedAfter.
@@ -57,7 +57,7 @@ std::string Membership::word(const std::string& agreed) const {
   return agreed + "\n" + process_name();
 }
 
-std::string Membership::came(int rank, const std::string& word) {
+std::string Membership::add(int rank, const std::string& word) {
   const size_t end = std::min(word.find('\n'), word.size());
   // Ranks that a test declares to be on another node cannot be seen.
   const auto& nodes = options_.nodes;
@@ -143,7 +143,7 @@ void Membership::look_for_words() {
   const auto ranks = all_ranks(rendezvous_);
   for (const auto& [rank, word] :
        published_values(rendezvous_, kTopic, ranks, unseen, rendezvous_.patience() / 2)) {
-    if (processes_.count(rank) == 0 && rank != rendezvous_.rank) came(rank, plain_value(word));
+    if (processes_.count(rank) == 0 && rank != rendezvous_.rank) add(rank, plain_value(word));
   }
 }
 
@@ -177,7 +177,7 @@ std::exception_ptr Membership::behind(const std::exception_ptr& error) {
   } catch (const Timeout&) {
     late = true;
   } catch (const Error&) {  // a refused connection or a lost store: the failed rank is not known
-    end = Deadline::after(kReflection);
+    end = Deadline::after(kCauseSearch);
   } catch (...) {  // a signal, no memory
     return error;
   }
@@ -186,7 +186,7 @@ std::exception_ptr Membership::behind(const std::exception_ptr& error) {
       look_for_deaths();
       look_for_words();
       if (first && end.limit() > Milliseconds(0)) {
-        end = Deadline::after(std::max(kReflection, kReflectionTurns * answers_in_));
+        end = Deadline::after(std::max(kCauseSearch, kCauseSearchTurns * answers_in_));
       }
       if (end.expired()) return error;
       std::this_thread::sleep_for(kPause);
@@ -203,7 +203,7 @@ void Membership::give_up(const std::exception_ptr& error) {
   try {
     if (!rendezvous_.store->find(reason_key_)) {
       rendezvous_.store->set(reason_key_, "rank " + std::to_string(rendezvous_.rank) +
-                                              " has left the meeting of group \"" +
+                                              " has left the rendezvous of group \"" +
                                               rendezvous_.group + "\": " + to_reason(cause));
     }
   } catch (const std::exception&) {  // without a store no rank can be told

@@ -24,7 +24,7 @@ class Membership {
   /// First value that this rank publishes: what all ranks must agree on, and our process.
   std::string word(const std::string& agreed) const;
   /// Takes in the first value of a rank; returns what must be agreed on.
-  std::string came(int rank, const std::string& word);
+  std::string add(int rank, const std::string& word);
 
   /// Throws PeerLost if a rank has died, the reason of one that has given up, and what the options'
   /// interrupt throws.

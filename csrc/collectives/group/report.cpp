@@ -39,7 +39,7 @@ constexpr Words kWords[] = {
     {" differs", " differ"},
     {" is behind", " are behind"},
     {" is ahead", " are ahead"},
-    {" does not go on", " do not go on"},
+    {" does not progress", " do not progress"},
     {" waits", " wait"},
     {"", ""},
 };
@@ -59,20 +59,20 @@ OpTag common_call(const Report& report) {
   OpTag best;
   int most = 0;
   bool draw = false;
-  for (const PeerStatus& sighting : report.ranks) {
-    if (!sighting.rank_state.inside()) continue;
-    const int count = ++votes[sighting.rank_state.call.hash()];
+  for (const PeerStatus& status : report.ranks) {
+    if (!status.rank_state.inside()) continue;
+    const int count = ++votes[status.rank_state.call.hash()];
     if (count < most) continue;
     draw = count == most;
     most = count;
-    best = sighting.rank_state.call;
+    best = status.rank_state.call;
   }
   if (!draw) return best;
   return report.mismatch ? OpTag() : own.call;
 }
 
-Role role_of(const PeerStatus& sighting, const OpTag& common, bool mismatch) {
-  switch (sighting.liveness) {
+Role role_of(const PeerStatus& status, const OpTag& common, bool mismatch) {
+  switch (status.liveness) {
     case PeerStatus::Liveness::died:
       return Role::died;
     case PeerStatus::Liveness::left:
@@ -84,7 +84,7 @@ Role role_of(const PeerStatus& sighting, const OpTag& common, bool mismatch) {
     case PeerStatus::Liveness::here:
       break;
   }
-  const RankState& rank_state = sighting.rank_state;
+  const RankState& rank_state = status.rank_state;
   if (common.op == Op::none) return Role::plain;
   if (!rank_state.inside()) return rank_state.completed < common.seq ? Role::missing : Role::ahead;
   if (rank_state.call.hash() == common.hash()) return mismatch ? Role::plain : Role::waits;
@@ -92,11 +92,11 @@ Role role_of(const PeerStatus& sighting, const OpTag& common, bool mismatch) {
   return rank_state.call.seq < common.seq ? Role::behind : Role::ahead;
 }
 
-std::string state_of(const PeerStatus& sighting) {
-  const RankState& rank_state = sighting.rank_state;
-  if (sighting.liveness == PeerStatus::Liveness::silent) {
-    return rank_state.call.op == Op::none ? "nothing heard of it"
-                                          : "last heard of in " + describe(rank_state.call);
+std::string state_of(const PeerStatus& status) {
+  const RankState& rank_state = status.rank_state;
+  if (status.liveness == PeerStatus::Liveness::silent) {
+    return rank_state.call.op == Op::none ? "no message from it"
+                                          : "last message in " + describe(rank_state.call);
   }
   const std::string now = rank_state.inside()               ? "in " + describe(rank_state.call)
                           : rank_state.waits.op != Op::none ? "in " + describe(rank_state.waits)

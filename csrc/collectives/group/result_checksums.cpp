@@ -20,23 +20,23 @@ OpTag without_digests(OpTag tag) {
 
 /// Formats "rank 2 has other bytes than ranks 0-1, 3", by the majority's bytes if there is one.
 std::string vote(const Sides& sides) {
-  std::vector<std::vector<int>> camps;
-  for (const auto& side : sides) camps.push_back(side.second);
-  std::stable_sort(camps.begin(), camps.end(),
+  std::vector<std::vector<int>> groups;
+  for (const auto& side : sides) groups.push_back(side.second);
+  std::stable_sort(groups.begin(), groups.end(),
                    [](const auto& a, const auto& b) { return a.size() > b.size(); });
-  if (camps[0].size() > camps[1].size()) {
+  if (groups[0].size() > groups[1].size()) {
     std::vector<int> others;
-    for (size_t i = 1; i < camps.size(); i++) {
-      others.insert(others.end(), camps[i].begin(), camps[i].end());
+    for (size_t i = 1; i < groups.size(); i++) {
+      others.insert(others.end(), groups[i].begin(), groups[i].end());
     }
     std::sort(others.begin(), others.end());
     return rank_list(others) + (others.size() == 1 ? " has" : " have") + " other bytes than " +
-           rank_list(camps[0]);
+           rank_list(groups[0]);
   }
-  std::sort(camps.begin(), camps.end());
+  std::sort(groups.begin(), groups.end());
   std::string text;
-  for (const std::vector<int>& camp : camps) {
-    text += (text.empty() ? "" : " against ") + rank_list(camp);
+  for (const std::vector<int>& group : groups) {
+    text += (text.empty() ? "" : " against ") + rank_list(group);
   }
   return text + "; no majority tells which side is right";
 }
@@ -80,12 +80,12 @@ std::string ResultChecksums::verdict(int rank, const std::vector<PeerStatus>& ra
     states[theirs.state].push_back(static_cast<int>(r));
   }
   std::string text;
-  const auto tell = [&](const std::string& what, const Sides& sides) {
+  const auto report = [&](const std::string& what, const Sides& sides) {
     if (sides.size() < 2) return;
     text += (text.empty() ? "ranks disagree on " : "; and on ") + what + ": " + vote(sides);
   };
-  tell("the result of " + describe(call_), results);
-  tell(what_, states);
+  report("the result of " + describe(call_), results);
+  report(what_, states);
   if (text.empty()) return "";
   return text + "; found by " + describe(without_digests(ours)) +
          ". Memory or a processor may be faulty there, or code writes to what an operation uses "

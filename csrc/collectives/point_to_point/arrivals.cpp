@@ -60,7 +60,7 @@ void PointToPoint::on_header(int rank) {
   if (header.kind == Kind::payload) {
     const auto place = peer.places.find(header.place);
     if (place == peer.places.end() || place->second->bytes != header.bytes) {
-      throw_odd(rank, "bytes for which there is no place");
+      throw_protocol_error(rank, "bytes for which no receive is ready");
     }
     peer.target = place->second;
     peer.places.erase(place);
@@ -74,7 +74,7 @@ void PointToPoint::on_header(int rank) {
   } else if (header.kind == Kind::credit) {
     peer.eager_bytes -= std::min(header.bytes, peer.eager_bytes);
   } else {
-    throw_odd(rank, "a message of an unknown kind");
+    throw_protocol_error(rank, "a message of an unknown kind");
   }
   peer.listening = false;
   listen(rank);
@@ -85,13 +85,13 @@ void PointToPoint::check_eager(int rank) {
   Peer& peer = peers_[rank];
   const uint64_t bytes = peer.header.bytes;
   if (bytes > kEagerBytes) {
-    throw_odd(rank, "a short message of " + std::to_string(bytes) + " bytes");
+    throw_protocol_error(rank, "a short message of " + std::to_string(bytes) + " bytes");
   }
   peer.kept += bytes + kMessageCost;
-  if (peer.kept > kKeptBytes) throw_odd(rank, "more short messages than it may");
+  if (peer.kept > kKeptBytes) throw_protocol_error(rank, "more short messages than it may");
 }
 
-void PointToPoint::throw_odd(int rank, const std::string& what) const {
+void PointToPoint::throw_protocol_error(int rank, const std::string& what) const {
   throw Error("rank " + std::to_string(rank_) + ": rank " + std::to_string(rank) + " sends " +
               what + "; install the same pycomm on all hosts");
 }
@@ -201,9 +201,9 @@ void PointToPoint::lose(int rank, const std::exception_ptr& error) {
   bool nobody = true;
   for (int r = 0; r < mesh_.size(); r++) nobody &= r == rank_ || peers_[r].lost;
   for (auto request = posted_.begin(); request != posted_.end();) {
-    const bool hopeless = (*request)->peer == rank || ((*request)->peer < 0 && nobody);
-    if (hopeless) finish(*request, rank, error);
-    request = hopeless ? posted_.erase(request) : std::next(request);
+    const bool unmatchable = (*request)->peer == rank || ((*request)->peer < 0 && nobody);
+    if (unmatchable) finish(*request, rank, error);
+    request = unmatchable ? posted_.erase(request) : std::next(request);
   }
 }
 

@@ -23,7 +23,7 @@ void PointToPoint::close() {
     server_.notify_all();
     changed_.notify_all();
     // Threads sleep on the mesh without the lock, and the mesh may be destroyed after this.
-    changed_.wait(lock, [this] { return !resting_ && waiting_ == 0 && entering_ == 0; });
+    changed_.wait(lock, [this] { return !sleeping_ && waiting_ == 0 && entering_ == 0; });
   }
   if (thread_.joinable()) thread_.join();
 }
@@ -52,42 +52,34 @@ void PointToPoint::forget() {
   }
 }
 
-void PointToPoint::let_go(Lock& lock) {
+void PointToPoint::release_unneeded(Lock& lock) {
   const std::vector<std::shared_ptr<void>> unneeded = std::move(unneeded_);
   unneeded_.clear();
   lock.unlock();
 }
 
 void PointToPoint::check_open(const Request& request) const {
-  if (closed_) throw Error(request.describe() + " was not done when its group was closed");
+  if (closed_)
+    throw Error(request.describe() + " was not done when its group was closed; wait for it first");
 }
 
 std::shared_ptr<Transfer> PointToPoint::send(const void* data, size_t bytes, int dst, int tag,
                                              Milliseconds limit) {
-  auto request = std::make_shared<Request>(shared_from_this(), true, const_cast<void*>(data), bytes,
-                                           dst, tag, limit);
-  Letting letting(*this);
-  check_open(*request);
-  try {
-    enter(letting.lock());
-    post_send(request);
-    step();
-  } catch (...) {
-    check_open(*request);
-    end_in(*request);
-  }
-  wake_server();
-  return request;
+  return post(std::make_shared<Request>(shared_from_this(), true, const_cast<void*>(data), bytes,
+                                        dst, tag, limit));
 }
 
 std::shared_ptr<Transfer> PointToPoint::recv(void* data, size_t bytes, int src, int tag,
                                              Milliseconds limit) {
-  auto request = std::make_shared<Request>(shared_from_this(), false, data, bytes, src, tag, limit);
-  Letting letting(*this);
+  return post(std::make_shared<Request>(shared_from_this(), false, data, bytes, src, tag, limit));
+}
+
+std::shared_ptr<Transfer> PointToPoint::post(const RequestPtr& request) {
+  UnlockingGuard guard(*this);
   check_open(*request);
   try {
-    enter(letting.lock());
-    post_recv(request);
+    enter(guard.lock());
+    request->is_send ? post_send(request) : post_recv(request);
     step();
   } catch (...) {
     check_open(*request);
@@ -108,18 +100,21 @@ void PointToPoint::end_in(const Request& request) {
 // Waits until no thread sleeps on the mesh.
 void PointToPoint::enter(Lock& lock) {
   failure_.rethrow();
-  if (resting_) {
+  if (sleeping_) {
     entering_++;
-    changed_.wait(lock, [this] { return !resting_; });
+    changed_.wait(lock, [this] { return !sleeping_; });
     if (--entering_ == 0) changed_.notify_all();
-    if (closed_) throw Error("the group was closed");
+    if (closed_) {
+      throw Error("rank " + std::to_string(rank_) +
+                  ": the group was closed while a send or receive was posted");
+    }
   }
 }
 
 void PointToPoint::post_send(const RequestPtr& request) {
   outstanding_++;
   const int dst = request->peer;
-  if (dst == rank_) {  // kept like a message that came early
+  if (dst == rank_) {  // kept like a message that arrives before its receive
     const auto match = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& posted) {
       return posted->matches(dst, request->tag);
     });

@@ -51,7 +51,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   using Header = MessageHeader;
   using Kind = MessageHeader::Kind;
 
-  /// A message that came before its receive.
+  /// A message that arrived before its receive was posted.
   struct Unexpected {
     int peer;
     Header header;
@@ -83,6 +83,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
     std::exception_ptr lost = nullptr;
   };
 
+  std::shared_ptr<Transfer> post(const RequestPtr& request);
+
   // All of these run with the lock held.
   void enter(Lock& lock);
   [[noreturn]] void end_in(const Request& request);
@@ -97,19 +99,19 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   bool settle(int peer);
   void on_header(int peer);
   void check_eager(int peer);
-  [[noreturn]] void throw_odd(int peer, const std::string& what) const;
+  [[noreturn]] void throw_protocol_error(int peer, const std::string& what) const;
   void on_ready(int peer);
   void on_message(int peer);
   void on_payload(int peer);
   void finish(const RequestPtr& request, int source, std::exception_ptr error = nullptr);
   void lose(int peer, const std::exception_ptr& error);
   void look_for_failures();
-  void rest(Lock& lock, const std::function<void()>& how);
+  void sleep_unlocked(Lock& lock, const std::function<void()>& how);
   void wake_server();
 
   /// Releases what finished requests have kept, without the lock: its destructors may run anything.
-  class Letting;
-  void let_go(Lock& lock);
+  class UnlockingGuard;
+  void release_unneeded(Lock& lock);
   void check_open(const Request& request) const;
 
   void wait(Request& request, Milliseconds limit);
@@ -124,7 +126,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   const std::function<void()> over_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;  ///< a rest has ended, or a request is done
+  std::condition_variable changed_;  ///< a sleep has ended, or a request is done
   std::condition_variable server_;   ///< wakes the thread
   std::vector<Peer> peers_;
   std::vector<int> active_;           ///< peers with which we have talked
@@ -132,11 +134,11 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   std::list<Unexpected> unexpected_;  ///< messages without a receive, in order of arrival
   std::vector<std::shared_ptr<void>> unneeded_;  ///< what finished requests have kept
   std::thread thread_;
-  int outstanding_ = 0;   ///< requests that are not done
-  int waiting_ = 0;       ///< threads in wait()
-  int entering_ = 0;      ///< threads that want the mesh while another rests on it
-  bool resting_ = false;  ///< a thread sleeps on the mesh without the lock
-  bool serving_ = false;  ///< our thread is awake
+  int outstanding_ = 0;    ///< requests that are not done
+  int waiting_ = 0;        ///< threads in wait()
+  int entering_ = 0;       ///< threads that want the mesh while another sleeps on it
+  bool sleeping_ = false;  ///< a thread sleeps on the mesh without the lock
+  bool serving_ = false;   ///< our thread is awake
   bool closed_ = false;
   std::mutex closing_;  ///< one thread joins ours
 };

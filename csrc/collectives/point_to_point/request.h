@@ -54,7 +54,7 @@ class PointToPoint::Request final : public Transfer {
   }
   void expect(uint64_t theirs, int source) const {
     if (theirs == bytes) return;
-    throw WireMismatch(describe() + " met a " + (is_send ? "recv" : "send") + " of " +
+    throw WireMismatch(describe() + " does not match a " + (is_send ? "recv" : "send") + " of " +
                        std::to_string(theirs) + " bytes " + (is_send ? "on" : "from") + " rank " +
                        std::to_string(source) + "; both ends must name the same size");
   }
@@ -77,11 +77,11 @@ class PointToPoint::Request final : public Transfer {
 };
 
 // Takes the lock, and releases it before what is to be released is destroyed.
-class PointToPoint::Letting {
+class PointToPoint::UnlockingGuard {
  public:
-  explicit Letting(PointToPoint& self) : self_(self), lock_(self.mutex_) {}
-  ~Letting() { self_.let_go(lock_); }
-  Letting(const Letting&) = delete;
+  explicit UnlockingGuard(PointToPoint& self) : self_(self), lock_(self.mutex_) {}
+  ~UnlockingGuard() { self_.release_unneeded(lock_); }
+  UnlockingGuard(const UnlockingGuard&) = delete;
   Lock& lock() { return lock_; }
 
  private:

@@ -9,34 +9,34 @@ namespace {
 constexpr Milliseconds kGrace{1};
 // Time that our thread sleeps on the mesh: a new request cannot be posted meanwhile. It is longer
 // once nothing has moved for a while, to save processor time.
-constexpr std::chrono::microseconds kNap{200};
-constexpr std::chrono::microseconds kLongNap{2000};
-constexpr int kNapsBeforeLong = 100;
+constexpr std::chrono::microseconds kIdle{200};
+constexpr std::chrono::microseconds kLongIdle{2000};
+constexpr int kIdlesBeforeLong = 100;
 
 }  // namespace
 
 // Sleeps without the lock, then admits the threads that want to post.
-void PointToPoint::rest(Lock& lock, const std::function<void()>& how) {
-  resting_ = true;
+void PointToPoint::sleep_unlocked(Lock& lock, const std::function<void()>& how) {
+  sleeping_ = true;
   lock.unlock();
   std::exception_ptr error;
   try {
     how();
-  } catch (...) {  // such as no memory: no thread may wait for the end of this rest forever
+  } catch (...) {  // such as no memory: no thread may wait for the end of this sleep forever
     error = std::current_exception();
   }
   lock.lock();
-  resting_ = false;
+  sleeping_ = false;
   changed_.notify_all();
   if (error) std::rethrow_exception(error);
   changed_.wait(lock, [this] { return entering_ == 0; });
 }
 
 void PointToPoint::wait(Request& request, Milliseconds limit) {
-  Letting letting(*this);
+  UnlockingGuard guard(*this);
   waiting_++;
   try {
-    drive(letting.lock(), request, limit);
+    drive(guard.lock(), request, limit);
     waiting_--;
   } catch (...) {
     waiting_--;
@@ -60,7 +60,7 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
                     std::to_string(limit.count()) + " ms; check that the other end " +
                     (request.is_send ? "receives" : "sends") + " with the same tag");
     }
-    if (resting_) {
+    if (sleeping_) {
       changed_.wait_for(lock, std::min(deadline.left(), Milliseconds(10)));
     } else if (step()) {
       quiet = 0;
@@ -68,7 +68,7 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
       if (!shown) mesh_.rank_state().wait_for(request.describing_tag());
       shown = true;
       if (mesh_.should_check(quiet)) look_for_failures();
-      rest(lock, [&] { mesh_.pause(kLane, quiet, deadline); });
+      sleep_unlocked(lock, [&] { mesh_.pause(kLane, quiet, deadline); });
     }
   }
   if (request.error) std::rethrow_exception(request.error);
@@ -94,15 +94,15 @@ void PointToPoint::serve() {
         const bool moved = step();
         if (!moved) look_for_failures();
         if (!unneeded_.empty()) {
-          let_go(lock);
+          release_unneeded(lock);
           lock.lock();
         }
         if (moved) {
           quiet = 0;
           continue;
         }
-        const auto nap = quiet < kNapsBeforeLong ? kNap : kLongNap;
-        rest(lock, [&] { mesh_.idle(kLane, nap); });
+        const auto limit = quiet < kIdlesBeforeLong ? kIdle : kLongIdle;
+        sleep_unlocked(lock, [&] { mesh_.idle(kLane, limit); });
       }
     } catch (...) {
       over_();

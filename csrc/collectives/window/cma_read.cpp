@@ -49,18 +49,18 @@ void all_reduce(Window& window, Reducer& reducer, const Places& data, void* own,
   const Slicing chunks{bytes, (bytes + unit - 1) / unit * kGrain};
   uint8_t* mine = at(own, chunks.begin(me));
   PeerReducer(window, reducer, data).run(chunks.begin(me), mine, chunks.size(me), mine);
-  meet(window);
+  barrier(window);
   for (int k = 1; k < ranks; k++) {
     const int rank = window.peer(k);
     data.read(rank, chunks.begin(rank), at(own, chunks.begin(rank)), chunks.size(rank));
   }
-  meet(window);
+  barrier(window);
 }
 
 void reduce_scatter(Window& window, Reducer& reducer, const Places& in, const void* own,
                     size_t part_bytes, void* out) {
   PeerReducer(window, reducer, in).run(part_bytes * window.rank(), own, part_bytes, out);
-  meet(window);
+  barrier(window);
 }
 
 }  // namespace pycomm::shared::cma_read

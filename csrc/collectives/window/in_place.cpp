@@ -20,12 +20,12 @@ void all_reduce_by_reading(Window& window, Reducer& reducer, const Places& data,
   const size_t begin = chunks.begin(me);
   uint8_t* own = data[me] + begin;
   reducer.run(own, [&](int r) { return data[r] + begin; }, chunks.size(me), own);
-  meet(window);
+  barrier(window);
   for (int k = 1; k < window.size(); k++) {
     const int rank = window.peer(k);
     data.read(rank, chunks.begin(rank), data[me] + chunks.begin(rank), chunks.size(rank));
   }
-  meet(window);
+  barrier(window);
 }
 
 }  // namespace
@@ -42,14 +42,14 @@ void all_reduce(Window& window, Reducer& reducer, const Places& data, size_t byt
     reducer.run(own, [&](int r) { return data[r] + i; }, size, own, next);
     for (int k = 2; k < ranks; k++) std::memcpy(data[window.peer(k)] + i, own, size);
   }
-  meet(window);
+  barrier(window);
 }
 
 void reduce_scatter(Window& window, Reducer& reducer, const Places& in, size_t part_bytes,
                     void* out) {
   const size_t offset = part_bytes * window.rank();
   reducer.run(in[window.rank()] + offset, [&](int r) { return in[r] + offset; }, part_bytes, out);
-  meet(window);
+  barrier(window);
 }
 
 void all_gather(Window& window, const Places& in, const void* own, const Parts& out) {
@@ -58,12 +58,12 @@ void all_gather(Window& window, const Places& in, const void* own, const Parts& 
     in.read(rank, 0, out[rank].data, out.bytes(rank));
   }
   copy(out[window.rank()].data, own, out.bytes(window.rank()));
-  meet(window);
+  barrier(window);
 }
 
 void broadcast(Window& window, int root, uint64_t place, void* data, size_t bytes) {
   if (window.rank() != root) window.read(root, place, 0, data, bytes);
-  meet(window);
+  barrier(window);
 }
 
 }  // namespace pycomm::shared::in_place

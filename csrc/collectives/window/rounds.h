@@ -204,6 +204,6 @@ class Reducer {
 };
 
 /// Runs a barrier, which also compares tags; for calls without elements.
-inline void meet(Window& window) { window.wait(window.post()); }
+inline void barrier(Window& window) { window.wait(window.post()); }
 
 }  // namespace pycomm::shared

@@ -148,7 +148,7 @@ void all_reduce(Window& window, const OpTag& tag, void* data, Deadline deadline)
   const size_t bytes = tag.numel * reducer.element_bytes();
   const Shown shown{data, bytes, cma_read::all_reduce_from(window.size()), !window.one_mapping()};
   if (bytes == 0) {
-    meet(window);
+    barrier(window);
   } else if (bytes <= kTinyBytes) {
     tiny(window, reducer, data, data, bytes);
   } else if (bytes <= one_shot_limit(window.size())) {
@@ -206,7 +206,7 @@ void reduce(Window& window, const OpTag& tag, const void* in, void* out, Deadlin
   const size_t bytes = tag.numel * reducer.element_bytes();
   void* here = window.rank() == tag.root ? out : nullptr;
   if (bytes == 0) {
-    meet(window);
+    barrier(window);
   } else if (bytes <= kTinyBytes) {
     tiny(window, reducer, in, here, bytes);
   } else if (bytes <= one_shot_limit(window.size()) || window.size() == 2) {

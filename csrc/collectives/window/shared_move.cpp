@@ -73,7 +73,7 @@ class PartExchange {
       }
     }
     copy(out_[me_].data, in_[me_].data, in_.bytes(me_));
-    if (all.in_place) meet(window_);
+    if (all.in_place) barrier(window_);
   }
 
  private:
@@ -229,7 +229,7 @@ void broadcast(Window& window, const OpTag& tag, void* data, Deadline deadline) 
   window.begin(tag, deadline);
   const size_t bytes = tag.numel * size_of(tag.dtype);
   if (bytes == 0) {
-    meet(window);
+    barrier(window);
   } else {
     broadcast_bytes(window, tag.root, data, bytes);
   }
@@ -238,7 +238,7 @@ void broadcast(Window& window, const OpTag& tag, void* data, Deadline deadline) 
 
 void barrier(Window& window, const OpTag& tag, Deadline deadline) {
   window.begin(tag, deadline);
-  meet(window);
+  barrier(window);
   window.end();
 }
 

@@ -17,13 +17,13 @@ constexpr int kMaxBlocks = 64;
 /// that block b of rank p has reached, and in its upper half a hash of what p does there. The words
 /// of a block are one line.
 struct alignas(128) Flags {
-  uint64_t came[kMaxBlocks][kMaxPeers];
+  uint64_t arrived[kMaxBlocks][kMaxPeers];
 };
 
 /// The progress of one rank, used by its own kernels alone.
 struct Progress {
-  uint32_t rendezvous[kMaxBlocks];  ///< the last barrier of each block; it counts on, past 2^32 too
-  uint32_t broken;                  ///< a block has given up: kernels that start later end at once
+  uint32_t barriers[kMaxBlocks];  ///< the last barrier of each block; it counts on, past 2^32 too
+  uint32_t broken;                ///< a block has given up: kernels that start later end at once
 };
 
 /// Why a block gave up, in one word, so that it is read whole: 0 means no error.
@@ -50,11 +50,11 @@ struct KernelError {
 /// The control page of one rank, in host memory that its kernels reach too.
 struct alignas(4096) ControlPage {
   enum Abort : uint32_t { kNone, kWriting, kAborted };
-  uint32_t abort;                  ///< set by the host of any rank; waiting kernels poll it
-  int32_t abort_rank;              ///< the rank that aborted
-  char reason[1024];               ///< its reason
-  uint32_t left;                   ///< 1: this rank is done with the memory of the others
-  uint64_t complaints[kMaxPeers];  ///< errors that our kernels report, by rank
+  uint32_t abort;                     ///< set by the host of any rank; waiting kernels poll it
+  int32_t abort_rank;                 ///< the rank that aborted
+  char reason[1024];                  ///< its reason
+  uint32_t left;                      ///< 1: this rank is done with the memory of the others
+  uint64_t kernel_errors[kMaxPeers];  ///< errors that our kernels report, by rank
 };
 
 /// The pointers, passed to kernels by value.

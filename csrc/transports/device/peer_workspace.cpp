@@ -47,7 +47,7 @@ FileDescriptor make_file(size_t bytes) {
 std::shared_ptr<void> map(const FileDescriptor& file, size_t bytes) {
   struct stat info = {};
   if (::fstat(file.get(), &info) != 0 || static_cast<size_t>(info.st_size) != bytes) {
-    throw Error("device: the memory file has another size; are all ranks' options the same?");
+    throw Error("device: the memory file has another size; give all ranks the same options");
   }
   void* base =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(), 0);
@@ -57,7 +57,7 @@ std::shared_ptr<void> map(const FileDescriptor& file, size_t bytes) {
 }
 
 /// Passes on the file until every other rank has it, or has published what it lacks.
-void hand_out(const Rendezvous& rendezvous, FdServer& server, int fd) {
+void pass_on(const Rendezvous& rendezvous, FdServer& server, int fd) {
   const std::vector<int> ranks = all_ranks(rendezvous);
   const std::vector<int> others(ranks.begin() + 1, ranks.end());
   size_t served = 0, answers = 0;
@@ -76,7 +76,8 @@ std::shared_ptr<void> share_file(const Rendezvous& rendezvous, size_t bytes) {
   constexpr char kFile[] = "device/file";
   if (rendezvous.rank != 0) {
     const std::string name = value_of(rendezvous, kFile, 0);
-    if (name == kNobody) throw Error("device: rank 0 could not make the memory file");
+    if (name == kNobody)
+      throw Error("device: rank 0 could not make the memory file; look at its own log");
     return map(receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check), bytes);
   }
   const std::string key = rendezvous.group + "/" + kFile + "/0";
@@ -85,7 +86,7 @@ std::shared_ptr<void> share_file(const Rendezvous& rendezvous, size_t bytes) {
     const FileDescriptor file = make_file(bytes);
     std::shared_ptr<void> base = map(file, bytes);
     rendezvous.store->set(key, server.name());
-    hand_out(rendezvous, server, file.get());
+    pass_on(rendezvous, server, file.get());
     return base;
   } catch (const Error&) {
     rendezvous.store->set(key, kNobody);
@@ -95,21 +96,23 @@ std::shared_ptr<void> share_file(const Rendezvous& rendezvous, size_t bytes) {
 
 void check(const Rendezvous& rendezvous, int index, const PeerWorkspace::Options& options) {
   if (rendezvous.size > device::kMaxPeers) {
-    throw Error("device: a group has " + std::to_string(device::kMaxPeers) +
-                " ranks at most, not " + std::to_string(rendezvous.size));
+    throw Error("device: the group has " + std::to_string(rendezvous.size) +
+                " ranks, but at most " + std::to_string(device::kMaxPeers) +
+                " can share device memory; make smaller groups");
   }
   if (options.memory != "auto" && options.memory != "device" && options.memory != "host") {
     throw Error("device: no memory is called \"" + options.memory +
                 "\": want auto, device or host");
   }
   if (index < 0 && options.memory == "device") {
-    throw Error("device: ranks of the CPU have no memory of a GPU to show");
+    throw Error("device: ranks of the CPU have no memory of a GPU to share; use memory=\"host\"");
   }
   const std::vector<std::string> hosts =
       exchange(rendezvous, "device/host", all_ranks(rendezvous), host_id());
   for (size_t r = 0; r < hosts.size(); r++) {
     if (hosts[r] != hosts[0]) {
-      throw Error("device: rank " + std::to_string(r) + " is not on the host of rank 0");
+      throw Error("device: rank " + std::to_string(r) +
+                  " is not on the host of rank 0; a device group needs all ranks on one host");
     }
   }
 }
@@ -140,18 +143,18 @@ std::string outcome(const Try& attempt) {
 }  // namespace
 
 /// The value that a rank publishes about itself.
-struct PeerWorkspace::Word {
+struct PeerWorkspace::RankInfo {
   uint64_t process[2];  ///< names the process on its host
   uint64_t bytes;
   uint64_t shown;  ///< address of its data in memory of its GPU, or 0
   int32_t index;   ///< its GPU, in its process
-  uint32_t first_meeting;
+  uint32_t first_barrier;
   char gpu[16];
   char memory[4];
   uint32_t exported;
-  char word[64];  ///< IPC handle for other processes
+  char ipc_handle[64];  ///< IPC handle for other processes
 
-  bool same_process(const Word& other) const {
+  bool same_process(const RankInfo& other) const {
     return std::memcmp(process, other.process, sizeof process) == 0;
   }
 };
@@ -159,10 +162,10 @@ struct PeerWorkspace::Word {
 PeerWorkspace::PeerWorkspace(const Rendezvous& rendezvous, int index, const Options& options)
     : bytes_(rounded(options.bytes, page_size())) {
   check(rendezvous, index, options);
-  const Word ours = introduce(index, options);
-  const std::vector<Word> words = exchange_words(rendezvous, ours);
-  for (const Word& one : words) {
-    const auto shared = std::count_if(words.begin(), words.end(), [&](const Word& other) {
+  const RankInfo ours = own_info(index, options);
+  const std::vector<RankInfo> infos = exchange_info(rendezvous, ours);
+  for (const RankInfo& one : infos) {
+    const auto shared = std::count_if(infos.begin(), infos.end(), [&](const RankInfo& other) {
       return std::memcmp(one.gpu, other.gpu, sizeof one.gpu) == 0;
     });
     sharers_ = std::max(sharers_, static_cast<int>(shared));
@@ -171,7 +174,7 @@ PeerWorkspace::PeerWorkspace(const Rendezvous& rendezvous, int index, const Opti
   pointers_.ranks = rendezvous.size;
 
   if (index >= 0 && options.memory != "host") {
-    const std::string problem = agree(rendezvous, "device/peers", try_devices(words, index));
+    const std::string problem = agree(rendezvous, "device/peers", try_devices(infos, index));
     on_host_ = !problem.empty();
     if (on_host_ && options.memory == "device") throw Error("device: " + problem);
   }
@@ -183,20 +186,20 @@ PeerWorkspace::PeerWorkspace(const Rendezvous& rendezvous, int index, const Opti
               } else {
                 control_ = device::map_host(&control(rendezvous.rank), sizeof(ControlPage));
               }
-              start_counting(options.first_meeting, index);
+              start_counting(options.first_barrier, index);
             }));
   if (!problem.empty()) throw Error("device: " + problem);
 }
 
-PeerWorkspace::Word PeerWorkspace::introduce(int index, const Options& options) {
-  Word ours{};
+PeerWorkspace::RankInfo PeerWorkspace::own_info(int index, const Options& options) {
+  RankInfo ours{};
   struct stat space = {};
   ::stat("/proc/self/ns/pid", &space);
   ours.process[0] = static_cast<uint64_t>(::getpid());
   ours.process[1] = space.st_ino;
   ours.bytes = bytes_;
   ours.index = index;
-  ours.first_meeting = options.first_meeting;
+  ours.first_barrier = options.first_barrier;
   options.memory.copy(ours.memory, sizeof ours.memory);  // the first letters are enough
   if (index < 0) return ours;
   device::properties(index).uuid.copy(ours.gpu, sizeof ours.gpu);
@@ -204,28 +207,30 @@ PeerWorkspace::Word PeerWorkspace::introduce(int index, const Options& options) 
   outcome([&] {  // peers will see what is missing
     shown_ = device::allocate(index, rounded(sizeof(Flags) + bytes_, kWhole));
     ours.shown = reinterpret_cast<uint64_t>(shown_.get());
-    device::export_memory(shown_.get()).copy(ours.word, sizeof ours.word);
+    device::export_memory(shown_.get()).copy(ours.ipc_handle, sizeof ours.ipc_handle);
     ours.exported = 1;
   });
   return ours;
 }
 
-std::vector<PeerWorkspace::Word> PeerWorkspace::exchange_words(const Rendezvous& rendezvous,
-                                                               const Word& ours) {
+std::vector<PeerWorkspace::RankInfo> PeerWorkspace::exchange_info(const Rendezvous& rendezvous,
+                                                                  const RankInfo& ours) {
   const std::string text(reinterpret_cast<const char*>(&ours), sizeof ours);
-  std::vector<Word> words;
+  std::vector<RankInfo> words;
   for (const std::string& theirs :
        exchange(rendezvous, "device/word", all_ranks(rendezvous), text)) {
     const std::string who = "device: rank " + std::to_string(words.size());
-    if (theirs.size() != sizeof ours) throw Error(who + " runs another version of pycomm");
-    Word word;
-    std::memcpy(&word, theirs.data(), sizeof word);
-    if (word.bytes != ours.bytes || word.first_meeting != ours.first_meeting ||
-        std::memcmp(word.memory, ours.memory, sizeof ours.memory) != 0 ||
-        (word.index < 0) != (ours.index < 0)) {
-      throw WireMismatch(who + " has other options than rank " + std::to_string(rendezvous.rank));
+    if (theirs.size() != sizeof ours)
+      throw Error(who + " runs another version of pycomm; install the same on all ranks");
+    RankInfo info;
+    std::memcpy(&info, theirs.data(), sizeof info);
+    if (info.bytes != ours.bytes || info.first_barrier != ours.first_barrier ||
+        std::memcmp(info.memory, ours.memory, sizeof ours.memory) != 0 ||
+        (info.index < 0) != (ours.index < 0)) {
+      throw WireMismatch(who + " has other options than rank " + std::to_string(rendezvous.rank) +
+                         "; start all ranks with the same options");
     }
-    words.push_back(word);
+    words.push_back(info);
   }
   return words;
 }
@@ -244,21 +249,23 @@ void PeerWorkspace::keep() noexcept {
   if (shown_) static_cast<void>(new (std::nothrow) std::shared_ptr<void>(shown_));
 }
 
-std::string PeerWorkspace::try_devices(const std::vector<Word>& words, int index) {
-  const Word& ours = words[pointers_.rank];
+std::string PeerWorkspace::try_devices(const std::vector<RankInfo>& infos, int index) {
+  const RankInfo& ours = infos[pointers_.rank];
   return outcome([&] {
     for (int r = 0; r < pointers_.ranks; r++) {
-      const Word& word = words[r];
-      if (word.shown == 0) throw Error("rank " + std::to_string(r) + " shows no memory");
-      auto* shown = reinterpret_cast<uint8_t*>(word.shown);
-      if (word.same_process(ours)) {
-        if (!device::reaches(index, word.index)) {
-          throw Error("no peer access to the GPU of rank " + std::to_string(r));
+      const RankInfo& info = infos[r];
+      if (info.shown == 0)
+        throw Error("rank " + std::to_string(r) + " shares no memory of its GPU");
+      auto* shown = reinterpret_cast<uint8_t*>(info.shown);
+      if (info.same_process(ours)) {
+        if (!device::reaches(index, info.index)) {
+          throw Error("there is no peer access to the GPU of rank " + std::to_string(r));
         }
-        device::connect(index, word.index);
+        device::connect(index, info.index);
       } else {
-        if (!word.exported) throw Error("rank " + std::to_string(r) + " cannot export its memory");
-        opened_.push_back(device::import_memory(index, std::string(word.word, sizeof word.word)));
+        if (!info.exported) throw Error("rank " + std::to_string(r) + " cannot export its memory");
+        opened_.push_back(
+            device::import_memory(index, std::string(info.ipc_handle, sizeof info.ipc_handle)));
         shown = static_cast<uint8_t*>(opened_.back().get());
       }
       pointers_.flags[r] = reinterpret_cast<Flags*>(shown);
@@ -285,9 +292,9 @@ void PeerWorkspace::use_host(int index) {
 
 void PeerWorkspace::start_counting(uint32_t first, int index) {
   const auto flags = std::make_unique<Flags>();
-  for (auto& block : flags->came) std::fill(std::begin(block), std::end(block), first);
+  for (auto& block : flags->arrived) std::fill(std::begin(block), std::end(block), first);
   Progress progress{};
-  std::fill(std::begin(progress.rendezvous), std::end(progress.rendezvous), first);
+  std::fill(std::begin(progress.barriers), std::end(progress.barriers), first);
 
   if (index >= 0) {
     progress_ = device::allocate(index, sizeof progress);

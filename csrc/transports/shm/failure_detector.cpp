@@ -16,9 +16,9 @@ namespace {
 
 constexpr int64_t kCheckEvery = 1000000;  // ns
 /// The interval of the checks that read /proc.
-constexpr int64_t kLookEvery = 50000000;  // ns
+constexpr int64_t kProcCheckEvery = 50000000;  // ns
 /// The time that a rank may take from the start of an abort to its reason.
-constexpr Milliseconds kWords(200);
+constexpr Milliseconds kReasonLimit(200);
 
 int64_t now_ns() {
   using std::chrono::duration_cast;
@@ -77,8 +77,8 @@ void FailureDetector::check_now() {
 void FailureDetector::throw_aborted() const {
   const Header& header = region_.header();
   uint32_t state = header.abort.load(std::memory_order_acquire);
-  for (const Deadline patience = Deadline::after(kWords);
-       state % Header::kStep != Header::kAborted && !patience.expired();
+  for (const Deadline reason_deadline = Deadline::after(kReasonLimit);
+       state % Header::kStep != Header::kAborted && !reason_deadline.expired();
        state = header.abort.load(std::memory_order_acquire)) {
     std::this_thread::sleep_for(Milliseconds(1));
   }
@@ -86,7 +86,10 @@ void FailureDetector::throw_aborted() const {
   if (state % Header::kStep == Header::kAborted) {
     throw Error(who + " aborted the group: " + header.abort_reason);
   }
-  throw Error(who + " aborted the group and has not told why: it was stopped or died meanwhile");
+  throw Error(
+      who +
+      " aborted the group, but its reason did not arrive: it was stopped or died meanwhile; "
+      "look at its own log");
 }
 
 bool FailureDetector::died(int rank) const {
@@ -116,12 +119,12 @@ void FailureDetector::check_deaths() {
     throw_if_dead(watched_[i], asked ? process.ended(wanted[i].revents) : process.ended());
   }
   const int64_t now = now_ns();
-  if (count == 0 || now < next_look_.load(std::memory_order_relaxed)) return;
-  next_look_.store(now + kLookEvery, std::memory_order_relaxed);
+  if (count == 0 || now < next_proc_check_.load(std::memory_order_relaxed)) return;
+  next_proc_check_.store(now + kProcCheckEvery, std::memory_order_relaxed);
   // Each call checks one rank, and each rank begins with another: a rank that finds a death tells
   // all.
-  const size_t i = (static_cast<size_t>(self_) + looks_.fetch_add(1)) % count;
-  throw_if_dead(watched_[i], processes_[i]->look_closer());
+  const size_t i = (static_cast<size_t>(self_) + proc_checks_.fetch_add(1)) % count;
+  throw_if_dead(watched_[i], processes_[i]->check_proc());
 }
 
 void FailureDetector::throw_if_dead(int rank, bool dead) const {
@@ -166,7 +169,7 @@ void FailureDetector::wake_all() const noexcept {
   for (int r = 0; r < region_.ranks(); r++) {
     RankSlot& rank_slot = region_.rank_slot(r);
     rank_slot.posted.ring_now();
-    for (Doorbell& bell : rank_slot.moved) bell.ring_now();
+    for (Doorbell& doorbell : rank_slot.moved) doorbell.ring_now();
   }
 }
 

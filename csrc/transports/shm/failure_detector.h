@@ -66,9 +66,9 @@ class FailureDetector {
   std::vector<int> watched_;
   std::vector<std::unique_ptr<PeerProcess>> processes_;  ///< of `watched_`
   int self_;
-  std::atomic<int64_t> next_check_{0};  ///< steady clock, nanoseconds
-  std::atomic<int64_t> next_look_{0};   ///< the same, for the checks that read /proc
-  std::atomic<uint32_t> looks_{0};
+  std::atomic<int64_t> next_check_{0};       ///< steady clock, nanoseconds
+  std::atomic<int64_t> next_proc_check_{0};  ///< the same, for the checks that read /proc
+  std::atomic<uint32_t> proc_checks_{0};
 };
 
 }  // namespace pycomm

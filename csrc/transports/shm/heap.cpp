@@ -71,7 +71,9 @@ SharedHeap::SharedHeap(std::shared_ptr<void> owner, uint8_t* base, size_t bytes,
 
 void* SharedHeap::allocate(size_t bytes) {
   if (::getpid() != process_) {
-    throw Error("a forked child cannot allocate shared memory of its parent's group");
+    throw Error(
+        "a forked child cannot allocate shared memory of its parent's group; allocate it in the "
+        "parent, or make a group of the children's own");
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (bytes > bytes_) bytes = bytes_ + 1;  // does not fit, and does not overflow

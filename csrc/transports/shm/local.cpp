@@ -11,8 +11,8 @@
 namespace pycomm {
 namespace {
 
-/// Maps the region for `ranks` holders; the last one to let go unmaps it.
-void* map_segment(int ranks) {
+/// Maps the region for `ranks` holders; the last one to release it unmaps it.
+void* map_region(int ranks) {
   const auto map = [](size_t bytes) {
     // The mapping is shared, since only then can a heap give pages back.
     return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -22,12 +22,14 @@ void* map_segment(int ranks) {
   void* base = map(bytes);
   const bool heaps = base != MAP_FAILED;
   if (!heaps) base = map(bytes = SharedRegion::bytes(ranks));
-  if (base == MAP_FAILED) throw Error("local: no memory for a segment");
+  if (base == MAP_FAILED)
+    throw Error("local: no memory is left for the shared region of " + std::to_string(ranks) +
+                " ranks; free some, or raise the limit of address space (ulimit -v)");
   keep_out_of_dumps(base, bytes);
   const SharedRegion region(base, ranks);
   region.header().mapped_bytes = bytes;
   for (int r = 0; r < ranks; r++) region.rank_slot(r).heaps = heaps;
-  // All holders are counted from the start, so that the region stays for ranks that come late.
+  // All holders are counted from the start, so that the region stays for ranks that are late.
   region.header().holders.store(ranks);
   return base;
 }
@@ -45,10 +47,11 @@ std::shared_ptr<void> hold(void* base, int ranks) {
 std::unique_ptr<Transport> make_local(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
   const int size = static_cast<int>(ranks.size());
   if (size > kMaxRanks) {
-    throw Error("local: " + std::to_string(size) + " ranks; it joins at most " +
-                std::to_string(kMaxRanks));
+    throw Error("local: the group has " + std::to_string(size) +
+                " ranks, but the local transport connects at most " + std::to_string(kMaxRanks) +
+                "; use transport \"tcp\"");
   }
-  void* base = rendezvous.rank == ranks.front() ? map_segment(size) : nullptr;
+  void* base = rendezvous.rank == ranks.front() ? map_region(size) : nullptr;
   // Addresses mean nothing in another process, so each rank publishes its own process.
   const std::string process = std::to_string(::getpid());
   const std::string word = process + " " + std::to_string(reinterpret_cast<uintptr_t>(base));
@@ -56,7 +59,8 @@ std::unique_ptr<Transport> make_local(const Rendezvous& rendezvous, const std::v
   for (size_t r = 0; r < words.size(); r++) {
     if (words[r].compare(0, process.size() + 1, process + " ") != 0) {
       throw Error("local: rank " + std::to_string(ranks[r]) + " is in another process than rank " +
-                  std::to_string(rendezvous.rank) + "; the local transport joins threads, use shm");
+                  std::to_string(rendezvous.rank) +
+                  "; the local transport connects threads of one process; use transport \"shm\"");
     }
   }
   const std::string address = words[0].substr(process.size() + 1);

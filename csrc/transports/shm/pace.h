@@ -57,11 +57,11 @@ class SpinPace {
   int now_ = kFew;
 };
 
-/// Waits until `ready()`. `patrol()` throws to end the wait; `sleep(limit)` returns early when
-/// there is news.
-template <typename Ready, typename Patrol, typename Sleep>
-void wait_until(SpinPace& looks, Ready ready, Patrol patrol, Sleep sleep) {
-  for (int i = looks.now(); i > 0; i--) {
+/// Waits until `ready()`. `check()` throws to end the wait; `sleep(limit)` returns early when
+/// the state may have changed.
+template <typename Ready, typename Check, typename Sleep>
+void wait_until(SpinPace& pace, Ready ready, Check check, Sleep sleep) {
+  for (int i = pace.now(); i > 0; i--) {
     if (ready()) return;
     cpu_relax();
   }
@@ -71,16 +71,16 @@ void wait_until(SpinPace& looks, Ready ready, Patrol patrol, Sleep sleep) {
   int yields = 0;
   Clock::duration late{};
   for (; now < begin + kYieldFor; yields++) {
-    if (ready()) return looks.yielded(yields, late);
-    patrol();
+    if (ready()) return pace.yielded(yields, late);
+    check();
     const auto before = Clock::now();
     ::sched_yield();
     now = Clock::now();
     late = std::max(late, now - before);
   }
-  looks.yielded(yields, late);
+  pace.yielded(yields, late);
   while (!ready()) {
-    patrol();
+    check();
     // In a long wait a little more delay matters little, and the core is left to others.
     const auto waited = std::chrono::duration_cast<std::chrono::microseconds>(now - begin);
     sleep(std::clamp<std::chrono::microseconds>(waited / 16, kSleepAtMost, kLongestSleep));

@@ -75,7 +75,7 @@ bool PidFd::ours() const {
 }
 
 PeerProcess::PeerProcess(const RankSlot& rank_slot, bool visible, std::shared_ptr<PidFd> handle)
-    : board_(rank_slot),
+    : rank_slot_(rank_slot),
       visible_(visible),
       reads_(cma::showable(rank_slot.process, sizeof rank_slot.process)),
       process_(visible ? static_cast<pid_t>(rank_slot.process[0]) : 0,
@@ -107,7 +107,7 @@ bool PeerProcess::ended() {
   return ::kill(process_.id(), 0) != 0 && errno == ESRCH && dead(how_);
 }
 
-bool PeerProcess::look_closer() {
+bool PeerProcess::check_proc() {
   // Another file under its number need never be ready.
   if (fd() >= 0 && !handle_->ours()) lost_ = true;
   if (ended()) return true;
@@ -116,13 +116,13 @@ bool PeerProcess::look_closer() {
   if (process_.dumps()) return dead("its process has crashed and writes a core dump");
   if (!reads_) return false;
   uint64_t seen[2] = {};
-  const auto* from = reinterpret_cast<const RankSlot*>(board_.address)->process;
+  const auto* from = reinterpret_cast<const RankSlot*>(rank_slot_.address)->process;
   // Where reading is forbidden it tells nothing.
   const int error = cma::read(process_.id(), from, seen, sizeof seen);
-  const bool other = error == 0 && std::memcmp(seen, board_.process, sizeof seen) != 0;
+  const bool other = error == 0 && std::memcmp(seen, rank_slot_.process, sizeof seen) != 0;
   if (error != EFAULT && !other) return false;
   // The rank may have left at this moment, and then its rank slot says so.
-  if (board_.left.load(std::memory_order_acquire) != 0) return false;
+  if (rank_slot_.left.load(std::memory_order_acquire) != 0) return false;
   return dead("its process has called exec() and is another program now");
 }
 

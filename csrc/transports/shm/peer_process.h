@@ -48,14 +48,14 @@ class PeerProcess {
   /// Asks the kernel, at the cost of a system call. An end is remembered from then on.
   bool ended();
   /// Looks for all kinds of ends, at the cost of reading /proc.
-  bool look_closer();
+  bool check_proc();
   /// Returns what has happened to it, as a part of a sentence.
   const char* how() const { return how_.load(std::memory_order_relaxed); }
 
  private:
   bool dead(const char* how);
 
-  const RankSlot& board_;
+  const RankSlot& rank_slot_;
   const bool visible_;  ///< its number is valid in our namespace
   const bool reads_;    ///< the kernel reads the memory of processes of its kind for others
   const Process process_;

@@ -10,12 +10,12 @@ static_assert(sizeof(Header) % kPart == 0 && sizeof(Ring) % kPart == 0);
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-size_t boards_end(int ranks) {
+size_t rank_slots_end(int ranks) {
   return round_up(sizeof(Header) + static_cast<size_t>(ranks) * sizeof(RankSlot), kPart);
 }
 
 size_t staging_end(int ranks) {
-  return boards_end(ranks) + static_cast<size_t>(ranks) * kStagingBytes;
+  return rank_slots_end(ranks) + static_cast<size_t>(ranks) * kStagingBytes;
 }
 
 }  // namespace
@@ -32,7 +32,7 @@ size_t SharedRegion::bytes(int ranks) {
 }
 
 uint8_t* SharedRegion::staging(int rank) const {
-  return base_ + boards_end(ranks_) + static_cast<size_t>(rank) * kStagingBytes;
+  return base_ + rank_slots_end(ranks_) + static_cast<size_t>(rank) * kStagingBytes;
 }
 
 Ring& SharedRegion::ring(int from, int to, Lane lane) const {

@@ -32,7 +32,7 @@ constexpr char kYes[] = "yes";
 constexpr char kHost[] = "shm/host";
 constexpr char kName[] = "shm/name";  ///< name of the socket that passes on the region
 constexpr char kWords[] = "shm/word";
-/// The name that is published when there is no region.
+/// The name that is published when there is no region, and so no socket.
 constexpr char kNobody[] = "nobody";
 /// The time that ranks may take to fetch each other's handles.
 constexpr Milliseconds kHandleWait(5000);
@@ -50,7 +50,7 @@ size_t largest_file() {
 }
 
 /// Makes the file, with the heaps if a file may be so large.
-FileDescriptor make_segment(int ranks) {
+FileDescriptor make_region_file(int ranks) {
   FileDescriptor fd(::memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (fd.get() < 0) throw_errno("make a memfd");
   size_t bytes = SharedRegion::bytes_with_heaps(ranks);
@@ -58,7 +58,7 @@ FileDescriptor make_segment(int ranks) {
   if (bytes > largest_file()) bytes = SharedRegion::bytes(ranks);
   if (bytes > largest_file()) {
     throw Error("shm: the limit of file sizes (ulimit -f) is " + std::to_string(largest_file()) +
-                " bytes, and " + std::to_string(bytes) + " are needed to share memory");
+                " bytes, but shared memory needs " + std::to_string(bytes) + "; raise the limit");
   }
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("size a memfd");
   // The seals keep peers from shrinking it under us.
@@ -67,13 +67,13 @@ FileDescriptor make_segment(int ranks) {
 }
 
 /// Maps the file, with the heaps if there is address space for them.
-std::shared_ptr<void> map_segment(FileDescriptor file, int ranks, bool& heaps) {
+std::shared_ptr<void> map_region(FileDescriptor file, int ranks, bool& heaps) {
   size_t bytes = SharedRegion::bytes_with_heaps(ranks);
   struct stat info = {};
   const bool known = ::fstat(file.get(), &info) == 0;
   const auto size = static_cast<size_t>(info.st_size);
   if (!known || (size != bytes && size != SharedRegion::bytes(ranks))) {
-    throw Error("shm: the segment has another size; do all ranks run the same version of pycomm?");
+    throw Error("shm: the shared memory has another size; install the same pycomm on all ranks");
   }
   const auto map = [&] {
     return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(),
@@ -85,7 +85,7 @@ std::shared_ptr<void> map_segment(FileDescriptor file, int ranks, bool& heaps) {
     bytes = SharedRegion::bytes(ranks);
     base = map();
   }
-  if (base == MAP_FAILED) throw_errno("map the segment");
+  if (base == MAP_FAILED) throw_errno("map the shared memory");
   keep_out_of_dumps(base, bytes);
   const int fd = file.release();
   return {base, [bytes, fd, device = info.st_dev, inode = info.st_ino](void* memory) {
@@ -96,7 +96,7 @@ std::shared_ptr<void> map_segment(FileDescriptor file, int ranks, bool& heaps) {
           }};
 }
 
-/// Returns the key under which the maker of the region, of which each host has one, publishes its
+/// Returns the key under which the creator of the region, one rank of each host, publishes its
 /// socket.
 std::string key(const Rendezvous& rendezvous, const std::vector<int>& candidates) {
   return rendezvous.group + "/" + kName + "/" + std::to_string(candidates.front());
@@ -111,7 +111,7 @@ SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidat
   memory.file = file.get();
   const int ranks = static_cast<int>(candidates.size());
   bool heaps = false;
-  memory.base = map_segment(std::move(file), ranks, heaps);
+  memory.base = map_region(std::move(file), ranks, heaps);
   RankSlot& rank_slot =
       SharedRegion(memory.base.get(), ranks).rank_slot(memory.place(rendezvous.rank));
   rank_slot.heaps = heaps;
@@ -119,15 +119,15 @@ SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidat
   return memory;
 }
 
-/// Gives our place up again, before anybody looks who is there.
+/// Gives our place up again, before any rank reads which ranks are present.
 void leave(const SharedMemory& memory) {
   const SharedRegion region(memory.base.get(), static_cast<int>(memory.members.size()));
   region.rank_slot(memory.place(memory.rank)).process[0] = 0;
 }
 
-/// Hands out the file until every other candidate has said how it went.
-void hand_out(const Rendezvous& rendezvous, const std::vector<int>& candidates, FdServer& server,
-              int fd) {
+/// Passes on the file until every other candidate has published its outcome.
+void pass_on(const Rendezvous& rendezvous, const std::vector<int>& candidates, FdServer& server,
+             int fd) {
   std::set<int> silent(candidates.begin() + 1, candidates.end());
   size_t served = 0;
   while (served < candidates.size() - 1 && !silent.empty() && !rendezvous.deadline.expired()) {
@@ -144,12 +144,12 @@ void hand_out(const Rendezvous& rendezvous, const std::vector<int>& candidates, 
   }
 }
 
-/// Returns the name of the maker's socket: either all possible makers have announced theirs, or the
-/// maker publishes it when it has the region.
-std::string name_of(const Rendezvous& rendezvous, int maker) {
+/// Returns the name of the creator's socket: either all possible creators have announced theirs, or
+/// the creator publishes it when it has the region.
+std::string name_of(const Rendezvous& rendezvous, int creator) {
   const auto heard = rendezvous.talk->heard.find(kName);
-  if (heard == rendezvous.talk->heard.end()) return value_of(rendezvous, kName, maker);
-  return heard->second[static_cast<size_t>(maker)];
+  if (heard == rendezvous.talk->heard.end()) return value_of(rendezvous, kName, creator);
+  return heard->second[static_cast<size_t>(creator)];
 }
 
 /// Shares the region: the lowest rank makes it, the others fetch it. Throws Error if we cannot have
@@ -158,7 +158,8 @@ SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candida
   if (rendezvous.rank != candidates.front()) {
     const std::string name = name_of(rendezvous, candidates.front());
     if (name == kNobody) {
-      throw Error("shm: rank " + std::to_string(candidates.front()) + " could not make a segment");
+      throw Error("shm: rank " + std::to_string(candidates.front()) +
+                  " could not make the shared memory; look at its own log");
     }
     return join(rendezvous, candidates,
                 receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check));
@@ -169,13 +170,13 @@ SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candida
   try {
     const auto made = announced ? announced : std::make_shared<FdServer>();
     FdServer& server = *made;
-    FileDescriptor file = make_segment(static_cast<int>(candidates.size()));
+    FileDescriptor file = make_region_file(static_cast<int>(candidates.size()));
     const int fd = file.get();
     memory = join(rendezvous, candidates, std::move(file));
     const int ranks = static_cast<int>(candidates.size());
     SharedRegion(memory.base.get(), ranks).header().permits = read_permit::wanted() ? 1 : 0;
     if (!announced) rendezvous.store->set(key(rendezvous, candidates), server.name());
-    hand_out(rendezvous, candidates, server, fd);
+    pass_on(rendezvous, candidates, server, fd);
     return memory;
   } catch (const Error&) {
     if (memory.base) leave(memory);

@@ -18,12 +18,12 @@ ShmTransport::ShmTransport(std::string name, const SharedMemory& memory)
       self_(memory.place(memory.rank)),
       region_(memory.base.get(), static_cast<int>(memory.members.size())),
       detector_(region_, memory.members, self_, memory.handles) {
-  const SpinPace looks(region_, env().spin);
+  const SpinPace pace(region_, env().spin);
   bool all = true;
   for (int r = 0; r < region_.ranks(); r++) all = all && region_.present(r);
   if (all) {
     region_.rank_slot(self_).reads.store(cma::readable(region_, self_), std::memory_order_release);
-    window_ = std::make_unique<Window>(region_, detector_, self_, looks);
+    window_ = std::make_unique<Window>(region_, detector_, self_, pace);
     if (region_.has_heaps()) {
       const auto offset = static_cast<size_t>(region_.heap(self_) - region_.memory());
       heap_ = std::make_shared<SharedHeap>(memory_.base, region_.heap(self_), kHeapBytes,
@@ -32,7 +32,7 @@ ShmTransport::ShmTransport(std::string name, const SharedMemory& memory)
   }
   for (LaneState& lane : lanes_) {
     lane.channels.resize(memory.members.size());
-    lane.looks = looks;
+    lane.pace = pace;
   }
 }
 
@@ -45,8 +45,9 @@ bool ShmTransport::reaches(int rank) const {
 
 Channel& ShmTransport::channel(int rank, Lane lane) {
   if (!reaches(rank)) {
-    throw Error(name_ + ": rank " + std::to_string(memory_.rank) + " has no channel to rank " +
-                std::to_string(rank));
+    throw Error(name_ + ": rank " + std::to_string(memory_.rank) + " shares no memory with rank " +
+                std::to_string(rank) +
+                ", so there is no channel between them; use transport \"auto\"");
   }
   LaneState& state = lanes_[static_cast<size_t>(lane)];
   const int peer = memory_.place(rank);
@@ -66,16 +67,16 @@ void ShmTransport::idle(Lane lane, std::chrono::microseconds limit) {
     return detector_.aborted();
   };
   const auto start = Deadline::Clock::now();
-  bool looked = false;
+  bool polled = false;
   // A lane in use is worth polling and yielding for; one that no longer moves bytes is not.
   if (state.traffic.moved) {
     state.traffic.moved = false;
     state.yield_end = start + kYieldFor;
-    for (int i = state.looks.now(); i > 0; i--) {
+    for (int i = state.pace.now(); i > 0; i--) {
       if (ready()) return;
       cpu_relax();
     }
-    looked = true;
+    polled = true;
   }
   int yields = 0;
   Deadline::Clock::duration late{};
@@ -93,18 +94,18 @@ void ShmTransport::idle(Lane lane, std::chrono::microseconds limit) {
       now = Deadline::Clock::now();
     }
   }
-  if (looked) state.looks.yielded(yields, late);
+  if (polled) state.pace.yielded(yields, late);
 }
 
 PeerStatus ShmTransport::look(int rank) {
   const int place = memory_.place(rank);
-  PeerStatus sighting;
-  sighting.rank_state = region_.rank_slot(place).rank_state.load();
-  sighting.liveness = detector_.left(place)      ? PeerStatus::Liveness::left
-                      : detector_.died(place)    ? PeerStatus::Liveness::died
-                      : detector_.stopped(place) ? PeerStatus::Liveness::stopped
-                                                 : PeerStatus::Liveness::here;
-  return sighting;
+  PeerStatus status;
+  status.rank_state = region_.rank_slot(place).rank_state.load();
+  status.liveness = detector_.left(place)      ? PeerStatus::Liveness::left
+                    : detector_.died(place)    ? PeerStatus::Liveness::died
+                    : detector_.stopped(place) ? PeerStatus::Liveness::stopped
+                                               : PeerStatus::Liveness::here;
+  return status;
 }
 
 uint64_t ShmTransport::sent_bytes() const {

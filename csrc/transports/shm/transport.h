@@ -17,7 +17,7 @@ namespace pycomm {
 /// The outcome of a rendezvous. All ranks that have the memory have signed their slots; a member
 /// whose slot is unsigned could not get it.
 struct SharedMemory {
-  std::shared_ptr<void> base;        ///< gives the memory back when the last holder lets go
+  std::shared_ptr<void> base;        ///< gives the memory back when the last holder releases it
   std::vector<int> members;          ///< ranks of the group that it was made for, ascending
   int rank = 0;                      ///< ours, in the group
   int file = -1;                     ///< the memory's file, or -1; `base` keeps it open
@@ -52,7 +52,7 @@ class ShmTransport final : public Transport {
     std::vector<std::unique_ptr<RingChannel>> channels;  ///< by rank of the region; null: unused
     Traffic traffic;
     Deadline::Clock::time_point yield_end;
-    SpinPace looks;
+    SpinPace pace;
   };
 
   std::string name_;

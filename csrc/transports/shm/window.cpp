@@ -19,22 +19,22 @@ constexpr size_t kReadAtMost = size_t{4} << 20;
 constexpr std::chrono::microseconds kDriveEach{50};
 /// A process that dies gives up its memory before the kernel reports its end to the
 /// FailureDetector.
-constexpr Milliseconds kDying(500);
+constexpr Milliseconds kExitDelay(500);
 
 }  // namespace
 
-Window::Window(const SharedRegion& region, FailureDetector& detector, int rank, SpinPace looks)
+Window::Window(const SharedRegion& region, FailureDetector& detector, int rank, SpinPace pace)
     : region_(region),
       detector_(detector),
-      board_(&region.rank_slot(rank)),
+      own_slot_(&region.rank_slot(rank)),
       rank_(rank),
       size_(region.ranks()),
-      looks_(looks),
+      pace_(pace),
       heaps_(region.has_heaps()) {
   for (int r = 0; r < size_; r++) {
     const RankSlot& rank_slot = region.rank_slot(r);
-    const bool here = rank_slot.process[0] == board_->process[0] &&
-                      rank_slot.process[1] == board_->process[1] &&
+    const bool here = rank_slot.process[0] == own_slot_->process[0] &&
+                      rank_slot.process[1] == own_slot_->process[1] &&
                       rank_slot.address == reinterpret_cast<uint64_t>(&rank_slot);
     one_mapping_ = one_mapping_ || (r != rank_ && here);
   }
@@ -48,7 +48,7 @@ void Window::wait_long(int rank, uint32_t stage) {
   const uint64_t since = ticks();
   const auto ready = [&] { return arrived(rank, stage); };
   bool driven = false;
-  const auto patrol = [&] {
+  const auto check = [&] {
     driven = drive_ && drive_();
     compare_tags(stage);
     if (!detector_.aborted() || aborted_here()) detector_.check();
@@ -56,10 +56,10 @@ void Window::wait_long(int rank, uint32_t stage) {
     if (deadline_.expired()) throw_timeout(stage);
   };
   const auto sleep = [&](std::chrono::microseconds limit) {
-    const auto news = [&] { return ready() || detector_.aborted() || detector_.left(rank); };
-    region_.rank_slot(rank).posted.sleep(news, driven ? kDriveEach : limit);
+    const auto done = [&] { return ready() || detector_.aborted() || detector_.left(rank); };
+    region_.rank_slot(rank).posted.sleep(done, driven ? kDriveEach : limit);
   };
-  wait_until(looks_, ready, patrol, sleep);
+  wait_until(pace_, ready, check, sleep);
   if (timing_) timing_->wait_ended(since, member(rank));
 }
 
@@ -87,7 +87,7 @@ void Window::compare_tags(uint32_t stage) const {
 
 uint64_t Window::private_place(const void* data, size_t bytes) const {
   // A forked child is not the process that peers would read.
-  if (!all_read() || board_->process[0] != static_cast<uint64_t>(::getpid())) return 0;
+  if (!all_read() || own_slot_->process[0] != static_cast<uint64_t>(::getpid())) return 0;
   return cma::showable(data, bytes) ? kPrivate | reinterpret_cast<uint64_t>(data) : 0;
 }
 
@@ -111,12 +111,12 @@ void Window::read_private(int rank, uint64_t address, void* to, size_t bytes) {
 }
 
 void Window::throw_unreadable(int rank, int error) {
-  const Deadline patience = Deadline::after(kDying);
+  const Deadline exit_deadline = Deadline::after(kExitDelay);
   do {
     detector_.check_now();
     if (detector_.left(rank)) detector_.throw_left(rank);
     std::this_thread::sleep_for(Milliseconds(1));
-  } while (!patience.expired());
+  } while (!exit_deadline.expired());
   throw Error(name(rank_) + " cannot read the memory of " + name(rank) + " for " +
               pycomm::describe(tag_) + ": " + std::generic_category().message(error) +
               "; a collective's buffers must stay mapped and readable until it ends");

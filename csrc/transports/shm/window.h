@@ -23,7 +23,7 @@ class FailureDetector;
 
 class PYCOMM_API Window {
  public:
-  Window(const SharedRegion& region, FailureDetector& detector, int rank, SpinPace looks);
+  Window(const SharedRegion& region, FailureDetector& detector, int rank, SpinPace pace);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -42,7 +42,7 @@ class PYCOMM_API Window {
     hash_ = uint64_t{tag.hash()} << 32;
     first_stage_ = next_stage();
     tag_ = tag;
-    board_->rank_state.begin(tag);
+    own_slot_->rank_state.begin(tag);
   }
   /// Throws Error if a rank has aborted in this call: bytes read from it since may be anything.
   void end() {
@@ -50,7 +50,7 @@ class PYCOMM_API Window {
     if (aborted_here()) throw_aborted();
     written_ = {};
     open_ = held_;
-    if (!held_) board_->rank_state.end(tag_);
+    if (!held_) own_slot_->rank_state.end(tag_);
   }
   /// Opens a call whose steps are several collectives of ours: of their own tags then only the
   /// reduction counts. Long waits call `drive`, which moves other pending bytes, since the awaited
@@ -71,8 +71,8 @@ class PYCOMM_API Window {
   /// Announces our next stage, with everything written before it. Returns its number.
   uint32_t post() {
     stage_ += 1;
-    board_->flags[stage_ % 2].value.store(hash_ | stage_, std::memory_order_release);
-    board_->posted.ring();
+    own_slot_->flags[stage_ % 2].value.store(hash_ | stage_, std::memory_order_release);
+    own_slot_->posted.ring();
     return stage_;
   }
   /// Waits until every peer has posted `stage`. Throws Timeout (names the missing ranks),
@@ -89,7 +89,7 @@ class PYCOMM_API Window {
 
   /// Returns the kTinyBytes beside the flag of our next post(); a peer may read them once it has
   /// waited for it, and until it posts the next stage.
-  uint8_t* payload() { return board_->flags[next_stage() % 2].payload; }
+  uint8_t* payload() { return own_slot_->flags[next_stage() % 2].payload; }
   const uint8_t* payload(int rank, uint32_t stage) const {
     return region_.rank_slot(rank).flags[stage % 2].payload;
   }
@@ -173,10 +173,10 @@ class PYCOMM_API Window {
 
   SharedRegion region_;
   FailureDetector& detector_;
-  RankSlot* board_;  ///< our own slot
+  RankSlot* own_slot_;  ///< our own slot
   int rank_;
   int size_;
-  SpinPace looks_;
+  SpinPace pace_;
   bool heaps_;
   bool one_mapping_ = false;
   Span<const uint8_t> written_{};

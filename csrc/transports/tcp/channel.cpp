@@ -59,9 +59,9 @@ bool TcpChannel::progress() {
     }
     polls_seen_ = poller_.polls();
   }
-  if (moved) still_since_ = {};
-  if (moved || let_go()) return true;
-  if (cuts_ > 0) look_for_loss();
+  if (moved) stalled_since_ = {};
+  if (moved || release_buffers()) return true;
+  if (cuts_ > 0) check_for_loss();
   if (!incoming_.empty()) poller_.expect(incoming_.front().data.size - incoming_.front().read);
   if (!outgoing_.empty()) poller_.expect(outgoing_.front().data.size - outgoing_.front().cut);
   return false;
@@ -129,7 +129,7 @@ void TcpChannel::throw_damaged(const std::string& how) const {
   const OpTag tag = !incoming_.empty()   ? incoming_.front().tag
                     : !outgoing_.empty() ? outgoing_.front().tag
                                          : OpTag();
-  throw Error("tcp: rank " + std::to_string(poller_.rank()) + " cannot use what came from rank " +
+  throw Error("tcp: rank " + std::to_string(poller_.rank()) + " received damaged data from rank " +
               std::to_string(peer_) + " for " + describe(tag) + ": " + how +
               "; look for damaged memory or network hardware between the two");
 }

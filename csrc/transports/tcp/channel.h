@@ -34,11 +34,11 @@ class TcpChannel final : public Channel {
   /// Returns the number of bytes that the peer's host has not acknowledged.
   size_t unacknowledged();
   /// True while the peer may need bytes that were lost with a cut connection, or may yet be,
-  /// because its host has not acknowledged them. Call heal() until it is false.
-  bool wounded();
+  /// because its host has not acknowledged them. Call reconnect() until it is false.
+  bool interrupted();
   /// Notices cuts, reconnects and repeats lost bytes, without completing any operation.
-  void heal();
-  /// Calls heal() if there are new connections or bytes to repeat, since on a lane that nobody
+  void reconnect();
+  /// Calls reconnect() if there are new connections or bytes to repeat, since on a lane that nobody
   /// drives the peer may wait for either. Returns true if it should be called again soon. The
   /// caller has the mutex. Leaves callers' memory alone.
   bool on_tick();
@@ -63,14 +63,14 @@ class TcpChannel final : public Channel {
   struct Socket;
 
   bool connected();
-  void reconnect(bool pushes);
+  void resume(bool pushes);
   void adopt_connections();
   bool advance();
-  bool let_go();
-  bool stands_still();
+  bool release_buffers();
+  bool stalled();
   void cut(Socket& socket, const std::string& how);
   bool greet(Socket& socket);
-  void look_for_loss() const;
+  void check_for_loss() const;
 
   bool push(Socket& socket);
   bool take_frame(Socket& socket);
@@ -107,9 +107,10 @@ class TcpChannel final : public Channel {
   std::atomic<uint64_t> sent_{0}, received_{0};
   size_t cutting_ = 0;  // first of outgoing_ that has bytes without a frame
   uint64_t polls_seen_ = 0;
-  int cuts_ = 0;                                       // sockets without a connection
-  std::chrono::steady_clock::time_point still_since_;  // when progress stopped; zero if it has not
-  bool tended_ = false;                                // on_tick() has work left
+  int cuts_ = 0;  // sockets without a connection
+  std::chrono::steady_clock::time_point
+      stalled_since_;        // when progress stopped; zero if it has not
+  bool tick_again_ = false;  // on_tick() has work left
 };
 
 }  // namespace pycomm::tcp

@@ -44,7 +44,7 @@ bool TcpChannel::pull_header(Socket& socket) {
     const std::string flaw = flaw_of(socket.in, poller_.lane());
     if (!flaw.empty()) throw_damaged(flaw);
     if (!acknowledge(socket, socket.in.received)) {
-      throw_damaged("it acknowledges what was not sent");
+      throw_damaged("it acknowledges bytes that were not sent");
     }
     if (std::exchange(socket.unproved, false)) {
       check_payload(socket.last, socket.last_crc, socket.in.before);
@@ -60,7 +60,7 @@ bool TcpChannel::pull_header(Socket& socket) {
 
 bool TcpChannel::pull_payload(Socket& socket) {
   const FrameHeader& header = socket.in;
-  if (header.message <= received_) throw_damaged("a frame came twice");
+  if (header.message <= received_) throw_damaged("a frame arrived twice");
   if (!has_receive(header.message)) return false;
   Incoming& message = incoming_[header.message - received_ - 1];
   if (!std::exchange(socket.accepted, true)) accept_frame(header, message);
@@ -109,7 +109,7 @@ void TcpChannel::accept_frame(const FrameHeader& header, Incoming& message) cons
                    {peer_, header.size, header.tag});
   }
   if (header.length > message.data.size - message.begun || message.done) {
-    throw_damaged("a frame came twice");
+    throw_damaged("a frame arrived twice");
   }
   message.begun += header.length;
 }

@@ -7,7 +7,7 @@
 namespace pycomm::tcp {
 
 // Where a stream on a slow link pauses for this long, a copy costs nothing beside the link.
-constexpr auto kStandstill = std::chrono::milliseconds(20);
+constexpr auto kStallLimit = std::chrono::milliseconds(20);
 
 // Takes the first connections, and those that replace cut ones.
 void TcpChannel::adopt_connections() {
@@ -24,7 +24,8 @@ void TcpChannel::adopt_connections() {
     if (!socket.greeting) {
       // This is a first connection. If there was one before, the peer has not seen that it was
       // made: it was cut with the end of our handshake, and with all that we had written.
-      if (!socket.out.may_resume_at(0)) throw_damaged("it connects anew, and has read from us");
+      if (!socket.out.may_resume_at(0))
+        throw_damaged("it makes a first connection again, although it has received data on one");
       socket.out.resume_at(0);
       continue;
     }
@@ -35,7 +36,7 @@ void TcpChannel::adopt_connections() {
     // This is the first write on the connection, so there is room.
     const ssize_t n = socket.sock.send(&ours, sizeof ours);
     socket.acknowledged = socket.arrived;
-    if (n != sizeof ours) cut(socket, "it was cut as soon as it stood");
+    if (n != sizeof ours) cut(socket, "it was cut as soon as it was made");
   }
 }
 
@@ -59,7 +60,7 @@ bool TcpChannel::greet(Socket& socket) {
   if (socket.greeted < sizeof socket.theirs) return false;
   if (!is_sound(socket.theirs) || socket.theirs.generation != socket.generation ||
       !socket.out.may_resume_at(socket.theirs.received)) {
-    throw_damaged("after a connection was cut it wants to go on where we cannot");
+    throw_damaged("after a connection was cut it asks for bytes that are no longer kept");
   }
   socket.out.resume_at(socket.theirs.received);
   acknowledge(socket, socket.theirs.received);
@@ -82,7 +83,7 @@ void TcpChannel::cut(Socket& socket, const std::string& how) {
 // back. A peer that is gone has received all that it wanted, as far as it was written. While some
 // bytes are not written, this waits for a standstill, since to copy all of a stream costs: a
 // written message must not wait for the next one, which its receiver may not want before.
-bool TcpChannel::let_go() {
+bool TcpChannel::release_buffers() {
   if (outgoing_.empty()) return false;
   const bool gone = cuts_ > 0 && poller_.control().gone(peer_);
   const bool all_written =
@@ -91,22 +92,22 @@ bool TcpChannel::let_go() {
         const bool written = socket->out.all_written() && socket->unproven == 0;
         return written && !socket->greeting && (socket->sock || gone);
       });
-  if (!all_written && (cuts_ > 0 || !stands_still())) return false;
+  if (!all_written && (cuts_ > 0 || !stalled())) return false;
   const uint64_t before = sent_;
   for (auto& socket : sockets_) keep(*socket);
   return sent_ > before;
 }
 
-bool TcpChannel::stands_still() {
+bool TcpChannel::stalled() {
   const auto now = std::chrono::steady_clock::now();
-  if (still_since_ == std::chrono::steady_clock::time_point()) still_since_ = now;
-  return now - still_since_ > kStandstill;
+  if (stalled_since_ == std::chrono::steady_clock::time_point()) stalled_since_ = now;
+  return now - stalled_since_ > kStallLimit;
 }
 
 // Throws if the peer is gone and a receive can never complete. A rank that has left or died sends
 // nothing more, and receives nothing. A connection that has come to a message for which there is no
 // receive yet brings nothing of earlier messages.
-void TcpChannel::look_for_loss() const {
+void TcpChannel::check_for_loss() const {
   if (connector_.has_errors()) connector_.connection_error(peer_, poller_.lane(), false);
   if (!poller_.control().gone(peer_)) return;
   const bool over = std::all_of(sockets_.begin(), sockets_.end(), [this](const auto& socket) {
@@ -120,7 +121,7 @@ void TcpChannel::look_for_loss() const {
   }
 }
 
-bool TcpChannel::wounded() {
+bool TcpChannel::interrupted() {
   std::lock_guard<std::mutex> lock(poller_.mutex());
   if (poller_.control().gone(peer_)) return false;
   return std::any_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
@@ -131,12 +132,12 @@ bool TcpChannel::wounded() {
   });
 }
 
-void TcpChannel::heal() {
+void TcpChannel::reconnect() {
   std::lock_guard<std::mutex> lock(poller_.mutex());
-  reconnect(true);
+  resume(true);
 }
 
-void TcpChannel::reconnect(bool pushes) {
+void TcpChannel::resume(bool pushes) {
   if (sockets_.empty() && !(connector_.ready(peer_, poller_.lane()) && connected())) return;
   poller_.poll();
   if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
@@ -149,19 +150,19 @@ void TcpChannel::reconnect(bool pushes) {
 }
 
 bool TcpChannel::on_tick() {
-  const auto restless = [this] {
+  const auto must_repeat = [this] {
     return std::any_of(sockets_.begin(), sockets_.end(), [this](const auto& socket) {
       return socket->sock && !socket->out.all_acknowledged() &&
              (socket->greeting || (outgoing_.empty() && !socket->out.all_written()));
     });
   };
-  if (!connector_.fresh(peer_, poller_.lane()) && !(tended_ && restless())) return false;
+  if (!connector_.fresh(peer_, poller_.lane()) && !(tick_again_ && must_repeat())) return false;
   // A caller that has something to send drives the lane itself; or it has failed, and the message
   // is no longer in its memory.
-  reconnect(outgoing_.empty());
+  resume(outgoing_.empty());
   poller_.ring();  // we may have taken the event that the lane's thread sleeps for
-  tended_ = restless();
-  return tended_;
+  tick_again_ = must_repeat();
+  return tick_again_;
 }
 
 }  // namespace pycomm::tcp

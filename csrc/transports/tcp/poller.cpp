@@ -28,14 +28,14 @@ Poller::Poller(uint16_t lane, int rank, Control& control, Pacer& pacer, bool spi
       pacer_(pacer),
       spins_(spins),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      doorbell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   epoll_event event = {};
   event.events = EPOLLIN;
-  epoll_event bell = event;
-  bell.data.ptr = &bell_;
-  if (!epoll_ || !bell_ ||
+  epoll_event doorbell = event;
+  doorbell.data.ptr = &doorbell_;
+  if (!epoll_ || !doorbell_ ||
       ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, control.wait_fd(), &event) != 0 ||
-      ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &bell) != 0) {
+      ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, doorbell_.get(), &doorbell) != 0) {
     throw Error("tcp: cannot make an epoll: " + error_text(errno));
   }
 }
@@ -58,9 +58,9 @@ bool Poller::take_events() {
       control_.poll();
       continue;
     }
-    if (events[i].data.ptr == &bell_) {
+    if (events[i].data.ptr == &doorbell_) {
       uint64_t rings;
-      [[maybe_unused]] const ssize_t n = ::read(bell_.get(), &rings, sizeof rings);
+      [[maybe_unused]] const ssize_t n = ::read(doorbell_.get(), &rings, sizeof rings);
       continue;
     }
     auto& readiness = *static_cast<Readiness*>(events[i].data.ptr);
@@ -78,10 +78,10 @@ void Poller::poll() {
 
 void Poller::ring() {
   const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t n = ::write(bell_.get(), &one, sizeof one);
+  [[maybe_unused]] const ssize_t n = ::write(doorbell_.get(), &one, sizeof one);
 }
 
-bool Poller::look() {
+bool Poller::poll_locked() {
   std::lock_guard<std::mutex> lock(mutex_);
   return take_events();
 }
@@ -98,7 +98,7 @@ void Poller::idle(std::chrono::microseconds limit) {
   const auto start = Clock::now();
   if (spins) {
     while (Clock::now() - start < std::min(limit, kSpin)) {
-      if (look()) return;
+      if (poll_locked()) return;
     }
   }
   const auto left =
@@ -107,7 +107,7 @@ void Poller::idle(std::chrono::microseconds limit) {
   // This is ppoll on the epoll descriptor, because epoll_wait counts in milliseconds.
   const timespec time = {left.count() / 1000000, left.count() % 1000000 * 1000};
   pollfd wait = {epoll_.get(), POLLIN, 0};
-  if (::ppoll(&wait, 1, &time, nullptr) > 0) look();
+  if (::ppoll(&wait, 1, &time, nullptr) > 0) poll_locked();
 }
 
 }  // namespace pycomm::tcp

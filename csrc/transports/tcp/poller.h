@@ -27,7 +27,7 @@ class Poller {
   Poller(uint16_t lane, int rank, Control& control, Pacer& pacer, bool spins);
 
   /// Returns the mutex that is held during a call of a channel of the lane. It is mostly free: only
-  /// the connector's thread, which looks after channels that nobody drives, competes for it.
+  /// the connector's thread, which drives channels that no caller drives, competes for it.
   std::mutex& mutex() { return mutex_; }
   uint16_t lane() const { return lane_; }
   int rank() const { return rank_; }
@@ -37,7 +37,7 @@ class Poller {
   void watch(int fd, Readiness& readiness);
   /// Updates the readiness of all sockets of the lane.
   void poll();
-  /// Counts the calls of poll(): a channel need not poll if another has since it last looked.
+  /// Counts the calls of poll(): a channel need not poll if another has since its last poll.
   uint64_t polls() const { return polls_; }
   /// Notes that a channel waits for tokens of the pacer.
   void starve() { starved_ = true; }
@@ -57,14 +57,14 @@ class Poller {
   static constexpr size_t kBulk = 64 << 10;
 
   bool take_events();
-  bool look();
+  bool poll_locked();
 
   const uint16_t lane_;
   const int rank_;
   Control& control_;
   Pacer& pacer_;
   const bool spins_;
-  Fd epoll_, bell_;
+  Fd epoll_, doorbell_;
   std::mutex mutex_;  // guards all below, except the count of bytes
   uint64_t polls_ = 0;
   bool fresh_ = false;  // some channel may not have seen the latest events

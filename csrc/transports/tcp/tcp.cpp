@@ -19,7 +19,7 @@ namespace {
 // The time that a leaving rank waits for its last bytes to be acknowledged.
 constexpr auto kLinger = Milliseconds(2000);
 // The time that it waits for an answer to its close: a peer that takes longer is not running.
-constexpr auto kFarewell = Milliseconds(500);
+constexpr auto kCloseTimeout = Milliseconds(500);
 // Each of the two is longer by this many round trips.
 constexpr int kRoundTrips = 4;
 
@@ -54,7 +54,7 @@ class TcpTransport final : public Transport {
   ~TcpTransport() override {
     if (!connector_.forked()) {
       if (control_.aborted()) {
-        say_last_words();
+        flush_abort();
       } else {
         leave();
       }
@@ -127,23 +127,23 @@ class TcpTransport final : public Transport {
       const std::unique_lock<std::mutex> lock(pollers_[lane]->mutex(), std::try_to_lock);
       if (!lock) {
         for (const int peer : peers_) {
-          tending_[lane] |= connector_.fresh(peer, static_cast<int>(lane));
+          tick_again_[lane] |= connector_.fresh(peer, static_cast<int>(lane));
         }
         continue;
       }
-      tending_[lane] = false;
+      tick_again_[lane] = false;
       for (const int peer : peers_) {
         const auto& channel = channels_[static_cast<size_t>(peer)][lane];
-        if (channel) tending_[lane] |= channel->on_tick();
+        if (channel) tick_again_[lane] |= channel->on_tick();
       }
     }
-    return std::count(tending_.begin(), tending_.end(), true) > 0;
+    return std::count(tick_again_.begin(), tick_again_.end(), true) > 0;
   }
 
   // Sends the abort to the peers whose connections have not been able to take it yet.
-  void say_last_words() noexcept {
+  void flush_abort() noexcept {
     for (const auto close_acknowledged =
-             Deadline::after(kFarewell + kRoundTrips * control_.round_trip());
+             Deadline::after(kCloseTimeout + kRoundTrips * control_.round_trip());
          control_.unsent() && !close_acknowledged.expired();) {
       control_.poll();
       std::this_thread::sleep_for(Milliseconds(1));
@@ -152,31 +152,31 @@ class TcpTransport final : public Transport {
 
   // Reconnects cut connections and repeats their bytes. Bytes that were lost at the last moment may
   // be all that a peer waits for, and without a close we would seem to have died.
-  void heal(Deadline deadline) noexcept {
-    for (bool wounded = true; wounded && !deadline.expired() && !control_.aborted();) {
+  void reconnect(Deadline deadline) noexcept {
+    for (bool interrupted = true; interrupted && !deadline.expired() && !control_.aborted();) {
       control_.poll();
-      wounded = control_.cut_off();
+      interrupted = control_.cut_off();
       try {
         for_each_channel([&](TcpChannel& channel) {
-          channel.heal();
-          wounded = wounded || channel.wounded();
+          channel.reconnect();
+          interrupted = interrupted || channel.interrupted();
         });
       } catch (const std::exception&) {  // the peer reports what cannot be resumed
         return;
       }
-      if (wounded) std::this_thread::sleep_for(std::chrono::microseconds(100));
+      if (interrupted) std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
 
   void leave() noexcept {
     const auto deadline = Deadline::after(kLinger + kRoundTrips * control_.round_trip());
-    heal(deadline);
+    reconnect(deadline);
     control_.send_close();
     for_each_channel([](TcpChannel& channel) { channel.finish(); });
     // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
     const auto close_acknowledged =
-        Deadline::after(kFarewell + kRoundTrips * control_.round_trip());
-    while (anybody_needs_us(!close_acknowledged.expired()) &&
+        Deadline::after(kCloseTimeout + kRoundTrips * control_.round_trip());
+    while (any_peer_waits(!close_acknowledged.expired()) &&
            !(close_acknowledged.expired() && deadline.expired())) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
@@ -184,12 +184,12 @@ class TcpTransport final : public Transport {
 
   // True if a peer still waits for our bytes. A peer that has left reads no more, whatever is in
   // flight.
-  bool anybody_needs_us(bool even_for_goodbye) {
+  bool any_peer_waits(bool until_close_acknowledged) {
     control_.poll();
     return std::any_of(peers_.begin(), peers_.end(), [&](int peer) {
       const auto& lanes = channels_[static_cast<size_t>(peer)];
       return !control_.gone(peer) &&
-             ((even_for_goodbye && !control_.close_acknowledged(peer)) ||
+             ((until_close_acknowledged && !control_.close_acknowledged(peer)) ||
               control_.unacknowledged(peer) > 0 ||
               std::any_of(lanes.begin(), lanes.end(), [](const auto& channel) {
                 return channel && channel->unacknowledged() > 0;
@@ -204,7 +204,7 @@ class TcpTransport final : public Transport {
   Connector connector_;  // its thread uses the members above
   const bool checks_payload_;
   std::vector<std::array<std::unique_ptr<TcpChannel>, kLanes>> channels_;  // by rank
-  std::array<bool, kLanes> tending_{};  // used by the connector's thread
+  std::array<bool, kLanes> tick_again_{};  // used by the connector's thread
 };
 
 }  // namespace
@@ -214,7 +214,7 @@ PayloadCheck payload_check(const std::string& word) {
   if (word == "auto") return PayloadCheck::leaving_host;
   if (word == "payload") return PayloadCheck::all;
   if (word == "header") return PayloadCheck::none;
-  throw Error("checksum \"" + word + "\": want auto, payload or header");
+  throw Error("unknown checksum \"" + word + "\"; use one of auto, payload, header");
 }
 
 void announce_tcp(const Rendezvous& rendezvous) {
@@ -229,7 +229,7 @@ std::unique_ptr<Transport> make_tcp(const Rendezvous& rendezvous, const std::vec
                                     const TcpOptions& options) {
   if (options.sockets < 1 || options.sockets > 16) {
     throw Error("tcp: " + std::to_string(options.sockets) +
-                " sockets per peer make no sense: want 1 to 16 (PYCOMM_SOCKETS)");
+                " sockets per peer are not possible; set PYCOMM_SOCKETS to 1 to 16");
   }
   std::vector<int> peers;
   for (const int rank : ranks) {

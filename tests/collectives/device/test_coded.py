@@ -90,7 +90,9 @@ def test_stages_change_nothing(spec):
 
 def test_a_tensor_that_does_not_fit_is_refused():
     def job(c):
-        with pytest.raises(pycomm.Error, match=r"all_reduce needs places of .* coded_bytes = 4096"):
+        with pytest.raises(
+            pycomm.Error, match=r"all_reduce needs .* payload, but coded_bytes = 4096"
+        ):
             jobs.coded(c, ["topk:0.5"])
 
     run(2, job, coded_bytes=4096)

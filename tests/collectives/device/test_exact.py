@@ -47,8 +47,8 @@ def test_operations_close_behind_each_other(ranks):
     run(ranks, jobs.mixture)
 
 
-def test_the_count_of_meetings_passes_its_end():
-    run(3, jobs.mixture, first_meeting=2**32 - 20)
+def test_the_count_of_barriers_passes_its_end():
+    run(3, jobs.mixture, first_barrier=2**32 - 20)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -134,7 +134,7 @@ def test_an_abort_ends_what_runs_and_what_comes():
     run(3, job)
 
 
-def test_a_missing_rank_is_named_at_the_meeting():
+def test_a_missing_rank_is_named_at_the_rendezvous():
     with pytest.raises(pycomm.Timeout, match=r"did not come .*: 1"):
         _C.DeviceGroup(_C.Store.local(), 0, 2, timeout=0.2)
 

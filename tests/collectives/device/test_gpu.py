@@ -47,8 +47,8 @@ def test_operations_close_behind_each_other(ranks, memory):
     run(ranks, jobs.mixture, cuda=True, memory=memory)
 
 
-def test_the_count_of_meetings_passes_its_end():
-    run(3, jobs.mixture, cuda=True, first_meeting=2**32 - 20)
+def test_the_count_of_barriers_passes_its_end():
+    run(3, jobs.mixture, cuda=True, first_barrier=2**32 - 20)
 
 
 @every_memory

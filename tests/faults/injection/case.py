@@ -80,7 +80,7 @@ class Case:
         return 0.4 if self.fault in ("stop", "pause", *NETWORK) else 8.0
 
     @property
-    def meeting(self) -> float:
+    def rendezvous(self) -> float:
         """Return the timeout of the rendezvous in seconds."""
         return 1.0 if self.phase in ("init", "split") else 8.0
 

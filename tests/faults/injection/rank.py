@@ -115,7 +115,7 @@ class Rank:
             self.rank,
             case.ranks,
             case.transport,
-            case.meeting,
+            case.rendezvous,
             apart=case.fault in NETWORK,
         )
         return make_group(place, parent=self.group)

@@ -380,7 +380,7 @@ def check_layouts(rank: int, size: int) -> None:
     native: Any = backend.find()
     with pytest.raises(pycomm.Error, match="share one place in memory"):
         native.compressed_all_reduce(torch.ones(1).expand(64), layout, [(0, 0)], 1, 1)
-    with pytest.raises(pycomm.Error, match="a side is 0 or 1"):
+    with pytest.raises(pycomm.Error, match="sides must be 0 or 1"):
         native.compressed_all_reduce(torch.ones(64), layout, [(0, 2)], 1, 1)
     works(size)
 

@@ -65,7 +65,7 @@ def check_refused(rank: int, size: int, store: dist.Store) -> None:
         dist.all_reduce(torch.ones(1))
 
     for seconds in (-1, 0):
-        with pytest.raises(RuntimeError, match=r"a group's timeout of .* ms: give one that is"):
+        with pytest.raises(RuntimeError, match=r"the timeout of the group is .* ms; give one"):
             use(seconds)
         if dist.is_initialized():
             dist.destroy_process_group()

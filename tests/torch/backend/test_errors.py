@@ -256,7 +256,7 @@ def check_interrupt(rank: int, size: int, store: dist.Store) -> None:
         with pytest.raises(KeyboardInterrupt):
             dist.init_process_group("pycomm", store=store, rank=0, world_size=3)
     else:
-        with pytest.raises(pycomm.Error, match=r"rank 0 has left the meeting.*KeyboardInterrupt"):
+        with pytest.raises(pycomm.Error, match=r"rank 0 has left the rendezvous.*Interrupt"):
             dist.init_process_group("pycomm", store=store, rank=1, world_size=3)
     assert time.monotonic() - start < 3
     assert not dist.is_initialized()

@@ -8,12 +8,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pycomm.straggler import monitor as station
+from pycomm.straggler import monitor
 
 
 def slow_steps(rank: int, ranks: int, store: dist.Store) -> list[str]:
     lines: list[str] = []
-    station._monitor = station.StragglerMonitor(1.0, lines.append)
+    monitor._monitor = monitor.StragglerMonitor(1.0, lines.append)
     limit = timedelta(seconds=30)  # so that a call that hangs tells its name
     dist.init_process_group("pycomm", store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
@@ -27,8 +27,8 @@ def slow_steps(rank: int, ranks: int, store: dist.Store) -> list[str]:
             dist.all_reduce(goes_on, op=dist.ReduceOp.MIN)
     finally:
         dist.destroy_process_group()
-        station._monitor.close()
-        station._monitor = None
+        monitor._monitor.close()
+        monitor._monitor = None
     return lines
 
 

@@ -64,8 +64,8 @@ def check_texts(rank: int, size: int) -> None:
         "  rank 1 is missing: in no operation, last completed barrier #1\n"
         "  rank 0 waits: in all_reduce #2 (sum of 5 float32), last completed barrier #1"
     )
-    second = " (rank 0 heard of it in all_reduce #3 (sum of 5 float32))"
-    third = " (rank 0 heard of it in barrier #4)"
+    second = " (seen by rank 0 in all_reduce #3 (sum of 5 float32))"
+    third = " (seen by rank 0 in barrier #4)"
     for wait, heard in (
         (works[0].wait, ""),
         (works[1].wait, second),

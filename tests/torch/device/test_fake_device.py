@@ -114,7 +114,7 @@ def check_stuck(rank: int, ranks: int) -> None:
     with pytest.raises(Timeout if rank == 1 else Error) as caught:
         work.wait(timedelta(seconds=10))
     if rank == 1:
-        assert "rank 1 did not come to its all_reduce: what was queued before it" in str(
+        assert "rank 1 did not reach its all_reduce: the work that was queued before it" in str(
             caught.value
         )
     assert work.is_completed()

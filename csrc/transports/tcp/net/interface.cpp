@@ -160,17 +160,17 @@ std::string cpu_mask() {
   return mask;
 }
 
-std::vector<Interface> choose_interfaces(const InterfaceRequest& wish) {
-  return choose_interfaces(wish, interfaces());
+std::vector<Interface> choose_interfaces(const InterfaceRequest& request) {
+  return choose_interfaces(request, interfaces());
 }
 
-std::vector<Interface> choose_interfaces(const InterfaceRequest& wish,
+std::vector<Interface> choose_interfaces(const InterfaceRequest& request,
                                          const std::vector<Interface>& candidates) {
-  const NameList list(wish.names);
+  const NameList list(request.names);
   if (!list.wanted.empty()) {
     auto chosen = fitting(list, candidates);
     if (!chosen.empty()) return chosen;
-    throw_none("no interface fits PYCOMM_INTERFACE \"" + wish.names + "\"", candidates);
+    throw_none("no interface fits PYCOMM_INTERFACE \"" + request.names + "\"", candidates);
   }
 
   const auto find = [&](auto&& test) {
@@ -182,12 +182,12 @@ std::vector<Interface> choose_interfaces(const InterfaceRequest& wish,
     }
     return found;
   };
-  if (wish.one_host) {
+  if (request.one_host) {
     auto found = find([](const Interface& i) { return i.address.is_loopback(); });
     if (!found.empty()) return found;
   }
   Address address;
-  if (route_to(wish.store_host, address)) {
+  if (route_to(request.store_host, address)) {
     auto found = find([&](const Interface& i) { return i.address.ip() == address.ip(); });
     if (!found.empty()) return found;
   }
@@ -196,9 +196,9 @@ std::vector<Interface> choose_interfaces(const InterfaceRequest& wish,
         find([&](const Interface& i) { return !i.address.is_loopback() && is_inner(i) == inner; });
     if (!found.empty()) return found;
   }
-  throw_none(wish.names.empty()
+  throw_none(request.names.empty()
                  ? "the ranks are on several hosts and only loopback is up"
-                 : "PYCOMM_INTERFACE \"" + wish.names + "\" leaves no interface to other hosts",
+                 : "PYCOMM_INTERFACE \"" + request.names + "\" leaves no interface to other hosts",
              candidates);
 }
 

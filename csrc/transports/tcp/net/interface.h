@@ -38,9 +38,9 @@ struct InterfaceRequest {
 
 /// Returns at least one interface; throws Error with the list of interfaces if none fits the
 /// request.
-std::vector<Interface> choose_interfaces(const InterfaceRequest& wish);
+std::vector<Interface> choose_interfaces(const InterfaceRequest& request);
 /// Chooses among given candidates; for tests.
-PYCOMM_API std::vector<Interface> choose_interfaces(const InterfaceRequest& wish,
+PYCOMM_API std::vector<Interface> choose_interfaces(const InterfaceRequest& request,
                                                     const std::vector<Interface>& candidates);
 
 }  // namespace pycomm::tcp

@@ -106,7 +106,7 @@ def test_a_group_knows_of_deaths_while_another_is_made_from_it(tmp_path):
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
-def test_abort_of_the_parent_ends_the_meeting_for_all(transport):
+def test_abort_of_the_parent_ends_the_rendezvous_for_all(transport):
     over = threading.Barrier(3)
 
     def job(c):
@@ -151,7 +151,7 @@ def test_a_signal_ends_the_wait_for_others_and_they_hear_of_it(tmp_path):
     first, second, _ = outcomes(tmp_path, 3, lambda s, r: job(s, r) if r < 2 else time.sleep(LONG))
     assert first[0] == "KeyboardInterrupt"
     assert second[0] == "Error"
-    assert "rank 0 has left the meeting" in second[2]
+    assert "rank 0 has left the rendezvous" in second[2]
     assert "KeyboardInterrupt" in second[2]
 
 
@@ -173,7 +173,7 @@ def test_a_rank_that_cannot_join_tells_the_others_why():
     for thread in threads:
         thread.join(LONG)
     assert '"no-such-interface"' in errors[1]
-    assert "rank 1 has left the meeting" in errors[0]
+    assert "rank 1 has left the rendezvous" in errors[0]
     assert errors[1] in errors[0]
 
 
@@ -256,7 +256,7 @@ def test_machines_have_the_names_that_they_are_given(tmp_path, names):
 
 
 def test_a_store_that_fails_as_well_does_not_hide_what_has_happened(tmp_path):
-    """Who leaves a meeting looks for a reason in the store; that it fails says less."""
+    """A rank that gives up reads the reason in the store; an error of the store says less."""
     options = {"transport": "tcp", "interface": "none0"}
     with pytest.raises(Timeout):
         Communicator(Store.file(str(tmp_path)), 0, 2, timeout=0.1, **options)

@@ -167,9 +167,9 @@ def test_a_forked_child_that_cleans_up_does_not_leave_for_its_parent():
     good(processes(2, job))
 
 
-def test_ranks_that_miss_the_meeting_are_all_named():
+def test_ranks_that_miss_the_rendezvous_are_all_named():
     with pytest.raises(Timeout, match=r"did not come .*: 1, 2"):
-        _C.Transport("local", _C.Store.local(), "meeting", 0, 3, timeout=0.1)
+        _C.Transport("local", _C.Store.local(), "group", 0, 3, timeout=0.1)
 
 
 def memfds() -> list[str]:
@@ -231,7 +231,7 @@ def assert_third_rank_is_left_out(outcomes, *, has_window):
     assert "rank 2 shares memory with no other rank" in str(outcomes[2])
 
 
-def test_a_rank_that_cannot_have_the_segment_is_left_out():
+def test_a_rank_that_cannot_have_the_shared_region_is_left_out():
     def forbid_more_files(rank):
         if rank == 2:
             free = os.dup(0)

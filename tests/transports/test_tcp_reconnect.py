@@ -292,7 +292,7 @@ def test_what_was_said_on_a_connection_that_stood_for_one_end_alone_is_repeated(
     wires.run(accepts, connects, sockets=1)
 
 
-def test_a_goodbye_that_was_cut_off_is_repeated():
+def test_a_close_that_was_cut_off_is_repeated():
     wires, greeted = Wires(), threading.Event()
 
     def leaver(me):
@@ -342,7 +342,7 @@ def test_an_abort_reaches_a_rank_that_read_nothing_for_a_while(tls):
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "encrypted"])
-def test_a_goodbye_reaches_a_rank_that_read_nothing_for_a_while(tls):
+def test_a_close_reaches_a_rank_that_read_nothing_for_a_while(tls):
     wires, both = Wires(), threading.Barrier(2)
 
     def leaves(me):
