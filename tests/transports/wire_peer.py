@@ -115,9 +115,9 @@ class RankZero:
         self.address = ip, int(port)
 
     def leave(self) -> None:
-        """Say goodbye as rank 1, so that rank 0 waits for no answer to its own close."""
+        """Send rank 1's close notice, so that rank 0 waits for no answer to its own close."""
         with suppress(KeyError, OSError):
-            self.connections[CONTROL, 0].sendall(goodbye())
+            self.connections[CONTROL, 0].sendall(close_notice())
         for connection in self.connections.values():
             connection.close()
         if self.transport is not None:
