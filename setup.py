@@ -65,6 +65,7 @@ class CMakeBuild(build_ext):
 setup(
     packages=[*find_packages(include=["pycomm", "pycomm.*"]), *INSIDE],
     package_dir=INSIDE,
+    package_data={"pycomm.bench": ["*.cpp"]},
     ext_modules=[Extension("pycomm._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )
