@@ -11,7 +11,6 @@ printed, and written with the command that made them.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import shlex
 import statistics
@@ -19,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pycomm.bench import tables
 from pycomm.bench.harness import Origin
 from pycomm.bench.lab import Unavailable
 from pycomm.bench.wan_lab import WanLab
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     add("--rate", default="200mbit", help="of each node (200mbit)")
     add("--backend", default="pycomm,gloo", help="comma-separated (pycomm,gloo)")
     add("--jobs", type=int, default=3, help="of each backend, in turns (3)")
-    add("--csv", default="", help="write the rows to this file")
+    add("--csv", default="", help="append the rows to this file")
     options = parser.parse_args(argv)
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.wan", *argv]))
     backends = options.backend.split(",")
@@ -105,12 +105,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"wan: the lab cannot be made here: {error}", file=sys.stderr)
         return 2
     if options.csv and records:
-        path = Path(options.csv)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(records[0]))
-            writer.writeheader()
-            writer.writerows(records)
+        tables.append(Path(options.csv), records)
     return 0
 
 

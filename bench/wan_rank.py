@@ -38,18 +38,19 @@ def main(folder: Path, backend: str) -> None:
 
     def reduce(group: str = "") -> list[float]:
         x = torch.arange(4, dtype=torch.float32) + rank
-        dist.all_reduce(x, group=made[group] if group else None)
+        made[group].allreduce([x]).wait()
         return x.tolist()
 
     def init() -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=120))
+        made[""] = dist.group.WORLD
 
     def make(name: str) -> None:
         everyone = list(range(size))
         if name == "new_group":
             made[name] = dist.new_group(everyone)
         else:
-            made[name] = dist.split_group(split_ranks=[everyone])
+            made[name] = made[""].split_group(everyone, group_name=name)
 
     actions: dict[str, Callable[[], Any]] = {
         "init": init,
