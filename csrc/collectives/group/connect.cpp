@@ -5,6 +5,7 @@
 #include "collectives/group/membership.h"
 #include "core/env.h"
 #include "transports/rendezvous.h"
+#include "transports/shm/transport.h"
 #include "transports/shm/window.h"
 #include "transports/tcp/connect/handshake.h"
 
@@ -132,7 +133,8 @@ void ChannelMesh::meet(const Rendezvous& rendezvous, const CommunicatorOptions& 
   const bool mixed = wanted == "auto" || candidates.size() < static_cast<size_t>(size_);
   const bool one_node = window_ && window_->size() == size_;
   const int lowest = window_ ? window_->member(0) : rank_;
-  if (wanted != "tcp" && !one_node) announce_node(rendezvous, lowest);
+  const bool alone_on_hosts = wanted == "tcp" || hosts_differ(rendezvous);
+  if (!alone_on_hosts && !one_node) announce_node(rendezvous, lowest);
   if (wanted == "tcp" || (mixed && !unreached().empty())) {
     TcpOptions tcp = tcp_options(options);
     tcp.checks = payload_check(options.checksum);
@@ -148,7 +150,7 @@ void ChannelMesh::meet(const Rendezvous& rendezvous, const CommunicatorOptions& 
     throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +
                 join(lost) + "; use transport \"auto\"");
   }
-  if (wanted == "tcp") {
+  if (alone_on_hosts) {
     topology_ = Topology(all_ranks(rendezvous));
   } else if (!one_node) {
     topology_ = agree_on_topology(rendezvous, lowest);

@@ -300,4 +300,11 @@ std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vec
   return std::make_unique<ShmTransport>("shm", memory);
 }
 
+bool hosts_differ(const Rendezvous& rendezvous) {
+  const auto heard = rendezvous.talk->heard.find(kHost);
+  if (heard == rendezvous.talk->heard.end()) return false;
+  const std::set<std::string> hosts(heard->second.begin(), heard->second.end());
+  return hosts.size() == heard->second.size();
+}
+
 }  // namespace pycomm
