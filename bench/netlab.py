@@ -2,12 +2,14 @@
 
     python -m pycomm.bench.netlab --nodes 4 --ranks-per-node 2 --rate 1gbit -- COMMAND
     python -m pycomm.bench.netlab --rate "1gbit 30s:100mbit" --node 1=10mbit/100mbit -- COMMAND
+    python -m pycomm.bench.netlab --rate 200mbit --delay 30ms --loss 0.1% -- COMMAND
 
 runs the command once per rank, with torchrun's environment, prints the bytes that crossed each
 interface, and exits with 0, or with the status of the first rank that failed. All nodes connect to
 one switch. The egress and ingress of a node are limited at the ends of its own link, so links are
-full duplex. lab/rates.py defines the format of rates. Root is not needed where the kernel allows
-user namespaces.
+full duplex. With a delay, jitter, loss, reordering or a matrix, a program moves the packets in user
+space (wan/lab.py). lab/rates.py defines the format of rates, wan/shape.py that of the others. Root
+is not needed where the kernel allows user namespaces.
 
 Nothing is left behind. A namespace and its contents live as long as the process that holds it open,
 and that process ends when its standard input is closed. Each rank has a subreaper
@@ -19,9 +21,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from pycomm.bench.lab import rates
 from pycomm.bench.lab.base import (
@@ -35,6 +40,8 @@ from pycomm.bench.lab.base import (
 )
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.rates import UNLIMITED
+from pycomm.bench.wan import shape as wan_shape
+from pycomm.bench.wan.lab import WanLab
 
 __all__ = [
     "UNLIMITED",
@@ -43,6 +50,7 @@ __all__ = [
     "Paced",
     "Traffic",
     "Unavailable",
+    "WanLab",
     "interface_bytes",
     "interface_counts",
     "open_lab",
@@ -76,15 +84,61 @@ def node_rate(text: str) -> tuple[int, str]:
     return int(node), rate
 
 
+_SHAPES = {
+    "delay": "each packet's travel, one way: 30ms; makes a lab in user space (none)",
+    "jitter": "by how much that varies (none)",
+    "loss": "share of packets that are lost: 0.1%% (none)",
+    "reorder": "share of packets that overtake others (none)",
+}
+
+
+def make_lab(args: argparse.Namespace) -> Netlab:
+    """Return the lab that was asked for: one with a program that moves packets, if it needs that.
+
+    Raises:
+        ValueError: an invalid rate, node, delay, share or matrix.
+        OSError: the matrix cannot be read.
+        Unavailable: as of the labs.
+    """
+    common: dict[str, Any] = {
+        "node_rates": dict(args.node),
+        "congestion": args.congestion,
+        "user_namespace": args.user_namespace,
+    }
+    words = {name: getattr(args, name) for name in _SHAPES if getattr(args, name) is not None}
+    if not words and args.matrix is None:
+        return Netlab(args.nodes, args.rate, **common)
+    text = "" if args.matrix is None else Path(args.matrix).read_text()
+    shape = wan_shape.changed(wan_shape.Shape(), words)
+    return WanLab(args.nodes, args.rate, shape=shape, matrix_text=text, **common)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print one line, without the list of all options before it."""
+        self.exit(2, f"netlab: {message}\n")
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with "--delay -3ms" as one, which argparse reads as two options."""
+    result: list[str] = []
+    for word in argv:
+        if result and result[-1] in [f"--{name}" for name in _SHAPES] and re.match(r"-\d", word):
+            result[-1] += f"={word}"
+        else:
+            result.append(word)
+    return result
+
+
 class _Ended(Exception):
     """A signal or the parent's death ends the lab; the argument is the exit status."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m pycomm.bench.netlab",
         description=__doc__,
-        epilog=rates.__doc__,
+        epilog=f"{rates.__doc__}\n{wan_shape.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -94,11 +148,14 @@ def main() -> int:
     add(
         "--node", type=node_rate, action="append", default=[], help="NODE=RATE: of one that differs"
     )
+    for name, what in _SHAPES.items():
+        add(f"--{name}", help=what)
+    add("--matrix", help="a file of links between pairs of nodes; its format is below")
     add("--congestion", default="reno", help="TCP's congestion control (reno)")
     add("--mpi", action="store_true", help="let Open MPI's mpirun start the ranks")
     add("--user-namespace", action="store_true", help="use one even as root")
     add("command", nargs="+", help="after --")
-    args = parser.parse_args()
+    args = parser.parse_args(_joined(sys.argv[1:]))
 
     def end(number: int, _: object) -> None:
         raise _Ended(128 + number)
@@ -113,13 +170,7 @@ def main() -> int:
             raise _Ended(128 + signal.SIGHUP)
 
     try:
-        with Netlab(
-            args.nodes,
-            args.rate,
-            node_rates=dict(args.node),
-            congestion=args.congestion,
-            user_namespace=args.user_namespace,
-        ) as lab:
+        with make_lab(args) as lab:
             print(f"netlab: {lab.describe()}", file=sys.stderr)
             try:
                 start = lab.start_mpi if args.mpi else lab.start
@@ -133,8 +184,9 @@ def main() -> int:
     except Unavailable as error:
         print(f"netlab: namespaces cannot be made here: {error}", file=sys.stderr)
         return 2
-    except ValueError as error:
-        parser.error(str(error))
+    except (OSError, ValueError) as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return 2
     except _Ended as ended:
         return int(ended.args[0])
 

@@ -70,6 +70,7 @@ def commands() -> list[tuple[str, str]]:
             "links-cpu.csv",
             ".links --rate 1gbit --rate 10gbit --congestion reno --op all_reduce,sendrecv -n 5",
         ),
+        ("wan-cpu.csv", ".wan"),
         ("fsdp-cpu.csv", ".fsdp"),
         ("demo-cpu.csv", ".demo"),
         *(

@@ -188,18 +188,20 @@ class Netlab(Lab):
             self._clock.start()
 
     def _change_rates(self, start: float) -> None:
-        changes: dict[float, dict[int, list[str]]] = {}
-        for node, links in enumerate(self._links):
-            for link, course in enumerate(links):
-                for rate in course[1:]:
-                    lines = changes.setdefault(rate.since, {})
-                    lines.setdefault(0, []).append(_limit(f"port{link}.{node}", rate.received))
-                    lines.setdefault(node + 1, []).append(_limit(f"eth{link}", rate.sent))
-        for since, holders in sorted(changes.items()):
+        changes = [
+            (rate.since, node, link, rate)
+            for node, links in enumerate(self._links)
+            for link, course in enumerate(links)
+            for rate in course[1:]
+        ]
+        for since, node, link, rate in sorted(changes, key=lambda change: change[0]):
             if self._closing.wait(start + since - time.monotonic()):
                 return
-            for holder, lines in holders.items():
-                self._shell(holder, lines)
+            self._set_rate(node, link, rate)
+
+    def _set_rate(self, node: int, link: int, rate: rates.Rate) -> None:
+        self._shell(0, [_limit(f"port{link}.{node}", rate.received)])
+        self._shell(node + 1, [_limit(f"eth{link}", rate.sent)])
 
     def wrap(self, node: int) -> list[str]:
         return self._enter(node + 1)

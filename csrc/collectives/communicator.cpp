@@ -71,6 +71,8 @@ std::string Communicator::whereabouts() const {
   return pycomm::whereabouts(impl_->mesh());
 }
 bool Communicator::lost(int rank) const { return impl_->mesh().lost(rank); }
+
+bool Communicator::uses_network() const { return impl_->mesh().slowest() == Medium::tcp; }
 std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
 
 std::shared_ptr<void> Communicator::allocate(size_t bytes) {

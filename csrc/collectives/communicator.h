@@ -150,6 +150,7 @@ class PYCOMM_API Communicator final : public ParentGroup {
   std::exception_ptr over() const override;
   /// True if the rank's process is gone.
   bool lost(int rank) const override;
+  bool uses_network() const override;
   /// State of every rank, as in the text of a Timeout: the ranks to blame come first, each line
   /// after a line break. Takes a moment if a rank does not answer.
   std::string whereabouts() const;

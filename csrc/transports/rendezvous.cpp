@@ -16,6 +16,8 @@ constexpr size_t kReadByAll = 32;
 // is seen late by that much at most, and a wait of any length costs the store few requests.
 constexpr auto kFirstPause = std::chrono::microseconds(50);
 constexpr int kPauses = 8;
+// A store whose answer takes this long is on another host, and not on the next one.
+constexpr auto kFarStore = std::chrono::milliseconds(1);
 
 // The time limit of a poll that is the last one.
 constexpr Milliseconds kAllTheTime = std::chrono::hours(1);
@@ -37,8 +39,12 @@ Timeout not_complete(const Rendezvous& rendezvous, const std::string& topic,
 /// Calls look() until it finds something, with an interrupt check in between. Returns nothing at
 /// the deadline.
 template <typename Look>
-auto patiently(const Rendezvous& rendezvous, const Look& look) -> decltype(look()) {
+auto poll_until(const Rendezvous& rendezvous, const Look& look) -> decltype(look()) {
   using std::chrono::microseconds;
+  // Where the store is far away, ranks that come at the same time would miss each other's values
+  // by little, and pay a round trip for it: their first request waits a fraction of one.
+  const microseconds round_trip = rendezvous.store->round_trip();
+  if (round_trip >= kFarStore) std::this_thread::sleep_for(round_trip / kPauses);
   const auto start = Deadline::Clock::now();
   for (;;) {
     const bool last = rendezvous.deadline.expired();
@@ -47,7 +53,7 @@ auto patiently(const Rendezvous& rendezvous, const Look& look) -> decltype(look(
     rendezvous.interrupt_check();
     const auto waited =
         std::chrono::duration_cast<microseconds>(Deadline::Clock::now() - start) / kPauses;
-    const auto pause = std::clamp<microseconds>(waited, kFirstPause, rendezvous.patience());
+    const auto pause = std::clamp<microseconds>(waited, kFirstPause, rendezvous.poll_interval());
     std::this_thread::sleep_for(
         std::min<microseconds>(pause, rendezvous.deadline.left() + Milliseconds(1)));
   }
@@ -163,8 +169,8 @@ void take_announcements(const Rendezvous& rendezvous, std::vector<std::string>& 
 
 }  // namespace
 
-std::vector<std::string> exchange(const Rendezvous& rendezvous, const std::string& topic,
-                                  const std::vector<int>& ranks, const std::string& word) {
+std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const std::string& topic,
+                                           const std::vector<int>& ranks, const std::string& word) {
   const auto heard = rendezvous.talk->heard.find(topic);
   if (heard != rendezvous.talk->heard.end()) {
     std::vector<std::string> words;
@@ -173,7 +179,7 @@ std::vector<std::string> exchange(const Rendezvous& rendezvous, const std::strin
   }
   const bool whole = static_cast<int>(ranks.size()) == rendezvous.size;
   say(rendezvous, topic, ranks, whole ? with_announcements(rendezvous, word) : word);
-  auto words = patiently(rendezvous, [&] { return hear(rendezvous, topic, ranks); });
+  auto words = poll_until(rendezvous, [&] { return hear(rendezvous, topic, ranks); });
   if (!words) {
     const auto known = published_values(rendezvous, topic, ranks, ranks, kAllTheTime);
     std::vector<int> missing;
@@ -193,7 +199,8 @@ void announce(const Rendezvous& rendezvous, const std::string& topic, const std:
 
 std::map<int, std::string> published_values(const Rendezvous& rendezvous, const std::string& topic,
                                             const std::vector<int>& ranks,
-                                            const std::vector<int>& wanted, Milliseconds patience) {
+                                            const std::vector<int>& wanted,
+                                            Milliseconds time_limit) {
   std::map<int, std::string> words;
   if (rendezvous.store->appends() &&
       (ranks.size() <= kReadByAll || wanted.size() == ranks.size())) {
@@ -204,7 +211,7 @@ std::map<int, std::string> published_values(const Rendezvous& rendezvous, const 
     const auto start = Deadline::Clock::now();
     for (const int rank : wanted) {
       if (auto word = rendezvous.store->find(own_key(rendezvous, topic, rank))) words[rank] = *word;
-      if (Deadline::Clock::now() - start >= patience) break;
+      if (Deadline::Clock::now() - start >= time_limit) break;
     }
   }
   return words;
@@ -227,7 +234,7 @@ void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string
 
 std::string value_of(const Rendezvous& rendezvous, const std::string& topic, int rank) {
   const std::string key = own_key(rendezvous, topic, rank);
-  const auto word = patiently(rendezvous, [&] { return rendezvous.store->find(key); });
+  const auto word = poll_until(rendezvous, [&] { return rendezvous.store->find(key); });
   if (word) return *word;
   throw not_complete(rendezvous, topic, {rank});
 }

@@ -16,21 +16,23 @@ namespace pycomm {
 /// The store may be far away and many ranks may ask it, so no request blocks in the store until its
 /// value is there, and where the store can append(), a rank asks for one value however many ranks
 /// there are.
-PYCOMM_API std::vector<std::string> exchange(const Rendezvous& rendezvous, const std::string& topic,
-                                             const std::vector<int>& ranks,
-                                             const std::string& word);
+PYCOMM_API std::vector<std::string> all_gather_values(const Rendezvous& rendezvous,
+                                                      const std::string& topic,
+                                                      const std::vector<int>& ranks,
+                                                      const std::string& word);
 
 /// Sets our value for a later exchange of the whole group: it travels with the next exchange, and
 /// the later one then needs no store.
 void announce(const Rendezvous& rendezvous, const std::string& topic, const std::string& word);
 
 /// Returns the values that some of the `wanted` ranks have published so far: all that one request
-/// to the store can answer, and of the others as many as `patience` allows, at least one. `ranks`
-/// is as in exchange(). A value here includes what was announced with it: plain_value() strips
-/// that.
+/// to the store can answer, and of the others as many as `time_limit` allows, at least one. `ranks`
+/// is as in all_gather_values(). A value here includes what was announced with it: plain_value()
+/// strips that.
 std::map<int, std::string> published_values(const Rendezvous& rendezvous, const std::string& topic,
                                             const std::vector<int>& ranks,
-                                            const std::vector<int>& wanted, Milliseconds patience);
+                                            const std::vector<int>& wanted,
+                                            Milliseconds time_limit);
 
 std::string plain_value(const std::string& word);
 

@@ -1,6 +1,7 @@
 // Store: a small key-value store in which ranks exchange values before they are connected.
 // binding/torch/store.h adapts torch's c10d::Store to this interface.
 #pragma once
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,6 +32,8 @@ class Store {
   }
   /// True if several ranks may append() to one key, so that one find() returns the values of all.
   virtual bool appends() const { return false; }
+  /// Returns how long the fastest answer took so far; 0: not known, or the store is not remote.
+  virtual std::chrono::microseconds round_trip() const { return std::chrono::microseconds(0); }
   /// Appends to the key's value, which is empty at first. Only if appends().
   virtual void append(const std::string& key, const std::string& value) { set(key, value); }
 };

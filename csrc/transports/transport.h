@@ -28,6 +28,7 @@ class FdServer;
 class HostDoor;
 class SharedHeap;
 class Window;
+struct TcpListeners;
 
 /// Independent streams between the same two ranks, so that a posted receive never blocks a
 /// collective.
@@ -64,17 +65,20 @@ struct Rendezvous {
   int rank = 0;
   int size = 1;
   Deadline deadline = Deadline::after(Milliseconds(300000));
-  /// The interrupt check, which every wait for other ranks calls: after patience() at most, or a
-  /// few round trips to the store. Throws if the wait is in vain: a rank has died or given up, or
+  /// The interrupt check, which every wait for other ranks calls: after poll_interval() at most, or
+  /// a few round trips to the store. Throws if the wait is in vain: a rank has died or given up, or
   /// this rank is to stop.
   std::function<void()> interrupt_check = [] {};
-  Milliseconds patience() const { return Milliseconds(40 + size / 4); }  ///< spares the store
+  /// The longest pause between two polls of the store. No request ends by this time limit: it may
+  /// well be shorter than the store's answer takes.
+  Milliseconds poll_interval() const { return Milliseconds(40 + size / 4); }
   /// Published values by topic, so that one exchange serves several (transports/rendezvous.h).
   struct Talk {
     std::map<std::string, std::string> announced;           ///< ours, for the next exchange
     std::map<std::string, std::vector<std::string>> heard;  ///< all ranks', from earlier exchanges
-    std::shared_ptr<const HostDoor> door;  ///< lets TCP peers of the host prove that we share it
-    std::shared_ptr<FdServer> server;      ///< passes on a shared region, if we create it
+    std::shared_ptr<const HostDoor> door;     ///< lets TCP peers of the host prove that we share it
+    std::shared_ptr<FdServer> server;         ///< passes on a shared region, if we create it
+    std::shared_ptr<TcpListeners> listeners;  ///< for a group that spans hosts, announced
   };
   std::shared_ptr<Talk> talk = std::make_shared<Talk>();
 };
@@ -145,6 +149,7 @@ struct TcpOptions {
   bool tls = false;  ///< TLS 1.3 on every connection; equal on all ranks
   PayloadCheck checks = PayloadCheck::leaving_host;
   const SharedRankState* rank_state = nullptr;  ///< our state, for peers that ask
+  bool may_span_hosts = true;                   ///< false: all ranks are known to be on one host
 };
 
 /// Makes the transport for ranks that are threads of one process. It reaches all of `ranks`.
@@ -153,7 +158,7 @@ PYCOMM_API std::unique_ptr<Transport> make_local(const Rendezvous& rendezvous,
 /// Announce what make_shm() and make_tcp() publish about this rank's host, with the exchange that
 /// begins a group, so that they need no exchange of their own.
 void announce_shm(const Rendezvous& rendezvous);
-void announce_tcp(const Rendezvous& rendezvous);
+void announce_tcp(const Rendezvous& rendezvous, const TcpOptions& options);
 /// Makes the transport to those of `ranks` that are on this host, found by trying, never by
 /// LOCAL_WORLD_SIZE. Null if there is no other.
 PYCOMM_API std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous,

@@ -156,7 +156,7 @@ void bind_stores(py::module_& m) {
             GilReleased release;
             const Rendezvous rendezvous{std::move(store), group, rank, size,
                                         after_seconds(timeout)};
-            return exchange(rendezvous, topic, all_ranks(rendezvous), word);
+            return all_gather_values(rendezvous, topic, all_ranks(rendezvous), word);
           },
           py::arg("group"), py::arg("topic"), py::arg("rank"), py::arg("size"), py::arg("word"),
           py::arg("timeout"), "The words of all ranks, each of which calls this.");

@@ -28,7 +28,7 @@ struct Parent {
 class Backend final : public c10d::Backend {
  public:
   /// `group` must be new in the store.
-  Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+  Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
           intrusive_ptr<BackendOptions> options, const std::string& group, const Parent& parent);
   ~Backend() override { shutdown(); }
 

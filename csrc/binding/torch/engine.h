@@ -18,15 +18,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
-  Engine(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+  Engine(const std::shared_ptr<TorchStore>& store, int rank, int size,
          const CommunicatorOptions& options, DeviceOptions device_options)
-      : comm_(std::make_shared<TorchStore>(store), rank, size, options),
-        store_(std::make_shared<TorchStore>(store)),
+      : comm_(store, rank, size, options),
+        store_(store),
         group_(options.group),
         trace_size_(static_cast<size_t>(options.trace_size)),
         device_options_(std::move(device_options)) {}
 
   Communicator& comm() { return comm_; }
+  const TorchStore& store() const { return *store_; }
+  const std::string& group() const { return group_; }
+  /// Returns how many groups of this name these ranks have made from this one, including the next.
+  int64_t count_child(const std::string& name, const std::vector<int>& ranks) {
+    const std::lock_guard<std::mutex> lock(children_mutex_);
+    return ++children_[{name, ranks}];
+  }
   std::string describe();
   uint64_t seq() const { return seq_; }
   c10d::ErrorType error() const { return error_; }
@@ -208,6 +215,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (!lost_) lost_ = std::move(error);
   }
 
+  std::mutex children_mutex_;
+  std::map<std::pair<std::string, std::vector<int>>, int64_t> children_;
   std::mutex posted_mutex_;
   std::vector<std::weak_ptr<KeptWork>> posted_;  ///< some may be done already
   std::vector<intrusive_ptr<PeerWork>> wanted_;  ///< peer_waiter_ waits for these

@@ -4,12 +4,12 @@
 
 namespace pycomm::torch_binding {
 
-Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+Backend::Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
                  intrusive_ptr<BackendOptions> options, const std::string& group,
                  const Parent& parent)
     : c10d::Backend(rank, size),
       arguments_{rank, size},
-      store_(store),
+      store_(store->torch_store()),
       group_(group),
       options_(std::move(options)) {
   CommunicatorOptions communicator = options_->communicator;
@@ -25,7 +25,7 @@ Backend::Backend(const intrusive_ptr<c10d::Store>& store, int rank, int size,
     communicator.parent_ranks = parent.ranks;
   }
   open_ = std::make_shared<OpenGroup>(
-      std::make_shared<Engine>(store, rank, size, communicator, options_->device), store);
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device), store_);
 }
 
 namespace {
@@ -54,16 +54,32 @@ void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& 
       .attr("join")(backend.trace(), py::cpp_function(put), py::cpp_function(look));
 }
 
+// A store outlives its groups, and values that an older group of this name left there must not be
+// read by this one. So each rank counts its groups there. A group whose ranks are in another one
+// already needs no round trip for that: the parent's name is unique, and all ranks of the group
+// have made equally many groups of this name from that parent.
+std::string unique_name(TorchStore& store, const std::string& name, int rank,
+                        const Parent& parent) {
+  if (parent.engine) {
+    const std::string& group = parent.engine->group();
+    return name + "/" + group + "." +
+           std::to_string(parent.engine->count_child(name, parent.ranks));
+  }
+  const int64_t count = store.add(name + ": groups of rank " + std::to_string(rank), 1);
+  return name + "/" + std::to_string(count);
+}
+
 }  // namespace
 
 intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, int rank, int size,
                                      intrusive_ptr<BackendOptions> options, const std::string& name,
                                      const Parent& parent) {
-  // A store outlives its groups, and values that an older group of this name left there must not be
-  // read by this one. So each rank counts its groups there.
-  const int64_t generation = store->add(name + ": groups of rank " + std::to_string(rank), 1);
-  auto backend = c10::make_intrusive<Backend>(store, rank, size, std::move(options),
-                                              name + "/" + std::to_string(generation), parent);
+  const auto known =
+      parent.engine ? parent.engine->store().round_trip() : std::chrono::microseconds(0);
+  const auto requests = std::make_shared<TorchStore>(store, known);
+  const std::string unique = unique_name(*requests, name, rank, parent);
+  auto backend =
+      c10::make_intrusive<Backend>(requests, rank, size, std::move(options), unique, parent);
   OpenGroups::all().add(backend->open_);
   const GilAcquired gil;
   join_straggler_monitor(*backend, backend->open_);

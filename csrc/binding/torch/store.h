@@ -1,5 +1,7 @@
 // Store adapter: a c10d store as a pycomm Store.
 #pragma once
+#include <atomic>
+#include <chrono>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -12,8 +14,13 @@ namespace pycomm::torch_binding {
 
 class TorchStore final : public Store {
  public:
-  explicit TorchStore(intrusive_ptr<c10d::Store> store)
-      : store_(std::move(store)), extended_(store_->hasExtendedApi()), is_tcp_(is_tcp(*store_)) {}
+  /// `round_trip`: as it is known from earlier requests; 0: not known.
+  explicit TorchStore(intrusive_ptr<c10d::Store> store,
+                      std::chrono::microseconds round_trip = std::chrono::microseconds(0))
+      : store_(std::move(store)),
+        extended_(store_->hasExtendedApi()),
+        is_tcp_(is_tcp(*store_)),
+        round_trip_(round_trip.count()) {}
 
   void set(const std::string& key, const std::string& value) override {
     asking(key, [&] { store_->set(key, as_bytes(value)); });
@@ -26,7 +33,9 @@ class TorchStore final : public Store {
     return asking(key, [&]() -> std::optional<std::string> {
       if (is_tcp_) {  // one round trip where check() and get() take three
         const std::vector<uint8_t> absent = as_bytes(kAbsent);
+        const auto start = std::chrono::steady_clock::now();
         const std::vector<uint8_t> value = store_->compareSet(key, absent, absent);
+        note(std::chrono::steady_clock::now() - start);
         if (value == absent) return std::nullopt;
         return as_text(value);
       }
@@ -45,6 +54,19 @@ class TorchStore final : public Store {
       return values;
     });
   }
+  const intrusive_ptr<c10d::Store>& torch_store() const { return store_; }
+  /// Adds to a counter and returns its value, in one round trip.
+  int64_t add(const std::string& key, int64_t amount) {
+    return asking(key, [&] {
+      const auto start = std::chrono::steady_clock::now();
+      const int64_t sum = store_->add(key, amount);
+      if (is_tcp_) note(std::chrono::steady_clock::now() - start);
+      return sum;
+    });
+  }
+  std::chrono::microseconds round_trip() const override {
+    return std::chrono::microseconds(round_trip_);
+  }
   bool appends() const override { return extended_; }
   void append(const std::string& key, const std::string& value) override {
     asking(key, [&] { store_->append(key, as_bytes(value)); });
@@ -58,6 +80,11 @@ class TorchStore final : public Store {
     auto* prefix = dynamic_cast<c10d::PrefixStore*>(&store);
     if (prefix == nullptr) return dynamic_cast<c10d::TCPStore*>(&store) != nullptr;
     return dynamic_cast<c10d::TCPStore*>(prefix->getUnderlyingNonPrefixStore().get()) != nullptr;
+  }
+  /// Keeps the time of the fastest answer.
+  void note(std::chrono::steady_clock::duration took) {
+    const auto us = std::chrono::duration_cast<std::chrono::microseconds>(took).count();
+    if (round_trip_ == 0 || us < round_trip_) round_trip_ = us;
   }
   static std::string as_text(const std::vector<uint8_t>& value) {
     return std::string(value.begin(), value.end());
@@ -104,6 +131,7 @@ class TorchStore final : public Store {
   const intrusive_ptr<c10d::Store> store_;
   const bool extended_;  ///< it has append() and multiGet()
   const bool is_tcp_;
+  std::atomic<int64_t> round_trip_;  ///< in microseconds; 0: not known
 };
 
 }  // namespace pycomm::torch_binding

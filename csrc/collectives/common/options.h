@@ -26,6 +26,8 @@ class ParentGroup {
   virtual std::exception_ptr over() const = 0;
   /// True if a rank is known to be gone.
   virtual bool lost(int rank) const = 0;
+  /// True if some of its ranks are joined by a network.
+  virtual bool uses_network() const = 0;
 
  protected:
   ~ParentGroup() = default;

@@ -35,7 +35,7 @@ void announce_node(const Rendezvous& rendezvous, int lowest) {
 
 Topology agree_on_topology(const Rendezvous& rendezvous, int lowest) {
   const std::vector<std::string> words =
-      exchange(rendezvous, kNodeTopic, all_ranks(rendezvous), std::to_string(lowest));
+      all_gather_values(rendezvous, kNodeTopic, all_ranks(rendezvous), std::to_string(lowest));
   std::vector<int> first;
   for (const std::string& word : words) first.push_back(std::atoi(word.c_str()));
   return Topology(first);

@@ -66,8 +66,8 @@ int DeviceGroup::Impl::choose_blocks(const Rendezvous& rendezvous) {
     if (sharers == 1) share_.emplace(index_, room, kBlocksAlone);
     blocks = share_ ? share_->count() : room;
   }
-  for (const std::string& theirs :
-       exchange(rendezvous, "device/blocks", all_ranks(rendezvous), std::to_string(blocks))) {
+  for (const std::string& theirs : all_gather_values(
+           rendezvous, "device/blocks", all_ranks(rendezvous), std::to_string(blocks))) {
     blocks = std::min(blocks, std::stoi(theirs));
   }
   if (share_) share_->shrink(blocks);

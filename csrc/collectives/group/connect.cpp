@@ -5,6 +5,7 @@
 #include "collectives/group/membership.h"
 #include "core/env.h"
 #include "transports/rendezvous.h"
+#include "transports/shm/transport.h"
 #include "transports/shm/window.h"
 #include "transports/tcp/connect/handshake.h"
 
@@ -13,6 +14,17 @@ namespace {
 
 // Stages of a wait: spins poll at once, then so many polls yield, then it sleeps.
 constexpr int kYields = 32;
+
+TcpOptions tcp_options(const CommunicatorOptions& options) {
+  TcpOptions tcp;
+  tcp.sockets = options.sockets;
+  tcp.interface = options.interface;
+  tcp.link_bytes_per_second = options.link_bytes_per_second;
+  tcp.secret = options.secret;
+  tcp.tls = options.tls;
+  tcp.may_span_hosts = !options.parent || options.parent->uses_network();
+  return tcp;
+}
 
 // Returns everything that must be equal on all ranks before a byte can travel.
 std::string hello(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
@@ -50,9 +62,11 @@ void roll_call(const Rendezvous& rendezvous, const CommunicatorOptions& options,
                Membership& membership) {
   const std::string ours = hello(rendezvous, options);
   if (options.transport == "auto" || options.transport == "shm") announce_shm(rendezvous);
-  if (options.transport == "auto" || options.transport == "tcp") announce_tcp(rendezvous);
-  const std::vector<std::string> words =
-      exchange(rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.word(ours));
+  if (options.transport == "auto" || options.transport == "tcp") {
+    announce_tcp(rendezvous, tcp_options(options));
+  }
+  const std::vector<std::string> words = all_gather_values(
+      rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.word(ours));
   for (int r = 0; r < rendezvous.size; r++) {
     const std::string theirs = membership.add(r, words[static_cast<size_t>(r)]);
     if (theirs == ours) continue;
@@ -119,14 +133,10 @@ void ChannelMesh::meet(const Rendezvous& rendezvous, const CommunicatorOptions& 
   const bool mixed = wanted == "auto" || candidates.size() < static_cast<size_t>(size_);
   const bool one_node = window_ && window_->size() == size_;
   const int lowest = window_ ? window_->member(0) : rank_;
-  if (wanted != "tcp" && !one_node) announce_node(rendezvous, lowest);
+  const bool alone_on_hosts = wanted == "tcp" || hosts_differ(rendezvous);
+  if (!alone_on_hosts && !one_node) announce_node(rendezvous, lowest);
   if (wanted == "tcp" || (mixed && !unreached().empty())) {
-    TcpOptions tcp;
-    tcp.sockets = options.sockets;
-    tcp.interface = options.interface;
-    tcp.link_bytes_per_second = options.link_bytes_per_second;
-    tcp.secret = options.secret;
-    tcp.tls = options.tls;
+    TcpOptions tcp = tcp_options(options);
     tcp.checks = payload_check(options.checksum);
     tcp.rank_state = rank_state_;
     add(make_tcp(rendezvous, unreached(), tcp));
@@ -140,7 +150,7 @@ void ChannelMesh::meet(const Rendezvous& rendezvous, const CommunicatorOptions& 
     throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +
                 join(lost) + "; use transport \"auto\"");
   }
-  if (wanted == "tcp") {
+  if (alone_on_hosts) {
     topology_ = Topology(all_ranks(rendezvous));
   } else if (!one_node) {
     topology_ = agree_on_topology(rendezvous, lowest);

@@ -28,6 +28,9 @@ constexpr int kAnswerTurns = 20;
 constexpr Milliseconds kAskedAfter(500);
 // Share of a rank's time that interrupt checks may take: one part of five.
 constexpr int kLooksShare = 4;
+// Requests of a check to the store. Where it is far away, the first check comes so late that it
+// does not delay ranks that arrive together.
+constexpr int kRequests = 2;
 
 }  // namespace
 
@@ -35,7 +38,9 @@ Membership::Membership(const Rendezvous& rendezvous, const CommunicatorOptions& 
     : rendezvous_(rendezvous),
       options_(options),
       reason_key_(rendezvous.group + "/given up"),
-      next_look_(Deadline::after(rendezvous.patience() / 2)) {
+      next_look_(Deadline::after(std::max(
+          rendezvous.poll_interval() / 2,
+          duration_cast<Milliseconds>(kLooksShare * kRequests * rendezvous.store->round_trip())))) {
   if (!options.parent) return;
   if (options.parent_ranks.size() != static_cast<size_t>(rendezvous.size)) {
     throw Error(std::to_string(options.parent_ranks.size()) + " ranks of the parent group for " +
@@ -83,7 +88,7 @@ void Membership::interrupt_check() {
   }
   // Where the store is far away, a rank that polls it makes no other progress meanwhile.
   const auto took = duration_cast<Milliseconds>(Deadline::Clock::now() - start);
-  next_look_ = Deadline::after(std::max(rendezvous_.patience() / 2, kLooksShare * took));
+  next_look_ = Deadline::after(std::max(rendezvous_.poll_interval() / 2, kLooksShare * took));
 }
 
 void Membership::look_for_deaths() {
@@ -142,7 +147,7 @@ void Membership::look_for_words() {
   if (unseen.empty()) return;
   const auto ranks = all_ranks(rendezvous_);
   for (const auto& [rank, word] :
-       published_values(rendezvous_, kTopic, ranks, unseen, rendezvous_.patience() / 2)) {
+       published_values(rendezvous_, kTopic, ranks, unseen, rendezvous_.poll_interval() / 2)) {
     if (processes_.count(rank) == 0 && rank != rendezvous_.rank) add(rank, plain_value(word));
   }
 }

@@ -62,12 +62,13 @@ void pass_on(const Rendezvous& rendezvous, FdServer& server, int fd) {
   const std::vector<int> others(ranks.begin() + 1, ranks.end());
   size_t served = 0, answers = 0;
   while (served < others.size() && answers < others.size() && !rendezvous.deadline.expired()) {
-    if (server.serve(fd, rendezvous.patience())) {
+    if (server.serve(fd, rendezvous.poll_interval())) {
       served += 1;
       continue;
     }
     rendezvous.interrupt_check();
-    answers = published_values(rendezvous, kReady, ranks, others, rendezvous.patience()).size();
+    answers =
+        published_values(rendezvous, kReady, ranks, others, rendezvous.poll_interval()).size();
   }
 }
 
@@ -108,7 +109,7 @@ void check(const Rendezvous& rendezvous, int index, const PeerWorkspace::Options
     throw Error("device: ranks of the CPU have no memory of a GPU to share; use memory=\"host\"");
   }
   const std::vector<std::string> hosts =
-      exchange(rendezvous, "device/host", all_ranks(rendezvous), host_id());
+      all_gather_values(rendezvous, "device/host", all_ranks(rendezvous), host_id());
   for (size_t r = 0; r < hosts.size(); r++) {
     if (hosts[r] != hosts[0]) {
       throw Error("device: rank " + std::to_string(r) +
@@ -119,7 +120,8 @@ void check(const Rendezvous& rendezvous, int index, const PeerWorkspace::Options
 
 /// Publishes our outcome, and returns what went wrong on which rank, or "".
 std::string agree(const Rendezvous& rendezvous, const std::string& topic, const std::string& ours) {
-  const std::vector<std::string> words = exchange(rendezvous, topic, all_ranks(rendezvous), ours);
+  const std::vector<std::string> words =
+      all_gather_values(rendezvous, topic, all_ranks(rendezvous), ours);
   for (size_t r = 0; r < words.size(); r++) {
     if (words[r] != kYes) return "rank " + std::to_string(r) + ": " + words[r];
   }
@@ -218,7 +220,7 @@ std::vector<PeerWorkspace::RankInfo> PeerWorkspace::exchange_info(const Rendezvo
   const std::string text(reinterpret_cast<const char*>(&ours), sizeof ours);
   std::vector<RankInfo> words;
   for (const std::string& theirs :
-       exchange(rendezvous, "device/word", all_ranks(rendezvous), text)) {
+       all_gather_values(rendezvous, "device/word", all_ranks(rendezvous), text)) {
     const std::string who = "device: rank " + std::to_string(words.size());
     if (theirs.size() != sizeof ours)
       throw Error(who + " runs another version of pycomm; install the same on all ranks");

@@ -55,7 +55,8 @@ std::unique_ptr<Transport> make_local(const Rendezvous& rendezvous, const std::v
   // Addresses mean nothing in another process, so each rank publishes its own process.
   const std::string process = std::to_string(::getpid());
   const std::string word = process + " " + std::to_string(reinterpret_cast<uintptr_t>(base));
-  const std::vector<std::string> words = exchange(rendezvous, "local/segment", ranks, word);
+  const std::vector<std::string> words =
+      all_gather_values(rendezvous, "local/segment", ranks, word);
   for (size_t r = 0; r < words.size(); r++) {
     if (words[r].compare(0, process.size() + 1, process + " ") != 0) {
       throw Error("local: rank " + std::to_string(ranks[r]) + " is in another process than rank " +
@@ -71,7 +72,7 @@ std::unique_ptr<Transport> make_local(const Rendezvous& rendezvous, const std::v
   memory.members = ranks;
   memory.rank = rendezvous.rank;
   FailureDetector::sign(SharedRegion(base, size).rank_slot(memory.place(rendezvous.rank)));
-  exchange(rendezvous, "local/ready", ranks, "yes");
+  all_gather_values(rendezvous, "local/ready", ranks, "yes");
   return std::make_unique<ShmTransport>("local", memory);
 }
 

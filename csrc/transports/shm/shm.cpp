@@ -131,14 +131,14 @@ void pass_on(const Rendezvous& rendezvous, const std::vector<int>& candidates, F
   std::set<int> silent(candidates.begin() + 1, candidates.end());
   size_t served = 0;
   while (served < candidates.size() - 1 && !silent.empty() && !rendezvous.deadline.expired()) {
-    if (server.serve(fd, rendezvous.patience())) {
+    if (server.serve(fd, rendezvous.poll_interval())) {
       served += 1;
       continue;
     }
     rendezvous.interrupt_check();
     const std::vector<int> wanted(silent.begin(), silent.end());
     for (const auto& [rank, word] :
-         published_values(rendezvous, kWords, candidates, wanted, rendezvous.patience())) {
+         published_values(rendezvous, kWords, candidates, wanted, rendezvous.poll_interval())) {
       silent.erase(rank);
     }
   }
@@ -212,12 +212,12 @@ FailureDetector::Handles fetch_handles(const Rendezvous& rendezvous, const Share
   std::unique_ptr<FdServer> server;
   if (own.get() >= 0) server = std::make_unique<FdServer>();
   const std::vector<std::string> names =
-      exchange(rendezvous, "shm/handle", sharers, server ? server->name() : kNobody);
+      all_gather_values(rendezvous, "shm/handle", sharers, server ? server->name() : kNobody);
   const Deadline patience = Deadline::after(std::min(kHandleWait, rendezvous.deadline.left()));
   std::thread serving([&] {
     try {
       for (size_t served = 0; server && served < foreign.size() && !patience.expired();) {
-        served += server->serve(own.get(), rendezvous.patience()) ? 1 : 0;
+        served += server->serve(own.get(), rendezvous.poll_interval()) ? 1 : 0;
       }
     } catch (const Error&) {  // the others go without
       server.reset();
@@ -253,10 +253,10 @@ std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedM
   }
   const bool reads = cma::readable(region, self);
   const std::vector<std::string> words =
-      exchange(rendezvous, "shm/reads", memory.members, reads ? kYes : "no");
+      all_gather_values(rendezvous, "shm/reads", memory.members, reads ? kYes : "no");
   if (std::count(words.begin(), words.end(), kYes) == ranks) return read_permit::held();
   std::shared_ptr<void> permit = read_permit::name(read_permit::common_ancestor(processes));
-  exchange(rendezvous, "shm/permit", memory.members, permit ? kYes : "no");
+  all_gather_values(rendezvous, "shm/permit", memory.members, permit ? kYes : "no");
   return permit;
 }
 
@@ -275,7 +275,7 @@ void announce_shm(const Rendezvous& rendezvous) {
 
 std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
   const std::string host = host_id();
-  const std::vector<std::string> hosts = exchange(rendezvous, kHost, ranks, host);
+  const std::vector<std::string> hosts = all_gather_values(rendezvous, kHost, ranks, host);
   std::vector<int> candidates;
   for (size_t i = 0; i < ranks.size(); i++) {
     if (hosts[i] == host) candidates.push_back(ranks[i]);
@@ -293,12 +293,19 @@ std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vec
   } catch (const Error& problem) {
     word = problem.what();
   }
-  const std::vector<std::string> words = exchange(rendezvous, kWords, candidates, word);
+  const std::vector<std::string> words = all_gather_values(rendezvous, kWords, candidates, word);
   const auto sharers = std::count(words.begin(), words.end(), kYes);
   if (word != kYes || sharers < 2) return nullptr;
   memory.handles = fetch_handles(rendezvous, memory);
   memory.permit = permit_reading(rendezvous, memory);
   return std::make_unique<ShmTransport>("shm", memory);
+}
+
+bool hosts_differ(const Rendezvous& rendezvous) {
+  const auto heard = rendezvous.talk->heard.find(kHost);
+  if (heard == rendezvous.talk->heard.end()) return false;
+  const std::set<std::string> hosts(heard->second.begin(), heard->second.end());
+  return hosts.size() == heard->second.size();
 }
 
 }  // namespace pycomm

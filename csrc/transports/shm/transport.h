@@ -65,4 +65,8 @@ class ShmTransport final : public Transport {
   std::array<LaneState, kLanes> lanes_;
 };
 
+/// Returns true if all ranks have announced different hosts (announce_shm()): then none of them
+/// shares memory with another, and all ranks know it.
+bool hosts_differ(const Rendezvous& rendezvous);
+
 }  // namespace pycomm

@@ -217,10 +217,14 @@ PayloadCheck payload_check(const std::string& word) {
   throw Error("unknown checksum \"" + word + "\"; use one of auto, payload, header");
 }
 
-void announce_tcp(const Rendezvous& rendezvous) {
+void announce_tcp(const Rendezvous& rendezvous, const TcpOptions& options) {
   rendezvous.talk->door = std::make_shared<HostDoor>();
   try {
     announce(rendezvous, tcp::kHostTopic, tcp::host_word(*rendezvous.talk->door));
+    if (!options.may_span_hosts) return;
+    auto listeners = std::make_shared<TcpListeners>(tcp::listen(options, false));
+    announce(rendezvous, tcp::kFarCardTopic, listeners->card);
+    rendezvous.talk->listeners = std::move(listeners);
   } catch (const Error&) {  // of no importance unless make_tcp() needs it, which says so then
   }
 }

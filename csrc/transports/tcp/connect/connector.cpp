@@ -26,7 +26,8 @@ Connector::Connector(const Rendezvous& rendezvous, PeerDirectory directory)
       rank_(rendezvous.rank),
       size_(rendezvous.size),
       deadline_(rendezvous.deadline),
-      poll_interval_(rendezvous.patience()),
+      poll_interval_(rendezvous.poll_interval()),
+      far_store_(rendezvous.store->round_trip() >= kFarAway),
       directory_(std::move(directory)),
       process_(::getpid()),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -55,7 +56,9 @@ void Connector::connect_all(Control& control, const std::function<void()>& inter
                        [](const auto& link) { return static_cast<bool>(link->control); });
   };
   for (const auto& link : links_) {
-    if (link->peer.rank < rank_) connect(*link, kControl);
+    if (link->peer.rank > rank_) continue;
+    connect(*link, kControl);
+    if (far_store_ && link->peer.door.empty()) connect_early(*link);
   }
   auto look_out_at = Deadline::after(kLookOutAtLeast);
   while (!all_stand()) {

@@ -41,6 +41,9 @@ struct Connection {
   SecureSocket sock;
 };
 
+/// A peer whose answer takes this long is far away: round trips count more than sockets.
+constexpr auto kFarAway = std::chrono::milliseconds(1);
+
 class Connector {
  public:
   Connector(const Rendezvous& rendezvous, PeerDirectory directory);
@@ -145,8 +148,9 @@ class Connector {
   void accept_all(const Fd& listener);
   void serve(PendingConnection& pending);
   void serve(Outgoing& out);
+  void connect_early(Link& link);
   void retry(Outgoing& out, int error);
-  void starve(Clock::time_point& since, int error) const;
+  void starve(Clock::time_point& since, int error, bool may_wait) const;
   bool expects() const;
   void give_up(Outgoing& out);
   void join(Link& link, const Hello& hello, SecureSocket sock);
@@ -158,6 +162,7 @@ class Connector {
   const int rank_, size_;
   const Deadline deadline_;  // of the set-up
   const Milliseconds poll_interval_;
+  const bool far_store_;  ///< most peers are then far away as well
   const PeerDirectory directory_;
   const pid_t process_;
   const Fd wake_;

@@ -347,10 +347,17 @@ bool Control::close_acknowledged(int rank) const {
 
 // A dead peer is no error yet for ranks that may be finishing without it; and an abort reason
 // travels on another connection than the data whose end we saw. Both may take a retransmitted
-// packet, so the grace is longer by some round trips.
+// packet, so the grace is longer by some round trips, and, where the peers are far away and packets
+// may be lost, by the least time after which Linux sends one again.
 constexpr auto kDeathGrace = std::chrono::milliseconds(50);
 constexpr auto kLastWords = std::chrono::milliseconds(50);
 constexpr int kRoundTrips = 2;
+constexpr Milliseconds kRetransmitted(200);
+
+Milliseconds Control::late_packet() const {
+  const Milliseconds far = round_trip();
+  return far.count() > 0 ? kRoundTrips * far + kRetransmitted : Milliseconds(0);
+}
 
 void Control::check() {
   poll();
@@ -361,7 +368,7 @@ void Control::check() {
   if (!deaths) return;
   std::unique_lock<std::mutex> lock(mutex_);
   const Peer& first = *first_death();
-  if (Clock::now() - first.died_at < kDeathGrace + kRoundTrips * round_trip()) return;
+  if (Clock::now() - first.died_at < kDeathGrace + late_packet()) return;
   lock.unlock();
   throw_died(first, "it closed its connections without a word");
 }
@@ -387,7 +394,7 @@ void Control::throw_died(const Peer& peer, const std::string& how) const {
 
 void Control::throw_lost(int rank, const std::string& what) {
   Peer& peer = *find(rank);
-  const auto end = Clock::now() + kLastWords + kRoundTrips * round_trip();
+  const auto end = Clock::now() + kLastWords + late_packet();
   for (;;) {
     pollfd wait = {-1, POLLIN, 0};
     poll();

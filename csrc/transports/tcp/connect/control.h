@@ -89,6 +89,8 @@ class Control {
   struct Peer;
   struct Notice;
 
+  /// Returns by how much a packet may come later than its fellows, once it was lost.
+  Milliseconds late_packet() const;
   Peer* find(int rank) const;
   Peer* first_death() const;
   void watch(Peer& peer);

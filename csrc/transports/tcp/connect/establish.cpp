@@ -16,6 +16,9 @@ constexpr auto kLastRetry = Milliseconds(1000);
 // we try at least once per kRefusedPause.
 constexpr auto kRefusedFor = std::chrono::seconds(3);
 constexpr auto kRefusedPause = Milliseconds(100);
+// No more sockets than this are connected early, since most ranks of a large group never talk to
+// each other.
+constexpr size_t kEarlySockets = 64;
 // The time for which a rank that must connect may have no free descriptor.
 constexpr auto kStarvedFor = std::chrono::seconds(10);
 
@@ -64,7 +67,8 @@ void Connector::serve(Outgoing& out) {
     out.fd = connect_to(peer.addresses[pair], from, error);
     out.wake = Clock::now() + kConnectLimit;
     if (lacks_descriptor(error)) {
-      starve(out.starved_since, error);
+      const bool may_wait = control_ != nullptr || out.hello.lane != kControl;
+      starve(out.starved_since, error, may_wait);
     } else {
       out.starved_since = {};
     }
@@ -78,6 +82,10 @@ void Connector::serve(Outgoing& out) {
   if (!out.greeting) {
     error = pending_error(out.fd.get());
     if (error != 0) return retry(out, error);
+    if (control_ == nullptr && out.hello.lane == kControl && peer.door.empty() &&
+        round_trip(out.fd.get()) >= kFarAway) {
+      connect_early(*out.link);
+    }
     out.greeting.emplace(Handshake(peer.secret, group_, out.hello));
     out.wake = Clock::time_point::max();
   }
@@ -97,6 +105,15 @@ void Connector::serve(Outgoing& out) {
       join(*out.link, out.hello, out.greeting->sock(std::move(out.fd)));
       out.over = true;
   }
+}
+
+// Begins to connect the sockets of collectives with a far peer while the set-up goes on, so that
+// the first operation need not wait for three round trips.
+void Connector::connect_early(Link& link) {
+  LaneState& way = link.lane_states[static_cast<size_t>(Lane::collective)];
+  if (way.wanted || links_.size() * static_cast<size_t>(directory_.sockets) > kEarlySockets) return;
+  way.wanted = true;
+  connect(link, static_cast<uint16_t>(Lane::collective));
 }
 
 // A full queue, a router that wakes up, or a flooded listener passes. So does a firewall that
@@ -128,10 +145,10 @@ void Connector::retry(Outgoing& out, int error) {
 
 // Other files get closed in time; if none is, the process has a leak, and nothing else would end
 // the wait before its deadline.
-void Connector::starve(Clock::time_point& since, int error) const {
+void Connector::starve(Clock::time_point& since, int error, bool may_wait) const {
   const auto now = Clock::now();
   if (since == Clock::time_point()) since = now;
-  if (control_ != nullptr && now - since < kStarvedFor) return;
+  if (may_wait && now - since < kStarvedFor) return;
   throw Error("tcp: rank " + std::to_string(rank_) +
               " can make no connection: " + no_descriptor_text(error));
 }
@@ -168,7 +185,7 @@ void Connector::accept_all(const Fd& listener) {
   if (!pending_connections_.empty()) {  // drop these rather than fail
     pending_connections_.clear();
   } else if (control_ == nullptr || (expects() && has_caller(listener.get()))) {
-    starve(starved_since_, error);
+    starve(starved_since_, error, control_ != nullptr);
   }
   accept_backoff_until_ = Clock::now() + kAcceptBackoff;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <utility>
 
 #include "core/env.h"
 #include "core/error.h"
@@ -17,6 +18,13 @@ namespace {
 constexpr const char* kTls = " tls";
 constexpr const char* kNoDoor = "-";
 
+// Returns true if the ranks name several hosts. That all of them see alike.
+bool spans_hosts(const std::vector<std::string>& hosts) {
+  const auto name = [](const std::string& word) { return word.substr(0, word.find(' ')); };
+  return std::any_of(hosts.begin(), hosts.end(),
+                     [&](const std::string& word) { return name(word) != name(hosts.front()); });
+}
+
 class Meeting {
  public:
   Meeting(const Rendezvous& rendezvous, const std::vector<int>& peers, const TcpOptions& options)
@@ -28,44 +36,41 @@ class Meeting {
   }
 
   PeerDirectory run() {
-    choose();
-    for (const Interface& interface : directory_.interfaces) {
-      directory_.listeners.push_back(listen_on(interface.address));
-    }
-    exchange_cards();
+    // All ranks of the group take part: where one rank does not reach another by shared memory,
+    // each rank has some that it does not reach so.
+    const auto hosts =
+        all_gather_values(rendezvous_, kHostTopic, all_ranks(rendezvous_), host_word(door()));
+    const bool one_host = look_at_hosts(hosts);
+    directory_.bound = !options_.interface.empty();
+    take_cards(exchange_cards(hosts, one_host));
+    directory_.sockets = std::max(options_.sockets, static_cast<int>(directory_.interfaces.size()));
     return std::move(directory_);
   }
 
  private:
-  // Returns a value of every peer, in their order. All ranks of the group take part: where one rank
-  // does not reach another by shared memory, each rank has some that it does not reach so.
-  std::vector<std::string> exchange_words(const char* topic, const std::string& word) const {
-    const auto words = exchange(rendezvous_, topic, all_ranks(rendezvous_), word);
-    std::vector<std::string> of_peers;
-    for (const Peer& peer : directory_.peers)
-      of_peers.push_back(words[static_cast<size_t>(peer.rank)]);
-    return of_peers;
-  }
-
-  void choose() {
+  const HostDoor& door() {
     directory_.door = rendezvous_.talk->door;
     if (!directory_.door) directory_.door = std::make_shared<HostDoor>();
-    std::istringstream ours(host_word(*directory_.door));
+    return *directory_.door;
+  }
+
+  // Returns true if all peers are on our host.
+  bool look_at_hosts(const std::vector<std::string>& hosts) {
+    std::istringstream ours(hosts[static_cast<size_t>(rendezvous_.rank)]);
     std::string host, cpus;
     ours >> host >> cpus;
-    const auto words = exchange_words(kHostTopic, ours.str());
     size_t same = 0;
-    for (size_t i = 0; i < words.size(); i++) {
-      std::istringstream theirs(words[i]);
+    for (Peer& peer : directory_.peers) {
+      std::istringstream theirs(hosts[static_cast<size_t>(peer.rank)]);
       std::string their_host, mask, door, process;
       theirs >> their_host >> mask >> door >> std::ws;
       std::getline(theirs, process);
-      directory_.peers[i].process = Process(process);
+      peer.process = Process(process);
       if (their_host != host) continue;
       const bool no_door = door.empty() || door == kNoDoor || directory_.door->name().empty();
       const auto look = no_door ? HostDoor::State::unknown : HostDoor::look(door);
       if (look == HostDoor::State::closed) continue;  // another machine that seems to be ours
-      if (look == HostDoor::State::open) directory_.peers[i].door = door;
+      if (look == HostDoor::State::open) peer.door = door;
       same++;
       cpus.resize(std::max(cpus.size(), mask.size()), '0');
       for (size_t k = 0; k < mask.size(); k++) cpus[k] = std::max(cpus[k], mask[k]);
@@ -73,68 +78,70 @@ class Meeting {
     // Ranks that we do not reach by TCP share our memory, and so our host.
     const size_t here = static_cast<size_t>(rendezvous_.size) - directory_.peers.size() + same;
     directory_.crowded = here > static_cast<size_t>(std::count(cpus.begin(), cpus.end(), '1'));
-    InterfaceRequest wish;
-    wish.names = options_.interface;
-    wish.store_host = env().master_addr;
-    wish.one_host = same == words.size();
-    directory_.bound = !wish.names.empty();
-    directory_.interfaces = choose_interfaces(wish);
-    directory_.sockets = std::max(options_.sockets, static_cast<int>(directory_.interfaces.size()));
-    for (const Interface& interface : directory_.interfaces) {
-      if (wish.one_host || !interface.address.is_loopback()) continue;
+    return same == directory_.peers.size();
+  }
+
+  // Returns the cards of all ranks. Whether they have been announced already, and whether they are
+  // to be used, each rank reads from the same values.
+  std::vector<std::string> exchange_cards(const std::vector<std::string>& hosts, bool one_host) {
+    Rendezvous::Talk& talk = *rendezvous_.talk;
+    const auto announced = talk.heard.find(kFarCardTopic);
+    const std::shared_ptr<TcpListeners> listeners = std::exchange(talk.listeners, nullptr);
+    TcpListeners ours;
+    if (listeners && announced != talk.heard.end() && spans_hosts(hosts)) {
+      ours = std::move(*listeners);
+      talk.heard[kCardTopic] = announced->second;
+    } else {
+      ours = listen(options_, one_host);
+    }
+    for (const Interface& interface : ours.interfaces) {
+      if (one_host || !interface.address.is_loopback()) continue;
       throw Error("tcp: " + us_ + ": the ranks are on several hosts, but \"" + interface.name +
                   "\" is loopback, which no other host can reach; PYCOMM_INTERFACE (else "
                   "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME) says \"" +
                   options_.interface + "\": set it to an interface of your network");
     }
+    directory_.interfaces = std::move(ours.interfaces);
+    directory_.listeners = std::move(ours.sockets);
+    directory_.secret = std::move(ours.secret);
+    directory_.tls = options_.tls;
+    return all_gather_values(rendezvous_, kCardTopic, all_ranks(rendezvous_), ours.card);
   }
 
   // The format is "address,address secret tls"; no secret if one was given to all ranks, no "tls"
   // without encryption.
-  void exchange_cards() {
+  void take_cards(const std::vector<std::string>& cards) {
     const bool given = !options_.secret.empty();
-    directory_.secret = given ? options_.secret : random_secret();
-    std::string card;
-    for (const Fd& listener : directory_.listeners) {
-      card += (card.empty() ? "" : ",") + Address::local(listener.get()).text();
-    }
-    if (!given) card += " " + directory_.secret;
-    directory_.tls = options_.tls;
-    if (directory_.tls) {
-      openssl::library();  // throws what to install, before any rank waits for us
-      card += kTls;
-    }
-    auto cards = exchange_words(kCardTopic, card);
-    for (size_t i = 0; i < cards.size(); i++) {
-      Peer& peer = directory_.peers[i];
+    for (Peer& peer : directory_.peers) {
+      std::string card = cards[static_cast<size_t>(peer.rank)];
       const std::string who = us_ + " and rank " + std::to_string(peer.rank);
-      const size_t mark = cards[i].size() - std::min(cards[i].size(), std::strlen(kTls));
-      const bool tls = cards[i].compare(mark, std::string::npos, kTls) == 0;
-      if (tls) cards[i].resize(mark);
+      const size_t mark = card.size() - std::min(card.size(), std::strlen(kTls));
+      const bool tls = card.compare(mark, std::string::npos, kTls) == 0;
+      if (tls) card.resize(mark);
       if (tls != directory_.tls) {
         throw Error("tcp: " + who + ": only rank " +
                     std::to_string(tls ? peer.rank : rendezvous_.rank) +
                     " encrypts; set the same PYCOMM_TLS on all ranks");
       }
-      const size_t space = std::min(cards[i].find(' '), cards[i].size());
+      const size_t space = std::min(card.find(' '), card.size());
       for (size_t begin = 0; begin < space;) {
-        const size_t end = std::min(cards[i].find(',', begin), space);
+        const size_t end = std::min(card.find(',', begin), space);
         peer.addresses.emplace_back();
-        if (!Address::parse(cards[i].substr(begin, end - begin), peer.addresses.back())) {
+        if (!Address::parse(card.substr(begin, end - begin), peer.addresses.back())) {
           peer.addresses.clear();
           break;
         }
         begin = end + 1;
       }
       if (peer.addresses.empty()) {
-        throw Error("tcp: " + who + ": the store holds \"" + cards[i] + "\" instead of an address");
+        throw Error("tcp: " + who + ": the store holds \"" + card + "\" instead of an address");
       }
-      if ((space == cards[i].size()) != given) {
+      if ((space == card.size()) != given) {
         throw Error(
             "tcp: " + who +
             ": only one of them was given a secret; set the same PYCOMM_SECRET on all ranks");
       }
-      peer.secret = given ? directory_.secret : cards[i].substr(space + 1);
+      peer.secret = given ? directory_.secret : card.substr(space + 1);
     }
   }
 
@@ -150,6 +157,27 @@ std::string host_word(const HostDoor& door) {
   const std::string cpus = cpu_mask();
   return host_id() + " " + (cpus.empty() ? "0" : cpus) + " " +
          (door.name().empty() ? kNoDoor : door.name()) + " " + process_name();
+}
+
+TcpListeners listen(const TcpOptions& options, bool one_host) {
+  TcpListeners ours;
+  InterfaceRequest wish;
+  wish.names = options.interface;
+  wish.store_host = env().master_addr;
+  wish.one_host = one_host;
+  ours.interfaces = choose_interfaces(wish);
+  for (const Interface& interface : ours.interfaces) {
+    ours.sockets.push_back(listen_on(interface.address));
+    ours.card += (ours.card.empty() ? "" : ",") + Address::local(ours.sockets.back().get()).text();
+  }
+  const bool given = !options.secret.empty();
+  ours.secret = given ? options.secret : random_secret();
+  if (!given) ours.card += " " + ours.secret;
+  if (options.tls) {
+    openssl::library();  // throws what to install, before any rank waits for us
+    ours.card += kTls;
+  }
+  return ours;
 }
 
 PeerDirectory meet(const Rendezvous& rendezvous, const std::vector<int>& peers,

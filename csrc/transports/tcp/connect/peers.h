@@ -11,10 +11,29 @@
 #include "transports/tcp/net/socket.h"
 #include "transports/transport.h"
 
+namespace pycomm {
+
+/// The sockets on which a rank listens for its peers, and what they must know to connect.
+struct TcpListeners {
+  std::vector<tcp::Interface> interfaces;
+  std::vector<tcp::Fd> sockets;  ///< in the order of interfaces
+  std::string secret;            ///< peers must prove it to us
+  std::string card;              ///< what we publish: "address,address secret tls"
+};
+
+}  // namespace pycomm
+
 namespace pycomm::tcp {
 
-/// Topics of the values that ranks publish in the store, in this order.
-constexpr char kHostTopic[] = "tcp-host", kCardTopic[] = "tcp-card";
+/// Topics of the values that ranks publish in the store, in this order. The card for groups that
+/// span hosts is announced with the first value; groups of one host exchange another, since they
+/// listen on the loopback interface.
+constexpr char kHostTopic[] = "tcp-host", kCardTopic[] = "tcp-card",
+               kFarCardTopic[] = "tcp-far-card";
+
+/// Listens on the interfaces that the options name, or on those that fit a group on one host or on
+/// several. Throws Error if there are none, or if encryption is wanted and not to be had.
+TcpListeners listen(const TcpOptions& options, bool one_host);
 
 /// Returns our value for kHostTopic: "host cpus door process", where the last two prove that we are
 /// there. The door stays open as long as it has an owner.

@@ -1,0 +1,1 @@
+"""Groups over links with delay and loss: `python -m pycomm.bench.wan`."""
