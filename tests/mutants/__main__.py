@@ -80,7 +80,7 @@ def main() -> int:
     for result in stale:
         print(f"stale: {result.by}", flush=True)
     try:
-        copies = _copies(args.jobs)
+        copies = _copies(args.jobs, [mutant for _, mutant in fresh])
     except BuildFailed as error:
         print(f"the build with mutants failed:\n{error}")
         return 2
@@ -116,16 +116,19 @@ def _stale(part: str, mutant: Mutant) -> Result | None:
     return None
 
 
-def _copies(jobs: int) -> list[Staged]:
-    """Return copies of the tree, each with the binaries of all mutants that fit the sources."""
-    copies = [Staged(BUILD / f"copy-{number}") for number in range(1, jobs + 1)]
+def _copies(jobs: int, chosen: Sequence[Mutant]) -> list[Staged]:
+    """Return copies of the tree, with the binaries of all mutants if one of C++ is chosen."""
+    compiled = any(mutant.form != "text" for mutant in chosen)
+    kind = "copy" if compiled else "text"
+    copies = [Staged(BUILD / f"{kind}-{number}") for number in range(1, jobs + 1)]
     everything = [m for ms in PARTS.values() for m in ms if not _stale("", m)]
     for copy in copies:
-        copy.update(everything)
-    print(f"building {copies[0].folder}, with both versions of each change", flush=True)
-    copies[0].build()
-    for copy in copies[1:]:
-        copy.take_binaries(copies[0])
+        copy.update(everything if compiled else ())
+    if compiled:
+        print(f"building {copies[0].folder}, with both versions of each change", flush=True)
+        copies[0].build()
+    for copy in copies[1:] if compiled else copies:
+        copy.take_binaries(copies[0].folder if compiled else ROOT)
     for copy in copies:
         copy.check()
     return copies

@@ -101,9 +101,9 @@ class Staged:
             errors = [line for line in lines if "error:" in line.lower()]
             raise BuildFailed("\n".join(errors[:20] or lines[-20:]))
 
-    def take_binaries(self, other: Staged) -> None:
-        """Copy the binaries of another copy that has the same mutants."""
-        for file in [*other.folder.glob("pycomm/*.so"), other.folder / "pycomm/_c10d.torch"]:
+    def take_binaries(self, tree: Path) -> None:
+        """Copy the binaries of another tree that has the same sources of C++."""
+        for file in [*tree.glob("pycomm/*.so"), tree / "pycomm/_c10d.torch"]:
             shutil.copy2(file, self.folder / "pycomm" / file.name)
 
     def check(self) -> None:
