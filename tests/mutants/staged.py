@@ -118,6 +118,7 @@ class Staged:
         )
         found = subprocess.run(
             [sys.executable, "-c", code],
+            cwd=self.folder,
             env=self.environment({}),
             capture_output=True,
             text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+BYTES = "tests/codecs/test_contract.py::test_same_bytes"
 GOLDEN = "tests/codecs/test_golden.py::test_bytes_are_those_of_the_golden_file"
 
 MUTANTS = (
@@ -63,7 +64,7 @@ MUTANTS = (
         "triton_kernels/quant.py",
         "(words >> 1).to(tl.int32) < threshold",
         "(words >> 1).to(tl.int32) <= threshold",
-        "tests/codecs/test_contract.py::test_same_bytes_where_chance_just_decides",
+        BYTES + "_where_chance_just_decides[int8:rounding=stochastic-triton-cpu]",
     ),
     Mutant(
         "triton-quant-codes-beyond-the-end",
@@ -103,7 +104,7 @@ MUTANTS = (
         "triton_kernels/mx.py",
         "(amax & 0x7FFFFF) > (TOP_BITS & 0x7FFFFF)",
         "(amax & 0x7FFFFF) >= (TOP_BITS & 0x7FFFFF)",
-        "tests/codecs/test_mx.py",
+        BYTES + "[mxfp8_e5m2:scale=ceil-triton-cpu-ties-float8-e4m3]",
     ),
     Mutant(
         "triton-lossless-widest-of-equals",

@@ -315,15 +315,7 @@ MUTANTS = (
         "csrc/transports/store.cpp",
         "byte == '-' || byte == '_'",
         "byte == '-' || byte == '_' || byte == '%'",
-        "tests/transports/test_store.py",
-    ),
-    Mutant(
-        "rendezvous-half-a-value-read",
-        "check",
-        "csrc/transports/rendezvous.cpp",
-        "size > roll.size() - colon - 1",
-        "false",
-        "tests/transports/test_store.py",
+        "tests/transports/test_store.py::test_keys_do_not_collide",
     ),
     Mutant(
         "rendezvous-topic-of-some-ranks-taken",
