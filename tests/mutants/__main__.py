@@ -10,10 +10,11 @@ versions of each changed expression are compiled, and a variable of the environm
 there is one build for all of them. Mutants of Python, Triton and CUDA are put into the copy as
 text, one at a time.
 
-First the tests run without any mutant, and must pass; their times give the limits. A mutant whose
-tests then fail is caught; one whose tests do not end within four times their usual time is caught,
-too, and counted as hung. The exit status is 1 if one escapes that is not marked with a reason, or
-if an entry does not fit the sources any more. Results are in bench/results/mutants.csv.
+First the tests run without any mutant. They must pass, at the second time at the latest, else their
+mutants count as broken; their times give the limits. A mutant whose tests then fail is caught; one
+whose tests do not end within four times their usual time is caught, too, and counted as hung. The
+exit status is 1 if one escapes that is not marked with a reason, or if an entry does not fit the
+sources any more. Results are in bench/results/mutants.csv.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from __future__ import annotations
 import argparse
 import queue
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -85,11 +87,8 @@ def main() -> int:
         print(f"the build with mutants failed:\n{error}")
         return 2
     usual = _usual(copies, fresh)
-    if usual is None:
-        return 2
     begin = time.monotonic()
     done = _run_all(copies, fresh, usual)
-    _write(done)
     _show([*stale, *done], time.monotonic() - begin)
     return 1 if any(result.bad for result in [*stale, *done]) else 0
 
@@ -134,26 +133,35 @@ def _copies(jobs: int, chosen: Sequence[Mutant]) -> list[Staged]:
     return copies
 
 
-def _usual(copies: list[Staged], chosen: Sequence[tuple[str, Mutant]]) -> dict[str, float] | None:
-    """Run all tests without a mutant; return the seconds of each argument, or None if one fails."""
+def _usual(copies: list[Staged], chosen: Sequence[tuple[str, Mutant]]) -> dict[str, float]:
+    """Run all tests without a mutant, and once more if they fail; return their seconds."""
     wanted = list(dict.fromkeys(test for _, m in chosen for test in m.arguments))
     print(f"running {len(wanted)} files and tests without a mutant", flush=True)
 
-    def usual(copy: Staged, test: str) -> Ran:
-        return run(copy, [test], None, FIRST_LIMIT)
+    def usual(copy: Staged, test: str) -> float | None:
+        for _ in range(2):
+            ran = run(copy, [test], None, FIRST_LIMIT)
+            print(f"{ran.outcome:<10}{ran.seconds:6.1f} s  {test}", flush=True)
+            if ran.outcome == "passed":
+                return ran.seconds
+        print(ran.output[-3000:], flush=True)
+        return None
 
-    runs = _each(copies, wanted, usual)
-    wrong = {test: ran for test, ran in zip(wanted, runs, strict=True) if ran.outcome != "passed"}
-    for test, ran in wrong.items():
-        print(f"{test} without a mutant: {ran.outcome}\n{ran.output[-3000:]}", flush=True)
-    return None if wrong else {t: ran.seconds for t, ran in zip(wanted, runs, strict=True)}
+    times = dict(zip(wanted, _each(copies, wanted, usual), strict=True))
+    return {test: seconds for test, seconds in times.items() if seconds is not None}
 
 
 def _run_all(
     copies: list[Staged], chosen: Sequence[tuple[str, Mutant]], usual: dict[str, float]
 ) -> list[Result]:
+    writing = threading.Lock()
+    origin = asdict(Origin.here("make mutants"))
+
     def result(copy: Staged, entry: tuple[str, Mutant]) -> Result:
         part, mutant = entry
+        if failing := [test for test in mutant.arguments if test not in usual]:
+            print(f"broken: {mutant.name}: without it {failing[0]} does not pass", flush=True)
+            return Result(part, mutant, "broken")
         limit = START + FACTOR * sum(usual[test] for test in mutant.arguments)
         text = mutant.form == "text"
         with copy.with_text_of(mutant) if text else nullcontext():
@@ -162,6 +170,8 @@ def _run_all(
         never = found.bad and not text and not ran.reached
         more = " (its code never ran)" if never else f" by {found.by}" if found.by else ""
         print(f"{found.outcome:<10}{found.seconds:6.1f} s  {mutant.name}{more}", flush=True)
+        with writing:  # at once: a run of an hour may be interrupted
+            _write(found, origin)
         return found
 
     return _each(copies, chosen, result)
@@ -194,16 +204,15 @@ def _each(
         return list(pool.map(one, items))
 
 
-def _write(results: Sequence[Result], path: Path = RESULTS) -> None:
-    """Write the rows of these mutants in the place of their earlier ones."""
-    origin = asdict(Origin.here("make mutants"))
+def _write(result: Result, origin: Mapping[str, object], path: Path = RESULTS) -> None:
+    """Write the row of a mutant in the place of its earlier one, and drop those of no mutant."""
+    mutant = result.mutant
+    row = {"name": mutant.name, "file": mutant.file, "part": result.part, "kind": mutant.kind}
+    row |= {"tests": mutant.tests, "outcome": result.outcome, "by": result.by}
     rows: dict[str, dict[str, object]] = {}
     if path.exists():
         rows = {row["name"]: dict(row) for row in tables.read(path)}
-    for r in results:
-        row = {"name": r.mutant.name, "file": r.mutant.file, "part": r.part, "kind": r.mutant.kind}
-        row |= {"tests": r.mutant.tests, "outcome": r.outcome, "by": r.by}
-        rows[r.mutant.name] = row | {"seconds": f"{r.seconds:.1f}", **origin}
+    rows[mutant.name] = {**row, "seconds": f"{result.seconds:.1f}", **origin}
     known = [mutant.name for mutants in PARTS.values() for mutant in mutants]
     path.unlink(missing_ok=True)
     tables.append(path, [rows[name] for name in known if name in rows])
