@@ -156,7 +156,7 @@ MUTANTS = (
         "csrc/codecs/quant.h",
         "(uint64_t{1} << 32) / ranks * rank",
         "(uint64_t{1} << 32) / ranks * (rank + 1)",
-        "tests/codecs/test_quant.py",
+        BYTES + "[int4:rounding=correlated-native-cpu-normal-129]",
     ),
     Mutant(
         "quant-residual-of-another-value",
@@ -180,7 +180,7 @@ MUTANTS = (
         "csrc/codecs/sign.h",
         "p < 0.0f",
         "p <= 0.0f",
-        "tests/codecs/test_sign.py " + GOLDEN,
+        BYTES + "[sign-native-cpu-zeros-and-one]",
     ),
     Mutant(
         "ternary-ranks-round-alike",
@@ -212,8 +212,7 @@ MUTANTS = (
         "csrc/codecs/mx.h",
         "!(nearest.value < wanted)",
         "true",
-        "tests/codecs/test_averages.py::"
-        "test_no_value_of_nvfp4_saturates_that_is_rounded_by_chance " + GOLDEN,
+        BYTES + "[nvfp4:rounding=stochastic-native-cpu-normal-257]",
     ),
     Mutant(
         "topk-counts-equal-ones-as-larger",
@@ -255,7 +254,7 @@ MUTANTS = (
         "csrc/codecs/lossless.h",
         "bytes <= least",
         "bytes < least",
-        "tests/codecs/test_lossless.py " + GOLDEN,
+        GOLDEN + " tests/codecs/test_lossless.py",
     ),
     Mutant(
         "rotation-back-with-another-scale",

@@ -185,7 +185,7 @@ MUTANTS = (
         "csrc/transports/shm/failure_detector.cpp",
         "if (!first) return;",
         "",
-        "tests/faults/test_abort.py tests/transports/test_channels.py",
+        SHARED + "test_of_two_reasons_for_an_abort_the_first_counts",
     ),
     Mutant(
         "detector-abort-without-a-fence",
@@ -249,7 +249,7 @@ MUTANTS = (
         "csrc/transports/shm/heap.cpp",
         "neighbour->first + neighbour->second.bytes == offset",
         "false",
-        HEAP,
+        HEAP + "::test_freed_neighbours_are_one_gap",
     ),
     Mutant(
         "heap-pages-kept-forever",
@@ -282,7 +282,7 @@ MUTANTS = (
         "csrc/transports/shm/local.cpp",
         "header.holders.fetch_sub(1) == 1",
         "header.holders.fetch_sub(1) == 0",
-        HEAP + " tests/faults/test_abort.py::test_errors_leave_no_thread_and_no_file_behind",
+        "tests/faults/test_abort.py::test_errors_leave_no_thread_no_file_and_no_memory_behind",
     ),
     # ------------------------------------------------------------------ store, rendezvous
     Mutant(
