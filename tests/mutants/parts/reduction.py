@@ -101,7 +101,7 @@ MUTANTS = (
         "pycomm/reduction/rates.py",
         "now / self.loss_scale",
         "self.loss_scale / now",
-        FEEDBACK + "test_a_loss_scaler_skips_on_all_ranks",
+        FEEDBACK + "test_residuals_are_in_the_unit_of_the_loss_scale",
     ),
     Mutant(
         "rates-not-saved",
@@ -126,7 +126,7 @@ MUTANTS = (
         "pycomm/reduction/reducer.py",
         "verdict.append(bool(values.isfinite().all()))",
         "verdict.append(True)",
-        DDP + "test_other_gradient_dtypes " + FEEDBACK + "test_an_overflow_leaves_no_trace",
+        FEEDBACK + "test_an_overflow_of_gradients_that_no_codec_takes_is_counted",
     ),
     Mutant(
         "gradients-clipped-as-if-alone",
