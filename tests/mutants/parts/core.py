@@ -54,7 +54,7 @@ MUTANTS = (
         "csrc/core/philox.h",
         "static_cast<uint32_t>(seed >> 32)",
         "static_cast<uint32_t>(0)",
-        "tests/core/test_philox.py",
+        "tests/core/test_philox.py::test_words_are_named_by_seed_step_tensor_and_group",
     ),
     Mutant(
         "threads-own-arithmetic-used",
@@ -102,7 +102,7 @@ MUTANTS = (
         "csrc/core/env.cpp",
         "number > 0",
         "number >= 0",
-        "tests/core/test_env.py",
+        "tests/core/test_env.py::test_bad_rates_are_refused",
     ),
     Mutant(
         "forked-child-passes-for-its-parent",
