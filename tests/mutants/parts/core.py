@@ -70,7 +70,7 @@ MUTANTS = (
         "csrc/core/arithmetic.h",
         "if (differs(found_)) write(found_);",
         "",
-        "tests/core/test_arithmetic.py",
+        "tests/core/test_arithmetic.py::test_reductions",
     ),
     Mutant(
         "sizes-of-uneven-parts-compared",
@@ -94,7 +94,7 @@ MUTANTS = (
         "csrc/core/env.cpp",
         "number >= low",
         "number > low",
-        "tests/core/test_env.py",
+        "tests/core/test_env.py::test_every_variable_is_read",
     ),
     Mutant(
         "rate-of-zero-accepted",
