@@ -4,6 +4,7 @@
 #   make test         run all tests, with the counts of each tier
 #   make lint         run ruff, mypy, clang-format
 #   make soak         run the long tests: two thousand faults, fuzzing, an hour of training through faults
+#   make mutants      make small mistakes in the sources, one at a time, and see whether the tests notice
 #   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
 #   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
@@ -27,7 +28,7 @@ TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-.PHONY: build demo test lint soak bench conformance trainers gpu docs asan tsan clean
+.PHONY: build demo test lint soak mutants bench conformance trainers gpu docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -51,6 +52,9 @@ soak: build $(VENV)/dev.stamp
 	$(IN_VENV) PYCOMM_TEST_ARCHS=all PYCOMM_TEST_EXTENT=full $(PY) -m pytest --quiet \
 	  $$(grep -rlE 'import .*\b(part|pairs|FULL|ARCHS)\b' tests --include='test_*.py')
 	$(PY) -m tests.soak --minutes 60
+
+mutants: build $(VENV)/dev.stamp
+	$(IN_VENV) $(PY) -m tests.mutants
 
 bench: build
 	@$(PY) -m pycomm.bench.refresh; status=$$?; \

@@ -64,21 +64,22 @@ def test_tags_keep_messages_apart_and_order_is_that_of_posting(way):
 
 
 @everywhere
-def test_receives_posted_first_are_filled_first(way):
+@pytest.mark.parametrize("numel", [1, 50_000], ids=["short", "long"])
+def test_receives_posted_first_are_filled_first(way, numel):
     def job(c):
         if c.rank == 1:
             c.barrier()
             for i in range(4):
-                c.send(np.array([i]), 0).wait()
+                c.send(np.full(numel, i), 0).wait()
             return None
-        outs = [np.empty(1, np.int64) for _ in range(4)]
+        outs = [np.empty(numel, np.int64) for _ in range(4)]
         requests = [c.recv(out, src) for out, src in zip(outs, (1, -1, 1, -1), strict=True)]
         c.barrier()
         for request in reversed(requests):
             request.wait()
-        return [int(out[0]) for out in outs]
+        return [set(out.tolist()) for out in outs]
 
-    assert run(2, job, **WAYS[way])[0] == [0, 1, 2, 3]
+    assert run(2, job, **WAYS[way])[0] == [{0}, {1}, {2}, {3}]
 
 
 @everywhere

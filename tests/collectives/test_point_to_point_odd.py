@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import struct
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -88,6 +89,23 @@ def test_the_peer_can_talk_as_it_should(ends):
     peer.says(EAGER, 8, tag=7)
     peer.sends(b"as usual")
     assert receive(communicator) == b"as usual"
+
+
+def test_a_message_whose_bytes_are_still_to_come_is_for_one_receive(ends):
+    communicator, peer = ends
+    driven = communicator.recv(np.zeros(8, np.uint8), 1, tag=9)  # so that rank 0 looks at the lane
+    peer.says(EAGER, 8, tag=7)
+    time.sleep(0.05)  # the header arrives; if it does not, the receives below find nothing
+    outs = [np.zeros(8, np.uint8) for _ in range(2)]
+    requests = [communicator.recv(out, 1, tag=7) for out in outs]
+    peer.sends(b"to first")
+    peer.says(EAGER, 8, tag=7)
+    peer.sends(b"the next")
+    peer.says(EAGER, 8, tag=9)
+    peer.sends(b"any more")
+    for request in (*requests, driven):
+        request.wait()
+    assert [out.tobytes() for out in outs] == [b"to first", b"the next"]
 
 
 @pytest.mark.parametrize("size", [LONGEST + 1, 1 << 31, (1 << 64) - 1])

@@ -261,6 +261,21 @@ def test_an_abort_reaches_all_that_wait(kind):
         assert "rank 0 aborted the group: the disk is full" in str(outcomes[rank])
 
 
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_of_two_reasons_for_an_abort_the_first_counts(kind):
+    def job(transport, rank):
+        if rank < 2:
+            time.sleep(0.05 + 0.1 * rank)
+            transport.abort(f"reason {rank}")
+            time.sleep(0.3)
+        else:
+            time.sleep(0.3)
+            transport.run_shared(_C.OpTag("barrier", seq=1))
+
+    outcomes = RUNNERS[kind](3, job)
+    assert "rank 0 aborted the group: reason 0" in str(outcomes[2])
+
+
 def test_a_failed_call_ends_the_window():
     def job(transport, rank):
         if rank == 0:

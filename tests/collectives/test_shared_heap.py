@@ -194,6 +194,20 @@ def test_blocks_never_overlap():
     run(2, job)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1)])
+def test_freed_neighbours_are_one_gap(order):
+    def job(c):
+        blocks = [c.allocate(10 * PAGE // 4) for _ in range(4)]
+        begin = address(blocks[0])
+        assert address(blocks[3]) == begin + 30 * PAGE
+        for freed in order:
+            blocks[freed] = None
+            gc.collect()
+        assert address(c.allocate(29 * PAGE // 4)) == begin
+
+    run(2, job)
+
+
 def test_many_freed_bytes_go_back_to_the_system():
     def job(c):
         if c.rank == 1:

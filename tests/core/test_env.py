@@ -56,7 +56,7 @@ def test_every_variable_is_read():
         PYCOMM_TLS="on",
         PYCOMM_SPIN="100",
         PYCOMM_TRACE="/tmp/traces",
-        PYCOMM_TRACE_SIZE="16",
+        PYCOMM_TRACE_SIZE="0",
     )
     assert json.loads(values.stdout) == {
         "transport": "tcp",
@@ -72,7 +72,7 @@ def test_every_variable_is_read():
         "tls": True,
         "spin": 100,
         "trace": "/tmp/traces",
-        "trace_size": 16,
+        "trace_size": 0,
     }
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,11 +86,12 @@ def held():
     gc.collect()
     threads = len(os.listdir("/proc/self/task"))
     files = len(os.listdir("/proc/self/fd"))
-    return threads, files
+    maps = Path("/proc/self/maps").read_text()
+    return threads, files, maps.count("/dev/zero") + maps.count("memfd:")  # shared memory
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
-def test_errors_leave_no_thread_and_no_file_behind(transport):
+def test_errors_leave_no_thread_no_file_and_no_memory_behind(transport):
     def fail(c):
         c.recv(np.ones(10), 1 - c.rank)
         c.all_reduce(np.ones(10))

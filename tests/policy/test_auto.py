@@ -217,6 +217,14 @@ def test_it_looks_again_when_the_time_of_a_step_has_changed():
     assert auto.codec == "fp32"
 
 
+def test_one_slow_stretch_is_no_change():
+    auto = Auto(CANDIDATES, Trial(again=10**6, watch=20))
+    run(auto, Clock(1e12), 200)
+    # Of two watches one at most is slow at the median, and one is, wherever they begin.
+    used = run(auto, Clock(12.5 * MB), 19) + run(auto, Clock(1e12), 100)
+    assert set(used) == {"fp32"}
+
+
 def test_trials_become_rarer_while_nothing_changes():
     auto = Auto(CANDIDATES, Trial(again=50))
     used = run(auto, Clock(60 * MB, compute=2.0), 4000)

@@ -101,6 +101,7 @@ def check_refused(rank: int, size: int) -> None:
         lambda: state.follow(scaler=3),
         lambda: state.rescale("x"),
         lambda: state.rescale(-1),
+        lambda: state.rescale(0),
         lambda: state.rescale(2.0, names="0.weight"),
         lambda: state.set_epoch("x"),
         lambda: state.load_state_dict({}),

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.feedback import Residuals
+from pycomm.reduction.rates import Rates
 from tests.torch.hooks.test_ddp_compress import (
     SHAPES,
     Chosen,
@@ -158,6 +160,49 @@ def check_scaler(rank: int, size: int, where: int) -> None:
             assert state._rates.loss_scale == 2.0**15
     assert scaler.get_scale() == 2.0**15
     assert state.overflows == 1
+
+
+class Scaler:
+    """A loss scaler whose scale the test sets."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def test_residuals_are_in_the_unit_of_the_loss_scale():
+    rates, residuals = Rates(), Residuals(pycomm.Feedback(storage="float32"), 1)
+    residual = residuals.get("w", 4, torch.device("cpu"))
+    assert residual.worker is not None
+    residual.worker[0].copy_(torch.arange(4.0))
+    rates.scaler = scaler = Scaler(2.0**16)  # type: ignore[assignment]
+    rates.rescale(residuals, {})
+    assert residual.current("worker").tolist() == [0, 1, 2, 3]
+    scaler.scale = 2.0**15
+    rates.rescale(residuals, {})
+    assert residual.current("worker").tolist() == [0, 0.5, 1, 1.5]
+    later = Rates()
+    later.load_state_dict(rates.state_dict())
+    assert later.loss_scale == 2.0**15
+
+
+def check_wide_overflow(rank: int, size: int) -> None:
+    model = DistributedDataParallel(Chosen().double())
+    state = pycomm.compress(model, "int8")
+    for step, bad in enumerate([False, True, False]):
+        given = {name: g.double() for name, g in gradients(rank, step).items()}
+        if bad and rank == size - 1:
+            given["small"].view(-1)[17] = float("inf")
+        got = reduced(model, given)
+        assert got["small"].isfinite().all() == (not bad)
+    state.settle()
+    assert state.overflows == 1
+
+
+def test_an_overflow_of_gradients_that_no_codec_takes_is_counted(pool):
+    pool.run(check_wide_overflow)
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])

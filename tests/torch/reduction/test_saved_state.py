@@ -138,6 +138,9 @@ def check_emptied(rank: int, size: int) -> None:
         with pytest.raises(ValueError, match=f"its entry rank{rank} of step 0"):
             other.load_state_dict(state_dict)
         assert other.step == 0  # nothing of it was taken over
+    later = {**saved, "about": ({**saved["about"][0], "version": 99},)}
+    with pytest.raises(ValueError, match="has version 99"):
+        other.load_state_dict(later)
     # This is version 2, with its entries in their former places.
     other.load_state_dict({**old, f"rank{rank}": saved[f"rank{rank}"][1]})
     assert same(state, other)

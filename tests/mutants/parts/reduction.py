@@ -1,0 +1,366 @@
+"""Mutants of the package: steps, buckets, PowerSGD, LocalSGD, hooks."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+STATE = "pycomm/reduction/state.py"
+DDP = "tests/torch/test_ddp_compress.py::"
+FEEDBACK = "tests/torch/test_feedback_state.py::"
+POWERSGD = "tests/torch/test_powersgd_factors.py"
+LOCAL = "tests/torch/test_local_sgd.py::"
+
+MUTANTS = (
+    # ------------------------------------------------------------------ steps
+    Mutant(
+        "discarded-step-kept",
+        "residual",
+        STATE,
+        "finite and self._complete and not self._discarded",
+        "finite and self._complete",
+        "tests/torch/test_thrown_gradients.py::test_discard",
+    ),
+    Mutant(
+        "residuals-of-an-overflow-kept",
+        "residual",
+        STATE,
+        "- self._unused() - self._thrown if came else set()",
+        "- self._unused() - self._thrown",
+        DDP
+        + "test_overflow_reaches_all_ranks_and_leaves_no_trace "
+        + FEEDBACK
+        + "test_an_overflow_leaves_no_trace",
+    ),
+    Mutant(
+        "overflows-not-counted",
+        "state",
+        STATE,
+        "self.overflows += not finite",
+        "self.overflows += 0",
+        DDP + "test_overflow_reaches_all_ranks_and_leaves_no_trace",
+    ),
+    Mutant(
+        "factors-of-an-overflow-kept",
+        "state",
+        STATE,
+        "self._exchanges.memory.commit(came)",
+        "self._exchanges.memory.commit(True)",
+        "tests/torch/test_powersgd_ddp.py::test_an_overflow_leaves_no_trace",
+    ),
+    Mutant(
+        "step-not-saved",
+        "state",
+        STATE,
+        '"step": self.step,',
+        '"step": 0,',
+        DDP + "test_saved_state_continues_to_the_bit",
+    ),
+    Mutant(
+        "steps-have-one-number",
+        "random",
+        STATE,
+        "self.step = (self.step + 1) % 2**32",
+        "self.step = 1",
+        "tests/torch/test_policy.py::test_a_schedule_loses_nothing",
+    ),
+    Mutant(
+        "factor-of-zero-accepted",
+        "comparison",
+        STATE,
+        "if factor <= 0:",
+        "if factor < 0:",
+        "tests/torch/test_refused_arguments.py::test_every_public_function_names_what_it_refuses",
+    ),
+    Mutant(
+        "state-of-another-version-read",
+        "check",
+        STATE,
+        'about["version"] not in _READABLE',
+        "False",
+        "tests/torch/test_saved_state.py",
+    ),
+    Mutant(
+        "lost-ranks-residuals-scaled-the-wrong-way",
+        "arithmetic",
+        STATE,
+        '[owed], about["world_size"], ranks)',
+        '[owed], ranks, about["world_size"])',
+        "tests/torch/test_shrink_and_go_on.py",
+    ),
+    Mutant(
+        "learning-rate-turned-round",
+        "arithmetic",
+        "pycomm/reduction/rates.py",
+        "before / rate",
+        "rate / before",
+        FEEDBACK + "test_a_new_learning_rate_rescales_what_is_owed",
+    ),
+    Mutant(
+        "loss-scale-turned-round",
+        "arithmetic",
+        "pycomm/reduction/rates.py",
+        "now / self.loss_scale",
+        "self.loss_scale / now",
+        FEEDBACK + "test_residuals_are_in_the_unit_of_the_loss_scale",
+    ),
+    Mutant(
+        "rates-not-saved",
+        "state",
+        "pycomm/reduction/rates.py",
+        '{"rates": dict(self.learning), "loss_scale": self.loss_scale}',
+        '{"rates": {}, "loss_scale": self.loss_scale}',
+        FEEDBACK + "test_a_new_learning_rate_rescales_what_is_owed tests/torch/test_saved_state.py",
+    ),
+    # ------------------------------------------------------------------ buckets
+    Mutant(
+        "plain-average-not-divided",
+        "arithmetic",
+        "pycomm/reduction/reducer.py",
+        "tensor.div_(self.process_group.size())",
+        "tensor.div_(1)",
+        DDP + "test_other_gradient_dtypes",
+    ),
+    Mutant(
+        "plain-overflow-unseen",
+        "check",
+        "pycomm/reduction/reducer.py",
+        "verdict.append(bool(values.isfinite().all()))",
+        "verdict.append(True)",
+        FEEDBACK + "test_an_overflow_of_gradients_that_no_codec_takes_is_counted",
+    ),
+    Mutant(
+        "gradients-clipped-as-if-alone",
+        "arithmetic",
+        "pycomm/reduction/reducer.py",
+        "clip / self.process_group.size() ** 0.5",
+        "clip",
+        FEEDBACK + "test_dgc_is_topk_with_its_warm_up_and_momentum",
+    ),
+    Mutant(
+        "paid-residual-sent-again",
+        "residual",
+        "pycomm/reduction/reducer.py",
+        "self._paying |= bucket.paying",
+        "pass",
+        "tests/torch/test_policy.py::test_a_schedule_loses_nothing "
+        "tests/torch/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
+    ),
+    Mutant(
+        "bucket-of-another-size-reduced",
+        "check",
+        "pycomm/reduction/reducer.py",
+        "bucket.numel != tensor.numel()",
+        "False",
+        "tests/torch/test_complex.py::test_a_bucket_of_another_size_is_refused",
+    ),
+    Mutant(
+        "exact-codec-forgets-what-is-owed",
+        "residual",
+        "pycomm/reduction/bucket.py",
+        'owes or name in residuals or kind == "momentum"',
+        'owes or kind == "momentum"',
+        "tests/torch/test_policy.py::test_a_schedule_loses_nothing "
+        "tests/torch/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
+    ),
+    Mutant(
+        "layout-of-another-order-is-the-same",
+        "state",
+        "pycomm/reduction/bucket.py",
+        'text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)',
+        'text = ""',
+        FEEDBACK
+        + "test_other_numbers_of_ranks_owe_the_same "
+        + DDP
+        + "test_feedback_loses_nothing_over_new_buckets",
+    ),
+    Mutant(
+        "rows-share-random-numbers",
+        "random",
+        "pycomm/reduction/coding.py",
+        "seed = hop_seed(seed, row)",
+        "pass",
+        "tests/torch/test_any_backend_contract.py",
+    ),
+    Mutant(
+        "owner-rounds-as-a-worker",
+        "random",
+        "pycomm/reduction/coding.py",
+        "OWNER_HOP, 0, 1",
+        "self.rank, 0, 1",
+        "tests/torch/test_any_backend_contract.py",
+    ),
+    Mutant(
+        "payload-of-an-impossible-size-read",
+        "check",
+        "pycomm/reduction/coding.py",
+        "not 0 < used <= part.numel() or used % 4",
+        "used > part.numel()",
+        "tests/torch/test_batched_buckets.py tests/torch/test_any_backend_contract.py",
+    ),
+    Mutant(
+        "measures-of-the-first-rank-for-all",
+        "rank",
+        "pycomm/reduction/coding.py",
+        "gather_equal(ours, group).amax(0)",
+        "gather_equal(ours, group)[0]",
+        "tests/torch/test_any_backend_contract.py",
+    ),
+    Mutant(
+        "one-finite-row-is-enough",
+        "comparison",
+        "pycomm/reduction/two_shot.py",
+        "dist.ReduceOp.MIN",
+        "dist.ReduceOp.MAX",
+        "tests/torch/test_compressed_collectives.py::"
+        "test_every_rank_knows_of_an_overflow_in_a_row_of_another",
+    ),
+    Mutant(
+        "overflow-of-dense-pieces-forgotten",
+        "check",
+        "pycomm/reduction/two_shot.py",
+        "finite &= batched.add_up",
+        "finite = batched.add_up",
+        "tests/torch/test_compressed_collectives.py tests/torch/test_batched_buckets.py",
+    ),
+    Mutant(
+        "gradient-that-is-zero-at-the-samples-thrown-away",
+        "check",
+        "pycomm/reduction/taken.py",
+        "    return bool(gradient.any())",
+        "    return False",
+        "tests/torch/test_taken_gradients.py tests/torch/test_thrown_gradients.py",
+    ),
+    Mutant(
+        "thrown-gradients-only-of-moved-parameters",
+        "check",
+        "pycomm/reduction/taken.py",
+        "self._tracked.intersection(names) - self._all_moved()",
+        "set(names) - self._all_moved()",
+        "tests/torch/test_taken_gradients.py tests/torch/test_thrown_gradients.py",
+    ),
+    # ------------------------------------------------------------------ PowerSGD, LocalSGD
+    Mutant(
+        "powersgd-adds-what-was-sent",
+        "sign",
+        "pycomm/reduction/powersgd.py",
+        "alpha=-1",
+        "alpha=1",
+        POWERSGD,
+    ),
+    Mutant(
+        "powersgd-overflow-unseen",
+        "check",
+        "pycomm/reduction/powersgd.py",
+        "self._finite.append(mean.isfinite().all())",
+        "pass",
+        POWERSGD,
+    ),
+    Mutant(
+        "powersgd-exact-pieces-owe-again",
+        "residual",
+        "pycomm/reduction/powersgd.py",
+        "piece.residual.owe(torch.zeros_like(target))",
+        "pass",
+        POWERSGD + " tests/torch/test_way_back.py",
+    ),
+    Mutant(
+        "powersgd-scale-squared-in-each-step",
+        "arithmetic",
+        "pycomm/reduction/powersgd.py",
+        "right / top, self.right",
+        "right, self.right",
+        POWERSGD,
+    ),
+    Mutant(
+        "outer-step-uphill",
+        "sign",
+        "pycomm/reduction/outer.py",
+        "alpha=-lr",
+        "alpha=lr",
+        LOCAL + "test_without_momentum_it_averages_parameters",
+    ),
+    Mutant(
+        "outer-start-is-not-what-was-written",
+        "arithmetic",
+        "pycomm/reduction/outer.py",
+        "begin.to(part.dtype).to(begin.dtype)",
+        "begin",
+        "tests/torch/test_local_sgd_models.py::test_small_outer_updates_of_16_bit_parameters_add_up",
+    ),
+    Mutant(
+        "outer-mean-of-new-parameters-a-sum",
+        "arithmetic",
+        "pycomm/reduction/outer.py",
+        "mean.div_(group.size())",
+        "pass",
+        "tests/torch/test_local_sgd_models.py::test_parameters_may_be_added_and_replaced "
+        "tests/torch/test_local_sgd_models.py::"
+        "test_unfrozen_parameters_take_part_and_frozen_ones_keep_still",
+    ),
+    Mutant(
+        "infinite-round-applied",
+        "check",
+        "pycomm/local_sgd.py",
+        "not all(part.isfinite().all() for part in gradient.values())",
+        "False",
+        LOCAL + "test_a_round_that_is_not_finite_leaves_no_trace",
+    ),
+    Mutant(
+        "round-one-step-longer",
+        "comparison",
+        "pycomm/local_sgd.py",
+        "self.local_steps < self.every",
+        "self.local_steps <= self.every",
+        LOCAL + "test_without_momentum_it_averages_parameters",
+    ),
+    Mutant(
+        "pending-round-not-saved",
+        "state",
+        "pycomm/local_sgd.py",
+        "None if pending is None else _copies(pending),",
+        "None,",
+        LOCAL + "test_saved_state_continues_to_the_bit",
+    ),
+    # ------------------------------------------------------------------ hooks
+    Mutant(
+        "after-removal-a-sum",
+        "arithmetic",
+        "pycomm/hooks/ddp.py",
+        "tensor.div_(self.process_group.size())",
+        "pass",
+        "tests/torch/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
+    ),
+    Mutant(
+        "unused-parameters-not-looked-for",
+        "check",
+        "pycomm/hooks/ddp.py",
+        "name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n",
+        "name for name, n in zip(self._reduced, used.tolist(), strict=True) if n < 0",
+        FEEDBACK + "test_an_unused_parameter_keeps_what_it_owes",
+    ),
+    Mutant(
+        "one-finite-shard-is-enough",
+        "comparison",
+        "pycomm/hooks/fsdp.py",
+        "dist.ReduceOp.MIN",
+        "dist.ReduceOp.MAX",
+        "tests/torch/test_fsdp_compress.py::test_overflow_leaves_no_trace_at_any_shard",
+    ),
+    Mutant(
+        "backward-ends-before-its-collectives",
+        "wait",
+        "pycomm/hooks/fsdp.py",
+        "            wait()\n",
+        "            pass\n",
+        "tests/torch/test_fsdp_compress.py::test_accumulation "
+        "tests/torch/test_fsdp_compress.py::test_exact_gradients_are_those_of_replicas",
+    ),
+    Mutant(
+        "replicas-not-compared",
+        "check",
+        "pycomm/hooks/replicas.py",
+        "if backend is not None:\n                backend.compare",
+        "if backend is None:\n                backend.compare",
+        "tests/torch/test_replicas.py",
+    ),
+)

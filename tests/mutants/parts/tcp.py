@@ -1,0 +1,259 @@
+"""Mutants of csrc/transports/tcp: frames, connections, handshake."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+FRAMES = "tests/transports/test_tcp_frames.py::"
+HEALS = "tests/transports/test_tcp_heals.py::"
+HANDSHAKE = "tests/transports/test_tcp_handshake.py"
+
+MUTANTS = (
+    # ------------------------------------------------------------------ TCP frames
+    Mutant(
+        "frame-payload-not-checked",
+        "check",
+        "csrc/transports/tcp/channel_receive.cpp",
+        "crc == expected",
+        "true",
+        FRAMES + "test_damaged_payload_is_found_and_named",
+    ),
+    Mutant(
+        "frame-checksum-that-follows-not-awaited",
+        "order",
+        "csrc/transports/tcp/channel_receive.cpp",
+        "header.checks == FrameHeader::kNext",
+        "false",
+        FRAMES + "test_a_message_waits_for_the_checksum_of_its_last_frame",
+    ),
+    Mutant(
+        "frame-that-comes-twice-taken",
+        "check",
+        "csrc/transports/tcp/channel_receive.cpp",
+        "header.length > message.data.size - message.begun || message.done",
+        "false",
+        FRAMES + "test_frames_never_hold_more_than_their_message",
+    ),
+    Mutant(
+        "frame-of-another-call-taken",
+        "check",
+        "csrc/transports/tcp/channel_receive.cpp",
+        "header.tag_hash != message.tag_hash || header.size != message.data.size",
+        "header.size != message.data.size",
+        "tests/transports/test_channels.py::test_mismatch_describes_both_calls",
+    ),
+    Mutant(
+        "frame-header-not-checked",
+        "check",
+        "csrc/transports/tcp/frame.cpp",
+        "header.checksum != checksum_of(header)",
+        "false",
+        FRAMES + "test_damaged_header_is_found",
+    ),
+    Mutant(
+        "frame-beyond-its-message-taken",
+        "check",
+        "csrc/transports/tcp/frame.cpp",
+        "header.length > header.size - header.offset",
+        "false",
+        FRAMES + "test_false_frame_is_described",
+    ),
+    Mutant(
+        "message-done-before-all-of-it-is-sent",
+        "check",
+        "csrc/transports/tcp/channel_send.cpp",
+        "message.frames == 0 && place < cutting_",
+        "message.frames == 0",
+        "tests/transports/test_channels.py "
+        "tests/transports/test_tcp.py::test_sockets_share_a_message",
+    ),
+    Mutant(
+        "message-done-before-its-checksum-is-sent",
+        "order",
+        "csrc/transports/tcp/channel_send.cpp",
+        "released(std::exchange(socket.proving, 0))",
+        "released(socket.proving)",
+        FRAMES + "test_what_is_sent_has_a_checksum_of_every_payload "
+        "tests/transports/test_channels.py",
+    ),
+    Mutant(
+        "acknowledgement-of-what-was-not-sent-taken",
+        "check",
+        "csrc/transports/tcp/stream.h",
+        "if (received > high_) return false;",
+        "",
+        FRAMES + "test_false_frame_is_described",
+    ),
+    Mutant(
+        "kept-bytes-not-continued-at-the-beginning",
+        "rank",
+        "csrc/transports/tcp/stream.cpp",
+        "if (first < bytes) parts[count++] = part(ring_.data(), bytes - first);",
+        "",
+        HEALS + "test_collectives_go_on_when_connections_are_cut",
+        escapes="the ring must wrap inside the bytes that are sent anew after a cut, which takes "
+        "64 KiB of unacknowledged small messages: random cuts rarely meet it",
+    ),
+    # ------------------------------------------------------------------ TCP connections
+    Mutant(
+        "stream-resumes-where-it-was",
+        "rank",
+        "csrc/transports/tcp/channel_resume.cpp",
+        "socket.out.resume_at(socket.theirs.received);",
+        "",
+        HEALS + "test_collectives_go_on_when_connections_are_cut",
+    ),
+    Mutant(
+        "torn-frame-is-no-loss",
+        "check",
+        "csrc/transports/tcp/channel_resume.cpp",
+        "torn || over",
+        "over",
+        FRAMES + "test_torn_frame_is_a_lost_peer",
+    ),
+    Mutant(
+        "lost-bytes-of-a-quiet-rank-not-repeated",
+        "check",
+        "csrc/transports/tcp/channel_resume.cpp",
+        "reconnect(outgoing_.empty());",
+        "",
+        HEALS + "test_what_was_cut_off_is_repeated_by_a_rank_that_communicates_no_more",
+    ),
+    Mutant(
+        "equal-generation-does-not-replace",
+        "comparison",
+        "csrc/transports/tcp/connect/connector.cpp",
+        "hello.generation < place.generation",
+        "hello.generation <= place.generation",
+        HEALS + "test_what_was_said_on_a_connection_that_stood_for_one_end_alone_is_repeated",
+    ),
+    Mutant(
+        "connection-made-anew-without-a-new-number",
+        "constant",
+        "csrc/transports/tcp/connect/reconnect.cpp",
+        "broken.generation + 1",
+        "broken.generation",
+        HEALS + "test_collectives_go_on_when_connections_are_cut",
+    ),
+    Mutant(
+        "requests-of-a-cut-control-connection-lost",
+        "state",
+        "csrc/transports/tcp/connect/connector.cpp",
+        "ask_again(link);",
+        "",
+        HEALS
+        + "test_all_connections_cut_between_calls "
+        + HEALS
+        + "test_words_that_were_cut_off_at_the_end_are_repeated",
+    ),
+    Mutant(
+        "abort-not-repeated-to-who-does-not-read",
+        "state",
+        "csrc/transports/tcp/connect/connector.cpp",
+        "control_->unsent()",
+        "false",
+        HEALS + "test_an_abort_reaches_a_rank_that_read_nothing_for_a_while",
+    ),
+    Mutant(
+        "close-not-repeated-on-a-new-connection",
+        "state",
+        "csrc/transports/tcp/connect/control.cpp",
+        "if (leaving_) tell(peer, Notice(Notice::Kind::close));",
+        "",
+        HEALS + "test_a_goodbye_that_was_cut_off_is_repeated",
+    ),
+    Mutant(
+        "half-a-notice-continued-on-a-new-connection",
+        "state",
+        "csrc/transports/tcp/connect/control.cpp",
+        "peer.in_done = 0;",
+        "",
+        HEALS + "test_words_that_were_cut_off_at_the_end_are_repeated",
+        within="peer.generation = generation;\n  peer.in_done = 0;",
+        escapes="the connection must be cut inside a notice, which one packet carries",
+    ),
+    Mutant(
+        "last-death-named-first",
+        "comparison",
+        "csrc/transports/tcp/connect/control.cpp",
+        "peer->cut_at < first->cut_at",
+        "peer->cut_at > first->cut_at",
+        "tests/faults/test_lost.py::"
+        "test_of_two_that_die_the_first_is_named_by_who_waits_for_the_second",
+    ),
+    # ------------------------------------------------------------------ TCP set-up
+    Mutant(
+        "secret-not-compared",
+        "check",
+        "csrc/transports/tcp/connect/handshake.cpp",
+        'equal_digests(message<Digest>(), proof_of("connect"))',
+        "true",
+        "tests/transports/test_tcp.py::test_wrong_secret_is_refused_and_explained " + HANDSHAKE,
+    ),
+    Mutant(
+        "listener-not-asked-for-the-secret",
+        "check",
+        "csrc/transports/tcp/connect/handshake.cpp",
+        'equal_digests(verdict.body, proof_of("listen"))',
+        "true",
+        HANDSHAKE,
+    ),
+    Mutant(
+        "challenge-not-part-of-the-proof",
+        "check",
+        "csrc/transports/tcp/connect/handshake.cpp",
+        "text.append(reinterpret_cast<const char*>(challenge_.data()), challenge_.size());",
+        "",
+        HANDSHAKE,
+    ),
+    Mutant(
+        "both-ends-prove-alike",
+        "check",
+        "csrc/transports/tcp/connect/handshake.cpp",
+        'std::string("pycomm tcp ") + role',
+        'std::string("pycomm tcp ")',
+        HANDSHAKE,
+    ),
+    Mutant(
+        "plain-connection-where-we-encrypt",
+        "check",
+        "csrc/transports/tcp/connect/handshake.cpp",
+        "hello_.tls != static_cast<uint16_t>(tls_)",
+        "false",
+        "tests/transports/test_tls.py::test_ranks_that_do_not_agree_are_told "
+        "tests/transports/test_tls.py::test_who_knows_the_secret_and_speaks_plain_is_refused",
+    ),
+    Mutant(
+        "socket-beyond-the-last-accepted",
+        "check",
+        "csrc/transports/tcp/connect/handshake.cpp",
+        "hello_.lane < kLanes && hello_.socket < hello_.sockets",
+        "hello_.lane < kLanes",
+        HANDSHAKE,
+    ),
+    Mutant(
+        "descriptor-not-closed",
+        "state",
+        "csrc/transports/tcp/net/fd.cpp",
+        "::close(fd);",
+        "",
+        "tests/transports/test_tcp.py::test_set_up_leaves_no_descriptor_behind",
+        within="fds_.erase(fd);\n    ::close(fd);",
+    ),
+    Mutant(
+        "children-keep-connections",
+        "state",
+        "csrc/transports/tcp/net/fd.cpp",
+        "fds_.insert(fd);",
+        "",
+        "tests/transports/test_tcp.py::test_workers_forked_from_a_rank_do_not_keep_it_alive",
+    ),
+    Mutant(
+        "pacer-does-not-count",
+        "state",
+        "csrc/transports/tcp/net/pacer.h",
+        "tokens_ -= static_cast<double>(part);",
+        "",
+        "tests/transports/test_tcp.py::test_pacing_holds_the_rate_over_all_peers",
+    ),
+)

@@ -1,0 +1,207 @@
+"""Mutants of csrc/binding: the process group of torch, and the binding of the core."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+OPS = "tests/torch/test_backend_ops.py::"
+ARGUMENTS = "tests/torch/test_backend_arguments.py::"
+GROUPS = "tests/torch/test_backend_groups.py::"
+
+MUTANTS = (
+    Mutant(
+        "result-not-copied-to-a-tensor-with-gaps",
+        "state",
+        "csrc/binding/torch/support.h",
+        "if (!flat_.is_same(tensor_)) tensor_.copy_(flat_);",
+        "",
+        OPS + "test_tensors_that_are_not_contiguous",
+    ),
+    Mutant(
+        "others-wait-for-a-rank-with-wrong-parts",
+        "check",
+        "csrc/binding/torch/collectives.cpp",
+        "in == out || size_ == 1",
+        "true",
+        ARGUMENTS + "test_a_part_that_only_one_rank_sees_to_be_wrong_ends_the_wait_of_all",
+    ),
+    Mutant(
+        "sizes-of-a-list-not-compared",
+        "check",
+        "csrc/binding/torch/collectives.cpp",
+        "if (compare) compare_sizes(comm, Op::all_gather, input, out, call.timeout);",
+        "",
+        ARGUMENTS + "test_a_list_that_is_wrong_for_one_rank_raises_on_all",
+    ),
+    Mutant(
+        "peer-beyond-the-last-accepted",
+        "comparison",
+        "csrc/binding/torch/arguments.h",
+        "peer < 0 || peer >= size",
+        "peer < 0 || peer > size",
+        ARGUMENTS + "test_roots_peers_and_tags_that_do_not_exist_are_refused_at_the_call",
+    ),
+    Mutant(
+        "negative-split-accepted",
+        "check",
+        "csrc/binding/torch/arguments.h",
+        "count >= 0 && count <= left",
+        "count <= left",
+        ARGUMENTS + "test_negative_split_sizes_are_refused_and_nothing_is_written",
+    ),
+    Mutant(
+        "outputs-that-overlap-accepted",
+        "check",
+        "csrc/binding/torch/arguments.h",
+        "taken && place.begin < taken",
+        "false",
+        ARGUMENTS + "test_outputs_that_share_memory_are_refused_at_the_call",
+    ),
+    Mutant(
+        "coalesced-work-done-when-one-is",
+        "wait",
+        "csrc/binding/torch/work.h",
+        "for (const WorkPtr& work : works_)\n"
+        "      work->wait(timeout.count() > 0 ? std::max(deadline.left(), Milliseconds(1)) : "
+        "kNoTimeout);",
+        "works_.front()->wait(timeout);",
+        "tests/torch/test_backend_forms.py::test_a_coalescing_block_is_one_work "
+        "tests/torch/test_backend_forms.py::test_batches_of_sends_and_receives_are_one_work",
+    ),
+    Mutant(
+        "timeout-is-told-as-another-error",
+        "error",
+        "csrc/binding/torch/work.h",
+        "late_ = error_type(error) == c10d::ErrorType::TIMEOUT;",
+        "",
+        "tests/torch/test_backend_groups.py::test_failed_work_says_how "
+        "tests/torch/test_backend_trace.py::"
+        "test_a_timeout_is_told_alike_by_waits_futures_and_later_calls",
+    ),
+    Mutant(
+        "wait-of-a-work-without-its-limit",
+        "deadline",
+        "csrc/binding/torch/work.h",
+        "timeout.count() <= 0",
+        "true",
+        GROUPS + "test_wait_that_times_out_names_rank_and_operation_and_hurts_nothing",
+    ),
+    Mutant(
+        "error-of-a-work-swallowed",
+        "error",
+        "csrc/binding/torch/work.h",
+        "error ? fail(error) : complete();",
+        "complete();",
+        "tests/torch/test_backend_errors.py::test_rank_that_does_not_call_is_named "
+        "tests/torch/test_backend_errors.py::test_different_calls_are_named_on_both_ranks",
+    ),
+    Mutant(
+        "kind-of-an-error-not-kept",
+        "error",
+        "csrc/binding/torch/engine.h",
+        "note(std::current_exception());",
+        "",
+        "tests/torch/test_backend_groups.py::test_failed_work_says_how",
+    ),
+    Mutant(
+        "operation-in-a-callback-comes-later",
+        "order",
+        "csrc/binding/torch/engine.h",
+        "if (queue_.inside()) return run();",
+        "",
+        "tests/torch/test_backend_callbacks.py",
+        within="if (queue_.inside()) return run();\n    queue_.submit(std::move(run));\n  }\n\n"
+        "  /// Queues a comparison",
+    ),
+    Mutant(
+        "compressed-bucket-of-16-bits-not-narrowed",
+        "state",
+        "csrc/binding/torch/compressed.cpp",
+        "to.finish();",
+        "",
+        "tests/torch/test_compressed_collectives.py::test_16_bit_floats_and_wrong_arguments "
+        "tests/torch/test_compressed_collectives.py::test_small_floats_likewise",
+    ),
+    Mutant(
+        "compressed-overflow-unseen",
+        "check",
+        "csrc/binding/torch/compressed.cpp",
+        "coded(comm, coded_call.op, args, out)",
+        "(coded(comm, coded_call.op, args, out), true)",
+        "tests/torch/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace",
+    ),
+    Mutant(
+        "residual-read-from-the-new-side",
+        "residual",
+        "csrc/binding/torch/layout.h",
+        "(*pair)[sides.old]",
+        "(*pair)[sides.fresh]",
+        "tests/torch/test_compressed_collectives.py::test_any_backend_gives_the_bits_of_cpp",
+    ),
+    Mutant(
+        "shrunk-group-forgets-its-numbers",
+        "rank",
+        "csrc/binding/torch/groups.cpp",
+        "old_ranks.empty() ? r : old_ranks[r]",
+        "r",
+        GROUPS + "test_shrink_group tests/torch/test_shrink_and_go_on.py",
+    ),
+    Mutant(
+        "shrink-names-ranks-of-the-new-group",
+        "rank",
+        "csrc/binding/torch/groups.cpp",
+        "kept[lost.rank]",
+        "lost.rank",
+        GROUPS + "test_shrink_group tests/torch/test_shrink_and_go_on.py",
+    ),
+    Mutant(
+        "group-of-an-old-name-meets-its-values",
+        "state",
+        "csrc/binding/torch/groups.cpp",
+        'name + "/" + std::to_string(generation)',
+        "name",
+        OPS + "test_groups_one_after_another_in_the_same_store",
+    ),
+    Mutant(
+        "monitored-barrier-names-one-rank",
+        "comparison",
+        "csrc/binding/torch/groups.cpp",
+        "wait_all_ranks || count == 0",
+        "count == 0",
+        GROUPS + "test_monitored_barrier_names_all_ranks_that_are_missing",
+    ),
+    Mutant(
+        "options-of-a-parent-forgotten",
+        "deadline",
+        "csrc/binding/torch/groups.cpp",
+        "if (options->timeout == kBackendDefaultTimeout) options->timeout = options_->timeout;",
+        "",
+        GROUPS + "test_split_group " + GROUPS + "test_the_first_timeout_that_is_named_wins",
+    ),
+    Mutant(
+        "message-kept-by-its-group",
+        "state",
+        "csrc/binding/torch/point_to_point.cpp",
+        "self->wanted_.erase(std::find(self->wanted_.begin(), self->wanted_.end(), work));",
+        "",
+        "tests/torch/test_group_ends.py::"
+        "test_nobody_keeps_a_message_that_has_been_sent_or_received",
+    ),
+    Mutant(
+        "short-timeout-becomes-none",
+        "deadline",
+        "csrc/binding/core/arguments.h",
+        "std::ceil(seconds * 1e3)",
+        "std::floor(seconds * 1e3)",
+        "tests/collectives/test_arguments.py::test_times_that_are_none "
+        "tests/faults/test_absent.py::test_a_call_may_name_its_own_timeout",
+    ),
+    Mutant(
+        "pieces-that-wrap-accepted",
+        "check",
+        "csrc/binding/core/arguments.h",
+        "numel > kLargestBuffer / sizeof(float) - numel_",
+        "false",
+        "tests/collectives/test_arguments.py::test_pieces_that_wrap",
+    ),
+)
