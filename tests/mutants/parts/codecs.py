@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 BYTES = "tests/codecs/test_contract.py::test_same_bytes"
 GOLDEN = "tests/codecs/test_golden.py"
-KINDS = "tests/torch/test_feedback_kinds.py"
+KINDS = "tests/torch/feedback/test_kinds.py"
 
 MUTANTS = (
     # ------------------------------------------------------------------ feedback
@@ -14,24 +14,24 @@ MUTANTS = (
         "ema-weights-exchanged",
         "residual",
         "csrc/codecs/base/feedback.cpp",
-        "decay * e[i] + rest * owed[i]",
-        "rest * e[i] + decay * owed[i]",
+        "decay * e[i] + rest * new_residual[i]",
+        "rest * e[i] + decay * new_residual[i]",
         KINDS,
     ),
     Mutant(
         "momentum-masked-where-nothing-was-sent",
         "comparison",
         "csrc/codecs/base/feedback.cpp",
-        "owed[i] == x[i] + v[i]",
-        "owed[i] != x[i] + v[i]",
+        "new_residual[i] == x[i] + v[i]",
+        "new_residual[i] != x[i] + v[i]",
         KINDS,
     ),
     Mutant(
         "ef21-forgets-its-estimate",
         "residual",
         "csrc/codecs/base/feedback.cpp",
-        "((x[i] + minus_g[i]) - owed[i]) - minus_g[i]",
-        "(x[i] + minus_g[i]) - owed[i]",
+        "((x[i] + minus_g[i]) - new_residual[i]) - minus_g[i]",
+        "(x[i] + minus_g[i]) - new_residual[i]",
         KINDS,
     ),
     Mutant(
@@ -54,7 +54,7 @@ MUTANTS = (
         "residual-not-written",
         "residual",
         "csrc/codecs/base/feedback.cpp",
-        "if (feedback.error) store(feedback.storage, {owed, n}, feedback.error.fresh);",
+        "if (feedback.error) store(feedback.storage, {new_residual, n}, feedback.error.fresh);",
         "",
         KINDS,
     ),
@@ -72,7 +72,7 @@ MUTANTS = (
         "csrc/codecs/base/feedback.cpp",
         "row * stored_bytes(storage, numel)",
         "0",
-        "tests/collectives/test_coded_shards.py::test_reduce_scatter_has_the_bytes_of_the_model",
+        "tests/collectives/coded/test_shards.py::test_reduce_scatter_has_the_bytes_of_the_model",
     ),
     Mutant(
         "residual-of-an-infinite-block-replaced",
@@ -162,8 +162,8 @@ MUTANTS = (
         "quant-residual-of-another-value",
         "residual",
         "csrc/codecs/quant.cpp",
-        "owed[i] = p[i] - (kMinMax ? dequantize(code, s.unit, s.low) : dequantize(code, s.unit));",
-        "owed[i] = p[i];",
+        "p[i] - (kMinMax ? dequantize(code, s.unit, s.low) : dequantize(code, s.unit))",
+        "p[i]",
         "tests/codecs/test_quant.py",
     ),
     Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-CODED = "tests/collectives/test_coded.py::"
+CODED = "tests/collectives/coded/test_collectives.py::"
 ODD = "tests/collectives/test_point_to_point_odd.py::"
 
 MUTANTS = (
@@ -13,7 +13,7 @@ MUTANTS = (
         "coded-average-not-divided",
         "arithmetic",
         "csrc/collectives/coded/all_reduce.cpp",
-        "landing_.average(runs, sum, recoded);",
+        "view_.average(runs, sum, recoded);",
         "",
         CODED + "test_bytes_of_the_model",
     ),
@@ -48,7 +48,7 @@ MUTANTS = (
         "csrc/collectives/coded/coder.cpp",
         "if (piece.codec->combine() == Combine::sum) return {};",
         "",
-        "tests/collectives/test_coded_contract.py::test_bytes_of_the_model",
+        "tests/collectives/coded/test_contract.py::test_bytes_of_the_model",
     ),
     Mutant(
         "coded-seed-of-every-rank-its-own",
@@ -56,7 +56,7 @@ MUTANTS = (
         "csrc/collectives/coded/coder.cpp",
         "codec.shared_seed() ? kSharedHop : rank_",
         "rank_",
-        "tests/collectives/test_coded_contract.py::test_keys",
+        "tests/collectives/coded/test_contract.py::test_keys",
     ),
     Mutant(
         "coded-rows-share-random-numbers",
@@ -64,7 +64,7 @@ MUTANTS = (
         "csrc/collectives/coded/coder.cpp",
         "if (row > 0) key.seed = hop_seed(key.seed, static_cast<int>(row));",
         "",
-        "tests/collectives/test_coded_shards.py::test_reduce_scatter_has_the_bytes_of_the_model",
+        "tests/collectives/coded/test_shards.py::test_reduce_scatter_has_the_bytes_of_the_model",
     ),
     Mutant(
         "coded-step-not-compared",
@@ -96,7 +96,7 @@ MUTANTS = (
         "csrc/collectives/coded/stream.cpp",
         "m.said <= m.bytes && m.said % 4 == 0",
         "m.said <= m.bytes",
-        "tests/collectives/test_coded_contract.py::"
+        "tests/collectives/coded/test_contract.py::"
         "test_a_size_that_cannot_be_is_an_error_on_every_rank",
     ),
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = (
         "csrc/collectives/coded/shards.cpp",
         "flag != 0",
         "finite",
-        "tests/collectives/test_coded_shards.py::"
+        "tests/collectives/coded/test_shards.py::"
         "test_every_rank_knows_of_a_value_that_is_not_finite",
     ),
     Mutant(
@@ -114,7 +114,7 @@ MUTANTS = (
         "csrc/collectives/coded/shots.cpp",
         "!whole && !(on_grain && on_granule)",
         "false",
-        "tests/torch/test_batched_buckets.py::test_runs_that_cannot_be_cut_so",
+        "tests/torch/reduction/test_batched_buckets.py::test_runs_that_cannot_be_cut_so",
     ),
     # ------------------------------------------------------------------ groups
     Mutant(
@@ -198,7 +198,7 @@ MUTANTS = (
         "csrc/collectives/group/membership.cpp",
         "look_for_deaths();",
         "",
-        "tests/faults/test_meeting.py::"
+        "tests/faults/test_rendezvous.py::"
         "test_a_rank_that_dies_after_it_has_come_is_named_while_another_is_still_awaited",
         within="}\n    look_for_deaths();\n    look_for_words();\n    answer();",
     ),
@@ -208,7 +208,7 @@ MUTANTS = (
         "csrc/collectives/group/membership.cpp",
         "!rendezvous_.store->find(reason_key_)",
         "false",
-        "tests/faults/test_meeting.py::test_a_rank_that_cannot_join_tells_the_others_why",
+        "tests/faults/test_rendezvous.py::test_a_rank_that_cannot_join_tells_the_others_why",
     ),
     Mutant(
         "question-for-a-sign-of-life-unanswered",
@@ -216,7 +216,7 @@ MUTANTS = (
         "csrc/collectives/group/membership.cpp",
         "answer();",
         "",
-        "tests/faults/test_meeting.py::test_a_rank_that_is_asked_whether_it_lives_answers",
+        "tests/faults/test_rendezvous.py::test_a_rank_that_is_asked_whether_it_lives_answers",
         within="look_for_words();\n    answer();",
     ),
     Mutant(
@@ -231,8 +231,8 @@ MUTANTS = (
         "a-draw-has-a-majority",
         "comparison",
         "csrc/collectives/group/result_checksums.cpp",
-        "camps[0].size() > camps[1].size()",
-        "camps[0].size() >= camps[1].size()",
+        "groups[0].size() > groups[1].size()",
+        "groups[0].size() >= groups[1].size()",
         "tests/faults/test_results.py::test_the_rank_whose_result_differs_is_named",
     ),
     # ------------------------------------------------------------------ queue, point to point
@@ -259,7 +259,7 @@ MUTANTS = (
         "csrc/collectives/queue.cpp",
         "op = nullptr;",
         "",
-        "tests/torch/test_group_ends.py::test_nobody_keeps_the_tensors_of_a_collective_that_is_done",
+        "tests/torch/backend/test_group_ends.py::test_nobody_keeps_the_tensors_of_a_collective_that_is_done",
     ),
     Mutant(
         "credit-never-given-back",

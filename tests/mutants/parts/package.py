@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-DDP = "tests/torch/test_ddp_compress.py::"
-FEEDBACK = "tests/torch/test_feedback_state.py::"
-KINDS = "tests/torch/test_feedback_kinds.py"
+DDP = "tests/torch/hooks/test_ddp_compress.py::"
+FEEDBACK = "tests/torch/feedback/test_state.py::"
+KINDS = "tests/torch/feedback/test_kinds.py"
 GOLDEN = "tests/codecs/test_golden.py"
 
 MUTANTS = (
@@ -47,9 +47,9 @@ MUTANTS = (
         "pycomm/feedback/residuals.py",
         "        if found.momentum is not None:\n            kept = Residual",
         "        if False:\n            kept = Residual",
-        "tests/torch/test_way_back.py::test_of_every_kind_of_feedback_nothing_stays "
-        "tests/torch/test_feedback_state.py::test_dgc_is_topk_with_its_warm_up_and_momentum "
-        "tests/torch/test_policy.py::test_a_schedule_loses_nothing",
+        "tests/torch/hooks/test_way_back.py::test_of_every_kind_of_feedback_nothing_stays "
+        "tests/torch/feedback/test_state.py::test_dgc_is_topk_with_its_warm_up_and_momentum "
+        "tests/torch/hooks/test_policy.py::test_a_schedule_loses_nothing",
     ),
     Mutant(
         "one-side-of-residuals-told",
@@ -57,7 +57,7 @@ MUTANTS = (
         "pycomm/feedback/residuals.py",
         "return 2 * taken",
         "return taken",
-        "tests/torch/test_residual_memory.py::test_residuals_take_what_is_told_before",
+        "tests/torch/feedback/test_residual_memory.py::test_residuals_take_what_is_told_before",
     ),
     Mutant(
         "residual-of-a-large-parameter-rounded",
@@ -65,7 +65,7 @@ MUTANTS = (
         "pycomm/feedback/rule.py",
         "numel >= LARGE",
         "numel > LARGE",
-        "tests/torch/test_residual_memory.py",
+        "tests/torch/feedback/test_residual_memory.py",
     ),
     Mutant(
         "stored-bf16-becomes-infinite",
@@ -90,8 +90,8 @@ MUTANTS = (
         "torch-ema-keeps-all",
         "residual",
         "pycomm/feedback/encode.py",
-        "owed = e * rule.decay + owed",
-        "owed = e + owed",
+        "left = e * rule.decay + left",
+        "left = e + left",
         KINDS,
     ),
     # ------------------------------------------------------------------ codecs' references
@@ -159,7 +159,7 @@ MUTANTS = (
         "pycomm/arguments.py",
         "if isinstance(value, bool) or not isinstance(value, Integral):",
         "if not isinstance(value, Integral):",
-        "tests/torch/test_refused_arguments.py",
+        "tests/torch/backend/test_refused_arguments.py",
     ),
     Mutant(
         "nan-is-a-number",
@@ -167,7 +167,7 @@ MUTANTS = (
         "pycomm/arguments.py",
         "not math.isfinite(plain)",
         "math.isinf(plain)",
-        "tests/torch/test_refused_arguments.py",
+        "tests/torch/backend/test_refused_arguments.py",
     ),
     Mutant(
         "negative-count-accepted",
@@ -199,7 +199,7 @@ MUTANTS = (
         "pycomm/backend.py",
         "if given != default_pg_timeout:\n        return given",
         "if given == default_pg_timeout:\n        return given",
-        "tests/torch/test_backend_groups.py::test_the_first_timeout_that_is_named_wins",
+        "tests/torch/backend/test_groups.py::test_the_first_timeout_that_is_named_wins",
     ),
     Mutant(
         "gloo-stays-released",
@@ -207,7 +207,7 @@ MUTANTS = (
         "pycomm/takeover.py",
         "_released.reset(token)",
         "pass",
-        "tests/torch/test_takeover.py",
+        "tests/torch/run/test_takeover.py",
     ),
     Mutant(
         "lost-rank-without-a-list",
@@ -231,6 +231,6 @@ MUTANTS = (
         "pycomm/_build.py",
         'partial = folder / "partial.so"',
         "partial = folder / BINARY",
-        "tests/torch/test_build.py",
+        "tests/torch/backend/test_build.py",
     ),
 )

@@ -36,7 +36,7 @@ MUTANTS = (
         "pycomm/policy/checks.py",
         '            self._suspects.add(name)\n            return ""',
         "            self._suspects.add(name)",
-        "tests/torch/test_policy.py::test_a_bad_codec_is_noticed_warned_about_and_left",
+        "tests/torch/hooks/test_policy.py::test_a_bad_codec_is_noticed_warned_about_and_left",
     ),
     Mutant(
         "suspect-never-forgiven",
@@ -44,8 +44,8 @@ MUTANTS = (
         "pycomm/policy/checks.py",
         '            self._suspects.discard(name)\n            return ""\n        if name not in',
         '            return ""\n        if name not in',
-        "tests/torch/test_policy.py::test_a_bad_codec_is_noticed_warned_about_and_left "
-        "tests/torch/test_policy.py::test_good_codecs_pass",
+        "tests/torch/hooks/test_policy.py::test_a_bad_codec_is_noticed_warned_about_and_left "
+        "tests/torch/hooks/test_policy.py::test_good_codecs_pass",
     ),
     Mutant(
         "budget-overdrawn",
@@ -117,7 +117,7 @@ MUTANTS = (
         "pycomm/policy/samples.py",
         "table[:, here].float() / (ranks if average else 1)",
         "table[:, here].float()",
-        "tests/torch/test_policy.py::test_good_codecs_pass",
+        "tests/torch/hooks/test_policy.py::test_good_codecs_pass",
     ),
     Mutant(
         "checks-never-become-rarer",
@@ -125,7 +125,7 @@ MUTANTS = (
         "pycomm/policy/samples.py",
         "share > self.guard.share",
         "share > 1e9",
-        SAMPLES + " tests/torch/test_policy.py::test_checks_that_cost_too_much_become_rarer",
+        SAMPLES + " tests/torch/hooks/test_policy.py::test_checks_that_cost_too_much_become_rarer",
     ),
     Mutant(
         "slice-beyond-the-parameter",
@@ -154,18 +154,18 @@ MUTANTS = (
     Mutant(
         "bound-held-with-fewer-bits",
         "comparison",
-        "pycomm/policy/steering.py",
+        "pycomm/policy/codec_selection.py",
         "if error > self._bound:",
         "if error > 2 * self._bound:",
-        "tests/torch/test_policy.py::test_a_bound_is_held",
+        "tests/torch/hooks/test_policy.py::test_a_bound_is_held",
     ),
     Mutant(
         "energy-of-the-last-rank",
         "rank",
-        "pycomm/policy/steering.py",
+        "pycomm/policy/codec_selection.py",
         "totals = map(sum, zip(*rows, strict=True))",
         "totals = iter(rows[-1])",
-        "tests/torch/test_policy.py::test_a_budget_goes_where_any_rank_has_energy",
+        "tests/torch/hooks/test_policy.py::test_a_budget_goes_where_any_rank_has_energy",
     ),
     Mutant(
         "error-of-a-sum-coded-once",
@@ -181,7 +181,7 @@ MUTANTS = (
         "pycomm/policy/agreement.py",
         "any(not torch.equal(other, all_digests[0]) for other in all_digests)",
         "False",
-        "tests/torch/test_ddp_compress.py::"
+        "tests/torch/hooks/test_ddp_compress.py::"
         "test_ranks_with_different_options_are_told_before_anything_is_sent",
     ),
     Mutant(
@@ -190,7 +190,7 @@ MUTANTS = (
         "pycomm/policy/agreement.py",
         "any(theirs != everybody[0] for theirs in everybody)",
         "False",
-        "tests/torch/test_ddp_compress.py::"
+        "tests/torch/hooks/test_ddp_compress.py::"
         "test_ranks_with_different_options_are_told_before_anything_is_sent",
     ),
     # ------------------------------------------------------------------ planner
@@ -305,7 +305,7 @@ MUTANTS = (
         "pycomm/monitor.py",
         "            del _watched[number]",
         "            pass",
-        "tests/torch/test_way_back.py::test_a_model_keeps_its_number_in_the_monitor "
+        "tests/torch/hooks/test_way_back.py::test_a_model_keeps_its_number_in_the_monitor "
         "tests/policy/test_monitor.py",
     ),
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 STATE = "pycomm/reduction/state.py"
-DDP = "tests/torch/test_ddp_compress.py::"
-FEEDBACK = "tests/torch/test_feedback_state.py::"
-POWERSGD = "tests/torch/test_powersgd_factors.py"
-LOCAL = "tests/torch/test_local_sgd.py::"
+DDP = "tests/torch/hooks/test_ddp_compress.py::"
+FEEDBACK = "tests/torch/feedback/test_state.py::"
+POWERSGD = "tests/torch/reduction/test_powersgd_factors.py"
+LOCAL = "tests/torch/local_sgd/test_local_sgd.py::"
 
 MUTANTS = (
     # ------------------------------------------------------------------ steps
@@ -18,7 +18,7 @@ MUTANTS = (
         STATE,
         "finite and self._complete and not self._discarded",
         "finite and self._complete",
-        "tests/torch/test_thrown_gradients.py::test_discard",
+        "tests/torch/feedback/test_thrown_gradients.py::test_discard",
     ),
     Mutant(
         "residuals-of-an-overflow-kept",
@@ -45,7 +45,7 @@ MUTANTS = (
         STATE,
         "self._exchanges.memory.commit(came)",
         "self._exchanges.memory.commit(True)",
-        "tests/torch/test_powersgd_ddp.py::test_an_overflow_leaves_no_trace",
+        "tests/torch/reduction/test_powersgd_ddp.py::test_an_overflow_leaves_no_trace",
     ),
     Mutant(
         "step-not-saved",
@@ -61,7 +61,7 @@ MUTANTS = (
         STATE,
         "self.step = (self.step + 1) % 2**32",
         "self.step = 1",
-        "tests/torch/test_policy.py::test_a_schedule_loses_nothing",
+        "tests/torch/hooks/test_policy.py::test_a_schedule_loses_nothing",
     ),
     Mutant(
         "factor-of-zero-accepted",
@@ -69,7 +69,7 @@ MUTANTS = (
         STATE,
         "if factor <= 0:",
         "if factor < 0:",
-        "tests/torch/test_refused_arguments.py::test_every_public_function_names_what_it_refuses",
+        "tests/torch/backend/test_refused_arguments.py::test_every_public_function_names_what_it_refuses",
     ),
     Mutant(
         "state-of-another-version-read",
@@ -77,15 +77,15 @@ MUTANTS = (
         STATE,
         'about["version"] not in _READABLE',
         "False",
-        "tests/torch/test_saved_state.py",
+        "tests/torch/reduction/test_saved_state.py",
     ),
     Mutant(
         "lost-ranks-residuals-scaled-the-wrong-way",
         "arithmetic",
         STATE,
-        '[owed], about["world_size"], ranks)',
-        '[owed], ranks, about["world_size"])',
-        "tests/torch/test_shrink_and_go_on.py",
+        '[own], about["world_size"], ranks)',
+        '[own], ranks, about["world_size"])',
+        "tests/torch/elastic/test_shrink_and_go_on.py",
     ),
     Mutant(
         "learning-rate-turned-round",
@@ -109,7 +109,8 @@ MUTANTS = (
         "pycomm/reduction/rates.py",
         '{"rates": dict(self.learning), "loss_scale": self.loss_scale}',
         '{"rates": {}, "loss_scale": self.loss_scale}',
-        FEEDBACK + "test_a_new_learning_rate_rescales_what_is_owed tests/torch/test_saved_state.py",
+        FEEDBACK
+        + "test_a_new_learning_rate_rescales_what_is_owed tests/torch/reduction/test_saved_state.py",
     ),
     # ------------------------------------------------------------------ buckets
     Mutant(
@@ -142,8 +143,8 @@ MUTANTS = (
         "pycomm/reduction/reducer.py",
         "self._paying |= bucket.paying",
         "pass",
-        "tests/torch/test_policy.py::test_a_schedule_loses_nothing "
-        "tests/torch/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
+        "tests/torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
+        "tests/torch/hooks/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
     ),
     Mutant(
         "bucket-of-another-size-reduced",
@@ -151,16 +152,16 @@ MUTANTS = (
         "pycomm/reduction/reducer.py",
         "bucket.numel != tensor.numel()",
         "False",
-        "tests/torch/test_complex.py::test_a_bucket_of_another_size_is_refused",
+        "tests/torch/hooks/test_complex.py::test_a_bucket_of_another_size_is_refused",
     ),
     Mutant(
         "exact-codec-forgets-what-is-owed",
         "residual",
         "pycomm/reduction/bucket.py",
-        'owes or name in residuals or kind == "momentum"',
-        'owes or kind == "momentum"',
-        "tests/torch/test_policy.py::test_a_schedule_loses_nothing "
-        "tests/torch/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
+        'keeps_errors or name in residuals or kind == "momentum"',
+        'keeps_errors or kind == "momentum"',
+        "tests/torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
+        "tests/torch/hooks/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
     ),
     Mutant(
         "layout-of-another-order-is-the-same",
@@ -179,7 +180,7 @@ MUTANTS = (
         "pycomm/reduction/coding.py",
         "seed = hop_seed(seed, row)",
         "pass",
-        "tests/torch/test_any_backend_contract.py",
+        "tests/torch/reduction/test_any_backend_contract.py",
     ),
     Mutant(
         "owner-rounds-as-a-worker",
@@ -187,7 +188,7 @@ MUTANTS = (
         "pycomm/reduction/coding.py",
         "OWNER_HOP, 0, 1",
         "self.rank, 0, 1",
-        "tests/torch/test_any_backend_contract.py",
+        "tests/torch/reduction/test_any_backend_contract.py",
     ),
     Mutant(
         "payload-of-an-impossible-size-read",
@@ -195,7 +196,7 @@ MUTANTS = (
         "pycomm/reduction/coding.py",
         "not 0 < used <= part.numel() or used % 4",
         "used > part.numel()",
-        "tests/torch/test_batched_buckets.py tests/torch/test_any_backend_contract.py",
+        "tests/torch/reduction/test_batched_buckets.py tests/torch/reduction/test_any_backend_contract.py",
     ),
     Mutant(
         "measures-of-the-first-rank-for-all",
@@ -203,7 +204,7 @@ MUTANTS = (
         "pycomm/reduction/coding.py",
         "gather_equal(ours, group).amax(0)",
         "gather_equal(ours, group)[0]",
-        "tests/torch/test_any_backend_contract.py",
+        "tests/torch/reduction/test_any_backend_contract.py",
     ),
     Mutant(
         "one-finite-row-is-enough",
@@ -211,7 +212,7 @@ MUTANTS = (
         "pycomm/reduction/two_shot.py",
         "dist.ReduceOp.MIN",
         "dist.ReduceOp.MAX",
-        "tests/torch/test_compressed_collectives.py::"
+        "tests/torch/reduction/test_compressed_collectives.py::"
         "test_every_rank_knows_of_an_overflow_in_a_row_of_another",
     ),
     Mutant(
@@ -220,7 +221,7 @@ MUTANTS = (
         "pycomm/reduction/two_shot.py",
         "finite &= batched.add_up",
         "finite = batched.add_up",
-        "tests/torch/test_compressed_collectives.py tests/torch/test_batched_buckets.py",
+        "tests/torch/reduction/test_compressed_collectives.py tests/torch/reduction/test_batched_buckets.py",
     ),
     Mutant(
         "gradient-that-is-zero-at-the-samples-thrown-away",
@@ -228,7 +229,7 @@ MUTANTS = (
         "pycomm/reduction/taken.py",
         "    return bool(gradient.any())",
         "    return False",
-        "tests/torch/test_taken_gradients.py tests/torch/test_thrown_gradients.py",
+        "tests/torch/feedback/test_taken_gradients.py tests/torch/feedback/test_thrown_gradients.py",
     ),
     Mutant(
         "thrown-gradients-only-of-moved-parameters",
@@ -236,7 +237,7 @@ MUTANTS = (
         "pycomm/reduction/taken.py",
         "self._tracked.intersection(names) - self._all_moved()",
         "set(names) - self._all_moved()",
-        "tests/torch/test_taken_gradients.py tests/torch/test_thrown_gradients.py",
+        "tests/torch/feedback/test_taken_gradients.py tests/torch/feedback/test_thrown_gradients.py",
     ),
     # ------------------------------------------------------------------ PowerSGD, LocalSGD
     Mutant(
@@ -259,9 +260,9 @@ MUTANTS = (
         "powersgd-exact-pieces-owe-again",
         "residual",
         "pycomm/reduction/powersgd.py",
-        "piece.residual.owe(torch.zeros_like(target))",
+        "piece.residual.store_worker(torch.zeros_like(target))",
         "pass",
-        POWERSGD + " tests/torch/test_way_back.py",
+        POWERSGD + " tests/torch/hooks/test_way_back.py",
     ),
     Mutant(
         "powersgd-scale-squared-in-each-step",
@@ -285,7 +286,7 @@ MUTANTS = (
         "pycomm/reduction/outer.py",
         "begin.to(part.dtype).to(begin.dtype)",
         "begin",
-        "tests/torch/test_local_sgd_models.py::test_small_outer_updates_of_16_bit_parameters_add_up",
+        "tests/torch/local_sgd/test_models.py::test_small_outer_updates_of_16_bit_parameters_add_up",
     ),
     Mutant(
         "outer-mean-of-new-parameters-a-sum",
@@ -293,8 +294,8 @@ MUTANTS = (
         "pycomm/reduction/outer.py",
         "mean.div_(group.size())",
         "pass",
-        "tests/torch/test_local_sgd_models.py::test_parameters_may_be_added_and_replaced "
-        "tests/torch/test_local_sgd_models.py::"
+        "tests/torch/local_sgd/test_models.py::test_parameters_may_be_added_and_replaced "
+        "tests/torch/local_sgd/test_models.py::"
         "test_unfrozen_parameters_take_part_and_frozen_ones_keep_still",
     ),
     Mutant(
@@ -328,7 +329,7 @@ MUTANTS = (
         "pycomm/hooks/ddp.py",
         "tensor.div_(self.process_group.size())",
         "pass",
-        "tests/torch/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
+        "tests/torch/hooks/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
     ),
     Mutant(
         "unused-parameters-not-looked-for",
@@ -344,7 +345,7 @@ MUTANTS = (
         "pycomm/hooks/fsdp.py",
         "dist.ReduceOp.MIN",
         "dist.ReduceOp.MAX",
-        "tests/torch/test_fsdp_compress.py::test_overflow_leaves_no_trace_at_any_shard",
+        "tests/torch/fsdp/test_compress.py::test_overflow_leaves_no_trace_at_any_shard",
     ),
     Mutant(
         "backward-ends-before-its-collectives",
@@ -352,8 +353,8 @@ MUTANTS = (
         "pycomm/hooks/fsdp.py",
         "            wait()\n",
         "            pass\n",
-        "tests/torch/test_fsdp_compress.py::test_accumulation "
-        "tests/torch/test_fsdp_compress.py::test_exact_gradients_are_those_of_replicas",
+        "tests/torch/fsdp/test_compress.py::test_accumulation "
+        "tests/torch/fsdp/test_compress.py::test_exact_gradients_are_those_of_replicas",
     ),
     Mutant(
         "replicas-not-compared",
@@ -361,6 +362,6 @@ MUTANTS = (
         "pycomm/hooks/replicas.py",
         "if backend is not None:\n                backend.compare",
         "if backend is None:\n                backend.compare",
-        "tests/torch/test_replicas.py",
+        "tests/torch/hooks/test_replicas.py",
     ),
 )

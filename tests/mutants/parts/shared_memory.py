@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 X86 = "x86 keeps the order of stores and of loads itself, and the compiler has nothing to exchange"
 SHARED = "tests/collectives/test_shared.py::"
-SEGMENT = "tests/transports/test_segment.py::"
+SEGMENT = "tests/transports/test_shm.py::"
 HEAP = "tests/collectives/test_shared_heap.py"
 
 MUTANTS = (
@@ -331,6 +331,6 @@ MUTANTS = (
         "csrc/transports/rendezvous.cpp",
         "rendezvous.interrupt_check();",
         "",
-        "tests/faults/test_meeting.py::test_a_signal_ends_the_wait_for_others_and_they_hear_of_it",
+        "tests/faults/test_rendezvous.py::test_a_signal_ends_the_wait_for_others_and_they_hear_of_it",
     ),
 )

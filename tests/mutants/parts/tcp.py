@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 FRAMES = "tests/transports/test_tcp_frames.py::"
-HEALS = "tests/transports/test_tcp_heals.py::"
+HEALS = "tests/transports/test_tcp_reconnect.py::"
 HANDSHAKE = "tests/transports/test_tcp_handshake.py"
 
 MUTANTS = (
@@ -115,7 +115,7 @@ MUTANTS = (
         "lost-bytes-of-a-quiet-rank-not-repeated",
         "check",
         "csrc/transports/tcp/channel_resume.cpp",
-        "reconnect(outgoing_.empty());",
+        "resume(outgoing_.empty());",
         "",
         HEALS + "test_what_was_cut_off_is_repeated_by_a_rank_that_communicates_no_more",
     ),
@@ -160,7 +160,7 @@ MUTANTS = (
         "csrc/transports/tcp/connect/control.cpp",
         "if (leaving_) tell(peer, Notice(Notice::Kind::close));",
         "",
-        HEALS + "test_a_goodbye_that_was_cut_off_is_repeated",
+        HEALS + "test_a_close_that_was_cut_off_is_repeated",
     ),
     Mutant(
         "half-a-notice-continued-on-a-new-connection",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-OPS = "tests/torch/test_backend_ops.py::"
-ARGUMENTS = "tests/torch/test_backend_arguments.py::"
-GROUPS = "tests/torch/test_backend_groups.py::"
+OPS = "tests/torch/backend/test_ops.py::"
+ARGUMENTS = "tests/torch/backend/test_arguments.py::"
+GROUPS = "tests/torch/backend/test_groups.py::"
 
 MUTANTS = (
     Mutant(
@@ -65,8 +65,8 @@ MUTANTS = (
         "      work->wait(timeout.count() > 0 ? std::max(deadline.left(), Milliseconds(1)) : "
         "kNoTimeout);",
         "works_.front()->wait(timeout);",
-        "tests/torch/test_backend_forms.py::test_a_coalescing_block_is_one_work "
-        "tests/torch/test_backend_forms.py::test_batches_of_sends_and_receives_are_one_work",
+        "tests/torch/backend/test_forms.py::test_a_coalescing_block_is_one_work "
+        "tests/torch/backend/test_forms.py::test_batches_of_sends_and_receives_are_one_work",
     ),
     Mutant(
         "timeout-is-told-as-another-error",
@@ -74,8 +74,8 @@ MUTANTS = (
         "csrc/binding/torch/work.h",
         "late_ = error_type(error) == c10d::ErrorType::TIMEOUT;",
         "",
-        "tests/torch/test_backend_groups.py::test_failed_work_says_how "
-        "tests/torch/test_backend_trace.py::"
+        "tests/torch/backend/test_groups.py::test_failed_work_says_how "
+        "tests/torch/backend/test_trace.py::"
         "test_a_timeout_is_told_alike_by_waits_futures_and_later_calls",
     ),
     Mutant(
@@ -92,8 +92,8 @@ MUTANTS = (
         "csrc/binding/torch/work.h",
         "error ? fail(error) : complete();",
         "complete();",
-        "tests/torch/test_backend_errors.py::test_rank_that_does_not_call_is_named "
-        "tests/torch/test_backend_errors.py::test_different_calls_are_named_on_both_ranks",
+        "tests/torch/backend/test_errors.py::test_rank_that_does_not_call_is_named "
+        "tests/torch/backend/test_errors.py::test_different_calls_are_named_on_both_ranks",
     ),
     Mutant(
         "kind-of-an-error-not-kept",
@@ -101,7 +101,7 @@ MUTANTS = (
         "csrc/binding/torch/engine.h",
         "note(std::current_exception());",
         "",
-        "tests/torch/test_backend_groups.py::test_failed_work_says_how",
+        "tests/torch/backend/test_groups.py::test_failed_work_says_how",
     ),
     Mutant(
         "operation-in-a-callback-comes-later",
@@ -109,7 +109,7 @@ MUTANTS = (
         "csrc/binding/torch/engine.h",
         "if (queue_.inside()) return run();",
         "",
-        "tests/torch/test_backend_callbacks.py",
+        "tests/torch/backend/test_callbacks.py",
         within="if (queue_.inside()) return run();\n    queue_.submit(std::move(run));\n  }\n\n"
         "  /// Queues a comparison",
     ),
@@ -119,8 +119,8 @@ MUTANTS = (
         "csrc/binding/torch/compressed.cpp",
         "to.finish();",
         "",
-        "tests/torch/test_compressed_collectives.py::test_16_bit_floats_and_wrong_arguments "
-        "tests/torch/test_compressed_collectives.py::test_small_floats_likewise",
+        "tests/torch/reduction/test_compressed_collectives.py::test_16_bit_floats_and_wrong_arguments "
+        "tests/torch/reduction/test_compressed_collectives.py::test_small_floats_likewise",
     ),
     Mutant(
         "compressed-overflow-unseen",
@@ -128,7 +128,7 @@ MUTANTS = (
         "csrc/binding/torch/compressed.cpp",
         "coded(comm, coded_call.op, args, out)",
         "(coded(comm, coded_call.op, args, out), true)",
-        "tests/torch/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace",
+        "tests/torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace",
     ),
     Mutant(
         "residual-read-from-the-new-side",
@@ -136,7 +136,7 @@ MUTANTS = (
         "csrc/binding/torch/layout.h",
         "(*pair)[sides.old]",
         "(*pair)[sides.fresh]",
-        "tests/torch/test_compressed_collectives.py::test_any_backend_gives_the_bits_of_cpp",
+        "tests/torch/reduction/test_compressed_collectives.py::test_any_backend_gives_the_bits_of_cpp",
     ),
     Mutant(
         "shrunk-group-forgets-its-numbers",
@@ -144,7 +144,7 @@ MUTANTS = (
         "csrc/binding/torch/groups.cpp",
         "old_ranks.empty() ? r : old_ranks[r]",
         "r",
-        GROUPS + "test_shrink_group tests/torch/test_shrink_and_go_on.py",
+        GROUPS + "test_shrink_group tests/torch/elastic/test_shrink_and_go_on.py",
     ),
     Mutant(
         "shrink-names-ranks-of-the-new-group",
@@ -152,13 +152,13 @@ MUTANTS = (
         "csrc/binding/torch/groups.cpp",
         "kept[lost.rank]",
         "lost.rank",
-        GROUPS + "test_shrink_group tests/torch/test_shrink_and_go_on.py",
+        GROUPS + "test_shrink_group tests/torch/elastic/test_shrink_and_go_on.py",
     ),
     Mutant(
         "group-of-an-old-name-meets-its-values",
         "state",
         "csrc/binding/torch/groups.cpp",
-        'name + "/" + std::to_string(generation)',
+        'name + "/" + std::to_string(count)',
         "name",
         OPS + "test_groups_one_after_another_in_the_same_store",
     ),
@@ -184,7 +184,7 @@ MUTANTS = (
         "csrc/binding/torch/point_to_point.cpp",
         "self->wanted_.erase(std::find(self->wanted_.begin(), self->wanted_.end(), work));",
         "",
-        "tests/torch/test_group_ends.py::"
+        "tests/torch/backend/test_group_ends.py::"
         "test_nobody_keeps_a_message_that_has_been_sent_or_received",
     ),
     Mutant(
