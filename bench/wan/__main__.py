@@ -65,12 +65,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.wan", *argv]))
     backends = options.backend.split(",")
-    records = []
     print("nodes  round trip  step                             backend      ms  round trips")
     try:
         for text in options.round_trip.split(","):
             for nodes in map(int, options.nodes.split(",")):
                 trip = seconds("round trip", text)
+                records = []
                 found = measure(nodes, trip, options.rate, backends, options.jobs)
                 for step in STEPS:
                     for backend in backends:
@@ -98,14 +98,14 @@ def main(argv: Sequence[str]) -> int:
                                 **vars(origin),
                             }
                         )
+                if options.csv:
+                    tables.append(Path(options.csv), records)
     except (Failed, ValueError) as error:
         print(f"wan: {error}", file=sys.stderr)
         return 2
     except Unavailable as error:
         print(f"wan: the lab cannot be made here: {error}", file=sys.stderr)
         return 2
-    if options.csv and records:
-        tables.append(Path(options.csv), records)
     return 0
 
 

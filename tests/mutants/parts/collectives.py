@@ -259,7 +259,8 @@ MUTANTS = (
         "csrc/collectives/queue.cpp",
         "op = nullptr;",
         "",
-        "tests/torch/backend/test_group_ends.py::test_nobody_keeps_the_tensors_of_a_collective_that_is_done",
+        "tests/torch/backend/test_group_ends.py::"
+        "test_nobody_keeps_the_tensors_of_a_collective_that_is_done",
     ),
     Mutant(
         "credit-never-given-back",

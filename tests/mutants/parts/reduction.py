@@ -69,7 +69,8 @@ MUTANTS = (
         STATE,
         "if factor <= 0:",
         "if factor < 0:",
-        "tests/torch/backend/test_refused_arguments.py::test_every_public_function_names_what_it_refuses",
+        "tests/torch/backend/test_refused_arguments.py::"
+        "test_every_public_function_names_what_it_refuses",
     ),
     Mutant(
         "state-of-another-version-read",
@@ -109,8 +110,8 @@ MUTANTS = (
         "pycomm/reduction/rates.py",
         '{"rates": dict(self.learning), "loss_scale": self.loss_scale}',
         '{"rates": {}, "loss_scale": self.loss_scale}',
-        FEEDBACK
-        + "test_a_new_learning_rate_rescales_what_is_owed tests/torch/reduction/test_saved_state.py",
+        FEEDBACK + "test_a_new_learning_rate_rescales_what_is_owed "
+        "tests/torch/reduction/test_saved_state.py",
     ),
     # ------------------------------------------------------------------ buckets
     Mutant(
@@ -196,7 +197,8 @@ MUTANTS = (
         "pycomm/reduction/coding.py",
         "not 0 < used <= part.numel() or used % 4",
         "used > part.numel()",
-        "tests/torch/reduction/test_batched_buckets.py tests/torch/reduction/test_any_backend_contract.py",
+        "tests/torch/reduction/test_batched_buckets.py "
+        "tests/torch/reduction/test_any_backend_contract.py",
     ),
     Mutant(
         "measures-of-the-first-rank-for-all",
@@ -221,7 +223,8 @@ MUTANTS = (
         "pycomm/reduction/two_shot.py",
         "finite &= batched.add_up",
         "finite = batched.add_up",
-        "tests/torch/reduction/test_compressed_collectives.py tests/torch/reduction/test_batched_buckets.py",
+        "tests/torch/reduction/test_compressed_collectives.py "
+        "tests/torch/reduction/test_batched_buckets.py",
     ),
     Mutant(
         "gradient-that-is-zero-at-the-samples-thrown-away",
@@ -229,7 +232,8 @@ MUTANTS = (
         "pycomm/reduction/taken.py",
         "    return bool(gradient.any())",
         "    return False",
-        "tests/torch/feedback/test_taken_gradients.py tests/torch/feedback/test_thrown_gradients.py",
+        "tests/torch/feedback/test_taken_gradients.py "
+        "tests/torch/feedback/test_thrown_gradients.py",
     ),
     Mutant(
         "thrown-gradients-only-of-moved-parameters",
@@ -237,7 +241,8 @@ MUTANTS = (
         "pycomm/reduction/taken.py",
         "self._tracked.intersection(names) - self._all_moved()",
         "set(names) - self._all_moved()",
-        "tests/torch/feedback/test_taken_gradients.py tests/torch/feedback/test_thrown_gradients.py",
+        "tests/torch/feedback/test_taken_gradients.py "
+        "tests/torch/feedback/test_thrown_gradients.py",
     ),
     # ------------------------------------------------------------------ PowerSGD, LocalSGD
     Mutant(
@@ -286,7 +291,8 @@ MUTANTS = (
         "pycomm/reduction/outer.py",
         "begin.to(part.dtype).to(begin.dtype)",
         "begin",
-        "tests/torch/local_sgd/test_models.py::test_small_outer_updates_of_16_bit_parameters_add_up",
+        "tests/torch/local_sgd/test_models.py::"
+        "test_small_outer_updates_of_16_bit_parameters_add_up",
     ),
     Mutant(
         "outer-mean-of-new-parameters-a-sum",

@@ -331,6 +331,7 @@ MUTANTS = (
         "csrc/transports/rendezvous.cpp",
         "rendezvous.interrupt_check();",
         "",
-        "tests/faults/test_rendezvous.py::test_a_signal_ends_the_wait_for_others_and_they_hear_of_it",
+        "tests/faults/test_rendezvous.py::"
+        "test_a_signal_ends_the_wait_for_others_and_they_hear_of_it",
     ),
 )

@@ -120,6 +120,7 @@ MUTANTS = (
         "to.finish();",
         "",
         "tests/torch/reduction/test_compressed_collectives.py::test_16_bit_floats_and_wrong_arguments "
+        ""
         "tests/torch/reduction/test_compressed_collectives.py::test_small_floats_likewise",
     ),
     Mutant(
@@ -128,7 +129,8 @@ MUTANTS = (
         "csrc/binding/torch/compressed.cpp",
         "coded(comm, coded_call.op, args, out)",
         "(coded(comm, coded_call.op, args, out), true)",
-        "tests/torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace",
+        "tests/torch/hooks/test_ddp_compress.py::"
+        "test_overflow_reaches_all_ranks_and_leaves_no_trace",
     ),
     Mutant(
         "residual-read-from-the-new-side",
@@ -136,7 +138,8 @@ MUTANTS = (
         "csrc/binding/torch/layout.h",
         "(*pair)[sides.old]",
         "(*pair)[sides.fresh]",
-        "tests/torch/reduction/test_compressed_collectives.py::test_any_backend_gives_the_bits_of_cpp",
+        "tests/torch/reduction/test_compressed_collectives.py::"
+        "test_any_backend_gives_the_bits_of_cpp",
     ),
     Mutant(
         "shrunk-group-forgets-its-numbers",
