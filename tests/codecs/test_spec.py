@@ -182,10 +182,10 @@ def test_wrong_arguments_are_explained(call):
 def test_native_checks_for_itself():
     with pytest.raises(Error, match=r"index 100 is not a multiple of 256"):
         _C.Codec("quant").encode(0, 0, 0, index=100)
-    with pytest.raises(Error, match=r"there is no rank 2 of 2"):
+    with pytest.raises(Error, match=r"rank 2 is not in a group of 2 ranks"):
         _C.Codec("quant").encode(0, 0, 0, rank=2, ranks=2)
     x = torch.zeros(4)
-    with pytest.raises(Error, match=r"residual and new_residual go together"):
+    with pytest.raises(Error, match=r"one of residual and new_residual is null"):
         _C.Codec("cast").encode(x.data_ptr(), 4, x.data_ptr(), residual=x.data_ptr())
 
 

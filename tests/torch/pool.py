@@ -7,6 +7,7 @@ them a function. The function runs on every rank in a new process group.
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import tempfile
 import traceback
@@ -53,6 +54,16 @@ def _work(job: Job) -> Any:
         dist.destroy_process_group()
 
 
+def _forget() -> None:
+    """Undo what a job may have left in its process, and what the next job would see."""
+    from torch.distributed import distributed_c10d
+
+    # torch names a default group by a count of groups, which only a destroyed default group
+    # resets. A job whose group failed on one rank alone would give the next group two names.
+    distributed_c10d._world.group_count = 0
+    logging.getLogger("pycomm").setLevel(logging.NOTSET)
+
+
 def _serve(link: Connection) -> None:
     import torch
 
@@ -68,9 +79,7 @@ def _serve(link: Connection) -> None:
             # A job that made its own group may have left it, and the next job makes another.
             with suppress(Exception):
                 torch.distributed.destroy_process_group()
-        # torch names a default group by a count of groups, which only a destroyed default group
-        # resets. A job whose group failed on one rank alone would give the next group two names.
-        torch.distributed.distributed_c10d._world.group_count = 0
+        _forget()
         link.send(answer)
 
 

@@ -120,7 +120,7 @@ size_t Coder::decode(Span<const PieceRun> runs, Span<const uint8_t> payload, Flo
                          " for " + std::to_string(run.numel) +
                          " values whose header says that it has " + std::to_string(bytes) +
                          " bytes, but at most " + std::to_string(std::min(most, left)) +
-                         " are possible; install the same pycomm on all hosts");
+                         " in a multiple of 4 are possible; install the same pycomm on all hosts");
     }
     // There is memory for the rest after the used bytes: payloads only move together.
     const Span<float> out(values.of(piece, run, packed), run.numel);

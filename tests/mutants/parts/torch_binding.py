@@ -119,8 +119,8 @@ MUTANTS = (
         "csrc/binding/torch/compressed.cpp",
         "to.finish();",
         "",
-        "tests/torch/reduction/test_compressed_collectives.py::test_16_bit_floats_and_wrong_arguments "
-        ""
+        "tests/torch/reduction/test_compressed_collectives.py::"
+        "test_16_bit_floats_and_wrong_arguments "
         "tests/torch/reduction/test_compressed_collectives.py::test_small_floats_likewise",
     ),
     Mutant(
