@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pycomm.bench import rates
+from pycomm.bench.lab import rates
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LONGEST = 60.0  # seconds: a longer delay is a mistake

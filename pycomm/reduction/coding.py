@@ -279,8 +279,9 @@ class Coder:
                 if not 0 < used <= part.numel() or used % 4:
                     raise WireMismatch(
                         f"rank {self.rank}: a payload of {codec.spec()} for {run.end - run.begin} "
-                        f"values says that it has {used} bytes; it may have {part.numel()}: run "
-                        "the same pycomm on all ranks"
+                        f"values whose header says that it has {used} bytes, but at most "
+                        f"{part.numel()} in a multiple of 4 are possible; install the same pycomm "
+                        "on all hosts"
                     )
                 padded = payload.new_zeros(run.bytes)
                 padded[:used] = part[:used]

@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pycomm.bench import tables
-from pycomm.bench.harness import Origin
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
 from tests.mutants.mutant import Mutant, Stale
 from tests.mutants.parts import PARTS
 from tests.mutants.running import Ran, run
