@@ -53,4 +53,5 @@ def test_every_command_is_one_that_there_is():
     for _, words in refresh.commands():
         module = words.split()[0]
         if module.startswith("."):
-            assert (Path(refresh.__file__).parent / f"{module[1:]}.py").exists()
+            path = Path(refresh.__file__).parent / module[1:]
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
