@@ -23,7 +23,28 @@ constexpr auto kFarStore = std::chrono::milliseconds(1);
 constexpr Milliseconds kAllTheTime = std::chrono::hours(1);
 
 // Separators of the values that travel with another: "value RS topic US value RS topic US value".
-constexpr char kNext = '\x1e', kIs = '\x1f';
+// Values may be any bytes (handles of memory are), so these bytes are escaped in them.
+constexpr char kNext = '\x1e', kIs = '\x1f', kEscape = '\x1d';
+constexpr char kEscapeMask = '\x40';
+
+std::string escaped(const std::string& value) {
+  std::string text;
+  for (const char c : value) {
+    const bool special = c == kNext || c == kIs || c == kEscape;
+    if (special) text += kEscape;
+    text += special ? static_cast<char>(c ^ kEscapeMask) : c;
+  }
+  return text;
+}
+
+std::string unescaped(const std::string& text) {
+  std::string value;
+  for (size_t i = 0; i < text.size(); i++) {
+    const bool special = text[i] == kEscape && i + 1 < text.size();
+    value += special ? static_cast<char>(text[++i] ^ kEscapeMask) : text[i];
+  }
+  return value;
+}
 
 Timeout not_complete(const Rendezvous& rendezvous, const std::string& topic,
                      const std::vector<int>& missing) {
@@ -141,10 +162,12 @@ std::optional<std::vector<std::string>> hear(const Rendezvous& rendezvous, const
   return words;
 }
 
-std::string with_announcements(const Rendezvous& rendezvous, std::string word) {
-  for (const auto& [topic, text] : rendezvous.talk->announced) word += kNext + topic + kIs + text;
+std::string with_announcements(const Rendezvous& rendezvous, const std::string& word) {
+  std::string text = escaped(word);
+  for (const auto& [topic, value] : rendezvous.talk->announced)
+    text += kNext + topic + kIs + escaped(value);
   rendezvous.talk->announced.clear();
-  return word;
+  return text;
 }
 
 /// Strips from each value what was announced with it, and keeps the announcements of the topics
@@ -157,10 +180,10 @@ void take_announcements(const Rendezvous& rendezvous, std::vector<std::string>& 
       const size_t next = std::min(word.find(kNext, begin + 1), word.size());
       const std::string item = word.substr(begin + 1, next - begin - 1);
       const size_t is = std::min(item.find(kIs), item.size());
-      heard[item.substr(0, is)].push_back(item.substr(std::min(is + 1, item.size())));
+      heard[item.substr(0, is)].push_back(unescaped(item.substr(std::min(is + 1, item.size()))));
       begin = next;
     }
-    word.resize(end);
+    word = unescaped(word.substr(0, end));
   }
   for (auto& [topic, texts] : heard) {
     if (texts.size() == words.size()) rendezvous.talk->heard[topic] = std::move(texts);
@@ -217,7 +240,9 @@ std::map<int, std::string> published_values(const Rendezvous& rendezvous, const 
   return words;
 }
 
-std::string plain_value(const std::string& word) { return word.substr(0, word.find(kNext)); }
+std::string plain_value(const std::string& word) {
+  return unescaped(word.substr(0, word.find(kNext)));
+}
 
 void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string>& topics) {
   const std::vector<int> ranks = all_ranks(rendezvous);

@@ -234,10 +234,11 @@ def assert_third_rank_is_left_out(outcomes, *, has_window):
 def test_a_rank_that_cannot_have_the_shared_region_is_left_out():
     def forbid_more_files(rank):
         if rank == 2:
-            free = os.dup(0)
-            os.close(free)
             # There is room for the store's folder and a socket, not for the file passed over it.
-            resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, free + 2))
+            free = [os.dup(0), os.dup(0)]
+            for descriptor in free:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[1] + 1, free[1] + 1))
 
     outcomes = processes(3, reach, forbid_more_files)
     assert_third_rank_is_left_out(outcomes, has_window=False)  # it has a place in the shared region

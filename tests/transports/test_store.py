@@ -99,6 +99,21 @@ def test_each_rank_hears_the_words_of_all(size, appends):
         assert list(ranks.map(meet, range(size))) == [words] * size
 
 
+@pytest.mark.parametrize("size", [2, 65])
+@pytest.mark.parametrize("appends", [False, True])
+def test_words_may_hold_every_byte(size, appends):
+    """Handles of memory are such words; some bytes separate what travels with a word."""
+    store = _C.Store.local(appends)
+    every = "".join(map(chr, range(128)))
+    words = [every[rank % 128 :] + every[: rank % 128] + "\x1d" for rank in range(size)]
+
+    def meet(rank):
+        return store.exchange("g", "topic", rank, size, words[rank], 20)
+
+    with ThreadPoolExecutor(size) as ranks:
+        assert list(ranks.map(meet, range(size))) == [words] * size
+
+
 @pytest.mark.parametrize("size", [3, 70])
 @pytest.mark.parametrize("appends", [False, True])
 def test_an_exchange_names_all_that_did_not_come(size, appends):
