@@ -1,25 +1,28 @@
 """A pool of torch processes that lives as long as the test session.
 
-Four imports of torch take six seconds on two cores, so ranks are started once, and each test sends
-them a function. The function runs on every rank in a new process group.
+Each test sends the ranks a function, which runs on every rank in a new process group.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.torch.interpreter import ROOT, Interpreter
+
 RANKS = 4
+RANK = "import os; from tests.torch import pool; pool.serve(int(os.environ['PASSED_FDS']))"
 
 
 @dataclass
@@ -64,14 +67,22 @@ def _forget() -> None:
     logging.getLogger("pycomm").setLevel(logging.NOTSET)
 
 
-def _serve(link: Connection) -> None:
+def serve(descriptor: int) -> None:
+    """Run the jobs that come through a pipe, until it is closed."""
     import torch
+
+    # Tensors in answers are descriptors, which the receiver fetches with this key.
+    current_process().authkey = bytes.fromhex(os.environ["POOL_KEY"])
+    link = Connection(descriptor)
 
     importlib.import_module("pycomm.backend")  # registers the name where pycomm is not installed
 
     torch.set_num_threads(1)
     while True:
-        job = link.recv()
+        try:
+            job = link.recv()
+        except EOFError:
+            return
         try:
             answer = (True, _work(job))
         except BaseException:
@@ -91,8 +102,7 @@ class Pool:
     """Up to `RANKS` ranks that run functions together."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._ranks: list[tuple[Any, Connection]] = []
+        self._ranks: list[tuple[Interpreter, Connection]] = []
 
     def run(
         self,
@@ -132,9 +142,10 @@ class Pool:
 
     def _start(self, ranks: int) -> None:
         while len(self._ranks) < ranks:
-            here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
+            here, there = Pipe()
+            key = current_process().authkey.hex()
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "POOL_KEY": key}
+            process = Interpreter("-c", RANK, env=env, merged=True, fds=[there.fileno()])
             there.close()
             self._ranks.append((process, here))
 
@@ -144,9 +155,9 @@ class Pool:
             if link in wait([link], timeout=deadline):
                 return link.recv()
             text = f"rank {rank} hangs: no answer within {deadline} s"
-        except EOFError:
-            process.join()
-            text = f"rank {rank} died with exit code {process.exitcode}"
+        except (EOFError, ConnectionResetError):
+            text = f"rank {rank} died with exit code {process.wait(10)}"
+        text += f"\n{process.output()[-4000:]}"
         self.stop()
         raise RankFailed(text)
 
@@ -154,6 +165,6 @@ class Pool:
         """End all processes; the next run starts new ones."""
         for process, link in self._ranks:
             process.kill()
-            process.join()
+            process.wait(10)
             link.close()
         self._ranks.clear()

@@ -1,0 +1,106 @@
+"""The process that has imported torch, and forks itself for each process that a test starts.
+
+Each process has a keeper, which waits for its end and tells its exit status, or kills it when the
+test that started it is gone. The server itself waits for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LIMIT = 16  # descriptors with one request
+
+
+@dataclass
+class Command:
+    """What follows `python`, with the surroundings in which it runs."""
+
+    words: list[str]
+    env: dict[str, str]
+    cwd: str
+    autoload: bool
+
+    def prepare(self) -> None:
+        """Make this process the one that `python` would have started."""
+        os.environ.clear()
+        os.environ.update(self.env)
+        os.chdir(self.cwd)
+        kind, *rest = self.words
+        if kind == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            first = ""
+        elif kind == "-m":
+            sys.argv = ["-m", *rest[1:]]
+            first = os.getcwd()
+        else:
+            sys.argv = list(self.words)
+            first = str(Path(kind).resolve().parent)
+        path = [p for p in self.env.get("PYTHONPATH", "").split(os.pathsep) if p]
+        sys.path[:0] = [first, *path]
+        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+            del sys.modules[name]
+        if self.autoload:
+            import torch
+
+            torch._import_device_backends()
+
+    def code(self) -> Any:
+        """Return what `__main__` runs."""
+        kind, *rest = self.words
+        if kind == "-c":
+            return compile(rest[0], "<string>", "exec")
+        how = "run_module({!r}, run_name='__main__', alter_sys=True)"
+        if kind != "-m":
+            how = "run_path({!r}, run_name='__main__')"
+        target = rest[0] if kind == "-m" else kind
+        return compile(f"import runpy; runpy.{how.format(target)}", "<forked>", "exec")
+
+
+def serve(fd: int) -> Command:
+    """Fork for each request; return in the forked process, with what it is to run."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    requests = socket.socket(fileno=fd)
+    while True:
+        byte, fds, _, _ = socket.recv_fds(requests, 1, LIMIT)
+        if not byte:
+            os._exit(0)
+        if os.fork() == 0:
+            requests.close()
+            return _keep(*fds)
+        for each in fds:
+            os.close(each)
+
+
+def _keep(letter: int, link: int, out: int, err: int, *passed: int) -> Command:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    wish = json.loads(os.pread(letter, os.fstat(letter).st_size, 0))
+    os.close(letter)
+    process = os.fork()
+    if process == 0:
+        os.close(link)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        for each in {out, err} - {1, 2}:
+            os.close(each)
+        env = wish["env"] | {"PASSED_FDS": ",".join(map(str, passed))}
+        return Command(wish["command"], env, wish["cwd"], wish["autoload"])
+    for each in {out, err, *passed}:
+        os.close(each)
+    os.write(link, str(process).encode().ljust(16))
+    lives = os.pidfd_open(process)
+    ready, _, _ = select.select([lives, link], [], [])
+    if lives not in ready:  # the test is gone
+        os.kill(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    with suppress(BrokenPipeError):
+        os.write(link, str(os.waitstatus_to_exitcode(status)).encode().ljust(16))
+    os._exit(0)

@@ -1,0 +1,189 @@
+"""Python processes that begin with torch imported.
+
+Importing torch takes each process one to two seconds of processor time, and hundreds of tests need
+processes of their own. So one process imports torch, without pycomm, and forks itself for each test
+process. A forked process runs its command as `python` runs it, and ends as an interpreter ends: exit
+functions run, threads that are daemons are frozen, the exit status is Python's.
+
+What differs from `python COMMAND`: variables that torch or Python read while they start are those of
+the first process, and `torch.backends` are not loaded unless `autoload=True`, which loads them when
+`import torch` would have returned. Tests of exactly these start an interpreter of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PRELOADED = "torch.distributed.fsdp, torch._dynamo, torch.distributed.checkpoint"
+# One thread, since a fork copies none: the libraries that torch loads start theirs at import.
+SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SERVER = f"""
+import sys
+sys.path[0] = {str(ROOT)!r}
+import torch, {PRELOADED}
+from tests.torch.forked import serve
+command = serve(int(sys.argv[1]))
+del sys.path[0], sys, torch, serve
+command.prepare()
+exec(command.code(), globals())
+"""
+
+
+class Interpreter:
+    """A process that runs `python COMMAND`; its output is in files until it has ended."""
+
+    def __init__(
+        self,
+        *command: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | str | None = None,
+        merged: bool = False,
+        fds: Sequence[int] = (),
+        autoload: bool = False,
+    ) -> None:
+        """Start the process.
+
+        Args:
+            command: what follows `python`: `-c CODE`, `-m MODULE` or a script, and its arguments.
+            env: all of its environment; None: the caller's.
+            cwd: its working directory; None: the caller's.
+            merged: write stderr to stdout.
+            fds: descriptors to pass on; the process finds their numbers in PASSED_FDS.
+            autoload: load torch's entry points first, as `import torch` does.
+        """
+        self.args = ["python", *command]
+        self.returncode: int | None = None
+        self._out = tempfile.TemporaryFile()
+        self._err = self._out if merged else tempfile.TemporaryFile()
+        wish = {
+            "command": command,
+            "env": dict(os.environ if env is None else env),
+            "cwd": str(cwd or os.getcwd()),
+            "autoload": autoload,
+        }
+        self._link, there = socket.socketpair()
+        text = json.dumps(wish).encode()
+        passed = [there.fileno(), self._out.fileno(), self._err.fileno(), *fds]
+        with tempfile.TemporaryFile() as letter:  # a datagram would limit the environment's size
+            letter.write(text)
+            letter.flush()
+            socket.send_fds(_server(), [b"x"], [letter.fileno(), *passed])
+        there.close()
+        self.pid = int(self._answer(60.0))
+
+    def _answer(self, seconds: float | None) -> bytes:
+        ready, _, _ = select.select([self._link], [], [], seconds)
+        if not ready:
+            raise subprocess.TimeoutExpired(self.args, seconds or 0.0, self.output())
+        answer = self._link.recv(16, socket.MSG_WAITALL)
+        if not answer:
+            raise RuntimeError(f"the process that forks {' '.join(self.args)} has ended")
+        return answer
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: the process has not ended.
+        """
+        if self.returncode is None:
+            self.returncode = int(self._answer(timeout))
+            self._link.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait until the process ends, kill it if it does not, and return stdout and stderr."""
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        return self.output(), self.errors()
+
+    def output(self) -> str:
+        """Return what it has written to stdout until now."""
+        return _read(self._out)
+
+    def errors(self) -> str:
+        """Return what it has written to stderr until now; what is merged is in the output."""
+        return "" if self._err is self._out else _read(self._err)
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run(*command: str, timeout: float = 60.0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python COMMAND` to its end; arguments are those of `Interpreter`."""
+    process = Interpreter(*command, **options)
+    out, err = process.communicate(timeout)
+    return subprocess.CompletedProcess(process.args, process.wait(), out, err)
+
+
+def launch(*command: str, folder: Path, ranks: int = 2, **environment: str) -> str:
+    """Run a command on ranks with torchrun's variables; return their output of both streams."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    common = {key: str(value) for key, value in sizes.items()}
+    common |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), **environment}
+    started = [
+        Interpreter(
+            *command,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=folder,
+            merged=True,
+        )
+        for rank in range(ranks)
+    ]
+    end = time.monotonic() + 100
+    try:
+        for rank in started:
+            rank.wait(max(0.0, end - time.monotonic()))
+    finally:
+        for rank in started:
+            rank.kill()
+    texts = "".join(rank.output() for rank in started)
+    assert not any(rank.returncode for rank in started), texts
+    return texts
+
+
+def _read(file: Any) -> str:
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode(errors="replace")
+
+
+_servers: dict[int, socket.socket] = {}
+
+
+def _server() -> socket.socket:
+    """Return the socket of this process's server, which is started at the first call."""
+    if os.getpid() not in _servers:
+        here, there = socket.socketpair()
+        subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(there.fileno())],
+            env={**os.environ, **SINGLE, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        there.close()
+        _servers[os.getpid()] = here  # closed at exit, which ends the server
+        atexit.register(here.close)
+    return _servers[os.getpid()]
