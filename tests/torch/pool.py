@@ -163,8 +163,8 @@ class Pool:
 
     def stop(self) -> None:
         """End all processes; the next run starts new ones."""
-        for process, link in self._ranks:
+        ended, self._ranks = self._ranks, []
+        for process, link in ended:
+            link.close()
             process.kill()
             process.wait(10)
-            link.close()
-        self._ranks.clear()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import pycomm
 from tests.torch.backend.far_store import FarStore, client
+from tests.torch.interpreter import Interpreter
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,12 +81,11 @@ def test_who_waits_for_a_late_rank_prints_nothing(tmp_path):
     script = tmp_path / "late.py"
     script.write_text(LATE)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), "2", str(far.port)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        Interpreter(
+            *(str(script), str(rank), "2", str(far.port)),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            merged=True,
+            autoload=True,
         )
         for rank in range(2)
     ]

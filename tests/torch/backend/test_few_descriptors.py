@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+
+from tests.torch.interpreter import run
 
 RANKS = """
 import contextlib, json, os, resource, signal, sys, time
@@ -62,8 +62,7 @@ SOON = 20.0
 
 def test_a_group_is_made_or_all_learn_why_not():
     """With 3 left, rank 0 could make shared memory, but not accept who fetches it."""
-    command = [sys.executable, "-c", RANKS]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    ended = run("-c", RANKS, timeout=200)
     cases = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(cases) == 8, ended.stderr
     for poor, free, said in cases:

@@ -4,8 +4,6 @@ finished work is not kept alive."""
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from tests.torch.interpreter import Interpreter
 
 # ------------------------------------------------------------------ threads that wait
 
@@ -103,20 +102,7 @@ def run_to_the_end(tmp_path: Path, kind: str, transport: str, *more: str) -> lis
     if kind == "without torch":
         (tmp_path / "store").mkdir()
     ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                AT_EXIT,
-                str(r),
-                kind,
-                store,
-                transport,
-                *more,
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Interpreter("-c", AT_EXIT, str(r), kind, store, transport, *more, autoload=True)
         for r in range(2)
     ]
     texts = [rank.communicate(timeout=120)[1] for rank in ranks]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from tests.torch.interpreter import Interpreter
 
 
 def at_once(*jobs: Any) -> None:
@@ -179,12 +178,7 @@ except RuntimeError as error:
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit", "raise", "import"])
 def test_a_rank_that_leaves_with_operations_under_way(tmp_path: Path, how: str) -> None:
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", GOES, str(rank), how, str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Interpreter("-c", GOES, str(rank), how, str(tmp_path / "store"), autoload=True)
         for rank in range(2)
     ]
     start = time.monotonic()

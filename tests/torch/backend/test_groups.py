@@ -6,8 +6,6 @@ import contextlib
 import copy
 import datetime
 import os
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -21,6 +19,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
+from tests.torch.interpreter import Interpreter, run
 
 CPU = torch.device("cpu")
 ErrorType = torch._C._distributed_c10d.ErrorType
@@ -132,9 +131,7 @@ def test_the_first_timeout_that_is_named_wins(monkeypatch, variable, want):
     monkeypatch.delenv("PYCOMM_TIMEOUT", raising=False)
     if variable:
         monkeypatch.setenv("PYCOMM_TIMEOUT", variable)
-    done = subprocess.run(
-        [sys.executable, "-c", TIMEOUTS], capture_output=True, text=True, timeout=60
-    )
+    done = run("-c", TIMEOUTS, autoload=True)
     assert done.stdout.strip() == want, done.stderr
 
 
@@ -389,13 +386,13 @@ dist.destroy_process_group()
 
 def test_pycomm_tls_encrypts_what_torch_sends(tmp_path):
     variables = {"PYCOMM_TLS": "on", "PYCOMM_TRANSPORT": "tcp"}
-    command = [sys.executable, "-c", ENCRYPTED]
+    command = ("-c", ENCRYPTED)
     ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
+        Interpreter(
+            *command,
+            *(str(rank), str(tmp_path / "store")),
             env=os.environ | variables,
-            stdout=subprocess.PIPE,
-            text=True,
+            autoload=True,
         )
         for rank in range(2)
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.policy import Guard, Policy, Rule, Trial
-from tests.torch.torchrun import ROOT
+from tests.torch import interpreter
 
 
 def wrapped() -> DistributedDataParallel:
@@ -132,13 +131,8 @@ def test_numbers_of_numpy_are_numbers(pool):
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    env = {**os.environ, "PYTHONPATH": str(interpreter.ROOT), **environment}
+    return interpreter.run("-m", *command, env=env, timeout=110)
 
 
 @pytest.mark.parametrize(

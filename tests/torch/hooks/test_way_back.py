@@ -16,7 +16,7 @@ import pycomm
 from pycomm.policy import Policy
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, gradients, reduced
 from tests.torch.reduction.test_saved_state import network, train
-from tests.torch.torchrun import launch
+from tests.torch.interpreter import launch
 
 CODED = ("big", "small")
 # For ranks that import torch on a busy machine.

@@ -1,4 +1,4 @@
-"""Example scripts, run under torchrun as users do."""
+"""Example scripts; the first is run under torchrun, as users do, the others with its variables."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch.torchrun import launch
+from tests.torch import torchrun
+from tests.torch.interpreter import launch
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_ddp_example(tmp_path):
-    output = launch(str(ROOT / "examples/ddp.py"), folder=tmp_path)
+    output = torchrun.launch(str(ROOT / "examples/ddp.py"), folder=tmp_path)
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
     assert "quant:bits=4" in output

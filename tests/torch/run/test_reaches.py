@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.torch.torchrun import launch
+from tests.torch.interpreter import launch
 
 OPTIONS = ["-m", "pycomm.run", "--codec", "int4"]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pycomm import run
-from tests.torch.torchrun import ROOT, launch
+from tests.torch.interpreter import ROOT, launch
+from tests.torch.interpreter import run as run_python
 
 UNMODIFIED = """
 import sys, torch, torch.distributed as dist
@@ -91,6 +92,11 @@ def python(*command: str, folder: Path, **environment: str) -> subprocess.Comple
     )
 
 
+def forked(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Return the result of an interpreter that has imported torch, and not pycomm."""
+    return run_python(*command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=folder)
+
+
 ASKS = """
 import sys, pickle, __main__
 class Local: pass
@@ -140,7 +146,7 @@ for number, words in enumerate(options):
 
 def test_dgc_has_its_momentum_with_rules_and_without(tmp_path):
     (tmp_path / "script.py").write_text(FEEDBACK)
-    done = python("script.py", str(tmp_path / "store"), folder=tmp_path)
+    done = forked("script.py", str(tmp_path / "store"), folder=tmp_path)
     assert done.stdout.split() == ["momentum", "momentum", "None", "residual"], done.stderr
 
 
@@ -211,9 +217,9 @@ def test_contradicting_wishes_are_named(monkeypatch):
 
 
 def test_run_refuses_what_it_cannot_run(tmp_path):
-    done = python("-m", "pycomm.run", "--codec", "int4", "x.py", folder=tmp_path)
+    done = forked("-m", "pycomm.run", "--codec", "int4", "x.py", folder=tmp_path)
     assert done.returncode == 2
     assert "pycomm.run: there is no script x.py" in done.stderr
-    done = python("-m", "pycomm.run", "-m", "no.such", folder=tmp_path)
+    done = forked("-m", "pycomm.run", "-m", "no.such", folder=tmp_path)
     assert done.returncode == 2
     assert "-m no.such: " in done.stderr
