@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pycomm.bench import fsdp, netlab
+from tests.extent import FULL
 
 
+@pytest.mark.skipif(not FULL, reason="takes half a minute: make soak")
 def test_half_of_the_gradient_bytes_and_equal_losses():
     try:
         lab = netlab.Netlab(2, "1gbit")

@@ -8,6 +8,7 @@ from pycomm.bench import netlab
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.planner.ranks import ROUNDS, turns
 from pycomm.bench.validate_plan import Case, ask, judge, load, model_of, picks, save, summary
+from tests.extent import FULL
 
 
 def case(codec, predicted, measured, ranks=2):
@@ -75,6 +76,7 @@ def test_ranks_time_an_all_reduce_of_each_size_and_codec(lab):
     assert all(row["seconds"] > 0 for row in rows)
 
 
+@pytest.mark.skipif(not FULL, reason="takes half a minute: make soak")
 def test_ranks_time_steps_and_the_parts_of_one_that_does_not_talk(lab):
     pytest.importorskip("torch")
     from pycomm.bench.training.train import Config, Transformer

@@ -16,6 +16,7 @@ from pycomm.plan.__main__ import main
 from pycomm.plan.codecs import NONE
 from pycomm.plan.probe import cli, links
 from pycomm.plan.probe.result import Crowd, middle
+from tests.extent import FULL
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,7 @@ def test_of_several_turns_the_middle_of_each_figure_counts(probed):
     assert middle(turns) == replace(turns[1], memory=2e9)
 
 
+@pytest.mark.skipif(not FULL, reason="takes half a minute: make soak")
 def test_more_ranks_than_cores_are_probed(tmp_path):
     path, two = tmp_path / "probe.json", sorted(os.sched_getaffinity(0))[:2]
     words = ["probe", "--effort", "0.02", "--ranks", "4", "--out", str(path)]

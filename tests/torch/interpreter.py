@@ -1,13 +1,13 @@
 """Python processes that begin with torch imported.
 
 Importing torch takes each process one to two seconds of processor time, and hundreds of tests need
-processes of their own. So one process imports torch, without pycomm, and forks itself for each test
-process. A forked process runs its command as `python` runs it, and ends as an interpreter ends: exit
-functions run, threads that are daemons are frozen, the exit status is Python's.
+processes of their own. So one process imports torch, without pycomm, and forks itself for each
+process of a test. A forked process runs its command as `python` runs it, and ends as an interpreter
+ends: exit functions run, threads that are daemons are frozen, the exit status is Python's.
 
-What differs from `python COMMAND`: variables that torch or Python read while they start are those of
-the first process, and `torch.backends` are not loaded unless `autoload=True`, which loads them when
-`import torch` would have returned. Tests of exactly these start an interpreter of their own.
+What differs from `python COMMAND`: variables that torch or Python read while they start are those
+of the first process, and `torch.backends` are not loaded unless `autoload=True`, which loads them
+when `import torch` would have returned. Tests of exactly these start an interpreter of their own.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Interpreter:
         """
         self.args = ["python", *command]
         self.returncode: int | None = None
-        self._out = tempfile.TemporaryFile()
-        self._err = self._out if merged else tempfile.TemporaryFile()
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115, the process writes to it
+        self._err = self._out if merged else tempfile.TemporaryFile()  # noqa: SIM115
         wish = {
             "command": command,
             "env": dict(os.environ if env is None else env),

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.policy import Policy
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, gradients, reduced
-from tests.torch.reduction.test_saved_state import network, train
 from tests.torch.interpreter import launch
+from tests.torch.reduction.test_saved_state import network, train
 
 CODED = ("big", "small")
 # For ranks that import torch on a busy machine.
