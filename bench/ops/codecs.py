@@ -96,10 +96,10 @@ class Calls:
         )
         feedback = {"residual": residual, "new_residual": residual}
         plain = {}
-        if codec.agrees:
-            self.agreed = np.zeros(-(-numel // codec.granule), np.float32)
-            codec.measure(source, numel, self.agreed.ctypes.data)
-            plain = {"agreed": self.agreed.ctypes.data}
+        if codec.needs_amax:
+            self.amax = np.zeros(-(-numel // codec.granule), np.float32)
+            codec.compute_amax(source, numel, self.amax.ctypes.data)
+            plain = {"amax": self.amax.ctypes.data}
         self.runs: dict[str, Run] = {
             "copy": lambda: np.copyto(self.target, self.x),
             "encode": lambda: codec.encode(source, numel, code, **plain),

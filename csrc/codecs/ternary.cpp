@@ -13,14 +13,14 @@ namespace {
 template <bool kSum>
 struct Writer {
   Format format;
-  const float* agreed;
+  const float* amax;
   float* scales;
   uint8_t* codes;
   RandomKey key;
   uint64_t index;
 
   PYCOMM_INLINE Scale scale(size_t block, const float*, size_t) const {
-    const Scale shared = shared_scale(agreed[block]);
+    const Scale shared = shared_scale(amax[block]);
     scales[block] = shared.unit;
     return shared;
   }
@@ -64,7 +64,7 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   key.seed = rank_seed(key.seed, key.step, key.tensor, key.rank);
   auto* scales = reinterpret_cast<float*>(args.out.data);
   uint8_t* codes = args.out.data + codes_offset(f, args.in.size);
-  encode_blocks(args, f.block, Writer<kSum>{f, args.agreed, scales, codes, key, args.index});
+  encode_blocks(args, f.block, Writer<kSum>{f, args.amax, scales, codes, key, args.index});
 }
 
 template <bool kAdd>
@@ -111,10 +111,10 @@ class Ternary final : public Codec {
   size_t encoded_bytes(size_t numel) const override {
     return ternary::encoded_bytes(format_, numel);
   }
-  bool agrees() const override { return true; }
+  bool needs_amax() const override { return true; }
 
-  void measure(Span<const float> in, const float* residual, Span<float> out,
-               Stream stream) const override {
+  void compute_amax(Span<const float> in, const float* residual, Span<float> out,
+                    Stream stream) const override {
     if (out.size != num_blocks(in.size, format_.block)) {
       throw Error(spec() + ": " + std::to_string(in.size) + " values have " +
                   std::to_string(num_blocks(in.size, format_.block)) +

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
 #pragma unroll
   for (int row = 0; row < kSmall; row++) {
     const size_t i = tile.index(row);
-    const Scale s = shared_scale(i < args.numel ? args.agreed[i >> args.block_bits] : 0.0f);
+    const Scale s = shared_scale(i < args.numel ? args.amax[i >> args.block_bits] : 0.0f);
     if (i % block == 0 && i < args.numel) args.scales[i >> args.block_bits] = s.unit;
 
     Random4 random{};
@@ -131,7 +131,7 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
   const RandomKey& key = args.key;
   EncodeParams params = encode_params(format.block, codes_offset(format, args.in.size), args);
   params.seed = rank_seed(key.seed, key.step, key.tensor, key.rank);
-  params.agreed = args.agreed;
+  params.amax = args.amax;
   params.options = static_cast<uint32_t>(format.bits);
   cuda::dispatch(args.summed, [&](auto sum) {
     cuda::dispatch(args.residual != nullptr, [&](auto feedback) {

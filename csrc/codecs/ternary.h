@@ -31,10 +31,10 @@ PYCOMM_HD float measured(float amax) {
 
 /// Returns the shared scale, with eight significant bits: each of its multiples up to 65535 is
 /// exact. `inv` is the factor of a random number below 2^24.
-PYCOMM_HD Scale shared_scale(float agreed) {
-  if (!(agreed < kLimit)) return {bits_float(kNanBits), 0.0f, 0.0f, false};
-  if (!(agreed > kTiny)) return {0.0f, 0.0f, 0.0f, false};
-  const float unit = quant::bfloat16_above(agreed);
+PYCOMM_HD Scale shared_scale(float amax) {
+  if (!(amax < kLimit)) return {bits_float(kNanBits), 0.0f, 0.0f, false};
+  if (!(amax > kTiny)) return {0.0f, 0.0f, 0.0f, false};
+  const float unit = quant::bfloat16_above(amax);
   return {unit, unit * 0x1p-24f, 0.0f, true};
 }
 

@@ -72,13 +72,13 @@ Communicator::Impl::Impl(std::shared_ptr<Store> store, int rank, int size,
 }
 
 void Communicator::Impl::over(Lane lane) {
-  const std::exception_ptr thrown = from_reason(std::current_exception());
+  const std::exception_ptr thrown = from_notice(std::current_exception());
   // Another thread may be using them.
   const ResultChecksums* result_checksums = lane == Lane::collective ? &result_checksums_ : nullptr;
   if (failure_.happened()) {
     // The thread that was first may not have told the others yet; all must be able to know before
     // our caller continues.
-    mesh_.abort(to_reason(failure_.error()));
+    mesh_.abort(to_notice(failure_.error(), rank()));
   } else {
     end_with(thrown, lane, result_checksums);
   }
@@ -95,11 +95,11 @@ void Communicator::Impl::end_with(const std::exception_ptr& thrown, Lane lane,
     // What another rank has reported meanwhile is the cause.
     const std::exception_ptr cause = mesh_.aborted();
     failure_.set(cause ? cause : error);
-    mesh_.abort(to_reason(cause ? cause : error));
+    mesh_.abort(to_notice(cause ? cause : error, rank()));
     trace_->set_error(failure_.text());
   } catch (const std::bad_alloc&) {  // not enough memory for the full text
     failure_.set(thrown);
-    mesh_.abort("out of memory");
+    mesh_.abort(plain_notice("out of memory", rank()));
   }
 }
 
@@ -108,7 +108,7 @@ void Communicator::Impl::abort(const std::string& reason) noexcept {
   const std::string text = "rank " + std::to_string(rank()) + " was aborted" +
                            doing(mesh_.rank_state().load()) + ": " + reason;
   failure_.set(std::make_exception_ptr(Error(text)));
-  mesh_.abort(text);
+  mesh_.abort(plain_notice(text, rank()));
   trace_->set_error(text);
 }
 

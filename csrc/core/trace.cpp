@@ -168,7 +168,7 @@ std::vector<OpRecord> Trace::read() const {
     record.waited_ns = scale.ns(unpack_time(timing >> kTimeBits));
     record.coded_ns = scale.ns(unpack_time(timing));
     const auto last = static_cast<int>(timing >> 2 * kTimeBits);
-    record.last = last == kNobody ? -1 : last;
+    record.last = last == kNoRank ? -1 : last;
     record.state = ended     ? (ended & 1 ? OpState::failed : OpState::completed)
                    : started ? OpState::started
                              : OpState::scheduled;

@@ -143,7 +143,7 @@ class PYCOMM_API Trace {
   }
 
   // A timing packs two times of 24 bits each, of which 19 are digits and 5 a shift, and the rank.
-  static constexpr int kTimeBits = 24, kDigits = 19, kNobody = 0xffff;
+  static constexpr int kTimeBits = 24, kDigits = 19, kNoRank = 0xffff;
   static uint64_t pack_time(uint64_t time) {
     const int shift = time >> kDigits ? 64 - kDigits - __builtin_clzll(time) : 0;
     return static_cast<uint64_t>(shift) << kDigits | time >> shift;
@@ -152,7 +152,7 @@ class PYCOMM_API Trace {
     return (packed & ((1 << kDigits) - 1)) << (packed >> kDigits & 31);
   }
   static uint64_t pack(const OpTiming& timing) {
-    return static_cast<uint64_t>(timing.last & kNobody) << 2 * kTimeBits |
+    return static_cast<uint64_t>(timing.last & kNoRank) << 2 * kTimeBits |
            pack_time(timing.waited) << kTimeBits | pack_time(timing.coded);
   }
 
@@ -181,7 +181,7 @@ class PYCOMM_API Trace {
     slot.issued.store(started ? started : ticks(), std::memory_order_relaxed);
     slot.started.store(started, std::memory_order_relaxed);
     slot.ended.store(0, std::memory_order_relaxed);
-    slot.timing.store(uint64_t{kNobody} << 2 * kTimeBits, std::memory_order_relaxed);
+    slot.timing.store(uint64_t{kNoRank} << 2 * kTimeBits, std::memory_order_relaxed);
     slot.id.store(id, std::memory_order_release);
     return id;
   }

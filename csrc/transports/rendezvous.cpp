@@ -86,48 +86,49 @@ std::string own_key(const Rendezvous& rendezvous, const std::string& topic, int 
 
 /// The key that holds the values of all ranks, where the store can append: "rank length:value" of
 /// each. Disjoint subsets of ranks that exchange the same topic have different first ranks.
-std::string roll_key(const Rendezvous& rendezvous, const std::string& topic,
-                     const std::vector<int>& ranks) {
+std::string joint_key(const Rendezvous& rendezvous, const std::string& topic,
+                      const std::vector<int>& ranks) {
   return rendezvous.group + "/" + topic + "/all from " + std::to_string(ranks.front());
 }
 
-std::string roll_entry(int rank, const std::string& word) {
-  return std::to_string(rank) + " " + std::to_string(word.size()) + ":" + word;
+std::string joint_entry(int rank, const std::string& value) {
+  return std::to_string(rank) + " " + std::to_string(value.size()) + ":" + value;
 }
 
-std::map<int, std::string> parse_roll(const std::string& roll) {
-  std::map<int, std::string> words;
-  for (size_t at = 0; at < roll.size();) {
-    const size_t colon = roll.find(':', at);
+std::map<int, std::string> parse_joint_value(const std::string& joint) {
+  std::map<int, std::string> values;
+  for (size_t at = 0; at < joint.size();) {
+    const size_t colon = joint.find(':', at);
     if (colon == std::string::npos) break;
     int rank = 0;
     size_t size = 0;
-    if (std::sscanf(roll.c_str() + at, "%d %zu", &rank, &size) != 2) break;
-    if (size > roll.size() - colon - 1) break;
-    words[rank] = roll.substr(colon + 1, size);
+    if (std::sscanf(joint.c_str() + at, "%d %zu", &rank, &size) != 2) break;
+    if (size > joint.size() - colon - 1) break;
+    values[rank] = joint.substr(colon + 1, size);
     at = colon + 1 + size;
   }
-  return words;
+  return values;
 }
 
-std::optional<std::vector<std::string>> in_order(std::map<int, std::string> words,
+std::optional<std::vector<std::string>> in_order(std::map<int, std::string> values,
                                                  const std::vector<int>& ranks) {
   std::vector<std::string> result;
   for (const int rank : ranks) {
-    const auto found = words.find(rank);
-    if (found == words.end()) return std::nullopt;
+    const auto found = values.find(rank);
+    if (found == values.end()) return std::nullopt;
     result.push_back(std::move(found->second));
   }
   return result;
 }
 
-void say(const Rendezvous& rendezvous, const std::string& topic, const std::vector<int>& ranks,
-         const std::string& word) {
+void publish(const Rendezvous& rendezvous, const std::string& topic, const std::vector<int>& ranks,
+             const std::string& value) {
   Store& store = *rendezvous.store;
   const bool appends = store.appends();
   if (!appends || ranks.size() > kReadByAll)
-    store.set(own_key(rendezvous, topic, rendezvous.rank), word);
-  if (appends) store.append(roll_key(rendezvous, topic, ranks), roll_entry(rendezvous.rank, word));
+    store.set(own_key(rendezvous, topic, rendezvous.rank), value);
+  if (appends)
+    store.append(joint_key(rendezvous, topic, ranks), joint_entry(rendezvous.rank, value));
 }
 
 /// Returns all values if they are there now.
@@ -135,9 +136,9 @@ std::optional<std::vector<std::string>> collect(const Rendezvous& rendezvous,
                                                 const std::string& topic,
                                                 const std::vector<int>& ranks) {
   if (rendezvous.store->appends()) {
-    const auto roll = rendezvous.store->find(roll_key(rendezvous, topic, ranks));
-    if (!roll) return std::nullopt;
-    return in_order(parse_roll(*roll), ranks);
+    const auto joint = rendezvous.store->find(joint_key(rendezvous, topic, ranks));
+    if (!joint) return std::nullopt;
+    return in_order(parse_joint_value(*joint), ranks);
   }
   std::vector<std::string> keys;
   for (const int rank : ranks) keys.push_back(own_key(rendezvous, topic, rank));
@@ -145,25 +146,26 @@ std::optional<std::vector<std::string>> collect(const Rendezvous& rendezvous,
 }
 
 /// Does the same as collect(), but in a large group only the first rank reads each rank's value.
-std::optional<std::vector<std::string>> hear(const Rendezvous& rendezvous, const std::string& topic,
-                                             const std::vector<int>& ranks) {
+std::optional<std::vector<std::string>> collect_all(const Rendezvous& rendezvous,
+                                                    const std::string& topic,
+                                                    const std::vector<int>& ranks) {
   if (ranks.size() <= kReadByAll) return collect(rendezvous, topic, ranks);
-  const std::string key = roll_key(rendezvous, topic, ranks) + "/complete";
+  const std::string key = joint_key(rendezvous, topic, ranks) + "/complete";
   if (rendezvous.rank != ranks.front()) {
-    const auto roll = rendezvous.store->find(key);
-    if (!roll) return std::nullopt;
-    return in_order(parse_roll(*roll), ranks);
+    const auto joint = rendezvous.store->find(key);
+    if (!joint) return std::nullopt;
+    return in_order(parse_joint_value(*joint), ranks);
   }
-  auto words = collect(rendezvous, topic, ranks);
-  if (!words) return words;
-  std::string roll;
-  for (size_t i = 0; i < ranks.size(); i++) roll += roll_entry(ranks[i], (*words)[i]);
-  rendezvous.store->set(key, roll);
-  return words;
+  auto values = collect(rendezvous, topic, ranks);
+  if (!values) return values;
+  std::string joint;
+  for (size_t i = 0; i < ranks.size(); i++) joint += joint_entry(ranks[i], (*values)[i]);
+  rendezvous.store->set(key, joint);
+  return values;
 }
 
-std::string with_announcements(const Rendezvous& rendezvous, const std::string& word) {
-  std::string text = escaped(word);
+std::string with_announcements(const Rendezvous& rendezvous, const std::string& value) {
+  std::string text = escaped(value);
   for (const auto& [topic, value] : rendezvous.talk->announced)
     text += kNext + topic + kIs + escaped(value);
   rendezvous.talk->announced.clear();
@@ -172,76 +174,78 @@ std::string with_announcements(const Rendezvous& rendezvous, const std::string& 
 
 /// Strips from each value what was announced with it, and keeps the announcements of the topics
 /// that all ranks have announced.
-void take_announcements(const Rendezvous& rendezvous, std::vector<std::string>& words) {
+void take_announcements(const Rendezvous& rendezvous, std::vector<std::string>& values) {
   std::map<std::string, std::vector<std::string>> heard;
-  for (std::string& word : words) {
-    const size_t end = std::min(word.find(kNext), word.size());
-    for (size_t begin = end; begin < word.size();) {
-      const size_t next = std::min(word.find(kNext, begin + 1), word.size());
-      const std::string item = word.substr(begin + 1, next - begin - 1);
+  for (std::string& value : values) {
+    const size_t end = std::min(value.find(kNext), value.size());
+    for (size_t begin = end; begin < value.size();) {
+      const size_t next = std::min(value.find(kNext, begin + 1), value.size());
+      const std::string item = value.substr(begin + 1, next - begin - 1);
       const size_t is = std::min(item.find(kIs), item.size());
       heard[item.substr(0, is)].push_back(unescaped(item.substr(std::min(is + 1, item.size()))));
       begin = next;
     }
-    word = unescaped(word.substr(0, end));
+    value = unescaped(value.substr(0, end));
   }
   for (auto& [topic, texts] : heard) {
-    if (texts.size() == words.size()) rendezvous.talk->heard[topic] = std::move(texts);
+    if (texts.size() == values.size()) rendezvous.talk->heard[topic] = std::move(texts);
   }
 }
 
 }  // namespace
 
 std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const std::string& topic,
-                                           const std::vector<int>& ranks, const std::string& word) {
+                                           const std::vector<int>& ranks,
+                                           const std::string& value) {
   const auto heard = rendezvous.talk->heard.find(topic);
   if (heard != rendezvous.talk->heard.end()) {
-    std::vector<std::string> words;
-    for (const int rank : ranks) words.push_back(heard->second[static_cast<size_t>(rank)]);
-    return words;
+    std::vector<std::string> values;
+    for (const int rank : ranks) values.push_back(heard->second[static_cast<size_t>(rank)]);
+    return values;
   }
   const bool whole = static_cast<int>(ranks.size()) == rendezvous.size;
-  say(rendezvous, topic, ranks, whole ? with_announcements(rendezvous, word) : word);
-  auto words = poll_until(rendezvous, [&] { return hear(rendezvous, topic, ranks); });
-  if (!words) {
+  publish(rendezvous, topic, ranks, whole ? with_announcements(rendezvous, value) : value);
+  auto values = poll_until(rendezvous, [&] { return collect_all(rendezvous, topic, ranks); });
+  if (!values) {
     const auto known = published_values(rendezvous, topic, ranks, ranks, kAllTheTime);
     std::vector<int> missing;
     for (const int rank : ranks) {
       if (known.count(rank) == 0) missing.push_back(rank);
     }
     if (!missing.empty()) throw not_complete(rendezvous, topic, missing);
-    words = in_order(known, ranks);
+    values = in_order(known, ranks);
   }
-  if (whole) take_announcements(rendezvous, *words);
-  return *words;
+  if (whole) take_announcements(rendezvous, *values);
+  return *values;
 }
 
-void announce(const Rendezvous& rendezvous, const std::string& topic, const std::string& word) {
-  rendezvous.talk->announced[topic] = word;
+void announce(const Rendezvous& rendezvous, const std::string& topic, const std::string& value) {
+  rendezvous.talk->announced[topic] = value;
 }
 
 std::map<int, std::string> published_values(const Rendezvous& rendezvous, const std::string& topic,
                                             const std::vector<int>& ranks,
                                             const std::vector<int>& wanted,
                                             Milliseconds time_limit) {
-  std::map<int, std::string> words;
+  std::map<int, std::string> values;
   if (rendezvous.store->appends() &&
       (ranks.size() <= kReadByAll || wanted.size() == ranks.size())) {
-    if (const auto roll = rendezvous.store->find(roll_key(rendezvous, topic, ranks))) {
-      words = parse_roll(*roll);
+    if (const auto joint = rendezvous.store->find(joint_key(rendezvous, topic, ranks))) {
+      values = parse_joint_value(*joint);
     }
   } else {
     const auto start = Deadline::Clock::now();
     for (const int rank : wanted) {
-      if (auto word = rendezvous.store->find(own_key(rendezvous, topic, rank))) words[rank] = *word;
+      if (auto value = rendezvous.store->find(own_key(rendezvous, topic, rank)))
+        values[rank] = *value;
       if (Deadline::Clock::now() - start >= time_limit) break;
     }
   }
-  return words;
+  return values;
 }
 
-std::string plain_value(const std::string& word) {
-  return unescaped(word.substr(0, word.find(kNext)));
+std::string plain_value(const std::string& value) {
+  return unescaped(value.substr(0, value.find(kNext)));
 }
 
 void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string>& topics) {
@@ -259,8 +263,8 @@ void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string
 
 std::string value_of(const Rendezvous& rendezvous, const std::string& topic, int rank) {
   const std::string key = own_key(rendezvous, topic, rank);
-  const auto word = poll_until(rendezvous, [&] { return rendezvous.store->find(key); });
-  if (word) return *word;
+  const auto value = poll_until(rendezvous, [&] { return rendezvous.store->find(key); });
+  if (value) return *value;
   throw not_complete(rendezvous, topic, {rank});
 }
 

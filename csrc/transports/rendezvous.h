@@ -19,11 +19,11 @@ namespace pycomm {
 PYCOMM_API std::vector<std::string> all_gather_values(const Rendezvous& rendezvous,
                                                       const std::string& topic,
                                                       const std::vector<int>& ranks,
-                                                      const std::string& word);
+                                                      const std::string& value);
 
 /// Sets our value for a later exchange of the whole group: it travels with the next exchange, and
 /// the later one then needs no store.
-void announce(const Rendezvous& rendezvous, const std::string& topic, const std::string& word);
+void announce(const Rendezvous& rendezvous, const std::string& topic, const std::string& value);
 
 /// Returns the values that some of the `wanted` ranks have published so far: all that one request
 /// to the store can answer, and of the others as many as `time_limit` allows, at least one. `ranks`
@@ -34,7 +34,7 @@ std::map<int, std::string> published_values(const Rendezvous& rendezvous, const 
                                             const std::vector<int>& wanted,
                                             Milliseconds time_limit);
 
-std::string plain_value(const std::string& word);
+std::string plain_value(const std::string& value);
 
 /// Throws Timeout that names the ranks of the group that have published nothing under one of these
 /// topics, for the first topic where there are any. The ranks that a rank waits for in vain may

@@ -16,6 +16,7 @@
 
 #include "core/deadline.h"
 #include "core/error.h"
+#include "core/notice.h"
 #include "core/op.h"
 #include "core/op_timing.h"
 #include "core/rank_state.h"
@@ -50,7 +51,7 @@ class Channel {
   virtual uint64_t received() const = 0;  ///< highest ticket whose bytes have all arrived
 
   /// Moves what can be moved now. Returns true if anything moved. Throws PeerLost if the peer is
-  /// gone while something is still queued, and Error with the peer's reason if the peer has
+  /// gone while something is still queued, and Aborted with the peer's notice if the peer has
   /// aborted.
   virtual bool progress() = 0;
   /// Returns what has gone out to the peer over a network, if there is one. To be called by the
@@ -113,7 +114,7 @@ class Transport {
 
   /// Sleeps until a channel of the lane may have something to do, or for `limit`.
   virtual void idle(Lane lane, std::chrono::microseconds limit) = 0;
-  /// Throws PeerLost or Error if a peer has died or any rank has aborted. Cheap enough to call
+  /// Throws PeerLost if a peer has died, and Aborted if any rank has aborted. Cheap enough to call
   /// every few microseconds of a wait.
   virtual void check() = 0;
   /// Asks the ranks that this transport reaches what they are doing; look() returns the answer a
@@ -125,9 +126,9 @@ class Transport {
   virtual SharedRankState* rank_state() { return nullptr; }
   /// Returns the round-trip time to the farthest peer; 0 inside a host.
   virtual Milliseconds round_trip() const { return Milliseconds(0); }
-  /// Tells all peers why this group has failed: their waits throw Error with this reason and our
-  /// rank. Any thread, any time, never blocks.
-  virtual void abort(const std::string& reason) noexcept = 0;
+  /// Tells all peers why this group has failed: their waits throw Aborted with this notice. Any
+  /// thread, any time, never blocks, needs no memory.
+  virtual void abort(const Notice& notice) noexcept = 0;
   /// Returns the number of bytes that this rank has handed to the transport since the start:
   /// payload, and headers where there are any. Any thread.
   virtual uint64_t sent_bytes() const = 0;

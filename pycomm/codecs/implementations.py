@@ -98,7 +98,7 @@ class Native:
         self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         with _device(x):
-            codec.native.measure(
+            codec.native.compute_amax(
                 x.data_ptr(),
                 x.numel(),
                 out.data_ptr(),
@@ -121,7 +121,7 @@ class Native:
                 rank=args.key.rank,
                 ranks=args.key.ranks,
                 index=args.index,
-                agreed=0 if args.amax is None else args.amax.data_ptr(),
+                amax=0 if args.amax is None else args.amax.data_ptr(),
                 summed=args.summed,
                 stream=_stream(args.x),
                 scratch=scratch.data_ptr(),

@@ -116,8 +116,8 @@ class Batched:
         """Take the maximum of `compute_amax` over all ranks, for codecs that need it."""
         if not self._needs_amax:
             return
-        ours = torch.empty(self._native.agreed_count(rows))
-        self._native.measure(self._at(values, rows), ours.data_ptr())
+        ours = torch.empty(self._native.amax_count(rows))
+        self._native.compute_amax(self._at(values, rows), ours.data_ptr())
         # Not an all-reduce: backends differ in the maximum of a NaN.
         self._amax = gather_equal(ours, self._group).amax(0)
 
@@ -155,7 +155,7 @@ class Batched:
             self._received(came),
             out.data_ptr(),
             out.numel(),
-            agreed=self._amax_at(),
+            amax=self._amax_at(),
         )
         return self._gather(out, size, most, any(self._variable[: self._ranks]))
 
@@ -180,7 +180,7 @@ class Batched:
         room = rows * sum(self.most[first:last])
         out = torch.empty(room, dtype=torch.uint8)
         sizes = self._native.contribute(
-            self._at(values, rows), first, last, out.data_ptr(), room, agreed=self._amax_at()
+            self._at(values, rows), first, last, out.data_ptr(), room, amax=self._amax_at()
         )
         return out[: sum(sizes)], sizes
 

@@ -79,7 +79,7 @@ def coded(spec: str, x: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
     codec.native.encode(
         x.data_ptr(), numel, out.data_ptr(), residual=residual.data_ptr(),
         new_residual=kept.data_ptr(), seed=key.seed, step=key.step, tensor=key.tensor,
-        agreed=0 if measured is None else measured.data_ptr(),
+        amax=0 if measured is None else measured.data_ptr(),
     )  # fmt: skip
     native.decode(codec, out, values)
     native.decode_add(codec, out, sums)

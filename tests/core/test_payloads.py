@@ -42,10 +42,10 @@ CANARY = np.float32(7.0)
 def encoded(codec: _C.Codec, x: np.ndarray) -> np.ndarray:
     payload = np.zeros(codec.encoded_bytes(len(x)), np.uint8)
     plain = {}
-    if codec.agrees:
-        agreed = np.zeros(-(-len(x) // codec.granule), np.float32)
-        codec.measure(x.ctypes.data, len(x), agreed.ctypes.data)
-        plain = {"agreed": agreed.ctypes.data}
+    if codec.needs_amax:
+        amax = np.zeros(-(-len(x) // codec.granule), np.float32)
+        codec.compute_amax(x.ctypes.data, len(x), amax.ctypes.data)
+        plain = {"amax": amax.ctypes.data}
     codec.encode(x.ctypes.data, len(x), payload.ctypes.data, **plain)
     return payload
 

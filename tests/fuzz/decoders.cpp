@@ -97,16 +97,16 @@ std::vector<std::string> seeds() {
         x = static_cast<float>(static_cast<int32_t>(state)) * 1e-9f;
       }
       // What ranks agree on, a number for each granule: ours alone.
-      std::vector<float> agreed(numel + 1);
-      if (codec.agrees()) {
+      std::vector<float> amax(numel + 1);
+      if (codec.needs_amax()) {
         const size_t granules = (numel + codec.granule() - 1) / codec.granule();
-        codec.measure({in.data(), numel}, nullptr, {agreed.data(), granules}, {});
+        codec.compute_amax({in.data(), numel}, nullptr, {amax.data(), granules}, {});
       }
       std::string payload(codec.encoded_bytes(numel), '\0');
       pycomm::EncodeArgs args;
       args.in = {in.data(), numel};
       args.out = {reinterpret_cast<uint8_t*>(payload.data()), payload.size()};
-      args.agreed = agreed.data();
+      args.amax = amax.data();
       codec.encode(args);
       result.push_back(
           {static_cast<char>(c), static_cast<char>(numel & 255), static_cast<char>(numel >> 8)});

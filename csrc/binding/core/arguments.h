@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "collectives/communicator.h"
 #include "core/deadline.h"
 #include "core/error.h"
+#include "core/notice.h"
 
 namespace pycomm {
 
@@ -28,6 +30,21 @@ inline Milliseconds milliseconds(double seconds) {
   const double count = std::ceil(seconds * 1e3);
   const auto most = static_cast<double>(kForever.count());
   return count < most ? Milliseconds(static_cast<int64_t>(count)) : kForever;
+}
+
+/// Returns the notice of rank `from` with this kind: error, timeout, mismatch or lost.
+inline Notice notice(const std::string& text, const std::string& kind, int from, int rank,
+                     std::vector<int> ranks) {
+  static constexpr const char* kKinds[] = {"error", "timeout", "mismatch", "lost"};
+  const auto found = std::find(std::begin(kKinds), std::end(kKinds), kind);
+  if (found == std::end(kKinds)) {
+    throw Error("unknown kind \"" + kind + "\" of a notice; use error, timeout, mismatch or lost");
+  }
+  Notice result = plain_notice(text, from);
+  result.kind = static_cast<Notice::Kind>(found - std::begin(kKinds));
+  result.rank = rank;
+  result.ranks = std::move(ranks);
+  return result;
 }
 
 /// A list of addresses and sizes in elements: one part per rank.

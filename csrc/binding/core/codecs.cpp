@@ -29,7 +29,7 @@ Stream to_stream(std::optional<uintptr_t> handle, const Codec& codec, size_t num
 
 void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
             uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint32_t rank,
-            uint32_t ranks, uint64_t index, uintptr_t agreed, bool summed,
+            uint32_t ranks, uint64_t index, uintptr_t amax, bool summed,
             std::optional<uintptr_t> stream, uintptr_t scratch) {
   const DefaultArithmetic arithmetic;
   EncodeArgs args;
@@ -39,22 +39,22 @@ void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintpt
   args.new_residual = reinterpret_cast<float*>(new_residual);
   args.key = {seed, step, tensor, rank, ranks};
   args.index = index;
-  args.agreed = reinterpret_cast<const float*>(agreed);
+  args.amax = reinterpret_cast<const float*>(amax);
   args.summed = summed;
   args.stream = to_stream(stream, codec, numel, scratch);
   GilReleased release;
   codec.encode(args);
 }
 
-void measure(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
-             std::optional<uintptr_t> stream) {
+void compute_amax(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
+                  std::optional<uintptr_t> stream) {
   const DefaultArithmetic arithmetic;
   const size_t granule = codec.granule();
   const size_t granules = granule ? (numel + granule - 1) / granule : std::min<size_t>(numel, 1);
   GilReleased release;
-  codec.measure({reinterpret_cast<const float*>(x), numel},
-                reinterpret_cast<const float*>(residual), {reinterpret_cast<float*>(out), granules},
-                to_stream(stream, codec, numel, 0));
+  codec.compute_amax({reinterpret_cast<const float*>(x), numel},
+                     reinterpret_cast<const float*>(residual),
+                     {reinterpret_cast<float*>(out), granules}, to_stream(stream, codec, numel, 0));
 }
 
 void decode(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
@@ -156,7 +156,7 @@ void bind_codecs(py::module_& m) {
       .def_property_readonly("granule", &Codec::granule)
       .def_property_readonly("variable", &Codec::variable)
       .def_property_readonly("shared_seed", &Codec::shared_seed)
-      .def_property_readonly("agrees", &Codec::agrees)
+      .def_property_readonly("needs_amax", &Codec::needs_amax)
       .def(
           "encoded_bytes",
           [](const Codec& codec, size_t numel) {
@@ -168,13 +168,13 @@ void bind_codecs(py::module_& m) {
       .def("encode", &encode, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("new_residual") = 0, py::arg("seed") = 0,
            py::arg("step") = 0, py::arg("tensor") = 0, py::arg("rank") = 0, py::arg("ranks") = 1,
-           py::arg("index") = 0, py::arg("agreed") = 0, py::arg("summed") = false,
+           py::arg("index") = 0, py::arg("amax") = 0, py::arg("summed") = false,
            py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("encode_fed", &encode_fed, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("nesterov"),
            py::arg("error"), py::arg("momentum"), py::arg("scratch"))
-      .def("measure", &measure, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
-           py::arg("residual") = 0, py::arg("stream") = py::none())
+      .def("compute_amax", &compute_amax, py::arg("x"), py::arg("numel"), py::arg("out"),
+           py::kw_only(), py::arg("residual") = 0, py::arg("stream") = py::none())
       .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),
            py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("decode_add", &decode_add, py::arg("payload"), py::arg("out"), py::arg("numel"),

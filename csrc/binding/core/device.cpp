@@ -129,7 +129,14 @@ void bind_device(py::module_& m) {
       .def("set_timeout",
            [](const OwnedGroup& g, double seconds) { (*g).set_timeout(milliseconds(seconds)); })
       .def("check", [](const OwnedGroup& g) { (*g).check(); })
-      .def("abort", [](const OwnedGroup& g, const std::string& reason) { (*g).abort(reason); })
+      .def(
+          "abort",
+          [](const OwnedGroup& g, const std::string& reason, const std::string& kind, int rank,
+             std::vector<int> ranks) {
+            (*g).abort(notice(reason, kind, (*g).rank(), rank, std::move(ranks)));
+          },
+          py::arg("reason"), py::arg("kind") = "error", py::arg("rank") = -1,
+          py::arg("ranks") = std::vector<int>())
       .def("close",
            [](OwnedGroup& g) {
              GilReleased release;

@@ -41,6 +41,7 @@ OpTag tag_of(const std::string& op, uint64_t seq, uint64_t numel, DType dtype, R
 /// A transport that can be closed before Python collects it.
 struct OwnedTransport {
   std::unique_ptr<Transport> transport;
+  int rank;
 
   Transport& operator*() const {
     if (!transport) throw Error("the transport is closed; make a new one");
@@ -55,6 +56,7 @@ std::unique_ptr<OwnedTransport> make_transport(
   GilReleased release;
   const Rendezvous rendezvous{std::move(store), group, rank, size, after_seconds(timeout)};
   auto owned = std::make_unique<OwnedTransport>();
+  owned->rank = rank;
   if (kind == "local") {
     owned->transport = make_local(rendezvous, all_ranks(rendezvous));
   } else if (kind == "shm") {
@@ -209,7 +211,14 @@ void bind_transports(py::module_& m) {
             return (*t).channel(rank, static_cast<Lane>(lane));
           },
           py::arg("rank"), py::arg("lane") = 0, py::return_value_policy::reference_internal)
-      .def("check", [](const OwnedTransport& t) { (*t).check(); })
+      .def("check",
+           [](const OwnedTransport& t) {
+             try {
+               (*t).check();
+             } catch (const Aborted&) {
+               std::rethrow_exception(from_notice(std::current_exception()));
+             }
+           })
       .def("ask", [](const OwnedTransport& t) { (*t).ask(); })
       .def("wait", &wait_for, py::arg("lane"), py::arg("goals"), py::arg("timeout"),
            "Moves bytes on channels of a lane until each has sent and received its tickets.")
@@ -218,9 +227,37 @@ void bind_transports(py::module_& m) {
       .def("run_shared", &run_shared, py::arg("tag"), py::arg("input") = 0, py::arg("out") = 0,
            py::kw_only(), py::arg("timeout") = 20.0,
            "Runs the collective that the tag names over shared memory; in-place ones use `out`.")
-      .def("abort", [](const OwnedTransport& t, const std::string& why) { (*t).abort(why); })
+      .def(
+          "abort",
+          [](const OwnedTransport& t, const std::string& why, const std::string& kind, int rank,
+             std::vector<int> ranks) {
+            (*t).abort(notice(why, kind, t.rank, rank, std::move(ranks)));
+          },
+          py::arg("why"), py::arg("kind") = "error", py::arg("rank") = -1,
+          py::arg("ranks") = std::vector<int>())
       .def("close", [](OwnedTransport& t) { t.transport.reset(); }, py::call_guard<GilReleased>());
 
+  m.def(
+      "encode_notice",
+      [](const std::string& text, const std::string& kind, int from, int rank,
+         std::vector<int> ranks, size_t room) {
+        const Notice made = notice(text, kind, from, rank, std::move(ranks));
+        if (room == 0) return py::bytes(made.encoded());
+        std::string bytes(std::max(room, Notice::kBytes), '\0');
+        bytes.resize(made.encode(reinterpret_cast<uint8_t*>(bytes.data()), bytes.size()));
+        return py::bytes(bytes);
+      },
+      py::arg("text"), py::arg("kind") = "error", py::arg("from_rank") = 0, py::arg("rank") = -1,
+      py::arg("ranks") = std::vector<int>(), py::arg("room") = 0,
+      "The bytes of an abort notice; `room`: cut to so many, at least 1000.");
+  m.def(
+      "raise_notice",
+      [](const std::string& bytes) {
+        const Span<const uint8_t> span(reinterpret_cast<const uint8_t*>(bytes.data()),
+                                       bytes.size());
+        std::rethrow_exception(from_notice(std::make_exception_ptr(Aborted(Notice::decode(span)))));
+      },
+      py::arg("bytes"), "Raises the error that the bytes of a notice stand for.");
   m.def("tls_version", &tcp::openssl::version, py::arg("file") = "",
         "The OpenSSL that encrypts; raises Error if there is none. `file`: look at this one.");
   m.def(

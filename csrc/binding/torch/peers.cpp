@@ -145,7 +145,8 @@ PeerRoute::~PeerRoute() {
   };
   try {
     if (!last_ || wait(Milliseconds(10000))) return;
-    group_.abort("rank " + std::to_string(rank()) + " left while operations were under way");
+    group_.abort(plain_notice(
+        "rank " + std::to_string(rank()) + " left while operations were under way", group_.rank()));
     wait(Milliseconds(2000));
   } catch (...) {  // the device has failed, and nothing runs there any more
   }

@@ -81,7 +81,9 @@ class PeerRoute {
   void set_timeout(Milliseconds timeout) { group_.set_timeout(timeout); }
   /// Throws the errors of the work so far.
   void check() const;
-  void abort(const std::string& reason) noexcept { group_.abort(reason); }
+  void abort(const std::string& reason) noexcept {
+    group_.abort(plain_notice(reason, group_.rank()));
+  }
 
  private:
   /// Tells the trace which operations have ended.

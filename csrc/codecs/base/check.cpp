@@ -4,9 +4,8 @@
 
 namespace pycomm {
 
-void Codec::measure(Span<const float>, const float*, Span<float>, Stream) const {
-  throw Error(spec() +
-              ": its ranks agree on nothing before they encode, so there is nothing to measure");
+void Codec::compute_amax(Span<const float>, const float*, Span<float>, Stream) const {
+  throw Error(spec() + ": its ranks share no amax before they encode, so there is none to compute");
 }
 
 }  // namespace pycomm
@@ -28,10 +27,9 @@ void check_encode(const Codec& codec, const EncodeArgs& args) {
   if ((args.residual == nullptr) != (args.new_residual == nullptr) && args.in.size > 0) {
     throw Error(codec.spec() + ": one of residual and new_residual is null; give both or neither");
   }
-  if (codec.agrees() && args.agreed == nullptr && args.in.size > 0) {
-    throw Error(
-        codec.spec() +
-        ": its ranks must agree on their measures before they encode; pass the maximum as agreed");
+  if (codec.needs_amax() && args.amax == nullptr && args.in.size > 0) {
+    throw Error(codec.spec() +
+                ": its ranks must share their amax before they encode; pass the largest as amax");
   }
   if (args.key.rank >= args.key.ranks) {
     throw Error(codec.spec() + ": rank " + std::to_string(args.key.rank) +

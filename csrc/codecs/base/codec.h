@@ -38,9 +38,9 @@ struct EncodeArgs {
   float* new_residual = nullptr;    ///< may be `residual`; null iff `residual` is null
   RandomKey key;
   uint64_t index = 0;  ///< place of in[0] in its tensor; a multiple of granule()
-  /// For a codec that agrees(): for each granule of `in` the largest of the numbers that the ranks
-  /// measured.
-  const float* agreed = nullptr;
+  /// For a codec that needs_amax(): for each granule of `in` the largest of what the ranks
+  /// computed.
+  const float* amax = nullptr;
   /// With Combine::sum: `in` is a sum of decoded contributions of this key, so it is encoded as it
   /// is: a codec that scales what it sends (random-k) must not do so again.
   bool summed = false;
@@ -82,10 +82,10 @@ class PYCOMM_API Codec {
 
   /// True if ranks, before they encode, agree on the largest of the numbers that each has measured,
   /// one for each granule of a tensor.
-  virtual bool agrees() const { return false; }
-  /// Computes out[g] = measure of granule g of in + residual (null: none). Only if agrees().
-  virtual void measure(Span<const float> in, const float* residual, Span<float> out,
-                       Stream stream) const;
+  virtual bool needs_amax() const { return false; }
+  /// Computes out[g] = amax of granule g of in + residual (null: none). Only if needs_amax().
+  virtual void compute_amax(Span<const float> in, const float* residual, Span<float> out,
+                            Stream stream) const;
 
   /// Encodes in one pass. With a residual: p = in + residual, out = code(p), new_residual = p -
   /// decode(out). A block that holds Inf or NaN travels as NaN and leaves its residual as it was.

@@ -2,7 +2,7 @@
 // in transit at once.
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
-#include "collectives/coded/agree.h"
+#include "collectives/coded/amax.h"
 #include "collectives/coded/coded.h"
 #include "collectives/coded/coder.h"
 #include "collectives/coded/float32_view.h"
@@ -35,8 +35,8 @@ class AllReduce {
         me_(context.rank()),
         owned_(args.pieces, pick(args, values, false), n_, coded_segment(context.segment_bytes())),
         shown_(args.pieces, pick(args, values, true), 1, coded_segment(context.segment_bytes())),
-        agreed_(args, values, args.data.size),
-        coder_(args, &agreed_, me_, n_, context.feedback_scratch(), {}, Packing::close,
+        amax_(args, values, args.data.size),
+        coder_(args, &amax_, me_, n_, context.feedback_scratch(), {}, Packing::close,
                &context.timing()),
         view_(args, args.data.data, divisor, context.feedback_scratch(), &found_inf_),
         outbox_(context),
@@ -45,7 +45,7 @@ class AllReduce {
   }
 
   bool run() {
-    agreed_.agree(ex_);
+    amax_.all_reduce(ex_);
     if (ex_.is_group()) ex_.note_algo("two_shot");
     // There is one place for every owned payload of the bucket: first our contributions, then the
     // results, which cannot arrive before the owner has had the contribution. There is another one
@@ -196,7 +196,7 @@ class AllReduce {
   const int n_, me_;
   const BucketLayout owned_;  // a chunk for each rank
   const BucketLayout shown_;  // the same for all
-  Agreed agreed_;
+  Amax amax_;
   const Coder coder_;
   float found_inf_ = 0.0f;
   const Float32View view_;

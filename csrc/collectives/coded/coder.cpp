@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "collectives/coded/agree.h"
+#include "collectives/coded/amax.h"
 #include "collectives/coded/coded.h"
 #include "core/error.h"
 #include "core/reduce.h"
@@ -48,8 +48,8 @@ size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeAr
 
 void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
                    Stream stream, feedback::Scratch& scratch) {
-  feedback::measure(*piece.codec, feedback_of(piece, hop, at), in,
-                    {out, granules(*piece.codec, in.size)}, stream, scratch);
+  feedback::compute_amax(*piece.codec, feedback_of(piece, hop, at), in,
+                         {out, granules(*piece.codec, in.size)}, stream, scratch);
 }
 
 RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
@@ -89,13 +89,13 @@ size_t Coder::encode(Hop hop, Span<const PieceRun> runs, Floats values, uint8_t*
     args.index = run.offset;
     args.stream = stream_;
     args.summed = hop != Hop::worker && codec.combine() == Combine::sum;
-    if (codec.agrees()) {
-      if (agreed_ && (hop == Hop::worker || codec.combine() == Combine::sum)) {
-        args.agreed = agreed_->of(run, row);
+    if (codec.needs_amax()) {
+      if (amax_ && (hop == Hop::worker || codec.combine() == Combine::sum)) {
+        args.amax = amax_->of(run, row);
       } else {  // there is no rank to agree with
         measured.resize(granules(codec, run.numel));
         measure_piece(piece, hop, at, args.in, measured.data(), stream_, scratch_);
-        args.agreed = measured.data();
+        args.amax = measured.data();
       }
     }
     out += encode_piece(piece, hop, at, args, packing_, scratch_);

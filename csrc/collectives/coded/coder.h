@@ -1,5 +1,5 @@
 // Coder: encodes and decodes the runs of a coded operation, with their random numbers, residuals
-// and agreed numbers.
+// and shared amax.
 #pragma once
 #include "codecs/convert.h"
 #include "collectives/coded/layout.h"
@@ -7,7 +7,7 @@
 
 namespace pycomm::coded {
 
-class Agreed;  // coded/agree.h
+class Amax;  // coded/amax.h
 
 /// The two places where values are encoded.
 enum class Hop : uint8_t {
@@ -48,7 +48,7 @@ enum class Packing : uint8_t {
 /// are used.
 size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args,
                     Packing packing, feedback::Scratch& scratch);
-/// Applies Codec::measure to values of a piece.
+/// Applies Codec::compute_amax to values of a piece.
 void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
                    Stream stream, feedback::Scratch& scratch);
 
@@ -56,13 +56,12 @@ void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const floa
 /// owner), residuals have as many, and each row has random numbers of its own.
 class Coder {
  public:
-  /// `rank` of `ranks` encode the same values. `agreed` null: each rank is alone with its values.
+  /// `rank` of `ranks` encode the same values. `amax` null: each rank is alone with its values.
   /// `timing` gets the time that it takes; null where that is not the host's.
-  Coder(const CodedArgs& args, const Agreed* agreed, int rank, int ranks,
-        feedback::Scratch& scratch, Stream stream = {}, Packing packing = Packing::close,
-        OpTiming* timing = nullptr)
+  Coder(const CodedArgs& args, const Amax* amax, int rank, int ranks, feedback::Scratch& scratch,
+        Stream stream = {}, Packing packing = Packing::close, OpTiming* timing = nullptr)
       : args_(args),
-        agreed_(agreed),
+        amax_(amax),
         rank_(rank),
         ranks_(ranks),
         scratch_(scratch),
@@ -96,7 +95,7 @@ class Coder {
   RandomKey key(Hop hop, const Piece& piece, size_t row) const;
 
   const CodedArgs& args_;
-  const Agreed* agreed_;
+  const Amax* amax_;
   int rank_, ranks_;
   feedback::Scratch& scratch_;
   Stream stream_;

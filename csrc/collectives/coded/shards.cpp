@@ -1,7 +1,7 @@
 // Coded reduce_scatter and all_gather: the first and the second shot of an all-reduce. Each rank
 // has one row of the same pieces.
 #include "collectives/algorithms/dispatch.h"
-#include "collectives/coded/agree.h"
+#include "collectives/coded/amax.h"
 #include "collectives/coded/coded.h"
 #include "collectives/coded/coder.h"
 #include "collectives/coded/float32_view.h"
@@ -31,11 +31,11 @@ bool reduce_scatter(CollectiveContext& context, const CodedArgs& args, void* out
   const int n = context.size(), me = context.rank();
   const size_t row = row_numel(args);
   const std::vector<PieceRun> values = values_of(args.pieces);
-  Agreed agreed(args, values, row, static_cast<size_t>(n));
-  agreed.agree(context);
+  Amax amax(args, values, row, static_cast<size_t>(n));
+  amax.all_reduce(context);
   context.note_algo("one_shot");
   const BucketLayout layout = row_layout(context, args);
-  const Coder coder(args, &agreed, me, n, context.feedback_scratch(), {}, Packing::close,
+  const Coder coder(args, &amax, me, n, context.feedback_scratch(), {}, Packing::close,
                     &context.timing());
   const size_t each = layout.bytes(), count = layout.count(0);
 

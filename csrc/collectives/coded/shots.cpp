@@ -47,20 +47,20 @@ void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs) {
   }
 }
 
-Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks, const float* agreed)
+Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks, const float* amax)
     : args_(args),
       values_(values_of(args.pieces)),
       row_numel_(args.data.size / rows),
       ranks_(ranks),
-      agreed_(args, values_, row_numel_, rows),
-      coder_(args, agreed ? &agreed_ : nullptr, rank, ranks, scratch_) {
+      amax_(args, values_, row_numel_, rows),
+      coder_(args, amax ? &amax_ : nullptr, rank, ranks, scratch_) {
   check("coded bucket", args, rows);
-  agreed_.put(const_cast<float*>(agreed));
+  amax_.put(const_cast<float*>(amax));
 }
 
-void Shots::measure(float* out) {
-  agreed_.put(out);
-  agreed_.measure({}, scratch_);
+void Shots::compute_amax(float* out) {
+  amax_.put(out);
+  amax_.compute_amax({}, scratch_);
 }
 
 size_t Shots::contribute(Span<const PieceRun> runs, size_t row, uint8_t* out) {

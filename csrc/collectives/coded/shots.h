@@ -2,7 +2,7 @@
 // do on process groups of other backends. Runs, random numbers, residuals and the order of sums are
 // those of coded.h.
 #pragma once
-#include "collectives/coded/agree.h"
+#include "collectives/coded/amax.h"
 #include "collectives/coded/coder.h"
 
 namespace pycomm::coded {
@@ -14,15 +14,15 @@ PYCOMM_API void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs);
 class PYCOMM_API Shots {
  public:
   /// `args.data` has `rows` rows of the pieces; each function says which values those are. `rank`
-  /// of `ranks` encode the same values. `agreed` has the largest of what the ranks measured; null:
+  /// of `ranks` encode the same values. `amax` has the largest of what the ranks computed; null:
   /// each rank is alone with its values.
-  Shots(const CodedArgs& args, size_t rows, int rank, int ranks, const float* agreed);
+  Shots(const CodedArgs& args, size_t rows, int rank, int ranks, const float* amax);
   Shots(const Shots&) = delete;
 
   /// Number of the numbers that the ranks agree on.
-  size_t agreed_count() const { return agreed_.count(); }
+  size_t amax_count() const { return amax_.count(); }
   /// Writes these numbers for the values of this rank.
-  void measure(float* out);
+  void compute_amax(float* out);
   /// Encodes a row as a contribution. Returns the bytes of the payloads.
   size_t contribute(Span<const PieceRun> runs, size_t row, uint8_t* out);
 
@@ -47,7 +47,7 @@ class PYCOMM_API Shots {
   const std::vector<PieceRun> values_;
   const size_t row_numel_;
   const int ranks_;
-  Agreed agreed_;
+  Amax amax_;
   feedback::Scratch scratch_;
   const Coder coder_;
   float found_inf_ = 0.0f;

@@ -19,7 +19,7 @@
 // the memory of others, they spoil only results of a group that has failed.
 #include <algorithm>
 
-#include "collectives/coded/agree.h"
+#include "collectives/coded/amax.h"
 #include "collectives/coded/coder.h"
 #include "collectives/coded/float32_view.h"
 #include "collectives/device/coded_cuts.h"
@@ -28,7 +28,7 @@
 namespace pycomm {
 namespace {
 
-using coded::Agreed;
+using coded::Amax;
 using coded::BucketLayout;
 using coded::Coder;
 using coded::Float32View;
@@ -61,8 +61,8 @@ class DeviceGroup::Impl::Coded {
         cuts_(checked(group, op, args, rows)),
         room_(stream.scratch.data ? reinterpret_cast<float*>(stream.scratch.data) : nullptr),
         values_(coded::values_of(args.pieces)),
-        agreed_(args, values_, row_numel(args), rows),
-        coder_(args, &agreed_, me_, n_, group.scratch(), of_codecs(), coded::Packing::fixed) {
+        amax_(args, values_, row_numel(args), rows),
+        coder_(args, &amax_, me_, n_, group.scratch(), of_codecs(), coded::Packing::fixed) {
     OpTag tag;
     tag.op = op;
     tag.numel = args.data.size;
@@ -74,7 +74,7 @@ class DeviceGroup::Impl::Coded {
   }
 
   void all_reduce() {
-    agree();
+    share_amax();
     const BucketLayout &owned = cuts_.owned(), &shown = cuts_.shown();
     const Float32View view = view_at(args_.data.data, found_inf_);
     size_t stages = shown.count(0);
@@ -105,7 +105,7 @@ class DeviceGroup::Impl::Coded {
   }
 
   void reduce_scatter() {
-    agree();
+    share_amax();
     const BucketLayout& layout = cuts_.shown();
     const Float32View to = view_at(out_.data, found_inf_);
     for (size_t s = 0; s < layout.count(0); s++) {
@@ -164,7 +164,7 @@ class DeviceGroup::Impl::Coded {
       if (piece.mean)
         group.fail(op,
                    "on a GPU does not take feedback of kind ef21; choose residual, or use the CPU");
-      if (piece.codec->agrees() && op == Op::all_gather) {
+      if (piece.codec->needs_amax() && op == Op::all_gather) {
         group.fail(op, "on a GPU does not take " + piece.codec->spec() + "; choose another codec");
       }
     }
@@ -206,13 +206,13 @@ class DeviceGroup::Impl::Coded {
     group_.all_reduce(numbers, tag, group_.choose(numel * sizeof(float)), 1.0, stream_);
   }
 
-  void agree() {
-    if (agreed_.count() == 0) return;
-    const size_t bytes = agreed_.count() * sizeof(float);
+  void share_amax() {
+    if (amax_.count() == 0) return;
+    const size_t bytes = amax_.count() * sizeof(float);
     if (bytes > cuts_.place_bytes()) cuts_.too_large(bytes);
-    agreed_.put(numbers());
-    agreed_.measure(stream_, group_.scratch(), room_);
-    all_reduce_max(agreed_.numbers(), agreed_.count());
+    amax_.put(numbers());
+    amax_.compute_amax(stream_, group_.scratch(), room_);
+    all_reduce_max(amax_.numbers(), amax_.count());
   }
 
   void encode(const BucketLayout& layout, int owner, size_t s, const Float32View& from,
@@ -252,7 +252,7 @@ class DeviceGroup::Impl::Coded {
   const Cuts cuts_;
   float* const room_;
   const std::vector<PieceRun> values_;
-  Agreed agreed_;
+  Amax amax_;
   const Coder coder_;
   device::DeviceCall call_;
 };

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/coded/agree.h"
+#include "collectives/coded/amax.h"
 #include "collectives/coded/coded.h"
 #include "collectives/device/group_impl.h"
 
@@ -66,7 +66,7 @@ class DeviceGroup::Impl::Cuts {
           numel += run.numel;
           const Codec& codec = *args_.pieces[run.piece].codec;
           codec_bytes_ = std::max(codec_bytes_, codec.scratch_bytes(run.numel));
-          if (codec.agrees()) numel = std::max(numel, coded::Agreed::kSlice);
+          if (codec.needs_amax()) numel = std::max(numel, coded::Amax::kSlice);
         }
         if (args_.data.dtype != DType::float32) float32_numel_ = std::max(float32_numel_, numel);
       }

@@ -90,7 +90,7 @@ int DeviceGroup::index() const { return impl_->index(); }
 std::string DeviceGroup::describe() const { return impl_->describe(); }
 void DeviceGroup::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeout); }
 void DeviceGroup::check() const { impl_->check(); }
-void DeviceGroup::abort(const std::string& reason) noexcept { impl_->abort(reason); }
+void DeviceGroup::abort(const Notice& notice) noexcept { impl_->abort(notice); }
 
 void DeviceGroup::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, Stream stream,
                              double factor, const std::string& algo) {

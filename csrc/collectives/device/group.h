@@ -14,6 +14,7 @@
 
 #include "collectives/common/options.h"
 #include "collectives/common/parts.h"
+#include "core/notice.h"
 #include "transports/store.h"
 
 namespace pycomm {
@@ -97,11 +98,12 @@ class PYCOMM_API DeviceGroup {
                         float* found_inf = nullptr);
 
   /// Throws the error that a kernel has reported since the start, if any: Timeout that names the
-  /// rank it waited for and the operation, WireMismatch, or Error with the reason of an abort.
+  /// rank it waited for and the operation, WireMismatch, or the error of a notice.
   /// After that the group has failed. Never waits; any thread.
   void check() const;
-  /// Ends every running and later operation on all ranks with `reason`. Any thread, any time.
-  void abort(const std::string& reason) noexcept;
+  /// Ends every running and later operation on all ranks with the notice's error. Any thread, any
+  /// time.
+  void abort(const Notice& notice) noexcept;
 
  private:
   class Impl;

@@ -152,19 +152,19 @@ namespace {
 using device::ControlPage;
 using device::KernelError;
 
+static_assert(device::kNoticeBytes == Notice::kBytes, "a control page holds one notice");
+
 uint32_t load(const uint32_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
 uint64_t load(const uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
 
-/// Publishes a reason; the first one stays.
-void publish(ControlPage& control, int rank, const std::string& reason) noexcept {
+/// Publishes a notice; the first one stays.
+void publish(ControlPage& control, const Notice& notice) noexcept {
   uint32_t none = ControlPage::kNone;
   if (!__atomic_compare_exchange_n(&control.abort, &none, ControlPage::kWriting, false,
                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
     return;
   }
-  control.abort_rank = rank;
-  const size_t bytes = reason.copy(control.reason, sizeof control.reason - 1);
-  control.reason[bytes] = 0;
+  notice.encode(control.notice, sizeof control.notice);
   __atomic_store_n(&control.abort, ControlPage::kAborted, __ATOMIC_RELEASE);
 }
 
@@ -208,19 +208,19 @@ void DeviceGroup::Impl::check() {
   failure_.rethrow();
   if (std::exception_ptr error = kernel_error()) {
     failure_.set(error);
-    abort(to_reason(error));
+    abort(to_notice(error, rank_));
   }
   const ControlPage& control = workspace_.control(rank_);
   if (!failure_.happened() && load(control.abort) == ControlPage::kAborted) {
-    failure_.set(from_reason(std::make_exception_ptr(Error(
-        "rank " + std::to_string(control.abort_rank) + " aborted the group: " + control.reason))));
+    failure_.set(from_notice(
+        std::make_exception_ptr(Aborted(Notice::decode({control.notice, sizeof control.notice})))));
   }
   failure_.rethrow();
 }
 
-void DeviceGroup::Impl::abort(const std::string& reason) noexcept {
+void DeviceGroup::Impl::abort(const Notice& notice) noexcept {
   if (fork_.in_child()) return;  // the parent's group stays usable
-  for (int r = 0; r < size_; r++) publish(workspace_.control(r), rank_, reason);
+  for (int r = 0; r < size_; r++) publish(workspace_.control(r), notice);
 }
 
 // Peers read our memory until they have ended their last operation. Kernels of a rank that has not

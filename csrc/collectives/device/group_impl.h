@@ -51,7 +51,7 @@ class DeviceGroup::Impl {
   int most_blocks() const { return slots_; }
 
   void check();
-  void abort(const std::string& reason) noexcept;
+  void abort(const Notice& notice) noexcept;
 
   void check_dtype(Op op, DType dtype) const;
   void check_rank(Op op, const char* what, int rank) const;

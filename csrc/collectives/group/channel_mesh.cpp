@@ -240,7 +240,7 @@ std::exception_ptr ChannelMesh::aborted() const {
     } catch (const PeerLost&) {
       continue;
     } catch (const Error&) {
-      return from_reason(std::current_exception());
+      return from_notice(std::current_exception());
     }
   }
   return nullptr;
@@ -251,8 +251,8 @@ bool ChannelMesh::lost(int rank) const {
   return transport && transport->look(rank).liveness == PeerStatus::Liveness::died;
 }
 
-void ChannelMesh::abort(const std::string& reason) noexcept {
-  for (const auto& transport : transports_) transport->abort(reason);
+void ChannelMesh::abort(const Notice& notice) noexcept {
+  for (const auto& transport : transports_) transport->abort(notice);
 }
 
 }  // namespace pycomm

@@ -102,7 +102,7 @@ class ChannelMesh {
 
   // Any thread.
 
-  void abort(const std::string& reason) noexcept;
+  void abort(const Notice& notice) noexcept;
   /// The error that an aborting rank has told us, or null. It says more than that the rank has
   /// closed its connection.
   std::exception_ptr aborted() const;

@@ -65,10 +65,10 @@ void roll_call(const Rendezvous& rendezvous, const CommunicatorOptions& options,
   if (options.transport == "auto" || options.transport == "tcp") {
     announce_tcp(rendezvous, tcp_options(options));
   }
-  const std::vector<std::string> words = all_gather_values(
-      rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.word(ours));
+  const std::vector<std::string> values = all_gather_values(
+      rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.first_value(ours));
   for (int r = 0; r < rendezvous.size; r++) {
-    const std::string theirs = membership.add(r, words[static_cast<size_t>(r)]);
+    const std::string theirs = membership.add(r, values[static_cast<size_t>(r)]);
     if (theirs == ours) continue;
     throw WireMismatch("rank " + std::to_string(rendezvous.rank) + " has the options \"" + ours +
                        "\", rank " + std::to_string(r) + " has \"" + theirs +

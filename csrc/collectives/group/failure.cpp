@@ -1,10 +1,7 @@
 #include "collectives/group/failure.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <new>
-#include <string_view>
-#include <typeinfo>
 
 #include "collectives/group/channel_mesh.h"
 #include "collectives/group/report.h"
@@ -12,10 +9,6 @@
 
 namespace pycomm {
 namespace {
-
-constexpr char kTimeout[] = "[timeout] ";
-constexpr char kMismatch[] = "[mismatch] ";
-constexpr char kLost[] = "[lost ";  // "[lost 3] ", or "[lost 3,1,5] ", of which the first is named
 
 // `lost` and the other ranks that have died.
 std::vector<int> all_gone(const PeerLost& lost, const std::vector<PeerStatus>& ranks) {
@@ -25,27 +18,6 @@ std::vector<int> all_gone(const PeerLost& lost, const std::vector<PeerStatus>& r
     if (known || ranks[r].liveness == PeerStatus::Liveness::died) gone.push_back(r);
   }
   return gone;
-}
-
-std::string lost_mark(const PeerLost& lost) {
-  std::string mark = kLost + std::to_string(lost.rank);
-  for (const int rank : lost.ranks) {
-    if (rank != lost.rank) mark += "," + std::to_string(rank);
-  }
-  return mark + "] ";
-}
-
-// Parses the numbers of a mark, up to its bracket.
-PeerLost from_lost_mark(std::string_view numbers, const std::string& what) {
-  std::vector<int> ranks;
-  for (size_t at = 0; at < numbers.size();) {
-    const size_t end = std::min(numbers.find(',', at), numbers.size());
-    ranks.push_back(std::atoi(std::string(numbers.substr(at, end - at)).c_str()));
-    at = end + 1;
-  }
-  const int named = ranks.empty() ? -1 : ranks.front();
-  std::sort(ranks.begin(), ranks.end());
-  return PeerLost(named, what, std::move(ranks));
 }
 
 }  // namespace
@@ -141,50 +113,6 @@ std::string whereabouts(ChannelMesh& mesh) {
   // Asks on the lane that knows no more than what ranks answer: the other lane belongs to a thread.
   report.ranks = mesh.survey(Lane::point_to_point, 0);
   return table(report);
-}
-
-std::string to_reason(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const Timeout& e) {
-    return kTimeout + std::string(e.what());
-  } catch (const WireMismatch& e) {
-    return kMismatch + std::string(e.what());
-  } catch (const PeerLost& e) {
-    return lost_mark(e) + e.what();
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "unknown error";
-  }
-}
-
-std::exception_ptr from_reason(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const Error& e) {
-    if (typeid(e) != typeid(Error)) return error;
-    const std::string text = e.what();
-    // The words before the kind name the rank that aborted; those after it name the rank
-    // themselves.
-    const auto after = [&text](size_t at, size_t length) { return text.substr(at + length); };
-    size_t at = text.find(kTimeout);
-    if (at != std::string::npos)
-      return std::make_exception_ptr(Timeout(after(at, sizeof(kTimeout) - 1)));
-    at = text.find(kMismatch);
-    if (at != std::string::npos)
-      return std::make_exception_ptr(WireMismatch(after(at, sizeof(kMismatch) - 1)));
-    at = text.find(kLost);
-    const size_t end = at == std::string::npos ? at : text.find("] ", at);
-    if (end != std::string::npos) {
-      const size_t begin = at + sizeof(kLost) - 1;
-      const std::string_view numbers(text.data() + begin, end - begin);
-      return std::make_exception_ptr(from_lost_mark(numbers, after(at, end + 2 - at)));
-    }
-    return error;
-  } catch (...) {
-    return error;
-  }
 }
 
 }  // namespace pycomm

@@ -48,12 +48,4 @@ std::exception_ptr explained(const std::exception_ptr& error, ChannelMesh& mesh,
 /// State of every rank, one line each. Any thread.
 std::string whereabouts(ChannelMesh& mesh);
 
-/// Reason that a rank tells its peers when it gives up: the kind of the error, then its text.
-/// Transports carry it as plain text.
-std::string to_reason(const std::exception_ptr& error);
-
-/// Returns the error behind `error`: if its text holds a peer's reason, an exception of the kind
-/// that the peer had; otherwise `error` itself.
-std::exception_ptr from_reason(const std::exception_ptr& error);
-
 }  // namespace pycomm

@@ -27,7 +27,7 @@ constexpr Milliseconds kAnswer(3000);
 constexpr int kAnswerTurns = 20;
 constexpr Milliseconds kAskedAfter(500);
 // Share of a rank's time that interrupt checks may take: one part of five.
-constexpr int kLooksShare = 4;
+constexpr int kCheckShare = 4;
 // Requests of a check to the store. Where it is far away, the first check comes so late that it
 // does not delay ranks that arrive together.
 constexpr int kRequests = 2;
@@ -40,7 +40,7 @@ Membership::Membership(const Rendezvous& rendezvous, const CommunicatorOptions& 
       reason_key_(rendezvous.group + "/given up"),
       next_look_(Deadline::after(std::max(
           rendezvous.poll_interval() / 2,
-          duration_cast<Milliseconds>(kLooksShare * kRequests * rendezvous.store->round_trip())))) {
+          duration_cast<Milliseconds>(kCheckShare * kRequests * rendezvous.store->round_trip())))) {
   if (!options.parent) return;
   if (options.parent_ranks.size() != static_cast<size_t>(rendezvous.size)) {
     throw Error(std::to_string(options.parent_ranks.size()) + " ranks of the parent group for " +
@@ -58,17 +58,17 @@ std::string Membership::key(const std::string& topic, int rank) const {
   return rendezvous_.group + "/" + topic + "/" + std::to_string(rank);
 }
 
-std::string Membership::word(const std::string& agreed) const {
-  return agreed + "\n" + process_name();
+std::string Membership::first_value(const std::string& settings) const {
+  return settings + "\n" + process_name();
 }
 
-std::string Membership::add(int rank, const std::string& word) {
-  const size_t end = std::min(word.find('\n'), word.size());
+std::string Membership::add(int rank, const std::string& value) {
+  const size_t end = std::min(value.find('\n'), value.size());
   // Ranks that a test declares to be on another node cannot be seen.
   const auto& nodes = options_.nodes;
   const bool near = nodes.empty() || nodes[rank] == nodes[rendezvous_.rank];
-  if (near && end < word.size()) processes_.emplace(rank, Process(word.substr(end + 1)));
-  return word.substr(0, end);
+  if (near && end < value.size()) processes_.emplace(rank, Process(value.substr(end + 1)));
+  return value.substr(0, end);
 }
 
 void Membership::interrupt_check() {
@@ -80,7 +80,7 @@ void Membership::interrupt_check() {
       if (const std::exception_ptr error = options_.parent->over()) std::rethrow_exception(error);
     }
     look_for_deaths();
-    look_for_words();
+    look_at_store();
     answer();
   } catch (...) {
     knows_ = true;
@@ -88,7 +88,7 @@ void Membership::interrupt_check() {
   }
   // Where the store is far away, a rank that polls it makes no other progress meanwhile.
   const auto took = duration_cast<Milliseconds>(Deadline::Clock::now() - start);
-  next_look_ = Deadline::after(std::max(rendezvous_.poll_interval() / 2, kLooksShare * took));
+  next_look_ = Deadline::after(std::max(rendezvous_.poll_interval() / 2, kCheckShare * took));
 }
 
 void Membership::look_for_deaths() {
@@ -129,13 +129,16 @@ void Membership::answer() {
   answered_ = true;
 }
 
-void Membership::look_for_words() {
+void Membership::look_at_store() {
   const auto start = Deadline::Clock::now();
   const auto reason = rendezvous_.store->find(reason_key_);
   answers_in_ = duration_cast<Milliseconds>(Deadline::Clock::now() - start);
   if (reason) {
     knows_ = true;
-    std::rethrow_exception(from_reason(std::make_exception_ptr(Error(*reason))));
+    const Span<const uint8_t> bytes(reinterpret_cast<const uint8_t*>(reason->data()),
+                                    reason->size());
+    std::rethrow_exception(from_notice(std::make_exception_ptr(Aborted(
+        Notice::decode(bytes), "has left the rendezvous of group \"" + rendezvous_.group + "\""))));
   }
   std::vector<int> unseen;  // starts from another one each time, if there is time for few
   for (int i = 0; i <= 2 * kNear; i++) {
@@ -146,9 +149,9 @@ void Membership::look_for_words() {
   looks_++;
   if (unseen.empty()) return;
   const auto ranks = all_ranks(rendezvous_);
-  for (const auto& [rank, word] :
+  for (const auto& [rank, value] :
        published_values(rendezvous_, kTopic, ranks, unseen, rendezvous_.poll_interval() / 2)) {
-    if (processes_.count(rank) == 0 && rank != rendezvous_.rank) add(rank, plain_value(word));
+    if (processes_.count(rank) == 0 && rank != rendezvous_.rank) add(rank, plain_value(value));
   }
 }
 
@@ -189,7 +192,7 @@ std::exception_ptr Membership::behind(const std::exception_ptr& error) {
   try {
     for (bool first = true;; first = false) {
       look_for_deaths();
-      look_for_words();
+      look_at_store();
       if (first && end.limit() > Milliseconds(0)) {
         end = Deadline::after(std::max(kCauseSearch, kCauseSearchTurns * answers_in_));
       }
@@ -207,9 +210,7 @@ void Membership::give_up(const std::exception_ptr& error) {
   const std::exception_ptr cause = behind(error);
   try {
     if (!rendezvous_.store->find(reason_key_)) {
-      rendezvous_.store->set(reason_key_, "rank " + std::to_string(rendezvous_.rank) +
-                                              " has left the rendezvous of group \"" +
-                                              rendezvous_.group + "\": " + to_reason(cause));
+      rendezvous_.store->set(reason_key_, to_notice(cause, rendezvous_.rank).encoded());
     }
   } catch (const std::exception&) {  // without a store no rank can be told
   }

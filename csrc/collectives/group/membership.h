@@ -22,9 +22,9 @@ class Membership {
   Membership(const Rendezvous& rendezvous, const CommunicatorOptions& options);
 
   /// First value that this rank publishes: what all ranks must agree on, and our process.
-  std::string word(const std::string& agreed) const;
+  std::string first_value(const std::string& settings) const;
   /// Takes in the first value of a rank; returns what must be agreed on.
-  std::string add(int rank, const std::string& word);
+  std::string add(int rank, const std::string& value);
 
   /// Throws PeerLost if a rank has died, the reason of one that has given up, and what the options'
   /// interrupt throws.
@@ -38,7 +38,7 @@ class Membership {
  private:
   std::string key(const std::string& topic, int rank) const;
   void look_for_deaths();
-  void look_for_words();
+  void look_at_store();
   void answer();
   bool is_silent(int rank);
   bool has_met(int rank);

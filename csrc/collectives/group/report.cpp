@@ -26,11 +26,11 @@ enum class Role {
   waits,
   plain,
 };
-struct Words {
+struct Verb {
   const char* one;
   const char* many;
 };
-constexpr Words kWords[] = {
+constexpr Verb kVerbs[] = {
     {" died", " died"},
     {" has left", " have left"},
     {" is stopped", " are stopped"},
@@ -147,9 +147,9 @@ std::string table(const Report& report) {
   size_t more = 0;
   for (size_t i = 0; i < lines.size(); i++) {
     const auto& [role, state, ranks] = lines[i];
-    const Words& words = kWords[static_cast<int>(role)];
+    const Verb& verb = kVerbs[static_cast<int>(role)];
     const std::string line =
-        "\n  " + rank_list(ranks) + (ranks.size() == 1 ? words.one : words.many) + ": " + state;
+        "\n  " + rank_list(ranks) + (ranks.size() == 1 ? verb.one : verb.many) + ": " + state;
     if (more > 0 || i >= kMaxLines || text.size() + line.size() > kMaxBytes) {
       more += ranks.size();
     } else {

@@ -13,6 +13,9 @@ constexpr int kMaxPeers = 16;
 /// other.
 constexpr int kMaxBlocks = 64;
 
+/// Notice::kBytes, whose header kernels do not need.
+constexpr size_t kNoticeBytes = 1000;
+
 /// Arrival flags of one rank, written by its peers: word [b][p] holds the number of the barrier
 /// that block b of rank p has reached, and in its upper half a hash of what p does there. The words
 /// of a block are one line.
@@ -51,8 +54,7 @@ struct KernelError {
 struct alignas(4096) ControlPage {
   enum Abort : uint32_t { kNone, kWriting, kAborted };
   uint32_t abort;                     ///< set by the host of any rank; waiting kernels poll it
-  int32_t abort_rank;                 ///< the rank that aborted
-  char reason[1024];                  ///< its reason
+  uint8_t notice[kNoticeBytes];       ///< its notice, encoded (core/notice.h)
   uint32_t left;                      ///< 1: this rank is done with the memory of the others
   uint64_t kernel_errors[kMaxPeers];  ///< errors that our kernels report, by rank
 };

@@ -24,7 +24,7 @@ using device::Flags;
 using device::Progress;
 
 constexpr char kYes[] = "yes";
-constexpr char kNobody[] = "nobody";
+constexpr char kUnavailable[] = "none";
 constexpr char kReady[] = "device/ready";  // topic of each rank's outcome
 /// The unit in which CUDA allocates; memory of this size is not shared with another allocation,
 /// whose bytes an exported handle would expose too.
@@ -77,7 +77,7 @@ std::shared_ptr<void> share_file(const Rendezvous& rendezvous, size_t bytes) {
   constexpr char kFile[] = "device/file";
   if (rendezvous.rank != 0) {
     const std::string name = value_of(rendezvous, kFile, 0);
-    if (name == kNobody)
+    if (name == kUnavailable)
       throw Error("device: rank 0 could not make the memory file; look at its own log");
     return map(receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check), bytes);
   }
@@ -90,7 +90,7 @@ std::shared_ptr<void> share_file(const Rendezvous& rendezvous, size_t bytes) {
     pass_on(rendezvous, server, file.get());
     return base;
   } catch (const Error&) {
-    rendezvous.store->set(key, kNobody);
+    rendezvous.store->set(key, kUnavailable);
     throw;
   }
 }

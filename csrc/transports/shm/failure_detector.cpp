@@ -82,14 +82,15 @@ void FailureDetector::throw_aborted() const {
        state = header.abort.load(std::memory_order_acquire)) {
     std::this_thread::sleep_for(Milliseconds(1));
   }
-  const std::string who = "rank " + std::to_string(member(static_cast<int>(state / Header::kStep)));
+  const int who = member(static_cast<int>(state / Header::kStep));
   if (state % Header::kStep == Header::kAborted) {
-    throw Error(who + " aborted the group: " + header.abort_reason);
+    Notice notice = Notice::decode({header.notice, sizeof header.notice});
+    notice.from = who;
+    throw Aborted(std::move(notice));
   }
-  throw Error(
-      who +
-      " aborted the group, but its reason did not arrive: it was stopped or died meanwhile; "
-      "look at its own log");
+  throw Error("rank " + std::to_string(who) +
+              " aborted the group, but its reason did not arrive: it was stopped or died "
+              "meanwhile; look at its own log");
 }
 
 bool FailureDetector::died(int rank) const {
@@ -143,17 +144,15 @@ void FailureDetector::throw_left(int rank) {
                                    " still waits for it; let all ranks make the same calls");
 }
 
-void FailureDetector::abort(const std::string& reason) noexcept {
+void FailureDetector::abort(const Notice& notice) noexcept {
   Header& header = region_.header();
   uint32_t none = Header::kNone;
   const uint32_t who = static_cast<uint32_t>(self_) * Header::kStep;
   const bool first = header.abort.compare_exchange_strong(none, who | Header::kWriting);
   // Our caller may reuse its buffers now: a peer that reads such bytes must see the abort too.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!first) return;  // only the first reason counts
-  const size_t length = std::min(reason.size(), sizeof header.abort_reason - 1);
-  std::memcpy(header.abort_reason, reason.data(), length);
-  header.abort_reason[length] = 0;
+  if (!first) return;  // only the first notice counts
+  notice.encode(header.notice, sizeof header.notice);
   header.abort.store(who | Header::kAborted, std::memory_order_release);
   wake_all();
 }

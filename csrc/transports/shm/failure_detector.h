@@ -25,12 +25,12 @@ class FailureDetector {
   /// True if the two ranks see each other's processes by the same numbers.
   static bool visible(const RankSlot& ours, const RankSlot& theirs);
 
-  /// Throws PeerLost if a peer has died and Error if a rank has aborted. Asks the kernel at most
+  /// Throws PeerLost if a peer has died and Aborted if a rank has aborted. Asks the kernel at most
   /// once a millisecond. Any thread.
   void check();
   /// Does the same as check(), but asks the kernel at once.
   void check_now();
-  /// True from the moment in which a rank begins to write its reason: it may be stopped before it
+  /// True from the moment in which a rank begins to write its notice: it may be stopped before it
   /// is done.
   bool aborted() const {
     return region_.header().abort.load(std::memory_order_acquire) != Header::kNone;
@@ -48,7 +48,7 @@ class FailureDetector {
 
   /// Publishes an abort. Peers that see anything that this rank does afterwards see the abort as
   /// well.
-  void abort(const std::string& reason) noexcept;
+  void abort(const Notice& notice) noexcept;
   /// Publishes our close; peers that wait for us see it at once.
   void leave() noexcept;
 

@@ -54,17 +54,17 @@ std::unique_ptr<Transport> make_local(const Rendezvous& rendezvous, const std::v
   void* base = rendezvous.rank == ranks.front() ? map_region(size) : nullptr;
   // Addresses mean nothing in another process, so each rank publishes its own process.
   const std::string process = std::to_string(::getpid());
-  const std::string word = process + " " + std::to_string(reinterpret_cast<uintptr_t>(base));
-  const std::vector<std::string> words =
-      all_gather_values(rendezvous, "local/segment", ranks, word);
-  for (size_t r = 0; r < words.size(); r++) {
-    if (words[r].compare(0, process.size() + 1, process + " ") != 0) {
+  const std::string value = process + " " + std::to_string(reinterpret_cast<uintptr_t>(base));
+  const std::vector<std::string> values =
+      all_gather_values(rendezvous, "local/region", ranks, value);
+  for (size_t r = 0; r < values.size(); r++) {
+    if (values[r].compare(0, process.size() + 1, process + " ") != 0) {
       throw Error("local: rank " + std::to_string(ranks[r]) + " is in another process than rank " +
                   std::to_string(rendezvous.rank) +
                   "; the local transport connects threads of one process; use transport \"shm\"");
     }
   }
-  const std::string address = words[0].substr(process.size() + 1);
+  const std::string address = values[0].substr(process.size() + 1);
   base = reinterpret_cast<void*>(std::strtoull(address.c_str(), nullptr, 10));
 
   SharedMemory memory;

@@ -67,11 +67,11 @@ struct Ring {
 };
 
 struct alignas(kPart) Header {
-  /// The progress of writing an abort's reason. The bits above hold the place of the rank that
+  /// The progress of writing an abort's notice. The bits above hold the place of the rank that
   /// writes it.
   enum Abort : uint32_t { kNone, kWriting, kAborted, kStep = 4 };
   std::atomic<uint32_t> abort;
-  char abort_reason[1024];
+  uint8_t notice[Notice::kBytes];  ///< encoded
   /// 1 if ranks must name who may read them (read_permit.h), as the rank that made the region has
   /// found.
   uint32_t permits;

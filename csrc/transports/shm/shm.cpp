@@ -31,9 +31,9 @@ namespace {
 constexpr char kYes[] = "yes";
 constexpr char kHost[] = "shm/host";
 constexpr char kName[] = "shm/name";  ///< name of the socket that passes on the region
-constexpr char kWords[] = "shm/word";
+constexpr char kOutcomes[] = "shm/outcome";
 /// The name that is published when there is no region, and so no socket.
-constexpr char kNobody[] = "nobody";
+constexpr char kUnavailable[] = "none";
 /// The time that ranks may take to fetch each other's handles.
 constexpr Milliseconds kHandleWait(5000);
 
@@ -138,7 +138,7 @@ void pass_on(const Rendezvous& rendezvous, const std::vector<int>& candidates, F
     rendezvous.interrupt_check();
     const std::vector<int> wanted(silent.begin(), silent.end());
     for (const auto& [rank, word] :
-         published_values(rendezvous, kWords, candidates, wanted, rendezvous.poll_interval())) {
+         published_values(rendezvous, kOutcomes, candidates, wanted, rendezvous.poll_interval())) {
       silent.erase(rank);
     }
   }
@@ -157,7 +157,7 @@ std::string name_of(const Rendezvous& rendezvous, int creator) {
 SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candidates) {
   if (rendezvous.rank != candidates.front()) {
     const std::string name = name_of(rendezvous, candidates.front());
-    if (name == kNobody) {
+    if (name == kUnavailable) {
       throw Error("shm: rank " + std::to_string(candidates.front()) +
                   " could not make the shared memory; look at its own log");
     }
@@ -180,7 +180,7 @@ SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candida
     return memory;
   } catch (const Error&) {
     if (memory.base) leave(memory);
-    if (!announced) rendezvous.store->set(key(rendezvous, candidates), kNobody);
+    if (!announced) rendezvous.store->set(key(rendezvous, candidates), kUnavailable);
     throw;
   }
 }
@@ -212,11 +212,12 @@ FailureDetector::Handles fetch_handles(const Rendezvous& rendezvous, const Share
   std::unique_ptr<FdServer> server;
   if (own.get() >= 0) server = std::make_unique<FdServer>();
   const std::vector<std::string> names =
-      all_gather_values(rendezvous, "shm/handle", sharers, server ? server->name() : kNobody);
-  const Deadline patience = Deadline::after(std::min(kHandleWait, rendezvous.deadline.left()));
+      all_gather_values(rendezvous, "shm/handle", sharers, server ? server->name() : kUnavailable);
+  const Deadline handle_deadline =
+      Deadline::after(std::min(kHandleWait, rendezvous.deadline.left()));
   std::thread serving([&] {
     try {
-      for (size_t served = 0; server && served < foreign.size() && !patience.expired();) {
+      for (size_t served = 0; server && served < foreign.size() && !handle_deadline.expired();) {
         served += server->serve(own.get(), rendezvous.poll_interval()) ? 1 : 0;
       }
     } catch (const Error&) {  // the others go without
@@ -226,9 +227,9 @@ FailureDetector::Handles fetch_handles(const Rendezvous& rendezvous, const Share
   for (const int place : foreign) {
     const auto rank = std::find(sharers.begin(), sharers.end(), memory.members[place]);
     const std::string& name = names[static_cast<size_t>(rank - sharers.begin())];
-    if (name == kNobody) continue;
+    if (name == kUnavailable) continue;
     try {
-      handles[place] = std::make_shared<PidFd>(receive_fd(name, patience).release());
+      handles[place] = std::make_shared<PidFd>(receive_fd(name, handle_deadline).release());
     } catch (const Error&) {  // the group goes on without
     }
   }
@@ -252,9 +253,9 @@ std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedM
     processes.push_back(process);
   }
   const bool reads = cma::readable(region, self);
-  const std::vector<std::string> words =
+  const std::vector<std::string> answers =
       all_gather_values(rendezvous, "shm/reads", memory.members, reads ? kYes : "no");
-  if (std::count(words.begin(), words.end(), kYes) == ranks) return read_permit::held();
+  if (std::count(answers.begin(), answers.end(), kYes) == ranks) return read_permit::held();
   std::shared_ptr<void> permit = read_permit::name(read_permit::common_ancestor(processes));
   all_gather_values(rendezvous, "shm/permit", memory.members, permit ? kYes : "no");
   return permit;
@@ -264,7 +265,7 @@ std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedM
 
 void announce_shm(const Rendezvous& rendezvous) {
   announce(rendezvous, kHost, host_id());
-  std::string name = kNobody;
+  std::string name = kUnavailable;
   try {
     rendezvous.talk->server = std::make_shared<FdServer>();
     name = rendezvous.talk->server->name();
@@ -283,7 +284,7 @@ std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vec
   if (candidates.size() < 2 || candidates.size() > kMaxRanks) return nullptr;
 
   SharedMemory memory;
-  std::string word = kYes;
+  std::string outcome = kYes;
   try {
     memory = share(rendezvous, candidates);
   } catch (const Timeout&) {
@@ -291,11 +292,12 @@ std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vec
   } catch (const PeerLost&) {
     throw;
   } catch (const Error& problem) {
-    word = problem.what();
+    outcome = problem.what();
   }
-  const std::vector<std::string> words = all_gather_values(rendezvous, kWords, candidates, word);
-  const auto sharers = std::count(words.begin(), words.end(), kYes);
-  if (word != kYes || sharers < 2) return nullptr;
+  const std::vector<std::string> outcomes =
+      all_gather_values(rendezvous, kOutcomes, candidates, outcome);
+  const auto sharers = std::count(outcomes.begin(), outcomes.end(), kYes);
+  if (outcome != kYes || sharers < 2) return nullptr;
   memory.handles = fetch_handles(rendezvous, memory);
   memory.permit = permit_reading(rendezvous, memory);
   return std::make_unique<ShmTransport>("shm", memory);

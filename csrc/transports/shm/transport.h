@@ -42,7 +42,7 @@ class ShmTransport final : public Transport {
   void check() override { detector_.check(); }
   PeerStatus look(int rank) override;
   SharedRankState* rank_state() override { return &region_.rank_slot(self_).rank_state; }
-  void abort(const std::string& reason) noexcept override { detector_.abort(reason); }
+  void abort(const Notice& notice) noexcept override { detector_.abort(notice); }
   uint64_t sent_bytes() const override;
   std::string describe() const override;
 

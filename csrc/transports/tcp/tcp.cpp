@@ -34,7 +34,7 @@ class TcpTransport final : public Transport {
                const TcpOptions& options)
       : peers_(peers),
         pacer_(options.link_bytes_per_second),
-        control_(rendezvous.rank, options.rank_state),
+        control_(options.rank_state),
         connector_(rendezvous, meet(rendezvous, peers, options)),
         checks_payload_(options.checks == PayloadCheck::all ||
                         (options.checks == PayloadCheck::leaving_host && !options.tls &&
@@ -88,7 +88,7 @@ class TcpTransport final : public Transport {
   void ask() override { control_.ask(); }
   PeerStatus look(int rank) override { return control_.look(rank); }
 
-  void abort(const std::string& reason) noexcept override { control_.abort(reason); }
+  void abort(const Notice& notice) noexcept override { control_.abort(notice); }
 
   uint64_t sent_bytes() const override {
     uint64_t bytes = control_.sent_bytes();
@@ -220,7 +220,7 @@ PayloadCheck payload_check(const std::string& word) {
 void announce_tcp(const Rendezvous& rendezvous, const TcpOptions& options) {
   rendezvous.talk->door = std::make_shared<HostDoor>();
   try {
-    announce(rendezvous, tcp::kHostTopic, tcp::host_word(*rendezvous.talk->door));
+    announce(rendezvous, tcp::kHostTopic, tcp::host_value(*rendezvous.talk->door));
     if (!options.may_span_hosts) return;
     auto listeners = std::make_shared<TcpListeners>(tcp::listen(options, false));
     announce(rendezvous, tcp::kFarCardTopic, listeners->card);

@@ -31,12 +31,12 @@ std::set<std::tuple<uint64_t, uint32_t, uint32_t>> keys;
 
 class Simple final : public Codec {
  public:
-  Simple(Combine combine, size_t granule, bool variable, bool agrees, bool shared_seed, bool lies,
+  Simple(Combine combine, size_t granule, bool variable, bool needs_amax, bool shared_seed, bool lies,
          int rests)
       : combine_(combine),
         granule_(granule),
         variable_(variable),
-        agrees_(agrees),
+        needs_amax_(needs_amax),
         shared_seed_(shared_seed),
         lies_(lies),
         rests_(rests) {}
@@ -47,14 +47,14 @@ class Simple final : public Codec {
   int wire_version() const override { return 1; }
   size_t granule() const override { return granule_; }
   bool variable() const override { return variable_; }
-  bool agrees() const override { return agrees_; }
+  bool needs_amax() const override { return needs_amax_; }
   bool shared_seed() const override { return shared_seed_; }
   size_t encoded_bytes(size_t numel) const override {
     return head(numel) + numel * (variable_ ? sizeof(Pair) : sizeof(int32_t));
   }
 
   // The maximum of powers of two is also a power of two.
-  void measure(Span<const float> in, const float* residual, Span<float> out,
+  void compute_amax(Span<const float> in, const float* residual, Span<float> out,
                Stream) const override {
     for (size_t g = 0; g < out.size; g++) {
       float most = 0.0f;
@@ -73,7 +73,7 @@ class Simple final : public Codec {
     }
     const size_t numel = args.in.size;
     auto* scales = reinterpret_cast<float*>(args.out.data + (variable_ ? 4 : 0));
-    for (size_t g = 0; g < granules(numel); g++) scales[g] = agrees_ ? args.agreed[g] : 1.0f;
+    for (size_t g = 0; g < granules(numel); g++) scales[g] = needs_amax_ ? args.amax[g] : 1.0f;
     auto* pair = reinterpret_cast<Pair*>(args.out.data + head(numel));
     auto* code = reinterpret_cast<int32_t*>(args.out.data + head(numel));
     for (size_t i = 0; i < numel; i++) {
@@ -121,7 +121,7 @@ class Simple final : public Codec {
 
   Combine combine_;
   size_t granule_;
-  bool variable_, agrees_, shared_seed_, lies_;
+  bool variable_, needs_amax_, shared_seed_, lies_;
   std::chrono::milliseconds rests_;  // at each encode
 };
 
@@ -130,15 +130,15 @@ class Simple final : public Codec {
 PYBIND11_MODULE(simple_codecs, m) {
   py::module_::import("pycomm._C");
   py::class_<Simple, Codec>(m, "Simple")
-      .def(py::init([](const std::string& combine, size_t granule, bool variable, bool agrees,
+      .def(py::init([](const std::string& combine, size_t granule, bool variable, bool needs_amax,
                        bool shared_seed, bool lies, int rests) {
              const Combine how = combine == "sum"      ? Combine::sum
                                  : combine == "gather" ? Combine::gather
                                                        : Combine::recode;
-             return new Simple(how, granule, variable, agrees, shared_seed, lies, rests);
+             return new Simple(how, granule, variable, needs_amax, shared_seed, lies, rests);
            }),
            py::arg("combine"), py::kw_only(), py::arg("granule") = 64, py::arg("variable") = false,
-           py::arg("agrees") = false, py::arg("shared_seed") = false, py::arg("lies") = false,
+           py::arg("needs_amax") = false, py::arg("shared_seed") = false, py::arg("lies") = false,
            py::arg("rests") = 0);
   m.def("take_keys", [] {
     const std::lock_guard<std::mutex> lock(keys_mutex);

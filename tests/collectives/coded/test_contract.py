@@ -32,14 +32,14 @@ SEED, STEP = 77, 5
 SIZES = [1000, 3, 4099, 0, 20011]
 OFFSETS = np.cumsum([0, *SIZES])
 KINDS = [
-    {"combine": combine, "granule": granule, "variable": variable, "agrees": agrees}
+    {"combine": combine, "granule": granule, "variable": variable, "needs_amax": needs_amax}
     for combine in ("recode", "sum", "gather")
-    for granule, variable, agrees in [(64, True, False), (0, False, True), (48, True, True)]
+    for granule, variable, needs_amax in [(64, True, False), (0, False, True), (48, True, True)]
 ]
 
 
 def describe(kind: dict[str, Any]) -> str:
-    words = [word for word in ("variable", "agrees") if kind[word]]
+    words = [word for word in ("variable", "needs_amax") if kind[word]]
     return "-".join([kind["combine"], str(kind["granule"]), *words])
 
 
@@ -81,7 +81,7 @@ def scale(kind: dict[str, Any], ps: list[np.ndarray]) -> np.ndarray:
     width = kind["granule"] or max(1, numel)
     most = np.max(np.abs(ps), axis=0)
     result = np.ones(numel)
-    for begin in range(0, numel if kind["agrees"] else 0, width):
+    for begin in range(0, numel if kind["needs_amax"] else 0, width):
         top = most[begin : begin + width].max()
         result[begin : begin + width] = 2.0 ** np.ceil(np.log2(top)) if top > 0 else 1.0
     return result
@@ -292,7 +292,7 @@ def test_a_rank_that_does_not_come_is_named(codecs):
     def job(c):
         if c.rank == 1:
             return time.sleep(1.0)
-        codec = codecs.Simple("sum", agrees=True)
+        codec = codecs.Simple("sum", needs_amax=True)
         return c.all_reduce_coded(np.ones(1000, np.float32), codec, timeout=0.5)
 
     for error in attempt(3, job)[::2]:

@@ -168,10 +168,9 @@ MUTANTS = (
     Mutant(
         "timeout-of-another-rank-is-a-plain-error",
         "error",
-        "csrc/collectives/group/failure.cpp",
-        "if (at != std::string::npos)\n"
-        "      return std::make_exception_ptr(Timeout(after(at, sizeof(kTimeout) - 1)));",
-        "",
+        "csrc/core/notice.cpp",
+        "return std::make_exception_ptr(Timeout(notice.text, notice.ranks));",
+        "return error;",
         "tests/faults/test_absent.py::test_who_hears_of_another_s_limit_says_whose_it_is "
         "tests/faults/test_absent.py::test_in_an_operation",
     ),
@@ -200,7 +199,7 @@ MUTANTS = (
         "",
         "tests/faults/test_rendezvous.py::"
         "test_a_rank_that_dies_after_it_has_come_is_named_while_another_is_still_awaited",
-        within="}\n    look_for_deaths();\n    look_for_words();\n    answer();",
+        within="}\n    look_for_deaths();\n    look_at_store();\n    answer();",
     ),
     Mutant(
         "reason-for-giving-up-kept-to-itself",
@@ -211,13 +210,29 @@ MUTANTS = (
         "tests/faults/test_rendezvous.py::test_a_rank_that_cannot_join_tells_the_others_why",
     ),
     Mutant(
+        "notice-of-a-timeout-without-its-kind",
+        "error",
+        "csrc/core/notice.cpp",
+        "notice.kind = Notice::Kind::timeout;",
+        "",
+        "tests/faults/test_absent.py::test_who_hears_of_another_s_limit_says_whose_it_is",
+    ),
+    Mutant(
+        "damaged-notice-read-beyond-its-end",
+        "check",
+        "csrc/core/notice.cpp",
+        "head.text > bytes.size - fixed",
+        "false",
+        "tests/transports/test_notices.py::test_bytes_that_are_no_notice_are_an_error_and_no_crash",
+    ),
+    Mutant(
         "question-for-a-sign-of-life-unanswered",
         "check",
         "csrc/collectives/group/membership.cpp",
         "answer();",
         "",
         "tests/faults/test_rendezvous.py::test_a_rank_that_is_asked_whether_it_lives_answers",
-        within="look_for_words();\n    answer();",
+        within="look_at_store();\n    answer();",
     ),
     Mutant(
         "result-not-compared",

@@ -321,7 +321,7 @@ MUTANTS = (
         "rendezvous-topic-of-some-ranks-taken",
         "check",
         "csrc/transports/rendezvous.cpp",
-        "texts.size() == words.size()",
+        "texts.size() == values.size()",
         "true",
         "tests/faults/test_mismatch.py tests/transports/test_store.py",
     ),

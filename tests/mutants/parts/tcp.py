@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-FRAMES = "tests/transports/test_tcp_frames.py::"
-HEALS = "tests/transports/test_tcp_reconnect.py::"
-HANDSHAKE = "tests/transports/test_tcp_handshake.py"
+FRAMES = "tests/transports/tcp/test_frames.py::"
+HEALS = "tests/transports/tcp/test_reconnect.py::"
+HANDSHAKE = "tests/transports/tcp/test_handshake.py"
 
 MUTANTS = (
     # ------------------------------------------------------------------ TCP frames
@@ -65,7 +65,7 @@ MUTANTS = (
         "message.frames == 0 && place < cutting_",
         "message.frames == 0",
         "tests/transports/test_channels.py "
-        "tests/transports/test_tcp.py::test_sockets_share_a_message",
+        "tests/transports/tcp/test_transport.py::test_sockets_share_a_message",
     ),
     Mutant(
         "message-done-before-its-checksum-is-sent",
@@ -158,7 +158,7 @@ MUTANTS = (
         "close-not-repeated-on-a-new-connection",
         "state",
         "csrc/transports/tcp/connect/control.cpp",
-        "if (leaving_) tell(peer, Notice(Notice::Kind::close));",
+        "if (leaving_) tell(peer, Message(Message::Kind::close));",
         "",
         HEALS + "test_a_close_that_was_cut_off_is_repeated",
     ),
@@ -188,7 +188,8 @@ MUTANTS = (
         "csrc/transports/tcp/connect/handshake.cpp",
         'equal_digests(message<Digest>(), proof_of("connect"))',
         "true",
-        "tests/transports/test_tcp.py::test_wrong_secret_is_refused_and_explained " + HANDSHAKE,
+        "tests/transports/tcp/test_transport.py::test_wrong_secret_is_refused_and_explained "
+        + HANDSHAKE,
     ),
     Mutant(
         "listener-not-asked-for-the-secret",
@@ -220,8 +221,8 @@ MUTANTS = (
         "csrc/transports/tcp/connect/handshake.cpp",
         "hello_.tls != static_cast<uint16_t>(tls_)",
         "false",
-        "tests/transports/test_tls.py::test_ranks_that_do_not_agree_are_told "
-        "tests/transports/test_tls.py::test_who_knows_the_secret_and_speaks_plain_is_refused",
+        "tests/transports/tcp/test_tls.py::test_ranks_that_do_not_agree_are_told "
+        "tests/transports/tcp/test_tls.py::test_who_knows_the_secret_and_speaks_plain_is_refused",
     ),
     Mutant(
         "socket-beyond-the-last-accepted",
@@ -237,7 +238,7 @@ MUTANTS = (
         "csrc/transports/tcp/net/fd.cpp",
         "::close(fd);",
         "",
-        "tests/transports/test_tcp.py::test_set_up_leaves_no_descriptor_behind",
+        "tests/transports/tcp/test_transport.py::test_set_up_leaves_no_descriptor_behind",
         within="fds_.erase(fd);\n    ::close(fd);",
     ),
     Mutant(
@@ -246,7 +247,7 @@ MUTANTS = (
         "csrc/transports/tcp/net/fd.cpp",
         "fds_.insert(fd);",
         "",
-        "tests/transports/test_tcp.py::test_workers_forked_from_a_rank_do_not_keep_it_alive",
+        "tests/transports/tcp/test_transport.py::test_workers_forked_from_a_rank_do_not_keep_it_alive",
     ),
     Mutant(
         "pacer-does-not-count",
@@ -254,6 +255,6 @@ MUTANTS = (
         "csrc/transports/tcp/net/pacer.h",
         "tokens_ -= static_cast<double>(part);",
         "",
-        "tests/transports/test_tcp.py::test_pacing_holds_the_rate_over_all_peers",
+        "tests/transports/tcp/test_transport.py::test_pacing_holds_the_rate_over_all_peers",
     ),
 )

@@ -15,11 +15,11 @@
 namespace pycomm::tcp {
 
 // The interval at which channels that nobody drives repeat what must be sent again.
-constexpr auto kTendEvery = Milliseconds(2);
+constexpr auto kTickInterval = Milliseconds(2);
 // The pause between two attempts to send an abort.
-constexpr auto kLastWordsPause = Milliseconds(20);
+constexpr auto kAbortResendPause = Milliseconds(20);
 // The interrupt check runs at least this often during the set-up, however much there is to do.
-constexpr auto kLookOutAtLeast = Milliseconds(500);
+constexpr auto kInterruptCheckInterval = Milliseconds(500);
 
 Connector::Connector(const Rendezvous& rendezvous, PeerDirectory directory)
     : group_(rendezvous.group),
@@ -51,7 +51,7 @@ bool Connector::forked() const { return process_ != ::getpid(); }
 // ------------------------------------------------------------------------------ the set-up
 
 void Connector::connect_all(Control& control, const std::function<void()>& interrupt_check) {
-  const auto all_stand = [this] {
+  const auto all_connected = [this] {
     return std::all_of(links_.begin(), links_.end(),
                        [](const auto& link) { return static_cast<bool>(link->control); });
   };
@@ -60,14 +60,14 @@ void Connector::connect_all(Control& control, const std::function<void()>& inter
     connect(*link, kControl);
     if (far_store_ && link->peer.door.empty()) connect_early(*link);
   }
-  auto look_out_at = Deadline::after(kLookOutAtLeast);
-  while (!all_stand()) {
+  auto next_interrupt_check = Deadline::after(kInterruptCheckInterval);
+  while (!all_connected()) {
     const bool moved = wait();
     if (deadline_.expired()) throw_incomplete();
     // An interrupt check may take a round trip to a remote store, and handshakes wait for it.
-    if (!moved || look_out_at.expired()) {
+    if (!moved || next_interrupt_check.expired()) {
       interrupt_check();
-      look_out_at = Deadline::after(kLookOutAtLeast);
+      next_interrupt_check = Deadline::after(kInterruptCheckInterval);
     }
     turn();
     for (const auto& link : links_) {
@@ -151,7 +151,7 @@ void Connector::run() {
 // A peer that reads nothing at the moment receives the abort later.
 void Connector::tell_of_abort() {
   for (auto pause = Milliseconds(1); !stop_ && control_->unsent();
-       pause = std::min(2 * pause, kLastWordsPause)) {
+       pause = std::min(2 * pause, kAbortResendPause)) {
     std::this_thread::sleep_for(pause);
     control_->poll();
   }
@@ -231,7 +231,7 @@ bool Connector::wait() {
     wake = Clock::now() + std::min(deadline_.left(), poll_interval_);
   }
   if (deaf) wake = std::min(wake, accept_backoff_until_);
-  if (tick_again_) wake = std::min(wake, Clock::now() + kTendEvery);
+  if (tick_again_) wake = std::min(wake, Clock::now() + kTickInterval);
   const size_t first = polls.size();
   for (const Outgoing& out : outgoing_) {
     wake = std::min(wake, out.wake);

@@ -1,4 +1,4 @@
-// Control connections: notices of a fixed size, so that one never waits for the rest of another.
+// Control connections: messages of a fixed size, so that one never waits for the rest of another.
 #include "transports/tcp/connect/control.h"
 
 #include <poll.h>
@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
-#include <cstdio>
 #include <cstring>
 #include <new>
 
@@ -22,8 +21,8 @@ namespace pycomm::tcp {
 
 using Clock = std::chrono::steady_clock;
 
-/// A notice, in its wire format.
-struct Control::Notice {
+/// A message, in its wire format.
+struct Control::Message {
   static constexpr uint32_t kMagic = 0x4e435950;  // "PYCN"
   enum class Kind : uint32_t {
     abort = 1,
@@ -34,8 +33,8 @@ struct Control::Notice {
     heard = 6
   };
 
-  explicit Notice(Kind kind = Kind::abort) : kind(kind) {}
-  /// True for notices that may be dropped: a rank that needs the answer asks again.
+  explicit Message(Kind kind = Kind::abort) : kind(kind) {}
+  /// True for messages that may be dropped: a rank that needs the answer asks again.
   bool is_small_talk() const { return kind == Kind::ask || kind == Kind::rank_state; }
 
   uint32_t magic = kMagic;
@@ -43,11 +42,11 @@ struct Control::Notice {
   uint32_t lane = 0;    // the lane to connect:
   int32_t socket = -1;  // this one again, or, if negative, all of them for the first time
   uint32_t generation = 0;
-  char text[1000] = {};  // the reason, zero-terminated; or the bytes of a RankState
+  uint8_t body[Notice::kBytes] = {};  // an encoded Notice, or the bytes of a RankState
   uint32_t checksum = 0;
 
   uint32_t compute() const {
-    return crc32c({reinterpret_cast<const uint8_t*>(this), offsetof(Notice, checksum)});
+    return crc32c({reinterpret_cast<const uint8_t*>(this), offsetof(Message, checksum)});
   }
 };
 
@@ -61,18 +60,17 @@ struct Control::Peer {
   RankState rank_state;                   // its last answer
   bool answered = false;                  // since we last asked
   bool heard = false;                     // it has acknowledged our close
-  Notice in;
+  Message in;
   size_t in_done = 0;
-  std::string out;  // not yet taken by the connection: the rest of a notice, then whole ones
+  std::string out;  // not yet taken by the connection: the rest of a message, then whole ones
   size_t out_done = 0;
   bool full = false;  // we wait for room
 
   size_t unsent() const { return out.size() - out_done; }
 };
 
-Control::Control(int rank, const SharedRankState* rank_state)
-    : rank_(rank),
-      rank_state_(rank_state),
+Control::Control(const SharedRankState* rank_state)
+    : rank_state_(rank_state),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       wake_(::eventfd(0, EFD_CLOEXEC)) {
   if (!epoll_ || !wake_) throw Error("tcp: cannot make an epoll: " + error_text(errno));
@@ -88,7 +86,7 @@ void Control::add(int rank, const Address& address, SecureSocket sock) {
   peer->rank = rank;
   peer->address = address;
   peer->sock = std::move(sock);
-  peer->out.reserve(16 * sizeof(Notice));  // an abort must need no memory
+  peer->out.reserve(16 * sizeof(Message));  // an abort must need no memory
   watch(*peer);
   peers_.push_back(std::move(peer));
 }
@@ -115,7 +113,7 @@ void Control::renew(int rank, uint32_t generation, SecureSocket sock) {
   peer.full = false;
   watch(peer);
   peer.state.store(State::here, std::memory_order_release);
-  if (leaving_) tell(peer, Notice(Notice::Kind::close));
+  if (leaving_) tell(peer, Message(Message::Kind::close));
 }
 
 void Control::refused(int rank) {
@@ -168,8 +166,8 @@ void Control::take_in(Peer& peer) {
       peer.in_done += static_cast<size_t>(n);
       if (peer.in_done < sizeof peer.in) continue;
       peer.in_done = 0;
-      if (peer.in.magic == Notice::kMagic && peer.in.checksum == peer.in.compute()) {
-        on_notice(peer, peer.in);
+      if (peer.in.magic == Message::kMagic && peer.in.checksum == peer.in.compute()) {
+        on_message(peer, peer.in);
         continue;
       }
     }
@@ -183,48 +181,44 @@ void Control::take_in(Peer& peer) {
   }
 }
 
-void Control::on_notice(Peer& peer, const Notice& notice) {
-  switch (notice.kind) {
-    case Notice::Kind::close:
+void Control::on_message(Peer& peer, const Message& message) {
+  switch (message.kind) {
+    case Message::Kind::close:
       peer.state.store(State::left, std::memory_order_release);
-      return tell(peer, Notice(Notice::Kind::heard));
-    case Notice::Kind::heard:
+      return tell(peer, Message(Message::Kind::heard));
+    case Message::Kind::heard:
       peer.heard = true;
       return;
-    case Notice::Kind::connect:
-      if (notice.lane >= kLanes) return;
-      if (notice.socket < 0 && on_ask_) on_ask_(peer.rank, static_cast<int>(notice.lane));
-      if (notice.socket >= 0 && on_cut_) {
-        on_cut_({peer.rank, static_cast<int>(notice.lane), notice.socket, notice.generation});
+    case Message::Kind::connect:
+      if (message.lane >= kLanes) return;
+      if (message.socket < 0 && on_ask_) on_ask_(peer.rank, static_cast<int>(message.lane));
+      if (message.socket >= 0 && on_cut_) {
+        on_cut_({peer.rank, static_cast<int>(message.lane), message.socket, message.generation});
       }
       return;
-    case Notice::Kind::abort:
-      return end_group(notice);
-    case Notice::Kind::ask:
+    case Message::Kind::abort:
+      return end_group(message);
+    case Message::Kind::ask:
       if (rank_state_) {
-        Notice answer(Notice::Kind::rank_state);
+        Message answer(Message::Kind::rank_state);
         const RankState rank_state = rank_state_->load();
-        std::memcpy(answer.text, &rank_state, sizeof rank_state);
+        std::memcpy(answer.body, &rank_state, sizeof rank_state);
         tell(peer, answer);
       }
       return;
-    case Notice::Kind::rank_state:
-      std::memcpy(static_cast<void*>(&peer.rank_state), notice.text, sizeof peer.rank_state);
+    case Message::Kind::rank_state:
+      std::memcpy(static_cast<void*>(&peer.rank_state), message.body, sizeof peer.rank_state);
       peer.answered = true;
       return;
   }
 }
 
 // The caller holds the mutex.
-void Control::end_group(const Notice& notice) noexcept {
+void Control::end_group(const Message& message) noexcept {
   if (aborted()) return;
-  try {
-    abort_text_.assign(notice.text, ::strnlen(notice.text, sizeof notice.text));
-  } catch (const std::bad_alloc&) {
-    abort_text_.clear();
-  }
+  std::memcpy(abort_notice_, message.body, sizeof abort_notice_);
   aborted_.store(true, std::memory_order_release);
-  tell_all(notice);
+  tell_all(message);
   wake_all();
 }
 
@@ -236,11 +230,11 @@ void Control::wake_all() noexcept {
 
 // Nothing blocks here: what the connection does not take now follows when it has room. A peer that
 // does not read does not get more and more requests.
-void Control::tell(Peer& peer, Notice notice) noexcept {
-  if (!peer.sock || (peer.unsent() > 0 && notice.is_small_talk())) return;
-  notice.checksum = notice.compute();
+void Control::tell(Peer& peer, Message message) noexcept {
+  if (!peer.sock || (peer.unsent() > 0 && message.is_small_talk())) return;
+  message.checksum = message.compute();
   try {
-    peer.out.append(reinterpret_cast<const char*>(&notice), sizeof notice);
+    peer.out.append(reinterpret_cast<const char*>(&message), sizeof message);
   } catch (const std::bad_alloc&) {
     return;
   }
@@ -275,55 +269,55 @@ void Control::wait_for_room(Peer& peer, bool wait) noexcept {
   peer.full = wait;
 }
 
-void Control::tell_all(const Notice& notice) noexcept {
-  for (const auto& peer : peers_) tell(*peer, notice);
+void Control::tell_all(const Message& message) noexcept {
+  for (const auto& peer : peers_) tell(*peer, message);
 }
 
 void Control::ask_to_connect(int rank, int lane) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  Notice notice(Notice::Kind::connect);
-  notice.lane = static_cast<uint32_t>(lane);
-  tell(*find(rank), notice);
+  Message message(Message::Kind::connect);
+  message.lane = static_cast<uint32_t>(lane);
+  tell(*find(rank), message);
 }
 
 void Control::ask_to_connect(const LostConnection& broken) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  Notice notice(Notice::Kind::connect);
-  notice.lane = static_cast<uint32_t>(broken.lane);
-  notice.socket = broken.socket;
-  notice.generation = broken.generation;
-  tell(*find(broken.rank), notice);
+  Message message(Message::Kind::connect);
+  message.lane = static_cast<uint32_t>(broken.lane);
+  message.socket = broken.socket;
+  message.generation = broken.generation;
+  tell(*find(broken.rank), message);
 }
 
-void Control::abort(const std::string& reason) noexcept {
+void Control::abort(const Notice& notice) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  Notice notice;
-  std::snprintf(notice.text, sizeof notice.text, "rank %d aborted: %s", rank_, reason.c_str());
-  end_group(notice);
+  Message message;
+  notice.encode(message.body, sizeof message.body);
+  end_group(message);
 }
 
 void Control::ask() noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& peer : peers_) peer->answered = false;
-  tell_all(Notice(Notice::Kind::ask));
+  tell_all(Message(Message::Kind::ask));
 }
 
 PeerStatus Control::look(int rank) {
   poll();
   std::lock_guard<std::mutex> lock(mutex_);
   const Peer& peer = *find(rank);
-  PeerStatus sighting;
-  sighting.rank_state = peer.rank_state;
-  if (peer.state == State::left) sighting.liveness = PeerStatus::Liveness::left;
-  if (peer.state == State::died) sighting.liveness = PeerStatus::Liveness::died;
-  if (peer.state == State::here && peer.answered) sighting.liveness = PeerStatus::Liveness::here;
-  return sighting;
+  PeerStatus status;
+  status.rank_state = peer.rank_state;
+  if (peer.state == State::left) status.liveness = PeerStatus::Liveness::left;
+  if (peer.state == State::died) status.liveness = PeerStatus::Liveness::died;
+  if (peer.state == State::here && peer.answered) status.liveness = PeerStatus::Liveness::here;
+  return status;
 }
 
 void Control::send_close() noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   leaving_ = true;
-  tell_all(Notice(Notice::Kind::close));
+  tell_all(Message(Message::Kind::close));
 }
 
 size_t Control::unacknowledged(int rank) const {
@@ -345,12 +339,12 @@ bool Control::close_acknowledged(int rank) const {
 
 // These functions decide which rank is named when one is gone.
 
-// A dead peer is no error yet for ranks that may be finishing without it; and an abort reason
+// A dead peer is no error yet for ranks that may be finishing without it; and an abort notice
 // travels on another connection than the data whose end we saw. Both may take a retransmitted
 // packet, so the grace is longer by some round trips, and, where the peers are far away and packets
 // may be lost, by the least time after which Linux sends one again.
 constexpr auto kDeathGrace = std::chrono::milliseconds(50);
-constexpr auto kLastWords = std::chrono::milliseconds(50);
+constexpr auto kNoticeGrace = std::chrono::milliseconds(50);
 constexpr int kRoundTrips = 2;
 constexpr Milliseconds kRetransmitted(200);
 
@@ -385,7 +379,9 @@ Control::Peer* Control::first_death() const {
   return first;
 }
 
-void Control::throw_aborted() const { throw Error(abort_text_); }
+void Control::throw_aborted() const {
+  throw Aborted(Notice::decode({abort_notice_, sizeof abort_notice_}));
+}
 
 void Control::throw_died(const Peer& peer, const std::string& how) const {
   throw PeerLost(peer.rank, "rank " + std::to_string(peer.rank) + " (" + peer.address.text() +
@@ -394,7 +390,7 @@ void Control::throw_died(const Peer& peer, const std::string& how) const {
 
 void Control::throw_lost(int rank, const std::string& what) {
   Peer& peer = *find(rank);
-  const auto end = Clock::now() + kLastWords + late_packet();
+  const auto end = Clock::now() + kNoticeGrace + late_packet();
   for (;;) {
     pollfd wait = {-1, POLLIN, 0};
     poll();

@@ -1,6 +1,6 @@
 // Control connections: one per peer. They carry what must not wait behind data (aborts, closes and
 // requests to connect), and their silence reveals a dead peer. A control connection that is cut
-// while the peer lives is made again (connect/connector.h); notices in flight are lost, so those
+// while the peer lives is made again (connect/connector.h); messages in flight are lost, so those
 // that matter are sent again.
 #pragma once
 #include <atomic>
@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "core/notice.h"
 #include "core/types.h"
 #include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/net/secure_socket.h"
@@ -23,7 +24,7 @@ namespace pycomm::tcp {
 class Control {
  public:
   /// `rank_state` is our own state, for peers that ask; with null we do not answer.
-  explicit Control(int rank, const SharedRankState* rank_state = nullptr);
+  explicit Control(const SharedRankState* rank_state = nullptr);
   ~Control();
 
   /// At set-up only. `address` is for error texts.
@@ -47,11 +48,11 @@ class Control {
   /// Returns a descriptor that becomes readable when there is something for poll(), and stays
   /// readable once a rank has aborted.
   int wait_fd() const { return epoll_.get(); }
-  /// Processes the notices that have arrived. Cheap.
+  /// Processes the messages that have arrived. Cheap.
   void poll();
   /// True once a rank has aborted; check() then throws.
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
-  /// Polls. Throws Error if any rank has aborted, and PeerLost a moment after a peer has died (so
+  /// Polls. Throws Aborted if any rank has aborted, and PeerLost a moment after a peer has died (so
   /// that an operation that does not need the dead peer any more may end).
   void check();
   /// True if the peer has sent its close or has died.
@@ -62,7 +63,7 @@ class Control {
 
   /// Tells all peers and ourselves of the failure. Only the first call counts. A rank that receives
   /// an abort passes it on, so that it reaches all ranks before the first of them leaves.
-  void abort(const std::string& reason) noexcept;
+  void abort(const Notice& notice) noexcept;
   /// Asks all peers what they are doing. They answer when they next poll().
   void ask() noexcept;
   /// Polls. A peer that has not answered since the last ask() is silent.
@@ -75,11 +76,11 @@ class Control {
   size_t unacknowledged(int rank) const;
   /// Returns the round-trip time to the farthest peer, measured when its connection was made.
   Milliseconds round_trip() const { return Milliseconds(round_trip_.load()); }
-  /// True if a notice waits for room on its connection; poll() sends it as soon as there is some.
+  /// True if a message waits for room on its connection; poll() sends it as soon as there is some.
   bool unsent() const;
 
   /// Throws the best explanation for a data connection of the peer that broke while something was
-  /// queued: the peer's abort reason if it arrives within a moment.
+  /// queued: the peer's abort notice if it arrives within a moment.
   [[noreturn]] void throw_lost(int rank, const std::string& what);
 
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
@@ -87,7 +88,7 @@ class Control {
  private:
   enum class State : uint8_t { here, cut, left, died };
   struct Peer;
-  struct Notice;
+  struct Message;
 
   /// Returns by how much a packet may come later than its fellows, once it was lost.
   Milliseconds late_packet() const;
@@ -95,17 +96,16 @@ class Control {
   Peer* first_death() const;
   void watch(Peer& peer);
   void take_in(Peer& peer);
-  void on_notice(Peer& peer, const Notice& notice);
-  void end_group(const Notice& notice) noexcept;
-  void tell(Peer& peer, Notice notice) noexcept;
+  void on_message(Peer& peer, const Message& message);
+  void end_group(const Message& message) noexcept;
+  void tell(Peer& peer, Message message) noexcept;
   void push(Peer& peer) noexcept;
   void wait_for_room(Peer& peer, bool wait) noexcept;
-  void tell_all(const Notice& notice) noexcept;
+  void tell_all(const Message& message) noexcept;
   void wake_all() noexcept;
   [[noreturn]] void throw_aborted() const;
   [[noreturn]] void throw_died(const Peer& peer, const std::string& how) const;
 
-  const int rank_;
   const SharedRankState* const rank_state_;
   Fd epoll_, wake_;
   mutable std::mutex mutex_;
@@ -114,7 +114,7 @@ class Control {
   std::function<void(const LostConnection&)> on_cut_;
   bool leaving_ = false;
   std::atomic<bool> aborted_{false};
-  std::string abort_text_;  // written once, before aborted_
+  uint8_t abort_notice_[Notice::kBytes] = {};  // encoded; written once, before aborted_
   std::atomic<uint64_t> sent_bytes_{0};
   std::atomic<Milliseconds::rep> round_trip_{0};
 };

@@ -20,7 +20,7 @@
 
 namespace pycomm::tcp {
 
-constexpr uint32_t kWireVersion = 5;
+constexpr uint32_t kWireVersion = 6;
 /// Lane number of a control connection, which carries aborts and closes instead of a lane.
 constexpr uint16_t kControl = 0xffff;
 /// Lane number of a connection by which a lower rank asks a higher one to make the control

@@ -20,14 +20,15 @@ constexpr const char* kNoDoor = "-";
 
 // Returns true if the ranks name several hosts. That all of them see alike.
 bool spans_hosts(const std::vector<std::string>& hosts) {
-  const auto name = [](const std::string& word) { return word.substr(0, word.find(' ')); };
+  const auto name = [](const std::string& value) { return value.substr(0, value.find(' ')); };
   return std::any_of(hosts.begin(), hosts.end(),
-                     [&](const std::string& word) { return name(word) != name(hosts.front()); });
+                     [&](const std::string& value) { return name(value) != name(hosts.front()); });
 }
 
-class Meeting {
+class AddressExchange {
  public:
-  Meeting(const Rendezvous& rendezvous, const std::vector<int>& peers, const TcpOptions& options)
+  AddressExchange(const Rendezvous& rendezvous, const std::vector<int>& peers,
+                  const TcpOptions& options)
       : rendezvous_(rendezvous), options_(options), us_("rank " + std::to_string(rendezvous.rank)) {
     for (const int peer : peers) {
       directory_.peers.emplace_back();
@@ -39,7 +40,7 @@ class Meeting {
     // All ranks of the group take part: where one rank does not reach another by shared memory,
     // each rank has some that it does not reach so.
     const auto hosts =
-        all_gather_values(rendezvous_, kHostTopic, all_ranks(rendezvous_), host_word(door()));
+        all_gather_values(rendezvous_, kHostTopic, all_ranks(rendezvous_), host_value(door()));
     const bool one_host = look_at_hosts(hosts);
     directory_.bound = !options_.interface.empty();
     take_cards(exchange_cards(hosts, one_host));
@@ -153,7 +154,7 @@ class Meeting {
 
 }  // namespace
 
-std::string host_word(const HostDoor& door) {
+std::string host_value(const HostDoor& door) {
   const std::string cpus = cpu_mask();
   return host_id() + " " + (cpus.empty() ? "0" : cpus) + " " +
          (door.name().empty() ? kNoDoor : door.name()) + " " + process_name();
@@ -161,11 +162,11 @@ std::string host_word(const HostDoor& door) {
 
 TcpListeners listen(const TcpOptions& options, bool one_host) {
   TcpListeners ours;
-  InterfaceRequest wish;
-  wish.names = options.interface;
-  wish.store_host = env().master_addr;
-  wish.one_host = one_host;
-  ours.interfaces = choose_interfaces(wish);
+  InterfaceRequest request;
+  request.names = options.interface;
+  request.store_host = env().master_addr;
+  request.one_host = one_host;
+  ours.interfaces = choose_interfaces(request);
   for (const Interface& interface : ours.interfaces) {
     ours.sockets.push_back(listen_on(interface.address));
     ours.card += (ours.card.empty() ? "" : ",") + Address::local(ours.sockets.back().get()).text();
@@ -182,7 +183,7 @@ TcpListeners listen(const TcpOptions& options, bool one_host) {
 
 PeerDirectory meet(const Rendezvous& rendezvous, const std::vector<int>& peers,
                    const TcpOptions& options) {
-  return Meeting(rendezvous, peers, options).run();
+  return AddressExchange(rendezvous, peers, options).run();
 }
 
 }  // namespace pycomm::tcp

@@ -37,7 +37,7 @@ TcpListeners listen(const TcpOptions& options, bool one_host);
 
 /// Returns our value for kHostTopic: "host cpus door process", where the last two prove that we are
 /// there. The door stays open as long as it has an owner.
-std::string host_word(const HostDoor& door);
+std::string host_value(const HostDoor& door);
 
 /// Another rank, as it has published itself.
 struct Peer {

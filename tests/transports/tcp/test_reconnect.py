@@ -334,7 +334,7 @@ def test_an_abort_reaches_a_rank_that_read_nothing_for_a_while(tls):
         greet(me)
         both.wait()
         goal, _ = me.recv(0, 4, tag(2))
-        with pytest.raises(Error, match="rank 0 aborted: the disk is full"):
+        with pytest.raises(Error, match="rank 0 aborted the group: the disk is full"):
             me.wait(goal, timeout=20)
         heard.set()
 

@@ -1,4 +1,4 @@
-#include "collectives/coded/agree.h"
+#include "collectives/coded/amax.h"
 
 #include <algorithm>
 
@@ -7,38 +7,38 @@
 
 namespace pycomm::coded {
 
-Agreed::Agreed(const CodedArgs& args, const std::vector<PieceRun>& values, size_t row_numel,
-               size_t rows)
+Amax::Amax(const CodedArgs& args, const std::vector<PieceRun>& values, size_t row_numel,
+           size_t rows)
     : args_(args), values_(values), row_numel_(row_numel), rows_(rows), first_(args.pieces.size) {
   for (const PieceRun& run : values) {
     const Codec& codec = *args.pieces[run.piece].codec;
-    if (!codec.agrees()) continue;
+    if (!codec.needs_amax()) continue;
     first_[run.piece] =
         static_cast<ptrdiff_t>(each_) - static_cast<ptrdiff_t>(granules(codec, run.offset));
     each_ += granules(codec, run.numel);
   }
 }
 
-void Agreed::agree(CollectiveContext& context) {
+void Amax::all_reduce(CollectiveContext& context) {
   if (count() == 0) return;
   numbers_.resize(count());
   place_ = numbers_.data();
   const uint64_t since = ticks();
-  measure({}, context.feedback_scratch());
+  compute_amax({}, context.feedback_scratch());
   context.timing().coded += ticks() - since;
   dispatch::all_reduce(context, Algo::direct, numbers(), count(), {DType::float32, ReduceOp::max});
 }
 
-void Agreed::measure(Stream stream, feedback::Scratch& scratch, float* room) {
+void Amax::compute_amax(Stream stream, feedback::Scratch& scratch, float* room) {
   for (size_t row = 0; row < rows_; row++) {
-    for (const PieceRun& run : values_) measure(run, row, stream, scratch, room);
+    for (const PieceRun& run : values_) compute_amax(run, row, stream, scratch, room);
   }
 }
 
-void Agreed::measure(const PieceRun& run, size_t row, Stream stream, feedback::Scratch& scratch,
-                     float* room) {
+void Amax::compute_amax(const PieceRun& run, size_t row, Stream stream, feedback::Scratch& scratch,
+                        float* room) {
   const Piece& piece = args_.pieces[run.piece];
-  if (!piece.codec->agrees()) return;
+  if (!piece.codec->needs_amax()) return;
   // Values are measured in steps, so that their copies stay small.
   const size_t granule = piece.codec->granule() * feedback::kBlock;
   const size_t step = granule ? granule * ((kSlice + granule - 1) / granule) : run.numel;
@@ -61,9 +61,9 @@ void Agreed::measure(const PieceRun& run, size_t row, Stream stream, feedback::S
   }
 }
 
-const float* Agreed::of(const PieceRun& run, size_t row) const {
+const float* Amax::of(const PieceRun& run, size_t row) const {
   const Codec& codec = *args_.pieces[run.piece].codec;
-  if (!codec.agrees()) return nullptr;
+  if (!codec.needs_amax()) return nullptr;
   return place_ + row * each_ +
          (first_[run.piece] + static_cast<ptrdiff_t>(granules(codec, run.offset)));
 }

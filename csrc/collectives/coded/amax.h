@@ -1,4 +1,4 @@
-// Agreement of ranks on numbers before they encode (Codec::agrees), such as a shared scale.
+// Amax that ranks share before they encode (Codec::needs_amax): the base of a shared scale.
 #pragma once
 #include "collectives/algorithms/context.h"
 #include "collectives/coded/layout.h"
@@ -6,18 +6,18 @@
 namespace pycomm::coded {
 
 /// One number for each granule of the values whose codec requests it.
-class Agreed {
+class Amax {
  public:
   /// Rows are copies of `values` with contents of their own, one bucket after the other.
-  Agreed(const CodedArgs& args, const std::vector<PieceRun>& values, size_t row_numel,
-         size_t rows = 1);
+  Amax(const CodedArgs& args, const std::vector<PieceRun>& values, size_t row_numel,
+       size_t rows = 1);
 
-  /// Measures and takes the largest over all ranks of `context`, with messages of its own; uses the
-  /// context's scratch.
-  void agree(CollectiveContext& context);
-  /// First half of agree(), on a stream. Values of 16 bits become float32 in `room`, of kSlice
+  /// Computes it and takes the largest over all ranks of `context`, with messages of its own; uses
+  /// the context's scratch.
+  void all_reduce(CollectiveContext& context);
+  /// First half of all_reduce(), on a stream. Values of 16 bits become float32 in `room`, of kSlice
   /// values; on the CPU in `scratch`, if `room` is null.
-  void measure(Stream stream, feedback::Scratch& scratch, float* room = nullptr);
+  void compute_amax(Stream stream, feedback::Scratch& scratch, float* room = nullptr);
   static constexpr size_t kSlice = 1 << 16;
   /// Number of all the numbers; they may be put elsewhere, where a stream reaches them.
   size_t count() const { return each_ * rows_; }
@@ -27,8 +27,8 @@ class Agreed {
   const float* of(const PieceRun& run, size_t row) const;
 
  private:
-  void measure(const PieceRun& run, size_t row, Stream stream, feedback::Scratch& scratch,
-               float* room);
+  void compute_amax(const PieceRun& run, size_t row, Stream stream, feedback::Scratch& scratch,
+                    float* room);
 
   const CodedArgs& args_;
   const std::vector<PieceRun>& values_;

@@ -362,7 +362,7 @@ def test_abort_from_another_thread_ends_a_wait():
             return str(error), time.monotonic() - start
 
     for text, seconds in threads(2, body):
-        assert text == "rank 0 aborted: user pressed stop"
+        assert text == "rank 0 aborted the group: user pressed stop"
         assert seconds < 2
 
 
@@ -380,7 +380,7 @@ def test_abort_does_not_wait_behind_data():
             me.send(1, pattern(64 * MIB, 0), tag())
             me.transport.abort("enough")
             return None
-        with pytest.raises(pycomm.errors.Error, match="rank 0 aborted: enough"):
+        with pytest.raises(pycomm.errors.Error, match="rank 0 aborted the group: enough"):
             check_until(SECONDS, me.transport)
 
     threads(2, body)
@@ -394,13 +394,13 @@ def test_long_reason_of_an_abort_is_cut():
         me.wait(goal)
 
     for outcome in threads(2, body, errors=True):
-        assert "rank 0 aborted: xxx" in str(outcome)
+        assert "rank 0 aborted the group: xxx" in str(outcome)
 
 
 def test_wait_ends_at_its_deadline():
     def body(me):
         if me.rank == 1:
-            with pytest.raises(pycomm.errors.Error, match="rank 0 aborted: too late"):
+            with pytest.raises(pycomm.errors.Error, match="rank 0 aborted the group: too late"):
                 check_until(SECONDS, me.transport)
             return
         goal, _ = me.recv(1, 100, tag())

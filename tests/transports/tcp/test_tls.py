@@ -12,7 +12,7 @@ from pycomm import _C
 from pycomm.errors import Error, Timeout
 from tests.transports import proxy
 from tests.transports.ranks import tag, threads
-from tests.transports.test_tcp_reconnect import exact, good, storm
+from tests.transports.tcp.test_reconnect import exact, good, storm
 from tests.transports.wire_peer import WELCOME, RankZero, frame, hello, join
 
 WORDS = b"nobody on the way may read this "
