@@ -207,6 +207,7 @@ class Transport:
         secret: str = "",
         checksum: str = "auto",
         tls: bool = False,
+        congestion: str = "auto",
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -256,6 +257,7 @@ class CommunicatorOptions:
     transport: str
     algo: str
     sockets: int
+    congestion: str
     checksum: str
     check: str
     interface: str

@@ -14,6 +14,7 @@ class Options(_distributed_c10d.Backend.Options):
     transport: str
     algo: str
     sockets: int
+    congestion: str
     check: str
     interface: str
     link_bytes_per_second: float
@@ -30,6 +31,7 @@ class Options(_distributed_c10d.Backend.Options):
         transport: str = ...,
         algo: str = ...,
         sockets: int = ...,
+        congestion: str = ...,
         check: str = ...,
         interface: str = ...,
         link_bytes_per_second: float = ...,

@@ -41,6 +41,7 @@ class Communicator:
             (ranks are threads of this process).
         algo: "auto", or the algorithm of the operations that have it (``docs/algorithms.md``).
         sockets: TCP sockets per peer.
+        congestion: TCP's congestion control, by the kernel's name, or "auto".
         checksum: the part of TCP frames that checksums cover: "payload" (and header), "header"
             alone, or "auto": payloads too, unless they stay on the host or are encrypted.
         tls: whether TCP connections are encrypted, by TLS 1.3; equal on all ranks.
@@ -80,6 +81,7 @@ class Communicator:
         transport: str | None = None,
         algo: str | None = None,
         sockets: int | None = None,
+        congestion: str | None = None,
         checksum: str | None = None,
         tls: bool | None = None,
         check: str | None = None,
@@ -101,6 +103,7 @@ class Communicator:
             "transport": transport,
             "algo": algo,
             "sockets": sockets,
+            "congestion": congestion,
             "checksum": checksum,
             "tls": tls,
             "check": check,

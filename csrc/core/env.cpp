@@ -70,6 +70,8 @@ Env read_env() {
   env.algo = read_word("PYCOMM_ALGO", kAlgoNames);
   env.link_bytes_per_second = read_link();
   env.sockets = read_int("PYCOMM_SOCKETS", env.sockets, 1, 16);
+  env.congestion = read("PYCOMM_CONGESTION");
+  if (env.congestion.empty()) env.congestion = "auto";
   for (const char* variable : {"PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}) {
     if (env.interface.empty()) env.interface = read(variable);
   }

@@ -25,6 +25,10 @@ struct Env {
   double link_bytes_per_second = 0;
   /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16.
   int sockets = 2;
+  /// PYCOMM_CONGESTION: TCP's congestion control of all connections, by the kernel's name ("cubic",
+  /// "reno", "bbr"); it rules what this rank sends, so ranks need not agree. "auto": bbr for peers
+  /// at a round trip of a millisecond or more, reno inside a host, else the system's.
+  std::string congestion = "auto";
   /// PYCOMM_INTERFACE: network interfaces or addresses for TCP, such as "eth0", "10.0.0.5",
   /// "eth0,eth1" (both are used) or "^docker,lo"; else what GLOO_SOCKET_IFNAME or
   /// NCCL_SOCKET_IFNAME say. Empty: loopback if all ranks are on one host, else the route to the

@@ -150,7 +150,9 @@ struct TcpOptions {
   bool tls = false;  ///< TLS 1.3 on every connection; equal on all ranks
   PayloadCheck checks = PayloadCheck::leaving_host;
   const SharedRankState* rank_state = nullptr;  ///< our state, for peers that ask
-  bool may_span_hosts = true;                   ///< false: all ranks are known to be on one host
+  /// Congestion control of all connections; "auto": chosen for each (tcp/net/congestion.h).
+  std::string congestion = "auto";
+  bool may_span_hosts = true;  ///< false: all ranks are known to be on one host
 };
 
 /// Makes the transport for ranks that are threads of one process. It reaches all of `ranks`.

@@ -19,6 +19,7 @@ CORE = {
     "PYCOMM_ALGO": "one algorithm for all collectives",
     "PYCOMM_CHECK": "whether ranks compare results",
     "PYCOMM_CHECKSUM": "what TCP frames are checked by",
+    "PYCOMM_CONGESTION": "TCP's congestion control",
     "PYCOMM_HOST_ID": "a name for this machine that no other has; equal for all its ranks",
     "PYCOMM_INTERFACE": "interfaces or addresses for TCP: see network",
     "PYCOMM_LINK": "rate to which each rank paces what it sends by TCP",

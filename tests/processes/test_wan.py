@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +149,54 @@ def test_netlab_moves_packets_with_delay():
         pytest.skip(done.stderr)
     assert done.returncode == 0
     assert "1 ms one way, in user space" in done.stderr
+
+
+# Makes a group where the kernel lets it choose a congestion control, or refuses: a seccomp filter
+# fails setsockopt(TCP_CONGESTION), as a kernel does that forbids bbr.
+CONTROLLED = """
+import ctypes, platform, struct, sys
+import numpy as np
+from pycomm._C import Store
+from pycomm.communicator import Communicator
+
+def refuse():
+    # One instruction a line: code, jumps if true and if false, operand. Offsets are those of struct
+    # seccomp_data; setsockopt is 54 on x86-64 and 208 on others.
+    number = 54 if platform.machine() == "x86_64" else 208
+    program = [
+        (0x20, 0, 0, 0), (0x15, 0, 5, number),  # load the call
+        (0x20, 0, 0, 24), (0x15, 0, 3, 6),      # load its level: IPPROTO_TCP
+        (0x20, 0, 0, 32), (0x15, 0, 1, 13),     # load its option: TCP_CONGESTION
+        (0x06, 0, 0, 0x00050001),               # return EPERM
+        (0x06, 0, 0, 0x7FFF0000),               # allow
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    filter = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, ctypes.c_char_p(filter), 0, 0) == 0, ctypes.get_errno()
+
+if sys.argv[2] == "refuses":
+    refuse()
+group = Communicator.from_env(sys.argv[1], transport="tcp", timeout=30)
+x = np.ones(1000, np.float32)
+group.all_reduce(x)
+assert (x == 2).all()
+print(group.describe(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("kernel", "control"), [("allows", "bbr"), ("refuses", "reno")])
+def test_far_peers_get_bbr_where_the_kernel_allows_it(tmp_path, kernel, control):
+    """The system's congestion control is reno in the lab."""
+    if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
+        pytest.skip("this kernel has no bbr")
+    with open_or_skip(2, shape=Shape(delay=0.001)) as lab:
+        with (tmp_path / "printed").open("w+") as printed:
+            command = [sys.executable, "-c", CONTROLLED, str(tmp_path / "store"), kernel]
+            ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
+            status = netlab.wait(ranks)
+            printed.seek(0)
+            text = printed.read()
+        assert status == 0, text
+        assert text.count(f", {control}\n") == 2, text

@@ -95,6 +95,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("transport", &Options::transport)
       .def_readwrite("algo", &Options::algo)
       .def_readwrite("sockets", &Options::sockets)
+      .def_readwrite("congestion", &Options::congestion)
       .def_readwrite("checksum", &Options::checksum)
       .def_readwrite("check", &Options::check)
       .def_readwrite("interface", &Options::interface)

@@ -83,6 +83,7 @@ py::dict environment() {
   out["algo"] = values.algo;
   out["link_bytes_per_second"] = values.link_bytes_per_second;
   out["sockets"] = values.sockets;
+  out["congestion"] = values.congestion;
   out["checksum"] = values.checksum;
   out["check"] = values.check;
   out["interface"] = values.interface;

@@ -121,6 +121,7 @@ void bind(py::module_& m) {
   communicator_option(options, "transport", &CommunicatorOptions::transport);
   communicator_option(options, "algo", &CommunicatorOptions::algo);
   communicator_option(options, "sockets", &CommunicatorOptions::sockets);
+  communicator_option(options, "congestion", &CommunicatorOptions::congestion);
   communicator_option(options, "check", &CommunicatorOptions::check);
   communicator_option(options, "interface", &CommunicatorOptions::interface);
   communicator_option(options, "link_bytes_per_second",

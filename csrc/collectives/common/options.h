@@ -40,8 +40,9 @@ struct CommunicatorOptions {
   std::string transport = env().transport;  ///< "auto", "shm", "tcp" or "local" (threads)
   std::string algo = env().algo;            ///< one of kAlgoNames
   int sockets = env().sockets;
-  std::string checksum = env().checksum;  ///< "auto", "payload" or "header"
-  std::string check = env().check;        ///< "none" or "results"
+  std::string congestion = env().congestion;  ///< "auto" or the kernel's name
+  std::string checksum = env().checksum;      ///< "auto", "payload" or "header"
+  std::string check = env().check;            ///< "none" or "results"
   std::string interface = env().interface;
   double link_bytes_per_second = env().link_bytes_per_second;
   std::string secret = env().secret;

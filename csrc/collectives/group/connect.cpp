@@ -18,6 +18,7 @@ constexpr int kYields = 32;
 TcpOptions tcp_options(const CommunicatorOptions& options) {
   TcpOptions tcp;
   tcp.sockets = options.sockets;
+  tcp.congestion = options.congestion;
   tcp.interface = options.interface;
   tcp.link_bytes_per_second = options.link_bytes_per_second;
   tcp.secret = options.secret;

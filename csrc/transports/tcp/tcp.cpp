@@ -9,6 +9,7 @@
 #include "transports/tcp/connect/connector.h"
 #include "transports/tcp/connect/control.h"
 #include "transports/tcp/connect/peers.h"
+#include "transports/tcp/net/congestion.h"
 #include "transports/tcp/net/pacer.h"
 #include "transports/tcp/poller.h"
 
@@ -235,6 +236,7 @@ std::unique_ptr<Transport> make_tcp(const Rendezvous& rendezvous, const std::vec
     throw Error("tcp: " + std::to_string(options.sockets) +
                 " sockets per peer are not possible; set PYCOMM_SOCKETS to 1 to 16");
   }
+  tcp::check_congestion_control(options.congestion);
   std::vector<int> peers;
   for (const int rank : ranks) {
     if (rank < 0 || rank >= rendezvous.size) {

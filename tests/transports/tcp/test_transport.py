@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -448,3 +449,28 @@ def test_pacing_wakes_for_small_messages():
         return time.monotonic() - start
 
     assert max(threads(2, body, options={"link": 1e6})) < 2
+
+
+# ------------------------------------------------------------------------------ congestion control
+
+
+ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+
+
+@pytest.mark.parametrize(("name", "control"), [("auto", "reno"), (ALLOWED[-1], ALLOWED[-1])])
+def test_congestion_control_inside_a_host(name, control):
+    """Each rank controls what it sends itself: they need not agree."""
+    described = threads(
+        2,
+        lambda me: me.transport.describe(),
+        options=lambda rank: {"congestion": name if rank == 0 else "reno"},
+    )
+    assert [text.rsplit(", ", 1)[1] for text in described] == [control, "reno"]
+
+
+@pytest.mark.parametrize("name", ["", "no-such", "a-name-that-is-longer-than-any"])
+def test_congestion_control_that_the_kernel_refuses(name):
+    with pytest.raises(
+        pycomm.errors.Error, match=f'refuses the congestion control "{name}".*PYCOMM_CONGESTION'
+    ):
+        _C.Transport("tcp", _C.Store.local(), "g", 0, 1, congestion=name)

@@ -11,6 +11,7 @@
 
 #include "core/error.h"
 #include "transports/tcp/connect/control.h"
+#include "transports/tcp/net/congestion.h"
 
 namespace pycomm::tcp {
 
@@ -282,7 +283,7 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
   place.broken = false;
   place.generation = hello.generation;
   place.since = Clock::now();
-  choose_congestion_control(sock.get());
+  choose_congestion_control(sock.get(), directory_.congestion);
   if (hello.lane == kControl) {
     congestion_control_ = tcp::congestion_control(sock.get());
     if (control_ == nullptr) {

@@ -43,6 +43,7 @@ class AddressExchange {
         all_gather_values(rendezvous_, kHostTopic, all_ranks(rendezvous_), host_value(door()));
     const bool one_host = look_at_hosts(hosts);
     directory_.bound = !options_.interface.empty();
+    directory_.congestion = options_.congestion;
     take_cards(exchange_cards(hosts, one_host));
     directory_.sockets = std::max(options_.sockets, static_cast<int>(directory_.interfaces.size()));
     return std::move(directory_);

@@ -59,6 +59,7 @@ struct PeerDirectory {
   std::vector<Fd> listeners;  ///< in the order of interfaces
   std::string secret;         ///< peers must prove it to us
   bool tls = false;           ///< connections are encrypted
+  std::string congestion;     ///< control of what we send: "auto" or the kernel's name
   int sockets = 1;            ///< per peer and lane, at least one for each interface
   bool bound = false;         ///< the user has named the interfaces, so connections leave by them
   bool crowded = false;       ///< this rank and the peers of its host outnumber their CPUs

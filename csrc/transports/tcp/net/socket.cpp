@@ -176,11 +176,6 @@ Fd connect_to(const Address& to, const Address* from, int& error) {
   return fd;
 }
 
-void choose_congestion_control(int fd) {
-  if (Address::local(fd).ip() != Address::remote(fd).ip()) return;
-  ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);  // may be forbidden: then it stays
-}
-
 void choose_send_buffer(int fd) {
   // The kernel doubles the buffer: this much in a round trip of 100 us is 20 Gbit/s on each socket.
   constexpr uint32_t kShortWay = 100;  // microseconds
@@ -192,13 +187,6 @@ void choose_send_buffer(int fd) {
   // kernel.
   if (info.tcpi_min_rtt == 0 || info.tcpi_min_rtt > kShortWay) return;
   ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSmallBuffer, sizeof kSmallBuffer);
-}
-
-std::string congestion_control(int fd) {
-  char name[16] = {};
-  socklen_t size = sizeof name - 1;
-  ::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size);
-  return name;
 }
 
 void set_wake_bytes(int fd, size_t bytes) {

@@ -63,16 +63,10 @@ bool has_caller(int listener);
 /// writable. `from` is the local address to leave by, or null for the route's. `error` gets an
 /// immediate error, else 0. Empty if there can be no socket.
 Fd connect_to(const Address& to, const Address* from, int& error);
-/// Must be called on both ends of a new connection. Inside one host there is no network to be fair
-/// to, and congestion controls that pace (bbr) halve the bandwidth there: such a connection gets
-/// the plain "reno".
-void choose_congestion_control(int fd);
 /// Must be called on both ends of a new connection. On a short path little is in flight, and the
 /// bytes that a send buffer holds beyond that have left the processor's cache before they are read
 /// again: there the buffer stays small instead of growing to megabytes.
 void choose_send_buffer(int fd);
-/// Returns the congestion control: "bbr" and the like.
-std::string congestion_control(int fd);
 /// Sets from how many bytes on a socket counts as readable.
 void set_wake_bytes(int fd, size_t bytes);
 /// Returns the pending error of a socket, 0 if none.
