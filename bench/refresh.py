@@ -71,6 +71,7 @@ def commands() -> list[tuple[str, str]]:
             ".links --rate 1gbit --rate 10gbit --congestion reno --op all_reduce,sendrecv -n 5",
         ),
         ("wan-cpu.csv", ".wan"),
+        ("wan-throughput-cpu.csv", ".wan.throughput --quick --iperf-time 3"),
         ("fsdp-cpu.csv", ".fsdp"),
         ("demo-cpu.csv", ".demo"),
         *(

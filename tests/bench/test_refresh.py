@@ -53,5 +53,5 @@ def test_every_command_is_one_that_there_is():
     for _, words in refresh.commands():
         module = words.split()[0]
         if module.startswith("."):
-            path = Path(refresh.__file__).parent / module[1:]
+            path = Path(refresh.__file__).parent.joinpath(*module[1:].split("."))
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()

@@ -1,0 +1,43 @@
+"""Rates beside Gloo: the rows of one small run, and words that make no sense."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from pycomm.bench.wan import throughput
+
+SMALL = "--round-trip 2ms --loss 0 --operation all_reduce,all_gather --bytes 4096 --repeats 1"
+
+
+def test_rows_of_both_backends(tmp_path, capsys):
+    file = tmp_path / "rates.csv"
+    status = throughput.main([*SMALL.split(), "--iperf-time", "0", "--csv", str(file)])
+    if status == 2 and "cannot be made here" in (error := capsys.readouterr().err):
+        pytest.skip(error)
+    assert status == 0
+    with file.open(newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert [(row["operation"], row["backend"]) for row in rows] == [
+        (operation, backend)
+        for operation in ("all_reduce", "all_gather")
+        for backend in ("pycomm", "gloo")
+    ]
+    for row in rows:
+        # What a rank of two sends: all of the tensor, or its own half.
+        share = {"all_reduce": 1.0, "all_gather": 0.5}[row["operation"]]
+        rate = 8 * 4096 * share / float(row["ms"]) / 1e3
+        # Both numbers are rounded to a tenth.
+        assert float(row["mbit_per_s"]) == pytest.approx(rate, rel=0.05, abs=0.06)
+        assert (row["round_trip_ms"], row["loss"], row["bytes"]) == ("2", "0", "4096")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"), [("--loss 200%", "the loss 200% is impossible"), ("--round-trip 3", "3")]
+)
+def test_bad_words_get_one_line(words, hint, capsys):
+    assert throughput.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert hint in error
+    assert error.count("\n") == 1
