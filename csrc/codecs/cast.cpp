@@ -1,10 +1,10 @@
 // cast on the CPU: plain loops over cast.h, compiled for several x86 levels.
 #include "codecs/cast.h"
 
+#include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
-#include "codecs/cuda.h"
 #include "codecs/planar.h"
 
 namespace pycomm::codecs::cast {
@@ -117,6 +117,27 @@ void with_type(Kind kind, const F& f) {
     case Kind::float8_e5m2:
       return f(Float8E5M2());
   }
+}
+
+// ---------------------------------------------------- launches in CUDA (cast.cu)
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  const std::string type = type_name(format.kind);
+  const size_t offset = codes_offset(format, args.in.size);
+  if (format.block) return launch_encode("cast", coder_name(type), format.block, offset, args);
+  launch("cast", kernel_name("cast::encode_plain", type, args.residual != nullptr),
+         encode_params(1, offset, args), args.in.size, kSmall * cuda::kRow, args.stream);
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 const Stream& stream) {
+  const std::string type = type_name(format.kind);
+  const size_t offset = codes_offset(format, out.size);
+  if (format.block) {
+    return launch_decode("cast", coder_name(type), format.block, offset, payload, out, add, stream);
+  }
+  launch("cast", kernel_name("cast::decode_plain", type, add),
+         decode_params(1, offset, payload, out), out.size, kSmall * cuda::kRow, stream);
 }
 
 class Cast final : public PlanarCodec {

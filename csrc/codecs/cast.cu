@@ -1,6 +1,7 @@
 // cast in CUDA. Wire format: docs/wire/cast.md. The arithmetic is in cast.h, kernels with blocks in
 // block_cuda.h. Compiled by nvcc, or at run time by NVRTC, which takes the kernels only.
 #include "codecs/base/block_cuda.h"
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/cast_cuda.h"
 
 namespace pycomm::codecs::cast {
@@ -57,75 +58,20 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_plain(const DecodeParam
 
 }  // namespace pycomm::codecs::cast
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/base/block_launch.h"
-#include "codecs/cuda.h"
+#define PLAIN(Type)                                                                              \
+  PYCOMM_KERNEL(cast::encode_plain<Type, false>), PYCOMM_KERNEL(cast::encode_plain<Type, true>), \
+      PYCOMM_KERNEL(cast::decode_plain<Type, false>),                                            \
+      PYCOMM_KERNEL(cast::decode_plain<Type, true>)
+#define BLOCKS(Coder)                                                                            \
+  PYCOMM_KERNEL(encode_blocks<Coder, 4, false>), PYCOMM_KERNEL(encode_blocks<Coder, 4, true>),   \
+      PYCOMM_KERNEL(encode_blocks<Coder, 16, false>),                                            \
+      PYCOMM_KERNEL(encode_blocks<Coder, 16, true>), PYCOMM_KERNEL(decode_blocks<Coder, false>), \
+      PYCOMM_KERNEL(decode_blocks<Coder, true>)
+PYCOMM_KERNELS(cast, PLAIN(cast::Float32), PLAIN(cast::Float16), PLAIN(cast::BFloat16),
+               BLOCKS(cast::Coder<cast::Float8E4M3>), BLOCKS(cast::Coder<cast::Float8E5M2>));
+#undef PLAIN
+#undef BLOCKS
 
-namespace pycomm::codecs::cast {
-namespace {
-
-template <typename Type>
-void launch_encode_plain(const EncodeArgs& args) {
-  EncodeParams params{};
-  params.in = args.in.data;
-  params.residual = args.residual;
-  params.new_residual = args.new_residual;
-  params.codes = args.out.data;
-  params.numel = args.in.size;
-  cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
-    cuda::launch("cast", encode_plain<Type, feedback>, params, args.in.size, kSmall * cuda::kRow,
-                 args.stream);
-  });
-}
-
-template <typename Type>
-void launch_decode_plain(Span<const uint8_t> payload, Span<float> out, bool add, Stream stream) {
-  DecodeParams params{};
-  params.codes = payload.data;
-  params.out = out.data;
-  params.numel = out.size;
-  cuda::dispatch(add, [&](auto adds) {
-    cuda::launch("cast", decode_plain<Type, adds>, params, out.size, kSmall * cuda::kRow, stream);
-  });
-}
-
-}  // namespace
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  const size_t offset = codes_offset(format, args.in.size);
-  switch (format.kind) {
-    case Kind::float32:
-      return launch_encode_plain<Float32>(args);
-    case Kind::float16:
-      return launch_encode_plain<Float16>(args);
-    case Kind::bfloat16:
-      return launch_encode_plain<BFloat16>(args);
-    case Kind::float8_e4m3:
-      return launch_encode<Coder<Float8E4M3>>("cast", format.block, offset, args);
-    case Kind::float8_e5m2:
-      return launch_encode<Coder<Float8E5M2>>("cast", format.block, offset, args);
-  }
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 Stream stream) {
-  const uint32_t block = format.block;
-  const size_t offset = codes_offset(format, out.size);
-  switch (format.kind) {
-    case Kind::float32:
-      return launch_decode_plain<Float32>(payload, out, add, stream);
-    case Kind::float16:
-      return launch_decode_plain<Float16>(payload, out, add, stream);
-    case Kind::bfloat16:
-      return launch_decode_plain<BFloat16>(payload, out, add, stream);
-    case Kind::float8_e4m3:
-      return launch_decode<Coder<Float8E4M3>>("cast", block, offset, payload, out, add, stream);
-    case Kind::float8_e5m2:
-      return launch_decode<Coder<Float8E5M2>>("cast", block, offset, payload, out, add, stream);
-  }
-}
-
-}  // namespace pycomm::codecs::cast
-#endif
+}  // namespace pycomm::codecs

@@ -4,8 +4,9 @@
 
 #include <algorithm>
 
+#include "codecs/base/launch.h"
 #include "codecs/base/loops.h"
-#include "codecs/cuda_convert.h"
+#include "codecs/cuda.h"
 #include "core/arithmetic.h"
 #include "core/error.h"
 #include "core/float16.h"
@@ -63,6 +64,29 @@ bool finite(DType to, const uint8_t* out, size_t n) {
   if (to == DType::float32) return finite_wide(reinterpret_cast<const uint32_t*>(out), n);
   return finite_narrow(reinterpret_cast<const uint16_t*>(out), n,
                        to == DType::float16 ? 0x7c00u : 0x7f80u);
+}
+
+const char* type_name(DType dtype) {
+  return dtype == DType::float16    ? "cast::Float16"
+         : dtype == DType::bfloat16 ? "cast::BFloat16"
+                                    : "cast::Float32";
+}
+
+void convert_cuda(const ConvertArgs& args) {
+  Params params{};
+  params.in = args.in;
+  params.out = args.out;
+  params.numel = args.numel;
+  params.by_at = args.by.at;
+  params.clip_at = args.clip.at;
+  params.found_inf = args.found_inf;
+  params.by = args.by.value;
+  params.clip = args.clip.value;
+  params.divisor = args.divisor;
+  const std::string kernel =
+      kernel_name("convert::convert_kernel", std::string(type_name(args.from)),
+                  std::string(type_name(args.to)));
+  launch("convert", kernel, params, args.numel, kRows * cuda::kRow, args.stream);
 }
 
 void check(DType dtype) {

@@ -1,13 +1,12 @@
 // Conversion of gradients on the GPU (convert.h): a warp takes a tile of rows, reads them once and
 // writes them once. Compiled by nvcc and NVRTC.
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/convert.h"
 #include "core/cuda_vector.h"
 
 // ---------------------------------------------------------------- kernels
 
 namespace pycomm::codecs::convert {
-
-constexpr int kRows = 4;
 
 template <typename From, typename To>
 __global__ void __launch_bounds__(cuda::kThreads) convert_kernel(const Params args) {
@@ -38,71 +37,13 @@ __global__ void __launch_bounds__(cuda::kThreads) convert_kernel(const Params ar
 
 }  // namespace pycomm::codecs::convert
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/cuda_convert.h"
-#include "core/cuda_launch.h"
+#define FROM(From)                                                 \
+  PYCOMM_KERNEL(convert::convert_kernel<From, cast::Float32>),     \
+      PYCOMM_KERNEL(convert::convert_kernel<From, cast::Float16>), \
+      PYCOMM_KERNEL(convert::convert_kernel<From, cast::BFloat16>)
+PYCOMM_KERNELS(convert, FROM(cast::Float32), FROM(cast::Float16), FROM(cast::BFloat16));
+#undef FROM
 
-namespace pycomm::codecs::convert {
-namespace {
-
-template <typename From>
-void load_from() {
-  const auto load = [](auto kernel) {
-    cudaFuncAttributes about{};
-    if (cudaFuncGetAttributes(&about, kernel) == cudaSuccess) return;
-    cudaGetLastError();  // clears the error for the next launch
-    throw Error("convert: cuda cannot load its kernels");
-  };
-  load(convert_kernel<From, cast::Float32>);
-  load(convert_kernel<From, cast::Float16>);
-  load(convert_kernel<From, cast::BFloat16>);
-}
-
-template <typename From>
-void launch_from(DType to, const Params& params, Stream stream) {
-  const auto start = [&](auto kernel) {
-    cuda::launch("convert", kernel, params, params.numel, kRows * cuda::kRow, stream);
-  };
-  switch (to) {
-    case DType::float16:
-      return start(convert_kernel<From, cast::Float16>);
-    case DType::bfloat16:
-      return start(convert_kernel<From, cast::BFloat16>);
-    default:
-      return start(convert_kernel<From, cast::Float32>);
-  }
-}
-
-}  // namespace
-
-void load_convert() {
-  load_from<cast::Float32>();
-  load_from<cast::Float16>();
-  load_from<cast::BFloat16>();
-}
-
-void convert_cuda(const ConvertArgs& args) {
-  Params params{};
-  params.in = args.in;
-  params.out = args.out;
-  params.numel = args.numel;
-  params.by_at = args.by.at;
-  params.clip_at = args.clip.at;
-  params.found_inf = args.found_inf;
-  params.by = args.by.value;
-  params.clip = args.clip.value;
-  params.divisor = args.divisor;
-  switch (args.from) {
-    case DType::float16:
-      return launch_from<cast::Float16>(args.to, params, args.stream);
-    case DType::bfloat16:
-      return launch_from<cast::BFloat16>(args.to, params, args.stream);
-    default:
-      return launch_from<cast::Float32>(args.to, params, args.stream);
-  }
-}
-
-}  // namespace pycomm::codecs::convert
-#endif
+}  // namespace pycomm::codecs

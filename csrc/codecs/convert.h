@@ -31,7 +31,9 @@ PYCOMM_API void convert(const ConvertArgs& args);
 
 namespace codecs::convert {
 
-/// Arguments of the kernel. pycomm/codecs/convert.py has the same struct.
+constexpr int kRows = 4;  ///< of a warp's tile
+
+/// Arguments of the kernel.
 struct Params {
   const void* in;
   void* out;

@@ -6,8 +6,8 @@
 
 #include "codecs/base/bits.h"
 #include "codecs/base/registry.h"
+#include "codecs/base/rotation_launch.h"
 #include "codecs/base/rotation_loops.h"
-#include "codecs/cuda.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::eden {
@@ -216,6 +216,28 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
     read_block<kBits, kHalf>(choice, codes, *scales++, f.size_bits, y);
     unrotate_block(RotationSigns(header, lo, size), y, n, f.size_bits, {then, out.data + lo});
   }
+}
+
+// ---------------------------------------------------- launches in CUDA (eden.cu)
+
+/// Returns a kernel, which is compiled for the whole bits, and with a half bit or not.
+std::string kernel_of(const char* name, const Format& format) {
+  return kernel_name(name, format.half_bits / 2, format.half_bits % 2 != 0);
+}
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  EncodeParams params =
+      rotation_params(format.size_bits, 1, scale_bytes(format, args.in.size), args);
+  params.options = format.mmse ? kMmse : 0;
+  launch("eden", kernel_of("eden::encode_kernel", format), params, args.in.size, kTile,
+         args.stream);
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 const Stream& stream) {
+  launch("eden", kernel_of("eden::decode_kernel", format),
+         rotation_params(format.size_bits, 1, scale_bytes(format, out.size), payload, out, add),
+         out.size, kTile, stream);
 }
 
 class Eden final : public Codec {

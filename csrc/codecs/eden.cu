@@ -1,13 +1,11 @@
 // eden in CUDA. Wire format: docs/wire/eden.md. The arithmetic is in eden.h, rotations in
 // rotation_cuda.h. Compiled by nvcc, or at run time by NVRTC, which takes the kernels only.
 #include "codecs/base/bits_cuda.h"
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/base/rotation_cuda.h"
 #include "codecs/eden.h"
 
 namespace pycomm::codecs::eden {
-
-/// Bits of EncodeParams::options.
-constexpr uint32_t kMmse = 1;
 
 /// With half a bit two values share a unit.
 PYCOMM_HD constexpr int unit_bits(int bits, bool half) { return half ? 2 * bits + 1 : bits; }
@@ -259,31 +257,13 @@ __global__ void __launch_bounds__(cuda::kThreads, kDecodeBlocks)
 
 }  // namespace pycomm::codecs::eden
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/base/rotation_launch.h"
-#include "codecs/cuda.h"
+#define EDEN(bits, half) \
+  PYCOMM_KERNEL(eden::encode_kernel<bits, half>), PYCOMM_KERNEL(eden::decode_kernel<bits, half>)
+PYCOMM_KERNELS(eden, EDEN(0, true), EDEN(1, true), EDEN(1, false), EDEN(2, true), EDEN(2, false),
+               EDEN(3, true), EDEN(3, false), EDEN(4, false), EDEN(5, false), EDEN(6, false),
+               EDEN(7, false), EDEN(8, false));
+#undef EDEN
 
-namespace pycomm::codecs::eden {
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  EncodeParams params =
-      rotation_params(format.size_bits, 1, scale_bytes(format, args.in.size), args);
-  params.options = format.mmse ? kMmse : 0;
-  with_bits(format, [&](auto bits, auto half) {
-    cuda::launch("eden", encode_kernel<bits, half>, params, args.in.size, kTile, args.stream);
-  });
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 Stream stream) {
-  const DecodeParams params =
-      rotation_params(format.size_bits, 1, scale_bytes(format, out.size), payload, out, add);
-  with_bits(format, [&](auto bits, auto half) {
-    cuda::launch("eden", decode_kernel<bits, half>, params, out.size, kTile, stream);
-  });
-}
-
-}  // namespace pycomm::codecs::eden
-#endif
+}  // namespace pycomm::codecs

@@ -184,6 +184,9 @@ PYCOMM_HD float inverse_exponent(float exponent) {
   return bits_float((254u << 23) - float_bits(exponent));
 }
 
+/// Bits of EncodeParams::options.
+constexpr uint32_t kMmse = 1;
+
 #ifndef __CUDACC_RTC__
 /// Calls f with the whole bits of a format and with a half bit or not, as types.
 template <typename F>

@@ -4,10 +4,10 @@
 #include <algorithm>
 
 #include "codecs/base/bits.h"
+#include "codecs/base/launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
-#include "codecs/cuda.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::lossless {
@@ -201,6 +201,34 @@ PYCOMM_SIMD void decode_all(Span<const uint8_t> payload, Span<float> out) {
       to[i] = kAdd ? to[i] + value : value;
     }
   }
+}
+
+// ---------------------------------------------------- launches in CUDA (lossless.cu)
+
+constexpr size_t kTile = kRows * cuda::kRow;
+
+/// Computes places from heads.
+void launch_scan(const LosslessParams& params, const Stream& stream) {
+  launch("lossless", "lossless::sum_kernel", params, num_blocks(params.numel, kBlock), kSpan,
+         stream);
+  launch("lossless", "lossless::scan_kernel", params, 1, 1, stream);
+}
+
+void encode_cuda(bool wide, const EncodeArgs& args) {
+  auto params = staged_params<LosslessParams>(args);
+  params.wide = wide ? 1 : 0;
+  launch("lossless", kernel_name("lossless::head_kernel", args.residual != nullptr), params,
+         args.in.size, kTile, args.stream);
+  launch_scan(params, args.stream);
+  launch("lossless", "lossless::pack_kernel", params, args.in.size, kTile, args.stream);
+}
+
+void decode_cuda(bool wide, Span<const uint8_t> payload, Span<float> out, bool add,
+                 const Stream& stream) {
+  auto params = staged_params<LosslessParams>(payload, out, stream);
+  params.wide = wide ? 1 : 0;
+  launch_scan(params, stream);
+  launch("lossless", kernel_name("lossless::decode_kernel", add), params, out.size, kTile, stream);
 }
 
 class Lossless final : public Codec {

@@ -5,6 +5,7 @@
 // heads the place of each block in the stream (sum_kernel, scan_kernel), and writes the stream.
 // Decoding has no first step.
 #include "codecs/base/bits_cuda.h"
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/lossless_cuda.h"
 
 namespace pycomm::codecs::lossless {
@@ -271,59 +272,12 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const LosslessPa
 
 }  // namespace pycomm::codecs::lossless
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/cuda.h"
-#include "core/cuda_launch.h"
+PYCOMM_KERNELS(lossless, PYCOMM_KERNEL(lossless::head_kernel<false>),
+               PYCOMM_KERNEL(lossless::head_kernel<true>), PYCOMM_KERNEL(lossless::sum_kernel),
+               PYCOMM_KERNEL(lossless::scan_kernel), PYCOMM_KERNEL(lossless::pack_kernel),
+               PYCOMM_KERNEL(lossless::decode_kernel<false>),
+               PYCOMM_KERNEL(lossless::decode_kernel<true>));
 
-namespace pycomm::codecs::lossless {
-namespace {
-
-constexpr int kTile = kRows * cuda::kRow;
-
-LosslessParams make_params(bool wide, size_t numel, Stream stream) {
-  LosslessParams params{};
-  params.scratch = stream.scratch.data;
-  params.numel = numel;
-  params.wide = wide ? 1 : 0;
-  return params;
-}
-
-void launch(void (*kernel)(LosslessParams), const LosslessParams& params, size_t size, int tile,
-            Stream stream) {
-  cuda::launch("lossless", kernel, params, size, tile, stream);
-}
-
-/// Computes places from heads.
-void launch_scan(const LosslessParams& params, Stream stream) {
-  launch(sum_kernel, params, num_blocks(params.numel, kBlock), kSpan, stream);
-  launch(scan_kernel, params, 1, 1, stream);
-}
-
-}  // namespace
-
-void encode_cuda(bool wide, const EncodeArgs& args) {
-  LosslessParams params = make_params(wide, args.in.size, args.stream);
-  params.in = args.in.data;
-  params.residual = args.residual;
-  params.new_residual = args.new_residual;
-  params.payload = args.out.data;
-  cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
-    launch(head_kernel<feedback>, params, args.in.size, kTile, args.stream);
-  });
-  launch_scan(params, args.stream);
-  launch(pack_kernel, params, args.in.size, kTile, args.stream);
-}
-
-void decode_cuda(bool wide, Span<const uint8_t> payload, Span<float> out, bool add, Stream stream) {
-  LosslessParams params = make_params(wide, out.size, stream);
-  params.out = out.data;
-  params.payload = const_cast<uint8_t*>(payload.data);
-  launch_scan(params, stream);
-  cuda::dispatch(add,
-                 [&](auto adds) { launch(decode_kernel<adds>, params, out.size, kTile, stream); });
-}
-
-}  // namespace pycomm::codecs::lossless
-#endif
+}  // namespace pycomm::codecs

@@ -2,6 +2,7 @@
 // from its largest. Wire format: docs/wire/lossless.md. Compiled by gcc, nvcc and NVRTC.
 #pragma once
 #include "codecs/base/block.h"
+#include "codecs/base/params.h"
 #include "core/floats.h"
 #include "core/types.h"
 
@@ -109,5 +110,14 @@ struct Scratch {
     bytes = exponents + padded16(numel);
   }
 };
+
+/// Arguments of every kernel.
+struct LosslessParams : StagedParams {
+  uint32_t wide;  ///< 1: float32, 0: bfloat16
+};
+
+constexpr int kBlockRows = kBlock / cuda::kRow;
+constexpr int kBlocks = 2;  ///< of a warp
+constexpr int kRows = kBlocks * kBlockRows;
 
 }  // namespace pycomm::codecs::lossless

@@ -6,22 +6,6 @@
 
 namespace pycomm::codecs::lossless {
 
-/// Arguments of every kernel; pycomm/codecs/cuda/lossless.py has the same fields in the same order.
-struct LosslessParams {
-  const float* in;
-  const float* residual;
-  float* new_residual;
-  float* out;  ///< of decoding
-  uint8_t* payload;
-  uint8_t* scratch;
-  uint64_t numel;
-  uint32_t wide;  ///< 1: float32, 0: bfloat16
-};
-
-constexpr int kBlockRows = kBlock / cuda::kRow;
-constexpr int kBlocks = 2;  ///< of a warp
-constexpr int kRows = kBlocks * kBlockRows;
-
 /// Joins a size in the stream: words of codes in x, bytes of escaped exponents in y. Those of a
 /// span fit together in one word.
 __device__ __forceinline__ uint32_t joined(uint32_t words, uint32_t escaped) {

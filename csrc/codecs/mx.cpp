@@ -2,10 +2,10 @@
 #include "codecs/mx.h"
 
 #include "codecs/base/bits.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
-#include "codecs/cuda.h"
 
 namespace pycomm::codecs::mx {
 namespace {
@@ -199,6 +199,45 @@ void with_type(Kind kind, const F& f) {
     case Kind::nvfp4:
       return f(Type<Float4E2M1, true>());
   }
+}
+
+// ---------------------------------------------------- launches in CUDA (mx.cu)
+
+/// Returns the element's name, and true for nvfp4.
+std::pair<std::string, bool> element_of(Kind kind) {
+  switch (kind) {
+    case Kind::fp8_e4m3:
+      return {"pycomm::Float8E4M3", false};
+    case Kind::fp8_e5m2:
+      return {"pycomm::Float8E5M2", false};
+    case Kind::fp6_e2m3:
+      return {"pycomm::Float6E2M3", false};
+    case Kind::fp6_e3m2:
+      return {"pycomm::Float6E3M2", false};
+    case Kind::fp4_e2m1:
+      return {"pycomm::Float4E2M1", false};
+    case Kind::nvfp4:
+      break;
+  }
+  return {"pycomm::Float4E2M1", true};
+}
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  const auto [element, nv] = element_of(format.kind);
+  EncodeParams params =
+      encode_params(block(format.kind), codes_offset(format.kind, args.in.size), args);
+  params.options = format.ceil ? 1 : 0;
+  const bool feedback = args.residual != nullptr;
+  launch("mx", kernel_name("mx::encode_kernel", element, nv, format.stochastic, feedback), params,
+         args.in.size, (nv ? kLarge : kSmall) * cuda::kRow, args.stream);
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 const Stream& stream) {
+  const auto [element, nv] = element_of(format.kind);
+  launch("mx", kernel_name("mx::decode_kernel", element, nv, add),
+         decode_params(block(format.kind), codes_offset(format.kind, out.size), payload, out),
+         out.size, kSmall * cuda::kRow, stream);
 }
 
 class Mx final : public Codec {

@@ -2,6 +2,7 @@
 // time by NVRTC, which takes the kernels only.
 #include "codecs/base/bits_cuda.h"
 #include "codecs/base/block_cuda.h"
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/mx.h"
 
 namespace pycomm::codecs::mx {
@@ -133,76 +134,17 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodePara
 
 }  // namespace pycomm::codecs::mx
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/base/block_launch.h"
-#include "codecs/cuda.h"
+#define MX(Small, nv)                                                   \
+  PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, false, false>),    \
+      PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, false, true>), \
+      PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, true, false>), \
+      PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, true, true>),  \
+      PYCOMM_KERNEL(mx::decode_kernel<pycomm::Small, nv, false>),       \
+      PYCOMM_KERNEL(mx::decode_kernel<pycomm::Small, nv, true>)
+PYCOMM_KERNELS(mx, MX(Float8E4M3, false), MX(Float8E5M2, false), MX(Float6E2M3, false),
+               MX(Float6E3M2, false), MX(Float4E2M1, false), MX(Float4E2M1, true));
+#undef MX
 
-namespace pycomm::codecs::mx {
-namespace {
-
-template <typename Small, bool kNv>
-void launch_encode(const Format& format, const EncodeArgs& args) {
-  constexpr int kRows = kNv ? kLarge : kSmall;
-  EncodeParams params =
-      encode_params(block(format.kind), codes_offset(format.kind, args.in.size), args);
-  params.options = format.ceil ? 1 : 0;
-  cuda::dispatch(format.stochastic, [&](auto random) {
-    cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
-      cuda::launch("mx", encode_kernel<Small, kNv, random, feedback>, params, args.in.size,
-                   kRows * cuda::kRow, args.stream);
-    });
-  });
-}
-
-template <typename Small, bool kNv>
-void launch_decode(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                   Stream stream) {
-  const DecodeParams params =
-      decode_params(block(format.kind), codes_offset(format.kind, out.size), payload, out);
-  cuda::dispatch(add, [&](auto adds) {
-    cuda::launch("mx", decode_kernel<Small, kNv, adds>, params, out.size, kSmall * cuda::kRow,
-                 stream);
-  });
-}
-
-}  // namespace
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  switch (format.kind) {
-    case Kind::fp8_e4m3:
-      return launch_encode<Float8E4M3, false>(format, args);
-    case Kind::fp8_e5m2:
-      return launch_encode<Float8E5M2, false>(format, args);
-    case Kind::fp6_e2m3:
-      return launch_encode<Float6E2M3, false>(format, args);
-    case Kind::fp6_e3m2:
-      return launch_encode<Float6E3M2, false>(format, args);
-    case Kind::fp4_e2m1:
-      return launch_encode<Float4E2M1, false>(format, args);
-    case Kind::nvfp4:
-      return launch_encode<Float4E2M1, true>(format, args);
-  }
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 Stream stream) {
-  switch (format.kind) {
-    case Kind::fp8_e4m3:
-      return launch_decode<Float8E4M3, false>(format, payload, out, add, stream);
-    case Kind::fp8_e5m2:
-      return launch_decode<Float8E5M2, false>(format, payload, out, add, stream);
-    case Kind::fp6_e2m3:
-      return launch_decode<Float6E2M3, false>(format, payload, out, add, stream);
-    case Kind::fp6_e3m2:
-      return launch_decode<Float6E3M2, false>(format, payload, out, add, stream);
-    case Kind::fp4_e2m1:
-      return launch_decode<Float4E2M1, false>(format, payload, out, add, stream);
-    case Kind::nvfp4:
-      return launch_decode<Float4E2M1, true>(format, payload, out, add, stream);
-  }
-}
-
-}  // namespace pycomm::codecs::mx
-#endif
+}  // namespace pycomm::codecs

@@ -2,10 +2,10 @@
 #include "codecs/quant.h"
 
 #include "codecs/base/bits.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
-#include "codecs/cuda.h"
 #include "codecs/planar.h"
 
 namespace pycomm::codecs::quant {
@@ -140,6 +140,42 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
       to[i] = kAdd ? to[i] + value : value;
     }
   }
+}
+
+// ---------------------------------------------------- launches in CUDA (quant.cu)
+
+/// True for formats with kernels of their own; quant_cuda.h has those of the others.
+bool plain(const Format& f) {
+  return (f.bits == 8 || f.bits == 4) && !f.minmax && !f.bfloat16 &&
+         f.rounding != Rounding::correlated;
+}
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  const size_t offset = codes_offset(format, args.in.size);
+  const bool random = format.rounding != Rounding::nearest;
+  if (plain(format)) {
+    const std::string coder = kernel_name("quant::Coder", format.bits, random);
+    return launch_encode("quant", coder, format.block, offset, args);
+  }
+  EncodeParams params = encode_params(format.block, offset, args);
+  params.shift = rank_shift(format.rounding, args.key.rank, args.key.ranks);
+  params.options = options_of(format);
+  const int rows = rows_of(format.block);
+  launch("quant", kernel_name("quant::encode_wide", rows, random, args.residual != nullptr), params,
+         args.in.size, rows * cuda::kRow, args.stream);
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 const Stream& stream) {
+  const size_t offset = codes_offset(format, out.size);
+  if (plain(format)) {
+    const std::string coder = kernel_name("quant::Coder", format.bits, false);
+    return launch_decode("quant", coder, format.block, offset, payload, out, add, stream);
+  }
+  DecodeParams params = decode_params(format.block, offset, payload, out);
+  params.options = options_of(format);
+  launch("quant", kernel_name("quant::decode_wide", add), params, out.size, kSmall * cuda::kRow,
+         stream);
 }
 
 class Quant final : public PlanarCodec {

@@ -1,6 +1,7 @@
 // quant in CUDA. Wire format: docs/wire/quant.md. The arithmetic is in quant.h, kernels in
 // block_cuda.h. Compiled by nvcc, or at run time by NVRTC, which takes the coders only.
 #include "codecs/base/block_cuda.h"
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/quant.h"
 #include "codecs/quant_cuda.h"
 
@@ -60,63 +61,24 @@ struct Coder {
 
 }  // namespace pycomm::codecs::quant
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/base/block_launch.h"
-#include "codecs/cuda.h"
+#define ENCODE(bits, random)                                               \
+  PYCOMM_KERNEL(encode_blocks<quant::Coder<bits, random>, 4, false>),      \
+      PYCOMM_KERNEL(encode_blocks<quant::Coder<bits, random>, 4, true>),   \
+      PYCOMM_KERNEL(encode_blocks<quant::Coder<bits, random>, 16, false>), \
+      PYCOMM_KERNEL(encode_blocks<quant::Coder<bits, random>, 16, true>)
+#define DECODE(bits)                                              \
+  PYCOMM_KERNEL(decode_blocks<quant::Coder<bits, false>, false>), \
+      PYCOMM_KERNEL(decode_blocks<quant::Coder<bits, false>, true>)
+#define WIDE(rows, random)                                \
+  PYCOMM_KERNEL(quant::encode_wide<rows, random, false>), \
+      PYCOMM_KERNEL(quant::encode_wide<rows, random, true>)
+PYCOMM_KERNELS(quant, ENCODE(8, false), ENCODE(8, true), ENCODE(4, false), ENCODE(4, true),
+               DECODE(8), DECODE(4), WIDE(4, false), WIDE(4, true), WIDE(16, false), WIDE(16, true),
+               PYCOMM_KERNEL(quant::decode_wide<false>), PYCOMM_KERNEL(quant::decode_wide<true>));
+#undef ENCODE
+#undef DECODE
+#undef WIDE
 
-namespace pycomm::codecs::quant {
-namespace {
-
-/// True for formats with kernels of their own.
-bool plain(const Format& f) {
-  return (f.bits == 8 || f.bits == 4) && !f.minmax && !f.bfloat16 &&
-         f.rounding != Rounding::correlated;
-}
-
-void encode_wide_cuda(const Format& format, size_t offset, const EncodeArgs& args) {
-  EncodeParams params = encode_params(format.block, offset, args);
-  params.shift = rank_shift(format.rounding, args.key.rank, args.key.ranks);
-  params.options = options_of(format);
-  cuda::dispatch(format.block <= kSmall * cuda::kRow, [&](auto small) {
-    constexpr int kRows = small ? kSmall : kLarge;
-    cuda::dispatch(format.rounding != Rounding::nearest, [&](auto random) {
-      cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
-        cuda::launch("quant", encode_wide<kRows, random, feedback>, params, args.in.size,
-                     kRows * cuda::kRow, args.stream);
-      });
-    });
-  });
-}
-
-}  // namespace
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  const size_t offset = codes_offset(format, args.in.size);
-  if (!plain(format)) return encode_wide_cuda(format, offset, args);
-  cuda::dispatch(format.bits == 8, [&](auto eight) {
-    cuda::dispatch(format.rounding == Rounding::stochastic, [&](auto stochastic) {
-      launch_encode<Coder<eight ? 8 : 4, stochastic>>("quant", format.block, offset, args);
-    });
-  });
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 Stream stream) {
-  const size_t offset = codes_offset(format, out.size);
-  if (!plain(format)) {
-    DecodeParams params = decode_params(format.block, offset, payload, out);
-    params.options = options_of(format);
-    return cuda::dispatch(add, [&](auto adds) {
-      cuda::launch("quant", decode_wide<adds>, params, out.size, kSmall * cuda::kRow, stream);
-    });
-  }
-  cuda::dispatch(format.bits == 8, [&](auto eight) {
-    launch_decode<Coder<eight ? 8 : 4, false>>("quant", format.block, offset, payload, out, add,
-                                               stream);
-  });
-}
-
-}  // namespace pycomm::codecs::quant
-#endif
+}  // namespace pycomm::codecs

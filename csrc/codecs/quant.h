@@ -122,4 +122,11 @@ PYCOMM_HD uint8_t pack4(int even, int odd) {
 }
 PYCOMM_HD int unpack4(uint32_t nibble) { return static_cast<int>((nibble & 15u) ^ 8u) - 8; }
 
+/// Bits of EncodeParams::options and DecodeParams::options; the lower eight are the width.
+constexpr uint32_t kMinMax = 1u << 8;
+constexpr uint32_t kBFloat16 = 1u << 9;
+
+PYCOMM_HD uint32_t options_of(const Format& f) {
+  return static_cast<uint32_t>(f.bits) | (f.minmax ? kMinMax : 0) | (f.bfloat16 ? kBFloat16 : 0);
+}
 }  // namespace pycomm::codecs::quant

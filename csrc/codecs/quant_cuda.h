@@ -8,13 +8,6 @@
 
 namespace pycomm::codecs::quant {
 
-/// Bits of EncodeParams::options and DecodeParams::options; the lower eight are the width.
-constexpr uint32_t kMinMax = 1u << 8;
-constexpr uint32_t kBFloat16 = 1u << 9;
-
-PYCOMM_HD uint32_t options_of(const Format& f) {
-  return static_cast<uint32_t>(f.bits) | (f.minmax ? kMinMax : 0) | (f.bfloat16 ? kBFloat16 : 0);
-}
 __device__ __forceinline__ Format format_of(uint32_t options) {
   Format f;
   f.bits = static_cast<int>(options & 255);

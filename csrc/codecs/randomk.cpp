@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
+#include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
-#include "codecs/cuda.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::randomk {
@@ -98,6 +98,27 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
     }
     from += c.slot;
   }
+}
+
+// ---------------------------------------------------- launches in CUDA (randomk.cu)
+
+/// Returns the values of a warp.
+size_t tile(const Format& f) { return cuda::kLanes / lanes_of(stretch_of(f)) * stretch_of(f); }
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  EncodeParams params = encode_params(1, kHeader, args);
+  params.group = args.index / stretch_of(format);
+  params.options = pack(format, format.unbiased && !args.summed);
+  launch("randomk", kernel_name("randomk::encode_kernel", args.residual != nullptr), params,
+         args.in.size, tile(format), args.stream);
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 const Stream& stream) {
+  DecodeParams params = decode_params(1, kHeader, payload, out);
+  params.options = pack(format, false);
+  launch("randomk", kernel_name("randomk::decode_kernel", add), params, out.size, tile(format),
+         stream);
 }
 
 class RandomK final : public Codec {

@@ -1,32 +1,10 @@
 // randomk in CUDA. Wire format: docs/wire/randomk.md. The arithmetic is in randomk.h. Compiled by
 // nvcc, or at run time by NVRTC, which takes the kernels only.
 #include "codecs/base/block_cuda.h"
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/randomk.h"
 
 namespace pycomm::codecs::randomk {
-
-/// Returns the lanes that share a stretch: a power of two, and several values for each, since all
-/// of them compute its random word.
-PYCOMM_HD uint32_t lanes_of(size_t stretch) {
-  uint32_t lanes = 1;
-  while (lanes < cuda::kLanes && size_t{lanes} * 8 <= stretch) lanes *= 2;
-  return lanes;
-}
-
-/// `options` of the kernels: `every` in 17 bits, `block` in 13, then if values are scaled.
-constexpr int kBlockAt = 17;
-constexpr int kScalesAt = 30;
-
-PYCOMM_HD uint32_t pack(const Format& f, bool scales) {
-  return f.every | f.block << kBlockAt | (scales ? 1u << kScalesAt : 0);
-}
-PYCOMM_HD Format unpack(uint32_t options) {
-  Format f;
-  f.every = options & ((1u << kBlockAt) - 1);
-  f.block = options >> kBlockAt & ((1u << (kScalesAt - kBlockAt)) - 1);
-  f.unbiased = options >> kScalesAt != 0;
-  return f;
-}
 
 // ---------------------------------------------------------------- kernels
 
@@ -143,40 +121,11 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodePara
 
 }  // namespace pycomm::codecs::randomk
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/base/block_launch.h"
-#include "codecs/cuda.h"
+PYCOMM_KERNELS(randomk, PYCOMM_KERNEL(randomk::encode_kernel<false>),
+               PYCOMM_KERNEL(randomk::encode_kernel<true>),
+               PYCOMM_KERNEL(randomk::decode_kernel<false>),
+               PYCOMM_KERNEL(randomk::decode_kernel<true>));
 
-namespace pycomm::codecs::randomk {
-namespace {
-
-/// Returns the values of a warp.
-int tile(const Format& f) {
-  return static_cast<int>(cuda::kLanes / lanes_of(stretch_of(f)) * stretch_of(f));
-}
-
-}  // namespace
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  EncodeParams params = encode_params(1, kHeader, args);
-  params.group = args.index / stretch_of(format);
-  params.options = pack(format, format.unbiased && !args.summed);
-  cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
-    cuda::launch("randomk", encode_kernel<feedback>, params, args.in.size, tile(format),
-                 args.stream);
-  });
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 Stream stream) {
-  DecodeParams params = decode_params(1, kHeader, payload, out);
-  params.options = pack(format, false);
-  cuda::dispatch(add, [&](auto adds) {
-    cuda::launch("randomk", decode_kernel<adds>, params, out.size, tile(format), stream);
-  });
-}
-
-}  // namespace pycomm::codecs::randomk
-#endif
+}  // namespace pycomm::codecs

@@ -3,6 +3,7 @@
 // and in block.h, compiled by gcc, nvcc and NVRTC.
 #pragma once
 #include "codecs/base/block.h"
+#include "core/cuda_shape.h"
 #include "core/philox.h"
 #include "core/types.h"
 
@@ -56,6 +57,31 @@ PYCOMM_HD Choice choose(const Format& f, size_t length, uint32_t random) {
 /// Returns the value that travels for p.
 PYCOMM_HD float scaled(float p, uint32_t blocks, bool scales) {
   return scales ? p * static_cast<float>(blocks) : p;
+}
+
+// ---------------------------------------------------------- kernels in CUDA
+
+/// Returns the lanes that share a stretch: a power of two, and several values for each, since all
+/// of them compute its random word.
+PYCOMM_HD uint32_t lanes_of(size_t stretch) {
+  uint32_t lanes = 1;
+  while (lanes < cuda::kLanes && size_t{lanes} * 8 <= stretch) lanes *= 2;
+  return lanes;
+}
+
+/// `options` of the kernels: `every` in 17 bits, `block` in 13, then if values are scaled.
+constexpr int kBlockAt = 17;
+constexpr int kScalesAt = 30;
+
+PYCOMM_HD uint32_t pack(const Format& f, bool scales) {
+  return f.every | f.block << kBlockAt | (scales ? 1u << kScalesAt : 0);
+}
+PYCOMM_HD Format unpack(uint32_t options) {
+  Format f;
+  f.every = options & ((1u << kBlockAt) - 1);
+  f.block = options >> kBlockAt & ((1u << (kScalesAt - kBlockAt)) - 1);
+  f.unbiased = options >> kScalesAt != 0;
+  return f;
 }
 
 }  // namespace pycomm::codecs::randomk

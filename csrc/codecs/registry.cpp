@@ -4,7 +4,30 @@
 #include "core/arithmetic.h"
 #include "core/error.h"
 
+// clang-format off: one line each, so that codecs can be added without conflicts.
+#define PYCOMM_CODECS(CODEC) \
+  CODEC(cast) \
+  CODEC(eden) \
+  CODEC(lossless) \
+  CODEC(mx) \
+  CODEC(quant) \
+  CODEC(randomk) \
+  CODEC(rotate) \
+  CODEC(sign) \
+  CODEC(ternary) \
+  CODEC(topk) \
+  // end of the list
+// clang-format on
+
 namespace pycomm {
+
+#define DECLARE(name)      \
+  namespace codecs::name { \
+  Maker make;              \
+  }
+PYCOMM_CODECS(DECLARE)
+#undef DECLARE
+
 namespace {
 
 struct Entry {
@@ -12,20 +35,9 @@ struct Entry {
   codecs::Maker* make;
 };
 
-// clang-format off: one line each, so that codecs can be added without conflicts.
-constexpr Entry kCodecs[] = {
-    {"cast", codecs::cast::make},
-    {"eden", codecs::eden::make},
-    {"lossless", codecs::lossless::make},
-    {"mx", codecs::mx::make},
-    {"quant", codecs::quant::make},
-    {"randomk", codecs::randomk::make},
-    {"rotate", codecs::rotate::make},
-    {"sign", codecs::sign::make},
-    {"ternary", codecs::ternary::make},
-    {"topk", codecs::topk::make},
-};
-// clang-format on
+#define ENTRY(name) {#name, codecs::name::make},
+constexpr Entry kCodecs[] = {PYCOMM_CODECS(ENTRY)};
+#undef ENTRY
 
 }  // namespace
 

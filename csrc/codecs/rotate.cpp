@@ -1,8 +1,9 @@
 // rotate on the CPU: each segment is rotated on the stack and passed to the inner codec. Wire
 // format: docs/wire/rotate.md.
 #include "codecs/base/registry.h"
+#include "codecs/base/rotation_launch.h"
 #include "codecs/base/rotation_loops.h"
-#include "codecs/cuda.h"
+#include "codecs/planar.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::rotate {
@@ -37,6 +38,51 @@ PYCOMM_SIMD void unrotate_segment(const RotationHeader& header, size_t first, fl
   }
 }
 
+// ---------------------------------------------------- launches in CUDA (rotate.cu)
+
+/// What kernels need to know of an inner codec.
+struct Inner {
+  std::string type;    ///< its name in the kernel's
+  uint32_t block = 1;  ///< 1: it has no blocks
+  uint32_t options = 0;
+  uint32_t shift = 0;
+};
+
+Inner inner_of(const cast::Format& f, const RandomKey&) {
+  const std::string type = cast::type_name(f.kind);
+  if (f.block == 0) return {kernel_name("rotate::Plain", type)};
+  return {kernel_name("rotate::Blocks", cast::coder_name(type)), f.block};
+}
+Inner inner_of(const quant::Format& f, const RandomKey& key) {
+  return {kernel_name("rotate::Quant", f.rounding != quant::Rounding::nearest), f.block,
+          quant::options_of(f), quant::rank_shift(f.rounding, key.rank, key.ranks)};
+}
+Inner inner_of(const sign::Format& f, const RandomKey&) { return {"rotate::Sign", f.block}; }
+
+void encode_cuda(int size_bits, const PlanarCodec& codec, const EncodeArgs& args) {
+  const Inner inner =
+      std::visit([&](const auto& f) { return inner_of(f, args.key); }, codec.format());
+  const size_t offset = codec.codes_offset(rotated_values(args.in.size, size_bits));
+  EncodeParams params = rotation_params(size_bits, inner.block, offset, args);
+  params.options = inner.options;
+  params.shift = inner.shift;
+  launch("rotate", kernel_name("rotate::encode_kernel", inner.type), params, args.in.size, kTile,
+         args.stream);
+}
+
+void decode_cuda(int size_bits, const PlanarCodec& codec, Span<const uint8_t> payload,
+                 Span<float> out, bool add, const Stream& stream) {
+  PlanarFormat format = codec.format();
+  // Codes mean the same for every rounding.
+  if (auto* quant = std::get_if<quant::Format>(&format)) quant->rounding = quant::Rounding::nearest;
+  const Inner inner = std::visit([&](const auto& f) { return inner_of(f, {}); }, format);
+  const size_t offset = codec.codes_offset(rotated_values(out.size, size_bits));
+  DecodeParams params = rotation_params(size_bits, inner.block, offset, payload, out, add);
+  params.options = inner.options;
+  launch("rotate", kernel_name("rotate::decode_kernel", inner.type), params, out.size, kTile,
+         stream);
+}
+
 class Rotate final : public Codec {
  public:
   Rotate(int size_bits, std::unique_ptr<PlanarCodec> inner)
@@ -59,7 +105,7 @@ class Rotate final : public Codec {
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
     if (args.in.size == 0) return;
-    if (args.stream.device == Device::cuda) return encode_cuda(size_bits_, inner_->format(), args);
+    if (args.stream.device == Device::cuda) return encode_cuda(size_bits_, *inner_, args);
     const RandomKey& key = args.key;
     const RotationHeader header{rotation_key(key.seed, key.step, key.tensor),
                                 args.index / kSignsPerWord};
@@ -113,7 +159,7 @@ class Rotate final : public Codec {
     check_decode(*this, payload, out);
     if (out.size == 0) return;
     if (stream.device == Device::cuda) {
-      return decode_cuda(size_bits_, inner_->format(), payload, out, then == Then::add, stream);
+      return decode_cuda(size_bits_, *inner_, payload, out, then == Then::add, stream);
     }
     RotationHeader header;
     std::memcpy(&header, payload.data, kHeaderBytes);

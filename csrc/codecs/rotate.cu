@@ -1,6 +1,7 @@
 // rotate in CUDA: a tile is rotated in registers and passed to the inner codec there. Wire format:
 // docs/wire/rotate.md. Compiled by nvcc, or at run time by NVRTC, which takes the kernels only.
 #include "codecs/base/bits_cuda.h"
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/base/rotation_cuda.h"
 #include "codecs/cast_cuda.h"
 #include "codecs/quant_cuda.h"
@@ -202,91 +203,15 @@ __global__ void __launch_bounds__(cuda::kThreads, kDecodeBlocks)
 
 }  // namespace pycomm::codecs::rotate
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/base/rotation_launch.h"
-#include "codecs/cuda.h"
+#define ROTATE(Inner) \
+  PYCOMM_KERNEL(rotate::encode_kernel<Inner>), PYCOMM_KERNEL(rotate::decode_kernel<Inner>)
+PYCOMM_KERNELS(rotate, ROTATE(rotate::Plain<cast::Float32>), ROTATE(rotate::Plain<cast::Float16>),
+               ROTATE(rotate::Plain<cast::BFloat16>),
+               ROTATE(rotate::Blocks<cast::Coder<cast::Float8E4M3>>),
+               ROTATE(rotate::Blocks<cast::Coder<cast::Float8E5M2>>), ROTATE(rotate::Quant<false>),
+               ROTATE(rotate::Sign), PYCOMM_KERNEL(rotate::encode_kernel<rotate::Quant<true>>));
+#undef ROTATE
 
-namespace pycomm::codecs::rotate {
-namespace {
-
-/// Properties of an inner codec that kernels need.
-struct Part {
-  uint32_t block = 1;  ///< 1: it has no blocks
-  uint32_t options = 0;
-  uint32_t shift = 0;
-};
-
-Part part_of(const cast::Format& f, const RandomKey&) { return {f.block ? f.block : 1}; }
-Part part_of(const quant::Format& f, const RandomKey& key) {
-  return {f.block, quant::options_of(f), quant::rank_shift(f.rounding, key.rank, key.ranks)};
-}
-Part part_of(const sign::Format& f, const RandomKey&) { return {f.block}; }
-
-/// Calls f with the struct above for the inner codec.
-template <typename F>
-void with_inner(const cast::Format& format, F&& f) {
-  switch (format.kind) {
-    case cast::Kind::float32:
-      return f(Plain<cast::Float32>());
-    case cast::Kind::float16:
-      return f(Plain<cast::Float16>());
-    case cast::Kind::bfloat16:
-      return f(Plain<cast::BFloat16>());
-    case cast::Kind::float8_e4m3:
-      return f(Blocks<cast::Coder<cast::Float8E4M3>>());
-    case cast::Kind::float8_e5m2:
-      return f(Blocks<cast::Coder<cast::Float8E5M2>>());
-  }
-}
-template <typename F>
-void with_inner(const quant::Format& format, F&& f) {
-  cuda::dispatch(format.rounding != quant::Rounding::nearest,
-                 [&](auto random) { f(Quant<random>()); });
-}
-template <typename F>
-void with_inner(const sign::Format&, F&& f) {
-  f(Sign());
-}
-
-}  // namespace
-
-void encode_cuda(int size_bits, const PlanarFormat& inner, const EncodeArgs& args) {
-  const size_t rotated = rotated_values(args.in.size, size_bits);
-  std::visit(
-      [&](const auto& format) {
-        const Part part = part_of(format, args.key);
-        EncodeParams params =
-            rotation_params(size_bits, part.block, codes_offset(format, rotated), args);
-        params.options = part.options;
-        params.shift = part.shift;
-        with_inner(format, [&](auto codec) {
-          cuda::launch("rotate", encode_kernel<decltype(codec)>, params, args.in.size, kTile,
-                       args.stream);
-        });
-      },
-      inner);
-}
-
-void decode_cuda(int size_bits, const PlanarFormat& inner, Span<const uint8_t> payload,
-                 Span<float> out, bool add, Stream stream) {
-  const size_t rotated = rotated_values(out.size, size_bits);
-  std::visit(
-      [&](auto format) {
-        if constexpr (std::is_same_v<decltype(format), quant::Format>) {
-          format.rounding = quant::Rounding::nearest;  // codes mean the same for every rounding
-        }
-        const Part part = part_of(format, {});
-        DecodeParams params = rotation_params(size_bits, part.block, codes_offset(format, rotated),
-                                              payload, out, add);
-        params.options = part.options;
-        with_inner(format, [&](auto codec) {
-          cuda::launch("rotate", decode_kernel<decltype(codec)>, params, out.size, kTile, stream);
-        });
-      },
-      inner);
-}
-
-}  // namespace pycomm::codecs::rotate
-#endif
+}  // namespace pycomm::codecs

@@ -1,10 +1,10 @@
 // sign on the CPU: plain loops over sign.h, compiled for several x86 levels.
 #include "codecs/sign.h"
 
+#include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
-#include "codecs/cuda.h"
 #include "codecs/planar.h"
 
 namespace pycomm::codecs::sign {
@@ -97,6 +97,22 @@ PYCOMM_SIMD void decode_all(uint32_t block, Span<const uint8_t> payload, Span<fl
       }
     }
   }
+}
+
+// ---------------------------------------------------- launches in CUDA (sign.cu)
+
+void encode_cuda(uint32_t block, const EncodeArgs& args) {
+  const int size = static_cast<int>(block);
+  launch("sign", kernel_name("sign::encode_kernel", size, args.residual != nullptr),
+         encode_params(block, codes_offset(block, args.in.size), args), args.in.size,
+         tile_rows(size) * cuda::kRow, args.stream);
+}
+
+void decode_cuda(uint32_t block, Span<const uint8_t> payload, Span<float> out, bool add,
+                 const Stream& stream) {
+  launch("sign", kernel_name("sign::decode_kernel", add),
+         decode_params(block, codes_offset(block, out.size), payload, out), out.size,
+         kSmall * cuda::kRow, stream);
 }
 
 class Sign final : public PlanarCodec {

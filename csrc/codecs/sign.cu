@@ -2,6 +2,7 @@
 // at run time by NVRTC, which takes the kernels only.
 #include "codecs/base/bits_cuda.h"
 #include "codecs/base/block_cuda.h"
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/sign.h"
 
 namespace pycomm::codecs::sign {
@@ -40,11 +41,6 @@ __device__ __forceinline__ float sum_magnitudes(const cuda::Vector<float> (&p)[k
     }
   }
   return (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
-}
-
-/// Returns the rows of a tile: at least a block.
-PYCOMM_HD constexpr int tile_rows(int block) {
-  return block > kSmall * cuda::kRow ? block / cuda::kRow : kSmall;
 }
 
 template <int kBlock, bool kFeedback>
@@ -113,40 +109,13 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodePara
 
 }  // namespace pycomm::codecs::sign
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/base/block_launch.h"
-#include "codecs/cuda.h"
+#define ENCODE(block) \
+  PYCOMM_KERNEL(sign::encode_kernel<block, false>), PYCOMM_KERNEL(sign::encode_kernel<block, true>)
+PYCOMM_KERNELS(sign, ENCODE(32), ENCODE(64), ENCODE(128), ENCODE(256), ENCODE(512), ENCODE(1024),
+               ENCODE(2048), PYCOMM_KERNEL(sign::decode_kernel<false>),
+               PYCOMM_KERNEL(sign::decode_kernel<true>));
+#undef ENCODE
 
-namespace pycomm::codecs::sign {
-namespace {
-
-template <int kBlock>
-void launch_encode(const EncodeParams& params, bool feedback, Stream stream) {
-  if (kBlock != 1 << params.block_bits) return launch_encode<kBlock / 2>(params, feedback, stream);
-  cuda::dispatch(feedback, [&](auto keeps) {
-    cuda::launch("sign", encode_kernel<kBlock, keeps>, params, params.numel,
-                 tile_rows(kBlock) * cuda::kRow, stream);
-  });
-}
-template <>
-void launch_encode<kMinBlock / 2>(const EncodeParams&, bool, Stream) {}
-
-}  // namespace
-
-void encode_cuda(uint32_t block, const EncodeArgs& args) {
-  const EncodeParams params = encode_params(block, codes_offset(block, args.in.size), args);
-  launch_encode<kMaxBlock>(params, args.residual != nullptr, args.stream);
-}
-
-void decode_cuda(uint32_t block, Span<const uint8_t> payload, Span<float> out, bool add,
-                 Stream stream) {
-  const DecodeParams params = decode_params(block, codes_offset(block, out.size), payload, out);
-  cuda::dispatch(add, [&](auto adds) {
-    cuda::launch("sign", decode_kernel<adds>, params, out.size, kSmall * cuda::kRow, stream);
-  });
-}
-
-}  // namespace pycomm::codecs::sign
-#endif
+}  // namespace pycomm::codecs

@@ -3,6 +3,7 @@
 // nvcc and NVRTC.
 #pragma once
 #include "codecs/base/block.h"
+#include "codecs/base/params.h"
 #include "core/types.h"
 
 namespace pycomm::codecs::sign {
@@ -34,6 +35,11 @@ PYCOMM_HD uint32_t quantize(float p) { return p < 0.0f ? 1u : 0u; }
 /// Decodes the lowest bit of `bits`; the others may be anything.
 PYCOMM_HD float dequantize(uint32_t bits, float scale) {
   return bits_float(float_bits(scale) ^ bits << 31);
+}
+
+/// Returns the rows of a tile: at least a block.
+PYCOMM_HD constexpr int tile_rows(int block) {
+  return block > kSmall * cuda::kRow ? block / cuda::kRow : kSmall;
 }
 
 }  // namespace pycomm::codecs::sign

@@ -2,8 +2,8 @@
 #include "codecs/ternary.h"
 
 #include "codecs/base/bits.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/base/registry.h"
-#include "codecs/cuda.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::ternary {
@@ -94,6 +94,40 @@ PYCOMM_SIMD void measure_all(uint32_t block, Span<const float> in, const float* 
     const float* x = in.data + lo;
     *out++ = measured(residual ? add_max_magnitude(x, residual + lo, n, p) : max_magnitude(x, n));
   }
+}
+
+// ---------------------------------------------------- launches in CUDA (ternary.cu)
+
+/// The scales of the arguments are the destination of the measures.
+void measure_cuda(const Format& format, Span<const float> in, const float* residual, float* out,
+                  const Stream& stream) {
+  EncodeParams params{};
+  params.in = in.data;
+  params.residual = residual;
+  params.scales = out;
+  params.numel = in.size;
+  params.block_bits = __builtin_ctz(format.block);
+  const int rows = rows_of(format.block);
+  launch("ternary", kernel_name("ternary::measure_kernel", rows), params, in.size,
+         rows * cuda::kRow, stream);
+}
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  const RandomKey& key = args.key;
+  EncodeParams params = encode_params(format.block, codes_offset(format, args.in.size), args);
+  params.seed = rank_seed(key.seed, key.step, key.tensor, key.rank);
+  params.amax = args.amax;
+  params.options = static_cast<uint32_t>(format.bits);
+  launch("ternary", kernel_name("ternary::encode_kernel", args.summed, args.residual != nullptr),
+         params, args.in.size, kSmall * cuda::kRow, args.stream);
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 const Stream& stream) {
+  DecodeParams params = decode_params(format.block, codes_offset(format, out.size), payload, out);
+  params.options = static_cast<uint32_t>(format.bits);
+  launch("ternary", kernel_name("ternary::decode_kernel", add), params, out.size,
+         kSmall * cuda::kRow, stream);
 }
 
 class Ternary final : public Codec {

@@ -2,6 +2,7 @@
 // nvcc, or at run time by NVRTC, which takes the kernels only.
 #include "codecs/base/bits_cuda.h"
 #include "codecs/base/block_cuda.h"
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/ternary.h"
 
 namespace pycomm::codecs::ternary {
@@ -105,50 +106,15 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodePara
 
 }  // namespace pycomm::codecs::ternary
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/base/block_launch.h"
-#include "codecs/cuda.h"
+PYCOMM_KERNELS(ternary, PYCOMM_KERNEL(ternary::measure_kernel<4>),
+               PYCOMM_KERNEL(ternary::measure_kernel<16>),
+               PYCOMM_KERNEL(ternary::encode_kernel<false, false>),
+               PYCOMM_KERNEL(ternary::encode_kernel<false, true>),
+               PYCOMM_KERNEL(ternary::encode_kernel<true, false>),
+               PYCOMM_KERNEL(ternary::encode_kernel<true, true>),
+               PYCOMM_KERNEL(ternary::decode_kernel<false>),
+               PYCOMM_KERNEL(ternary::decode_kernel<true>));
 
-namespace pycomm::codecs::ternary {
-
-void measure_cuda(const Format& format, Span<const float> in, const float* residual, float* out,
-                  Stream stream) {
-  EncodeParams params{};
-  params.in = in.data;
-  params.residual = residual;
-  params.scales = out;
-  params.numel = in.size;
-  params.block_bits = __builtin_ctz(format.block);
-  cuda::dispatch(format.block <= kSmall * cuda::kRow, [&](auto small) {
-    constexpr int kRows = small ? kSmall : kLarge;
-    cuda::launch("ternary", measure_kernel<kRows>, params, in.size, kRows * cuda::kRow, stream);
-  });
-}
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  const RandomKey& key = args.key;
-  EncodeParams params = encode_params(format.block, codes_offset(format, args.in.size), args);
-  params.seed = rank_seed(key.seed, key.step, key.tensor, key.rank);
-  params.amax = args.amax;
-  params.options = static_cast<uint32_t>(format.bits);
-  cuda::dispatch(args.summed, [&](auto sum) {
-    cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
-      cuda::launch("ternary", encode_kernel<sum, feedback>, params, args.in.size,
-                   kSmall * cuda::kRow, args.stream);
-    });
-  });
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 Stream stream) {
-  DecodeParams params = decode_params(format.block, codes_offset(format, out.size), payload, out);
-  params.options = static_cast<uint32_t>(format.bits);
-  cuda::dispatch(add, [&](auto adds) {
-    cuda::launch("ternary", decode_kernel<adds>, params, out.size, kSmall * cuda::kRow, stream);
-  });
-}
-
-}  // namespace pycomm::codecs::ternary
-#endif
+}  // namespace pycomm::codecs

@@ -2,15 +2,10 @@
 // of each row. So every access of float32 is 16 bytes wide, the accesses of a warp are one run, and
 // all rows are in flight before the first is used. Compiled by nvcc and NVRTC.
 #pragma once
+#include "core/cuda_shape.h"
 #include "core/types.h"
 
 namespace pycomm::cuda {
-
-constexpr int kLanes = 32;
-constexpr int kVector = 4;
-constexpr int kRow = kLanes * kVector;
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kLanes;
 
 /// Four neighbouring values, moved by one access.
 template <typename T>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,3 +39,21 @@ class EncodeArgs:
     index: int  # index of x[0] in its tensor, a multiple of granule
     amax: torch.Tensor | None = None  # of all ranks: float32, one value for each granule of x
     summed: bool = False  # x is a sum of decoded contributions of this key
+
+    def addresses(self) -> dict[str, Any]:
+        """Return the arguments as C++ takes them (``_C.Codec.encode``), without the stream."""
+        return {
+            "x": self.x.data_ptr(),
+            "numel": self.x.numel(),
+            "out": self.out.data_ptr(),
+            "residual": 0 if self.residual is None else self.residual.data_ptr(),
+            "new_residual": 0 if self.new_residual is None else self.new_residual.data_ptr(),
+            "seed": self.key.seed,
+            "step": self.key.step,
+            "tensor": self.key.tensor,
+            "rank": self.key.rank,
+            "ranks": self.key.ranks,
+            "index": self.index,
+            "amax": 0 if self.amax is None else self.amax.data_ptr(),
+            "summed": self.summed,
+        }

@@ -8,7 +8,6 @@ bits.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -17,13 +16,11 @@ from importlib import import_module
 import torch
 
 from pycomm.arrays import core_dtype
-from pycomm.codecs.cuda.kernels import WARPS, Call
-from pycomm.codecs.cuda.names import NAMESPACE, ROW, SMALL
+from pycomm.codecs.cuda.launches import Launch, recorded
 from pycomm.codecs.implementations import ORDER, Unavailable, _device, _stream
 from pycomm.env import env
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_TYPES = dict(zip(DTYPES, ("Float32", "Float16", "BFloat16"), strict=True))
 
 Factor = float | torch.Tensor
 
@@ -131,21 +128,25 @@ def reference(c: Conversion) -> None:
 
 def native(c: Conversion) -> None:
     """Run csrc/codecs/convert.cpp, or convert.cu on torch's current stream."""
+    with _device(c.x):
+        _call(c, _stream(c.x))
+
+
+def _call(c: Conversion, stream: int | None) -> None:
     from pycomm import _C
 
-    with _device(c.x):
-        _C.convert(
-            c.x.data_ptr(),
-            core_dtype(c.x.dtype),
-            c.out.data_ptr(),
-            core_dtype(c.out.dtype),
-            c.x.numel(),
-            by=_factor(c.by),
-            clip=_factor(c.clip),
-            divisor=c.divisor,
-            found_inf=0 if c.found_inf is None else c.found_inf.data_ptr(),
-            stream=_stream(c.x),
-        )
+    _C.convert(
+        c.x.data_ptr(),
+        core_dtype(c.x.dtype),
+        c.out.data_ptr(),
+        core_dtype(c.out.dtype),
+        c.x.numel(),
+        by=_factor(c.by),
+        clip=_factor(c.clip),
+        divisor=c.divisor,
+        found_inf=0 if c.found_inf is None else c.found_inf.data_ptr(),
+        stream=stream,
+    )
 
 
 def _factor(factor: Factor) -> tuple[int, float]:
@@ -153,48 +154,13 @@ def _factor(factor: Factor) -> tuple[int, float]:
     return (factor.data_ptr(), 1.0) if isinstance(factor, torch.Tensor) else (0, factor)
 
 
-class Params(ctypes.Structure):
-    """The struct of the same name in csrc/codecs/convert.h."""
-
-    _fields_ = (
-        ("x", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("numel", ctypes.c_uint64),
-        ("by_at", ctypes.c_uint64),
-        ("clip_at", ctypes.c_uint64),
-        ("found_inf", ctypes.c_uint64),
-        ("by", ctypes.c_float),
-        ("clip", ctypes.c_float),
-        ("divisor", ctypes.c_float),
-    )
-
-
-def kernel_name(source: torch.dtype, target: torch.dtype) -> str:
-    """Return the kernel's C++ name."""
-    types = f"{NAMESPACE}::cast::{_TYPES[source]}, {NAMESPACE}::cast::{_TYPES[target]}"
-    return f"{NAMESPACE}::convert::convert_kernel<{types}>"
-
-
-def cuda_call(c: Conversion) -> Call:
-    """Return the launch of the CUDA kernel, chosen as in csrc/codecs/convert.cu."""
-    (by_at, by_value), (clip_at, clip_value) = _factor(c.by), _factor(c.clip)
-    params = Params(
-        x=c.x.data_ptr(),
-        out=c.out.data_ptr(),
-        numel=c.x.numel(),
-        by_at=by_at,
-        clip_at=clip_at,
-        found_inf=0 if c.found_inf is None else c.found_inf.data_ptr(),
-        by=by_value,
-        clip=clip_value,
-        divisor=c.divisor,
-    )
-    blocks = -(-c.x.numel() // (WARPS * SMALL * ROW))
-    return Call("convert", kernel_name(c.x.dtype, c.out.dtype), blocks, params)
+def cuda_launches(c: Conversion) -> list[Launch]:
+    """Return the launches of a conversion on cuda."""
+    return recorded("convert", lambda: _call(c, 0))
 
 
 def _nvrtc(c: Conversion) -> None:
-    import_module("pycomm.codecs.cuda.nvrtc").launch([cuda_call(c)], c.x.device)
+    import_module("pycomm.codecs.cuda.nvrtc").launch(cuda_launches(c), c.x.device)
 
 
 def implementation(kind: str, device: str) -> Run:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 
 from pycomm.codecs.args import EncodeArgs, RandomKey
-from pycomm.codecs.cuda.sources import SOURCES
+from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.env import env
 
 if TYPE_CHECKING:
@@ -110,21 +110,7 @@ class Native:
         with _device(args.x):
             scratch = _scratch(codec, args.x)
             codec.native.encode(
-                args.x.data_ptr(),
-                args.x.numel(),
-                args.out.data_ptr(),
-                residual=0 if args.residual is None else args.residual.data_ptr(),
-                new_residual=0 if args.new_residual is None else args.new_residual.data_ptr(),
-                seed=args.key.seed,
-                step=args.key.step,
-                tensor=args.key.tensor,
-                rank=args.key.rank,
-                ranks=args.key.ranks,
-                index=args.index,
-                amax=0 if args.amax is None else args.amax.data_ptr(),
-                summed=args.summed,
-                stream=_stream(args.x),
-                scratch=scratch.data_ptr(),
+                **args.addresses(), stream=_stream(args.x), scratch=scratch.data_ptr()
             )
 
     def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
@@ -214,7 +200,7 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
 
 
 def _check_cuda_source(name: str) -> None:
-    if name not in SOURCES:
+    if not has_kernels(name):
         raise Unavailable(f"{name} has no CUDA kernels")
 
 

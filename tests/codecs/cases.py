@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pycomm.codecs import CODECS, codec
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference
@@ -78,6 +79,8 @@ SPECS = [
     "nvfp4",
     "nvfp4:rounding=stochastic",
 ]
+# A codec that is not listed yet is tested with its default options.
+SPECS += [name for name in CODECS if not any(codec(spec).name == name for spec in SPECS)]
 
 # Rotations that SPECS lacks: blocks smaller and larger than a tile, every inner codec and width.
 ROTATIONS = [

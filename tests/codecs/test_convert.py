@@ -6,10 +6,8 @@ import ctypes
 import re
 import shutil
 import subprocess
-import tempfile
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +15,10 @@ import torch
 import pycomm
 from pycomm.codecs import convert as module
 from pycomm.codecs.convert import Conversion
-from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
+from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source, source_file
 from pycomm.codecs.implementations import Unavailable
+from tests.codecs.cuda import emulated as emulated_cuda
 from tests.codecs.cuda import nvrtc_library
-from tests.codecs.cuda.emulated import FLAGS
 from tests.codecs.cuda.ptx import ARCHS, inexact
 
 PAIRS = list(product(module.DTYPES, module.DTYPES))
@@ -44,36 +42,13 @@ def runner(kind: str, device: str) -> module.Run:
 
 
 def emulated(conversion: Conversion) -> None:
-    call = module.cuda_call(conversion)
-    wrong = kernels().run(call.kernel.encode(), call.blocks, ctypes.byref(call.params))
-    assert not wrong
+    emulated_cuda.run(module.cuda_launches(conversion), kernels())
 
 
 @cache
 def kernels() -> ctypes.CDLL:
-    """Return the CUDA kernels compiled by g++; see tests/codecs/cuda/emulated.py."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++ to compile the CUDA kernels for the CPU")
-    lines = [
-        '#include "emulated.h"',
-        '#include "codecs/convert.cu"',
-        "using pycomm::codecs::convert::Params;",
-        'extern "C" int run(const char* name, unsigned blocks, const void* params) {',
-    ]
-    for name in (module.kernel_name(*pair) for pair in PAIRS):
-        start = f"{name}(*static_cast<const Params*>(params));"
-        lines.append(f'if (!strcmp(name, "{name}"))')
-        lines.append(f"return emulated::launch(blocks, [=] {{ {start} }}), 0;")
-    lines += ["return 1; }", 'extern "C" size_t params() { return sizeof(Params); }']
-    with tempfile.TemporaryDirectory() as folder:
-        file, binary = Path(folder, "convert.cpp"), Path(folder, "convert.so")
-        file.write_text("\n".join(lines))
-        include = (f"-I{Path(__file__).parent / 'cuda'}", f"-I{include_folder()}")
-        subprocess.run([compiler, *FLAGS, *include, str(file), "-o", str(binary)], check=True)
-        library = ctypes.CDLL(str(binary))
-    assert library.params() == ctypes.sizeof(module.Params)
-    return library
+    """Return the CUDA kernels compiled by g++."""
+    return emulated_cuda.compiled([source_file("convert")])
 
 
 def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -167,7 +142,8 @@ def test_unscaling_is_that_of_a_grad_scaler():
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nvrtc_compiles_it_exactly(arch):
-    wanted = [module.kernel_name(*pair) for pair in PAIRS]
+    empty = [[torch.empty(1, dtype=dtype) for dtype in pair] for pair in PAIRS]
+    wanted = [module.cuda_launches(Conversion(*pair))[0].kernel for pair in empty]
     options = [*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}"]
     ptx = nvrtc_library.compile_to_ptx(source("convert"), wanted, options)
     assert ptx.count(".entry") == len(wanted)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import pycomm
 from pycomm import _C
-from pycomm.codecs.cuda import calls
 from pycomm.codecs.implementations import Reference
 from pycomm.errors import Error
 from tests.codecs.cases import CASES
@@ -112,10 +111,9 @@ def test_heads_that_lie_are_read_alike(kind, device):
         check_decode(codec, runner(codec, kind, device), device, payload, numel)
 
 
-def test_scratch_memory_is_what_cpp_asks_for():
+def test_scratch_memory_is_in_whole_vectors():
     codec = pycomm.codec("lossless")
     for numel in (0, 1, 8192, 8193, 100_003):
-        assert calls.scratch_bytes(codec, numel) == codec.native.scratch_bytes(numel)
         assert codec.native.scratch_bytes(numel) % 16 == 0
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import pycomm
 from pycomm import _C
 from pycomm.codecs.args import EncodeArgs, RandomKey
-from pycomm.codecs.cuda import calls
 from pycomm.codecs.implementations import Reference, native_codec
 from pycomm.errors import Error
 from tests.codecs.test_contract import IMPLEMENTATIONS, check, check_decode, runner, same
@@ -123,10 +122,9 @@ def test_gpus_find_the_same_in_long_records(spec, case, kind, device):
     check(spec, kind, device, x, 0.1 * NORMAL[-x.numel() :])
 
 
-def test_scratch_memory_is_what_the_kernels_are_told():
+def test_scratch_memory_is_in_whole_vectors():
     for codec in map(pycomm.codec, ON_GPUS):
         for numel in (0, 1, 4095, 4097, 100_003):
-            assert calls.scratch_bytes(codec, numel) == codec.native.scratch_bytes(numel)
             assert codec.native.scratch_bytes(numel) % 16 == 0
 
 

@@ -8,6 +8,7 @@
 #include "binding/core/module.h"
 #include "codecs/base/codec.h"
 #include "codecs/base/feedback.h"
+#include "codecs/base/launch.h"
 #include "codecs/convert.h"
 #include "codecs/cuda.h"
 #include "core/arithmetic.h"
@@ -112,6 +113,20 @@ void convert_addresses(uintptr_t in, DType from, uintptr_t out, DType to, size_t
   convert(args);
 }
 
+/// Calls `call`, and returns the launches of its kernels on cuda, which are not started: name,
+/// blocks of threads, and the bytes of the argument.
+py::list launches(const py::function& call) {
+  const codecs::Recording recording;
+  call();
+  py::list list;
+  for (const codecs::Launch& launch : recording.launches) {
+    const auto* params = reinterpret_cast<const char*>(launch.params.data());
+    list.append(
+        py::make_tuple(launch.kernel, launch.blocks, py::bytes(params, launch.params.size())));
+  }
+  return list;
+}
+
 const char* combine(const Codec& codec) {
   switch (codec.combine()) {
     case Combine::sum:
@@ -129,6 +144,8 @@ const char* combine(const Codec& codec) {
 void bind_codecs(py::module_& m) {
   m.def("codec_names", &codec_names);
   m.def("cuda_built", &codecs::cuda_built);
+  m.def("launches", &launches, py::arg("call"));
+  m.attr("CUDA_THREADS") = cuda::kThreads;
   // A factor is an address or 0, and the number that applies if it is 0.
   m.def("convert", &convert_addresses, py::arg("in"), py::arg("from"), py::arg("out"),
         py::arg("to"), py::arg("numel"), py::kw_only(), py::arg("by"), py::arg("clip"),

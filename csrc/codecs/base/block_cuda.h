@@ -3,45 +3,11 @@
 // nvcc and NVRTC.
 #pragma once
 #include "codecs/base/block.h"
+#include "codecs/base/params.h"
 #include "core/cuda_vector.h"
 #include "core/types.h"
 
 namespace pycomm::codecs {
-
-/// Arguments of every encode kernel; pycomm/codecs/cuda/kernels.py has the same fields in the same
-/// order.
-struct EncodeParams {
-  const float* in;
-  const float* residual;
-  float* new_residual;
-  float* scales;
-  uint8_t* codes;
-  uint64_t numel;
-  uint64_t seed;
-  uint64_t group;  ///< place of in[0] in its tensor / 4: the counter of its random words
-  uint32_t step;
-  uint32_t tensor;
-  uint32_t block_bits;     ///< a block has 1 << block_bits values
-  uint32_t shift;          ///< added to every random word
-  uint32_t options;        ///< of the codec
-  const float* amax;       ///< ternary: the largest of the ranks, one per block
-  uint32_t* header;        ///< rotate, eden: start of a payload
-  uint64_t key;            ///< rotate, eden: seed of the signs
-  uint32_t rotation_bits;  ///< rotate, eden: a rotation has 1 << rotation_bits values
-};
-
-/// Arguments of every decode kernel; pycomm/codecs/cuda/kernels.py has the same fields, too.
-struct DecodeParams {
-  const float* scales;
-  const uint8_t* codes;
-  float* out;
-  uint64_t numel;
-  uint32_t block_bits;
-  uint32_t options;
-  const uint32_t* header;  ///< as when encoding
-  uint32_t rotation_bits;
-  uint32_t add;  ///< rotate, eden: 1 if values are added to out
-};
 
 /// Codes of four values, and the values that they represent before the scale.
 template <typename Codes>
@@ -49,10 +15,6 @@ struct Encoded {
   Codes codes;
   cuda::Vector<float> value;
 };
-
-/// Blocks of up to 512 values fit in a tile of kSmall rows; a tile of kLarge rows takes any.
-constexpr int kSmall = 4;
-constexpr int kLarge = kMaxBlock / cuda::kRow;
 
 /// Reduces the maximum of each lane's values of a row to the maximum of their block.
 template <int kRows>

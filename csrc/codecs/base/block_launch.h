@@ -1,8 +1,8 @@
-// Launchers of the kernels in block_cuda.h, for the .cu files of codecs with blocks.
+// Launches of the kernels in block_cuda.h, for the .cpp files of codecs with blocks.
 #pragma once
-#include "codecs/base/block_cuda.h"
 #include "codecs/base/codec.h"
-#include "core/cuda_launch.h"
+#include "codecs/base/launch.h"
+#include "codecs/base/params.h"
 
 namespace pycomm::codecs {
 
@@ -34,25 +34,22 @@ inline DecodeParams decode_params(uint32_t block, size_t offset, Span<const uint
   return params;
 }
 
-template <typename Coder>
-void launch_encode(const char* codec, uint32_t block, size_t offset, const EncodeArgs& args) {
-  const EncodeParams params = encode_params(block, offset, args);
-  cuda::dispatch(block <= kSmall * cuda::kRow, [&](auto small) {
-    constexpr int kRows = small ? kSmall : kLarge;
-    cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
-      cuda::launch(codec, encode_blocks<Coder, kRows, feedback>, params, args.in.size,
-                   kRows * cuda::kRow, args.stream);
-    });
-  });
+/// Returns the rows of a tile that holds whole blocks.
+inline int rows_of(uint32_t block) { return block <= kSmall * cuda::kRow ? kSmall : kLarge; }
+
+/// `coder` is the name of the type that the kernels take.
+inline void launch_encode(const char* codec, const std::string& coder, uint32_t block,
+                          size_t offset, const EncodeArgs& args) {
+  const int rows = rows_of(block);
+  launch(codec, kernel_name("encode_blocks", coder, rows, args.residual != nullptr),
+         encode_params(block, offset, args), args.in.size, rows * cuda::kRow, args.stream);
 }
 
-template <typename Coder>
-void launch_decode(const char* codec, uint32_t block, size_t offset, Span<const uint8_t> payload,
-                   Span<float> out, bool add, Stream stream) {
-  const DecodeParams params = decode_params(block, offset, payload, out);
-  cuda::dispatch(add, [&](auto adds) {
-    cuda::launch(codec, decode_blocks<Coder, adds>, params, out.size, kSmall * cuda::kRow, stream);
-  });
+inline void launch_decode(const char* codec, const std::string& coder, uint32_t block,
+                          size_t offset, Span<const uint8_t> payload, Span<float> out, bool add,
+                          const Stream& stream) {
+  launch(codec, kernel_name("decode_blocks", coder, add),
+         decode_params(block, offset, payload, out), out.size, kSmall * cuda::kRow, stream);
 }
 
 }  // namespace pycomm::codecs

@@ -2,6 +2,7 @@
 // docs/wire/rotate.md. Everything that determines the bits is here, compiled by gcc, nvcc and
 // NVRTC.
 #pragma once
+#include "core/cuda_shape.h"
 #include "core/floats.h"
 #include "core/philox.h"
 #include "core/types.h"
@@ -12,6 +13,10 @@ namespace pycomm::codecs {
 constexpr uint32_t kMinRotation = 32;
 constexpr uint32_t kMaxRotation = 4096;
 constexpr uint32_t kSignsPerWord = 32;
+/// Rows and values of a warp's tile in CUDA. Each lane has one word of signs of it.
+constexpr int kTileRows = 8;
+constexpr uint32_t kTile = kTileRows * cuda::kRow;
+static_assert(kTile == cuda::kLanes * kSignsPerWord);
 
 /// Returns the number of values that are rotated: zeros fill the last rotation.
 PYCOMM_HD size_t rotated_values(size_t numel, uint32_t rotation_bits) {

@@ -8,11 +8,6 @@
 
 namespace pycomm::codecs {
 
-constexpr int kTileRows = 8;
-/// Each lane has one word of signs of its warp's tile.
-constexpr uint32_t kTile = kTileRows * cuda::kRow;
-static_assert(kTile == cuda::kLanes * kSignsPerWord);
-
 using Tile = cuda::Tile<kTileRows>;
 using Values = cuda::Vector<float>[kTileRows];
 

@@ -20,13 +20,14 @@ struct Scratch {
   __device__ Scratch(const TopkParams& args, bool chunks) {
     const Layout layout(args.numel, args.length, args.k, args.sample_n, chunks);
     const size_t warps = (layout.slots - layout.tiles) / 4;
-    state = reinterpret_cast<State*>(args.scratch);
-    bins = args.scratch + layout.bins;
-    counted = reinterpret_cast<uint2*>(args.scratch + layout.tiles);
+    auto* words = reinterpret_cast<uint32_t*>(args.scratch);
+    state = reinterpret_cast<State*>(words);
+    bins = words + layout.bins;
+    counted = reinterpret_cast<uint2*>(words + layout.tiles);
     around = counted + warps;
-    slots = args.scratch + layout.slots;
-    sample = reinterpret_cast<float*>(args.scratch + layout.sample);
-    chosen = {reinterpret_cast<float*>(args.scratch + layout.p), args.scratch + layout.index};
+    slots = words + layout.slots;
+    sample = reinterpret_cast<float*>(words + layout.sample);
+    chosen = {reinterpret_cast<float*>(words + layout.p), words + layout.index};
   }
 };
 

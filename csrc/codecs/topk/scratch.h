@@ -1,19 +1,13 @@
 // Arguments of topk's CUDA kernels, and the scratch memory that the kernels of a whole tensor
 // share. Compiled by gcc, nvcc and NVRTC.
 #pragma once
+#include "codecs/base/params.h"
 #include "codecs/topk/topk.h"
 
 namespace pycomm::codecs::topk {
 
-/// Arguments of every kernel; pycomm/codecs/cuda/topk.py has the same fields in the same order.
-struct TopkParams {
-  const float* in;
-  const float* residual;
-  float* new_residual;
-  float* out;  ///< of decoding
-  uint8_t* payload;
-  uint32_t* scratch;
-  uint64_t numel;
+/// Arguments of every kernel.
+struct TopkParams : StagedParams {
   uint64_t length;    ///< values of a record; the last may be shorter
   uint64_t k;         ///< of `length` values, those that travel; with a sample at most
   uint64_t last_k;    ///< of a last, short record, those that travel
@@ -61,6 +55,14 @@ struct State {
   Digit digit[2][2];   ///< of each stage: the first one; then the first two together
   uint32_t unused[3];  ///< up to 16 words
 };
+
+constexpr int kRows = 4;                      ///< that a warp reads at once
+constexpr size_t kStep = kRows * cuda::kRow;  ///< ranges of warps begin at multiples of it
+/// Words that must be zero before an encode or a decode.
+constexpr size_t kCleared = sizeof(State) / 4 + 2 * 3 * kBins;
+constexpr size_t kClearTile = cuda::kRow;
+/// Values of the sample that a warp draws.
+constexpr size_t kSampleTile = 4 * cuda::kLanes;
 
 /// Places of the parts of the scratch memory, in words of four bytes; all at multiples of four.
 struct Layout {

@@ -14,8 +14,6 @@ namespace pycomm::codecs::topk {
 
 constexpr int kFirstShift = 20;
 constexpr int kSecondShift = 9;
-constexpr int kRows = 4;
-constexpr size_t kStep = kRows * cuda::kRow;  ///< ranges of warps begin at multiples of it
 
 /// Values p = x + residual of a record.
 template <bool kFeedback>

@@ -4,10 +4,10 @@
 
 #include <charconv>
 
+#include "codecs/base/launch.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
 #include "codecs/topk/collect.h"
-#include "codecs/topk/cuda.h"
 #include "codecs/topk/scratch.h"
 #include "core/error.h"
 
@@ -19,6 +19,89 @@ constexpr std::string_view kIndices[] = {"int32", "int16", "int12", "bitmap"};
 constexpr uint32_t kChunk12 = 4096;
 constexpr uint32_t kChunk16 = 65536;
 constexpr int kMaxStride = 65536;
+
+// ---------------------------------------------------- launches in CUDA (topk.cu)
+
+/// Launches of one call.
+class Launcher {
+ public:
+  /// `feedback` and `add` are the template argument of most kernels.
+  Launcher(const Format& format, const TopkParams& given, bool flag, const Stream& stream)
+      : params(given), flag_(flag), stream_(stream) {
+    const size_t numel = params.numel;
+    params.length = format.length(numel);
+    params.k = format.sample ? format.most(numel) : format.count(params.length);
+    params.last_k = format.count(numel % params.length);
+    params.asked = format.count(numel);
+    params.least = format.least(numel);
+    params.sample_n = format.sampled(numel);
+    params.sample_k = format.count(params.sample_n);
+    params.sample = format.sample;
+    params.values = static_cast<uint32_t>(format.values);
+    params.indices = static_cast<uint32_t>(format.indices);
+  }
+
+  void start(const char* kernel, size_t size, size_t tile) const {
+    launch("topk", std::string("topk::") + kernel, params, size, tile, stream_);
+  }
+  void start(const char* kernel, bool flag, size_t size, size_t tile) const {
+    start(kernel_name(kernel, flag).c_str(), size, tile);
+  }
+  void flagged(const char* kernel, size_t size, size_t tile) const {
+    start(kernel, flag_, size, tile);
+  }
+
+  /// Finds the three digits of the cut, in the values or in their sample.
+  void digits(bool feedback, size_t n) const {
+    start("first_kernel", feedback, n, kTile);
+    start("second_kernel", feedback, n, kTile);
+    start("third_kernel", feedback, n, kTile);
+  }
+
+  /// Finds the cut; with a sample, its threshold first.
+  void select() {
+    if (params.sample) {
+      params.stage = kSample;
+      flagged("sample_kernel", params.sample_n, kSampleTile);
+      digits(false, params.sample_n);
+      flagged("sampled_kernel", params.numel, kTile);
+      start("scan_kernel", 1, 1);
+    }
+    params.stage = kExact;
+    digits(flag_, params.numel);
+    flagged("exact_kernel", params.numel, kTile);
+    start("scan_kernel", 1, 1);
+  }
+
+  TopkParams params;
+
+ private:
+  bool flag_;
+  const Stream& stream_;
+};
+
+void encode_cuda(const Format& format, const EncodeArgs& args) {
+  Launcher to(format, staged_params<TopkParams>(args), args.residual != nullptr, args.stream);
+  to.params.seed = args.key.seed;
+  to.params.step = args.key.step;
+  to.params.tensor = args.key.tensor;
+  const size_t numel = args.in.size;
+  if (format.chunk) return to.flagged("encode_chunks", numel, format.chunk / cuda::kWarps);
+  to.start("clear_kernel", kCleared, kClearTile);
+  to.select();
+  to.flagged("choose_kernel", numel, kTile);
+  to.flagged("pack_kernel", to.params.k, kGroup);
+}
+
+void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+                 const Stream& stream) {
+  const Launcher to(format, staged_params<TopkParams>(payload, out, stream), add, stream);
+  if (format.chunk) return to.flagged("decode_chunks", out.size, format.chunk / cuda::kWarps);
+  to.start("clear_kernel", kCleared, kClearTile);
+  to.start("check_kernel", to.params.k, cuda::kLanes);
+  to.flagged("fill_kernel", out.size, kStep);
+  to.flagged("scatter_kernel", to.params.k, cuda::kLanes);
+}
 
 class TopK final : public Codec {
  public:

@@ -2,6 +2,7 @@
 // takes the kernels only.
 // With chunks, a block of threads handles a whole record: these kernels are here. A whole tensor
 // takes several kernels: topk/whole_cuda.h.
+#include "codecs/base/kernels_cuda.h"
 #include "codecs/topk/whole_cuda.h"
 
 namespace pycomm::codecs::topk {
@@ -174,100 +175,21 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_chunks(const TopkParams
 
 }  // namespace pycomm::codecs::topk
 
-// -------------------------------------------------------------- launchers
+namespace pycomm::codecs {
 
-#ifndef __CUDACC_RTC__
-#include "codecs/topk/cuda.h"
-#include "core/cuda_launch.h"
+PYCOMM_KERNELS(topk, PYCOMM_KERNEL(topk::encode_chunks<false>),
+               PYCOMM_KERNEL(topk::encode_chunks<true>), PYCOMM_KERNEL(topk::decode_chunks<false>),
+               PYCOMM_KERNEL(topk::decode_chunks<true>), PYCOMM_KERNEL(topk::first_kernel<false>),
+               PYCOMM_KERNEL(topk::first_kernel<true>), PYCOMM_KERNEL(topk::second_kernel<false>),
+               PYCOMM_KERNEL(topk::second_kernel<true>), PYCOMM_KERNEL(topk::third_kernel<false>),
+               PYCOMM_KERNEL(topk::third_kernel<true>), PYCOMM_KERNEL(topk::sample_kernel<false>),
+               PYCOMM_KERNEL(topk::sample_kernel<true>), PYCOMM_KERNEL(topk::sampled_kernel<false>),
+               PYCOMM_KERNEL(topk::sampled_kernel<true>), PYCOMM_KERNEL(topk::exact_kernel<false>),
+               PYCOMM_KERNEL(topk::exact_kernel<true>), PYCOMM_KERNEL(topk::choose_kernel<false>),
+               PYCOMM_KERNEL(topk::choose_kernel<true>), PYCOMM_KERNEL(topk::pack_kernel<false>),
+               PYCOMM_KERNEL(topk::pack_kernel<true>), PYCOMM_KERNEL(topk::fill_kernel<false>),
+               PYCOMM_KERNEL(topk::fill_kernel<true>), PYCOMM_KERNEL(topk::scatter_kernel<false>),
+               PYCOMM_KERNEL(topk::scatter_kernel<true>), PYCOMM_KERNEL(topk::clear_kernel),
+               PYCOMM_KERNEL(topk::scan_kernel), PYCOMM_KERNEL(topk::check_kernel));
 
-namespace pycomm::codecs::topk {
-namespace {
-
-TopkParams make_params(const Format& format, size_t numel, Stream stream) {
-  TopkParams params{};
-  params.scratch = reinterpret_cast<uint32_t*>(stream.scratch.data);
-  params.numel = numel;
-  params.length = format.length(numel);
-  params.k = format.sample ? format.most(numel) : format.count(params.length);
-  params.last_k = format.count(numel % params.length);
-  params.asked = format.count(numel);
-  params.least = format.least(numel);
-  params.sample_n = format.sampled(numel);
-  params.sample_k = format.count(params.sample_n);
-  params.sample = format.sample;
-  params.values = static_cast<uint32_t>(format.values);
-  params.indices = static_cast<uint32_t>(format.indices);
-  return params;
-}
-
-void launch(void (*kernel)(TopkParams), const TopkParams& params, size_t size, size_t tile,
-            Stream stream) {
-  cuda::launch("topk", kernel, params, size, static_cast<int>(tile), stream);
-}
-
-/// Finds the three digits of the cut, in the values or in their sample.
-template <bool kFeedback>
-void launch_digits(const TopkParams& params, size_t n, Stream stream) {
-  launch(first_kernel<kFeedback>, params, n, kTile, stream);
-  launch(second_kernel<kFeedback>, params, n, kTile, stream);
-  launch(third_kernel<kFeedback>, params, n, kTile, stream);
-}
-
-/// Launches the kernels that find the cut; with a sample, its threshold first.
-template <bool kFeedback>
-void launch_selection(TopkParams params, Stream stream) {
-  if (params.sample) {
-    params.stage = kSample;
-    launch(sample_kernel<kFeedback>, params, params.sample_n, kSampleTile, stream);
-    launch_digits<false>(params, params.sample_n, stream);
-    launch(sampled_kernel<kFeedback>, params, params.numel, kTile, stream);
-    launch(scan_kernel, params, 1, 1, stream);
-  }
-  params.stage = kExact;
-  launch_digits<kFeedback>(params, params.numel, stream);
-  launch(exact_kernel<kFeedback>, params, params.numel, kTile, stream);
-  launch(scan_kernel, params, 1, 1, stream);
-}
-
-}  // namespace
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  TopkParams params = make_params(format, args.in.size, args.stream);
-  params.in = args.in.data;
-  params.residual = args.residual;
-  params.new_residual = args.new_residual;
-  params.payload = args.out.data;
-  params.seed = args.key.seed;
-  params.step = args.key.step;
-  params.tensor = args.key.tensor;
-  const Stream stream = args.stream;
-  cuda::dispatch(args.residual != nullptr, [&](auto feedback) {
-    if (format.chunk) {
-      return launch(encode_chunks<feedback>, params, args.in.size, format.chunk / cuda::kWarps,
-                    stream);
-    }
-    launch(clear_kernel, params, kCleared, kClearTile, stream);
-    launch_selection<feedback>(params, stream);
-    launch(choose_kernel<feedback>, params, args.in.size, kTile, stream);
-    launch(pack_kernel<feedback>, params, params.k, kGroup, stream);
-  });
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 Stream stream) {
-  TopkParams params = make_params(format, out.size, stream);
-  params.out = out.data;
-  params.payload = const_cast<uint8_t*>(payload.data);
-  cuda::dispatch(add, [&](auto adds) {
-    if (format.chunk) {
-      return launch(decode_chunks<adds>, params, out.size, format.chunk / cuda::kWarps, stream);
-    }
-    launch(clear_kernel, params, kCleared, kClearTile, stream);
-    launch(check_kernel, params, params.k, cuda::kLanes, stream);
-    launch(fill_kernel<adds>, params, out.size, kStep, stream);
-    launch(scatter_kernel<adds>, params, params.k, cuda::kLanes, stream);
-  });
-}
-
-}  // namespace pycomm::codecs::topk
-#endif
+}  // namespace pycomm::codecs

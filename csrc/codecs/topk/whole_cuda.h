@@ -8,12 +8,6 @@
 
 namespace pycomm::codecs::topk {
 
-/// Words that must be zero before an encode or a decode.
-constexpr size_t kCleared = sizeof(State) / 4 + 2 * 3 * kBins;
-constexpr size_t kClearTile = cuda::kRow;
-/// Values of the sample that a warp draws.
-constexpr size_t kSampleTile = 4 * cuda::kLanes;
-
 /// Share of a warp in a stage of the selection.
 template <bool kFeedback>
 struct Stage {
@@ -49,7 +43,7 @@ __device__ __forceinline__ bool is_done(const TopkParams& args) {
 __global__ void __launch_bounds__(cuda::kThreads) clear_kernel(const TopkParams args) {
   for (uint32_t k = 0; k < cuda::kVector; k++) {
     const size_t i = (size_t{blockIdx.x} * cuda::kVector + k) * cuda::kThreads + threadIdx.x;
-    if (i < kCleared) args.scratch[i] = 0;
+    if (i < kCleared) reinterpret_cast<uint32_t*>(args.scratch)[i] = 0;
   }
 }
 

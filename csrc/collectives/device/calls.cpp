@@ -1,7 +1,7 @@
 // Launch of the collective kernels: on a GPU's stream, or on the CPU within the call.
 #include "collectives/device/calls.h"
 
-#include "codecs/cuda_convert.h"
+#include "codecs/cuda.h"
 #include "collectives/device/move.h"
 #include "collectives/device/reduce.h"
 #include "core/arithmetic.h"
@@ -55,7 +55,7 @@ void load_kernels() {
   gpu::load_float();
   gpu::load_small_float();
   gpu::load_integer();
-  codecs::convert::load_convert();
+  codecs::load_kernels("convert::");
 }
 
 }  // namespace pycomm::device

@@ -14,10 +14,16 @@ import cupy
 import numpy
 import torch
 
+from pycomm import _C
 from pycomm.codecs.args import EncodeArgs
 from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda.calls import decode_calls, encode_calls, make_scratch
-from pycomm.codecs.cuda.kernels import THREADS, Call, amax_call
+from pycomm.codecs.cuda.launches import (
+    Launch,
+    amax_launches,
+    decode_launches,
+    encode_launches,
+    make_scratch,
+)
 from pycomm.codecs.cuda.sources import compile_options, source
 
 
@@ -25,39 +31,36 @@ def compute_amax(
     codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Write the largest absolute value of each granule."""
-    launch([amax_call(codec, x, residual, out)], x.device)
+    launch(amax_launches(codec, x, residual, out), x.device)
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:
     """Write the payload and, if there is one, the new residual."""
     scratch = make_scratch(codec, args.x)
-    launch(encode_calls(codec, args, scratch), args.x.device)
+    launch(encode_launches(codec, args, scratch), args.x.device)
 
 
 def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     """Store the decoded payload in ``out``."""
     scratch = make_scratch(codec, out)
-    launch(decode_calls(codec, payload, out, scratch, add=False), out.device)
+    launch(decode_launches(codec, payload, out, scratch, add=False), out.device)
 
 
 def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     """Add the decoded payload to ``out``."""
     scratch = make_scratch(codec, out)
-    launch(decode_calls(codec, payload, out, scratch, add=True), out.device)
+    launch(decode_launches(codec, payload, out, scratch, add=True), out.device)
 
 
-def launch(calls: list[Call], device: torch.device) -> None:
+def launch(launches: list[Launch], device: torch.device) -> None:
     """Launch kernels, one after the other, on torch's current stream of a device."""
     handle = torch.cuda.current_stream(device).cuda_stream
     with cupy.cuda.Device(device.index), _stream(handle, device.index):
-        for call in calls:
-            if call.blocks == 0:
-                continue
+        for each in launches:
             # An array of one element is passed by value.
-            content = bytes(call.params)
-            params = numpy.frombuffer(content, dtype=f"V{len(content)}")
-            kernel = _kernel(call.source, call.kernel, device.index)
-            kernel((call.blocks,), (THREADS,), (params,))
+            params = numpy.frombuffer(each.params, dtype=f"V{len(each.params)}")
+            kernel = _kernel(each.source, each.kernel, device.index)
+            kernel((each.blocks,), (_C.CUDA_THREADS,), (params,))
 
 
 @cache

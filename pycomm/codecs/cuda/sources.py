@@ -9,12 +9,6 @@ from pycomm._build import source_root
 # -default-device: unmarked functions are device code, since NVRTC compiles nothing else.
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
-# Codecs with kernels: csrc/codecs/<name>.cu, or a file in a folder of that name.
-SOURCES = (
-    *("cast", "eden", "lossless", "mx", "quant", "randomk", "rotate", "sign", "ternary", "topk"),
-)
-ROOMS = ("topk",)
-
 
 def include_folder() -> Path:
     """Return the folder of the C++ sources, which are installed with the package."""
@@ -23,12 +17,18 @@ def include_folder() -> Path:
 
 def source_file(name: str) -> Path:
     """Return the file of a codec's kernels, in :func:`include_folder`."""
-    return Path("codecs", name, f"{name}.cu") if name in ROOMS else Path("codecs", f"{name}.cu")
+    room = Path("codecs", name, f"{name}.cu")
+    return room if (include_folder() / room).exists() else Path("codecs", f"{name}.cu")
+
+
+def has_kernels(name: str) -> bool:
+    """Return whether a codec has kernels: csrc/codecs/<name>.cu, or one in a folder <name>."""
+    return (include_folder() / source_file(name)).exists()
 
 
 def source(name: str) -> str:
-    """Return the source to compile."""
-    return f'#include "{source_file(name)}"\n'
+    """Return the source to compile. Kernels have names as seen from ``pycomm::codecs``."""
+    return f'#include "{source_file(name)}"\nusing namespace pycomm::codecs;\n'
 
 
 def compile_options(arch: str | int) -> tuple[str, ...]:

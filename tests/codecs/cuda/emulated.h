@@ -2,7 +2,7 @@
 // block are coroutines that synchronize at every shuffle of their warp and at every barrier of
 // their block. Blocks run one after the other, so shared memory is static.
 #pragma once
-#define __CUDACC_RTC__  // leaves out the launchers, as NVRTC does
+#define __CUDACC_RTC__
 #define __host__
 #define __device__
 #define __global__
@@ -20,6 +20,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
+#include <string>
 
 using std::max;
 
@@ -177,4 +179,53 @@ template <typename Word>
 void __stcs(Word* to, const Word& value) {
   if (reinterpret_cast<size_t>(to) % sizeof(Word) != 0) emulated::die("a store is not aligned");
   *to = value;
+}
+
+// The table of a .cu file: csrc/codecs/base/kernels_cuda.h defines the same macros for nvcc.
+namespace emulated {
+
+struct Kernel {
+  std::string name;
+  size_t params;
+  std::function<void(const void*)> run;
+};
+
+inline std::map<std::string, Kernel>& table() {
+  static std::map<std::string, Kernel> kernels;
+  return kernels;
+}
+
+template <typename Params>
+Kernel kernel(const char* name, void (*function)(Params)) {
+  return {name, sizeof(Params),
+          [=](const void* params) { function(*static_cast<const Params*>(params)); }};
+}
+
+struct Kernels {
+  Kernels(std::initializer_list<Kernel> kernels) {
+    for (const Kernel& each : kernels) table()[each.name] = each;
+  }
+};
+
+}  // namespace emulated
+
+#define PYCOMM_KERNELS(file, ...) static const emulated::Kernels file##_kernels({__VA_ARGS__})
+#define PYCOMM_KERNEL(...) emulated::kernel(#__VA_ARGS__, __VA_ARGS__)
+
+/// Runs a kernel. Returns 1 if no file lists it, 2 if its argument has another size.
+extern "C" int run(const char* name, unsigned blocks, const void* params, size_t size) {
+  const auto found = emulated::table().find(name);
+  if (found == emulated::table().end()) return 1;
+  const emulated::Kernel& kernel = found->second;
+  if (kernel.params != size) return 2;
+  emulated::launch(blocks, [&] { kernel.run(params); });
+  return 0;
+}
+
+/// Returns the names of all kernels, a line each.
+extern "C" const char* listed() {
+  static std::string names;
+  names.clear();
+  for (const auto& [name, kernel] : emulated::table()) names += name + "\n";
+  return names.c_str();
 }

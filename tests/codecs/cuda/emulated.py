@@ -1,6 +1,6 @@
 """The CUDA kernels of the codecs on the CPU: compiled by g++, each block as 256 coroutines.
 
-This tests kernels, launch shapes and parameter structs without a GPU, but neither their speed nor
+This tests kernels, launches and the .cu files' tables without a GPU, but neither their speed nor
 nvcc's code. The implementation has the interface of those of pycomm.codecs.base.
 """
 
@@ -10,6 +10,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,105 +18,97 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.codecs import Lossless, TopK
-from pycomm.codecs.args import EncodeArgs
+from pycomm.codecs import CODECS
+from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda import lossless, topk
-from pycomm.codecs.cuda.calls import decode_calls, encode_calls, scratch_bytes
-from pycomm.codecs.cuda.kernels import Call, EncodeParams, amax_call
-from pycomm.codecs.cuda.names import amax_kernel, decode_kernel, encode_kernel
-from pycomm.codecs.cuda.sources import include_folder
+from pycomm.codecs.cuda.launches import (
+    Launch,
+    amax_launches,
+    decode_launches,
+    encode_launches,
+)
+from pycomm.codecs.cuda.sources import include_folder, source_file
 from tests.codecs.cases import ROTATIONS, SPECS
 
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
 
 
-def kernels(specs: list[str] = SPECS + ROTATIONS) -> dict[str, str]:
-    """Return every kernel that these codecs launch, with the name of its struct of arguments."""
-    names = {}
+def kernels(specs: Sequence[str] = tuple(SPECS + ROTATIONS)) -> list[str]:
+    """Return the names of every kernel that these codecs launch."""
+    names: dict[str, None] = {}
     for codec in map(pycomm.codec, specs):
-        if isinstance(codec, TopK):
-            names |= dict.fromkeys(topk.kernels(codec), "topk::TopkParams")
-            continue
-        if isinstance(codec, Lossless):
-            names |= dict.fromkeys(lossless.kernels(codec), "lossless::LosslessParams")
-            continue
+        x = torch.zeros(4 * codec.granule or 1000)
+        scratch = _scratch(codec, x)
+        payload = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
+        amax = torch.empty(codec.granules(x.numel())) if codec.needs_amax else None
+        launches = amax_launches(codec, x, None, amax) if amax is not None else []
         for flag in (False, True):
-            names[encode_kernel(codec, flag)] = "EncodeParams"
-            names[decode_kernel(codec, flag)] = "DecodeParams"
-            if codec.combine == "sum":
-                names[encode_kernel(codec, flag, summed=True)] = "EncodeParams"
-        if codec.needs_amax:
-            names[amax_kernel(codec)] = "EncodeParams"
-    return names
+            residual = x if flag else None
+            for summed in (False, True) if codec.combine == "sum" else (False,):
+                args = EncodeArgs(x, payload, residual, residual, RandomKey(), 0, amax, summed)
+                launches += encode_launches(codec, args, scratch)
+            launches += decode_launches(codec, payload, x, scratch, add=flag)
+        names |= dict.fromkeys(launch.kernel for launch in launches)
+    return list(names)
 
 
 def compute_amax(
     codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    _run([amax_call(codec, x, residual, out)])
+    run(amax_launches(codec, x, residual, out), library())
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:
     scratch = _scratch(codec, args.x)
-    _run(encode_calls(codec, args, scratch))
+    run(encode_launches(codec, args, scratch), library())
 
 
 def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     scratch = _scratch(codec, out)
-    _run(decode_calls(codec, payload, out, scratch, add=False))
+    run(decode_launches(codec, payload, out, scratch, add=False), library())
 
 
 def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     scratch = _scratch(codec, out)
-    _run(decode_calls(codec, payload, out, scratch, add=True))
+    run(decode_launches(codec, payload, out, scratch, add=True), library())
 
 
 def _scratch(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     """Return memory that is not zeroed."""
-    return torch.full((scratch_bytes(codec, x.numel()),), 0xA5, dtype=torch.uint8)
+    return torch.full((codec.native.scratch_bytes(x.numel()),), 0xA5, dtype=torch.uint8)
 
 
-def _run(calls: list[Call]) -> None:
-    for call in calls:
-        wrong = _library().run(call.kernel.encode(), call.blocks, ctypes.byref(call.params))
-        assert not wrong, f"{call.kernel} is not in kernels()"
+def run(launches: list[Launch], compiled: ctypes.CDLL) -> None:
+    for launch in launches:
+        size = ctypes.c_size_t(len(launch.params))
+        wrong = compiled.run(launch.kernel.encode(), launch.blocks, launch.params, size)
+        assert wrong != 1, f"{launch.kernel} is not in the table of {launch.source}.cu"
+        assert not wrong, f"{launch.kernel} has a struct of another size"
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """Return the kernels of all codecs."""
+    return compiled([source_file(name) for name in CODECS])
+
+
+def compiled(files: Sequence[Path], folder: Path | None = None) -> ctypes.CDLL:
+    """Compile .cu files of csrc (or of another ``folder``) for the CPU, in a second or more."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the CUDA kernels for the CPU")
-    lines = [
-        '#include "emulated.h"',
-        '#include "codecs/cast.cu"',
-        '#include "codecs/eden.cu"',
-        '#include "codecs/lossless.cu"',
-        '#include "codecs/mx.cu"',
-        '#include "codecs/quant.cu"',
-        '#include "codecs/randomk.cu"',
-        '#include "codecs/rotate.cu"',
-        '#include "codecs/sign.cu"',
-        '#include "codecs/ternary.cu"',
-        '#include "codecs/topk/topk.cu"',
-        "using namespace pycomm::codecs;",
-        'extern "C" int run(const char* name, unsigned blocks, const void* params) {',
-    ]
-    for name, struct in kernels().items():
-        start = f"{name}(*static_cast<const {struct}*>(params));"
-        lines.append(f'if (!strcmp(name, "{name}")) {{')
-        lines.append(f"return emulated::launch(blocks, [=] {{ {start} }}), 0; }}")
-    lines += ["return 1; }", 'extern "C" size_t encode_params() { return sizeof(EncodeParams); }']
-    lines += ['extern "C" size_t topk_params() { return sizeof(topk::TopkParams); }']
-    lines += ['extern "C" size_t lossless_params() { return sizeof(lossless::LosslessParams); }']
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
-        source.write_text("\n".join(lines))
-        include = (f"-I{Path(__file__).parent}", f"-I{include_folder()}")
-        subprocess.run([compiler, *FLAGS, *include, str(source), "-o", str(binary)], check=True)
+    lines = ['#include "emulated.h"', *(f'#include "{file}"' for file in files)]
+    with tempfile.TemporaryDirectory() as temporary:
+        file, binary = Path(temporary, "kernels.cpp"), Path(temporary, "kernels.so")
+        file.write_text("\n".join(lines) + "\n")
+        include = (f"-I{Path(__file__).parent}", f"-I{folder or include_folder()}")
+        subprocess.run([compiler, *FLAGS, *include, str(file), "-o", str(binary)], check=True)
         library = ctypes.CDLL(str(binary))
-    assert library.encode_params() == ctypes.sizeof(EncodeParams)
-    assert library.topk_params() == ctypes.sizeof(topk.TopkParams)
-    assert library.lossless_params() == ctypes.sizeof(lossless.LosslessParams)
+    library.listed.restype = ctypes.c_char_p
     return library
+
+
+def listed(library: ctypes.CDLL) -> list[str]:
+    """Return the names of all kernels in the tables of a library's .cu files."""
+    text: bytes = library.listed()
+    return text.decode().split("\n")[:-1]

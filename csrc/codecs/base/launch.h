@@ -1,0 +1,90 @@
+// Launches of CUDA kernels: a codec's .cpp says by launch() which kernel runs with which arguments
+// over how many values, whoever compiles the kernel. In a build with nvcc it is found by its name
+// in the table of the codec's .cu (kernels_cuda.h) and started; with NVRTC, Python records the
+// launches (Recording), compiles the kernels by the same names and starts them; tests do the same
+// with g++.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "codecs/base/codec.h"
+#include "codecs/base/params.h"
+
+namespace pycomm::codecs {
+
+/// One launch: `blocks` blocks of cuda::kThreads threads. The struct is the kernel's only argument.
+struct Launch {
+  std::string kernel;  ///< C++ name as seen from pycomm::codecs, with its template arguments
+  unsigned blocks;
+  std::vector<uint8_t> params;
+};
+
+/// While it lives, the launches of its thread are listed, in order, and not started.
+class PYCOMM_API Recording {
+ public:
+  Recording();
+  ~Recording();
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+  std::vector<Launch> launches;
+};
+
+// Template arguments of a kernel as they stand in its name.
+inline std::string argument(bool value) { return value ? "true" : "false"; }
+inline std::string argument(int value) { return std::to_string(value); }
+inline std::string argument(std::string type) { return type; }
+
+/// Returns the name of a kernel: ("sign::encode_kernel", 64, true) is sign::encode_kernel<64,
+/// true>.
+template <typename... Rest, typename First>
+std::string kernel_name(const std::string& name, const First& first, const Rest&... rest) {
+  std::string text = name + "<" + argument(first);
+  ((text += ", " + argument(rest)), ...);
+  return text + ">";
+}
+
+/// Starts a kernel that a .cu file lists (cuda.cu, or no_cuda.cpp). Throws Error with the driver's
+/// words, or if no file lists it.
+void start(const char* codec, const Launch& launch, const Stream& stream);
+
+/// Records or starts a launch; launch() calls it. Errors name the codec.
+void run(const char* codec, Launch launch, const Stream& stream);
+
+/// Runs a kernel over `numel` values, of which a warp takes `tile`, on the stream of the caller,
+/// whose device is current. Throws Error if the kernel cannot be started.
+template <typename Params>
+void launch(const char* codec, std::string kernel, const Params& params, size_t numel, size_t tile,
+            const Stream& stream) {
+  if (numel == 0) return;
+  const size_t per_block = size_t{cuda::kWarps} * tile;
+  const auto blocks = static_cast<unsigned>((numel + per_block - 1) / per_block);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(&params);
+  run(codec, {std::move(kernel), blocks, {bytes, bytes + sizeof params}}, stream);
+}
+
+/// Returns the arguments of an encode of a codec with several kernels, with its own fields 0.
+template <typename Params>
+Params staged_params(const EncodeArgs& args) {
+  Params params{};
+  params.in = args.in.data;
+  params.residual = args.residual;
+  params.new_residual = args.new_residual;
+  params.payload = args.out.data;
+  params.scratch = args.stream.scratch.data;
+  params.numel = args.in.size;
+  return params;
+}
+
+/// As above, of a decode; kernels of decoding do not write the payload.
+template <typename Params>
+Params staged_params(Span<const uint8_t> payload, Span<float> out, const Stream& stream) {
+  Params params{};
+  params.out = out.data;
+  params.payload = const_cast<uint8_t*>(payload.data);
+  params.scratch = stream.scratch.data;
+  params.numel = out.size;
+  return params;
+}
+
+}  // namespace pycomm::codecs

@@ -1,0 +1,59 @@
+// Arguments of the CUDA kernels, one struct for each kernel, and the sizes of a warp's tile. The
+// .cpp of a codec fills them in. Compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "codecs/base/block.h"
+#include "core/cuda_shape.h"
+#include "core/types.h"
+
+namespace pycomm::codecs {
+
+/// Arguments of every encode kernel of the codecs with one kernel.
+struct EncodeParams {
+  const float* in;
+  const float* residual;
+  float* new_residual;
+  float* scales;
+  uint8_t* codes;
+  uint64_t numel;
+  uint64_t seed;
+  uint64_t group;  ///< place of in[0] in its tensor / 4: the counter of its random words
+  uint32_t step;
+  uint32_t tensor;
+  uint32_t block_bits;     ///< a block has 1 << block_bits values
+  uint32_t shift;          ///< added to every random word
+  uint32_t options;        ///< of the codec
+  const float* amax;       ///< ternary: the largest of the ranks, one per block
+  uint32_t* header;        ///< rotate, eden: start of a payload
+  uint64_t key;            ///< rotate, eden: seed of the signs
+  uint32_t rotation_bits;  ///< rotate, eden: a rotation has 1 << rotation_bits values
+};
+
+/// Arguments of every decode kernel of the codecs with one kernel.
+struct DecodeParams {
+  const float* scales;
+  const uint8_t* codes;
+  float* out;
+  uint64_t numel;
+  uint32_t block_bits;
+  uint32_t options;
+  const uint32_t* header;  ///< as when encoding
+  uint32_t rotation_bits;
+  uint32_t add;  ///< rotate, eden: 1 if values are added to out
+};
+
+/// Arguments that all kernels of a codec with several share; its own struct adds to them.
+struct StagedParams {
+  const float* in;
+  const float* residual;
+  float* new_residual;
+  float* out;  ///< of decoding
+  uint8_t* payload;
+  uint8_t* scratch;
+  uint64_t numel;
+};
+
+/// Blocks of up to 512 values fit in a tile of kSmall rows; a tile of kLarge rows takes any.
+constexpr int kSmall = 4;
+constexpr int kLarge = kMaxBlock / cuda::kRow;
+
+}  // namespace pycomm::codecs

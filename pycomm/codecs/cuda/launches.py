@@ -1,0 +1,80 @@
+"""Launches of the CUDA kernels of csrc/codecs, as C++ describes them; needs no CUDA.
+
+Each codec says in its own csrc/codecs/<name>.cpp which kernels a call launches, with which
+arguments. `pycomm.codecs.cuda.nvrtc` compiles those kernels and starts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pycomm.codecs.args import EncodeArgs
+from pycomm.codecs.base import Codec
+
+NAMESPACE = "pycomm::codecs"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: blocks of ``_C.CUDA_THREADS`` threads, with one struct as the argument."""
+
+    source: str  # "quant": csrc/codecs/quant.cu
+    kernel: str  # C++ name of the kernel as seen from NAMESPACE, with its template arguments
+    blocks: int
+    params: bytes  # content of the struct
+
+
+def recorded(source: str, call: Callable[[], object]) -> list[Launch]:
+    """Return the launches of ``call``, in order; none of them is started.
+
+    Raises:
+        ImportError: pycomm._C is not built.
+    """
+    from pycomm import _C
+
+    return [Launch(source, *launch) for launch in _C.launches(call)]
+
+
+def encode_launches(codec: Codec, args: EncodeArgs, scratch: torch.Tensor) -> list[Launch]:
+    """Return the launches that do ``Codec.encode``."""
+    addresses, at = args.addresses(), scratch.data_ptr()
+    call = lambda: codec.native.encode(**addresses, stream=0, scratch=at)  # noqa: E731
+    return recorded(codec.name, call)
+
+
+def amax_launches(
+    codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+) -> list[Launch]:
+    """Return the launches that do ``Codec.compute_amax``."""
+    at = 0 if residual is None else residual.data_ptr()
+    return recorded(
+        codec.name,
+        lambda: codec.native.measure(
+            x.data_ptr(), x.numel(), out.data_ptr(), residual=at, stream=0
+        ),
+    )
+
+
+def decode_launches(
+    codec: Codec, payload: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, *, add: bool
+) -> list[Launch]:
+    """Return the launches that do ``Codec.decode`` or ``Codec.decode_add``."""
+    decode = codec.native.decode_add if add else codec.native.decode
+    return recorded(
+        codec.name,
+        lambda: decode(
+            payload.data_ptr(), out.data_ptr(), out.numel(), stream=0, scratch=scratch.data_ptr()
+        ),
+    )
+
+
+def make_scratch(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+    """Return scratch memory for a call on ``x``, on its device.
+
+    It may be freed right after the launches: torch reuses it in stream order.
+    """
+    count = codec.native.scratch_bytes(x.numel())
+    return torch.empty(count, dtype=torch.uint8, device=x.device)

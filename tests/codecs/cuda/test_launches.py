@@ -1,0 +1,94 @@
+"""Launches of the codecs' kernels: the .cpp files and the tables of the .cu files agree."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.codecs import CODECS
+from pycomm.codecs.args import EncodeArgs, RandomKey
+from pycomm.codecs.cuda.launches import encode_launches, recorded
+from pycomm.codecs.cuda.sources import has_kernels
+from pycomm.codecs.quant import Quant
+from pycomm.codecs.sign import Sign
+from tests.codecs.cases import ROTATIONS, SPECS
+from tests.codecs.cuda.emulated import kernels, library, listed
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
+# Formats that choose every kernel that there is; the other tests run fewer.
+FORMATS = [
+    *SPECS,
+    *ROTATIONS,
+    *(f"sign:block={block}" for block in BLOCKS),
+    *(f"ternary:block={block}" for block in BLOCKS),
+    *(f"{name}:block={block}" for name, block in product(("fp8", "fp8_e5m2"), BLOCKS)),
+    *(
+        f"quant:bits={bits},block={block},rounding={rounding},range={span}"
+        for bits, block, rounding, span in product(
+            range(2, 9), BLOCKS, ("nearest", "stochastic", "correlated"), ("symmetric", "minmax")
+        )
+    ),
+    *(
+        f"{name}:rounding={rounding}"
+        for name, rounding in product(
+            ("mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "nvfp4"),
+            ("nearest", "stochastic"),
+        )
+    ),
+    *(
+        f"eden:bits={half_bits / 2}"
+        for half_bits in range(1, 17)
+        if half_bits not in (9, 11, 13, 15)
+    ),
+]
+
+
+def formats() -> list[str]:
+    """Return those that are valid."""
+
+    def valid(spec: str) -> bool:
+        try:
+            pycomm.codec(spec)
+        except ValueError:
+            return False
+        return True
+
+    return [spec for spec in FORMATS if valid(spec)]
+
+
+def test_every_launched_kernel_is_in_a_table_and_every_one_in_a_table_is_launched():
+    assert sorted(kernels(formats())) == sorted(listed(library()))
+
+
+def test_every_codec_has_kernels():
+    assert [name for name in CODECS if not has_kernels(name)] == []
+    assert not has_kernels("powersgd")
+
+
+def test_recording_starts_nothing_and_ends_with_the_call():
+    """What is recorded has addresses of no GPU. Later calls on the CPU are as before."""
+    codec = Sign(64)
+    x, payload = torch.randn(100), torch.zeros(codec.encoded_bytes(100), dtype=torch.uint8)
+    args = EncodeArgs(x, payload, None, None, RandomKey(), 0)
+    (launch,) = encode_launches(codec, args, payload)
+    assert (launch.source, launch.kernel) == ("sign", "sign::encode_kernel<64, false>")
+    assert launch.blocks == 1
+    assert not payload.any()
+
+    def fails() -> None:
+        raise ValueError("from the call")
+
+    with pytest.raises(ValueError, match="from the call"):
+        recorded("sign", fails)
+    assert codec.encode(x, payload).any()
+
+
+def test_arguments_are_checked_as_everywhere():
+    codec = Quant(bits=4)
+    x, payload = torch.randn(100), torch.zeros(codec.encoded_bytes(100), dtype=torch.uint8)
+    args = EncodeArgs(x, payload, None, None, RandomKey(), 3)
+    with pytest.raises(pycomm.Error, match="is not a multiple of"):
+        encode_launches(codec, args, payload)
