@@ -97,9 +97,9 @@ def one_coding(spec: str, count: int, rank: int) -> tuple[float, int]:
     codec = _C.Codec(spec)
     payload, decoded = np.zeros(codec.encoded_bytes(count), np.uint8), np.zeros_like(x)
     options: dict[str, Any] = {}
-    if codec.agrees:
+    if codec.needs_amax:
         agreed = np.zeros(-(-count // codec.granule), np.float32)
-        codec.measure(x.ctypes.data, count, agreed.ctypes.data)
+        codec.compute_amax(x.ctypes.data, count, agreed.ctypes.data)
         options["agreed"] = agreed.ctypes.data
     codec.encode(x.ctypes.data, count, payload.ctypes.data, **options)
     codec.decode(payload.ctypes.data, decoded.ctypes.data, count)

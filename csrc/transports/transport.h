@@ -151,6 +151,8 @@ struct TcpOptions {
   PayloadCheck checks = PayloadCheck::leaving_host;
   const SharedRankState* rank_state = nullptr;  ///< our state, for peers that ask
   bool may_span_hosts = true;                   ///< false: all ranks are known to be on one host
+  std::string ports;                            ///< as PYCOMM_PORTS
+  std::string advertise;                        ///< as PYCOMM_ADVERTISE
 };
 
 /// Makes the transport for ranks that are threads of one process. It reaches all of `ranks`.
