@@ -209,6 +209,8 @@ class Transport:
         timeout: float = 300.0,
         sockets: int = 2,
         interface: str = "",
+        ports: str = "",
+        advertise: str = "",
         link: float = 0.0,
         secret: str = "",
         checksum: str = "auto",

@@ -99,7 +99,7 @@ def one_coding(spec: str, count: int, rank: int) -> tuple[float, int]:
     options: dict[str, Any] = {}
     if codec.needs_amax:
         amax = np.zeros(-(-count // codec.granule), np.float32)
-        codec.measure(x.ctypes.data, count, amax.ctypes.data)
+        codec.compute_amax(x.ctypes.data, count, amax.ctypes.data)
         options["amax"] = amax.ctypes.data
     codec.encode(x.ctypes.data, count, payload.ctypes.data, **options)
     codec.decode(payload.ctypes.data, decoded.ctypes.data, count)

@@ -75,6 +75,9 @@ Env read_env() {
   for (const char* variable : {"PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}) {
     if (env.interface.empty()) env.interface = read(variable);
   }
+  env.ports = read("PYCOMM_PORTS");
+  parse_ports(env.ports);
+  env.advertise = read("PYCOMM_ADVERTISE");
   env.host_id = read("PYCOMM_HOST_ID");
   env.master_addr = read("MASTER_ADDR");
   env.timeout = read_seconds("PYCOMM_TIMEOUT", env.timeout);
@@ -94,6 +97,22 @@ Env read_env() {
 const Env& env() {
   static const Env env = read_env();
   return env;
+}
+
+PortRange parse_ports(const std::string& text) {
+  constexpr int kLast = 65535;
+  PortRange range;
+  if (text.empty()) return range;
+  const auto number = [](const std::string& digits) {
+    const bool whole = !digits.empty() && digits.size() <= 5 &&
+                       digits.find_first_not_of("0123456789") == std::string::npos;
+    return whole ? std::stoi(digits) : 0;
+  };
+  const size_t dash = text.find('-');
+  range.first = number(text.substr(0, dash));
+  range.last = dash == std::string::npos ? range.first : number(text.substr(dash + 1));
+  if (range.first >= 1 && range.first <= range.last && range.last <= kLast) return range;
+  reject("PYCOMM_PORTS", text, "a range from 1 to 65535 such as 29600-29700, or one port");
 }
 
 double parse_rate(const std::string& text) {

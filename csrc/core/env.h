@@ -30,10 +30,17 @@ struct Env {
   /// at a round trip of a millisecond or more, reno inside a host, else the system's.
   std::string congestion = "auto";
   /// PYCOMM_INTERFACE: network interfaces or addresses for TCP, such as "eth0", "10.0.0.5",
-  /// "eth0,eth1" (both are used) or "^docker,lo"; else what GLOO_SOCKET_IFNAME or
+  /// "eth0,eth1" (both are used), "eth*" or "^docker,lo"; else what GLOO_SOCKET_IFNAME or
   /// NCCL_SOCKET_IFNAME say. Empty: loopback if all ranks are on one host, else the route to the
   /// store.
   std::string interface;
+  /// PYCOMM_PORTS: the ports on which a rank may listen for others, such as "29600-29700" or
+  /// "29600"; empty: any. Each group takes one for each interface. Ranks need not agree.
+  std::string ports;
+  /// PYCOMM_ADVERTISE: the address by which ranks of other hosts reach this one, where that is not
+  /// the interface's own (NAT, containers): "203.0.113.7", or with the port that is mapped to the
+  /// only one of PYCOMM_PORTS: "203.0.113.7:40000". One for each interface, joined by ','.
+  std::string advertise;
   /// PYCOMM_HOST_ID: a unique name of this machine, where several have the same hostname and were
   /// cloned from one snapshot; equal for all ranks of a machine. Empty: the hostname.
   std::string host_id;
@@ -66,6 +73,13 @@ struct Env {
 };
 
 PYCOMM_API const Env& env();
+
+/// Ports of TCP, `first` to `last`; 0 to 0: any.
+struct PortRange {
+  int first = 0, last = 0;
+};
+/// "29600-29700", "29600", or "" for any. Throws Error.
+PYCOMM_API PortRange parse_ports(const std::string& text);
 
 /// "200mbit", "1.5gbit", "10MB" (per second) to bytes per second. Throws Error.
 PYCOMM_API double parse_rate(const std::string& text);

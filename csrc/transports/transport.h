@@ -153,6 +153,8 @@ struct TcpOptions {
   /// Congestion control of all connections; "auto": chosen for each (tcp/net/congestion.h).
   std::string congestion = "auto";
   bool may_span_hosts = true;  ///< false: all ranks are known to be on one host
+  std::string ports;           ///< as PYCOMM_PORTS
+  std::string advertise;       ///< as PYCOMM_ADVERTISE
 };
 
 /// Makes the transport for ranks that are threads of one process. It reaches all of `ranks`.

@@ -16,6 +16,7 @@ from pycomm.env import PREFIX, with_only
 TOPIC = "environment"
 # Variables of the core (csrc/core/env.h), which itself reports an invalid value.
 CORE = {
+    "PYCOMM_ADVERTISE": "address by which other hosts reach this one (NAT, containers)",
     "PYCOMM_ALGO": "one algorithm for all collectives",
     "PYCOMM_CHECK": "whether ranks compare results",
     "PYCOMM_CHECKSUM": "what TCP frames are checked by",
@@ -23,6 +24,7 @@ CORE = {
     "PYCOMM_HOST_ID": "a name for this machine that no other has; equal for all its ranks",
     "PYCOMM_INTERFACE": "interfaces or addresses for TCP: see network",
     "PYCOMM_LINK": "rate to which each rank paces what it sends by TCP",
+    "PYCOMM_PORTS": "ports on which ranks listen: see network",
     "PYCOMM_SECRET": "secret of the handshake between ranks",
     "PYCOMM_SOCKETS": "TCP sockets per peer",
     "PYCOMM_TLS": "encryption of TCP connections",

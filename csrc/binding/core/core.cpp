@@ -87,6 +87,8 @@ py::dict environment() {
   out["checksum"] = values.checksum;
   out["check"] = values.check;
   out["interface"] = values.interface;
+  out["ports"] = values.ports;
+  out["advertise"] = values.advertise;
   out["master_addr"] = values.master_addr;
   out["timeout"] = values.timeout.count() / 1e3;
   out["secret"] = values.secret;

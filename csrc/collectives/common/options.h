@@ -44,6 +44,8 @@ struct CommunicatorOptions {
   std::string checksum = env().checksum;      ///< "auto", "payload" or "header"
   std::string check = env().check;            ///< "none" or "results"
   std::string interface = env().interface;
+  std::string ports = env().ports;
+  std::string advertise = env().advertise;
   double link_bytes_per_second = env().link_bytes_per_second;
   std::string secret = env().secret;
   bool tls = env().tls;  ///< TCP connections are encrypted

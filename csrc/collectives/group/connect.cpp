@@ -20,6 +20,8 @@ TcpOptions tcp_options(const CommunicatorOptions& options) {
   tcp.sockets = options.sockets;
   tcp.congestion = options.congestion;
   tcp.interface = options.interface;
+  tcp.ports = options.ports;
+  tcp.advertise = options.advertise;
   tcp.link_bytes_per_second = options.link_bytes_per_second;
   tcp.secret = options.secret;
   tcp.tls = options.tls;

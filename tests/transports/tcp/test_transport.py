@@ -172,6 +172,10 @@ CANDIDATES = [
         ("eth", False, ["10.0.10.5", "10.0.1.5"]),
         ("eth1", False, ["10.0.1.5"]),
         ("eth1,eth10", False, ["10.0.1.5", "10.0.10.5"]),
+        ("eth*", False, ["10.0.10.5", "10.0.1.5"]),
+        ("eth1?", False, ["10.0.10.5"]),
+        ("^docker*,ib*", False, ["10.0.10.5"]),
+        ("eth*,^*0", False, ["10.0.1.5"]),
         ("=eth1,ib0", False, ["10.0.1.5", "192.168.0.5"]),
         ("wlan,ib", False, ["192.168.0.5"]),
         ("^lo,docker", False, ["10.0.10.5"]),
@@ -188,7 +192,7 @@ def test_interfaces_are_chosen_by_name_or_address(names, one_host, chosen):
     assert [ip for _, ip in _C.choose_interfaces(names, one_host, CANDIDATES)] == chosen
 
 
-@pytest.mark.parametrize("names", ["wlan", "=eth", "10.0.0.9", "^lo,docker,eth,ib"])
+@pytest.mark.parametrize("names", ["wlan", "wl*", "=eth", "10.0.0.9", "^lo,docker,eth,ib"])
 def test_interface_that_is_not_there_lists_those_that_are(names):
     with pytest.raises(pycomm.errors.Error, match=r"ib0 \(192.168.0.5\).*PYCOMM_INTERFACE"):
         _C.choose_interfaces(names, False, CANDIDATES)

@@ -25,6 +25,47 @@ bool spans_hosts(const std::vector<std::string>& hosts) {
                      [&](const std::string& value) { return name(value) != name(hosts.front()); });
 }
 
+// Returns what PYCOMM_ADVERTISE says, one address for each interface, or none.
+std::vector<Address> advertised_addresses(const TcpOptions& options, size_t interfaces) {
+  std::vector<Address> addresses;
+  const std::string& text = options.advertise;
+  const std::string what = "tcp: PYCOMM_ADVERTISE=" + text;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string one = text.substr(begin, end - begin);
+    addresses.emplace_back();
+    if (!Address::parse(one, addresses.back()) || addresses.back().is_link_local()) {
+      throw Error(what + ": \"" + one +
+                  "\" is no address that other hosts can reach: want 203.0.113.7, fd00::2, or with "
+                  "a port 203.0.113.7:40000 or [fd00::2]:40000");
+    }
+    const PortRange ports = parse_ports(options.ports);
+    if (addresses.back().port() != 0 && (ports.first == 0 || ports.first != ports.last)) {
+      throw Error(what + ": a mapped port leads to one port; set PYCOMM_PORTS to that one");
+    }
+    begin = end + 1;
+  }
+  if (addresses.empty() || addresses.size() == interfaces) return addresses;
+  throw Error(what + " has " + std::to_string(addresses.size()) + " addresses for " +
+              std::to_string(interfaces) +
+              " interfaces; give one for each, or name the interfaces in PYCOMM_INTERFACE");
+}
+
+// Throws if no interface of this host has an address of the family of any of the peer's.
+void check_families(const std::string& us, const Peer& peer) {
+  const std::vector<Interface> ours = interfaces();
+  for (const Address& theirs : peer.addresses) {
+    for (const Interface& interface : ours) {
+      const bool same = interface.address.family() == theirs.family();
+      if (same && (theirs.is_loopback() || !interface.address.is_loopback())) return;
+    }
+  }
+  const bool v6 = peer.addresses[0].family() == AF_INET6;
+  throw Error("tcp: " + us + " has no " + (v6 ? "IPv6" : "IPv4") + " address, and rank " +
+              std::to_string(peer.rank) + " listens on " + peer.addresses[0].text() +
+              "; give both an address of one family, in PYCOMM_INTERFACE");
+}
+
 class AddressExchange {
  public:
   AddressExchange(const Rendezvous& rendezvous, const std::vector<int>& peers,
@@ -88,12 +129,13 @@ class AddressExchange {
   std::vector<std::string> exchange_cards(const std::vector<std::string>& hosts, bool one_host) {
     Rendezvous::Talk& talk = *rendezvous_.talk;
     const auto announced = talk.heard.find(kFarCardTopic);
-    const std::shared_ptr<TcpListeners> listeners = std::exchange(talk.listeners, nullptr);
+    std::shared_ptr<TcpListeners> listeners = std::exchange(talk.listeners, nullptr);
     TcpListeners ours;
     if (listeners && announced != talk.heard.end() && spans_hosts(hosts)) {
       ours = std::move(*listeners);
       talk.heard[kCardTopic] = announced->second;
     } else {
+      listeners.reset();  // its ports may be all that PYCOMM_PORTS has
       ours = listen(options_, one_host);
     }
     for (const Interface& interface : ours.interfaces) {
@@ -138,6 +180,7 @@ class AddressExchange {
       if (peer.addresses.empty()) {
         throw Error("tcp: " + who + ": the store holds \"" + card + "\" instead of an address");
       }
+      if (peer.rank < rendezvous_.rank) check_families(us_, peer);  // we connect to it
       if ((space == card.size()) != given) {
         throw Error(
             "tcp: " + who +
@@ -168,9 +211,17 @@ TcpListeners listen(const TcpOptions& options, bool one_host) {
   request.store_host = env().master_addr;
   request.one_host = one_host;
   ours.interfaces = choose_interfaces(request);
-  for (const Interface& interface : ours.interfaces) {
-    ours.sockets.push_back(listen_on(interface.address));
-    ours.card += (ours.card.empty() ? "" : ",") + Address::local(ours.sockets.back().get()).text();
+  const PortRange ports = parse_ports(options.ports);
+  const std::vector<Address> advertised =
+      one_host ? std::vector<Address>() : advertised_addresses(options, ours.interfaces.size());
+  for (size_t i = 0; i < ours.interfaces.size(); i++) {
+    ours.sockets.push_back(listen_on(ours.interfaces[i].address, ports));
+    Address address = Address::local(ours.sockets.back().get());
+    if (!advertised.empty()) {
+      const uint16_t mapped = advertised[i].port();
+      address = advertised[i].with_port(mapped != 0 ? mapped : address.port());
+    }
+    ours.card += (ours.card.empty() ? "" : ",") + address.text();
   }
   const bool given = !options.secret.empty();
   ours.secret = given ? options.secret : random_secret();

@@ -3,6 +3,7 @@
 #include "transports/tcp/net/interface.h"
 
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -63,6 +64,8 @@ struct NameList {
   }
 
   bool fits(const std::string& name, const std::string& pattern) const {
+    if (pattern.find_first_of("*?") != std::string::npos)
+      return ::fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
     return whole ? name == pattern : starts_with(name, pattern);
   }
   bool excludes(const std::string& name) const {

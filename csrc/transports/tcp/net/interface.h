@@ -27,7 +27,8 @@ std::string cpu_mask();
 struct InterfaceRequest {
   /// Addresses, or names as NCCL_SOCKET_IFNAME has them: prefixes joined by ',' ("eth,ib"), with
   /// '=' before the list for whole names, and '^' before those that must not match ("^lo,docker",
-  /// "eth,^eth7"). All that match are used. A name that fits an interface wholly means that one
+  /// "eth,^eth7"). '*' and '?' stand for any characters and for any one ("eth*", "^docker*"). All
+  /// that match are used. A name that fits an interface wholly means that one
   /// alone ("eth1" is not eth10). Empty, or only '^': choose one (of the others).
   std::string names;
   /// The store's host, empty if unknown: the interface that routes there is a good choice.

@@ -131,19 +131,30 @@ void set_no_delay(int fd) {
 
 }  // namespace
 
-Fd listen_on(const Address& address) {
-  Fd fd = make_socket(address.family());
-  if (!fd) {
-    throw Error("tcp: cannot make a socket: " +
-                (lacks_descriptor(errno) ? no_descriptor_text(errno) : error_text(errno)));
+Fd listen_on(const Address& address, const PortRange& ports) {
+  for (int port = ports.first; port <= ports.last; port++) {
+    Fd fd = make_socket(address.family());
+    if (!fd) {
+      throw Error("tcp: cannot make a socket: " +
+                  (lacks_descriptor(errno) ? no_descriptor_text(errno) : error_text(errno)));
+    }
+    // Connections of an earlier group that the kernel still remembers do not hold a port; a socket
+    // that listens there does.
+    const int on = 1;
+    if (port != 0) ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    const Address full = address.with_port(static_cast<uint16_t>(port));
+    if (::bind(fd.get(), full.data(), full.size()) == 0 && ::listen(fd.get(), SOMAXCONN) == 0)
+      return fd;
+    if (port != 0 && errno == EADDRINUSE) continue;
+    const std::string where = port == 0 ? address.ip() : full.text();
+    throw Error("tcp: cannot listen on " + where + ": " + error_text(errno) +
+                (errno == EACCES ? "; set PYCOMM_PORTS to ports that this user may have"
+                                 : "; set PYCOMM_INTERFACE to another interface"));
   }
-  const Address any_port = address.with_port(0);
-  if (::bind(fd.get(), any_port.data(), any_port.size()) != 0 ||
-      ::listen(fd.get(), SOMAXCONN) != 0) {
-    throw Error("tcp: cannot listen on " + address.ip() + ": " + error_text(errno) +
-                "; set PYCOMM_INTERFACE to another interface");
-  }
-  return fd;
+  throw Error("tcp: no port of PYCOMM_PORTS=" + std::to_string(ports.first) + "-" +
+              std::to_string(ports.last) + " is free on " + address.ip() +
+              "; each group takes one for each rank and interface: give a wider range, or end what "
+              "listens there");
 }
 
 Fd accept_from(int listener) {

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <string>
 
+#include "core/env.h"
 #include "core/op_timing.h"
 #include "core/types.h"
 #include "transports/tcp/net/fd.h"
@@ -53,8 +54,9 @@ inline bool lacks_descriptor(int error) { return error == EMFILE || error == ENF
 /// Returns an error text for this: which limit is reached, and what to do.
 std::string no_descriptor_text(int error);
 
-/// Returns a listening socket on a port that the kernel picks. Throws Error.
-Fd listen_on(const Address& address);
+/// Returns a listening socket on the first free port of the range, or on one that the kernel picks.
+/// Throws Error.
+Fd listen_on(const Address& address, const PortRange& ports = {});
 /// Returns the next waiting connection, ready for use; empty if there is none.
 Fd accept_from(int listener);
 /// True if a connection waits to be accepted.
