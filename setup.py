@@ -1,7 +1,7 @@
 """Build script: runs CMake with Ninja and puts the binaries in the package.
 
-PYCOMM_CUDA (AUTO, ON, OFF), PYCOMM_CUDA_ARCH, PYCOMM_TORCH and PYCOMM_SANITIZE are passed on to
-CMake. All flags are in CMakeLists.txt.
+PYCOMM_CUDA (AUTO, ON, OFF), PYCOMM_CUDA_ARCH, PYCOMM_TORCH, PYCOMM_TORCHES and PYCOMM_SANITIZE
+are passed on to CMake. All flags are in CMakeLists.txt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent
 # Top-level folders that install inside the package; on their own these names are other projects'.
 INSIDE = {"pycomm.bench": "bench", "pycomm.triton_kernels": "triton_kernels"}
 PARTS = [f"{inside}.{part}" for inside, folder in INSIDE.items() for part in find_packages(folder)]
-OPTIONS = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE")
+OPTIONS = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_TORCHES", "PYCOMM_SANITIZE")
 
 
 class CMakeBuild(build_ext):
@@ -30,7 +30,8 @@ class CMakeBuild(build_ext):
         in_place = self.inplace or self.editable_mode
         package = ROOT / "pycomm" if in_place else Path(self.build_lib).absolute() / "pycomm"
         chosen = {name: os.environ[name] for name in OPTIONS if os.environ.get(name)}
-        build = ROOT / "build" / "-".join([str(sys.implementation.cache_tag), *chosen.values()])
+        parts = [str(sys.implementation.cache_tag), *chosen.values()]
+        build = ROOT / "build" / "-".join(parts).replace(os.sep, "_")
         self.cmake(
             "-S", ROOT, "-B", build, *self.tools(), *(f"-D{k}={v}" for k, v in chosen.items())
         )

@@ -1,9 +1,10 @@
 """Lookup of the `_c10d` binary that fits the installed torch; compiles it if there is none.
 
-One C++ file of pycomm includes torch, and its binary fits one version of torch only. `pip install`
-builds it if torch can be imported at build time, which pip's isolated builds do not allow.
-Otherwise `load_c10d` compiles it at first use with the package's own CMakeLists.txt, beside the
-package if that folder is writable, else in ~/.cache/pycomm. The ranks of one machine build it once.
+One C++ file of pycomm includes torch, and its binary fits one minor version of torch. A wheel holds
+one for each (`_prebuilt/2.13`); a source install builds one if torch can be imported then, which
+pip's isolated builds do not allow. Where none fits, `load_c10d` compiles it at first use with the
+package's own CMakeLists.txt, beside the package if that folder is writable, else in the user's
+cache folder, and says so on stderr. The ranks of one machine build it once, one at a time.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from pycomm.env import cache_home
 from pycomm.errors import Error
 
 PACKAGE = Path(__file__).parent
 BINARY = "_c10d" + importlib.machinery.EXTENSION_SUFFIXES[0]
+OLDEST_TORCH = (2, 11)
 
 
 def source_root() -> Path:
@@ -38,27 +44,43 @@ def load_c10d() -> ModuleType:
     """Import `pycomm._c10d`, the part of pycomm that is compiled against torch.
 
     Raises:
-        Error: It had to be compiled and that failed; the text has the compiler's output.
+        Error: torch is too old, or no binary fits it and none can be compiled; the text has the
+            compiler's output.
     """
     import torch
 
     loaded = sys.modules.get("pycomm._c10d")
     if loaded is not None:
         return loaded
-    built_for = c10d_built_for()
-    if built_for == torch.__version__:
+    version = torch.__version__
+    if minor_of(version) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise Error(f"torch {version} is too old for pycomm: install torch {oldest} or newer")
+    if c10d_built_for() == version:
         return importlib.import_module("pycomm._c10d")
 
-    folder = _folder(_folder_name(torch.__version__))
-    binary = folder / BINARY
-    if not binary.exists():
-        with _locked(folder):
-            if not binary.exists():  # else another rank has built it
-                reason = f"found one for torch {built_for}" if built_for else "there is none yet"
-                _say(f"compiling _c10d for torch {torch.__version__} ({reason}), about 30 s, once")
-                _compile(folder)
-                _say(f"built {binary}")
-    return _import_from(binary)
+    reason = _why_none(version)
+    found = _prebuilt(version)
+    if found is not None:
+        try:
+            return import_c10d(found)
+        except (ImportError, OSError) as error:
+            reason = f"the prebuilt one does not load: {str(error).splitlines()[0]}"
+
+    folder = _folder(_folder_name(version))
+    if not (folder / BINARY).exists():
+        with _locked(folder.parent):
+            if not (folder / BINARY).exists():  # else another rank has built it
+                _compile_aloud(folder, version, reason)
+    return _load_or_repair(folder, version)
+
+
+def minor_of(version: str) -> tuple[int, int]:
+    """Return major and minor of a version of torch: (2, 13) of "2.13.0+cpu"."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise Error(f"torch says that its version is {version!r}, which is no version")
+    return int(found[1]), int(found[2])
 
 
 def c10d_built_for() -> str | None:
@@ -67,17 +89,46 @@ def c10d_built_for() -> str | None:
     return stamp.read_text().strip() if stamp.exists() else None
 
 
-def find_c10d(version: str) -> Path | None:
-    """Return the `_c10d` that `load_c10d` would take for this torch; None: it would compile it."""
+def c10d_prebuilt_for() -> list[str]:
+    """Return the minor versions of torch, such as "2.13", for which the wheel has a `_c10d`."""
+    found = [path.parent.name for path in PACKAGE.glob(f"_prebuilt/*/{BINARY}")]
+    return sorted(found, key=minor_of)
+
+
+def find_c10d(version: str) -> tuple[str, Path] | None:
+    """Return the `_c10d` that `load_c10d` would take for this torch; None: it would compile it.
+
+    The first part says where it comes from: "installed", "prebuilt" or "compiled".
+    """
     if c10d_built_for() == version:
-        return PACKAGE / BINARY
+        return "installed", PACKAGE / BINARY
+    prebuilt = _prebuilt(version)
+    if prebuilt is not None:
+        return "prebuilt", prebuilt
     found = (home / _folder_name(version) / BINARY for home in _homes())
-    return next((binary for binary in found if binary.exists()), None)
+    return next((("compiled", binary) for binary in found if binary.exists()), None)
+
+
+def _prebuilt(version: str) -> Path | None:
+    """Return the wheel's `_c10d` for this torch. One fits all builds of a minor version: what
+    differs between the headers of CPU and CUDA builds is not used by it."""
+    major, minor = minor_of(version)
+    binary = PACKAGE / "_prebuilt" / f"{major}.{minor}" / BINARY
+    return binary if binary.exists() else None
+
+
+def _why_none(version: str) -> str:
+    """Return why there is no `_c10d` for this torch yet."""
+    if built_for := c10d_built_for():
+        return f"found one for torch {built_for}"
+    if prebuilt := c10d_prebuilt_for():
+        return f"the wheel has it for torch {', '.join(prebuilt)}"
+    return "there is none yet"
 
 
 def _homes() -> tuple[Path, Path]:
     """Return the two places of builds: beside the package, and the user's cache folder."""
-    return PACKAGE / "_built", Path.home() / ".cache" / "pycomm"
+    return PACKAGE / "_built", cache_home() / "pycomm"
 
 
 def _folder_name(version: str) -> str:
@@ -95,41 +146,106 @@ def _fingerprint() -> str:
 
 
 def _folder(name: str) -> Path:
-    """Return a folder of that name that is writable, or that holds another user's build."""
-    beside, of_user = (home / name for home in _homes())
-    try:
-        beside.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        of_user.mkdir(parents=True, exist_ok=True)
-        return of_user
-    return beside
+    """Return the folder of that name that holds a build, else one that can be written.
+
+    Raises:
+        Error: there is none.
+    """
+    folders = [home / name for home in _homes()]
+    for folder in folders:
+        if (folder / BINARY).exists():
+            return folder
+    why: str | None = ""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = error.strerror
+            continue
+        if os.access(folder, os.W_OK) and os.access(folder.parent, os.W_OK):
+            return folder
+        why = why or "they belong to another user"
+    raise Error(
+        f"_c10d must be compiled for this torch, but neither {folders[0].parent} nor "
+        f"{folders[1].parent} can be written ({why}): set XDG_CACHE_HOME to a folder that can"
+    )
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with open(folder / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _locked(home: Path) -> Iterator[None]:
+    """Hold the lock of a place of builds: a compiler takes 2 GB of memory."""
+    with open(home / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            _say("another process compiles; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file unlocks
 
 
+def _compile_aloud(folder: Path, version: str, reason: str) -> None:
+    """Compile, and say so before and after; the caller holds the lock."""
+    _say(f"compiling _c10d for torch {version} ({reason}); once, takes half a minute to three")
+    start = time.monotonic()
+    try:
+        _compile(folder)
+    except Error as error:
+        raise Error(
+            f"there is no _c10d for torch {version}: {reason}, and it cannot be compiled: {error}"
+        ) from None
+    _say(f"built {folder / BINARY} in {time.monotonic() - start:.0f} s")
+
+
+def _load_or_repair(folder: Path, version: str) -> ModuleType:
+    """Import the compiled binary; compile one that does not load, such as half a file, again."""
+    binary = folder / BINARY
+    try:
+        return import_c10d(binary)
+    except (ImportError, OSError) as error:
+        reason = f"{binary} does not load: {str(error).splitlines()[0]}"
+    if not os.access(folder, os.W_OK):
+        raise Error(f"{reason}; remove that file, which belongs to another user")
+    before = binary.stat().st_ino
+    with _locked(folder.parent):
+        if not binary.exists() or binary.stat().st_ino == before:  # else another rank was here
+            _compile_aloud(folder, version, reason)
+    return import_c10d(binary)
+
+
+def _tool(name: str) -> str | None:
+    """Return a program's path: on the PATH, or next to the interpreter, where pip puts it."""
+    return shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
+
+
+def missing_tools() -> list[str]:
+    """Return what `_c10d` could not be compiled without and is not here."""
+    missing = [tool for tool in ("cmake", "ninja") if _tool(tool) is None]
+    if not any(map(_tool, ("c++", "g++", "clang++"))):
+        missing.append("c++")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return missing if header.exists() else [*missing, str(header)]
+
+
 def _compile(folder: Path) -> None:
-    for tool in ("cmake", "ninja"):
-        if shutil.which(tool) is None:
-            raise Error(
-                f"_c10d must be compiled for this torch, but there is no {tool}: "
-                f"pip install cmake ninja, or install pycomm with --no-build-isolation"
-            )
+    if missing := missing_tools():
+        raise Error(
+            f"there is no {', no '.join(missing)}: install a torch that the wheel has a binary "
+            f'for, or the tools: pip install "pycomm[compile]" brings cmake and ninja, the system '
+            f"a C++ compiler and Python's headers (g++, python3-dev)"
+        )
     with tempfile.TemporaryDirectory(prefix="pycomm-") as build:
+        cmake, ninja = _tool("cmake"), _tool("ninja")
         configure = [
-            "cmake",
+            str(cmake),
             *("-S", str(source_root()), "-B", build, "-G", "Ninja"),
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DPYCOMM_LIBRARY={PACKAGE / 'libpycomm.so'}",
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
             "-DPYCOMM_CUDA=OFF",
             "-DPYCOMM_TORCH=ON",
         ]
         _run(configure)
-        _run(["cmake", "--build", build])
+        _run([str(cmake), "--build", build])
         # Renaming is atomic, so no rank ever sees half a file.
         partial = folder / "partial.so"
         shutil.copy(Path(build) / BINARY, partial)
@@ -144,7 +260,8 @@ def _run(command: list[str]) -> None:
         raise Error("\n".join([f"compiling _c10d failed: {' '.join(command)}", *words]))
 
 
-def _import_from(binary: Path) -> ModuleType:
+def import_c10d(binary: Path) -> ModuleType:
+    """Import a binary as `pycomm._c10d`, wherever it lies."""
     loader = importlib.machinery.ExtensionFileLoader("pycomm._c10d", str(binary))
     spec = importlib.util.spec_from_file_location("pycomm._c10d", binary, loader=loader)
     assert spec is not None

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,13 @@ def env() -> Env:
         timeout_is_set=bool(os.environ.get("PYCOMM_TIMEOUT")),
         health=_health(os.environ.get("PYCOMM_HEALTH", "")),
     )
+
+
+def cache_home() -> Path:
+    """Return the user's folder of caches: XDG_CACHE_HOME, or ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification of XDG says that a relative path counts as none.
+    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
 
 
 def place() -> tuple[int | None, int | None, int | None]:

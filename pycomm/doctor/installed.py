@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from pycomm._build import PACKAGE
+from pycomm._build import OLDEST_TORCH, PACKAGE
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.probe import Outcome
 
 TOPIC = "installed"
-OLDEST_TORCH = (2, 11)
 BUILD = "build it with `pip install --no-build-isolation .`, or `make build` in a checkout"
 CUPY = 'pip install "pycomm[cuda13]" (or cuda12, as the driver has it)'
 
@@ -112,28 +111,32 @@ def _c10d(c10d: Outcome, torch: Outcome) -> Iterator[Finding]:
             "problem",
             name,
             f"does not load: {c10d.error}",
-            f"remove {PACKAGE / '_c10d.torch'} and it is compiled at its next use, or {BUILD}",
+            f"remove the file, or {PACKAGE / '_c10d.torch'} if it is the package's own, and it is "
+            f"compiled at its next use; or {BUILD}",
         )
         return
     facts = c10d.facts
     if facts["binary"]:
-        yield _finding("ok", name, f"is built for torch {facts['torch']}, and loads")
+        of = {"installed": "built by the installation", "prebuilt": "the wheel's prebuilt one"}
+        how = of.get(facts["kind"], f"compiled at first use, in {Path(facts['binary']).parent}")
+        yield _finding("ok", name, f"fits torch {facts['torch']}, and loads: {how}")
         return
-    built_for = facts["built_for"]
+    built_for = facts["built_for"] or ", ".join(facts["prebuilt_for"])
     text = f"is built for torch {built_for}, not for {facts['torch']}" if built_for else "is absent"
     if facts["missing"]:
         yield _finding(
             "problem",
             name,
             f"{text}, and cannot be compiled here: there is no {', '.join(facts['missing'])}",
-            "install them: `pip install cmake ninja`, and a C++ compiler and Python's headers "
-            "from the system (g++, python3-dev)",
+            'install them: `pip install "pycomm[compile]"` for cmake and ninja, and a C++ compiler '
+            "and Python's headers from the system (g++, python3-dev)",
         )
     else:
         yield _finding(
             "warning",
             name,
-            f"{text}: the first process group will wait about 30 s until it is compiled",
+            f"{text}: the first process group will wait until it is compiled, half a minute to "
+            "three",
             f"compile it now: {sys.executable} -c "
             "'from pycomm._build import load_c10d; load_c10d()'",
         )

@@ -10,17 +10,14 @@ from __future__ import annotations
 import ctypes
 import json
 import platform
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from pycomm.env import env, with_only
@@ -92,17 +89,20 @@ def c10d() -> Facts:
 
     from pycomm import _build
 
-    binary = _build.find_c10d(torch.__version__)
-    facts: Facts = {"torch": torch.__version__, "built_for": _build.c10d_built_for() or ""}
-    if binary is None:
-        tools = ["cmake", "ninja", "c++"]
-        facts["missing"] = [tool for tool in tools if shutil.which(tool) is None]
-        header = Path(sysconfig.get_path("include"), "Python.h")
-        if not header.exists():
-            facts["missing"].append(str(header))
+    version = torch.__version__
+    found = _build.find_c10d(version)
+    facts: Facts = {
+        "torch": version,
+        "built_for": _build.c10d_built_for() or "",
+        "prebuilt_for": _build.c10d_prebuilt_for(),
+        "kind": found[0] if found else "",
+        "binary": str(found[1]) if found else "",
+    }
+    if found is None:
+        facts["missing"] = _build.missing_tools()
     else:
-        _build.load_c10d()
-    return facts | {"binary": str(binary or "")}
+        _build.import_c10d(found[1])
+    return facts
 
 
 def driver() -> Facts:

@@ -43,7 +43,13 @@ WELL = {
         }
     ),
     "c10d": Outcome(
-        {"torch": "2.13.0", "built_for": "2.13.0", "binary": "_c10d.so", "missing": []}
+        {
+            "torch": "2.13.0",
+            "built_for": "2.13.0",
+            "prebuilt_for": [],
+            "kind": "installed",
+            "binary": "_c10d.so",
+        }
     ),
     "driver": Outcome(error="libcuda.so.1: cannot open", missing=True),
     "triton": Outcome({"version": "3.6.0"}),
@@ -185,6 +191,16 @@ def test_a_binary_for_another_torch_is_found(copied):
     found.facts["missing"] = ["ninja"]
     (c10d,) = (f for f in installed.judge(WELL | {"c10d": found}) if f.name == "_c10d")
     assert (c10d.level, "no ninja" in c10d.text) == ("problem", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("installed", "built by the installation"), ("prebuilt", "prebuilt"), ("compiled", "/cache")],
+)
+def test_the_binary_in_use_is_told(kind, text):
+    facts = WELL["c10d"].facts | {"kind": kind, "binary": "/cache/_c10d.so"}
+    (c10d,) = (f for f in installed.judge(WELL | {"c10d": Outcome(facts)}) if f.name == "_c10d")
+    assert (c10d.level, text in c10d.text) == ("ok", True)
 
 
 GPU = {

@@ -23,7 +23,7 @@ def package(tmp_path, monkeypatch):
     (tmp_path / "CMakeLists.txt").write_text("flags")
     monkeypatch.setattr(_build, "PACKAGE", tmp_path)
     monkeypatch.delitem(sys.modules, "pycomm._c10d", raising=False)
-    monkeypatch.setattr(_build, "_import_from", lambda binary: binary)
+    monkeypatch.setattr(_build, "import_c10d", lambda binary: binary)
     return tmp_path
 
 
@@ -67,11 +67,10 @@ def test_changed_sources_are_compiled_again(package, compiled):
 
 
 def test_folder_that_cannot_be_written_falls_back_to_the_cache(package, compiled, monkeypatch):
-    home = package / "home"
-    monkeypatch.setattr(Path, "home", lambda: home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
     (package / "_built").write_text("a file, so that no folder can be made here")
     found = _build.load_c10d()
-    assert home / ".cache/pycomm" in found.parents
+    assert package / "cache/pycomm" in found.parents
 
 
 def test_fitting_build_is_loaded_as_it_is(package, compiled, monkeypatch):
@@ -82,6 +81,116 @@ def test_fitting_build_is_loaded_as_it_is(package, compiled, monkeypatch):
     assert compiled == []
 
 
+@pytest.fixture
+def prebuilt(package):
+    """Put the prebuilt binaries of a wheel into the package."""
+
+    def put(*minors: str) -> None:
+        for minor in minors:
+            folder = package / "_prebuilt" / minor
+            folder.mkdir(parents=True)
+            (folder / _build.BINARY).touch()
+
+    return put
+
+
+@pytest.mark.parametrize("version", ["2.14.0", "2.14.9+cu130", "2.14.0a0+git1234"])
+def test_every_build_of_a_minor_version_takes_the_prebuilt_binary(
+    package, prebuilt, compiled, monkeypatch, version
+):
+    prebuilt("2.1", "2.13", "2.14")
+    monkeypatch.setattr(torch, "__version__", version)
+    assert _build.load_c10d() == package / "_prebuilt/2.14" / _build.BINARY
+    assert _build.find_c10d(version) == ("prebuilt", _build.load_c10d())
+    assert compiled == []
+
+
+def test_a_torch_that_the_wheel_does_not_know_is_compiled_for(
+    package, prebuilt, compiled, monkeypatch, capsys
+):
+    prebuilt("2.13", "2.9")
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    found = _build.load_c10d()
+    assert found.parent == compiled[0]
+    assert "the wheel has it for torch 2.9, 2.13" in capsys.readouterr().err
+    assert _build.find_c10d("2.16.0") == ("compiled", found)
+
+
+def test_a_prebuilt_binary_that_does_not_load_is_replaced(
+    package, prebuilt, compiled, monkeypatch, capsys
+):
+    prebuilt("2.14")
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+
+    def load(binary: Path) -> Path:
+        if "_prebuilt" in binary.parts:
+            raise ImportError("undefined symbol: x")
+        return binary
+
+    monkeypatch.setattr(_build, "import_c10d", load)
+    assert _build.load_c10d().parent == compiled[0]
+    assert "the prebuilt one does not load: undefined symbol: x" in capsys.readouterr().err
+
+
+def test_half_a_binary_in_the_cache_is_compiled_again(package, compiled, monkeypatch):
+    binary = _build.load_c10d()
+    binary.write_text("half")
+
+    def load(binary: Path) -> Path:
+        if binary.read_text() == "half":
+            raise ImportError("file too short")
+        return binary
+
+    def compile_into(folder: Path) -> None:
+        compiled.append(folder)
+        (folder / "new").touch()
+        (folder / "new").rename(folder / _build.BINARY)
+
+    monkeypatch.setattr(_build, "_compile", compile_into)
+    monkeypatch.setattr(_build, "import_c10d", load)
+    assert _build.load_c10d() == binary
+    assert len(compiled) == 2
+
+
+def test_processes_of_two_torches_compile_one_after_the_other(package, monkeypatch):
+    running, most = [], []
+
+    def compile_into(folder: Path) -> None:
+        running.append(folder)
+        most.append(len(running))
+        time.sleep(0.1)
+        (folder / _build.BINARY).touch()
+        running.remove(folder)
+
+    monkeypatch.setattr(_build, "_compile", compile_into)
+
+    def build(version: str) -> None:
+        folder = _build._folder(_build._folder_name(version))
+        with _build._locked(folder.parent):
+            _build._compile_aloud(folder, version, "none")
+
+    with ThreadPoolExecutor(2) as processes:
+        list(processes.map(build, ["2.14.0", "2.15.0"]))
+    assert most == [1, 1]
+
+
+def test_a_torch_that_is_too_old_is_refused_before_anything_is_compiled(
+    package, compiled, monkeypatch
+):
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    with pytest.raises(Error, match=r"torch 2\.10\.1 is too old for pycomm: install torch 2\.11"):
+        _build.load_c10d()
+    assert compiled == []
+
+
+def test_no_place_that_can_be_written_is_an_error_with_a_remedy(package, compiled, monkeypatch):
+    (package / "_built").write_text("a file, so that no folder can be made here")
+    (package / "cache").write_text("another")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
+    with pytest.raises(Error, match="set XDG_CACHE_HOME"):
+        _build.load_c10d()
+
+
 def test_failure_has_the_words_of_the_tool(package):
     (package / "CMakeLists.txt").write_text('message(FATAL_ERROR "Error: no such flag")')
     with pytest.raises(Error, match="no such flag"):
@@ -89,6 +198,6 @@ def test_failure_has_the_words_of_the_tool(package):
 
 
 def test_missing_tool_is_named_with_a_remedy(package, monkeypatch):
-    monkeypatch.setattr(_build.shutil, "which", lambda tool: None)
-    with pytest.raises(Error, match="no cmake: pip install cmake ninja"):
+    monkeypatch.setattr(_build.shutil, "which", lambda tool, path=None: None)
+    with pytest.raises(Error, match=r"no cmake, no ninja.*pip install .pycomm\[compile\]"):
         _build.load_c10d()

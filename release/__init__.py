@@ -1,0 +1,1 @@
+"""How releases are made: wheels that compile nothing where they are installed."""
