@@ -1,6 +1,6 @@
 // Kernels in this build: cuda.cu has what the .cu files list (base/kernels_cuda.h); no_cuda.cpp is
-// for a build without CUDA, where start() and load_kernels() throw Error. CMake picks one; no other
-// source depends on what was built.
+// for a build without CUDA, where start() (base/launch.h) and load_kernels() throw Error. CMake
+// picks one; no other source depends on what was built.
 #pragma once
 #include <string_view>
 
@@ -9,9 +9,6 @@
 namespace pycomm::codecs {
 
 PYCOMM_API bool cuda_built();
-
-/// Starts a kernel that a .cu file lists. Throws Error with the driver's words, or if no file does.
-void start(const char* codec, const Launch& launch, const Stream& stream);
 
 /// Loads the kernels whose names begin like this onto the current GPU: loading one later may wait
 /// for others that run.

@@ -3,8 +3,6 @@
 
 #include <utility>
 
-#include "codecs/cuda.h"
-
 namespace pycomm::codecs {
 
 namespace {

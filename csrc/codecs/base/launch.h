@@ -44,6 +44,10 @@ std::string kernel_name(const std::string& name, const First& first, const Rest&
   return text + ">";
 }
 
+/// Starts a kernel that a .cu file lists; codecs/cuda.cu and no_cuda.cpp define it. Throws Error
+/// with the driver's words, or if no file does.
+void start(const char* codec, const Launch& launch, const Stream& stream);
+
 /// Records or starts a launch; launch() calls it. Errors name the codec.
 void run(const char* codec, Launch launch, const Stream& stream);
 
