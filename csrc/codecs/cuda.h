@@ -1,6 +1,6 @@
 // Kernels in this build: cuda.cu has what the .cu files list (base/kernels_cuda.h); no_cuda.cpp is
-// for a build without CUDA, where start() and load_kernels() throw Error. CMake picks one; no other
-// source depends on what was built.
+// for a build without CUDA, where start() (base/launch.h) and load_kernels() throw Error. CMake
+// picks one; no other source depends on what was built.
 #pragma once
 #include <string_view>
 

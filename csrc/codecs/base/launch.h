@@ -44,8 +44,8 @@ std::string kernel_name(const std::string& name, const First& first, const Rest&
   return text + ">";
 }
 
-/// Starts a kernel that a .cu file lists (cuda.cu, or no_cuda.cpp). Throws Error with the driver's
-/// words, or if no file lists it.
+/// Starts a kernel that a .cu file lists; codecs/cuda.cu and no_cuda.cpp define it. Throws Error
+/// with the driver's words, or if no file does.
 void start(const char* codec, const Launch& launch, const Stream& stream);
 
 /// Records or starts a launch; launch() calls it. Errors name the codec.
