@@ -1,10 +1,11 @@
 """Headers and libraries of several versions of torch, to compile `_c10d` against each.
 
-    python -m release.torches FOLDER
+    python -m release.torches FOLDER [--fresh]
 
 downloads the newest release of every minor version for this Python, and unpacks from it what the
 compiler and the linker need, as FOLDER/2.13/torch. What is there already is not fetched again. A
-minor version that has no wheel for this Python is left out, and named.
+minor version that has no wheel for this Python is left out, and named. `--fresh` removes the
+folder first: headers are those of one Python, and cibuildwheel builds for several in one checkout.
 """
 
 from __future__ import annotations
@@ -69,4 +70,7 @@ def fetch_all(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    fetch_all(Path(sys.argv[1]).absolute())
+    chosen = Path(sys.argv[1]).absolute()
+    if "--fresh" in sys.argv[2:]:
+        shutil.rmtree(chosen, ignore_errors=True)
+    fetch_all(chosen)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 
+from pycomm.errors import Error
 from pycomm.policy import CODED, Plan
 from pycomm.policy.names import clean
 
@@ -33,6 +34,14 @@ _SEAMS = (
     *("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook"),
     *("mesh_info", "post_forward_mesh_info"),
 )
+
+
+# All other parts of torch's FSDPParamGroup and FSDPParam that compression reads, which are private:
+# torch 2.11 to 2.15 have them.
+_OF_GROUP = (
+    *("fsdp_params", "all_reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms"),
+)
+_OF_PARAMETER = ("_module_info", "sharded_param")
 
 
 class UnitReducer(Protocol):
@@ -106,28 +115,54 @@ class Unit:
 
     def _gradient_dtype(self, name: str) -> torch.dtype | None:
         """The dtype to which torch converts a parameter's reduced gradient: since torch 2.15 an
-        attribute of each parameter, before that one of the group."""
+        attribute of each parameter, before that one of the group. None: it is not known."""
         parameter = self.parameters[name]
         if hasattr(parameter, "sharded_grad_dtype"):
             found: torch.dtype | None = parameter.sharded_grad_dtype
         else:
-            found = self.group._orig_dtype
+            found = getattr(self.group, "_orig_dtype", None)
         return found
 
 
+def _groups(module: FSDPModule) -> Sequence[Any]:
+    """Return torch's groups of a wrapped module; torch 2.11 has one or none."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        found: Sequence[Any] = state._fsdp_param_groups
+        return found
+    _check(state, ("_fsdp_param_group",))
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _check(part: Any, names: Sequence[str]) -> None:
+    missing = [name for name in names if not hasattr(part, name)]
+    if missing:
+        raise Error(
+            f"FSDP2 of torch {torch.__version__} cannot be compressed by this version of pycomm: "
+            f"its {type(part).__name__} has no {', '.join(missing)}. Train without "
+            "pycomm.compress, or with a torch that docs/install.md lists"
+        )
+
+
 def units(model: nn.Module) -> Iterator[Unit]:
-    """Yield the parts of a model that fully_shard has wrapped, each once."""
+    """Yield the parts of a model that fully_shard has wrapped, each once.
+
+    Raises:
+        Error: this torch's FSDP2 has other parts than those that compression needs.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     seen = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups(module):
             if id(group) in seen:
                 continue
             seen.add(id(group))
+            _check(group, (*_OF_GROUP, *_SEAMS))
             parameters = {}
             for parameter in group.fsdp_params:
+                _check(parameter, _OF_PARAMETER)
                 info = parameter._module_info
                 name = ".".join(filter(None, (names[id(info.module)], info.param_name)))
                 parameters[clean(name)] = parameter
