@@ -30,6 +30,7 @@ class CMakeBuild(build_ext):
         in_place = self.inplace or self.editable_mode
         package = ROOT / "pycomm" if in_place else Path(self.build_lib).absolute() / "pycomm"
         chosen = {name: os.environ[name] for name in OPTIONS if os.environ.get(name)}
+        chosen = self.for_these_gpus() | chosen
         parts = [str(sys.implementation.cache_tag), *chosen.values()]
         build = ROOT / "build" / "-".join(parts).replace(os.sep, "_")
         self.cmake(
@@ -38,6 +39,16 @@ class CMakeBuild(build_ext):
         self.cmake("--build", build, "--parallel")
         for component in ["binaries"] if in_place else ["binaries", "sources"]:
             self.cmake("--install", build, "--prefix", package, "--component", component)
+
+    def for_these_gpus(self) -> dict[str, str]:
+        """Return the defaults of options: kernels take minutes, so only for GPUs that are here."""
+        if any(os.environ.get(name) for name in ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH")):
+            return {}
+        if Path("/dev/nvidiactl").exists():
+            print("pycomm: CUDA kernels are compiled for the GPUs of this machine, if nvcc works")
+            return {"PYCOMM_CUDA_ARCH": "local"}
+        print("pycomm: no GPU here, so no CUDA kernels; PYCOMM_CUDA=ON compiles them for all")
+        return {"PYCOMM_CUDA": "OFF"}
 
     def tools(self) -> list[str]:
         """Return CMake's options for its tools, whose paths differ in each isolated build."""
