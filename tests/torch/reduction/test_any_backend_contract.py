@@ -99,7 +99,7 @@ class Simple(Codec):
 
 
 def bucket_of(kind: dict[str, Any], ranks: int, rows: int = 1) -> Bucket:
-    codec = Simple(kind["combine"], kind["granule"], kind["variable"], kind["agrees"])
+    codec = Simple(kind["combine"], kind["granule"], kind["variable"], kind["needs_amax"])
     decisions = [
         Decision(Parameter(f"p{i}", (numel,), torch.float32), codec, "test")
         for i, numel in enumerate(SIZES)
