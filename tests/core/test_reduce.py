@@ -233,6 +233,25 @@ def test_rounding_is_torch_s(values, dtype):
         assert same_bits(out, want)
 
 
+@pytest.mark.parametrize("dtype", SMALL_FLOATS)
+def test_halves_and_what_lies_beyond_the_largest_round_as_in_torch(dtype):
+    """Values that random ones do not meet: those just between two numbers of the small type."""
+    kind = TORCH[dtype]
+    small = torch.finfo(kind).bits == 8
+    bits = torch.uint8 if small else torch.int16
+    codes = torch.arange(0, 127) if small else torch.arange(0, 2**15 - 1, 61)  # of positive values
+    below, above = ((codes + more).to(bits).view(kind).float() for more in (0, 1))
+    halves = ((below.double() + above.double()) / 2)[above.isfinite()]
+    largest = torch.finfo(kind).max
+    step = largest - torch.tensor(largest).to(kind).view(bits).sub(1).view(kind).float().item()
+    beyond = [largest + part * step for part in (0.25, 0.5, 0.75, 1, 2)]
+    one = torch.ones(1).to(kind)
+    for value in [*halves.tolist(), *(v for v in beyond if v <= torch.finfo(torch.float32).max)]:
+        for signed in (value, -value):
+            want = narrow(torch.full((1,), signed), kind)
+            assert same_bits(scale(dtype, one, signed), want), signed
+
+
 @pytest.mark.parametrize(("dtype", "op"), MEANINGLESS)
 def test_meaningless_op_is_refused(dtype, op):
     x = make(dtype, 4, 1)[0]

@@ -28,7 +28,7 @@ MUTANTS = (
         "csrc/core/floats.h",
         "odd",
         "1u",
-        "tests/core/test_reduce.py::test_rounding_is_torch_s",
+        "tests/core/test_reduce.py::test_halves_and_what_lies_beyond_the_largest_round_as_in_torch",
         within="- 1) + odd) >>",
     ),
     Mutant(
@@ -45,7 +45,7 @@ MUTANTS = (
         "csrc/core/floats.h",
         "code > kLargest",
         "false",
-        "tests/core/test_reduce.py::test_rounding_is_torch_s",
+        "tests/core/test_reduce.py::test_halves_and_what_lies_beyond_the_largest_round_as_in_torch",
         within="magnitude >= kLimit || code > kLargest",
     ),
     Mutant(
