@@ -73,6 +73,8 @@ def test_tensors_that_cannot_be_used_are_refused():
             c.all_reduce(torch.ones(4, 4).t())
         with pytest.raises(Error, match="not contiguous"):
             c.all_reduce(torch.ones(4, dtype=torch.complex64).conj())
+        with pytest.raises(Error, match="not contiguous"):
+            c.all_reduce(torch._neg_view(torch.ones(4)))  # such as the imaginary part of conj()
         with pytest.raises(Error, match="on meta; move it"):
             c.all_reduce(torch.ones(4, device="meta"))
         with pytest.raises(Error, match=r"dtype torch\.complex32 is not known"):
