@@ -134,7 +134,7 @@ MUTANTS = (
         "csrc/collectives/algorithms/hierarchical_reduce.cpp",
         "ex_.size()",
         "n",
-        "tests/collectives/test_hierarchical.py::test_every_collective_is_exact",
+        "tests/collectives/test_hierarchical.py::test_float_sums_have_one_order_at_every_size",
         within="fold_.last(ex_.size())(inputs.data(), n,",
     ),
     Mutant(
@@ -226,7 +226,7 @@ MUTANTS = (
         "csrc/collectives/window/in_place.cpp",
         "barrier(window);",
         "",
-        "tests/collectives/test_shared_heap.py::test_every_collective",
+        "tests/collectives/test_shared_heap.py::test_every_collective_between_processes",
         within="+ i, own, size);\n  }\n  barrier(window);",
     ),
     Mutant(
@@ -235,7 +235,7 @@ MUTANTS = (
         "csrc/collectives/window/in_place.cpp",
         "k < ranks",
         "k < ranks - 1",
-        "tests/collectives/test_shared_heap.py::test_every_collective",
+        "tests/collectives/test_shared_heap.py::test_every_collective_between_processes",
     ),
     Mutant(
         "read-before-the-others-have-summed",
