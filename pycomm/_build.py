@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib
 import importlib.machinery
 import importlib.util
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,15 @@ from pycomm.errors import Error
 PACKAGE = Path(__file__).parent
 BINARY = "_c10d" + importlib.machinery.EXTENSION_SUFFIXES[0]
 OLDEST_TORCH = (2, 11)
+_loading = threading.Lock()  # a binary that two threads load at once registers its types twice
+
+
+def _after_fork() -> None:
+    global _loading
+    _loading = threading.Lock()  # the thread that held it is not in the child
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def source_root() -> Path:
@@ -49,23 +59,21 @@ def load_c10d() -> ModuleType:
     """
     import torch
 
-    loaded = sys.modules.get("pycomm._c10d")
-    if loaded is not None:
-        return loaded
-    version = torch.__version__
+    with _loading:
+        loaded = sys.modules.get("pycomm._c10d")
+        return _load(torch.__version__) if loaded is None else loaded
+
+
+def _load(version: str) -> ModuleType:
     if minor_of(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise Error(f"torch {version} is too old for pycomm: install torch {oldest} or newer")
-    if c10d_built_for() == version:
-        return importlib.import_module("pycomm._c10d")
-
     reason = _why_none(version)
-    found = _prebuilt(version)
-    if found is not None:
+    for kind, binary in _delivered(version):
         try:
-            return import_c10d(found)
+            return import_c10d(binary)
         except (ImportError, OSError) as error:
-            reason = f"the prebuilt one does not load: {str(error).splitlines()[0]}"
+            reason = f"the {kind} one does not load: {str(error).splitlines()[0]}"
 
     folder = _folder(_folder_name(version))
     if not (folder / BINARY).exists():
@@ -100,21 +108,24 @@ def find_c10d(version: str) -> tuple[str, Path] | None:
 
     The first part says where it comes from: "installed", "prebuilt" or "compiled".
     """
-    if c10d_built_for() == version:
-        return "installed", PACKAGE / BINARY
-    prebuilt = _prebuilt(version)
-    if prebuilt is not None:
-        return "prebuilt", prebuilt
+    for delivered in _delivered(version):
+        return delivered
     found = (home / _folder_name(version) / BINARY for home in _homes())
     return next((("compiled", binary) for binary in found if binary.exists()), None)
 
 
-def _prebuilt(version: str) -> Path | None:
-    """Return the wheel's `_c10d` for this torch. One fits all builds of a minor version: what
-    differs between the headers of CPU and CUDA builds is not used by it."""
+def _delivered(version: str) -> Iterator[tuple[str, Path]]:
+    """Yield each `_c10d` for this torch that came with the package, and its kind.
+
+    The wheel's fits all builds of a minor version of torch: what differs between the headers of CPU
+    and CUDA builds is not used by it.
+    """
+    if c10d_built_for() == version:
+        yield "installed", PACKAGE / BINARY
     major, minor = minor_of(version)
     binary = PACKAGE / "_prebuilt" / f"{major}.{minor}" / BINARY
-    return binary if binary.exists() else None
+    if binary.exists():
+        yield "prebuilt", binary
 
 
 def _why_none(version: str) -> str:
@@ -260,8 +271,36 @@ def _run(command: list[str]) -> None:
         raise Error("\n".join([f"compiling _c10d failed: {' '.join(command)}", *words]))
 
 
+def _check_whole(binary: Path) -> None:
+    """Raise ImportError if a part of the binary is missing: loading it would end the process.
+
+    The loader maps the segments of an ELF file without looking at its size, and what it then reads
+    beyond the end is a bus error.
+    """
+    with open(binary, "rb") as file:
+        size, head = os.fstat(file.fileno()).st_size, file.read(64)
+        if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+            raise ImportError(f"{binary} is no 64-bit library of Linux")
+        (table,) = struct.unpack_from("<Q", head, 32)  # e_phoff, e_phentsize and e_phnum
+        each, count = struct.unpack_from("<HH", head, 54)
+        file.seek(table)
+        segments = file.read(each * count)
+    if len(segments) < each * count or each < 56:
+        raise ImportError(f"{binary} is cut short")
+    for at in range(0, len(segments), each):
+        offset, length = struct.unpack_from("<Q16xQ", segments, at + 8)  # p_offset, p_filesz
+        if offset + length > size:
+            raise ImportError(f"{binary} is cut short: it has {size} bytes")
+
+
 def import_c10d(binary: Path) -> ModuleType:
-    """Import a binary as `pycomm._c10d`, wherever it lies."""
+    """Import a binary as `pycomm._c10d`, wherever it lies.
+
+    Raises:
+        ImportError: it is not whole, or does not load.
+        OSError: it cannot be read.
+    """
+    _check_whole(binary)
     loader = importlib.machinery.ExtensionFileLoader("pycomm._c10d", str(binary))
     spec = importlib.util.spec_from_file_location("pycomm._c10d", binary, loader=loader)
     assert spec is not None

@@ -35,11 +35,13 @@ _SEAMS = (
     *("mesh_info", "post_forward_mesh_info"),
 )
 
-
 # All other parts of torch's FSDPParamGroup and FSDPParam that compression reads, which are private:
 # torch 2.11 to 2.15 have them.
 _OF_GROUP = (
-    *("fsdp_params", "all_reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms"),
+    "fsdp_params",
+    "all_reduce_grads",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
 )
 _OF_PARAMETER = ("_module_info", "sharded_param")
 

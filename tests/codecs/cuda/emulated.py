@@ -55,22 +55,22 @@ def kernels(specs: Sequence[str] = tuple(SPECS + ROTATIONS)) -> list[str]:
 def compute_amax(
     codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    run(amax_launches(codec, x, residual, out), library())
+    run(amax_launches(codec, x, residual, out), all_kernels())
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:
     scratch = _scratch(codec, args.x)
-    run(encode_launches(codec, args, scratch), library())
+    run(encode_launches(codec, args, scratch), all_kernels())
 
 
 def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     scratch = _scratch(codec, out)
-    run(decode_launches(codec, payload, out, scratch, add=False), library())
+    run(decode_launches(codec, payload, out, scratch, add=False), all_kernels())
 
 
 def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     scratch = _scratch(codec, out)
-    run(decode_launches(codec, payload, out, scratch, add=True), library())
+    run(decode_launches(codec, payload, out, scratch, add=True), all_kernels())
 
 
 def _scratch(codec: Codec, x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def run(launches: list[Launch], compiled: ctypes.CDLL) -> None:
 
 
 @cache
-def library() -> ctypes.CDLL:
+def all_kernels() -> ctypes.CDLL:
     """Return the kernels of all codecs."""
     return compiled([source_file(name) for name in CODECS])
 

@@ -15,7 +15,7 @@ from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.sign import Sign
 from tests.codecs.cases import ROTATIONS, SPECS
-from tests.codecs.cuda.emulated import kernels, library, listed
+from tests.codecs.cuda.emulated import all_kernels, kernels, listed
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 # Formats that choose every kernel that there is; the other tests run fewer.
@@ -60,7 +60,7 @@ def formats() -> list[str]:
 
 
 def test_every_launched_kernel_is_in_a_table_and_every_one_in_a_table_is_launched():
-    assert sorted(kernels(formats())) == sorted(listed(library()))
+    assert sorted(kernels(formats())) == sorted(listed(all_kernels()))
 
 
 def test_every_codec_has_kernels():

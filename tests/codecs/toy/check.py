@@ -21,7 +21,7 @@ assert has_kernels("toy")
 
 # Its kernels alone, since those of all codecs take longer to compile.
 compiled = emulated.compiled([source_file("toy")])
-emulated.library = lambda: compiled
+emulated.all_kernels = lambda: compiled
 assert sorted(emulated.kernels(["toy"])) == emulated.listed(compiled)
 
 for case in ("normal-1", "normal-257", "any-bits", "nan-at-300"):

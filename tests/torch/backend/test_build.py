@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +28,13 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
+def _c10d_file() -> str:
+    """Return the file of the binary that this process uses."""
+    file = _build.load_c10d().__file__
+    assert file is not None
+    return file
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """Replace the compiler; return the list of folders in which it was called."""
@@ -41,13 +49,30 @@ def compiled(monkeypatch):
     return folders
 
 
-def test_ranks_that_ask_together_compile_once(package, compiled):
+def test_ranks_that_ask_together_compile_once(package, compiled, monkeypatch):
+    monkeypatch.setattr(_build, "_loading", nullcontext())  # the threads stand for processes
     with ThreadPoolExecutor(4) as ranks:
         found = set(ranks.map(lambda _: _build.load_c10d(), range(4)))
     assert len(compiled) == 1
     assert len(found) == 1
     assert _build.load_c10d() in found
     assert len(compiled) == 1
+
+
+def test_threads_that_ask_together_load_once(package, compiled, monkeypatch):
+    loads = []
+
+    def load(binary: Path) -> Path:
+        loads.append(binary)
+        time.sleep(0.1)
+        monkeypatch.setitem(sys.modules, "pycomm._c10d", ModuleType("pycomm._c10d"))
+        return binary
+
+    monkeypatch.setattr(_build, "import_c10d", load)
+    (package / "_c10d.torch").write_text(torch.__version__ + "\n")
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: _build.load_c10d(), range(4)))
+    assert len(loads) == 1
 
 
 def test_other_torch_is_named_and_compiled_for(package, compiled, capsys):
@@ -75,9 +100,7 @@ def test_folder_that_cannot_be_written_falls_back_to_the_cache(package, compiled
 
 def test_fitting_build_is_loaded_as_it_is(package, compiled, monkeypatch):
     (package / "_c10d.torch").write_text(torch.__version__ + "\n")
-    shipped = ModuleType("pycomm._c10d")
-    monkeypatch.setattr(_build.importlib, "import_module", lambda name: shipped)
-    assert _build.load_c10d() is shipped
+    assert _build.load_c10d() == package / _build.BINARY
     assert compiled == []
 
 
@@ -116,20 +139,34 @@ def test_a_torch_that_the_wheel_does_not_know_is_compiled_for(
     assert _build.find_c10d("2.16.0") == ("compiled", found)
 
 
-def test_a_prebuilt_binary_that_does_not_load_is_replaced(
-    package, prebuilt, compiled, monkeypatch, capsys
+@pytest.mark.parametrize("kind", ["installed", "prebuilt"])
+def test_a_delivered_binary_that_does_not_load_is_replaced(
+    package, prebuilt, compiled, monkeypatch, capsys, kind
 ):
-    prebuilt("2.14")
+    if kind == "prebuilt":
+        prebuilt("2.14")
+    else:
+        (package / "_c10d.torch").write_text("2.14.0\n")
     monkeypatch.setattr(torch, "__version__", "2.14.0")
 
     def load(binary: Path) -> Path:
-        if "_prebuilt" in binary.parts:
+        if "_built" not in binary.parts:
             raise ImportError("undefined symbol: x")
         return binary
 
     monkeypatch.setattr(_build, "import_c10d", load)
     assert _build.load_c10d().parent == compiled[0]
-    assert "the prebuilt one does not load: undefined symbol: x" in capsys.readouterr().err
+    assert f"the {kind} one does not load: undefined symbol: x" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("share", [0.5, 0.02, 0])
+def test_a_binary_that_is_cut_short_is_an_error_and_no_crash(tmp_path, share):
+    """The loader of the system dies of a bus error there."""
+    whole = Path(_c10d_file()).read_bytes()
+    binary = tmp_path / _build.BINARY
+    binary.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ImportError, match=r"is cut short|is no 64-bit library"):
+        _build.import_c10d(binary)
 
 
 def test_half_a_binary_in_the_cache_is_compiled_again(package, compiled, monkeypatch):
