@@ -89,7 +89,7 @@ class Bucket:
         self.with_residual = [piece for piece in self.pieces if piece.residual is not None]
         """The pieces that have a residual."""
         self.has_factors = any(piece.codec.combine == "factors" for piece in self.pieces)
-        """Whether some pieces are reduced by factors, such as PowerSGD's."""
+        """Tells whether some pieces are reduced by factors, such as PowerSGD's."""
         text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
         if levels:
             text += f";levels={','.join(map(str, levels))}"

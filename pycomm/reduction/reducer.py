@@ -228,7 +228,7 @@ class BucketReducer:
             gradient.mul_(torch.where(norm > most, most / norm, torch.ones_like(norm)))
 
     def _is_fed(self, names: Sequence[str]) -> bool:
-        """Whether feedback adds to these gradients, even in a group of one rank."""
+        """Return whether feedback adds to these gradients, even in a group of one rank."""
         return self.residuals is not None and (
             self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
         )

@@ -6,7 +6,7 @@
 
 namespace pycomm::tcp {
 
-// Where a stream on a slow link pauses for this long, a copy costs nothing beside the link.
+// If a stream on a slow link pauses for this long, a copy costs nothing beside the link.
 constexpr auto kStallLimit = std::chrono::milliseconds(20);
 
 // Takes the first connections, and those that replace cut ones.

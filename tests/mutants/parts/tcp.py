@@ -123,8 +123,8 @@ MUTANTS = (
         "equal-generation-does-not-replace",
         "comparison",
         "csrc/transports/tcp/connect/connector.cpp",
-        "hello.generation < place.generation",
-        "hello.generation <= place.generation",
+        "hello.generation < state.generation",
+        "hello.generation <= state.generation",
         HEALS + "test_what_was_said_on_a_connection_that_stood_for_one_end_alone_is_repeated",
     ),
     Mutant(

@@ -46,7 +46,7 @@ void Connector::connect(Link& link, const Hello& hello, Clock::time_point when) 
   outgoing_.emplace_back();
   outgoing_.back().link = &link;
   outgoing_.back().hello = hello;
-  outgoing_.back().way = hello.socket;
+  outgoing_.back().attempt = hello.socket;
   outgoing_.back().wake = when;
 }
 
@@ -62,7 +62,7 @@ void Connector::serve(Outgoing& out) {
     // The sockets are spread over the interfaces: our i-th to the peer's i-th. The route decides by
     // which interface we leave, unless the user has named one.
     const size_t pairs = std::min(directory_.interfaces.size(), peer.addresses.size());
-    const size_t pair = out.way % pairs;
+    const size_t pair = out.attempt % pairs;
     const Address* from = directory_.bound ? &directory_.interfaces[pair].address : nullptr;
     out.fd = connect_to(peer.addresses[pair], from, error);
     out.wake = Clock::now() + kConnectLimit;
@@ -110,9 +110,10 @@ void Connector::serve(Outgoing& out) {
 // Begins to connect the sockets of collectives with a far peer while the set-up goes on, so that
 // the first operation need not wait for three round trips.
 void Connector::connect_early(Link& link) {
-  LaneState& way = link.lane_states[static_cast<size_t>(Lane::collective)];
-  if (way.wanted || links_.size() * static_cast<size_t>(directory_.sockets) > kEarlySockets) return;
-  way.wanted = true;
+  LaneState& lane_state = link.lane_states[static_cast<size_t>(Lane::collective)];
+  if (lane_state.wanted || links_.size() * static_cast<size_t>(directory_.sockets) > kEarlySockets)
+    return;
+  lane_state.wanted = true;
   connect(link, static_cast<uint16_t>(Lane::collective));
 }
 
@@ -138,7 +139,7 @@ void Connector::retry(Outgoing& out, int error) {
   const Peer& peer = out.link->peer;
   const bool gone = peer.has_died() || (control_ != nullptr && control_->gone(peer.rank));
   if (refused && (gone || now - out.refused_since >= kRefusedFor)) return give_up(out);
-  out.way++;
+  out.attempt++;
   out.wake = now + (refused ? std::min(out.pause, kRefusedPause) : out.pause);
   out.pause = std::min(out.pause * 2, kLastRetry);
 }
@@ -193,13 +194,14 @@ void Connector::accept_all(const Fd& listener) {
 // True if peers must connect to us: otherwise a connection that we cannot accept does no harm.
 bool Connector::expects() const {
   return std::any_of(links_.begin(), links_.end(), [](const auto& link) {
-    const auto broken = [](const SocketState& place) { return place.broken; };
+    const auto broken = [](const SocketState& state) { return state.broken; };
     return link->control_state.broken ||
-           std::any_of(
-               link->lane_states.begin(), link->lane_states.end(), [&](const LaneState& way) {
-                 return (way.wanted && way.missing > 0) ||
-                        std::any_of(way.socket_states.begin(), way.socket_states.end(), broken);
-               });
+           std::any_of(link->lane_states.begin(), link->lane_states.end(),
+                       [&](const LaneState& lane_state) {
+                         return (lane_state.wanted && lane_state.missing > 0) ||
+                                std::any_of(lane_state.socket_states.begin(),
+                                            lane_state.socket_states.end(), broken);
+                       });
   });
 }
 
