@@ -39,7 +39,7 @@ MUTANTS = (
         "csrc/collectives/common/select.cpp",
         "cost.folded * price.fold",
         "0.0",
-        "tests/collectives/test_select.py",
+        "tests/collectives/test_select.py::test_bytes_that_are_summed_take_time",
     ),
     Mutant(
         "own-data-not-scaled",

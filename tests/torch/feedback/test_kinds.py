@@ -195,6 +195,17 @@ def test_stored_values_are_finite(form):
     assert storage.load(stored, 4).isfinite().all()
 
 
+@pytest.mark.parametrize("form", storage.DTYPES)
+def test_residuals_of_the_largest_values_are_finite(form):
+    """bf16 would round them to infinity."""
+    residual = feedback.Residuals(rule_of(f"residual:storage={form}"), 2).get("a", 1000, CPU)
+    send(pycomm.codec("topk:0.01"), residual, torch.full((1000,), torch.finfo(torch.float32).max))
+    owed = residual.current("worker")
+    assert owed.isfinite().all()
+    # int8 drops blocks that are too large for its scale.
+    assert owed.max() > 3e38 or form == "int8"
+
+
 def test_reset_starts_the_average_anew():
     codec, numel = pycomm.codec("int4"), 100
     residuals = feedback.Residuals(rule_of("ema:0.8,reset=4"), 2)
@@ -209,8 +220,10 @@ def test_other_owners_change_nothing_of_what_is_owed():
     residuals = feedback.Residuals(Feedback(), 3)
     residual = residuals.get("a", 100, CPU)
     for pair in (residual.worker, residual.owner):
-        pair[residual.side].copy_(torch.randn(100))
+        for side in pair:  # the other side holds values of two steps ago
+            side.copy_(torch.randn(100))
     residual.use("here", 3)
+    residual.commit(1)
     before, mine = residuals.added("a", 0, 100), residual.current("worker").clone()
     residual.use("elsewhere", 3)
     # The tolerance is float32 round-off of three times an owner's error and a third of that.
@@ -221,6 +234,20 @@ def test_other_owners_change_nothing_of_what_is_owed():
     residual.commit(7)
     assert not residual.current("owner").any()
     assert residuals.ages(9) == {"a": 2}
+
+
+def test_a_residual_that_is_paid_leaves_its_momentum():
+    residuals = feedback.Residuals(rule_of("momentum:0.9,storage=float32"), 2)
+    residual = residuals.get("a", 4, CPU)
+    for pair in (residual.worker, residual.momentum):
+        pair[residual.side].copy_(torch.arange(4.0))
+    residuals.drop("a")
+    assert residuals["a"].worker is None
+    assert residuals["a"].current("momentum").tolist() == [0, 1, 2, 3]
+    plain = feedback.Residuals(Feedback(), 2)
+    plain.get("a", 4, CPU)
+    plain.drop("a")
+    assert "a" not in plain
 
 
 # -------------------------------------------------------------------------------- text
