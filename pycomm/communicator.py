@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _C
+from pycomm import _C, launch
 from pycomm.arrays import check_own, check_part, core_dtype, count, pair, parts, reduce_op, span
-from pycomm.env import env
 from pycomm.errors import Error
 from pycomm.pieces import Piece, built, floats
 
@@ -117,19 +116,17 @@ class Communicator:
 
     @classmethod
     def from_env(cls, store_folder: str, **options: Any) -> Communicator:
-        """Join the group that ``RANK`` and ``WORLD_SIZE`` describe, as torchrun sets them.
+        """Join the group that ``RANK`` and ``WORLD_SIZE`` describe, or `srun` or `mpirun`.
 
         Args:
             store_folder: a folder that all ranks share and that no earlier run has used.
             options: as for the constructor.
 
         Raises:
-            Error: one of the variables is not set.
+            Error: no launcher has set its variables.
         """
-        settings = env()
-        if settings.rank is None or settings.world_size is None:
-            raise Error("RANK and WORLD_SIZE are not set; start the script with torchrun")
-        return cls(Store.file(store_folder), settings.rank, settings.world_size, **options)
+        rank, size = launch.rank_and_size()
+        return cls(Store.file(store_folder), rank, size, **options)
 
     @property
     def core(self) -> _C.Communicator:
