@@ -138,7 +138,7 @@ class Bucket:
             op: "all_reduce", "reduce_scatter" or "all_gather".
             tensor: the values; always of one dtype and device.
         """
-        native = backend.find(group, tensor.device)
+        native = backend.find_native(group, tensor.device)
         if native is None or tensor.is_cpu:
             return native
         if self._taken is None:

@@ -250,7 +250,7 @@ class BucketReducer:
         work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         self._finite.append(lambda: verdict == [True])
         plain: torch.futures.Future[torch.Tensor]
-        if backend.find(self.process_group, tensor.device):
+        if backend.find_native(self.process_group, tensor.device):
             plain = load_c10d().then(work, finish)
         else:
             plain = work.get_future().then(lambda future: finish(future.value()))
@@ -264,7 +264,7 @@ class BucketReducer:
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self._numbers[name] for name in names]
-            native = backend.find(self.process_group) if device.type == "cpu" else None
+            native = backend.find_native(self.process_group) if device.type == "cpu" else None
             levels = native.levels if native and self.rows == 1 else ()
             bucket = Bucket(
                 decisions, numbers, self.residuals, device, rows=self.rows, levels=levels
