@@ -1,5 +1,5 @@
-// Schedules for Python: the index arithmetic of collectives and the seeds of hops, for tests and for
-// the hooks that code without the communicator.
+// Schedules for Python: the index arithmetic of collectives and the seeds of hops, for tests and
+// for the hooks that code without the communicator.
 #include "collectives/common/schedule.h"
 
 #include <pybind11/stl.h>

@@ -11,12 +11,15 @@
 
 #include "core/error.h"
 #include "transports/tcp/connect/control.h"
+#include "transports/tcp/net/buffers.h"
 #include "transports/tcp/net/congestion.h"
 
 namespace pycomm::tcp {
 
 // The interval at which channels that nobody drives repeat what must be sent again.
 constexpr auto kTickInterval = Milliseconds(2);
+// The interval at which the connections of several paths are looked at.
+constexpr auto kPathInterval = Milliseconds(200);
 // The pause between two attempts to send an abort.
 constexpr auto kAbortResendPause = Milliseconds(20);
 // The interrupt check runs at least this often during the set-up, however much there is to do.
@@ -139,6 +142,7 @@ void Connector::run() {
       process_requests();
       reconnect();
       turn();
+      if (directory_.paths() > 1) control_->leave_silent_paths();
       tick_again_ = on_tick_();
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -233,6 +237,7 @@ bool Connector::wait() {
   }
   if (deaf) wake = std::min(wake, accept_backoff_until_);
   if (tick_again_) wake = std::min(wake, Clock::now() + kTickInterval);
+  if (directory_.paths() > 1) wake = std::min(wake, Clock::now() + kPathInterval);
   const size_t first = polls.size();
   for (const Outgoing& out : outgoing_) {
     wake = std::min(wake, out.wake);
@@ -294,7 +299,7 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
     }
     return;
   }
-  choose_send_buffer(sock.get());
+  choose_buffers(sock.get(), directory_.paths() > 1);
   LaneState& lane_state = link.lane_states[hello.lane];
   lane_state.fresh.push_back({hello.socket, hello.generation, std::move(sock)});
   if (first) lane_state.missing--;

@@ -64,6 +64,9 @@ struct PeerDirectory {
   bool bound = false;         ///< the user has named the interfaces, so connections leave by them
   bool crowded = false;       ///< this rank and the peers of its host outnumber their CPUs
   std::vector<Peer> peers;    ///< ascending
+
+  /// Returns the number of paths to each peer: our i-th interface and the peer's i-th.
+  size_t paths() const { return interfaces.size(); }
 };
 
 /// Chooses the interfaces, listens there, and exchanges addresses with `peers` through the store.
