@@ -65,9 +65,8 @@ void Connector::return_later(Link& link, const Hello& hello) {
 
 // True for a return whose socket has been connected again since, or is about to be.
 bool Connector::is_outdated(const Outgoing& out) const {
-  const SocketState& place =
-      this->place({out.link->peer.rank, out.hello.lane, out.hello.socket, 0});
-  return place.broken || place.generation + 1 != out.hello.generation;
+  const SocketState& state = state_of({out.link->peer.rank, out.hello.lane, out.hello.socket, 0});
+  return state.broken || state.generation + 1 != out.hello.generation;
 }
 
 // Where there is another path, a silent one is left soon: a packet that was lost is a second late.
