@@ -151,7 +151,7 @@ MUTANTS = (
         "csrc/collectives/algorithms/context.cpp",
         "mesh_.check(Lane::collective);",
         "",
-        ALGORITHMS + "test_a_rank_that_leaves_ends_the_call_everywhere",
+        "tests/faults/test_abort.py::test_abort_unblocks_everybody",
     ),
     Mutant(
         "channels-wait-without-a-deadline",

@@ -181,8 +181,7 @@ MUTANTS = (
         "pycomm/reduction/coding.py",
         "seed = hop_seed(seed, row)",
         "pass",
-        "tests/torch/reduction/test_compressed_collectives.py::"
-        "test_any_backend_gives_the_bits_of_cpp",
+        "tests/torch/reduction/test_batched_buckets.py::test_one_call_has_the_bits_of_many",
     ),
     Mutant(
         "owner-rounds-as-a-worker",
@@ -190,8 +189,7 @@ MUTANTS = (
         "pycomm/reduction/coding.py",
         "OWNER_HOP, 0, 1",
         "self.rank, 0, 1",
-        "tests/torch/reduction/test_compressed_collectives.py::"
-        "test_any_backend_gives_the_bits_of_cpp",
+        "tests/torch/reduction/test_batched_buckets.py::test_one_call_has_the_bits_of_many",
     ),
     Mutant(
         "payload-of-an-impossible-size-read",

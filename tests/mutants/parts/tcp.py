@@ -66,10 +66,6 @@ MUTANTS = (
         "message.frames == 0",
         "tests/transports/test_channels.py "
         "tests/transports/tcp/test_transport.py::test_sockets_share_a_message",
-        escapes=(
-            "The next frame is cut as soon as the last one is written, so a message has none "
-            "in use only if a socket is full exactly at the end of one."
-        ),
     ),
     Mutant(
         "message-done-before-its-checksum-is-sent",
@@ -131,6 +127,10 @@ MUTANTS = (
         "hello.generation < state.generation",
         "hello.generation <= state.generation",
         HEALS + "test_what_was_said_on_a_connection_that_stood_for_one_end_alone_is_repeated",
+        escapes=(
+            "The new connection is closed again, so the peer makes another one, of the next "
+            "generation."
+        ),
     ),
     Mutant(
         "connection-made-anew-without-a-new-number",
@@ -146,10 +146,8 @@ MUTANTS = (
         "csrc/transports/tcp/connect/connector.cpp",
         "ask_again(link);",
         "",
-        HEALS
-        + "test_all_connections_cut_between_calls "
-        + HEALS
-        + "test_words_that_were_cut_off_at_the_end_are_repeated",
+        "tests/transports/tcp/test_reconnect.py::"
+        "test_a_request_to_connect_that_was_cut_off_is_repeated",
     ),
     Mutant(
         "abort-not-repeated-to-who-does-not-read",

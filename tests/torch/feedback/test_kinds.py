@@ -195,11 +195,31 @@ def test_stored_values_are_finite(form):
     assert storage.load(stored, 4).isfinite().all()
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
 @pytest.mark.parametrize("form", storage.DTYPES)
-def test_residuals_of_the_largest_values_are_finite(form):
+def test_residuals_of_the_largest_values_are_finite(form, native):
     """bf16 would round them to infinity."""
-    residual = feedback.Residuals(rule_of(f"residual:storage={form}"), 2).get("a", 1000, CPU)
-    send(pycomm.codec("topk:0.01"), residual, torch.full((1000,), torch.finfo(torch.float32).max))
+    rule, codec = rule_of(f"residual:storage={form}"), pycomm.codec("topk:0.01")
+    residual = Residual(rule, 1000, CPU)
+    x = torch.full((1000,), torch.finfo(torch.float32).max)
+    if native:
+        assert residual.worker is not None
+        payload = torch.empty(codec.encoded_bytes(1000), dtype=torch.uint8)
+        codec.native.encode_fed(
+            x.data_ptr(),
+            1000,
+            payload.data_ptr(),
+            kind=_C.FeedbackKind.residual,
+            storage=_C.FeedbackStorage.__members__[form],
+            decay=rule.decay,
+            nesterov=False,
+            error=(residual.worker[0].data_ptr(), residual.worker[1].data_ptr()),
+            momentum=(0, 0),
+            scratch=_C.FeedbackScratch(),
+        )
+        residual.commit(1)
+    else:
+        send(codec, residual, x)
     owed = residual.current("worker")
     assert owed.isfinite().all()
     # int8 drops blocks that are too large for its scale.
