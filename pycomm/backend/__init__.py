@@ -48,8 +48,14 @@ def create(given: Any, options: Options | None) -> Backend:
     options.group_name = given.group_id
     options.global_ranks_in_group = given.global_ranks_in_group
     let_groups_allocate_buckets()
+    parent = find()
     made: Backend = c10d.Backend(
-        given.store, given.group_rank, given.group_size, options, given.group_id, find()
+        given.store,
+        given.group_rank,
+        given.group_size,
+        options,
+        given.group_id,
+        parent if isinstance(parent, c10d.Backend) else None,
     )
     return made
 

@@ -39,6 +39,9 @@ def seconds(timeout: timedelta) -> float:
     return LONGEST if given < -LONGEST else max(given, 0.0)
 
 
+_wrapped: set[Group] = set()
+
+
 class Group(_distributed_c10d.Backend):
     """A group of ranks.
 
@@ -94,6 +97,9 @@ class Group(_distributed_c10d.Backend):
             made.parent, made.parent_ranks = above.core, ranks
         core = _C.Communicator(_C.Store.of(requests), rank, size, made)
         self._engine = Engine(core, requests, self._group)
+        if _distributed_c10d.get_debug_level() == _distributed_c10d.DebugLevel.DETAIL:
+            # Torch's wrapper for debugging keeps the part of this object that is in C++ alone.
+            _wrapped.add(self)
         weak = weakref.ref(store)
         monitor.join(
             core.trace(), lambda k, v: _alive(weak).set(k, v), lambda k: _look(_alive(weak), k)
@@ -348,6 +354,7 @@ class Group(_distributed_c10d.Backend):
         if engine is None or engine.in_child():
             return
         engine.finish()  # callbacks may still issue operations
+        _wrapped.discard(self)
         self._last_error = engine.error
         self._engine = None
 

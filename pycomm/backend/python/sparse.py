@@ -35,7 +35,7 @@ def sum_over_ranks(core: _C.Communicator, tensor: torch.Tensor, seconds: float) 
         total = torch.sparse_coo_tensor(
             torch.cat(indices, 1), torch.cat(values, 0), tensor.shape, check_invariants=False
         )
-        tensor.detach().copy_(total.coalesce())
+        tensor.copy_(total.coalesce())
 
 
 def _gather_uneven(

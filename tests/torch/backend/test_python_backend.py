@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
 
@@ -176,19 +178,28 @@ def test_a_tensor_whose_memory_is_gone_is_refused():
 # ------------------------------------------------------------------ the whole
 
 
-def joined(store, rank, ranks, *, python: bool) -> None:
-    """Make the default group with the implementation that is asked for."""
+@contextmanager
+def joined(store, rank, ranks, *, python: bool) -> Iterator[None]:
+    """Have a default group, and others, of the implementation that is asked for."""
     module = choice._python() if python else choice.ready_c10d()
     with mock.patch.object(backend, "load", return_value=module):
         dist.init_process_group(
             "pycomm", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
         )
-    assert (backend.find_native() is None) == python
-    assert backend.find() is not None
+        assert (backend.find_native() is None) == python
+        assert backend.find() is not None
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def _every_operation(rank, ranks, store, mixed):
-    joined(store, rank, ranks, python=not mixed or rank % 2 == 1)
+    with joined(store, rank, ranks, python=not mixed or rank % 2 == 1):
+        _operations(rank, ranks)
+
+
+def _operations(rank, ranks):
     mine = torch.arange(5, dtype=torch.float32) + rank
     everybody = [torch.arange(5, dtype=torch.float32) + r for r in range(ranks)]
     total = sum(everybody)
@@ -260,8 +271,6 @@ def _every_operation(rank, ranks, store, mixed):
         x = mine.clone()
         dist.all_reduce(x, group=half)
         same(x, everybody[0] + everybody[1])
-    dist.monitored_barrier() if dist.get_backend() == "gloo" else None
-    dist.destroy_process_group()
 
 
 @needs_torch
@@ -276,17 +285,15 @@ def test_every_operation_equals_torchs_also_beside_ranks_with_the_binary(pool, r
 def _compressed_ddp(rank, ranks, store, python):
     import pycomm
 
-    joined(store, rank, ranks, python=python)
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(512, 64))
-    pycomm.compress(model, "int4")
-    for step in range(3):
-        model.zero_grad()
-        inputs = torch.randn(8, 512, generator=torch.Generator().manual_seed(10 * step + rank))
-        model(inputs).square().sum().backward()
-    gradient = model.module.weight.grad.clone()
-    dist.destroy_process_group()
-    return gradient
+    with joined(store, rank, ranks, python=python):
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(512, 64))
+        pycomm.compress(model, "int4")
+        for step in range(3):
+            model.zero_grad()
+            inputs = torch.randn(8, 512, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(inputs).square().sum().backward()
+        return model.module.weight.grad.clone()
 
 
 @needs_torch
@@ -297,15 +304,14 @@ def test_compressed_ddp_has_the_bits_of_the_binary(pool):
 
 
 def _failures(rank, ranks, store):
-    joined(store, rank, ranks, python=True)
-    with pytest.raises(Error, match=rf"rank {rank}: all_gather: needs a list of 2 tensors"):
-        dist.all_gather([torch.ones(1)], torch.ones(1))
-    work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
-    with pytest.raises(WireMismatch):
-        work.wait()
-    with pytest.raises(WireMismatch):
-        dist.barrier()
-    dist.destroy_process_group()
+    with joined(store, rank, ranks, python=True):
+        with pytest.raises(Error, match=rf"rank {rank}: all_gather: needs a list of 2 tensors"):
+            dist.all_gather([torch.ones(1)], torch.ones(1))
+        work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
+        with pytest.raises(WireMismatch):
+            work.wait()
+        with pytest.raises(WireMismatch):
+            dist.barrier()
 
 
 @needs_torch
@@ -314,14 +320,13 @@ def test_errors_come_with_their_type(pool):
 
 
 def _leave(rank, ranks, store):
-    joined(store, rank, ranks, python=True)
-    dist.barrier()
-    if rank == 1:
-        os._exit(3)
-    with pytest.raises(PeerLost) as lost:
-        dist.all_reduce(torch.ones(4), async_op=True).wait()
-    assert lost.value.ranks == [1]
-    dist.destroy_process_group()
+    with joined(store, rank, ranks, python=True):
+        dist.barrier()
+        if rank == 1:
+            os._exit(3)
+        with pytest.raises(PeerLost) as lost:
+            dist.all_reduce(torch.ones(4), async_op=True).wait()
+        assert lost.value.ranks == [1]
 
 
 @needs_torch
