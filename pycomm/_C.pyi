@@ -75,6 +75,7 @@ def simd_level() -> str: ...
 class FeedbackKind:
     residual: ClassVar[FeedbackKind]
     ema: ClassVar[FeedbackKind]
+    decay: ClassVar[FeedbackKind]
     momentum: ClassVar[FeedbackKind]
     ef21: ClassVar[FeedbackKind]
     __members__: ClassVar[dict[str, FeedbackKind]]

@@ -74,7 +74,7 @@ class Bucket:
             if levels and kind in ("momentum", "ef21"):
                 raise ValueError(
                     f"feedback of the kind {kind} needs ranks that send for themselves, and here "
-                    "nodes do; use residual or ema, or PYCOMM_ALGO=flat"
+                    "nodes do; use residual, ema or decay, or PYCOMM_ALGO=flat"
                 )
             keeps_errors = residuals is not None and residuals.rule.keeps_errors(decision.codec)
             if residuals is not None and (keeps_errors or name in residuals or kind == "momentum"):

@@ -308,8 +308,8 @@ MUTANTS = (
         "infinite-round-applied",
         "check",
         "pycomm/local_sgd.py",
-        "not all(part.isfinite().all() for part in gradient.values())",
-        "False",
+        "all(values.isfinite().all() for values in gradient.values())",
+        "True",
         LOCAL + "test_a_round_that_is_not_finite_leaves_no_trace",
     ),
     Mutant(
@@ -324,8 +324,8 @@ MUTANTS = (
         "pending-round-not-saved",
         "state",
         "pycomm/local_sgd.py",
-        "None if pending is None else _copies(pending),",
-        "None,",
+        "pending = self._parts.index(part), _copies(gradient), self._countdown",
+        "pass",
         LOCAL + "test_saved_state_continues_to_the_bit",
     ),
     # ------------------------------------------------------------------ hooks
