@@ -29,7 +29,7 @@ CXX_LAYERS = {
 PYTHON_LAYERS = (
     {"bench"},
     {"_autoload"},
-    {"run", "compress", "local_sgd", "plan", "doctor", "__main__"},
+    {"run", "compress", "local_sgd", "optim", "plan", "doctor", "__main__"},
     {"hooks"},
     {"reduction"},
     {"policy", "feedback", "monitor", "trace"},
