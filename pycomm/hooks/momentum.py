@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.codecs import Codec
+from pycomm.errors import Error
 from pycomm.hooks.ddp import HookState
 from pycomm.policy import Policy
 from pycomm.reduction.bucket import Bucket
@@ -99,6 +101,16 @@ class MomentumState(HookState):
         return {n for n, moment in self.moments.items() if moment.parameter.grad is not None}
 
     # ------------------------------------------------------------------ steps
+
+    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """See `HookState`."""
+        if self.moments and torch._C._current_graph_task_id() == -1:
+            raise Error(
+                f"rank {self.process_group.rank()}: Join shadows this rank, which has no more data "
+                "and takes no more steps, so its momentum is not that of the others: give all "
+                "ranks equally many batches, or use pycomm.compress"
+            )
+        return super().reduce_bucket(bucket)
 
     def begin_step(self) -> None:
         """See `CompressionState`: a step also begins after gradients that were thrown away."""

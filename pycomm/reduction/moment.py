@@ -31,8 +31,8 @@ FLOOR = 0.1
 for long would otherwise dominate the block in which they are coded."""
 _TINY = 1e-30
 LIMIT = 50.0
-"""Most that a coordinate moves in a step, in learning rates: a bound for second moments that are
-some steps old. A value that waited for hundreds of steps moves it by dozens."""
+"""Most that a coordinate moves in a step, in learning rates, while second moments are some steps
+old. A value that waited for hundreds of steps moves it by dozens."""
 
 
 class CodedMoment:
@@ -157,7 +157,7 @@ class CodedMoment:
         if self._again and self.base is not None:
             gradient.sub_(self.base.reshape(-1))
         matrix = gradient.view(self.rows, self.columns)
-        squares = (matrix.float() / scale).square_()
+        squares = matrix.square() if scale == 1 else (matrix.float() / scale).square_()
         self._fresh[: self.rows] += squares.sum(1)
         self._fresh[self.rows : -EXTRA] += squares.sum(0)
 
@@ -178,11 +178,14 @@ class CodedMoment:
         row, column = self._scale
         beta = self.beta
         matrix = values.view(self.rows, self.columns)
-        matrix.mul_((1 - beta) / scale)
-        if not self._again:
+        if scale != 1:
+            matrix.mul_(1 / scale)
+        if self._again:
+            matrix.mul_(1 - beta)
+        elif beta > 0:
             momentum = self.state["exp_avg"].view(self.rows, self.columns)
-            matrix.add_(momentum.to(matrix.dtype), alpha=beta)
-        matrix.div_(row[:, None]).div_(column)
+            matrix.lerp_(momentum.to(matrix.dtype), beta)
+        matrix.mul_(1 / row[:, None]).mul_(1 / column)
         if residual is not None and residual.worker is not None:
             left = residual.load_worker()
             self._fresh[-2] = left.square().sum()
@@ -236,18 +239,23 @@ class CodedMoment:
         state["exp_avg"].copy_(parameter.grad)
         state["step"] += 1
         correction = 1 - float(beta1) ** float(state["step"])
-        row, column = state["row"], state["column"]
         weight = float(state["moment_weight"])
-        total = float(row.sum()) * weight
-        if total <= 0:
+        if weight == 0:
             return
-        root = (row / total).sqrt_()
-        denominators = torch.outer(root, column.sqrt()).add_(float(self.settings["eps"]))
-        moved = state["exp_avg"].view(self.rows, self.columns).float() / denominators
-        moved.clamp_(-LIMIT * correction, LIMIT * correction)
-        parameter.mul_(1 - lr * weight_decay)
-        moved = moved.to(parameter.dtype).view_as(parameter)
-        parameter.add_(moved, alpha=-lr / correction)
+        # eps^2 is added to every square, so that no denominator is below eps and all of them are
+        # products of a row's and a column's factor (Shazeer and Stern 2018, algorithm 4).
+        least = weight * max(float(self.settings["eps"]), 1e-12) ** 2
+        row, column = state["row"] + least * self.columns, state["column"] + least * self.rows
+        by_row = (row / (float(row.sum()) * weight)).rsqrt_()[:, None]
+        by_column = column.rsqrt()
+        moved = state["exp_avg"].view(self.rows, self.columns).float() * by_row
+        if self._steps:  # second moments of an earlier step
+            moved.mul_(by_column).clamp_(-LIMIT * correction, LIMIT * correction)
+            by_column.fill_(1.0)
+        if weight_decay:
+            parameter.mul_(1 - lr * weight_decay)
+        matrix = parameter.view(self.rows, self.columns)
+        matrix.addcmul_(moved.to(matrix.dtype), by_column, value=-lr / correction)
 
 
 def _scales(
