@@ -99,6 +99,8 @@ class Bucket:
         self.batched: dict[tuple[str, int, int], Any] = {}
         """By operation, rank and number of ranks: the `Batched` that codes the bucket in C++ where
         Python moves its payloads."""
+        self.single: Any = None
+        """The `SingleCoding` that averages the bucket, if it is averaged so."""
         self._native: Layout | None = None
         self._taken: bool | None = None  # whether a backend on a device reduces this bucket
 
