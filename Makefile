@@ -7,7 +7,7 @@
 #   make mutants      make small mistakes in the sources, one at a time, and see whether the tests notice
 #   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
-#   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
+#   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train, DeepSpeed and a script for Horovod, on pycomm and on Gloo
 #   make world        test the files for schedulers, on a Slurm that it starts and stops (root; slurm-wlm, munge)
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
 #   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
