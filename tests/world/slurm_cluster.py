@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench.netlab import Netlab, Unavailable
+from pycomm.bench.netlab import Unavailable
+from tests.world.nodes import Nodes
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 
@@ -71,7 +72,7 @@ class SlurmCluster:
         if os.geteuid() != 0:
             raise Unavailable("slurmd starts jobs as their users, and needs root")
         self.folder = folder
-        self._lab = Netlab(nodes, "unlimited")
+        self.nodes = Nodes(folder, [[f"node{node + 1}"] for node in range(nodes)])
         self._daemons: list[subprocess.Popen[bytes]] = []
         try:
             self._start(nodes)
@@ -86,8 +87,6 @@ class SlurmCluster:
         key = self.folder / "munge/key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
-        hosts = [f"10.77.0.{node} node{node}" for node in range(1, nodes + 1)]
-        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
         config = CONFIG.format(folder=self.folder, nodes=nodes)
         (self.folder / "slurm.conf").write_text(config)
         munge = {name: f"{self.folder}/munge/{name}" for name in ("socket", "pid", "log", "seed")}
@@ -111,16 +110,6 @@ class SlurmCluster:
             self._daemon(node, ["slurmd", "-D", "-N", f"node{node + 1}"])
         until(lambda: self.states() == ["idle"] * nodes, 60, self._log)
 
-    def wrap(self, node: int) -> list[str]:
-        """Return the words that run a command on a node: its network, host name and /etc/hosts."""
-        lines = [
-            f"hostname node{node + 1}",
-            f"mount --bind {shlex.quote(str(self.folder / 'hosts'))} /etc/hosts",
-            'exec "$@"',
-        ]
-        own = ["unshare", "--mount", "--uts", "sh", "-ec", "\n".join(lines), "sh"]
-        return [*self._lab.wrap(node), *own]
-
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
         return kept | {"SLURM_CONF": str(self.folder / "slurm.conf")}
@@ -131,7 +120,7 @@ class SlurmCluster:
         with open(self.folder / "daemons.log", "ab") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    [*self.wrap(node), program, *command[1:]],
+                    [*self.nodes.wrap(node), program, *command[1:]],
                     env=self.environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -142,7 +131,7 @@ class SlurmCluster:
     def run(self, *command: str, **options: Any) -> str:
         """Run a command on the first node, and return what it prints."""
         done = subprocess.run(
-            [*self.wrap(0), *command],
+            [*self.nodes.wrap(0), *command],
             env=self.environment() | options.pop("env", {}),
             capture_output=True,
             text=True,
@@ -175,7 +164,7 @@ class SlurmCluster:
                 daemon.kill()
                 daemon.wait()
         self._daemons = []
-        self._lab.close()
+        self.nodes.close()
 
     def __enter__(self) -> SlurmCluster:
         return self

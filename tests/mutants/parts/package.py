@@ -260,4 +260,28 @@ MUTANTS = (
         "total.add_(count)",
         "tests/torch/local_sgd/test_streams.py",
     ),
+    Mutant(
+        "horovod-average-for-sum",
+        "arithmetic",
+        "pycomm/horovod/optimizer.py",
+        "size() if self.op is Op.Sum else 1",
+        "1",
+        "tests/torch/horovod/test_horovod.py",
+    ),
+    Mutant(
+        "horovod-unused-gradient-of-the-last-step",
+        "state",
+        "pycomm/horovod/optimizer.py",
+        "view.zero_()  # no backward on this rank has used it",
+        "pass",
+        "tests/torch/horovod/test_horovod.py",
+    ),
+    Mutant(
+        "slurm-tasks-of-the-job",
+        "rank",
+        "pycomm/launch.py",
+        '_number(given, "SLURM_STEP_NUM_TASKS")',
+        '_number(given, "SLURM_NTASKS")',
+        "tests/launch/test_launch.py",
+    ),
 )
