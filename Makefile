@@ -7,6 +7,7 @@
 #   make mutants      make small mistakes in the sources, one at a time, and see whether the tests notice
 #   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
+#   make portable     test the bytes of older x86-64 processors and of aarch64, under an emulator
 #   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
 #   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
@@ -31,7 +32,7 @@ TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-.PHONY: build demo test lint soak mutants bench conformance trainers gpu wheel torches docs asan tsan clean
+.PHONY: build demo test lint soak mutants bench conformance portable trainers gpu wheel torches docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -66,6 +67,9 @@ bench: build
 
 conformance: build $(VENV)/dev.stamp
 	$(PY) -m tests.conformance
+
+portable: build $(VENV)/dev.stamp
+	$(PY) -m tests.portable
 
 trainers: build $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers
