@@ -265,9 +265,15 @@ class BucketReducer:
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self._numbers[name] for name in names]
             native = backend.find(self.process_group) if device.type == "cpu" else None
-            levels = native.levels if native and self.rows == 1 else ()
+            owned = native if native and self.rows == 1 else None
             bucket = Bucket(
-                decisions, numbers, self.residuals, device, rows=self.rows, levels=levels
+                decisions,
+                numbers,
+                self.residuals,
+                device,
+                rows=self.rows,
+                levels=owned.levels if owned else (),
+                shares=owned.shares if owned else (),
             )
             self._buckets[names] = bucket
         return bucket
