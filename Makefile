@@ -25,6 +25,7 @@ TRAINERS := .venv-trainers
 PY := $(VENV)/bin/python
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PIP := $(PY) -m pip install -qq --no-compile
+BUILD_TOOLS := setuptools==84.2.1 wheel==0.48.0 pybind11==3.1.0 cmake==4.4.4 ninja==1.13.2
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Two workers, since compilers and ranks compete for the processor. A file's tests stay together, since they
 # share the processes that they start.
@@ -34,6 +35,7 @@ TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
+.NOTPARALLEL:
 .PHONY: build demo test lint soak mutants bench conformance portable trainers world gpu wheel torches docs asan tsan clean
 
 build: $(VENV)/run.stamp
@@ -42,10 +44,10 @@ build: $(VENV)/run.stamp
 demo: build
 	$(PY) -m pycomm.bench.demo
 
-test: build $(VENV)/dev.stamp
+test: $(VENV)/dev.stamp build
 	$(PY) -m pytest --quiet $(TWO_AT_A_TIME)
 
-lint: $(VENV)/run.stamp $(VENV)/dev.stamp
+lint: $(VENV)/dev.stamp
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -124,14 +126,16 @@ $(VENV)/torch.stamp: $(VENV)/python.stamp
 
 $(VENV)/run.stamp: $(VENV)/torch.stamp pyproject.toml
 	@echo "installing pycomm in place (compiles the core, and one file against torch)"
-	@$(PIP) setuptools==84.2.1 wheel==0.48.0 pybind11==3.1.0 cmake==4.4.4 ninja==1.13.2
+	@$(PIP) $(BUILD_TOOLS)
 	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench]"
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/run.stamp
-	@echo "installing the tools of tests, lint and docs"
+# This one holds what the other does, so a fresh clone that is tested is installed once.
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "installing pycomm in place, with the tools of tests, lint and docs"
+	@$(PIP) $(BUILD_TOOLS)
 	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench,dev]"
-	@touch $@
+	@touch $(VENV)/run.stamp $@
 
 # The trainers' many packages have a separate environment, which uses the first one's torch.
 $(TRAINERS)/stamp: $(VENV)/dev.stamp pyproject.toml

@@ -185,7 +185,7 @@ MUTANTS = (
         "csrc/collectives/algorithms/context.cpp",
         "mesh_.check(Lane::collective);",
         "",
-        "tests/faults/test_abort.py::test_abort_unblocks_everybody",
+        "tests/faults/test_lost.py tests/faults/test_mismatch.py tests/faults/test_unequal.py",
     ),
     Mutant(
         "channels-wait-without-a-deadline",

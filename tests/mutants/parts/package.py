@@ -226,7 +226,7 @@ MUTANTS = (
         "pycomm/_build.py",
         'partial = folder / "partial.so"',
         "partial = folder / BINARY",
-        "tests/torch/backend/test_build.py",
+        "tests/torch/backend/test_build.py::test_no_rank_sees_a_binary_that_is_still_being_written",
     ),
     Mutant(
         "weights-without-the-number-of-ranks",

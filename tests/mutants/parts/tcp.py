@@ -66,6 +66,10 @@ MUTANTS = (
         "message.frames == 0",
         "tests/transports/test_channels.py "
         "tests/transports/tcp/test_transport.py::test_sockets_share_a_message",
+        escapes=(
+            "Only a socket that is full exactly at the end of a frame shows it, which tests "
+            "meet by chance."
+        ),
     ),
     Mutant(
         "message-done-before-its-checksum-is-sent",
