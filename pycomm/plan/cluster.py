@@ -15,7 +15,7 @@ from typing import Literal
 from pycomm.plan import units
 
 Mover = Literal["tcp", "dma", "bus"]
-"""What moves the bytes of a link: a core, through TCP; a device of each rank or node (an RDMA card,
+"""The mover of a link's bytes: a core, through TCP; a device of each rank or node (an RDMA card,
 NVLink, a copy engine); or a bus that the ranks of a node share."""
 
 GOODPUT = 0.95

@@ -74,7 +74,7 @@ class Bucket:
             if levels and kind in ("momentum", "ef21"):
                 raise ValueError(
                     f"feedback of the kind {kind} needs ranks that send for themselves, and here "
-                    "nodes do; use residual or ema, or PYCOMM_ALGO=flat"
+                    "nodes do; use residual, ema or decay, or PYCOMM_ALGO=flat"
                 )
             keeps_errors = residuals is not None and residuals.rule.keeps_errors(decision.codec)
             if residuals is not None and (keeps_errors or name in residuals or kind == "momentum"):
@@ -89,7 +89,7 @@ class Bucket:
         self.with_residual = [piece for piece in self.pieces if piece.residual is not None]
         """The pieces that have a residual."""
         self.has_factors = any(piece.codec.combine == "factors" for piece in self.pieces)
-        """Whether some pieces are reduced by factors, such as PowerSGD's."""
+        """Tells whether some pieces are reduced by factors, such as PowerSGD's."""
         text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
         if levels:
             text += f";levels={','.join(map(str, levels))}"
@@ -138,7 +138,7 @@ class Bucket:
             op: "all_reduce", "reduce_scatter" or "all_gather".
             tensor: the values; always of one dtype and device.
         """
-        native = backend.find(group, tensor.device)
+        native = backend.find_native(group, tensor.device)
         if native is None or tensor.is_cpu:
             return native
         if self._taken is None:

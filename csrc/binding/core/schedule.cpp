@@ -1,17 +1,14 @@
-// Schedules for Python: the index arithmetic of collectives, the queue and the seeds of hops, for
-// tests and for the hooks that code without the communicator.
+// Schedules for Python: the index arithmetic of collectives and the seeds of hops, for tests and
+// for the hooks that code without the communicator.
 #include "collectives/common/schedule.h"
 
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <utility>
 
-#include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "collectives/coded/coded.h"
 #include "collectives/common/select.h"
-#include "collectives/queue.h"
 #include "core/env.h"
 #include "core/reduce.h"
 
@@ -101,19 +98,6 @@ void bind_schedule(py::module_& m) {
                               seconds(found, Medium::tcp));
       },
       py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("algo"));
-
-  // The thread that runs an operation holds the GIL, a waiting one never does.
-  py::class_<Queue, std::shared_ptr<Queue>>(m, "Queue")
-      .def(py::init([] {
-        return std::shared_ptr<Queue>(new Queue, [](Queue* queue) {
-          const GilReleased release;
-          delete queue;
-        });
-      }))
-      .def("submit", &Queue::submit, py::arg("op"), py::call_guard<GilReleased>())
-      .def(
-          "run", [](Queue& queue, const std::function<void()>& op) { queue.run(op); },
-          py::arg("op"), py::call_guard<GilReleased>());
 }
 
 }  // namespace pycomm

@@ -47,6 +47,7 @@ void add_part(Layout& layout, size_t offset, size_t numel, const std::string& co
   memories.kind = one_of<Kind>("feedback", kind,
                                {{"residual", Kind::residual},
                                 {"ema", Kind::ema},
+                                {"decay", Kind::decay},
                                 {"momentum", Kind::momentum},
                                 {"ef21", Kind::ef21}});
   memories.storage = one_of<Storage>(

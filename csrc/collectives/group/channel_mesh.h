@@ -122,8 +122,8 @@ class ChannelMesh {
     bool pending() const { return channel && (last_send > sent() || last_recv > received()); }
   };
 
-  void meet(const Rendezvous& rendezvous, const CommunicatorOptions& options,
-            Membership& membership);
+  void connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
+               Membership& membership);
   Link& link(Lane lane, int peer) { return links_[static_cast<int>(lane)][peer]; }
   Channel& open(Lane lane, int peer);
   PeerStatus look(Lane lane, int rank);

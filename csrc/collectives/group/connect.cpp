@@ -100,15 +100,15 @@ ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& optio
   Membership membership(rendezvous, options);
   rendezvous.interrupt_check = [&membership] { membership.interrupt_check(); };
   try {
-    meet(rendezvous, options, membership);
+    connect(rendezvous, options, membership);
     membership.leave();
   } catch (...) {
     membership.give_up(std::current_exception());
   }
 }
 
-void ChannelMesh::meet(const Rendezvous& rendezvous, const CommunicatorOptions& options,
-                       Membership& membership) {
+void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
+                          Membership& membership) {
   roll_call(rendezvous, options, membership);
   const std::string& wanted = options.transport;
   const auto add = [&](std::unique_ptr<Transport> transport) {

@@ -36,7 +36,7 @@ class TcpTransport final : public Transport {
       : peers_(peers),
         pacer_(options.link_bytes_per_second),
         control_(options.rank_state),
-        connector_(rendezvous, meet(rendezvous, peers, options)),
+        connector_(rendezvous, exchange_addresses(rendezvous, peers, options)),
         checks_payload_(options.checks == PayloadCheck::all ||
                         (options.checks == PayloadCheck::leaving_host && !options.tls &&
                          !all_loopback(connector_.directory().interfaces))),

@@ -39,7 +39,7 @@ MUTANTS = (
         "csrc/collectives/common/select.cpp",
         "cost.folded * price.fold",
         "0.0",
-        "tests/collectives/test_select.py",
+        "tests/collectives/test_select.py::test_bytes_that_are_summed_take_time",
     ),
     Mutant(
         "own-data-not-scaled",
@@ -151,7 +151,7 @@ MUTANTS = (
         "csrc/collectives/algorithms/context.cpp",
         "mesh_.check(Lane::collective);",
         "",
-        ALGORITHMS + "test_a_rank_that_leaves_ends_the_call_everywhere",
+        "tests/faults/test_abort.py::test_abort_unblocks_everybody",
     ),
     Mutant(
         "channels-wait-without-a-deadline",

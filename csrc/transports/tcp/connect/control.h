@@ -58,6 +58,9 @@ class Control {
   /// True if the peer has sent its close or has died.
   bool gone(int rank) const;
 
+  /// Treats connections whose path is silent (tcp/net/buffers.h) as cut, where another path may
+  /// serve.
+  void leave_silent_paths();
   /// True while a connection is cut and not yet made again.
   bool cut_off() const;
 
@@ -96,6 +99,7 @@ class Control {
   Peer* first_death() const;
   void watch(Peer& peer);
   void take_in(Peer& peer);
+  void lose(Peer& peer);
   void on_message(Peer& peer, const Message& message);
   void end_group(const Message& message) noexcept;
   void tell(Peer& peer, Message message) noexcept;

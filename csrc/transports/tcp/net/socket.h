@@ -65,10 +65,6 @@ bool has_caller(int listener);
 /// writable. `from` is the local address to leave by, or null for the route's. `error` gets an
 /// immediate error, else 0. Empty if there can be no socket.
 Fd connect_to(const Address& to, const Address* from, int& error);
-/// Must be called on both ends of a new connection. On a short path little is in flight, and the
-/// bytes that a send buffer holds beyond that have left the processor's cache before they are read
-/// again: there the buffer stays small instead of growing to megabytes.
-void choose_send_buffer(int fd);
 /// Sets from how many bytes on a socket counts as readable.
 void set_wake_bytes(int fd, size_t bytes);
 /// Returns the pending error of a socket, 0 if none.
