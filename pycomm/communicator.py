@@ -26,8 +26,7 @@ class Communicator:
     """A group of ranks and its collectives.
 
     Calls block until this rank's part is done, one collective at a time. Results have the same bits
-    on all ranks: every element is reduced by one rank, in rank order; on several nodes, node
-    by node (``docs/algorithms.md``).
+    on all ranks: one rank reduces an element, in rank order or by nodes (``docs/algorithms.md``).
 
     Args:
         store: rendezvous store; ``Store.file(folder)`` for processes that share a folder,
@@ -36,9 +35,8 @@ class Communicator:
         size: number of ranks.
         group: unique name among the groups of this store.
         timeout: seconds that the rendezvous, and by default every operation, may take.
-        transport: "auto" (shared memory where it reaches, else TCP), "shm", "tcp" or "local"
-            (ranks are threads of this process).
-        algo: "auto", or the algorithm of the operations that have it (``docs/algorithms.md``).
+        transport: "auto" (shared memory, else TCP), "shm", "tcp" or "local" (threads).
+        algo: "auto", or the algorithm of the operations that have it (docs/algorithms.md).
         sockets: TCP sockets per peer.
         congestion: TCP's congestion control, by the kernel's name, or "auto".
         checksum: the part of TCP frames that checksums cover: "payload" (and header), "header"
@@ -47,11 +45,11 @@ class Communicator:
         check: "results": differing results are an error (docs/reliability.md); "none".
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
+        rate: what this host's link carries: "100mbit", or "20mbit/50mbit" (sent and received).
         parent: an existing group with these ranks: it detects deaths during the rendezvous.
         parent_ranks: the ranks' numbers in ``parent``; empty: the same as here.
         segment_bytes: for tests: size of the pieces in which channels pipeline.
-        nodes: for tests: the node of each rank. Ranks of different nodes share no memory and
-            communicate over TCP. Empty: the actual nodes.
+        nodes, sites: for tests: the node and the site of each rank; TCP connects the nodes.
 
     Options that are not given come from the environment: see ``csrc/core/env.h``.
 
@@ -86,15 +84,17 @@ class Communicator:
         check: str | None = None,
         interface: str | None = None,
         link_bytes_per_second: float | None = None,
+        rate: str | None = None,
         parent: Communicator | None = None,
         parent_ranks: Sequence[int] = (),
         segment_bytes: int = 0,
         nodes: Sequence[int] = (),
+        sites: Sequence[int] = (),
     ) -> None:
         options = _C.CommunicatorOptions()
         options.group = group
         options.segment_bytes = segment_bytes
-        options.nodes = list(nodes)
+        options.nodes, options.sites = list(nodes), list(sites)
         if parent:
             options.parent, options.parent_ranks = parent.core, list(parent_ranks or range(size))
         given = {
@@ -108,6 +108,7 @@ class Communicator:
             "check": check,
             "interface": interface,
             "link_bytes_per_second": link_bytes_per_second,
+            "rate": rate,
         }
         for name, value in given.items():
             if value is not None:

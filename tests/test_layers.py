@@ -29,7 +29,7 @@ CXX_LAYERS = {
 PYTHON_LAYERS = (
     {"bench"},
     {"_autoload"},
-    {"run", "compress", "horovod", "local_sgd", "plan", "doctor", "__main__"},
+    {"run", "compress", "horovod", "local_sgd", "optim", "plan", "doctor", "__main__"},
     {"hooks"},
     {"reduction"},
     {"policy", "feedback", "monitor", "trace"},

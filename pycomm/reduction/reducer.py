@@ -293,9 +293,15 @@ class BucketReducer:
             numbers = [self._numbers[name] for name in names]
             native = backend.find_native(self.process_group) if device.type == "cpu" else None
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
-            levels = native.levels if native and not alone else ()
+            owned = native if native and not alone else None
             bucket = Bucket(
-                decisions, numbers, self.residuals, device, rows=self.rows, levels=levels
+                decisions,
+                numbers,
+                self.residuals,
+                device,
+                rows=self.rows,
+                levels=owned.levels if owned else (),
+                shares=owned.shares if owned else (),
             )
             self._buckets[names] = bucket
         return bucket

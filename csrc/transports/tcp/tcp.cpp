@@ -86,6 +86,9 @@ class TcpTransport final : public Transport {
   void check() override { control_.check(); }
 
   Milliseconds round_trip() const override { return control_.round_trip(); }
+  std::chrono::microseconds round_trip(int rank) const override {
+    return control_.round_trip(rank);
+  }
   void ask() override { control_.ask(); }
   PeerStatus look(int rank) override { return control_.look(rank); }
 

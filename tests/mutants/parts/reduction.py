@@ -370,4 +370,37 @@ MUTANTS = (
         "if backend is None:\n                backend.compare",
         "tests/torch/hooks/test_replicas.py",
     ),
+    # ------------------------------------------------------------------ coded momentum
+    Mutant(
+        "momentum-and-delay-in-series",
+        "arithmetic",
+        "pycomm/reduction/moment.py",
+        "max(0.0, (beta1 - error) / (1 - error))",
+        "beta1",
+        "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "second-moments-are-sums-over-ranks",
+        "arithmetic",
+        "pycomm/hooks/momentum.py",
+        "received = self._sums.div_(self.process_group.size())",
+        "received = self._sums",
+        "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "a-second-backward-counts-the-first-again",
+        "residual",
+        "pycomm/reduction/moment.py",
+        "gradient.sub_(self.base.reshape(-1))",
+        "pass",
+        "tests/torch/optim/test_coded_adamw.py::test_two_backwards_before_a_step_add_up",
+    ),
+    Mutant(
+        "residuals-of-thrown-momentum-kept",
+        "residual",
+        "pycomm/hooks/momentum.py",
+        "self._thrown.update(n for n, moment in self.moments.items() if moment.base is None)",
+        "pass",
+        "tests/torch/optim/test_coded_adamw.py::test_gradients_that_are_thrown_away_leave_nothing",
+    ),
 )
