@@ -8,15 +8,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+LIMIT = 280  # seconds of one run
 
 
 @dataclass
@@ -79,24 +82,35 @@ def output_of(
     elif backend == "pycomm":
         takeover = "gloo"
     command += words
-    done = subprocess.run(
-        command,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
-            "OMP_NUM_THREADS": "1",
-            "PYCOMM_TAKEOVER": takeover,
-            "PYCOMM_RUN": run,
-            **trainer.environment,
-        },
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    with (folder / "output").open("w+") as output:
+        started = subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+                "OMP_NUM_THREADS": "1",
+                "PYCOMM_TAKEOVER": takeover,
+                "PYCOMM_RUN": run,
+                **trainer.environment,
+            },
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = started.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            started.terminate()  # torchrun ends its ranks, which have sessions of their own
+            with suppress(subprocess.TimeoutExpired):
+                started.wait(30)
+            pytest.fail(f"it takes more than {LIMIT} s: {(folder / 'output').read_text()}")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+        text = (folder / "output").read_text()
+        assert code == 0, text
+    return text
 
 
 def skip_without(trainer: Trainer) -> None:
