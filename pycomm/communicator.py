@@ -40,7 +40,7 @@ class Communicator:
         transport: "auto" (shared memory where it reaches, else TCP), "shm", "tcp" or "local"
             (ranks are threads of this process).
         algo: "auto", or the algorithm of the operations that have it (``docs/algorithms.md``).
-        sockets: TCP sockets per peer.
+        sockets: TCP sockets per peer; 0: 2, and 4 from a round trip of 10 ms on.
         congestion: TCP's congestion control, by the kernel's name, or "auto".
         checksum: the part of TCP frames that checksums cover: "payload" (and header), "header"
             alone, or "auto": payloads too, unless they stay on the host or are encrypted.

@@ -23,8 +23,9 @@ struct Env {
   /// PYCOMM_LINK: rate to which each rank paces what it sends by TCP, such as "1gbit" or
   /// "200mbit"; in bytes per second here, 0 for no limit. For trying out slow links without root.
   double link_bytes_per_second = 0;
-  /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16.
-  int sockets = 2;
+  /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16; equal on all ranks. 0, if it is not set: 2, and
+  /// 4 for a peer at a round trip of 10 ms or more.
+  int sockets = 0;
   /// PYCOMM_CONGESTION: TCP's congestion control of all connections, by the kernel's name ("cubic",
   /// "reno", "bbr"); it rules what this rank sends, so ranks need not agree. "auto": bbr for peers
   /// at a round trip of a millisecond or more, reno inside a host, else the system's.

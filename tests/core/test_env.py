@@ -27,7 +27,7 @@ def test_defaults():
         "transport": "auto",
         "algo": "auto",
         "link_bytes_per_second": 0.0,
-        "sockets": 2,
+        "sockets": 0,
         "congestion": "auto",
         "checksum": "auto",
         "check": "none",

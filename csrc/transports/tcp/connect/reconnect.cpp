@@ -45,7 +45,7 @@ void Connector::reconnect() {
 
 // Both ends may have noticed the cut, or one alone.
 void Connector::reconnect(const LostConnection& broken) {
-  if (broken.lane != kControl && broken.socket >= directory_.sockets) return;
+  if (broken.lane != kControl && broken.socket >= sockets(broken.rank, broken.lane)) return;
   SocketState& place = this->place(broken);
   if (!place.stood || place.broken || place.generation != broken.generation) return;
   place.broken = true;
@@ -74,7 +74,7 @@ void Connector::ask_again(Link& link) {
   if (link.peer.rank < rank_) return;
   for (int lane = 0; lane < kLanes; lane++) {
     LaneState& way = link.lane_states[static_cast<size_t>(lane)];
-    if (way.wanted && way.missing > 0) control_->ask_to_connect(link.peer.rank, lane);
+    if (way.wanted && !way.complete()) control_->ask_to_connect(link.peer.rank, lane);
     for (size_t socket = 0; socket < way.socket_states.size(); socket++) {
       const SocketState& place = way.socket_states[socket];
       if (!place.broken) continue;
