@@ -37,7 +37,7 @@ class Communicator:
         timeout: seconds that the rendezvous, and by default every operation, may take.
         transport: "auto" (shared memory, else TCP), "shm", "tcp" or "local" (threads).
         algo: "auto", or the algorithm of the operations that have it (docs/algorithms.md).
-        sockets: TCP sockets per peer.
+        sockets: TCP sockets per peer; 0: 2, and 4 from a round trip of 10 ms on.
         congestion: TCP's congestion control, by the kernel's name, or "auto".
         checksum: the part of TCP frames that checksums cover: "payload" (and header), "header"
             alone, or "auto": payloads too, unless they stay on the host or are encrypted.

@@ -32,8 +32,9 @@ struct Env {
   /// sends 20 and receives 50: ranks with a slower link own less of a reduction. Ranks need not
   /// agree; empty: PYCOMM_LINK, if that is set, else no limit.
   std::string rate;
-  /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16.
-  int sockets = 2;
+  /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16; equal on all ranks. 0, if it is not set: 2, and
+  /// 4 for a peer at a round trip of 10 ms or more.
+  int sockets = 0;
   /// PYCOMM_CONGESTION: TCP's congestion control of all connections, by the kernel's name ("cubic",
   /// "reno", "bbr"); it rules what this rank sends, so ranks need not agree. "auto": bbr for peers
   /// at a round trip of a millisecond or more, reno inside a host, else the system's.

@@ -148,7 +148,7 @@ enum class PayloadCheck : uint8_t { leaving_host, all, none };
 PYCOMM_API PayloadCheck payload_check(const std::string& word);
 
 struct TcpOptions {
-  int sockets = 2;
+  int sockets = 2;  ///< per peer and lane; 0: by distance (tcp/connect/peers.h)
   std::string interface;
   double link_bytes_per_second = 0;
   std::string secret;

@@ -28,7 +28,7 @@ def test_defaults():
         "algo": "auto",
         "link_bytes_per_second": 0.0,
         "rate": "",
-        "sockets": 2,
+        "sockets": 0,
         "congestion": "auto",
         "checksum": "auto",
         "check": "none",

@@ -43,7 +43,8 @@ std::string hello(const Rendezvous& rendezvous, const CommunicatorOptions& optio
       " transport=" + options.transport + " algo=" + options.algo + " check=" + options.check +
       " segment_bytes=" + std::to_string(options.segment_bytes);
   if (options.transport == "tcp" || options.transport == "auto") {
-    text += " sockets=" + std::to_string(options.sockets) + " tls=" + (options.tls ? "on" : "off");
+    text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
+            " tls=" + (options.tls ? "on" : "off");
   }
   if (!options.sites.empty()) text += " sites=" + numbers(options.sites);
   if (options.nodes.empty()) return text;

@@ -22,24 +22,40 @@ constexpr auto kRefusedFor = std::chrono::seconds(3);
 constexpr auto kRefusedPause = Milliseconds(100);
 // No more sockets than this are connected early, since most ranks of a large group never talk to
 // each other.
-constexpr size_t kEarlySockets = 64;
+constexpr size_t kEarlySockets = 128;
 // The time for which a rank that must connect may have no free descriptor.
 constexpr auto kStarvedFor = std::chrono::seconds(10);
+
+// Returns the number that a Hello for the lane has.
+uint16_t Connector::sockets_of(const Link& link, uint16_t lane) const {
+  const bool carries_data = lane < kLanes && !link.lane_states[lane].socket_states.empty();
+  return static_cast<uint16_t>(carries_data ? link.lane_states[lane].socket_states.size()
+                                            : directory_.sockets_at(Milliseconds(0)));
+}
+
+void Connector::set_sockets(LaneState& way, int count) {
+  way.socket_states.resize(static_cast<size_t>(count));
+  way.missing = count;
+}
 
 Hello Connector::hello_to(const Link& link, uint16_t lane) const {
   Hello hello;
   hello.size = static_cast<uint32_t>(size_);
   hello.rank = static_cast<uint32_t>(rank_);
   hello.target = static_cast<uint32_t>(link.peer.rank);
-  hello.sockets = static_cast<uint16_t>(directory_.sockets);
+  hello.sockets = sockets_of(link, lane);
   hello.lane = lane;
   hello.tls = directory_.tls;
   return hello;
 }
 
-void Connector::connect(Link& link, uint16_t lane) {
+void Connector::connect(Link& link, uint16_t lane, Milliseconds round_trip) {
+  int count = 1;
+  if (lane != kControl) {
+    count = directory_.sockets_at(round_trip);
+    set_sockets(link.lane_states[lane], count);
+  }
   Hello hello = hello_to(link, lane);
-  const int count = lane == kControl ? 1 : directory_.sockets;
   for (int i = 0; i < count; i++) {
     hello.socket = static_cast<uint16_t>(i);
     connect(link, hello, Clock::now());
@@ -117,7 +133,7 @@ void Connector::serve(Outgoing& out) {
     if (error != 0) return retry(out, error);
     if (control_ == nullptr && out.hello.lane == kControl && peer.door.empty() &&
         round_trip(out.fd.get()) >= kFarAway) {
-      connect_early(*out.link);
+      connect_early(*out.link, round_trip(out.fd.get()));
     }
     out.greeting.emplace(Handshake(peer.secret, group_, out.hello));
     out.wake = Clock::time_point::max();
@@ -145,12 +161,12 @@ void Connector::serve(Outgoing& out) {
 
 // Begins to connect the sockets of collectives with a far peer while the set-up goes on, so that
 // the first operation need not wait for three round trips.
-void Connector::connect_early(Link& link) {
+void Connector::connect_early(Link& link, Milliseconds round_trip) {
   LaneState& lane_state = link.lane_states[static_cast<size_t>(Lane::collective)];
-  if (lane_state.wanted || links_.size() * static_cast<size_t>(directory_.sockets) > kEarlySockets)
-    return;
+  const auto sockets = static_cast<size_t>(directory_.sockets_at(round_trip));
+  if (lane_state.wanted || links_.size() * sockets > kEarlySockets) return;
   lane_state.wanted = true;
-  connect(link, static_cast<uint16_t>(Lane::collective));
+  connect(link, static_cast<uint16_t>(Lane::collective), round_trip);
 }
 
 // A full queue, a router that wakes up, or a flooded listener passes. So does a firewall that
@@ -238,7 +254,7 @@ bool Connector::expects() const {
     return link->control_state.broken ||
            std::any_of(link->lane_states.begin(), link->lane_states.end(),
                        [&](const LaneState& lane_state) {
-                         return (lane_state.wanted && lane_state.missing > 0) ||
+                         return (lane_state.wanted && !lane_state.complete()) ||
                                 std::any_of(lane_state.socket_states.begin(),
                                             lane_state.socket_states.end(), broken);
                        });

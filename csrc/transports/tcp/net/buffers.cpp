@@ -7,6 +7,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <fstream>
+
+#include "transports/tcp/net/fd.h"
 
 namespace pycomm::tcp {
 namespace {
@@ -17,7 +20,8 @@ constexpr uint32_t kShortWay = 100;
 constexpr int kSmallBuffer = 128 << 10;
 // From this round trip on, a window that opens slowly costs more than its memory.
 constexpr uint32_t kLongWay = 1000;
-constexpr int kWidestWindow = 1 << 30;  // the kernel takes the largest that the system allows
+constexpr int kLargest = 1 << 30;  // the kernel takes the largest that the system allows
+constexpr int kFarUnsent = 1 << 20;
 
 // Limits of what waits unsent on one of several paths. At the least one frame waits while another
 // is sent.
@@ -35,6 +39,18 @@ void set(int fd, int level, int option, int value) {
   ::setsockopt(fd, level, option, &value, sizeof value);
 }
 
+// True if a send buffer of a fixed size may be larger than the one that the kernel adjusts.
+bool has_larger_fixed_send_buffer() {
+  std::ifstream file("/proc/sys/net/ipv4/tcp_wmem");
+  int least = 0, first = 0, most = 0;
+  const Fd probe(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!(file >> least >> first >> most) || !probe) return false;
+  set(probe.get(), SOL_SOCKET, SO_SNDBUF, kLargest);
+  int fixed = 0;
+  socklen_t size = sizeof fixed;
+  return ::getsockopt(probe.get(), SOL_SOCKET, SO_SNDBUF, &fixed, &size) == 0 && fixed > most;
+}
+
 }  // namespace
 
 void choose_buffers(int fd, bool several_paths) {
@@ -49,8 +65,11 @@ void choose_buffers(int fd, bool several_paths) {
   } else if (info.tcpi_min_rtt >= kLongWay) {
     // For a reader that waits for so many bytes the kernel makes room for them, and keeps it. An
     // SO_RCVBUF would end the kernel's own adjustment, and stop at rmem_max, which is small.
-    set(fd, SOL_SOCKET, SO_RCVLOWAT, kWidestWindow);
+    set(fd, SOL_SOCKET, SO_RCVLOWAT, kLargest);
     set(fd, SOL_SOCKET, SO_RCVLOWAT, 1);
+    static const bool fixed_is_larger = has_larger_fixed_send_buffer();
+    if (fixed_is_larger) set(fd, SOL_SOCKET, SO_SNDBUF, kLargest);
+    if (!several_paths) set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kFarUnsent);
   }
 }
 

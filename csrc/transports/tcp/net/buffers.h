@@ -11,7 +11,9 @@ namespace pycomm::tcp {
 ///     of growing to megabytes.
 ///   - On a long path the receive window is opened at once, as far as the system lets it grow
 ///     (tcp_rmem). The kernel's own growth follows what the reader takes per round trip; meanwhile
-///     the window limits the sender, and bbr takes that limit for the rate of the path.
+///     the window limits the sender, and bbr takes that limit for the rate of the path. The send
+///     buffer, which holds what is in flight, is as large as the system allows, and little of it
+///     waits unsent, so that the sockets of a peer end together.
 ///   - Of several paths each gets a small part of a message at a time, so that the faster ones can
 ///     take the rest.
 void choose_buffers(int fd, bool several_paths);
