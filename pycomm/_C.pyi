@@ -75,6 +75,7 @@ def simd_level() -> str: ...
 class FeedbackKind:
     residual: ClassVar[FeedbackKind]
     ema: ClassVar[FeedbackKind]
+    decay: ClassVar[FeedbackKind]
     momentum: ClassVar[FeedbackKind]
     ef21: ClassVar[FeedbackKind]
     __members__: ClassVar[dict[str, FeedbackKind]]
@@ -272,6 +273,7 @@ class CommunicatorOptions:
     check: str
     interface: str
     link_bytes_per_second: float
+    rate: str
     secret: str
     tls: bool
     description: str
@@ -281,6 +283,7 @@ class CommunicatorOptions:
     parent_ranks: list[int]
     segment_bytes: int
     nodes: list[int]
+    sites: list[int]
     def __init__(self) -> None: ...
 
 # -- buckets whose payloads Python moves (bind_coded.cpp)
@@ -381,9 +384,10 @@ class Request:
 
 class Communicator:
     timeout: float
-    rank: int  # to be read only, like the next three
+    rank: int  # to be read only, like the next four
     size: int
     levels: list[int]
+    shares: list[int]
     compares: _bool
     def __init__(
         self, store: Store | None, rank: int, size: int, options: CommunicatorOptions

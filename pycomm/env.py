@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -84,6 +84,18 @@ def variables_of_rank(rank: int, size: int) -> dict[str, str]:
     """Return the environment of a rank that is started on this machine, as torchrun sets it."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return dict(os.environ) | {name: str(value) for name, value in names.items()}
+
+
+def everything() -> dict[str, str]:
+    """Return all variables, for `launch`, which reads those of Slurm and MPI."""
+    return dict(os.environ)
+
+
+def set_missing(variables: Mapping[str, str]) -> None:
+    """Set variables that are not set, for this process and its children."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    env.cache_clear()
 
 
 PREFIX = "PYCOMM_"

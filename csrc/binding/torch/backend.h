@@ -54,6 +54,7 @@ class Backend final : public c10d::Backend {
   /// Returns the route among the devices, or null where their data go through the host.
   std::shared_ptr<PeerRoute> peers(c10::Device device) const { return engine()->peers(device); }
   std::vector<int> levels() { return engine()->comm().levels(); }
+  std::vector<uint32_t> shares() { return engine()->comm().shares(); }
   std::string describe() { return engine()->describe(); }
   py::dict trace() { return trace_records(engine()->comm().trace()); }
   /// Requires that all ranks hold the same digest of this; the next operation on the host finds
