@@ -166,6 +166,8 @@ def _try(store: _C.Store, rank: int, ranks: int, way: str) -> Result:
 
 def reduce_coded(group: _C.Communicator, x: array[float]) -> None:
     """Sum float32 values over all ranks, sent by the codec of this test."""
+    from pycomm import _C
+
     pieces = _C.Pieces()
     pieces.add(len(x), _C.Codec(CODEC))
     group.all_reduce_coded(x.buffer_info()[0], pieces, average=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from pycomm import _build, env
 from pycomm.backend import choice
 from pycomm.errors import Error
+from tests.torch.interpreter import ROOT, run
 
 
 @pytest.fixture
@@ -103,3 +106,33 @@ def test_nothing_is_compiled_where_only_a_ready_binary_is_wanted(tmp_path, monke
     half.write_bytes(b"half")
     with pytest.raises(_build.Absent, match="the compiled one does not load"):
         _build.ready_c10d()
+
+
+FUTURE = """
+import torch
+torch.__version__ = "2.99.0"
+import torch.distributed as dist, pycomm.backend
+dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(4))
+print(type(pycomm.backend.find()).__module__)
+dist.destroy_process_group()
+"""
+
+
+def test_a_torch_from_the_future_needs_no_compiler_or_gets_an_error_with_all_reasons(tmp_path):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYCOMM_")}
+    env |= {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = run("-c", FUTURE, env=env, cwd=tmp_path)
+    if not choice.why_not_python():
+        assert (done.returncode, done.stdout) == (0, "pycomm.backend.python.backend\n"), done.stderr
+        return
+    assert done.returncode != 0
+    for text in (
+        "Binaries: ",
+        "in Python: torch 2.99.0 does not",
+        "there is no ",
+        "c++",
+    ):
+        assert text in done.stderr
+    for folder in (ROOT / "pycomm/_built").glob("_c10d-torch2.99.0-*"):
+        folder.rmdir()  # nothing was compiled

@@ -42,7 +42,8 @@ def test_torch_has_nothing_to_warn_of(installed, name):
     path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
     done = run("-c", QUIET.format(name=name), env={**os.environ, "PYTHONPATH": path}, autoload=True)
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
+    if TORCH >= (2, 14):  # older versions warn in C++ of devices named one by one
+        assert "Warning" not in done.stderr
 
 
 def _fails(rank, ranks):
