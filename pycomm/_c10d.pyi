@@ -18,6 +18,7 @@ class Options(_distributed_c10d.Backend.Options):
     check: str
     interface: str
     link_bytes_per_second: float
+    rate: str
     secret: str
     tls: bool
     blocking_wait: bool
@@ -35,6 +36,7 @@ class Options(_distributed_c10d.Backend.Options):
         check: str = ...,
         interface: str = ...,
         link_bytes_per_second: float = ...,
+        rate: str = ...,
         secret: str = ...,
         tls: bool = ...,
         blocking_wait: bool = ...,
@@ -87,6 +89,8 @@ class Backend(_distributed_c10d.Backend):
     def options(self) -> Options: ...
     @property
     def levels(self) -> list[int]: ...
+    @property
+    def shares(self) -> list[int]: ...
     @property
     def compares(self) -> bool: ...
     def compare(self, what: str, digest: int) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,6 +21,8 @@ from pycomm.hooks.replicas import watch_if_asked
 from pycomm.policy import Policy
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.state import CompressionState
+
+State = TypeVar("State", bound=HookState)
 
 
 @deprecated_argument("spec", "codec")
@@ -83,7 +85,8 @@ def compress(
     if isinstance(model, DistributedDataParallel):
         if weights is not None:
             raise ValueError("weights= is for fully_shard, and DDP gathers none: leave it out")
-        state: CompressionState = _compress_ddp(model, codec, **options)
+        wrapped = model
+        state: CompressionState = attach(wrapped, lambda: HookState(codec, wrapped, **options))
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
         state = FSDPState(codec, model, weights=weights, **options)
     else:
@@ -138,9 +141,16 @@ def compress_late(act: Callable[[nn.Module], None]) -> None:
     _late.append(act)
 
 
-def _compress_ddp(
-    model: DistributedDataParallel, codec: str | Codec | Policy, **options: Any
-) -> HookState:
+def attach(model: DistributedDataParallel, make: Callable[[], State]) -> State:
+    """Let a state reduce a DDP model's buckets; collective.
+
+    Args:
+        model: a model that no hook reduces yet, or whose compression was removed.
+        make: function that makes the state.
+
+    Raises:
+        Error: the model has a communication hook, or its reducer takes none.
+    """
     hooks = getattr(model, "_comm_hooks", [])
     if hooks and isinstance(hooks[0][1], DetachedState):  # the model is a copy of a compressed one
         hooks.clear()
@@ -152,7 +162,7 @@ def _compress_ddp(
     before = hooks[0][1] if hooks else None
     if isinstance(before, HookState) and before.removed:
         # torch's reducer takes one hook, for good: the old state forwards to the new one.
-        state = HookState(codec, model, **options)
+        state = make()
         state.agree()
         before.successor = state
         hooks[0] = (compress_hook, state)
@@ -167,7 +177,7 @@ def _compress_ddp(
             "this model reduces its gradients after backward (delay_all_reduce_named_params) and "
             "uses no communication hook; wrap it without that option"
         )
-    state = HookState(codec, model, **options)
+    state = make()
     state.agree()
     model.register_comm_hook(state, compress_hook)
     return state

@@ -22,6 +22,7 @@ FOLDERS = {
     "torch": "torch",
     "conformance": "torch",
     "trainers": "torch",
+    "world": "process",
 }
 COUNTS: Counter[tuple[str, str]] = Counter()
 SECONDS: Counter[str] = Counter()

@@ -29,13 +29,13 @@ CXX_LAYERS = {
 PYTHON_LAYERS = (
     {"bench"},
     {"_autoload"},
-    {"run", "compress", "local_sgd", "plan", "doctor", "__main__"},
+    {"run", "compress", "horovod", "local_sgd", "optim", "plan", "doctor", "__main__"},
     {"hooks"},
     {"reduction"},
     {"policy", "feedback", "monitor", "trace"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
-    {"arrays", "pieces", "straggler", "takeover"},
+    {"arrays", "launch", "pieces", "straggler", "takeover"},
     {"_build", "_register", "arguments", "charts", "eden_levels", "errors", "env", "_C", "_c10d"},
 )
 MAX_SOURCES = 25

@@ -117,7 +117,7 @@ class Residuals:
 
     @property
     def has_residual(self) -> bool:
-        """Whether a parameter has a residual that is still to be sent."""
+        """Return whether a parameter has a residual that is still to be sent."""
         return any(residual.worker is not None for residual in self._residuals.values())
 
     def clear(self) -> None:

@@ -44,10 +44,10 @@ class Feedback:
     """ema: share of the old average that is kept. decay: share of the error that is added.
     momentum: its coefficient. Below 0: the default of the kind, 0.8, 0.95 and 0.9."""
     storage: StorageName = "auto"
-    """How residuals are kept; int8 has a scale for each 32 values. auto: as bf16 for parameters of
-    65536 values or more and the kinds residual, ema and decay, at half the memory; else float32, as
-    where a payload has few of the values: the others wait for hundreds of steps, and bf16 rounds
-    away what a step adds to that many."""
+    """The format in which residuals are kept; int8 has a scale for each 32 values. auto: as bf16
+    for parameters of 65536 values or more and the kinds residual, ema and decay, at half the
+    memory; else float32, as where a payload has few of the values: the others wait for hundreds of
+    steps, and bf16 rounds away what a step adds to that many."""
     reset: int = 0
     """ema: number of steps after which the average restarts from zero; 0: never."""
     clip: float = 0.0
@@ -97,7 +97,7 @@ class Feedback:
         return replace(self, storage="bf16" if large else "float32")
 
     def keeps_errors(self, codec: Codec) -> bool:
-        """Whether the error of this codec's payloads is kept for the next payload.
+        """Return whether the error of this codec's payloads is kept for the next payload.
 
         An exact codec has no error. The error of an unbiased codec is not kept either, except with
         the kinds whose state is more than an error (momentum, ef21).

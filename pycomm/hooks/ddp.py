@@ -109,7 +109,7 @@ class HookState(CompressionState):
         tensor.div_(self.process_group.size())
         work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         plain: torch.futures.Future[torch.Tensor]
-        if backend.find(self.process_group, tensor.device):
+        if backend.find_native(self.process_group, tensor.device):
             plain = load_c10d().then(work, lambda results: results[0])
         else:
             plain = work.get_future().then(lambda future: future.value()[0])

@@ -133,7 +133,7 @@ class OuterParameters:
                 at += part.numel()
 
     def differ(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether these are other parameters: some were added, removed or replaced."""
+        """Return whether these are other parameters: some were added, removed or replaced."""
         return self.parameters.keys() != parameters.keys() or any(
             self.parameters[name] is not parameter for name, parameter in parameters.items()
         )

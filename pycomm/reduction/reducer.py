@@ -255,7 +255,7 @@ class BucketReducer:
         return [factor or 1.0 for factor in self.factors or [1.0] * self.process_group.size()]
 
     def _is_fed(self, names: Sequence[str]) -> bool:
-        """Whether feedback adds to these gradients, even in a group of one rank."""
+        """Return whether feedback adds to these gradients, even in a group of one rank."""
         return self.residuals is not None and (
             self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
         )
@@ -277,7 +277,7 @@ class BucketReducer:
         work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         self._finite.append(lambda: verdict == [True])
         plain: torch.futures.Future[torch.Tensor]
-        if backend.find(self.process_group, tensor.device):
+        if backend.find_native(self.process_group, tensor.device):
             plain = load_c10d().then(work, finish)
         else:
             plain = work.get_future().then(lambda future: finish(future.value()))
@@ -291,11 +291,17 @@ class BucketReducer:
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self._numbers[name] for name in names]
-            native = backend.find(self.process_group) if device.type == "cpu" else None
+            native = backend.find_native(self.process_group) if device.type == "cpu" else None
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
-            levels = native.levels if native and not alone else ()
+            owned = native if native and not alone else None
             bucket = Bucket(
-                decisions, numbers, self.residuals, device, rows=self.rows, levels=levels
+                decisions,
+                numbers,
+                self.residuals,
+                device,
+                rows=self.rows,
+                levels=owned.levels if owned else (),
+                shares=owned.shares if owned else (),
             )
             self._buckets[names] = bucket
         return bucket

@@ -227,7 +227,7 @@ class CompressionState(BucketReducer):
             self.remove()
 
     def _may_leave(self, *, begins: bool) -> bool:
-        """Whether no rank has residuals after the last step; collective.
+        """Return whether no rank has residuals after the last step; collective.
 
         Args:
             begins: the next step begins; else the last one has just ended, and its gradients may

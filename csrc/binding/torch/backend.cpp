@@ -127,6 +127,7 @@ void bind(py::module_& m) {
   communicator_option(options, "interface", &CommunicatorOptions::interface);
   communicator_option(options, "link_bytes_per_second",
                       &CommunicatorOptions::link_bytes_per_second);
+  communicator_option(options, "rate", &CommunicatorOptions::rate);
   communicator_option(options, "secret", &CommunicatorOptions::secret);
   communicator_option(options, "tls", &CommunicatorOptions::tls);
   options
@@ -174,6 +175,7 @@ void bind(py::module_& m) {
            py::call_guard<GilReleased>())
       .def_property_readonly("options", &Backend::getBackendOptions)
       .def_property_readonly("levels", &Backend::levels)
+      .def_property_readonly("shares", &Backend::shares)
       .def("describe", &Backend::describe)
       .def("trace", &Backend::trace)
       .def_property_readonly("wire_bytes", &Backend::wire_bytes)

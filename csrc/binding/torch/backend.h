@@ -14,6 +14,12 @@ namespace pycomm::torch_binding {
 /// The options that users pass as `pg_options`.
 struct BackendOptions final : c10d::Backend::Options {
   explicit BackendOptions(Milliseconds timeout) : c10d::Backend::Options("pycomm", timeout) {}
+#if PYCOMM_TORCH(2, 14)
+  /// Torch clones the options of a group for those that are made from it.
+  intrusive_ptr<c10d::Backend::Options> clone() const override {
+    return c10::make_intrusive<BackendOptions>(*this);
+  }
+#endif
 
   CommunicatorOptions communicator;  ///< its group and timeout are the base class's
   DeviceOptions device;
@@ -48,6 +54,7 @@ class Backend final : public c10d::Backend {
   /// Returns the route among the devices, or null where their data go through the host.
   std::shared_ptr<PeerRoute> peers(c10::Device device) const { return engine()->peers(device); }
   std::vector<int> levels() { return engine()->comm().levels(); }
+  std::vector<uint32_t> shares() { return engine()->comm().shares(); }
   std::string describe() { return engine()->describe(); }
   py::dict trace() { return trace_records(engine()->comm().trace()); }
   /// Requires that all ranks hold the same digest of this; the next operation on the host finds
@@ -146,6 +153,24 @@ class Backend final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return engine()->seq(); }
   c10d::ErrorType getError() override;
   void registerOnCompletionHook(Engine::Hook&& hook) override;
+#if PYCOMM_TORCH(2, 14)
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
+    engine()->abort_hooks().add(id, std::move(hook));
+  }
+  void unregisterAbortHook(int64_t id) override {
+    if (const auto engine = open_->engine()) engine->abort_hooks().remove(id);
+  }
+#endif
+#if PYCOMM_TORCH(2, 15)
+  bool supportsAbortHooks() const override { return true; }
+  bool supportsCompletionHooks() const override { return true; }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+    engine()->completion_hooks().add(id, std::move(hook));
+  }
+  void unregisterCompletionHook(int64_t id) override {
+    if (const auto engine = open_->engine()) engine->completion_hooks().remove(id);
+  }
+#endif
   void waitForPendingWorks() override { engine()->settle_all(); }
   void enableCollectivesTiming() override { engine()->time_operations(); }
 

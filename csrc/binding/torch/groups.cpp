@@ -258,16 +258,6 @@ void Work::run_what_is_queued(Milliseconds timeout) {
         " cannot be waited for here: this is a callback on the thread that would complete it");
 }
 
-void Engine::wait_from_another(const std::function<bool()>& done, Milliseconds timeout) {
-  const Deadline deadline = deadline_of(timeout);
-  const Queue::Waiting waiting(queue_);
-  for (auto pause = std::chrono::microseconds(20); !done() && !deadline.expired();
-       pause = std::min<std::chrono::microseconds>(2 * pause, Milliseconds(5))) {
-    if (waiting.in_a_circle()) waiting.run_until(done, deadline);
-    std::this_thread::sleep_for(pause);
-  }
-}
-
 void Engine::warn_of_hook(const std::string& what) noexcept {
   if (hook_failed_.exchange(true)) return;  // a hook that always fails would fill the log
   TORCH_WARN("rank ", comm_.rank(), ": a completion hook has raised; the operation that it was ",

@@ -25,10 +25,7 @@ MUTANTS = (
         "pycomm/feedback/residual.py",
         "        _clear(self.owner[then])\n\n    def commit",
         "\n    def commit",
-        KINDS
-        + "::test_other_owners_change_nothing_of_what_is_owed "
-        + DDP
-        + "test_feedback_loses_nothing_over_new_buckets",
+        "tests/torch/feedback/test_kinds.py::test_other_owners_change_nothing_of_what_is_owed",
     ),
     Mutant(
         "owners-residual-as-a-workers",
@@ -47,9 +44,7 @@ MUTANTS = (
         "pycomm/feedback/residuals.py",
         "        if found.momentum is not None:\n            kept = Residual",
         "        if False:\n            kept = Residual",
-        "tests/torch/hooks/test_way_back.py::test_of_every_kind_of_feedback_nothing_stays "
-        "tests/torch/feedback/test_state.py::test_dgc_is_topk_with_its_warm_up_and_momentum "
-        "tests/torch/hooks/test_policy.py::test_a_schedule_loses_nothing",
+        "tests/torch/feedback/test_kinds.py::test_a_residual_that_is_paid_leaves_its_momentum",
     ),
     Mutant(
         "one-side-of-residuals-told",
@@ -215,7 +210,7 @@ MUTANTS = (
         "pycomm/errors.py",
         "list(ranks) or [rank]",
         "list(ranks)",
-        "tests/faults/test_lost.py",
+        "tests/faults/test_lost.py::test_a_lost_rank_is_one_of_those_that_are_gone",
     ),
     Mutant(
         "least-period-refused",
@@ -264,5 +259,29 @@ MUTANTS = (
         "total.add_(part != 0, alpha=count)",
         "total.add_(count)",
         "tests/torch/local_sgd/test_streams.py",
+    ),
+    Mutant(
+        "horovod-average-for-sum",
+        "arithmetic",
+        "pycomm/horovod/optimizer.py",
+        "size() if self.op is Op.Sum else 1",
+        "1",
+        "tests/torch/horovod/test_horovod.py",
+    ),
+    Mutant(
+        "horovod-unused-gradient-of-the-last-step",
+        "state",
+        "pycomm/horovod/optimizer.py",
+        "view.zero_()  # no backward on this rank has used it",
+        "pass",
+        "tests/torch/horovod/test_horovod.py",
+    ),
+    Mutant(
+        "slurm-tasks-of-the-job",
+        "rank",
+        "pycomm/launch.py",
+        '_number(given, "SLURM_STEP_NUM_TASKS")',
+        '_number(given, "SLURM_NTASKS")',
+        "tests/launch/test_launch.py",
     ),
 )

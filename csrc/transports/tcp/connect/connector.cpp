@@ -11,12 +11,15 @@
 
 #include "core/error.h"
 #include "transports/tcp/connect/control.h"
+#include "transports/tcp/net/buffers.h"
 #include "transports/tcp/net/congestion.h"
 
 namespace pycomm::tcp {
 
 // The interval at which channels that nobody drives repeat what must be sent again.
 constexpr auto kTickInterval = Milliseconds(2);
+// The interval at which the connections of several paths are looked at.
+constexpr auto kPathInterval = Milliseconds(200);
 // The pause between two attempts to send an abort.
 constexpr auto kAbortResendPause = Milliseconds(20);
 // The interrupt check runs at least this often during the set-up, however much there is to do.
@@ -38,9 +41,9 @@ Connector::Connector(const Rendezvous& rendezvous, PeerDirectory directory)
     links_.push_back(std::make_unique<Link>());
     links_.back()->peer = peer;
     by_rank_[static_cast<size_t>(peer.rank)] = links_.back().get();
-    for (LaneState& way : links_.back()->lane_states) {
-      way.socket_states.resize(static_cast<size_t>(directory_.sockets));
-      way.missing = directory_.sockets;
+    for (LaneState& lane_state : links_.back()->lane_states) {
+      lane_state.socket_states.resize(static_cast<size_t>(directory_.sockets));
+      lane_state.missing = directory_.sockets;
     }
   }
 }
@@ -134,11 +137,12 @@ void Connector::run() {
     uint64_t count;
     [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &count, sizeof count);
     control_->poll();
-    if (control_->aborted()) return tell_of_abort();
+    if (control_->aborted()) return report_abort();
     try {
       process_requests();
       reconnect();
       turn();
+      if (directory_.paths() > 1) control_->leave_silent_paths();
       tick_again_ = on_tick_();
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -150,7 +154,7 @@ void Connector::run() {
 }
 
 // A peer that reads nothing at the moment receives the abort later.
-void Connector::tell_of_abort() {
+void Connector::report_abort() {
   for (auto pause = Milliseconds(1); !stop_ && control_->unsent();
        pause = std::min(2 * pause, kAbortResendPause)) {
     std::this_thread::sleep_for(pause);
@@ -178,9 +182,9 @@ void Connector::process_requests() {
     bool ask = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      LaneState& way = wanted.lane_states[static_cast<size_t>(lane)];
-      if (way.wanted || way.missing == 0) continue;
-      way.wanted = true;
+      LaneState& lane_state = wanted.lane_states[static_cast<size_t>(lane)];
+      if (lane_state.wanted || lane_state.missing == 0) continue;
+      lane_state.wanted = true;
       ask = rank > rank_;
       if (!ask) connect(wanted, static_cast<uint16_t>(lane));
     }
@@ -199,9 +203,9 @@ bool Connector::fresh(int rank, int lane) const {
 
 std::vector<Connection> Connector::take(int rank, int lane) {
   std::lock_guard<std::mutex> lock(mutex_);
-  LaneState& way = link(rank).lane_states[static_cast<size_t>(lane)];
-  way.has_fresh.store(false, std::memory_order_relaxed);
-  return std::exchange(way.fresh, {});
+  LaneState& lane_state = link(rank).lane_states[static_cast<size_t>(lane)];
+  lane_state.has_fresh.store(false, std::memory_order_relaxed);
+  return std::exchange(lane_state.fresh, {});
 }
 
 // The mutex is ours only between two rounds of the thread: connections that a peer has used, and so
@@ -210,10 +214,10 @@ std::string Connector::connection_error(int rank, int lane, bool gone) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (broken_) std::rethrow_exception(broken_);
   const Link& wanted = link(rank);
-  const LaneState& way = wanted.lane_states[static_cast<size_t>(lane)];
-  if (way.missing == 0) return "";
+  const LaneState& lane_state = wanted.lane_states[static_cast<size_t>(lane)];
+  if (lane_state.missing == 0) return "";
   if (!wanted.connection_error.empty() || !gone) return wanted.connection_error;
-  const bool connecting = rank < rank_ && way.wanted;
+  const bool connecting = rank < rank_ && lane_state.wanted;
   return connecting ? "" : "it closed the connection";
 }
 
@@ -233,6 +237,7 @@ bool Connector::wait() {
   }
   if (deaf) wake = std::min(wake, accept_backoff_until_);
   if (tick_again_) wake = std::min(wake, Clock::now() + kTickInterval);
+  if (directory_.paths() > 1) wake = std::min(wake, Clock::now() + kPathInterval);
   const size_t first = polls.size();
   for (const Outgoing& out : outgoing_) {
     wake = std::min(wake, out.wake);
@@ -275,14 +280,14 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
     reopen({link.peer.rank, kControl, 0, hello.generation});
     return;
   }
-  SocketState& place = this->place({link.peer.rank, hello.lane, hello.socket, 0});
+  SocketState& state = state_of({link.peer.rank, hello.lane, hello.socket, 0});
   // An equal generation replaces ours if the peer did not see that our connection was made.
-  if (place.stood && hello.generation < place.generation) return;
-  const bool first = !place.stood;
-  place.stood = true;
-  place.broken = false;
-  place.generation = hello.generation;
-  place.since = Clock::now();
+  if (state.established && hello.generation < state.generation) return;
+  const bool first = !state.established;
+  state.established = true;
+  state.broken = false;
+  state.generation = hello.generation;
+  state.since = Clock::now();
   choose_congestion_control(sock.get(), directory_.congestion);
   if (hello.lane == kControl) {
     congestion_control_ = tcp::congestion_control(sock.get());
@@ -294,13 +299,13 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
     }
     return;
   }
-  choose_send_buffer(sock.get());
-  LaneState& way = link.lane_states[hello.lane];
-  way.fresh.push_back({hello.socket, hello.generation, std::move(sock)});
-  if (first) way.missing--;
-  if (way.missing > 0) return;
-  way.has_fresh.store(true, std::memory_order_release);
-  way.ready.store(true, std::memory_order_release);
+  choose_buffers(sock.get(), directory_.paths() > 1);
+  LaneState& lane_state = link.lane_states[hello.lane];
+  lane_state.fresh.push_back({hello.socket, hello.generation, std::move(sock)});
+  if (first) lane_state.missing--;
+  if (lane_state.missing > 0) return;
+  lane_state.has_fresh.store(true, std::memory_order_release);
+  lane_state.ready.store(true, std::memory_order_release);
   if (on_ready_) on_ready_(hello.lane);
 }
 

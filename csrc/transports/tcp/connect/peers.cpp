@@ -180,6 +180,7 @@ class AddressExchange {
       if (peer.addresses.empty()) {
         throw Error("tcp: " + who + ": the store holds \"" + card + "\" instead of an address");
       }
+      check_paths(who, peer);
       if (peer.rank < rendezvous_.rank) check_families(us_, peer);  // we connect to it
       if ((space == card.size()) != given) {
         throw Error(
@@ -188,6 +189,21 @@ class AddressExchange {
       }
       peer.secret = given ? directory_.secret : card.substr(space + 1);
     }
+  }
+
+  // A rank with fewer paths would leave some of the others' unused, and unseen.
+  void check_paths(const std::string& who, const Peer& peer) const {
+    const auto list = [](const auto& addresses, const auto& text) {
+      std::string result;
+      for (const auto& each : addresses) result += (result.empty() ? "" : ", ") + text(each);
+      return std::to_string(addresses.size()) + " (" + result + ")";
+    };
+    if (peer.addresses.size() == directory_.paths()) return;
+    throw Error("tcp: " + who + " have different sets of paths: " + us_ + " has " +
+                list(directory_.interfaces, [](const Interface& i) { return i.name; }) + ", rank " +
+                std::to_string(peer.rank) + " has " +
+                list(peer.addresses, [](const Address& a) { return a.ip(); }) +
+                "; let PYCOMM_INTERFACE name as many interfaces on each host, in the same order");
   }
 
   const Rendezvous& rendezvous_;
@@ -233,8 +249,8 @@ TcpListeners listen(const TcpOptions& options, bool one_host) {
   return ours;
 }
 
-PeerDirectory meet(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                   const TcpOptions& options) {
+PeerDirectory exchange_addresses(const Rendezvous& rendezvous, const std::vector<int>& peers,
+                                 const TcpOptions& options) {
   return AddressExchange(rendezvous, peers, options).run();
 }
 

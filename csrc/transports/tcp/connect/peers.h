@@ -47,7 +47,7 @@ struct Peer {
   std::string door;                ///< open on our host while the peer lives; empty if not known
   Process process{""};
 
-  /// What is certain, not only likely.
+  /// True if the peer is known to have died; false if that is only likely.
   bool has_died() const {
     return process.died() || (!door.empty() && HostDoor::look(door) == HostDoor::State::closed);
   }
@@ -64,11 +64,14 @@ struct PeerDirectory {
   bool bound = false;         ///< the user has named the interfaces, so connections leave by them
   bool crowded = false;       ///< this rank and the peers of its host outnumber their CPUs
   std::vector<Peer> peers;    ///< ascending
+
+  /// Returns the number of paths to each peer: our i-th interface and the peer's i-th.
+  size_t paths() const { return interfaces.size(); }
 };
 
 /// Chooses the interfaces, listens there, and exchanges addresses with `peers` through the store.
 /// Throws Timeout with the missing ranks.
-PeerDirectory meet(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                   const TcpOptions& options);
+PeerDirectory exchange_addresses(const Rendezvous& rendezvous, const std::vector<int>& peers,
+                                 const TcpOptions& options);
 
 }  // namespace pycomm::tcp
