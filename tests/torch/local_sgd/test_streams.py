@@ -218,6 +218,34 @@ def test_values_are_averaged_over_the_ranks_that_sent_them(pool, backend):
     assert a[:4] == [9.0, 1.0, 1.0, 0.0]
 
 
+def check_muon(rank: int, size: int) -> list[torch.Tensor]:
+    """MuLoCo: Muon inside, and what travels is coded with feedback."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 96, bias=False), nn.ReLU(), nn.Linear(96, 80, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+    codec = "topk:0.015625,chunk=4096,values=bins2"
+    sparse = {"lr": 1.0, "momentum": 0.0, "feedback": "decay:0.95", "average": "senders"}
+    generator = torch.Generator().manual_seed(rank)
+    local = pycomm.LocalSGD(model, every=4, codec=codec, **sparse)
+    losses = []
+    for _ in range(32):
+        x = torch.randn(16, 80, generator=generator)
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        local.step()
+        losses.append(loss.item())
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    return values(model)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+def test_muon_is_an_inner_optimizer(pool):
+    a, b = pool.run(check_muon)
+    assert equal(a, b)
+
+
 # ---------------------------------------------------------------- summary and misuse
 
 

@@ -153,7 +153,7 @@ class Connector {
   Hello hello_to(const Link& link, uint16_t lane) const;
   uint16_t sockets_of(const Link& link, uint16_t lane) const;
   void connect(Link& link, uint16_t lane, Milliseconds round_trip);
-  static void set_sockets(LaneState& way, int count);
+  static void set_sockets(LaneState& lane_state, int count);
   void connect(Link& link, const Hello& hello, Clock::time_point when);
   void return_later(Link& link, const Hello& hello);
   void accept_all(const Fd& listener);

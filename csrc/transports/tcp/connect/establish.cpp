@@ -33,9 +33,9 @@ uint16_t Connector::sockets_of(const Link& link, uint16_t lane) const {
                                             : directory_.sockets_at(Milliseconds(0)));
 }
 
-void Connector::set_sockets(LaneState& way, int count) {
-  way.socket_states.resize(static_cast<size_t>(count));
-  way.missing = count;
+void Connector::set_sockets(LaneState& lane_state, int count) {
+  lane_state.socket_states.resize(static_cast<size_t>(count));
+  lane_state.missing = count;
 }
 
 Hello Connector::hello_to(const Link& link, uint16_t lane) const {
