@@ -20,8 +20,8 @@ WAYS = {
     "segments": {"transport": "local", "algo": "two_shot", **TINY},
     "tcp": {"transport": "tcp"},
 }
-ways = pytest.mark.parametrize("way", WAYS)
-sizes = pytest.mark.parametrize("numel", [0, 1, 17, 1000, 4099, 100003])
+SIZES = [0, 1, 17, 1000, 4099, 100003]
+sizes = pytest.mark.parametrize("numel", SIZES)
 
 
 def unequal(rank: int) -> dict[str, str]:
@@ -77,13 +77,18 @@ def test_chunks_cover_and_follow_the_shares(numel, parts, granule):
 # ------------------------------------------------------------------ results
 
 
-@ways
-@sizes
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
-def test_results_keep_their_bits(ranks, way, numel):
+# Sockets add nothing at the other sizes.
+CASES = [
+    (way, ranks, numel)
+    for way in WAYS
+    for ranks in ([3, 4, 8] if way == "tcp" else [2, 3, 4, 7, 8])
+    for numel in ([17, 100003] if way == "tcp" else SIZES)
+]
+
+
+@pytest.mark.parametrize(("way", "ranks", "numel"), CASES)
+def test_results_keep_their_bits(way, ranks, numel):
     """All-reduce, reduce and broadcast of floats whose sums depend on the order."""
-    if way == "tcp" and (numel not in (17, 100003) or ranks in (2, 7)):
-        pytest.skip("sockets add nothing at the other sizes")
 
     def job(group):
         whole = floats(group.rank, numel)
@@ -201,10 +206,8 @@ def test_describe_says_what_is_known():
         assert shares == []
 
 
-@pytest.mark.parametrize("rate", ["fast", "20", "20mbit/", "/20mbit", "0mbit", "20mbit/-1mbit"])
+@pytest.mark.parametrize("rate", ["fast", "20mbit/", "/20mbit", "0mbit", "20mbit/-1mbit"])
 def test_a_rate_that_makes_no_sense_is_refused(rate):
-    if rate == "20":
-        return  # 20 bytes per second, as everywhere
     with pytest.raises(Error, match="cannot read the rate"):
         run(2, lambda group: None, rate=rate)
 
