@@ -29,10 +29,12 @@ CXX_LAYERS = {
 PYTHON_LAYERS = (
     {"bench"},
     {"_autoload"},
+    {"torchft"},
     {"run", "compress", "local_sgd", "plan", "doctor", "__main__"},
     {"hooks"},
     {"reduction"},
     {"policy", "feedback", "monitor", "trace"},
+    {"elastic"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
     {"arrays", "pieces", "straggler", "takeover"},
