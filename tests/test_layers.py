@@ -29,10 +29,12 @@ CXX_LAYERS = {
 PYTHON_LAYERS = (
     {"bench"},
     {"_autoload"},
+    {"torchft"},
     {"run", "compress", "horovod", "local_sgd", "optim", "plan", "doctor", "__main__"},
     {"hooks"},
     {"reduction"},
     {"policy", "feedback", "monitor", "trace"},
+    {"elastic"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
     {"arrays", "launch", "pieces", "straggler", "takeover"},

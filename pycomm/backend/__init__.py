@@ -47,6 +47,8 @@ def create(given: Any, options: Options | None) -> Backend:
     options._timeout = _timeout(given.timeout, options._timeout)
     options.group_name = given.group_id
     options.global_ranks_in_group = given.global_ranks_in_group
+    if getattr(given, "enable_reconfigure", False):  # torch 2.14 and later
+        options.enable_reconfigure = True
     let_groups_allocate_buckets()
     parent = find()
     made: Backend = c10d.Backend(

@@ -132,6 +132,9 @@ void bind(py::module_& m) {
   communicator_option(options, "tls", &CommunicatorOptions::tls);
   options
       .def_property(
+          "enable_reconfigure", [](const BackendOptions& self) { return self.enable_reconfigure; },
+          [](BackendOptions& self, bool value) { self.enable_reconfigure = value; })
+      .def_property(
           "blocking_wait", [](const BackendOptions& self) { return self.device.blocking_wait; },
           [](BackendOptions& self, bool value) { self.device.blocking_wait = value; })
       .def_property(
@@ -184,6 +187,17 @@ void bind(py::module_& m) {
            py::call_guard<GilReleased>())
       .def_property_readonly("compares", &Backend::compares_digests)
       .def("get_error", &Backend::getError)
+      .def("handle", &Backend::handle)
+      .def(
+          "form",
+          py::overload_cast<int64_t, const std::vector<std::string>&, Milliseconds>(&Backend::form),
+          py::arg("uuid"), py::arg("handles"), py::arg("timeout"))
+      .def(
+          "set_shape_of",
+          [](const Backend& self, const intrusive_ptr<c10d::ProcessGroup>& group) {
+            self.set_shape_of(*group);
+          },
+          py::arg("group"))
       .def(
           "perform_nocolor_split", [](const Backend&, const py::object&) {}, py::arg("device"))
       // Torch's own allocate_tensor would call allocateTensor(), which serves its reducer.

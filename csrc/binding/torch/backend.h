@@ -1,13 +1,16 @@
 // Backend: the "pycomm" process group, one c10d::Backend for CPU and device tensors over a
 // Communicator. A part of _c10d; collectives are in torch/collectives.cpp and torch/sparse.cpp,
 // sends and receives in torch/point_to_point.cpp, group operations in torch/groups.cpp, memory in
-// torch/memory.cpp, streams of devices in torch/device.cpp.
+// torch/memory.cpp, streams of devices in torch/device.cpp, new members in torch/reconfigure.cpp.
 #pragma once
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include "binding/core/trace_records.h"
 #include "binding/torch/arguments.h"
 #include "binding/torch/engine.h"
 #include "binding/torch/layout.h"
 #include "binding/torch/open_group.h"
+#include "transports/tcp/endpoint/gathering.h"
 
 namespace pycomm::torch_binding {
 
@@ -23,6 +26,9 @@ struct BackendOptions final : c10d::Backend::Options {
 
   CommunicatorOptions communicator;  ///< its group and timeout are the base class's
   DeviceOptions device;
+#ifndef C10D_BACKEND_HAS_RECONFIGURE
+  bool enable_reconfigure = false;  ///< newer versions of torch have this in the base class
+#endif
 };
 
 /// A group that already contains the ranks of a new one, and their numbers there. May be empty.
@@ -30,6 +36,10 @@ struct Parent {
   std::shared_ptr<Engine> engine;
   std::vector<int> ranks;
 };
+
+class Backend;
+/// Joins the straggler monitor, in which ranks compare their figures through the group's store.
+void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& group);
 
 class Backend final : public c10d::Backend {
  public:
@@ -148,6 +158,21 @@ class Backend final : public c10d::Backend {
                                       int shrink_flags,
                                       const intrusive_ptr<Options>& opts) override;
 
+  // Reconfiguration (torch/reconfigure.cpp): the members of a group change, and it stays the same
+  // object. Groups are made so by the option enable_reconfigure; they have no members at first.
+
+  /// What others need to form a group with this process.
+  std::string handle() const;
+  /// Forms the group of the processes with these handles, in this order. All of them call it, with
+  /// the same new uuid. Operations that were issued before end first, or are aborted. If it throws,
+  /// the group is as it was, and may be reconfigured with another uuid.
+  void form(int64_t uuid, const std::vector<std::string>& handles, Milliseconds timeout);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return endpoint_ != nullptr; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override { return handle(); }
+  intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
+#endif
+
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}  // all ranks count from 0
   uint64_t getSequenceNumberForGroup() override { return engine()->seq(); }
@@ -187,6 +212,9 @@ class Backend final : public c10d::Backend {
   void abort() override;
   /// Finishes the collectives that were issued and leaves. Any thread, more than once.
   void shutdown() override;
+  /// In newer versions of torch the rank and the size of a group are those of its backend, and may
+  /// change. This changes them in a group of an older version.
+  void set_shape_of(c10d::ProcessGroup& group) const;
 
  private:
   /// Runs op(communicator) now or on the group's thread. The tensors live as long as `op`, which
@@ -227,11 +255,18 @@ class Backend final : public c10d::Backend {
 
   std::shared_ptr<Engine> engine() const {
     auto engine = open_->engine();
-    if (!engine) raise(arguments_.here() + "the process group is shut down");
+    if (!engine) raise_not_open();
     if (open_->in_child())
       with_python_errors([&] { open_->check_process(arguments_.here() + "the process group"); });
     return engine;
   }
+  [[noreturn]] void raise_not_open() const;
+  void open_endpoint();
+  void form(tcp::Gathering& gathering, int64_t uuid, const std::vector<std::string>& handles,
+            CommunicatorOptions communicator, Milliseconds limit,
+            const std::shared_ptr<Engine>& former);
+  /// Returns the options of our communicators, all but the name and the members.
+  CommunicatorOptions communicator_options() const;
   intrusive_ptr<BackendOptions> options_for(const intrusive_ptr<Options>& given) const;
   /// Returns a group of some of our ranks. Torch asks for it twice, for the CPU and for CUDA, and
   /// one backend serves both: the first call makes it, the second returns it.
@@ -239,11 +274,14 @@ class Backend final : public c10d::Backend {
                                         const intrusive_ptr<Options>& given,
                                         const Parent& parent = {});
 
-  const Arguments arguments_;
+  Arguments arguments_;
   const intrusive_ptr<c10d::Store> store_;
   const std::string group_;  ///< its name in the store
   const intrusive_ptr<BackendOptions> options_;
   std::shared_ptr<OpenGroup> open_;
+  std::mutex forming_;                       ///< held while the group is formed anew
+  std::unique_ptr<tcp::Endpoint> endpoint_;  ///< null in a group that cannot be reconfigured
+  std::vector<std::string> handles_;         ///< of the members, if the group was formed from them
   int monitored_barriers_ = 0;
   c10::weak_intrusive_ptr<c10d::Backend> fresh_{intrusive_ptr<c10d::Backend>()};
 

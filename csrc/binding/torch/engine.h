@@ -19,7 +19,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
-  Engine(const std::shared_ptr<TorchStore>& store, int rank, int size,
+  Engine(const std::shared_ptr<Store>& store, int rank, int size,
          const CommunicatorOptions& options, DeviceOptions device_options)
       : comm_(store, rank, size, options),
         store_(store),
@@ -28,7 +28,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
         device_options_(std::move(device_options)) {}
 
   Communicator& comm() { return comm_; }
-  const TorchStore& store() const { return *store_; }
+  const Store& store() const { return *store_; }
   const std::string& group() const { return group_; }
   /// Returns how many groups of this name these ranks have made from this one, including the next.
   int64_t count_child(const std::string& name, const std::vector<int>& ranks) {
@@ -178,6 +178,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void settle_all();
   /// Finishes the collectives. Sends and receives are given up: a peer may never answer them.
   void finish();
+  /// Waits for the collectives, but at most so long: then their group is aborted with this reason.
+  void finish_within(Milliseconds limit, const std::string& why);
   void abort(const std::string& why) noexcept {
     call_abort_hooks();
     aborted_ = true;
@@ -249,7 +251,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<intrusive_ptr<PeerWork>> wanted_;  ///< peer_waiter_ waits for these
 
   Communicator comm_;
-  const std::shared_ptr<TorchStore> store_;
+  const std::shared_ptr<Store> store_;
   const std::string group_;
   const size_t trace_size_;
   const DeviceOptions device_options_;
