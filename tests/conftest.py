@@ -26,6 +26,7 @@ FOLDERS = {
     "torch": "torch",
     "conformance": "torch",
     "trainers": "torch",
+    "world": "process",
 }
 COUNTS: Counter[tuple[str, str]] = Counter()
 SECONDS: Counter[str] = Counter()

@@ -26,7 +26,7 @@ from pycomm.triton_kernels.topk_unpack import decode_bitmaps_kernel, fill_kernel
 
 TILE = 2048  # values that a program processes together: 16 per thread of four warps
 # Limits of magnitudes by format of the values; Inf for the others.
-LIMITS = {"float16": 0x7F000000, "int8": 0x7F000000}
+LIMITS = {"float16": 0x7F000000, "int8": 0x7F000000, "bins2": 0x7F000000}
 
 
 def _views(payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

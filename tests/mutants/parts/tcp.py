@@ -8,7 +8,34 @@ FRAMES = "tests/transports/tcp/test_frames.py::"
 HEALS = "tests/transports/tcp/test_reconnect.py::"
 HANDSHAKE = "tests/transports/tcp/test_handshake.py"
 
+PATHS = "tests/processes/test_paths.py::"
+
 MUTANTS = (
+    # ------------------------------------------------------------------ several paths
+    Mutant(
+        "path-that-is-cut-not-left",
+        "wait",
+        "csrc/transports/tcp/net/buffers.cpp",
+        "info.tcpi_unacked > 0 && info.tcpi_retransmits >= 2",
+        "false",
+        PATHS + "test_a_path_that_is_cut_is_left_and_used_again",
+    ),
+    Mutant(
+        "path-that-is-back-not-used",
+        "order",
+        "csrc/transports/tcp/connect/establish.cpp",
+        "  outgoing_.back().returns = true;",
+        "  outgoing_.pop_back();",
+        PATHS + "test_a_path_that_is_cut_before_the_start_is_used_later",
+    ),
+    Mutant(
+        "different-sets-of-paths-taken",
+        "check",
+        "csrc/transports/tcp/connect/peers.cpp",
+        "peer.addresses.size() == directory_.paths()",
+        "true",
+        PATHS + "test_ranks_with_different_sets_of_paths_get_one_line",
+    ),
     # ------------------------------------------------------------------ TCP frames
     Mutant(
         "frame-payload-not-checked",

@@ -9,7 +9,7 @@ import pycomm
 from pycomm import _C, feedback
 from pycomm.feedback import Feedback, Residual, storage
 
-KINDS = ["residual:", "ema:0.8,", "momentum:0.9,", "momentum:0.9,nesterov=true,"]
+KINDS = ["residual:", "ema:0.8,", "decay:0.9,", "momentum:0.9,", "momentum:0.9,nesterov=true,"]
 RULES = [f"{kind}storage={form}" for kind in KINDS for form in storage.DTYPES]
 RULES.append("ef21")
 CPU = torch.device("cpu")
@@ -101,6 +101,22 @@ def test_ema_is_locos_average():
         atol = 2.0**-23 * float(x.abs().max())
         torch.testing.assert_close(residual.current("worker"), e, rtol=0, atol=atol)
         e = residual.current("worker").clone()
+
+
+def test_decay_is_sparselocos():
+    """Sarfi et al. 2025, algorithm 1: ``e <- b e + x``, and what is sent is taken off."""
+    codec, numel = pycomm.codec("topk:0.05,chunk=4096,values=bins2"), 5000
+    residual, e = Residual(rule_of("decay:0.5"), numel, CPU), torch.zeros(numel)
+    for x in gradients(10, numel):
+        arrived = send(codec, residual, x)
+        e = 0.5 * e + x
+        assert torch.equal(arrived, codec.decode(codec.encode(e), numel))
+        e = e - arrived
+        assert torch.equal(residual.current("worker"), e)
+        # What feedback will add to the average of one rank.
+        residuals = feedback.Residuals(rule_of("decay:0.5"), 1)
+        residuals._residuals["p"] = residual
+        assert torch.equal(residuals.added("p", 0, numel), 0.5 * e)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -286,7 +302,7 @@ def test_text_and_rule_say_the_same(text):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("residue", "unknown feedback 'residue': use one of residual, ema"),
+        ("residue", "unknown feedback 'residue': use one of residual, ema, decay"),
         ("ema:half=1", "unknown option 'half'; it has decay"),
         ("ema:decay=much", "decay='much' is not a value"),
         ("ema:1.5", "use 0 or more, and less than 1"),

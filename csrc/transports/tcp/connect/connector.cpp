@@ -11,12 +11,15 @@
 
 #include "core/error.h"
 #include "transports/tcp/connect/control.h"
+#include "transports/tcp/net/buffers.h"
 #include "transports/tcp/net/congestion.h"
 
 namespace pycomm::tcp {
 
 // The interval at which channels that nobody drives repeat what must be sent again.
 constexpr auto kTickInterval = Milliseconds(2);
+// The interval at which the connections of several paths are looked at.
+constexpr auto kPathInterval = Milliseconds(200);
 // The pause between two attempts to send an abort.
 constexpr auto kAbortResendPause = Milliseconds(20);
 // The interrupt check runs at least this often during the set-up, however much there is to do.
@@ -28,7 +31,7 @@ Connector::Connector(const Rendezvous& rendezvous, PeerDirectory directory)
       size_(rendezvous.size),
       deadline_(rendezvous.deadline),
       poll_interval_(rendezvous.poll_interval()),
-      far_store_(rendezvous.store->round_trip() >= kFarAway),
+      store_round_trip_(std::chrono::duration_cast<Milliseconds>(rendezvous.store->round_trip())),
       directory_(std::move(directory)),
       process_(::getpid()),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -38,10 +41,6 @@ Connector::Connector(const Rendezvous& rendezvous, PeerDirectory directory)
     links_.push_back(std::make_unique<Link>());
     links_.back()->peer = peer;
     by_rank_[static_cast<size_t>(peer.rank)] = links_.back().get();
-    for (LaneState& lane_state : links_.back()->lane_states) {
-      lane_state.socket_states.resize(static_cast<size_t>(directory_.sockets));
-      lane_state.missing = directory_.sockets;
-    }
   }
 }
 
@@ -58,8 +57,10 @@ void Connector::connect_all(Control& control, const std::function<void()>& inter
   };
   for (const auto& link : links_) {
     if (link->peer.rank > rank_) continue;
-    connect(*link, kControl);
-    if (far_store_ && link->peer.door.empty()) connect_early(*link);
+    connect(*link, kControl, Milliseconds(0));
+    if (store_round_trip_ >= kFarAway && link->peer.door.empty()) {
+      connect_early(*link, store_round_trip_);
+    }
   }
   auto next_interrupt_check = Deadline::after(kInterruptCheckInterval);
   while (!all_connected()) {
@@ -139,6 +140,7 @@ void Connector::run() {
       process_requests();
       reconnect();
       turn();
+      if (directory_.paths() > 1) control_->leave_silent_paths();
       tick_again_ = on_tick_();
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -179,10 +181,10 @@ void Connector::process_requests() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       LaneState& lane_state = wanted.lane_states[static_cast<size_t>(lane)];
-      if (lane_state.wanted || lane_state.missing == 0) continue;
+      if (lane_state.wanted || lane_state.complete()) continue;
       lane_state.wanted = true;
       ask = rank > rank_;
-      if (!ask) connect(wanted, static_cast<uint16_t>(lane));
+      if (!ask) connect(wanted, static_cast<uint16_t>(lane), wanted.round_trip);
     }
     if (ask) control_->ask_to_connect(rank, lane);
   }
@@ -195,6 +197,23 @@ bool Connector::ready(int rank, int lane) const {
 bool Connector::fresh(int rank, int lane) const {
   return link(rank).lane_states[static_cast<size_t>(lane)].has_fresh.load(
       std::memory_order_acquire);
+}
+
+int Connector::sockets(int rank, int lane) const {
+  return static_cast<int>(link(rank).lane_states[static_cast<size_t>(lane)].socket_states.size());
+}
+
+std::pair<int, int> Connector::sockets() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int least = kMostSockets, most = 0;
+  for (const auto& link : links_) {
+    const auto& states = link->lane_states[static_cast<size_t>(Lane::collective)].socket_states;
+    const int count =
+        states.empty() ? directory_.sockets_at(link->round_trip) : static_cast<int>(states.size());
+    least = std::min(least, count);
+    most = std::max(most, count);
+  }
+  return {least, most};
 }
 
 std::vector<Connection> Connector::take(int rank, int lane) {
@@ -211,7 +230,7 @@ std::string Connector::connection_error(int rank, int lane, bool gone) {
   if (broken_) std::rethrow_exception(broken_);
   const Link& wanted = link(rank);
   const LaneState& lane_state = wanted.lane_states[static_cast<size_t>(lane)];
-  if (lane_state.missing == 0) return "";
+  if (lane_state.complete()) return "";
   if (!wanted.connection_error.empty() || !gone) return wanted.connection_error;
   const bool connecting = rank < rank_ && lane_state.wanted;
   return connecting ? "" : "it closed the connection";
@@ -233,6 +252,7 @@ bool Connector::wait() {
   }
   if (deaf) wake = std::min(wake, accept_backoff_until_);
   if (tick_again_) wake = std::min(wake, Clock::now() + kTickInterval);
+  if (directory_.paths() > 1) wake = std::min(wake, Clock::now() + kPathInterval);
   const size_t first = polls.size();
   for (const Outgoing& out : outgoing_) {
     wake = std::min(wake, out.wake);
@@ -275,6 +295,11 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
     reopen({link.peer.rank, kControl, 0, hello.generation});
     return;
   }
+  if (hello.lane != kControl) {
+    LaneState& lane_state = link.lane_states[hello.lane];
+    if (lane_state.socket_states.empty()) set_sockets(lane_state, hello.sockets);
+    if (lane_state.socket_states.size() != hello.sockets) return;
+  }
   SocketState& state = state_of({link.peer.rank, hello.lane, hello.socket, 0});
   // An equal generation replaces ours if the peer did not see that our connection was made.
   if (state.established && hello.generation < state.generation) return;
@@ -286,6 +311,7 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
   choose_congestion_control(sock.get(), directory_.congestion);
   if (hello.lane == kControl) {
     congestion_control_ = tcp::congestion_control(sock.get());
+    link.round_trip = std::max(link.round_trip, tcp::round_trip(sock.get()));
     if (control_ == nullptr) {
       link.control = std::move(sock);
     } else {
@@ -294,7 +320,7 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
     }
     return;
   }
-  choose_send_buffer(sock.get());
+  choose_buffers(sock.get(), directory_.paths() > 1);
   LaneState& lane_state = link.lane_states[hello.lane];
   lane_state.fresh.push_back({hello.socket, hello.generation, std::move(sock)});
   if (first) lane_state.missing--;

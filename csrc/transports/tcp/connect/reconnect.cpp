@@ -45,7 +45,7 @@ void Connector::reconnect() {
 
 // Both ends may have noticed the cut, or one alone.
 void Connector::reconnect(const LostConnection& broken) {
-  if (broken.lane != kControl && broken.socket >= directory_.sockets) return;
+  if (broken.lane != kControl && broken.socket >= sockets(broken.rank, broken.lane)) return;
   SocketState& state = state_of(broken);
   if (!state.established || state.broken || state.generation != broken.generation) return;
   state.broken = true;
@@ -74,7 +74,7 @@ void Connector::ask_again(Link& link) {
   if (link.peer.rank < rank_) return;
   for (int lane = 0; lane < kLanes; lane++) {
     LaneState& lane_state = link.lane_states[static_cast<size_t>(lane)];
-    if (lane_state.wanted && lane_state.missing > 0) control_->ask_to_connect(link.peer.rank, lane);
+    if (lane_state.wanted && !lane_state.complete()) control_->ask_to_connect(link.peer.rank, lane);
     for (size_t socket = 0; socket < lane_state.socket_states.size(); socket++) {
       const SocketState& state = lane_state.socket_states[socket];
       if (!state.broken) continue;
