@@ -128,6 +128,7 @@ def test_what_is_written_to_flat_memory_reaches_tensors_with_gaps(inference):
     assert flat(whole) is whole
     conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
     assert flat(conjugate).tolist() == [1 - 2j, 3 + 1j]
+    assert not flat(conjugate).is_conj()  # the core reads memory
 
 
 class Far:
