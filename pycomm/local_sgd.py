@@ -175,7 +175,7 @@ class LocalSGD:
                 )
             agree_on_options(self._terms(), group)
             on_cpu = reals(next(iter(trained.values()))).is_cpu
-            if self._needs_thread(bool(backend.find(group) and on_cpu)):
+            if self._needs_thread(bool(backend.find_native(group) and on_cpu)):
                 # A thread uses this group while the caller trains and uses its own as before.
                 group = dist.new_group(
                     dist.get_process_group_ranks(group), use_local_synchronization=True

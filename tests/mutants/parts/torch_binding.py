@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 OPS = "tests/torch/backend/test_ops.py::"
 ARGUMENTS = "tests/torch/backend/test_arguments.py::"
 GROUPS = "tests/torch/backend/test_groups.py::"
+PYTHON = "tests/torch/backend/test_python_backend.py::"
 
 MUTANTS = (
     Mutant(
@@ -205,5 +206,30 @@ MUTANTS = (
         "numel > kLargestBuffer / sizeof(float) - numel_",
         "false",
         "tests/collectives/test_arguments.py::test_pieces_that_wrap",
+    ),
+    # ------------------------------------------------------------------ the backend in Python
+    Mutant(
+        "python-result-not-copied-to-a-tensor-with-gaps",
+        "state",
+        "pycomm/backend/python/tensors.py",
+        "            tensor.detach().copy_(made)\n",
+        "            pass\n",
+        PYTHON + "test_what_is_written_to_flat_memory_reaches_tensors_with_gaps",
+    ),
+    Mutant(
+        "python-conjugate-sent-as-it-lies",
+        "arithmetic",
+        "pycomm/backend/python/tensors.py",
+        " and not tensor.is_conj() and not tensor.is_neg()",
+        "",
+        PYTHON + "test_what_is_written_to_flat_memory_reaches_tensors_with_gaps",
+    ),
+    Mutant(
+        "python-error-not-in-the-future",
+        "check",
+        "pycomm/backend/python/work.py",
+        "            raise self._error\n        return self._outputs\n",
+        "            pass\n        return self._outputs\n",
+        PYTHON + "test_an_error_keeps_its_type_in_every_wait_and_is_the_futures_too",
     ),
 )

@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 import pycomm
 from pycomm import backend
+from pycomm._build import load_c10d
 
 CPU = torch.device("cpu")
 
@@ -370,7 +371,7 @@ def test_lists_of_other_lengths_or_dtypes_are_refused_at_the_call(pool):
 
 
 def check_layouts(rank: int, size: int) -> None:
-    layout = backend.load_c10d().Layout()
+    layout = load_c10d().Layout()
     for offset, numel in ((0, 2**62), (2**63, 5), (2**61, 2**61), (2**64 - 4, 8)):
         with pytest.raises(pycomm.Error, match="no memory holds"):
             layout.add(offset, numel, "quant:bits=8", 0)

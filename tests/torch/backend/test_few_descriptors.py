@@ -11,7 +11,7 @@ import contextlib, json, os, resource, signal, sys, time
 import torch, torch.distributed as dist
 from datetime import timedelta
 import pycomm, pycomm.backend, pycomm.straggler.monitor
-pycomm.backend.load_c10d()
+pycomm.backend.load()
 options = {"timeout": timedelta(seconds=100)}
 
 def keep(free):

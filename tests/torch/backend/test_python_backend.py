@@ -23,6 +23,7 @@ from pycomm.backend.python.arguments import Arguments
 from pycomm.backend.python.engine import Engine
 from pycomm.backend.python.options import Options
 from pycomm.backend.python.store import TorchStore
+from pycomm.backend.python.tensors import flat, write_back
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 
 needs_torch = pytest.mark.skipif(
@@ -110,6 +111,24 @@ def test_what_a_dropped_send_reads_is_kept_until_it_is_sent():
     assert torch.equal(got, torch.full((1 << 20,), 7.0))
     for engine in engines:
         engine.finish()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_written_to_flat_memory_reaches_tensors_with_gaps(inference):
+    with torch.inference_mode(inference):
+        grid = torch.zeros(4, 4)
+    column = grid[:, 1]
+    made = flat(column)
+    assert (made is not column, made.is_contiguous()) == (True, True)
+    with torch.inference_mode():
+        made += 3
+    write_back(made, column)
+    assert grid.tolist() == [[0, 3, 0, 0]] * 4
+    whole = torch.zeros(3, requires_grad=True)
+    assert flat(whole) is whole
+    conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert flat(conjugate).tolist() == [1 - 2j, 3 + 1j]
+    assert not flat(conjugate).is_conj()  # the core reads memory
 
 
 class Far:
