@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,6 +22,8 @@ from pycomm.policy import Policy
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.state import CompressionState
 
+State = TypeVar("State", bound=HookState)
+
 
 @deprecated_argument("spec", "codec")
 def compress(
@@ -31,6 +33,7 @@ def compress(
     feedback: bool | str | Feedback | None = True,
     seed: int = 0,
     weights: str | Codec | Policy | None = None,
+    weighted: bool = False,
 ) -> CompressionState:
     """Compress the gradients of a data-parallel model, from now on.
 
@@ -53,6 +56,8 @@ def compress(
         seed: seed of random rounding; equal on all ranks.
         weights: for FSDP2 only, a codec of the parameters when they are gathered, such as "bf16" or
             "int8". No feedback corrects its error: each rank computes with such weights.
+        weighted: weight the ranks in the average by their samples or tokens, which each rank sets
+            before every backward (`CompressionState.set_weight`); equal on all ranks. Not for HSDP.
 
     Returns:
         The state: `summary()`, `residual_norms()`, and `state_dict()` for checkpoints. As a context
@@ -76,12 +81,14 @@ def compress(
     """
     typed("model", model, nn.Module)
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
+    options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
     if isinstance(model, DistributedDataParallel):
         if weights is not None:
             raise ValueError("weights= is for fully_shard, and DDP gathers none: leave it out")
-        state: CompressionState = _compress_ddp(model, codec, feedback=feedback, seed=seed)
+        wrapped = model
+        state: CompressionState = attach(wrapped, lambda: HookState(codec, wrapped, **options))
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        state = FSDPState(codec, model, weights=weights, feedback=feedback, seed=seed)
+        state = FSDPState(codec, model, weights=weights, **options)
     else:
         raise TypeError(
             f"pycomm.compress takes a model wrapped in DistributedDataParallel or fully_shard, not "
@@ -134,9 +141,16 @@ def compress_late(act: Callable[[nn.Module], None]) -> None:
     _late.append(act)
 
 
-def _compress_ddp(
-    model: DistributedDataParallel, codec: str | Codec | Policy, **options: Any
-) -> HookState:
+def attach(model: DistributedDataParallel, make: Callable[[], State]) -> State:
+    """Let a state reduce a DDP model's buckets; collective.
+
+    Args:
+        model: a model that no hook reduces yet, or whose compression was removed.
+        make: function that makes the state.
+
+    Raises:
+        Error: the model has a communication hook, or its reducer takes none.
+    """
     hooks = getattr(model, "_comm_hooks", [])
     if hooks and isinstance(hooks[0][1], DetachedState):  # the model is a copy of a compressed one
         hooks.clear()
@@ -148,7 +162,7 @@ def _compress_ddp(
     before = hooks[0][1] if hooks else None
     if isinstance(before, HookState) and before.removed:
         # torch's reducer takes one hook, for good: the old state forwards to the new one.
-        state = HookState(codec, model, **options)
+        state = make()
         state.agree()
         before.successor = state
         hooks[0] = (compress_hook, state)
@@ -163,7 +177,7 @@ def _compress_ddp(
             "this model reduces its gradients after backward (delay_all_reduce_named_params) and "
             "uses no communication hook; wrap it without that option"
         )
-    state = HookState(codec, model, **options)
+    state = make()
     state.agree()
     model.register_comm_hook(state, compress_hook)
     return state

@@ -22,6 +22,8 @@ class Method:
     """The codec for `pycomm.compress`; empty: gradients are not compressed."""
     feedback: str = ""
     """The feedback for `pycomm.compress`: a kind, or "none"; empty: the default."""
+    momentum: str = ""
+    """The codec of the momentum, which travels instead of the gradients (`pycomm.CodedAdamW`)."""
     hook: str = ""
     """One of torch's own communication hooks, as in `HOOKS`, or `late_hook`."""
     bucket_mb: float = 25.0
@@ -30,7 +32,7 @@ class Method:
     @property
     def scheduled(self) -> bool:
         """Return whether the codec changes over the steps, so that step times vary."""
-        return " " in self.codec
+        return " " in self.codec + self.momentum
 
     def wrap(
         self, model: nn.Module, group: dist.ProcessGroup | None = None, *, sync: bool = True
@@ -60,6 +62,17 @@ class Method:
         if self.hook:
             _torch_hook(wrapped, self.hook, group)
         return wrapped
+
+    def optimizer(
+        self, model: DistributedDataParallel, lr: float, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        """Return this method's optimizer for a model that `wrap` has returned. Collective."""
+        if self.momentum:
+            import pycomm
+
+            parameters = model.parameters()
+            return pycomm.CodedAdamW(parameters, lr, betas, model=model, codec=self.momentum)
+        return torch.optim.AdamW(model.parameters(), lr, betas)
 
 
 def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:
@@ -110,6 +123,8 @@ def late_hook(state: Late, bucket: dist.GradBucket) -> torch.futures.Future[torc
 # torch's methods come first. PowerSGD on Gloo aborts with more than one bucket: its chained
 # collectives start in a different order on every rank.
 ONE_BUCKET = 1000.0
+# One bit while the second moments and the loss change fast, then one value of a hundred.
+TOP_1 = "sign 21:topk:density=0.01,values=int8,indices=int12"
 METHODS = (
     Method("Gloo, fp32", "gloo"),
     Method("Gloo, fp16 hook", "gloo", hook="fp16"),
@@ -129,6 +144,11 @@ METHODS = (
     Method("pycomm, sign", codec="sign"),
     Method("pycomm, top-k 1 %", codec="topk:0.01"),
     Method("pycomm, top-k 25 to 1 %", codec="topk:0.25 21:topk:0.06 41:topk:0.015 61:topk:0.01"),
+    Method("pycomm, coded momentum, int4", momentum="int4"),
+    Method("pycomm, coded momentum, 2 bits", momentum="eden:bits=2,scale=mmse"),
+    Method("pycomm, coded momentum, 1 bit", momentum="eden:bits=1,scale=mmse"),
+    Method("pycomm, coded momentum, sign", momentum="sign"),
+    Method("pycomm, coded momentum, top-k 1 %", momentum=TOP_1),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),
 )

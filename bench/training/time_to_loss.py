@@ -53,6 +53,10 @@ from pycomm.bench.training.train import (
 MODELS = {
     "demo": Config(),
     "demo-beta0": Config(beta1=0.0),  # feedback delays gradients, which conflicts with momentum
+    "demo-1e-3": Config(learning_rate=1e-3),  # the sweep of learning rates
+    "demo-3e-3": Config(learning_rate=3e-3),
+    "demo-4e-3": Config(learning_rate=4e-3),
+    "demo-beta.5": Config(beta1=0.5),
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
 }
 SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
@@ -69,6 +73,7 @@ def train(config: Config, method: Method) -> list[dict[str, float]]:
     """
     arguments = {**asdict(config), "backend": method.backend, "bucket_mb": method.bucket_mb}
     arguments |= {"codec": method.codec, "feedback": method.feedback, "hook": method.hook}
+    arguments["momentum"] = method.momentum
     command = [sys.executable, "-m", "pycomm.bench.training"]
     for name, value in arguments.items():
         command += [f"--{name.replace('_', '-')}={value}"]
@@ -154,6 +159,9 @@ def time_on_this_rank(
     for _ in range(rounds):
         for method in methods:
             wrapped = method.wrap(net, groups[method.backend], sync=False)
+            stepping = optimizer
+            if method.momentum:
+                stepping = method.optimizer(wrapped, config.learning_rate, (0.9, 0.999))
             seconds: list[float] = []
             settle, timed = settle_steps(method), 2
             before = 0
@@ -162,8 +170,8 @@ def time_on_this_rank(
                     before = wire_bytes()
                 start = time.perf_counter()
                 loss_of(wrapped, next(data)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                stepping.step()
+                stepping.zero_grad()
                 seconds.append(time.perf_counter() - start)
                 if len(seconds) == settle:
                     timed = agreed_count(turn_seconds / seconds[-1])
@@ -173,7 +181,7 @@ def time_on_this_rank(
                 sample = {"method": method.label, "seconds": seconds[settle:], "wire_bytes": sent}
                 with log.open("a") as file:
                     print(json.dumps(sample), file=file)
-            del wrapped
+            del wrapped, stepping
             gc.collect()
     dist.destroy_process_group()
 
@@ -201,7 +209,7 @@ def describe(kind: str, model: str, method: Method) -> Row:
         size=4 * count,
         count=count,
         type="float32",
-        codec=method.codec or "none",
+        codec=method.codec or method.momentum or "none",
         model=model,
         parameters=count,
         method=method.label,

@@ -177,7 +177,7 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
     torch.manual_seed(config.seed)
     model = method.wrap(Transformer(config))
     betas = config.beta1, 0.95
-    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=betas)
+    optimizer = method.optimizer(model, config.learning_rate, betas)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     text, held_out = standard_library()
     data = batches(text, config, dist.get_rank(), dist.get_world_size())
@@ -213,6 +213,7 @@ def main() -> int:
     parser.add_argument("--backend", default="pycomm")
     parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
     parser.add_argument("--feedback", default="", help="its feedback, or none")
+    parser.add_argument("--momentum", default="", help="compress the momentum instead: sign, ...")
     parser.add_argument("--hook", default="", help=f"torch's own: {', '.join(HOOKS)}")
     parser.add_argument("--bucket-mb", type=float, default=Method.bucket_mb, help="of DDP")
     parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
@@ -221,7 +222,7 @@ def main() -> int:
         parser.add_argument(flag, type=type(default), default=default)
     args = vars(parser.parse_args())
     log = args.pop("log")
-    names = ("backend", "codec", "feedback", "hook", "bucket_mb")
+    names = ("backend", "codec", "feedback", "momentum", "hook", "bucket_mb")
     chosen = {name: args.pop(name) for name in names}
     method = Method("", **chosen)
 

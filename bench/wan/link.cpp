@@ -75,7 +75,7 @@ struct Later {
   }
 };
 
-// What a rate lets through, one packet after the other.
+// Bytes that a rate lets through, one packet after the other.
 struct Pipe {
   double ns_per_byte = 0;
   int64_t free_at = 0;

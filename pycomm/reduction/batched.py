@@ -145,6 +145,12 @@ class Batched:
         most = [self.most[chunk]] * self._ranks
         return self._gather(payloads, size, most, self._variable[chunk])
 
+    def show_own(self, values: torch.Tensor, chunk: int) -> Payloads:
+        """Encode our own chunk for all ranks, each of which has one; return the chunks of all."""
+        payloads, (size,) = self._contribute(values, chunk, chunk + 1)
+        most = self.most[: self._ranks]
+        return self._gather(payloads, size, most, any(self._variable[: self._ranks]))
+
     def own(self, values: torch.Tensor, came: Payloads) -> Payloads:
         """Average the contributions to our chunk and encode the result; return all results."""
         most = self.most[: self._ranks]
@@ -206,7 +212,7 @@ class Batched:
 
 
 def _suits(bucket: Bucket) -> bool:
-    """Whether the codecs and the final conversion of a collective run in C++."""
+    """Return whether the codecs and the final conversion of a collective run in C++."""
     ways = {piece.codec.implementation("cpu") for piece in bucket.pieces}
     ends_natively = convert.select("cpu") is convert.native
     return ends_natively and all(isinstance(way, Native) for way in ways)

@@ -65,14 +65,20 @@ def is_variable(runs: Sequence[Run]) -> bool:
     return any(run.piece.codec.variable for run in runs)
 
 
-def granule(piece: Piece) -> int:
+def granule(piece: Piece, grain: int = GRAIN) -> int:
     """Return the multiple at which a piece may be cut: all of it for a codec without a granule."""
     own = piece.codec.granule
-    return lcm(own, GRAIN) if own else max(1, piece.numel)
+    return lcm(own, grain) if own else max(1, piece.numel)
 
 
-def chunks(pieces: Sequence[Piece], ranks: int) -> list[list[Run]]:
-    """Split pieces into the runs of each owner, like `Layout` of coded/layout.h."""
+def chunks(pieces: Sequence[Piece], ranks: int, grain: int = GRAIN) -> list[list[Run]]:
+    """Split pieces into the runs of each owner, like `Layout` of coded/layout.h.
+
+    Args:
+        pieces: pieces of a bucket.
+        ranks: number of owners.
+        grain: cuts are at multiples of it, too.
+    """
     starts = [0]
     for piece in pieces:
         starts.append(starts[-1] + piece.numel)
@@ -85,7 +91,7 @@ def chunks(pieces: Sequence[Piece], ranks: int) -> list[list[Run]]:
         piece = pieces[found]
         inside = min(place - starts[found], piece.numel)
         if inside < piece.numel:
-            inside -= inside % granule(piece)
+            inside -= inside % granule(piece, grain)
         return starts[found] + inside
 
     cuts = [cut(numel // ranks * r + numel % ranks * r // ranks) for r in range(ranks)] + [numel]

@@ -84,11 +84,12 @@ def frame(
     magic: int = 0x4D435950,
     checks: int = HERE,
     before: int = 0,
+    received: int = 0,
 ) -> bytes:
     whole = len(payload) if size is None else size
     ids = magic, version, lane, message, offset, whole, len(payload), tag_hash
     crc = _C.crc32c(payload) if checks == HERE else 0
-    head = HEADER.pack(*ids, bytes(64), 0, checks, crc, before)
+    head = HEADER.pack(*ids, bytes(64), received, checks, crc, before)
     return head + struct.pack("<I", _C.crc32c(head)) + payload
 
 

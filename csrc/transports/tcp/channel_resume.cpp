@@ -7,7 +7,7 @@
 
 namespace pycomm::tcp {
 
-// Where a stream on a slow link pauses for this long, a copy costs nothing beside the link.
+// If a stream on a slow link pauses for this long, a copy costs nothing beside the link.
 constexpr auto kStallLimit = std::chrono::milliseconds(20);
 // The interval at which a channel looks at its paths.
 constexpr auto kPathInterval = std::chrono::milliseconds(100);

@@ -36,7 +36,7 @@ class TcpTransport final : public Transport {
       : peers_(peers),
         pacer_(options.link_bytes_per_second),
         control_(options.rank_state),
-        connector_(rendezvous, meet(rendezvous, peers, options)),
+        connector_(rendezvous, exchange_addresses(rendezvous, peers, options)),
         checks_payload_(options.checks == PayloadCheck::all ||
                         (options.checks == PayloadCheck::leaving_host && !options.tls &&
                          !all_loopback(connector_.directory().interfaces))),
@@ -86,6 +86,9 @@ class TcpTransport final : public Transport {
   void check() override { control_.check(); }
 
   Milliseconds round_trip() const override { return control_.round_trip(); }
+  std::chrono::microseconds round_trip(int rank) const override {
+    return control_.round_trip(rank);
+  }
   void ask() override { control_.ask(); }
   PeerStatus look(int rank) override { return control_.look(rank); }
 

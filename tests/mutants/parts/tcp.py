@@ -93,6 +93,10 @@ MUTANTS = (
         "message.frames == 0",
         "tests/transports/test_channels.py "
         "tests/transports/tcp/test_transport.py::test_sockets_share_a_message",
+        escapes=(
+            "Only a socket that is full exactly at the end of a frame shows it, which tests "
+            "meet by chance."
+        ),
     ),
     Mutant(
         "message-done-before-its-checksum-is-sent",
@@ -109,7 +113,7 @@ MUTANTS = (
         "csrc/transports/tcp/stream.h",
         "if (received > high_) return false;",
         "",
-        FRAMES + "test_false_frame_is_described",
+        "tests/transports/tcp/test_frames.py::test_false_frame_is_described",
     ),
     Mutant(
         "kept-bytes-not-continued-at-the-beginning",
@@ -136,7 +140,8 @@ MUTANTS = (
         "csrc/transports/tcp/channel_resume.cpp",
         "torn || over",
         "over",
-        FRAMES + "test_torn_frame_is_a_lost_peer",
+        "tests/transports/tcp/test_frames.py::"
+        "test_a_frame_torn_on_one_of_two_connections_is_a_lost_peer",
     ),
     Mutant(
         "lost-bytes-of-a-quiet-rank-not-repeated",
@@ -150,9 +155,13 @@ MUTANTS = (
         "equal-generation-does-not-replace",
         "comparison",
         "csrc/transports/tcp/connect/connector.cpp",
-        "hello.generation < place.generation",
-        "hello.generation <= place.generation",
+        "hello.generation < state.generation",
+        "hello.generation <= state.generation",
         HEALS + "test_what_was_said_on_a_connection_that_stood_for_one_end_alone_is_repeated",
+        escapes=(
+            "The new connection is closed again, so the peer makes another one, of the next "
+            "generation."
+        ),
     ),
     Mutant(
         "connection-made-anew-without-a-new-number",
@@ -168,10 +177,8 @@ MUTANTS = (
         "csrc/transports/tcp/connect/connector.cpp",
         "ask_again(link);",
         "",
-        HEALS
-        + "test_all_connections_cut_between_calls "
-        + HEALS
-        + "test_words_that_were_cut_off_at_the_end_are_repeated",
+        "tests/transports/tcp/test_reconnect.py::"
+        "test_a_request_to_connect_that_was_cut_off_is_repeated",
     ),
     Mutant(
         "abort-not-repeated-to-who-does-not-read",
@@ -248,8 +255,7 @@ MUTANTS = (
         "csrc/transports/tcp/connect/handshake.cpp",
         "hello_.tls != static_cast<uint16_t>(tls_)",
         "false",
-        "tests/transports/tcp/test_tls.py::test_ranks_that_do_not_agree_are_told "
-        "tests/transports/tcp/test_tls.py::test_who_knows_the_secret_and_speaks_plain_is_refused",
+        "tests/transports/tcp/test_handshake.py::test_refusal_says_why",
     ),
     Mutant(
         "socket-beyond-the-last-accepted",

@@ -135,7 +135,7 @@ void Connector::run() {
     uint64_t count;
     [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &count, sizeof count);
     control_->poll();
-    if (control_->aborted()) return tell_of_abort();
+    if (control_->aborted()) return report_abort();
     try {
       process_requests();
       reconnect();
@@ -152,7 +152,7 @@ void Connector::run() {
 }
 
 // A peer that reads nothing at the moment receives the abort later.
-void Connector::tell_of_abort() {
+void Connector::report_abort() {
   for (auto pause = Milliseconds(1); !stop_ && control_->unsent();
        pause = std::min(2 * pause, kAbortResendPause)) {
     std::this_thread::sleep_for(pause);
@@ -180,9 +180,9 @@ void Connector::process_requests() {
     bool ask = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      LaneState& way = wanted.lane_states[static_cast<size_t>(lane)];
-      if (way.wanted || way.complete()) continue;
-      way.wanted = true;
+      LaneState& lane_state = wanted.lane_states[static_cast<size_t>(lane)];
+      if (lane_state.wanted || lane_state.complete()) continue;
+      lane_state.wanted = true;
       ask = rank > rank_;
       if (!ask) connect(wanted, static_cast<uint16_t>(lane), wanted.round_trip);
     }
@@ -218,9 +218,9 @@ std::pair<int, int> Connector::sockets() const {
 
 std::vector<Connection> Connector::take(int rank, int lane) {
   std::lock_guard<std::mutex> lock(mutex_);
-  LaneState& way = link(rank).lane_states[static_cast<size_t>(lane)];
-  way.has_fresh.store(false, std::memory_order_relaxed);
-  return std::exchange(way.fresh, {});
+  LaneState& lane_state = link(rank).lane_states[static_cast<size_t>(lane)];
+  lane_state.has_fresh.store(false, std::memory_order_relaxed);
+  return std::exchange(lane_state.fresh, {});
 }
 
 // The mutex is ours only between two rounds of the thread: connections that a peer has used, and so
@@ -229,10 +229,10 @@ std::string Connector::connection_error(int rank, int lane, bool gone) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (broken_) std::rethrow_exception(broken_);
   const Link& wanted = link(rank);
-  const LaneState& way = wanted.lane_states[static_cast<size_t>(lane)];
-  if (way.complete()) return "";
+  const LaneState& lane_state = wanted.lane_states[static_cast<size_t>(lane)];
+  if (lane_state.complete()) return "";
   if (!wanted.connection_error.empty() || !gone) return wanted.connection_error;
-  const bool connecting = rank < rank_ && way.wanted;
+  const bool connecting = rank < rank_ && lane_state.wanted;
   return connecting ? "" : "it closed the connection";
 }
 
@@ -296,18 +296,18 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
     return;
   }
   if (hello.lane != kControl) {
-    LaneState& way = link.lane_states[hello.lane];
-    if (way.socket_states.empty()) set_sockets(way, hello.sockets);
-    if (way.socket_states.size() != hello.sockets) return;
+    LaneState& lane_state = link.lane_states[hello.lane];
+    if (lane_state.socket_states.empty()) set_sockets(lane_state, hello.sockets);
+    if (lane_state.socket_states.size() != hello.sockets) return;
   }
-  SocketState& place = this->place({link.peer.rank, hello.lane, hello.socket, 0});
+  SocketState& state = state_of({link.peer.rank, hello.lane, hello.socket, 0});
   // An equal generation replaces ours if the peer did not see that our connection was made.
-  if (place.stood && hello.generation < place.generation) return;
-  const bool first = !place.stood;
-  place.stood = true;
-  place.broken = false;
-  place.generation = hello.generation;
-  place.since = Clock::now();
+  if (state.established && hello.generation < state.generation) return;
+  const bool first = !state.established;
+  state.established = true;
+  state.broken = false;
+  state.generation = hello.generation;
+  state.since = Clock::now();
   choose_congestion_control(sock.get(), directory_.congestion);
   if (hello.lane == kControl) {
     congestion_control_ = tcp::congestion_control(sock.get());
@@ -321,12 +321,12 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
     return;
   }
   choose_buffers(sock.get(), directory_.paths() > 1);
-  LaneState& way = link.lane_states[hello.lane];
-  way.fresh.push_back({hello.socket, hello.generation, std::move(sock)});
-  if (first) way.missing--;
-  if (way.missing > 0) return;
-  way.has_fresh.store(true, std::memory_order_release);
-  way.ready.store(true, std::memory_order_release);
+  LaneState& lane_state = link.lane_states[hello.lane];
+  lane_state.fresh.push_back({hello.socket, hello.generation, std::move(sock)});
+  if (first) lane_state.missing--;
+  if (lane_state.missing > 0) return;
+  lane_state.has_fresh.store(true, std::memory_order_release);
+  lane_state.ready.store(true, std::memory_order_release);
   if (on_ready_) on_ready_(hello.lane);
 }
 

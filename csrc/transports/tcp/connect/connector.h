@@ -95,7 +95,7 @@ class Connector {
  private:
   using Clock = Deadline::Clock;
   struct SocketState {  // of a connection that may be made again
-    bool stood = false;
+    bool established = false;
     bool broken = false;  // a new one is on its way
     uint32_t generation = 0;
     Clock::time_point since{};
@@ -127,7 +127,7 @@ class Connector {
     Milliseconds pause{20};                 // before the next attempt
     Clock::time_point refused_since{};  // when attempts began to be refused; zero: the last was not
     Clock::time_point starved_since{};  // when descriptors ran out; zero: there was one
-    size_t way = 0;                     // picks the pair of our and the peer's interface
+    size_t attempt = 0;                 // picks the pair of our and the peer's interface
     bool returns = false;  // to the socket's own path: it replaces a connection by another one
     bool ready = false;
     bool over = false;
@@ -141,9 +141,9 @@ class Connector {
   };
 
   Link& link(int rank) const { return *by_rank_[static_cast<size_t>(rank)]; }
-  SocketState& place(const LostConnection& broken) const;
+  SocketState& state_of(const LostConnection& broken) const;
   void run();
-  void tell_of_abort();
+  void report_abort();
   bool wait();
   void turn();
   void process_requests();
@@ -153,7 +153,7 @@ class Connector {
   Hello hello_to(const Link& link, uint16_t lane) const;
   uint16_t sockets_of(const Link& link, uint16_t lane) const;
   void connect(Link& link, uint16_t lane, Milliseconds round_trip);
-  static void set_sockets(LaneState& way, int count);
+  static void set_sockets(LaneState& lane_state, int count);
   void connect(Link& link, const Hello& hello, Clock::time_point when);
   void return_later(Link& link, const Hello& hello);
   void accept_all(const Fd& listener);

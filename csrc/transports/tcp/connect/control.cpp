@@ -339,6 +339,11 @@ size_t Control::unacknowledged(int rank) const {
   return peer.sock ? peer.unsent() + tcp::unacknowledged(peer.sock.get()) : 0;
 }
 
+std::chrono::microseconds Control::round_trip(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return least_round_trip(find(rank)->sock.get());
+}
+
 bool Control::unsent() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::any_of(peers_.begin(), peers_.end(),

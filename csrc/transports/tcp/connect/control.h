@@ -79,6 +79,8 @@ class Control {
   size_t unacknowledged(int rank) const;
   /// Returns the round-trip time to the farthest peer, measured when its connection was made.
   Milliseconds round_trip() const { return Milliseconds(round_trip_.load()); }
+  /// Returns the least round-trip time to a peer so far; 0 if none is known.
+  std::chrono::microseconds round_trip(int rank) const;
   /// True if a message waits for room on its connection; poll() sends it as soon as there is some.
   bool unsent() const;
 

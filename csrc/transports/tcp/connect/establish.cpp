@@ -33,9 +33,9 @@ uint16_t Connector::sockets_of(const Link& link, uint16_t lane) const {
                                             : directory_.sockets_at(Milliseconds(0)));
 }
 
-void Connector::set_sockets(LaneState& way, int count) {
-  way.socket_states.resize(static_cast<size_t>(count));
-  way.missing = count;
+void Connector::set_sockets(LaneState& lane_state, int count) {
+  lane_state.socket_states.resize(static_cast<size_t>(count));
+  lane_state.missing = count;
 }
 
 Hello Connector::hello_to(const Link& link, uint16_t lane) const {
@@ -66,7 +66,7 @@ void Connector::connect(Link& link, const Hello& hello, Clock::time_point when) 
   outgoing_.emplace_back();
   outgoing_.back().link = &link;
   outgoing_.back().hello = hello;
-  outgoing_.back().way = hello.socket;
+  outgoing_.back().attempt = hello.socket;
   outgoing_.back().wake = when;
 }
 
@@ -81,9 +81,8 @@ void Connector::return_later(Link& link, const Hello& hello) {
 
 // True for a return whose socket has been connected again since, or is about to be.
 bool Connector::is_outdated(const Outgoing& out) const {
-  const SocketState& place =
-      this->place({out.link->peer.rank, out.hello.lane, out.hello.socket, 0});
-  return place.broken || place.generation + 1 != out.hello.generation;
+  const SocketState& state = state_of({out.link->peer.rank, out.hello.lane, out.hello.socket, 0});
+  return state.broken || state.generation + 1 != out.hello.generation;
 }
 
 // Where there is another path, a silent one is left soon: a packet that was lost is a second late.
@@ -112,7 +111,7 @@ void Connector::serve(Outgoing& out) {
     }
     // The sockets are spread over the interfaces: our i-th to the peer's i-th. The route decides by
     // which interface we leave, unless the user has named one.
-    const size_t pair = out.way % directory_.paths();
+    const size_t pair = out.attempt % directory_.paths();
     const Address* from = directory_.bound ? &directory_.interfaces[pair].address : nullptr;
     out.fd = connect_to(peer.addresses[pair], from, error);
     out.wake = Clock::now() + connect_limit();
@@ -154,7 +153,7 @@ void Connector::serve(Outgoing& out) {
       if (out.hello.lane == kCallBack) return retry(out, 0);  // until the peer's connection arrives
       join(*out.link, out.hello, out.greeting->sock(std::move(out.fd)));
       out.over = true;
-      if (out.way % directory_.paths() != out.hello.socket % directory_.paths()) {
+      if (out.attempt % directory_.paths() != out.hello.socket % directory_.paths()) {
         return_later(*out.link, out.hello);
       }
   }
@@ -163,10 +162,10 @@ void Connector::serve(Outgoing& out) {
 // Begins to connect the sockets of collectives with a far peer while the set-up goes on, so that
 // the first operation need not wait for three round trips.
 void Connector::connect_early(Link& link, Milliseconds round_trip) {
-  LaneState& way = link.lane_states[static_cast<size_t>(Lane::collective)];
+  LaneState& lane_state = link.lane_states[static_cast<size_t>(Lane::collective)];
   const auto sockets = static_cast<size_t>(directory_.sockets_at(round_trip));
-  if (way.wanted || links_.size() * sockets > kEarlySockets) return;
-  way.wanted = true;
+  if (lane_state.wanted || links_.size() * sockets > kEarlySockets) return;
+  lane_state.wanted = true;
   connect(link, static_cast<uint16_t>(Lane::collective), round_trip);
 }
 
@@ -196,7 +195,7 @@ void Connector::retry(Outgoing& out, int error) {
   const Peer& peer = out.link->peer;
   const bool gone = peer.has_died() || (control_ != nullptr && control_->gone(peer.rank));
   if (refused && (gone || now - out.refused_since >= kRefusedFor)) return give_up(out);
-  out.way++;
+  out.attempt++;
   out.wake = now + (refused ? std::min(out.pause, kRefusedPause) : out.pause);
   out.pause = std::min(out.pause * 2, kLastRetry);
 }
@@ -251,13 +250,14 @@ void Connector::accept_all(const Fd& listener) {
 // True if peers must connect to us: otherwise a connection that we cannot accept does no harm.
 bool Connector::expects() const {
   return std::any_of(links_.begin(), links_.end(), [](const auto& link) {
-    const auto broken = [](const SocketState& place) { return place.broken; };
+    const auto broken = [](const SocketState& state) { return state.broken; };
     return link->control_state.broken ||
-           std::any_of(
-               link->lane_states.begin(), link->lane_states.end(), [&](const LaneState& way) {
-                 return (way.wanted && !way.complete()) ||
-                        std::any_of(way.socket_states.begin(), way.socket_states.end(), broken);
-               });
+           std::any_of(link->lane_states.begin(), link->lane_states.end(),
+                       [&](const LaneState& lane_state) {
+                         return (lane_state.wanted && !lane_state.complete()) ||
+                                std::any_of(lane_state.socket_states.begin(),
+                                            lane_state.socket_states.end(), broken);
+                       });
   });
 }
 

@@ -259,8 +259,8 @@ TcpListeners listen(const TcpOptions& options, bool one_host) {
   return ours;
 }
 
-PeerDirectory meet(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                   const TcpOptions& options) {
+PeerDirectory exchange_addresses(const Rendezvous& rendezvous, const std::vector<int>& peers,
+                                 const TcpOptions& options) {
   return AddressExchange(rendezvous, peers, options).run();
 }
 

@@ -50,7 +50,7 @@ struct Peer {
   std::string door;                ///< open on our host while the peer lives; empty if not known
   Process process{""};
 
-  /// What is certain, not only likely.
+  /// True if the peer is known to have died; false if that is only likely.
   bool has_died() const {
     return process.died() || (!door.empty() && HostDoor::look(door) == HostDoor::State::closed);
   }
@@ -77,7 +77,7 @@ struct PeerDirectory {
 
 /// Chooses the interfaces, listens there, and exchanges addresses with `peers` through the store.
 /// Throws Timeout with the missing ranks.
-PeerDirectory meet(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                   const TcpOptions& options);
+PeerDirectory exchange_addresses(const Rendezvous& rendezvous, const std::vector<int>& peers,
+                                 const TcpOptions& options);
 
 }  // namespace pycomm::tcp

@@ -214,6 +214,14 @@ std::chrono::milliseconds round_trip(int fd) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(measured);
 }
 
+std::chrono::microseconds least_round_trip(int fd) {
+  tcp_info info = {};
+  socklen_t size = sizeof info;
+  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  // An old kernel does not know the minimum.
+  return std::chrono::microseconds(info.tcpi_min_rtt > 0 ? info.tcpi_min_rtt : info.tcpi_rtt);
+}
+
 size_t unacknowledged(int fd) {
   pollfd state = {fd, 0, 0};
   int bytes = 0;

@@ -74,6 +74,8 @@ LinkUse link_use(int fd);
 /// Returns the round-trip time of a packet and its acknowledgement, as the kernel has measured it,
 /// rounded up; 0 if it does not know.
 std::chrono::milliseconds round_trip(int fd);
+/// Returns the least of its samples, which holds the least of what a busy host adds; 0 likewise.
+std::chrono::microseconds least_round_trip(int fd);
 /// Returns the number of sent bytes that the other end has not acknowledged; 0 once the connection
 /// is broken.
 size_t unacknowledged(int fd);

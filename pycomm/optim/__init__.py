@@ -1,0 +1,4 @@
+"""Optimizers whose momentum travels coded, instead of the gradients; docs/optimizers.md."""
+
+from pycomm.optim.coded_adamw import CodedAdamW as CodedAdamW
+from pycomm.optim.convert import code_optimizer as code_optimizer

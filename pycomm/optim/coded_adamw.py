@@ -1,0 +1,361 @@
+"""AdamW for data-parallel models whose momentum travels coded; docs/optimizers.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.adamw import adamw
+
+from pycomm.arguments import number, typed, whole
+from pycomm.codecs import Codec
+from pycomm.compress import attach
+from pycomm.errors import Error
+from pycomm.feedback import Feedback
+from pycomm.hooks.momentum import MomentumState
+from pycomm.policy import Policy, agree_on_options
+from pycomm.policy.names import clean
+
+
+class CodedAdamW(torch.optim.Optimizer):
+    """AdamW that exchanges its momentum, in one bit a value or one value of a hundred.
+
+    Feedback on gradients and Adam's momentum are two delays in series, which training does not
+    tolerate below two bits. Here the momentum itself is coded, with feedback, so there is one
+    delay, and the denominators come from all ranks' gradients, by rows and columns:
+    `pycomm.reduction.moment` has the formulas. Parameters of one dimension, and those that the
+    policy leaves exact, are treated as torch's AdamW does.
+
+    Collective: every rank makes one, after the model is wrapped and before the first backward. It
+    takes over the gradient exchange of the model, so `pycomm.compress` is not called. After a
+    backward, the ``grad`` of a coded parameter is the momentum: clipping bounds that.
+
+    Args:
+        params: parameters or groups, as for `torch.optim.AdamW`.
+        lr: learning rate.
+        betas: of momentum and second moment. The coefficient that is used for the momentum is
+            smaller than the first: the codec's delay is a part of its horizon.
+        eps: added to the denominators.
+        weight_decay: decoupled weight decay.
+        model: the `DistributedDataParallel` model of these parameters.
+        codec: codec of the momentum, its text ("sign", "topk:0.01", "eden:bits=1,scale=mmse",
+            "int4"), or a `pycomm.Policy`. Unbiased codecs and PowerSGD are refused.
+        refresh: second moments are exchanged every so many steps; 0: so often that they take at
+            most an eighth of the momentum's bytes, and every 16 steps at least.
+        scaler: the `torch.amp.GradScaler` of the gradients, if there is one.
+        feedback: "residual" with options, such as ``storage=float32``.
+        seed: seed of random rounding; equal on all ranks.
+
+    Raises:
+        TypeError: the model is in no wrapper, or an argument has another type.
+        ValueError: an option is out of range, the codec cannot be used, or a parameter does not
+            belong to the model.
+        Error: the model has a communication hook already, or is sharded by FSDP2.
+        WireMismatch: ranks have different options; on all ranks, before anything else is sent.
+
+    Example:
+        >>> model = DistributedDataParallel(net)  # doctest: +SKIP
+        >>> optimizer = pycomm.CodedAdamW(
+        ...     model.parameters(), lr=2e-3, model=model, codec="sign"
+        ... )  # doctest: +SKIP
+    """
+
+    _step_supports_amp_scaling = True  # `step` skips what overflows, and can tell of a scaler
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        model: nn.Module,
+        codec: str | Codec | Policy = "sign",
+        refresh: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
+        feedback: str | Feedback = "residual",
+        seed: int = 0,
+    ) -> None:
+        typed("model", model, nn.Module)
+        typed("scaler", scaler, torch.amp.GradScaler, None)
+        refresh = whole("refresh", refresh, 0)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_settings(defaults)
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _check_settings(group)
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
+        wrapped = _wrapped(model)
+        policy = _policy(codec)
+        rule = _rule(feedback)
+        self._groups: dict[int, dict[str, Any]] = {}
+        names = {id(p): clean(name) for name, p in wrapped.module.named_parameters()}
+        self._check_parameters(names)
+        agree_on_options(self._terms(names, refresh), wrapped.process_group)
+        self._scaler = scaler
+
+        def make() -> MomentumState:
+            return MomentumState(
+                policy,
+                wrapped,
+                find=self._find,
+                unit=self._unit,
+                refresh=refresh,
+                feedback=rule,
+                seed=seed,
+            )
+
+        self.compression: MomentumState = attach(wrapped, make)
+        """Codecs and residuals: `summary()`, `residual_norms()`, and `state_dict()`, which a
+        checkpoint keeps beside the optimizer's own."""
+
+    # ------------------------------------------------------------------ for users
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a step by the momentum of the last backward; on all ranks.
+
+        Args:
+            closure: function that computes the gradients again and returns the loss.
+
+        Raises:
+            Error: a GradScaler scaled the gradients, and the optimizer was made without it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._ready():
+            return loss
+        self.compression.take_sums()
+        coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
+        for group in self.param_groups:
+            lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+            exact = []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                moment = coded.get(id(parameter))
+                if moment is None:
+                    exact.append(parameter)
+                else:
+                    moment.step(lr, weight_decay)
+            if exact:
+                self._step_exact(group, exact)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, on any number of ranks, or torch's AdamW.
+
+        The squares of gradients since the last exchange are not a part of the state: up to
+        `refresh` steps of them begin anew.
+
+        Raises:
+            ValueError: other groups, or parameters that were coded and are not, or the reverse.
+        """
+        super().load_state_dict(state_dict)
+        for moment in self.compression.moments.values():
+            state = self.state[moment.parameter]
+            if state and "row" not in state:  # that of torch's AdamW
+                self.state[moment.parameter] = moment.factored(state)
+        self._rebind()
+        coded = {id(moment.parameter) for moment in self.compression.moments.values()}
+        for parameter, state in self.state.items():
+            if id(parameter) not in coded and "row" in state:
+                raise ValueError(
+                    f"the state of a parameter of shape {tuple(parameter.shape)} is that of a "
+                    "coded one, and here it is exact: use the codec or policy that was saved"
+                )
+
+    def take_state(self, optimizer: torch.optim.AdamW) -> None:
+        """Take copies of the state of torch's AdamW for the same parameters."""
+        coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
+        for parameter, state in optimizer.state.items():
+            moment = coded.get(id(parameter))
+            copies = {key: value.clone() for key, value in state.items()}
+            self.state[parameter] = moment.factored(copies) if moment else copies
+        self._rebind()
+
+    def adopt_state(self, previous: CodedAdamW) -> None:
+        """Continue from the optimizer of a group that has lost ranks; collective.
+
+        Momentum and second moments are those of the first remaining rank, residuals those of each
+        remaining rank; see `CompressionState.adopt_state`.
+
+        Args:
+            previous: the old optimizer, for the same parameters in the same order.
+        """
+        typed("previous", previous, CodedAdamW)
+        group = self.compression.process_group
+        saved = [previous.state_dict()]
+        first = dist.get_global_rank(group, 0)
+        dist.broadcast_object_list(saved, src=first, group=group)
+        self.load_state_dict(saved[0])
+        self.compression.adopt_state(previous.compression)
+
+    def to_adamw(self, **options: Any) -> torch.optim.AdamW:
+        """Return torch's AdamW with the same groups and state; this optimizer remains as it is.
+
+        Second moments become full ones, of rank one. The model's gradients still travel as
+        momentum: wrap the module in a new DistributedDataParallel to train with the result.
+
+        Args:
+            options: other options of `torch.optim.AdamW`, such as ``fused=True``.
+        """
+        groups = [dict(group) for group in self.param_groups]
+        adamw_ = torch.optim.AdamW(groups, **options)
+        for moment in self.compression.moments.values():
+            if self.state[moment.parameter]:
+                adamw_.state[moment.parameter] = moment.unfactored()
+        for parameter, state in self.state.items():
+            if parameter not in adamw_.state:
+                adamw_.state[parameter] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in state.items()
+                }
+        return adamw_
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _ready(self) -> bool:
+        """Whether to take this step; unscales the gradients if the scaler leaves that to us."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return True
+        if self._scaler is None:
+            raise Error(
+                f"rank {dist.get_rank()}: a GradScaler scales the gradients, and the momentum that "
+                "travels must be in their unit: make the optimizer with scaler=..."
+            )
+        if float(found_inf):
+            return False
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            inverse = 1.0 / float(scale)
+            grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+            torch._foreach_mul_(grads, inverse)
+        return True
+
+    def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "exp_avg" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters],  # type: ignore[misc]
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=True,
+            amsgrad=False,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            maximize=False,
+        )
+
+    def _unit(self) -> float:
+        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+
+    def _rebind(self) -> None:
+        """Let the moments use the groups and states that are now the optimizer's."""
+        self._groups.clear()
+        for moment in self.compression.moments.values():
+            settings, state = self._find(moment.parameter) or ({}, {})
+            moment.rebind(settings, state)
+        steps = [int(state["step"]) for state in self.state.values() if "step" in state]
+        self.compression.steps = max(steps, default=0)
+
+    def _find(self, parameter: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Return a parameter's group and state; None: it is not optimized."""
+        if not self._groups:
+            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        group = self._groups.get(id(parameter))
+        return None if group is None else (group, self.state[parameter])
+
+    def _check_parameters(self, names: dict[int, str]) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(parameter.shape)} does not belong to the "
+                        "model: pass the model that was wrapped, and its own parameters"
+                    )
+
+    def _terms(self, names: dict[int, str], refresh: int) -> list[str]:
+        """Return what must be equal on all ranks, a line for each."""
+        terms = [f"refresh={refresh}"]
+        for i, group in enumerate(self.param_groups):
+            settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+            members = ",".join(names[id(p)] for p in group["params"])
+            terms.append(f"group {i} of CodedAdamW: {settings} of {members}")
+        return terms
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    lr, eps, decay = (number(key, settings[key]) for key in ("lr", "eps", "weight_decay"))
+    beta1, beta2 = (number("betas", beta) for beta in settings["betas"])
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"CodedAdamW: betas={settings['betas']}: each is from 0 to below 1")
+    if not all(math.isfinite(x) and x >= 0 for x in (lr, eps, decay)):
+        raise ValueError(
+            f"CodedAdamW: lr={lr}, eps={eps} and weight_decay={decay} must be finite and at least 0"
+        )
+
+
+def _wrapped(model: nn.Module) -> DistributedDataParallel:
+    if isinstance(model, DistributedDataParallel):
+        return model
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise Error(
+            "CodedAdamW needs the whole momentum on every rank, and fully_shard leaves each rank a "
+            "shard of it: use DistributedDataParallel, or pycomm.compress(model) with torch's AdamW"
+        )
+    raise TypeError(
+        f"CodedAdamW takes a model wrapped in DistributedDataParallel, not {type(model).__name__}"
+    )
+
+
+def _policy(codec: str | Codec | Policy) -> Policy:
+    policy = Policy.of(codec)
+    if policy.steered:
+        raise ValueError(
+            f"CodedAdamW: {policy.codec!r} chooses among codecs of gradients by measurements: name "
+            'a codec, such as "sign"'
+        )
+    for one in policy.named():
+        if one.combine == "factors":
+            raise ValueError(f"CodedAdamW: {one.name} averages factors: take another codec")
+        if one.unbiased or one.combine == "sum":
+            remedy = "scale=mmse" if one.name == "eden" else "another codec"
+            raise ValueError(
+                f"CodedAdamW: {one.spec()} is unbiased, so its errors would pile up in the "
+                f"momentum: use {remedy}, whose errors feedback returns"
+            )
+    # The guard compares results with mean gradients, and here they are momentum.
+    return replace(policy, guard=None)
+
+
+def _rule(feedback: str | Feedback) -> Feedback:
+    rule = Feedback.of(feedback)
+    if rule is None or rule.kind != "residual":
+        raise ValueError(
+            f"CodedAdamW: feedback={feedback!r}: the momentum has feedback of the kind residual"
+        )
+    return rule
