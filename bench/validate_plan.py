@@ -29,6 +29,8 @@ from typing import Any
 from pycomm.bench import netlab
 from pycomm.bench.common import harness
 from pycomm.bench.common.harness import Origin
+from pycomm.bench.wan.lab import WanLab
+from pycomm.bench.wan.shape import Shape, changed, seconds
 from pycomm.plan import CODINGS, Model, Probe, of_tensors
 from pycomm.plan.algorithms import Size
 from pycomm.plan.sim import simulate
@@ -91,9 +93,24 @@ def ask(lab: netlab.Lab, **what: Any) -> list[dict[str, Any]]:
         return [json.loads(line) for line in log.read_text().splitlines()]
 
 
+def lab_of(nodes: int, rate: str) -> netlab.Netlab:
+    """Return a lab whose links have a rate, or also a round trip and a loss: "200mbit@60ms@0.1%".
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    rate, *far = rate.split("@")
+    if not far:
+        return netlab.Netlab(nodes, rate)
+    shape = Shape(delay=seconds("round trip", far[0]) / 2)
+    if len(far) > 1:
+        shape = changed(shape, {"loss": far[1]})
+    return WanLab(nodes, rate, shape=shape)
+
+
 def probe(rate: str, path: Path) -> Probe:
     """Run one probe on links of a rate."""
-    with netlab.Netlab(PROBED, rate) as lab, tempfile.TemporaryDirectory() as folder:
+    with lab_of(PROBED, rate) as lab, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)]
         run_ranks(lab, PROBED, [*command, "--store", f"{folder}/store"])
     return Probe.read(path)
@@ -214,7 +231,7 @@ def show(case: Case) -> None:
 
 def measure(options: argparse.Namespace, rate: str, ranks: int, found: Probe) -> Iterable[Case]:
     """Yield all cases of one link rate and number of ranks."""
-    with netlab.Netlab(ranks, rate) as lab:
+    with lab_of(ranks, rate) as lab:
         if "all_reduce" in options.kind:
             rows = ask(lab, kind="all_reduces", sizes=options.size, codecs=CODECS)
             for row in rows:
@@ -235,7 +252,8 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m pycomm.bench.validate_plan", description=__doc__.split("\n")[0]
     )
     add = parser.add_argument
-    add("--rate", default="100mbit,1gbit,10gbit", help="comma-separated")
+    rates = "comma-separated; with round trip and loss: 200mbit@60ms@0.1%%"
+    add("--rate", default="100mbit,1gbit,10gbit", help=rates)
     add("--ranks", default="2,4,8", help="comma-separated")
     add("--size", default="1M,4M,16M,64M", help="of all-reduces, comma-separated")
     add("--kind", default="all_reduce,step", help="comma-separated")

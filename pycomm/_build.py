@@ -57,14 +57,32 @@ def load_c10d() -> ModuleType:
         Error: torch is too old, or no binary fits it and none can be compiled; the text has the
             compiler's output.
     """
+    return _loaded(compiles=True)
+
+
+def ready_c10d() -> ModuleType:
+    """Import `pycomm._c10d` if a binary for this torch is there; compile nothing.
+
+    Raises:
+        Error: torch is too old.
+        Absent: there is none that loads; the text says why.
+    """
+    return _loaded(compiles=False)
+
+
+class Absent(Error):
+    """There is no `_c10d` for this torch yet."""
+
+
+def _loaded(compiles: bool) -> ModuleType:
     import torch
 
     with _loading:
         loaded = sys.modules.get("pycomm._c10d")
-        return _load(torch.__version__) if loaded is None else loaded
+        return _load(torch.__version__, compiles) if loaded is None else loaded
 
 
-def _load(version: str) -> ModuleType:
+def _load(version: str, compiles: bool = True) -> ModuleType:
     if minor_of(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise Error(f"torch {version} is too old for pycomm: install torch {oldest} or newer")
@@ -75,6 +93,14 @@ def _load(version: str) -> ModuleType:
         except (ImportError, OSError) as error:
             reason = f"the {kind} one does not load: {str(error).splitlines()[0]}"
 
+    if not compiles:
+        compiled = _compiled(version)
+        if compiled is not None:
+            try:
+                return import_c10d(compiled)
+            except (ImportError, OSError) as error:
+                reason = f"the compiled one does not load: {str(error).splitlines()[0]}"
+        raise Absent(reason)
     folder = _folder(_folder_name(version))
     if not (folder / BINARY).exists():
         with _locked(folder.parent):
@@ -110,8 +136,14 @@ def find_c10d(version: str) -> tuple[str, Path] | None:
     """
     for delivered in _delivered(version):
         return delivered
+    binary = _compiled(version)
+    return None if binary is None else ("compiled", binary)
+
+
+def _compiled(version: str) -> Path | None:
+    """Return the `_c10d` that was compiled here for this torch, if there is one."""
     found = (home / _folder_name(version) / BINARY for home in _homes())
-    return next((("compiled", binary) for binary in found if binary.exists()), None)
+    return next((binary for binary in found if binary.exists()), None)
 
 
 def _delivered(version: str) -> Iterator[tuple[str, Path]]:

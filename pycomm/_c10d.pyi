@@ -18,10 +18,12 @@ class Options(_distributed_c10d.Backend.Options):
     check: str
     interface: str
     link_bytes_per_second: float
+    rate: str
     secret: str
     tls: bool
     blocking_wait: bool
     device_path: str
+    enable_reconfigure: bool
     global_ranks_in_group: list[int]
     _timeout: timedelta
     def __init__(
@@ -35,10 +37,12 @@ class Options(_distributed_c10d.Backend.Options):
         check: str = ...,
         interface: str = ...,
         link_bytes_per_second: float = ...,
+        rate: str = ...,
         secret: str = ...,
         tls: bool = ...,
         blocking_wait: bool = ...,
         device_path: str = ...,
+        enable_reconfigure: bool = ...,
     ) -> None: ...
 
 class Work(_distributed_c10d.Work):
@@ -88,6 +92,8 @@ class Backend(_distributed_c10d.Backend):
     @property
     def levels(self) -> list[int]: ...
     @property
+    def shares(self) -> list[int]: ...
+    @property
     def compares(self) -> bool: ...
     def compare(self, what: str, digest: int) -> None: ...
     @property
@@ -100,6 +106,9 @@ class Backend(_distributed_c10d.Backend):
     def describe(self) -> str: ...
     def trace(self) -> dict[str, Any]: ...
     def get_error(self) -> Any: ...
+    def handle(self) -> str: ...
+    def form(self, uuid: int, handles: list[str], timeout: timedelta) -> None: ...
+    def set_shape_of(self, group: _distributed_c10d.ProcessGroup) -> None: ...
     def perform_nocolor_split(self, device: object) -> None: ...
     def compresses(self, op: str, tensor: torch.Tensor, layout: Layout) -> bool: ...
     def compressed_all_reduce(

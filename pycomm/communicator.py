@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _C
+from pycomm import _C, launch
 from pycomm.arrays import check_own, check_part, core_dtype, count, pair, parts, reduce_op, span
-from pycomm.env import env
 from pycomm.errors import Error
 from pycomm.pieces import Piece, built, floats
 
@@ -27,8 +26,7 @@ class Communicator:
     """A group of ranks and its collectives.
 
     Calls block until this rank's part is done, one collective at a time. Results have the same bits
-    on all ranks: every element is reduced by one rank, in rank order; on several nodes, node
-    by node (``docs/algorithms.md``).
+    on all ranks: one rank reduces an element, in rank order or by nodes (``docs/algorithms.md``).
 
     Args:
         store: rendezvous store; ``Store.file(folder)`` for processes that share a folder,
@@ -37,10 +35,9 @@ class Communicator:
         size: number of ranks.
         group: unique name among the groups of this store.
         timeout: seconds that the rendezvous, and by default every operation, may take.
-        transport: "auto" (shared memory where it reaches, else TCP), "shm", "tcp" or "local"
-            (ranks are threads of this process).
-        algo: "auto", or the algorithm of the operations that have it (``docs/algorithms.md``).
-        sockets: TCP sockets per peer.
+        transport: "auto" (shared memory, else TCP), "shm", "tcp" or "local" (threads).
+        algo: "auto", or the algorithm of the operations that have it (docs/algorithms.md).
+        sockets: TCP sockets per peer; 0: 2, and 4 from a round trip of 10 ms on.
         congestion: TCP's congestion control, by the kernel's name, or "auto".
         checksum: the part of TCP frames that checksums cover: "payload" (and header), "header"
             alone, or "auto": payloads too, unless they stay on the host or are encrypted.
@@ -48,11 +45,11 @@ class Communicator:
         check: "results": differing results are an error (docs/reliability.md); "none".
         interface: network interface or address to listen on.
         link_bytes_per_second: rate to which TCP is paced, 0 for none.
+        rate: what this host's link carries: "100mbit", or "20mbit/50mbit" (sent and received).
         parent: an existing group with these ranks: it detects deaths during the rendezvous.
         parent_ranks: the ranks' numbers in ``parent``; empty: the same as here.
         segment_bytes: for tests: size of the pieces in which channels pipeline.
-        nodes: for tests: the node of each rank. Ranks of different nodes share no memory and
-            communicate over TCP. Empty: the actual nodes.
+        nodes, sites: for tests: the node and the site of each rank; TCP connects the nodes.
 
     Options that are not given come from the environment: see ``csrc/core/env.h``.
 
@@ -87,15 +84,17 @@ class Communicator:
         check: str | None = None,
         interface: str | None = None,
         link_bytes_per_second: float | None = None,
+        rate: str | None = None,
         parent: Communicator | None = None,
         parent_ranks: Sequence[int] = (),
         segment_bytes: int = 0,
         nodes: Sequence[int] = (),
+        sites: Sequence[int] = (),
     ) -> None:
         options = _C.CommunicatorOptions()
         options.group = group
         options.segment_bytes = segment_bytes
-        options.nodes = list(nodes)
+        options.nodes, options.sites = list(nodes), list(sites)
         if parent:
             options.parent, options.parent_ranks = parent.core, list(parent_ranks or range(size))
         given = {
@@ -109,6 +108,7 @@ class Communicator:
             "check": check,
             "interface": interface,
             "link_bytes_per_second": link_bytes_per_second,
+            "rate": rate,
         }
         for name, value in given.items():
             if value is not None:
@@ -117,19 +117,17 @@ class Communicator:
 
     @classmethod
     def from_env(cls, store_folder: str, **options: Any) -> Communicator:
-        """Join the group that ``RANK`` and ``WORLD_SIZE`` describe, as torchrun sets them.
+        """Join the group that ``RANK`` and ``WORLD_SIZE`` describe, or `srun` or `mpirun`.
 
         Args:
             store_folder: a folder that all ranks share and that no earlier run has used.
             options: as for the constructor.
 
         Raises:
-            Error: one of the variables is not set.
+            Error: no launcher has set its variables.
         """
-        settings = env()
-        if settings.rank is None or settings.world_size is None:
-            raise Error("RANK and WORLD_SIZE are not set; start the script with torchrun")
-        return cls(Store.file(store_folder), settings.rank, settings.world_size, **options)
+        rank, size = launch.rank_and_size()
+        return cls(Store.file(store_folder), rank, size, **options)
 
     @property
     def core(self) -> _C.Communicator:

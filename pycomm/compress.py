@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -33,6 +33,7 @@ def compress(
     feedback: bool | str | Feedback | None = True,
     seed: int = 0,
     weights: str | Codec | Policy | None = None,
+    weighted: bool = False,
 ) -> CompressionState:
     """Compress the gradients of a data-parallel model, from now on.
 
@@ -55,6 +56,8 @@ def compress(
         seed: seed of random rounding; equal on all ranks.
         weights: for FSDP2 only, a codec of the parameters when they are gathered, such as "bf16" or
             "int8". No feedback corrects its error: each rank computes with such weights.
+        weighted: weight the ranks in the average by their samples or tokens, which each rank sets
+            before every backward (`CompressionState.set_weight`); equal on all ranks. Not for HSDP.
 
     Returns:
         The state: `summary()`, `residual_norms()`, and `state_dict()` for checkpoints. As a context
@@ -78,15 +81,14 @@ def compress(
     """
     typed("model", model, nn.Module)
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
+    options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
     if isinstance(model, DistributedDataParallel):
         if weights is not None:
             raise ValueError("weights= is for fully_shard, and DDP gathers none: leave it out")
         wrapped = model
-        state: CompressionState = attach(
-            wrapped, lambda: HookState(codec, wrapped, feedback=feedback, seed=seed)
-        )
+        state: CompressionState = attach(wrapped, lambda: HookState(codec, wrapped, **options))
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        state = FSDPState(codec, model, weights=weights, feedback=feedback, seed=seed)
+        state = FSDPState(codec, model, weights=weights, **options)
     else:
         raise TypeError(
             f"pycomm.compress takes a model wrapped in DistributedDataParallel or fully_shard, not "

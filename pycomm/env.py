@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,9 @@ class Env:
     # PYCOMM_IMPL: the codec implementation to use: native, nvrtc, triton or reference; it must
     # then work or raise. Empty: the first of these that is available.
     impl: str = ""
+    # PYCOMM_BACKEND: "auto", or the process group's implementation: "binary" (compiled against
+    # torch, now if need be) or "python"; see backend/choice.py. Ranks may differ.
+    backend: str = "auto"
     # TRITON_INTERPRET=1, Triton's own variable: its kernels run on the CPU.
     triton_interpret: bool = False
     # RANK and WORLD_SIZE, as torchrun sets them; None where they are not set.
@@ -83,6 +86,18 @@ def variables_of_rank(rank: int, size: int) -> dict[str, str]:
     return dict(os.environ) | {name: str(value) for name, value in names.items()}
 
 
+def everything() -> dict[str, str]:
+    """Return all variables, for `launch`, which reads those of Slurm and MPI."""
+    return dict(os.environ)
+
+
+def set_missing(variables: Mapping[str, str]) -> None:
+    """Set variables that are not set, for this process and its children."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    env.cache_clear()
+
+
 PREFIX = "PYCOMM_"
 
 
@@ -102,6 +117,7 @@ def env() -> Env:
     """Return the environment's settings."""
     return Env(
         impl=os.environ.get("PYCOMM_IMPL", ""),
+        backend=_backend(os.environ.get("PYCOMM_BACKEND", "")),
         triton_interpret=os.environ.get("TRITON_INTERPRET") == "1",
         rank=_number("RANK"),
         world_size=_number("WORLD_SIZE"),
@@ -127,9 +143,13 @@ def place() -> tuple[int | None, int | None, int | None]:
 def refused() -> dict[str, str]:
     """Return the error of each variable of `env` that has an invalid value, by its name."""
     found = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYCOMM_HEALTH"):
+    checked: dict[str, Callable[[str], object]] = {
+        "PYCOMM_HEALTH": _health,
+        "PYCOMM_BACKEND": _backend,
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *checked):
         try:
-            _health(os.environ.get(name, "")) if name == "PYCOMM_HEALTH" else _number(name)
+            checked[name](os.environ.get(name, "")) if name in checked else _number(name)
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -143,6 +163,12 @@ def _number(name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not an integer") from None
+
+
+def _backend(text: str) -> str:
+    if text in ("", "auto", "binary", "python"):
+        return text or "auto"
+    raise ValueError(f"PYCOMM_BACKEND={text!r} makes no sense: want auto, binary or python")
 
 
 def _health(text: str) -> float | None:

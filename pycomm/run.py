@@ -8,6 +8,7 @@ for "gloo", for "nccl" (without a GPU) or for no backend, and keep the name that
 (takeover.py). Gradients are compressed: those of every DistributedDataParallel from its
 construction on, and those of every model in fully_shard (FSDP2) from its first forward on.
 All else is as with `python train.py`: `sys.argv`, `sys.path`, `__main__`, traceback, exit status.
+Under `srun` and `mpirun` the script finds the variables that torchrun would have set (launch.py).
 
 Processes that the script starts read the same options from PYCOMM_RUN. Set it by hand for launchers
 that have no place for a command: `PYCOMM_RUN="--codec int4" accelerate launch ...`
@@ -41,7 +42,9 @@ from pycomm.arguments import whole
 from pycomm.backend import create
 from pycomm.compress import compress, compress_late
 from pycomm.env import at_import, hand_on_run
+from pycomm.errors import Error
 from pycomm.hooks import unreached
+from pycomm.launch import launch_env
 from pycomm.policy import PROTECT, Policy, Rule, usual_feedback
 
 logger = logging.getLogger("pycomm")
@@ -136,6 +139,7 @@ def apply(options: Sequence[str]) -> None:
 
     Raises:
         ValueError: an option is wrong; the text explains it.
+        Error: srun or mpirun has not told enough, see `launch_env`.
     """
     global _compression
     parser = _parser()
@@ -176,6 +180,8 @@ def apply(options: Sequence[str]) -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+    for name, value in launch_env().items():
+        logger.info("run: %s=%s, from the launcher's variables", name, value)
     _register.register(create)
     if backend != AS_ASKED:
         # Tensors on a GPU stay with NCCL.
@@ -317,7 +323,7 @@ def main() -> None:
         if not as_module and not Path(words[0]).is_file():
             raise ValueError(f"there is no script {words[0]}")
         found = _find(words[0]) if as_module else None
-    except ValueError as error:
+    except (ValueError, Error) as error:
         _parser().print_usage(sys.stderr)
         print(f"pycomm.run: {error}", file=sys.stderr)
         sys.exit(2)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+# One thread for torch's own operations, as under torchrun: their threads would wait for each other
+# on cores that workers, ranks and compilers share, which takes up to four times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Without a GPU the Triton kernels run in its interpreter. Triton reads this when it is imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -22,6 +26,7 @@ FOLDERS = {
     "torch": "torch",
     "conformance": "torch",
     "trainers": "torch",
+    "world": "process",
 }
 COUNTS: Counter[tuple[str, str]] = Counter()
 SECONDS: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""How much of the large products of parameters runs.
+"""Extent of the tests: how much of the large products of parameters runs.
 
 `make test` takes a part in which every value of every parameter occurs; `make soak` takes all.
 """

@@ -51,14 +51,25 @@ def run(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any
     return outcomes
 
 
-def attempt(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any]:
-    """Run as `run` does, but return a rank's error as its outcome, for tests of errors."""
+def attempt(
+    size: int,
+    job: Job,
+    *,
+    limit: float = 60.0,
+    of_rank: Callable[[int], dict[str, Any]] = lambda rank: {},
+    **options: Any,
+) -> list[Any]:
+    """Run as `run` does, but return a rank's error as its outcome, for tests of errors.
+
+    ``of_rank`` returns the options that differ between the ranks.
+    """
     outcomes: list[Any] = [None] * size
     store = Store.local()
 
     def rank_main(rank: int) -> None:
         try:
-            with Communicator(store, rank, size, **{**OPTIONS, **options}) as communicator:
+            ours = {**OPTIONS, **options, **of_rank(rank)}
+            with Communicator(store, rank, size, **ours) as communicator:
                 outcomes[rank] = job(communicator)
         except BaseException as error:
             if hasattr(error, "add_note"):

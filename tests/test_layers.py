@@ -29,13 +29,15 @@ CXX_LAYERS = {
 PYTHON_LAYERS = (
     {"bench"},
     {"_autoload"},
-    {"run", "compress", "local_sgd", "optim", "plan", "doctor", "__main__"},
+    {"torchft"},
+    {"run", "compress", "horovod", "local_sgd", "optim", "plan", "doctor", "__main__"},
     {"hooks"},
     {"reduction"},
     {"policy", "feedback", "monitor", "trace"},
+    {"elastic"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
-    {"arrays", "pieces", "straggler", "takeover"},
+    {"arrays", "launch", "pieces", "straggler", "takeover"},
     {"_build", "_register", "arguments", "charts", "eden_levels", "errors", "env", "_C", "_c10d"},
 )
 MAX_SOURCES = 25

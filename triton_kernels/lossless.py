@@ -301,17 +301,8 @@ def encode(codec: Any, args: Any) -> None:
     )
 
 
-def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """Store the decoded payload in ``out``."""
-    _decode(codec, payload, out, add=False)
-
-
-def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the decoded payload to ``out``."""
-    _decode(codec, payload, out, add=True)
-
-
-def _decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    """Store the decoded payload in ``out``, or add it to ``out``."""
     numel = out.numel()
     if numel == 0:
         return

@@ -26,7 +26,7 @@ from pycomm.triton_kernels.topk_unpack import decode_bitmaps_kernel, fill_kernel
 
 TILE = 2048  # values that a program processes together: 16 per thread of four warps
 # Limits of magnitudes by format of the values; Inf for the others.
-LIMITS = {"float16": 0x7F000000, "int8": 0x7F000000}
+LIMITS = {"float16": 0x7F000000, "int8": 0x7F000000, "bins2": 0x7F000000}
 
 
 def _views(payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -158,17 +158,8 @@ def _sample(codec: Any, args: Any) -> torch.Tensor:
     return sample
 
 
-def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """Store the decoded payload in ``out``."""
-    _decode(codec, payload, out, add=False)
-
-
-def decode_add(codec: Any, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the decoded payload to ``out``."""
-    _decode(codec, payload, out, add=True)
-
-
-def _decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    """Store the decoded payload in ``out``, or add it to ``out``."""
     numel = out.numel()
     if numel == 0:
         return

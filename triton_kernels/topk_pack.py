@@ -61,6 +61,23 @@ def half_scale(top):
 
 
 @triton.jit
+def bins(magnitude, mask, most, void):
+    """Return the bits of both bins' mean magnitudes, and who is in the upper bin."""
+    scale, inv = half_scale(most)
+    scaled = bits_float(magnitude) * bits_float(inv) + 12582912.0 - 12582912.0
+    code = tl.where(mask & (void == 0), scaled, 0.0).to(tl.int32)
+    total, count = tl.sum(code, axis=0), tl.sum(mask.to(tl.int32), axis=0)
+    upper = mask & (code * count > total)
+    upper_sum = tl.sum(tl.where(upper, code, 0), axis=0)
+    n = tl.sum(upper.to(tl.int32), axis=0)
+    low = tl.math.div_rn((total - upper_sum).to(tl.float32), (count - n).to(tl.float32))
+    high = tl.math.div_rn(upper_sum.to(tl.float32), tl.where(n > 0, n, 1).to(tl.float32))
+    low = float_bits(low * bits_float(scale))
+    high = tl.where(n > 0, float_bits(high * bits_float(scale)), low)
+    return tl.where(void, NAN_BITS, low), tl.where(void, NAN_BITS, high), upper
+
+
+@triton.jit
 def store_bytes(byte_ptr, at, first, end, value):
     """Store bytes at + first, at + first + 1, ... of a section of ``end`` bytes and its padding."""
     tl.store(byte_ptr + at + first, value.to(tl.uint8), mask=first < padded(end))
@@ -95,14 +112,17 @@ def store_values(
         store_bytes(byte_ptr, at + values_at, j, k, code & 0xFF)
     else:
         magnitude = magnitude_bits(p)
-        least = tl.min(tl.where(mask, magnitude, INF_BITS), axis=0)
         most = tl.max(tl.where(mask, magnitude, 0), axis=0)
         void = most > INF_BITS
-        least = tl.where(void, NAN_BITS, least)
+        if VALUES == "bins2":
+            least, most, upper = bins(magnitude, mask, most, void)
+        else:
+            least = tl.min(tl.where(mask, magnitude, INF_BITS), axis=0)
+            least = tl.where(void, NAN_BITS, least)
+            low, high, a = bits_float(least), bits_float(most), bits_float(magnitude)
+            upper = a - low > high - a
         tl.store(word_ptr + at // 4 + 2 * group, least)
         tl.store(word_ptr + at // 4 + 2 * group + 1, most)
-        low, high, a = bits_float(least), bits_float(most), bits_float(magnitude)
-        upper = a - low > high - a
         sign = (float_bits(p) >> 31) & 1
         value = bits_float(tl.where(upper, most, least) ^ sign << 31)
         code = tl.where(mask & (void == 0), upper.to(tl.int32) | sign << 1, 0)

@@ -1,1 +1,1 @@
-"""What the ranks of `python -m pycomm.bench.validate_plan` run."""
+"""Programs that the ranks of `python -m pycomm.bench.validate_plan` run."""

@@ -28,7 +28,7 @@ _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True)
 class Shape:
-    """What happens to the packets from one node to another."""
+    """Treatment of the packets from one node to another."""
 
     delay: float = 0.0
     """seconds, one way"""

@@ -32,7 +32,7 @@ class Failed(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step took.
+    """Cost of one step.
 
     Attributes:
         seconds: of the slowest rank.

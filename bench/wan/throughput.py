@@ -2,6 +2,7 @@
 
     python -m pycomm.bench.wan.throughput --quick
     python -m pycomm.bench.wan.throughput --round-trip 30ms,100ms,200ms --loss 0,0.1%,1%
+    python -m pycomm.bench.wan.throughput --paths 1gbit,1gbit --paths 1gbit,100mbit
 
 In each lab (lab.py) of two nodes, pycomm and Gloo run each call in turns (transfer.py), then iperf3
 fills the link both ways with 1, 2, 4 and 8 streams; its best is kept. Medians are printed, and
@@ -21,13 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.lab.base import Unavailable, wait
+from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.wan.lab import WanLab
 from pycomm.bench.wan.shape import Shape, changed, seconds
 from pycomm.bench.wan.steps import Failed
@@ -71,7 +73,9 @@ def best_iperf3(lab: WanLab, time_s: int) -> tuple[float, str]:
     return max(found)
 
 
-def measure(lab: WanLab, operations: str, sizes: str, repeats: int) -> dict[str, list[float]]:
+def measure(
+    lab: Netlab, operations: str, sizes: str, repeats: int, backends: str
+) -> dict[str, list[float]]:
     """Return the seconds of each call by "operation/bytes/backend".
 
     Raises:
@@ -79,9 +83,10 @@ def measure(lab: WanLab, operations: str, sizes: str, repeats: int) -> dict[str,
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
         file = Path(folder) / "found"
-        words = [str(file), operations, sizes, str(repeats)]
+        words = [str(file), operations, sizes, str(repeats), backends]
         command = [sys.executable, "-m", "pycomm.bench.wan.transfer", *words]
-        status = wait(lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed))
+        env = dict(os.environ) | {"PYCOMM_INTERFACE": interfaces_of(lab)}
+        status = wait(lab.start(command, env=env, stdout=printed, stderr=printed))
         lab.stop()
         if status != 0 or not file.exists():
             printed.seek(0)
@@ -90,13 +95,18 @@ def measure(lab: WanLab, operations: str, sizes: str, repeats: int) -> dict[str,
         return found
 
 
-def rates(lab: WanLab, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def interfaces_of(lab: Netlab) -> str:
+    """Return all interfaces of a node, as PYCOMM_INTERFACE has them."""
+    return ",".join(f"eth{link}" for link in range(lab.rate.count(",") + 1))
+
+
+def rates(lab: Netlab, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each call and backend, and the best of iperf3.
 
     Raises:
         Failed: a rank failed.
     """
-    found = measure(lab, options.operation, options.bytes, options.repeats)
+    found = measure(lab, options.operation, options.bytes, options.repeats, options.backend)
     for key, took in found.items():
         operation, size, backend = key.split("/")
         middle = statistics.median(took)
@@ -108,7 +118,7 @@ def rates(lab: WanLab, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "ms": f"{1e3 * middle:.1f}",
             "mbit_per_s": f"{bits / middle / 1e6:.1f}",
         }
-    if options.iperf_time:
+    if options.iperf_time and isinstance(lab, WanLab):
         most, how = best_iperf3(lab, options.iperf_time)
         yield {
             "operation": f"stream ({how})",
@@ -117,6 +127,27 @@ def rates(lab: WanLab, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "ms": "0.0",
             "mbit_per_s": f"{most / 1e6:.1f}",
         }
+
+
+def show(row: Mapping[str, Any]) -> None:
+    print(
+        f"{row['rate']:>8}  {row['round_trip_ms']:>7} ms  {row['loss']:>5}"
+        f"  {row['operation']:<19}  {row['bytes']:>9}  {row['backend']:<7}"
+        f"  {row['ms']:>7}  {row['mbit_per_s']:>7}",
+        flush=True,
+    )
+
+
+def measure_paths(paths: str, options: argparse.Namespace, origin: Origin) -> None:
+    """Measure two nodes with several links each; Gloo uses the first one."""
+    place = {"rate": paths, "round_trip_ms": "0", "loss": "0"}
+    records = []
+    with Netlab(2, paths) as lab:
+        for row in rates(lab, options):
+            show({**place, **row})
+            records.append({**place, **row, **vars(origin)})
+    if options.csv:
+        tables.append(Path(options.csv), records)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,7 +160,18 @@ def main(argv: Sequence[str]) -> int:
     add("--round-trip", default="30ms,100ms,200ms", help="comma-separated (30ms,100ms,200ms)")
     add("--loss", default="0,0.1%,1%", help="comma-separated (0,0.1%%,1%%)")
     add("--rate", default="200mbit", help="comma-separated, of each node (200mbit)")
-    add("--operation", default="all_reduce,broadcast,all_gather,reduce_scatter", help="(four)")
+    add(
+        "--operation",
+        default="all_reduce,broadcast,all_gather,reduce_scatter,all_to_all",
+        help="comma-separated (all five)",
+    )
+    add("--backend", default="pycomm,gloo", help="comma-separated (pycomm,gloo)")
+    add(
+        "--paths",
+        action="append",
+        default=[],
+        help="instead: rates of several links between two nodes, without delay: 1gbit,100mbit",
+    )
     add("--bytes", default="8192,16777216", help="of a call's tensor (8192,16777216)")
     add("--repeats", type=int, default=5, help="calls of each backend, in turns (5)")
     add("--iperf-time", type=int, default=5, help="seconds of each run of iperf3, 0: none (5)")
@@ -142,7 +184,9 @@ def main(argv: Sequence[str]) -> int:
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.wan.throughput", *argv]))
     print("    rate  round trip   loss  operation                bytes  backend       ms   Mbit/s")
     try:
-        for rate in options.rate.split(","):
+        for paths in options.paths:
+            measure_paths(paths, options, origin)
+        for rate in options.rate.split(",") if not options.paths else ():
             for text in options.round_trip.split(","):
                 for loss in options.loss.split(","):
                     trip = seconds("round trip", text)
@@ -151,12 +195,7 @@ def main(argv: Sequence[str]) -> int:
                     records: list[dict[str, Any]] = []
                     with WanLab(2, rate, shape=shape) as lab:
                         for row in rates(lab, options):
-                            print(
-                                f"{rate:>8}  {1e3 * trip:>7g} ms  {loss:>5}"
-                                f"  {row['operation']:<19}  {row['bytes']:>9}  {row['backend']:<7}"
-                                f"  {row['ms']:>7}  {row['mbit_per_s']:>7}",
-                                flush=True,
-                            )
+                            show({**place, **row})
                             records.append({**place, **row, **vars(origin)})
                     if options.csv:
                         tables.append(Path(options.csv), records)

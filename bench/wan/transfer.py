@@ -1,6 +1,6 @@
 """A rank that moves large and small tensors by two backends in turns, for throughput.py.
 
-    python -m pycomm.bench.wan.transfer FILE OPERATIONS SIZES REPEATS
+    python -m pycomm.bench.wan.transfer FILE OPERATIONS SIZES REPEATS BACKENDS
 
 Rank 0 writes the seconds of each call, those of the slowest rank, into FILE as JSON: a list for
 each of "operation/bytes/backend". Before each call the ranks meet in a barrier, so it begins on
@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-BACKENDS = ("pycomm", "gloo")
-
 
 def calls(group: Any, size: int, ranks: int) -> dict[str, Callable[[], Any]]:
     """Return the operations; `size` counts the bytes of the tensor that all parts make."""
@@ -38,17 +36,19 @@ def calls(group: Any, size: int, ranks: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def main(file: Path, operations: list[str], sizes: list[int], repeats: int) -> None:
+def main(
+    file: Path, operations: list[str], sizes: list[int], repeats: int, backends: list[str]
+) -> None:
     limit = timedelta(seconds=300)
     dist.init_process_group("gloo", timeout=limit)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = {name: dist.new_group(backend=name, timeout=limit) for name in BACKENDS}
+    groups = {name: dist.new_group(backend=name, timeout=limit) for name in backends}
     found: dict[str, list[float]] = {}
     for size in sizes:
-        ops = {name: calls(groups[name], size, ranks) for name in BACKENDS}
+        ops = {name: calls(groups[name], size, ranks) for name in backends}
         for operation in operations:
             for turn in range(repeats + 1):  # the first one warms up, and is left out
-                for backend in BACKENDS:
+                for backend in backends:
                     dist.barrier()
                     start = time.perf_counter()
                     try:
@@ -62,7 +62,7 @@ def main(file: Path, operations: list[str], sizes: list[int], repeats: int) -> N
     if rank == 0:
         file.write_text(json.dumps(found))
     dist.barrier()
-    for name in BACKENDS:
+    for name in backends:
         dist.destroy_process_group(groups[name])
     dist.destroy_process_group()
 
@@ -73,4 +73,5 @@ if __name__ == "__main__":
         sys.argv[2].split(","),
         [int(size) for size in sys.argv[3].split(",")],
         int(sys.argv[4]),
+        sys.argv[5].split(","),
     )

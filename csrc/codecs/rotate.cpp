@@ -40,7 +40,7 @@ PYCOMM_SIMD void unrotate_segment(const RotationHeader& header, size_t first, fl
 
 // ---------------------------------------------------- launches in CUDA (rotate.cu)
 
-/// What kernels need to know of an inner codec.
+/// The facts about an inner codec that kernels need.
 struct Inner {
   std::string type;    ///< its name in the kernel's
   uint32_t block = 1;  ///< 1: it has no blocks

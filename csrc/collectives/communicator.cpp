@@ -54,6 +54,7 @@ int Communicator::size() const { return impl_->size(); }
 Milliseconds Communicator::timeout() const { return impl_->timeout(); }
 void Communicator::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeout); }
 std::vector<int> Communicator::levels() const { return impl_->levels(); }
+std::vector<uint32_t> Communicator::shares() const { return impl_->shares(); }
 std::string Communicator::describe() const { return impl_->mesh().describe(); }
 uint64_t Communicator::wire_bytes() const { return impl_->mesh().wire_bytes(); }
 uint64_t Communicator::sent_bytes() const { return impl_->mesh().sent_bytes(); }

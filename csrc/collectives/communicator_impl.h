@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "collectives/algorithms/context.h"
+#include "collectives/algorithms/rails.h"
+#include "collectives/algorithms/round_trips.h"
 #include "collectives/coded/coded.h"
 #include "collectives/communicator.h"
 #include "collectives/group/result_checksums.h"
@@ -43,6 +45,10 @@ class Communicator::Impl {
     if (!goes_by_levels(mesh_.topology(), algo_)) return nodes;
     for (int r = 0; r < size(); r++) nodes.push_back(mesh_.topology().node_of(r));
     return nodes;
+  }
+  std::vector<uint32_t> shares() const {
+    if (!goes_by_levels(mesh_.topology(), algo_)) return mesh_.links().shares().begins();
+    return mesh_.links().shares(hierarchical::rail(mesh_.topology(), 0)).begins();
   }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
@@ -95,6 +101,7 @@ class Communicator::Impl {
     const auto over_channels = [&](const Deadline& deadline) {
       CollectiveContext context(mesh_, scratch_, tag, deadline, options_.segment_bytes,
                                 {*trace_, recording_, timing_});
+      if (mesh_.lacks_round_trips()) mesh_.set_round_trips(gather_round_trips(context, mesh_));
       body(context);
       mesh_.rank_state().end(tag);
       mesh_.note_links(*trace_);

@@ -2,6 +2,7 @@
 // caller that holds them.
 #include "collectives/queue.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -186,6 +187,14 @@ bool Queue::inside() const { return impl_->inside(); }
 bool Queue::idle() const { return impl_->idle(); }
 bool Queue::run_until(const std::function<bool()>& done, Deadline deadline) {
   return impl_->run_until(done, deadline);
+}
+void Queue::wait_from_another(const std::function<bool()>& done, Deadline deadline) const {
+  const Waiting waiting(*this);
+  for (auto pause = std::chrono::microseconds(20); !done() && !deadline.expired();
+       pause = std::min<std::chrono::microseconds>(2 * pause, Milliseconds(5))) {
+    if (waiting.in_a_circle()) waiting.run_until(done, deadline);
+    std::this_thread::sleep_for(pause);
+  }
 }
 bool Queue::inside_any() { return Impl::served_here != nullptr; }
 

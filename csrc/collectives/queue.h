@@ -36,6 +36,10 @@ class PYCOMM_API Queue {
   /// or if nothing is queued that could make done() true. An operation that is run at once from
   /// then on (see inside()) comes right after the last one that was run.
   bool run_until(const std::function<bool()>& done, Deadline deadline);
+  /// Waits on the thread of another queue, in an operation of that one, until done(), which a later
+  /// operation of this queue makes true. Where the two threads wait for each other, it runs what is
+  /// queued on its own. Returns when done() or at the deadline.
+  void wait_from_another(const std::function<bool()>& done, Deadline deadline) const;
   /// True on the thread of any queue.
   static bool inside_any();
 

@@ -63,12 +63,23 @@ double read_link() {
   }
 }
 
+std::string read_rate() {
+  const std::string value = read("PYCOMM_RATE");
+  try {
+    parse_link_rate(value);
+  } catch (const Error&) {
+    reject("PYCOMM_RATE", value, "a rate such as 100mbit, or what is sent/received: 20mbit/50mbit");
+  }
+  return value;
+}
+
 Env read_env() {
   Env env;
   env.transport =
       read_word("PYCOMM_TRANSPORT", std::initializer_list<const char*>{"auto", "shm", "tcp"});
   env.algo = read_word("PYCOMM_ALGO", kAlgoNames);
   env.link_bytes_per_second = read_link();
+  env.rate = read_rate();
   env.sockets = read_int("PYCOMM_SOCKETS", env.sockets, 1, 16);
   env.congestion = read("PYCOMM_CONGESTION");
   if (env.congestion.empty()) env.congestion = "auto";
@@ -133,6 +144,13 @@ double parse_rate(const std::string& text) {
   }
   throw Error("cannot read the rate \"" + text +
               "\": want a positive number and kbit, mbit, gbit, KB, MB or GB, such as 200mbit");
+}
+
+LinkRate parse_link_rate(const std::string& text) {
+  if (text.empty()) return {};
+  const size_t slash = text.find('/');
+  const double send = parse_rate(text.substr(0, slash));
+  return {send, slash == std::string::npos ? send : parse_rate(text.substr(slash + 1))};
 }
 
 }  // namespace pycomm

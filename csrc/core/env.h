@@ -12,6 +12,11 @@ constexpr const char* kAlgoNames[] = {"auto",     "flat",        "direct",      
                                       "two_shot", "bruck",       "halving_doubling", "ring",
                                       "tree",     "hierarchical"};
 
+/// Rates of a link in bytes per second; 0: not known.
+struct LinkRate {
+  double send = 0, receive = 0;
+};
+
 /// Values of the variables, read once, at first use. An invalid value raises Error and names the
 /// variable.
 struct Env {
@@ -23,8 +28,13 @@ struct Env {
   /// PYCOMM_LINK: rate to which each rank paces what it sends by TCP, such as "1gbit" or
   /// "200mbit"; in bytes per second here, 0 for no limit. For trying out slow links without root.
   double link_bytes_per_second = 0;
-  /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16.
-  int sockets = 2;
+  /// PYCOMM_RATE: what the link of this host carries, such as "100mbit", or "20mbit/50mbit" if it
+  /// sends 20 and receives 50: ranks with a slower link own less of a reduction. Ranks need not
+  /// agree; empty: PYCOMM_LINK, if that is set, else no limit.
+  std::string rate;
+  /// PYCOMM_SOCKETS: TCP sockets per peer, 1 to 16; equal on all ranks. 0, if it is not set: 2, and
+  /// 4 for a peer at a round trip of 10 ms or more.
+  int sockets = 0;
   /// PYCOMM_CONGESTION: TCP's congestion control of all connections, by the kernel's name ("cubic",
   /// "reno", "bbr"); it rules what this rank sends, so ranks need not agree. "auto": bbr for peers
   /// at a round trip of a millisecond or more, reno inside a host, else the system's.
@@ -83,5 +93,8 @@ PYCOMM_API PortRange parse_ports(const std::string& text);
 
 /// "200mbit", "1.5gbit", "10MB" (per second) to bytes per second. Throws Error.
 PYCOMM_API double parse_rate(const std::string& text);
+/// "100mbit", "20mbit/50mbit" (what is sent and what is received), or "" if nothing is known.
+/// Throws Error.
+PYCOMM_API LinkRate parse_link_rate(const std::string& text);
 
 }  // namespace pycomm

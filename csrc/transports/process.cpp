@@ -47,7 +47,7 @@ std::vector<std::string> stat_of(pid_t process) {
   return stat_of(std::to_string(process));
 }
 
-/// Where process numbers mean the same: a machine and a PID namespace.
+/// The scope in which process numbers mean the same: a machine and a PID namespace.
 std::string place() {
   struct stat space = {};
   ::stat("/proc/self/ns/pid", &space);

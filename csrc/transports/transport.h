@@ -126,6 +126,11 @@ class Transport {
   virtual SharedRankState* rank_state() { return nullptr; }
   /// Returns the round-trip time to the farthest peer; 0 inside a host.
   virtual Milliseconds round_trip() const { return Milliseconds(0); }
+  /// Returns the least round-trip time that was measured to a rank that this transport reaches; 0
+  /// inside a host, or if none is known.
+  virtual std::chrono::microseconds round_trip([[maybe_unused]] int rank) const {
+    return std::chrono::microseconds(0);
+  }
   /// Tells all peers why this group has failed: their waits throw Aborted with this notice. Any
   /// thread, any time, never blocks, needs no memory.
   virtual void abort(const Notice& notice) noexcept = 0;
@@ -143,7 +148,7 @@ enum class PayloadCheck : uint8_t { leaving_host, all, none };
 PYCOMM_API PayloadCheck payload_check(const std::string& word);
 
 struct TcpOptions {
-  int sockets = 2;
+  int sockets = 2;  ///< per peer and lane; 0: by distance (tcp/connect/peers.h)
   std::string interface;
   double link_bytes_per_second = 0;
   std::string secret;

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -52,7 +52,7 @@ class Codec(Protocol):
 
 
 class Implementation(Protocol):
-    """An implementation; may be a module. Only codecs with ``needs_amax`` need `compute_amax`."""
+    """An implementation. Only codecs with ``needs_amax`` need `compute_amax`."""
 
     def compute_amax(
         self, codec: Any, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, /
@@ -136,6 +136,31 @@ class Native:
             )
 
 
+class Triton:
+    """The Triton kernels of a codec.
+
+    Args:
+        module: ``pycomm.triton_kernels.<name>``, whose `decode` stores or adds.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def compute_amax(
+        self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        self._module.compute_amax(codec, x, residual, out)
+
+    def encode(self, codec: Codec, args: EncodeArgs) -> None:
+        self._module.encode(codec, args)
+
+    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        self._module.decode(codec, payload, out, add=False)
+
+    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        self._module.decode(codec, payload, out, add=True)
+
+
 def _stream(x: torch.Tensor) -> int | None:
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
 
@@ -190,7 +215,7 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
     if kind == "triton":
         if device == "cpu" and not env().triton_interpret:
             raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
-        return cast(Implementation, import_module(f"pycomm.triton_kernels.{name}"))
+        return Triton(import_module(f"pycomm.triton_kernels.{name}"))
     if kind == "nvrtc":
         if device != "cuda":
             raise Unavailable(f"nvrtc compiles for cuda, not for {device}")

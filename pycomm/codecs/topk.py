@@ -29,12 +29,13 @@ from pycomm.codecs.block import (
 )
 from pycomm.codecs.philox import random_words, sampled_places
 
-GROUP = 256  # chosen values that share a scale (float16, int8) or a pair of levels (int2)
+GROUP = 256  # chosen values that share a scale (float16, int8) or two levels (int2, bins2)
 CHUNKS = {"int12": 4096, "int16": 65536, "bitmap": 65536}
-VALUE_BITS = {"float32": 32, "float16": 16, "int8": 8, "int2": 2}
+VALUE_BITS = {"float32": 32, "float16": 16, "int8": 8, "int2": 2, "bins2": 2}
 INDEX_BITS = {"int32": 32, "int16": 16, "int12": 12}
 HEADER = 8  # bytes, of a payload of variable size: number of bytes used, number of values sent
-SCALE_BYTES = {"float32": 0, "float16": 4, "int8": 4, "int2": 8}
+SCALE_BYTES = {"float32": 0, "float16": 4, "int8": 4, "int2": 8, "bins2": 8}
+BOUNDED = ("float16", "int8", "bins2")  # values that must be below 2^127
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class TopK(Codec):
     wire_version: ClassVar[int] = 2
 
     density: float = 0.01
-    values: Literal["float32", "float16", "int8", "int2"] = "float32"
+    values: Literal["float32", "float16", "int8", "int2", "bins2"] = "float32"
     indices: Literal["auto", "int32", "int16", "int12", "bitmap"] = "auto"
     chunk: int = 0  # 0: by indices, 4096 for int12, 65536 for int16 and bitmap, else whole tensors
     sample: int = 0  # 0: exactly the largest; else a sample of one in so many sets a threshold
@@ -175,7 +176,7 @@ class TopK(Codec):
         return k if self.least(n) <= k <= self.most(n) else self.count(n)
 
     def _is_void(self, p: torch.Tensor) -> bool:
-        huge = HUGE if self.values in ("float16", "int8") else float("inf")
+        huge = HUGE if self.values in BOUNDED else float("inf")
         limit = torch.tensor([huge], device=p.device)
         return bool((magnitudes(p) >= magnitudes(limit)).any())
 
@@ -197,10 +198,13 @@ class TopK(Codec):
             code = (rows * inv[:, None]).round().to(torch.int8).view(-1)[:k]
             return payload(scale, code, self._pack_indices(places, p.numel()))
         a = chosen.abs()
-        low = split_with(a, float("inf")).amin(1)
-        high = split_with(a, 0.0).amax(1)
-        group = torch.arange(k, device=p.device) // GROUP
-        upper = a - low[group] > high[group] - a
+        if self.values == "bins2":
+            low, high, upper = bins(a)
+        else:
+            low = split_with(a, float("inf")).amin(1)
+            high = split_with(a, 0.0).amax(1)
+            group = torch.arange(k, device=p.device) // GROUP
+            upper = a - low[group] > high[group] - a
         code = upper.to(torch.uint8) | chosen.signbit().to(torch.uint8) << 1
         levels = torch.stack((low, high), dim=1).view(-1)
         return payload(levels, pack_bits(code, 2), self._pack_indices(places, p.numel()))
@@ -313,6 +317,26 @@ def half_scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     used = amax > TINY
     zero = torch.zeros_like(amax)
     return torch.where(used, scale.view(torch.float32), zero), torch.where(used, inv, zero)
+
+
+def bins(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the mean magnitudes of each group's lower and upper bin, and who is in the upper.
+
+    The bins are cut at the mean of all. An upper bin that is empty has the lower one's mean.
+    """
+    scale, inv = half_scales(split(a, GROUP))
+    group = torch.arange(a.numel(), device=a.device) // GROUP
+    code = (a * inv[group]).round().to(torch.int64)
+
+    def total(values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(scale.numel()).index_add_(0, group, values)
+
+    count, everything = total(torch.ones_like(code)), total(code)
+    upper = code * count[group] > everything[group]
+    n, upper_sum = total(upper.long()), total(code * upper)
+    low = (everything - upper_sum).float() / (count - n).float() * scale
+    high = torch.where(n > 0, upper_sum.float() / n.clamp(min=1).float() * scale, low)
+    return low, high, upper
 
 
 def magnitudes(p: torch.Tensor) -> torch.Tensor:

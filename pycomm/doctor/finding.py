@@ -21,9 +21,9 @@ class Finding:
     """Heading under which the finding is printed."""
     name: str
     text: str
-    """What was found; one line."""
+    """The fact that was found; one line."""
     advice: str = ""
-    """What to do; warnings and problems have it."""
+    """The advice; warnings and problems have it."""
     where: str = ""
     """The ranks concerned, if not the reporting one."""
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pycomm.doctor import addresses
 from pycomm.doctor.finding import Finding
 
 TOPIC = "network"
@@ -49,6 +50,8 @@ class Network:
     store_error: str = ""
     """Why MASTER_ADDR has no route."""
     congestion: str = ""
+    addresses: list[Finding] = field(default_factory=list)
+    """What is to be said of PYCOMM_PORTS and PYCOMM_ADVERTISE."""
 
 
 def look(given: Mapping[str, str]) -> Network:
@@ -76,7 +79,17 @@ def look(given: Mapping[str, str]) -> Network:
     else:
         why = "the first that is up and not of a container"
     found = [Link(name, ip, *_properties(name)) for name, ip in far]
-    return Network(up, here, found, why, error, error_far, _store_error(store), _congestion())
+    return Network(
+        up,
+        here,
+        found,
+        why,
+        error,
+        error_far,
+        _store_error(store),
+        _congestion(),
+        list(addresses.check(given, [ip for _, ip in far])),
+    )
 
 
 def judge(network: Network, hosts: int) -> Iterator[Finding]:
@@ -112,6 +125,7 @@ def judge(network: Network, hosts: int) -> Iterator[Finding]:
     yield _finding("ok", "interface", f"{chosen} to other machines: {network.why}")
     for link in network.far:
         yield _link(link)
+    yield from network.addresses
     if network.congestion:
         yield _finding("ok", "congestion", f"{network.congestion} controls TCP's rate")
 

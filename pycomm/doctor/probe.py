@@ -26,6 +26,8 @@ from pycomm.errors import Error
 SECONDS = 60.0
 AT_IMPORT = ("PYCOMM_RUN", "PYCOMM_TAKEOVER")
 """Variables that change torch when it is imported."""
+ASKED = (*AT_IMPORT, "PYCOMM_IMPL", "PYCOMM_BACKEND")
+"""Variables that the probes of torch and of the backend obey."""
 Facts = dict[str, Any]
 
 
@@ -88,6 +90,7 @@ def c10d() -> Facts:
     import torch
 
     from pycomm import _build
+    from pycomm.backend.choice import why_not_python
 
     version = torch.__version__
     found = _build.find_c10d(version)
@@ -97,8 +100,10 @@ def c10d() -> Facts:
         "prebuilt_for": _build.c10d_prebuilt_for(),
         "kind": found[0] if found else "",
         "binary": str(found[1]) if found else "",
+        "no_python": why_not_python(),
+        "wish": env().backend,
     }
-    if found is None:
+    if found is None or facts["wish"] == "python":
         facts["missing"] = _build.missing_tools()
     else:
         _build.import_c10d(found[1])
@@ -183,11 +188,11 @@ def look(groups: Iterable[Sequence[str]] = GROUPS) -> dict[str, Outcome]:
 def _start(names: Sequence[str]) -> subprocess.Popen[str]:
     """Start probes without pycomm's variables, except for those that torch's import reads.
 
-    The variables are checked one by one. The probe of torch also checks PYCOMM_IMPL.
+    The variables are checked one by one.
     """
     return subprocess.Popen(
         [sys.executable, "-m", __name__, *names],
-        env=with_only(*AT_IMPORT, "PYCOMM_IMPL") if "torch" in names else with_only(),
+        env=with_only(*ASKED) if "torch" in names else with_only(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -36,6 +36,7 @@ CORE = {
 }
 # Variables of the Python code (pycomm/env.py).
 PYTHON = {
+    "PYCOMM_BACKEND": "which implementation of the process group serves torch",
     "PYCOMM_HEALTH": "whether, or how often, ranks are compared to find who is slow",
     "PYCOMM_IMPL": "implementation of all codecs",
     "PYCOMM_RUN": "options of pycomm.run for processes that others start",

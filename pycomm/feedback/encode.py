@@ -49,7 +49,7 @@ def encode(
     left = None
     if old is not None and fresh is not None:
         # The codec writes a float32 residual directly, if feedback does not transform it.
-        direct = fresh.dtype == torch.float32 and kind == "residual"
+        direct = fresh.dtype == torch.float32 and kind in ("residual", "decay")
         left = fresh if direct else torch.empty_like(x)
     p, e, u = _past(rule.decay, rule.nesterov, kind, x, old, old_u)
     codec.encode(p, out, e, new_residual=left, key=key, index=begin, amax=amax)
@@ -110,6 +110,8 @@ def _past(
     e = None if old is None else storage.load(old, x.numel())
     if e is not None and kind == "ef21":
         e = -e
+    if e is not None and kind == "decay":
+        e = e * decay
     if old_u is None:
         return x, e, None
     u = storage.load(old_u, x.numel())

@@ -121,7 +121,7 @@ class Residual:
             layout: hash of the bucket's layout.
             ranks: number of ranks that are averaged.
             gradient: [numel]; if ranks are workers for some values only, both residuals are added
-                to it instead. Only the kinds residual and ema allow that.
+                to it instead. Only the kinds residual, ema and decay allow that.
         """
         now, then = self.sides
         if self.layouts[now] in ("", layout):
@@ -138,7 +138,9 @@ class Residual:
             self._fold(now, then, ranks)
         else:
             self.moved = True
-            gradient.add_(self.current("worker")).add_(self.current("owner"), alpha=ranks)
+            share = self.rule.decay if self.rule.kind == "decay" else 1
+            gradient.add_(self.current("worker"), alpha=share)
+            gradient.add_(self.current("owner"), alpha=ranks)
             _clear(self.worker[then])
             _clear(self.owner[then])
 

@@ -90,7 +90,8 @@ class Residuals:
             stored = storage.part(pair[found.sides[0]], found.numel, row, first, end)
             return storage.load(stored, end - first)[begin - first :]
 
-        errors = values(found.worker) + self.rule.decay * values(found.momentum)
+        share = self.rule.decay if self.rule.kind == "decay" else 1.0
+        errors = share * values(found.worker) + self.rule.decay * values(found.momentum)
         nothing = torch.zeros(end - begin, device=found.device)
         return errors / self.ranks + values(found.owner) + nothing
 
@@ -116,7 +117,7 @@ class Residuals:
 
     @property
     def has_residual(self) -> bool:
-        """Whether a parameter has a residual that is still to be sent."""
+        """Return whether a parameter has a residual that is still to be sent."""
         return any(residual.worker is not None for residual in self._residuals.values())
 
     def clear(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from pycomm.arguments import number, put, typed, whole
 from pycomm.codecs import Cast, Codec
 
-Kind = Literal["residual", "ema", "momentum", "ef21"]
+Kind = Literal["residual", "ema", "decay", "momentum", "ef21"]
 StorageName = Literal["float32", "bf16", "int8", "auto"]
 
 LARGE = 1 << 16
@@ -18,7 +18,8 @@ LARGE = 1 << 16
 
 EXACT = Cast("float32")
 
-_DECAY = {"residual": 0.0, "ema": 0.8, "momentum": 0.9, "ef21": 0.0}
+_DECAY = {"residual": 0.0, "ema": 0.8, "decay": 0.95, "momentum": 0.9, "ef21": 0.0}
+_ERRORS = ("residual", "ema", "decay")  # kinds whose state is nothing but the error
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,18 @@ class Feedback:
 
     kind: Kind = "residual"
     """residual: the whole error is added to the next payload (Seide et al. 2014). ema: a moving
-    average of the error is added (LoCo, Xie et al. 2024). momentum: momentum is kept here and not
+    average of the error is added (LoCo, Xie et al. 2024). decay: a share of the error is added, and
+    the rest forgotten (SparseLoCo, Sarfi et al. 2025). momentum: momentum is kept here and not
     in the optimizer (DGC, Lin et al. 2018). ef21: ranks send differences to their previous payloads
     (Richtarik et al. 2021)."""
     decay: float = -1.0
-    """ema: share of the old average that is kept. momentum: its coefficient. Below 0: the default
-    of the kind, 0.8 and 0.9."""
+    """ema: share of the old average that is kept. decay: share of the error that is added.
+    momentum: its coefficient. Below 0: the default of the kind, 0.8, 0.95 and 0.9."""
     storage: StorageName = "auto"
-    """How residuals are kept; int8 has a scale for each 32 values. auto: as bf16 for parameters of
-    65536 values or more and the kinds residual and ema, at half the memory; else float32, as where
-    a payload has few of the values: the others wait for hundreds of steps, and bf16 rounds away
-    what a step adds to that many."""
+    """The format in which residuals are kept; int8 has a scale for each 32 values. auto: as bf16
+    for parameters of 65536 values or more and the kinds residual, ema and decay, at half the
+    memory; else float32, as where a payload has few of the values: the others wait for hundreds of
+    steps, and bf16 rounds away what a step adds to that many."""
     reset: int = 0
     """ema: number of steps after which the average restarts from zero; 0: never."""
     clip: float = 0.0
@@ -70,10 +72,10 @@ class Feedback:
             object.__setattr__(self, "decay", _DECAY[self.kind])
         if not 0 <= self.decay < 1:
             raise ValueError(f"feedback: decay={self.decay}: use 0 or more, and less than 1")
-        if self.decay and self.kind not in ("ema", "momentum"):
+        if self.decay and self.kind not in ("ema", "decay", "momentum"):
             raise ValueError(f"feedback: {self.kind} has no decay: leave it out")
         if self.reset < 0 or (self.reset and self.kind != "ema"):
-            raise ValueError("feedback: reset={self.reset}: only ema has one, a number of steps")
+            raise ValueError(f"feedback: reset={self.reset}: only ema has one, a number of steps")
         if self.clip < 0 or ((self.clip or self.nesterov) and self.kind != "momentum"):
             raise ValueError("feedback: clip and nesterov are for momentum, and clip is 0 or more")
         if self.kind == "ef21" and self.storage not in ("float32", "auto"):
@@ -91,16 +93,16 @@ class Feedback:
         if self.storage != "auto":
             return self
         few = codec is not None and codec.combine == "gather"
-        large = numel >= LARGE and self.kind in ("residual", "ema") and not few
+        large = numel >= LARGE and self.kind in _ERRORS and not few
         return replace(self, storage="bf16" if large else "float32")
 
     def keeps_errors(self, codec: Codec) -> bool:
-        """Whether the error of this codec's payloads is kept for the next payload.
+        """Return whether the error of this codec's payloads is kept for the next payload.
 
         An exact codec has no error. The error of an unbiased codec is not kept either, except with
         the kinds whose state is more than an error (momentum, ef21).
         """
-        return codec != EXACT and not (codec.unbiased and self.kind in ("residual", "ema"))
+        return codec != EXACT and not (codec.unbiased and self.kind in _ERRORS)
 
     @classmethod
     def of(cls, what: bool | str | Feedback | None) -> Feedback | None:

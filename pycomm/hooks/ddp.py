@@ -80,8 +80,9 @@ class HookState(CompressionState):
             return self._average(bucket.buffer())
         if bucket.index() == 0:
             self._paid = self._leaving
-            self.begin_step()
-            self._joined = torch._C._current_graph_task_id() == -1
+            joined = torch._C._current_graph_task_id() == -1
+            self.begin_step(absent=joined)
+            self._joined = joined
             if self._joined and not self._settles and (model := self._looks_for_unused()):
                 model.register_forward_pre_hook(_settle_joined, prepend=True)
                 self._settles = True
@@ -108,7 +109,7 @@ class HookState(CompressionState):
         tensor.div_(self.process_group.size())
         work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         plain: torch.futures.Future[torch.Tensor]
-        if backend.find(self.process_group, tensor.device):
+        if backend.find_native(self.process_group, tensor.device):
             plain = load_c10d().then(work, lambda results: results[0])
         else:
             plain = work.get_future().then(lambda future: future.value()[0])

@@ -99,7 +99,7 @@ class Unit:
         return tuple(n for n, p in self.parameters.items() if p.sharded_param.requires_grad)
 
     def only_views(self, result: torch.Tensor) -> bool:
-        """Whether torch does not read a result before backward ends, so that it may come later.
+        """Return whether torch reads no result before backward ends, so that it may come later.
 
         torch stores views of the result as gradients, unless it has to convert it, divide it or add
         it to existing gradients, or user code waits for them.
@@ -203,7 +203,7 @@ class Comm:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _reducible(self, tensor: torch.Tensor, numel: int) -> bool:
-        """Whether all parameters have gradients; logs once if they do not."""
+        """Return whether all parameters have gradients; logs once if they do not."""
         names, exactly = self._unit.trained(), self.state.plan.exactly
         if tensor.dtype not in CODED:
             what = str(tensor.dtype).removeprefix("torch.")

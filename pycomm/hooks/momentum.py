@@ -132,7 +132,7 @@ class MomentumState(HookState):
             )
         return super().reduce_bucket(bucket)
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
         """See `CompressionState`: a step also begins after gradients that were thrown away."""
         if self._pending:
             for name in self.moments:
@@ -141,7 +141,7 @@ class MomentumState(HookState):
             if self._sent is not None:
                 self._sent.wait()  # its numbers belong to gradients that were not used
                 self._sent = self._sums = None
-        super().begin_step()
+        super().begin_step(weigh=weigh, absent=absent)
         self._scale = self._unit()
         for moment in self.moments.values():
             moment.begin(again=self._pending and moment.base is not None)

@@ -81,7 +81,7 @@ class _Watch:
 
 
 def _synchronizes(model: nn.Module) -> bool:
-    """Whether the next backward pass makes the replicas equal again."""
+    """Return whether the next backward pass makes the replicas equal again."""
     if not isinstance(model, DistributedDataParallel):
         return True
     return model.require_backward_grad_sync and not model._join_config.enable

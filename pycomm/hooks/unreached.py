@@ -1,6 +1,8 @@
 """Warnings about gradients that no hook compresses, under `pycomm.run --codec`.
 
-Without them only its speed would show that a script's gradients are not compressed.
+Without them only its speed would show that a script's gradients are not compressed. A warning names
+the reason and the line to write, in the words of the trainer that drives the script: the trainer is
+found among the callers.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -23,20 +26,56 @@ _STEPS = 3  # optimizer steps, after which a script with several ranks has wrapp
 
 FSDP1 = (
     "FullyShardedDataParallel (FSDP1) reduces the gradients itself, in flat parameters that no "
-    "codec sees: they travel exactly. Shard with FSDP2 instead: "
-    "from torch.distributed.fsdp import fully_shard; fully_shard(model)"
+    "codec sees: they travel exactly. "
 )
+FSDP1_LINES = {
+    "transformers": 'Use FSDP2: TrainingArguments(fsdp=True, fsdp_config={"version": 2})',
+    "accelerate": (
+        "Use FSDP2: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or "
+        "accelerate launch --use_fsdp --fsdp_version 2"
+    ),
+    "lightning": (
+        "Use FSDP2: Trainer(strategy=ModelParallelStrategy()), with fully_shard(self.net) in the "
+        'module\'s configure_model(); or Trainer(strategy="ddp")'
+    ),
+    "": (
+        "Shard with FSDP2 instead: "
+        "from torch.distributed.fsdp import fully_shard; fully_shard(model)"
+    ),
+}
 DEEPSPEED = (
     "DeepSpeed reduces the gradients itself, without communication hooks: they travel exactly. "
-    "Instead of deepspeed.initialize write model = DistributedDataParallel(model), or "
-    "fully_shard(model) for sharded parameters"
 )
+DEEPSPEED_LINES = {
+    "transformers": (
+        "Leave out TrainingArguments(deepspeed=...), which gives DistributedDataParallel; for "
+        'sharded parameters write fsdp=True, fsdp_config={"version": 2}'
+    ),
+    "accelerate": (
+        "Leave out the DeepSpeedPlugin, which gives DistributedDataParallel; for sharded "
+        "parameters write Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
+    ),
+    "lightning": (
+        'Write Trainer(strategy="ddp"), or strategy=ModelParallelStrategy() and fully_shard for '
+        "sharded parameters, in place of the DeepSpeed strategy"
+    ),
+    "": (
+        "Instead of deepspeed.initialize write model = DistributedDataParallel(model), or "
+        "fully_shard(model) for sharded parameters"
+    ),
+}
 OWN = (
     "no model of this script is in DistributedDataParallel or fully_shard so far: gradients that "
     "it averages itself, with dist.all_reduce, travel exactly. Write "
     "model = DistributedDataParallel(model) in place of its all-reduces, or "
     "pycomm.LocalSGD(model, every=...) to average parameters now and then"
 )
+# The packages of each trainer. One that uses others goes before them.
+_TRAINERS = {
+    "transformers": ("transformers",),
+    "lightning": ("lightning", "pytorch_lightning", "lightning_fabric"),
+    "accelerate": ("accelerate",),
+}
 
 
 @cache
@@ -55,7 +94,7 @@ class _Watch:
         def __init__(wrapped: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
             construct(wrapped, *args, **kwargs)
             if wrapped.process_group is not None and wrapped.process_group.size() > 1:
-                self._tell(FSDP1)
+                self._tell(FSDP1, FSDP1_LINES[_trainer()])
 
         FullyShardedDataParallel.__init__ = __init__  # type: ignore[assignment,method-assign]
         register_optimizer_step_post_hook(self._stepped)
@@ -64,13 +103,29 @@ class _Watch:
         if self._steps == _STEPS:
             return
         self._steps += 1
-        if self._steps < _STEPS:
+        if self._steps < _STEPS or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        if several and not self._told and not monitor.snapshot():
-            self._tell(DEEPSPEED if "deepspeed" in sys.modules else OWN)
+        if "deepspeed" in set(_callers()):  # a part of the script, beside models in DDP
+            self._tell(DEEPSPEED, DEEPSPEED_LINES[_trainer()])
+        elif not self._told and not monitor.snapshot():
+            self._tell(OWN)
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told and dist.get_rank() == 0:
-            logger.warning("run: --codec compresses nothing here: %s", text)
-        self._told.add(text)
+    def _tell(self, reason: str, line: str = "") -> None:
+        if reason not in self._told and dist.get_rank() == 0:
+            logger.warning("run: --codec compresses nothing here: %s%s", reason, line)
+        self._told.add(reason)
+
+
+def _callers() -> Iterator[str]:
+    """Yield the top-level package of each function that has led here, from the inside out."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _trainer() -> str:
+    """Return the trainer that drives the script; empty: the script itself."""
+    callers = set(_callers())
+    found = (name for name, packages in _TRAINERS.items() if callers & set(packages))
+    return next(found, "")

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pycomm.plan.cluster import Cluster, Link
 from pycomm.plan.codecs import NONE, Coding
 
-SEGMENT = 256 << 10
-"""Bytes of float32 that are sent at once (`csrc/collectives/common/select.cpp`)."""
 STAGE = 1 << 20
 """Bytes of a stage of the exact hierarchical all-reduce."""
 
@@ -173,27 +171,27 @@ def _flat(
     known = "one_shot" if algorithm == "gather" else algorithm
     rounds, messages, sent, folded = steps(known, n, size.payload)
     if known == "two_shot":  # each chunk is sent in segments
-        messages *= max(1, round(size.values * 4 / n / SEGMENT))
+        messages *= max(1, round(size.values * 4 / n / link.segment))
     moving = messages * link.message + sent * link.byte
     if coding.exact:
         work = folded / cluster.processor.memory
     else:
         work = coding_seconds(cluster, coding, n, size.values)
-    waiting = rounds * link.latency
+    waiting = rounds * (link.latency + link.late(n - 1))
     latency = waiting + messages * link.message * cluster.slowdown
-    wire = max(0.0, sent * cross - link.burst) / link.rate
+    wire = max(0.0, sent * cross - link.burst) / link.slower
     busy = (moving + work) * cluster.slowdown
-    seconds = waiting + _overlapped(algorithm, n, size, wire, moving, work, cluster.slowdown)
+    pieces = max(1.0, size.values * 4 / n / link.segment) if algorithm == "two_shot" else 0.0
+    seconds = waiting + _overlapped(pieces, n, wire, moving, work, cluster.slowdown)
     return Cost(seconds, wire, busy / cluster.slowdown, sent, latency)
 
 
 def _overlapped(
-    algorithm: str, n: int, size: Size, wire: float, moving: float, work: float, slowdown: float
+    pieces: float, n: int, wire: float, moving: float, work: float, slowdown: float
 ) -> float:
     """Return the time of a link and a processor that overlap in part."""
-    if algorithm != "two_shot":  # each round's bytes arrive before they are folded
+    if pieces == 0:  # each round's bytes arrive before they are folded
         return max(wire, moving * slowdown) + work * slowdown
-    pieces = max(1.0, size.values * 4 / n / SEGMENT)
     busy = (moving + work) * slowdown
     return max(wire, busy) + min(wire, busy) / (pieces + n - 1)
 

@@ -15,11 +15,19 @@ from typing import Literal
 from pycomm.plan import units
 
 Mover = Literal["tcp", "dma", "bus"]
-"""What moves the bytes of a link: a core, through TCP; a device of each rank or node (an RDMA card,
+"""The mover of a link's bytes: a core, through TCP; a device of each rank or node (an RDMA card,
 NVLink, a copy engine); or a bus that the ranks of a node share."""
 
 GOODPUT = 0.95
 """Share of a line's bits that is TCP payload: frames of 1538 bytes carry 1448."""
+
+
+SEGMENT, LEAST_SEGMENT, SEGMENT_SECONDS = 256 << 10, 16 << 10, 4e-3
+"""Bytes that are sent at once, and on slow links the least of them, and their time."""
+FAR = 1e-3
+"""Seconds of a round trip from which on nodes count as far."""
+PACKET, STREAMS = 1448, 2
+"""Bytes of a packet, and TCP streams to each peer (PYCOMM_SOCKETS)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,82 @@ class Link:
     """Bytes that pass at once after a pause, as with a token bucket."""
     shared: bool = False
     """True if the ranks of a node share the link, like a PCIe root complex; only inside nodes."""
+    receive: float = 0.0
+    """Bytes per second that a node receives, if not `rate`."""
+    loss: float = 0.0
+    """Share of packets that are lost; the rates are what it leaves."""
+    far: bool = False
+    """True if a round trip takes `FAR` or longer."""
+
+    @property
+    def slower(self) -> float:
+        """The rate of the slower direction: all-reduces send what they receive."""
+        return min(self.rate, self.receive or self.rate)
+
+    @property
+    def segment(self) -> int:
+        """Bytes that are sent at once; fewer on slow links between far nodes (`select.cpp`)."""
+        if not self.far:
+            return SEGMENT
+        return max(LEAST_SEGMENT, min(SEGMENT, round(SEGMENT_SECONDS * self.slower)))
+
+    def late(self, messages: float) -> float:
+        """Return the seconds by which the last of so many messages is later on average: each of
+        them is repeated after a round trip if its last packet is lost."""
+        return 2 * self.latency * float(1 - (1 - self.loss) ** messages)
+
+    def losing(self, loss: float, congestion: str = "bbr") -> Link:
+        """Return the link with a share of its packets lost at random.
+
+        bbr goes on at the link's rate. What other controls reach falls with the root of the loss
+        and with the round trip: for each stream sqrt(3 / 2 loss) packets in one (Mathis, Semke,
+        Mahdavi, Ott 1997, section 2).
+
+        Raises:
+            ValueError: a loss outside 0 to 1.
+        """
+        if not 0 <= loss < 1:
+            raise ValueError(f"a loss of {loss}: want a share from 0 to 1, such as 0.1%")
+        most = math.inf
+        if loss > 0 and congestion != "bbr" and self.latency > 0:
+            most = STREAMS * PACKET * math.sqrt(1.5 / loss) / (2 * self.latency)
+        rate, receive = (min(most, (1 - loss) * r) for r in (self.rate, self.receive))
+        return replace(self, rate=rate, receive=receive, loss=loss)
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        latency: float | None = None,
+        *,
+        mover: Mover = "tcp",
+        loss: float = 0.0,
+        congestion: str = "bbr",
+    ) -> Link:
+        """Return a link as `of` does, also with round trip and loss: "20mbit/50mbit,60ms,0.1%".
+
+        Args:
+            text: what a node sends, and receives if that differs; then, in any order and each
+                if wanted, the round trip and the share of packets that are lost.
+            latency: seconds one way, unless the text has a round trip.
+            mover: as of `of`.
+            loss: share of packets, unless the text has one.
+            congestion: "bbr", or another control, which a loss slows down.
+
+        Raises:
+            ValueError: as of `of`; or one part is neither a time nor a share.
+        """
+        first, *rest = text.split(",")
+        for part in rest:
+            if part.strip().endswith("%"):
+                loss = units.parse_share(part)
+            else:
+                latency = units.parse_time(part) / 2
+        send, slash, receive = first.partition("/") if "B/s" not in first else (first, "", "")
+        link = cls.of(send, latency, mover=mover)
+        if slash:
+            link = replace(link, name=first, receive=cls.of(receive, latency, mover=mover).rate)
+        return link.losing(loss, congestion) if loss else link
 
     @classmethod
     def of(cls, text: str, latency: float | None = None, *, mover: Mover = "tcp") -> Link:
@@ -76,7 +160,8 @@ class Link:
                 known = _over_tcp(text, known.rate, known.latency)
             elif kind == "bus":
                 known = replace(known, rate=known.rate / 2, shared=True)
-        return known if latency is None else replace(known, latency=latency)
+        latency = known.latency if latency is None else latency
+        return replace(known, latency=latency, far=latency >= FAR / 2)
 
 
 LATENCIES: dict[str, float] = {"tcp": 50e-6, "dma": 5e-6, "bus": 5e-6}

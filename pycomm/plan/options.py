@@ -22,7 +22,9 @@ HELP = {
     "model": "number of parameters (25M, 7B), or file.py:function that returns a module",
     "compute": "time of a step of one rank alone, without communication: 120ms",
     "link": f"between nodes: a rate (1gbit, 3GB/s; tcp:40gbit where a core moves the bytes, "
-    f"dma:40gbit where a card does) or one of {', '.join(LINKS)}",
+    f"dma:40gbit where a card does) or one of {', '.join(LINKS)}; far ones as sent/received, round "
+    "trip and loss: 20mbit/50mbit,60ms,0.1%%",
+    "up": "what a node sends, instead of --link's rate; with --down",
     "intra": "inside a node, likewise; bus:22GB/s is a bus that all ranks of a node share",
     "processor": f"that encodes and decodes: {' or '.join(PROCESSORS)}",
 }
@@ -42,6 +44,11 @@ def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 def _rate(text: str) -> float:
     return units.parse_rate(text)[0]
+
+
+def _rate_text(text: str) -> str:
+    units.parse_rate(text)
+    return text
 
 
 def _count(text: str) -> int:
@@ -113,7 +120,13 @@ def add_what(parser: argparse.ArgumentParser, ranks: int | None = None) -> None:
     add("--ranks", "-n", type=count, default=ranks, required=must, help="number of ranks")
     add("--ranks-per-node", "-l", type=count, default=1, help="default 1")
     add("--link", default="10gbe", help=HELP["link"] + " (10gbe)")
-    add("--latency", type=_typed(units.parse_time), help="of that link, one way: 50us")
+    add("--up", type=_typed(_rate_text), help=HELP["up"])
+    add("--down", type=_typed(_rate_text), help="what it receives")
+    distance = parser.add_mutually_exclusive_group().add_argument
+    distance("--latency", type=_typed(units.parse_time), help="of that link, one way: 50us")
+    distance("--rtt", type=_typed(units.parse_time), help="its round trip: 60ms")
+    add("--loss", type=_typed(units.parse_share), default=0.0, help="of its packets: 0.1%%")
+    add("--congestion", default="bbr", help="control of TCP, which decides what a loss costs (bbr)")
     add("--intra", default="shm", help=HELP["intra"] + " (shm)")
     add("--intra-latency", type=_typed(units.parse_time))
     add("--compute", type=_typed(_step_time), help=HELP["compute"])
@@ -180,10 +193,16 @@ def cluster(options: argparse.Namespace, ranks: int) -> Cluster:
     # Ranks on cores communicate over TCP by default; GPUs have network cards beside them, and
     # inside a node neither uses TCP.
     between: Mover = "tcp" if processor.is_core else "dma"
+    if (options.up is None) != (options.down is None):
+        raise ValueError("--up and --down stand together: give both, or --link")
+    text = options.link if options.up is None else f"{options.up}/{options.down}"
+    latency = options.latency if options.rtt is None else options.rtt / 2
     return Cluster(
         ranks=ranks,
         ranks_per_node=options.ranks_per_node,
-        inter=Link.of(options.link, options.latency, mover=between),
+        inter=Link.parse(
+            text, latency, mover=between, loss=options.loss, congestion=options.congestion
+        ),
         intra=Link.of(options.intra, options.intra_latency, mover="dma"),
         processor=processor,
         cores=options.cores,

@@ -32,10 +32,14 @@ def describe(model: Model, cluster: Cluster) -> str:
     link = cluster.slowest
     nodes = f"{cluster.nodes} nodes of {cluster.ranks_per_node}"
     where = f"{cluster.ranks} ranks" + (f" on {nodes}" if cluster.ranks_per_node > 1 else "")
+    rate = format_rate(link.rate)
+    if link.receive and link.receive != link.rate:
+        rate += f" out and {format_rate(link.receive)} in"
+    loss = f", {link.loss * 100:.3g} % lost" if link.loss else ""
     return (
         f"{model.name} ({format_count(model.values)} values in {len(model.buckets)} buckets, "
-        f"{format_time(model.compute)} alone), {where}, {format_rate(link.rate)} and "
-        f"{format_time(link.latency)} between them"
+        f"{format_time(model.compute)} alone), {where}, {rate} and "
+        f"{format_time(link.latency)} between them{loss}"
     )
 
 

@@ -103,7 +103,7 @@ def at_rate(cluster: Cluster, rate: float) -> Cluster:
     """Return the cluster with another rate between nodes, or between ranks of a single node."""
     if cluster.nodes == 1:
         return replace(cluster, intra=replace(cluster.intra, rate=rate))
-    return replace(cluster, inter=replace(cluster.inter, rate=rate))
+    return replace(cluster, inter=replace(cluster.inter, rate=rate, receive=0.0))
 
 
 def with_ranks(cluster: Cluster, ranks: int) -> Cluster:

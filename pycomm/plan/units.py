@@ -52,6 +52,19 @@ def parse_time(text: str) -> float:
     return _number(match[1], text) * _SECONDS[match[2]]
 
 
+def parse_share(text: str) -> float:
+    """Return the share in "0.1%" or "0.001".
+
+    Raises:
+        ValueError: the text is something else, or not from 0 to 1.
+    """
+    match = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*(%?)\s*", text)
+    share = _number(match[1], text) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"cannot read the share {text!r}: want 0 to 100%, such as 0.1%")
+    return share
+
+
 def _number(digits: str, text: str) -> float:
     try:
         return float(digits)

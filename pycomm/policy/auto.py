@@ -135,7 +135,7 @@ class Auto:
 
     @property
     def settled(self) -> bool:
-        """Whether a choice was made and no trial is going on."""
+        """Return whether a choice was made and no trial is going on."""
         return not self._trying
 
     def note(self, seconds: float) -> float | None:

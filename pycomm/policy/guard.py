@@ -34,7 +34,7 @@ class Guard:
     much from rank to rank. A parameter above the limit in two successive checks is warned about and
     moves to a finer codec."""
     escalate: bool = True
-    """Whether such a parameter moves to a finer codec; else there is only the warning."""
+    """Tells whether such a parameter moves to a finer codec; else there is only the warning."""
 
     def limit_of(self, nominal: float, reduced: float) -> float:
         """Return the limit of a codec, from its errors on normal values.

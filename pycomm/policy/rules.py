@@ -56,7 +56,7 @@ class Moment:
     step: int = 1
     epoch: int = 0
     link: Link = "inter"
-    """Whether all ranks share a node ("intra"), or some are connected over a network ("inter")."""
+    """The link of the group: "intra" if all ranks share a node, else "inter"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Rule:
     max_dims: int | None = None
     dtype: torch.dtype | None = None
     link: Link | None = None
-    """How the ranks of the group are connected; see `Moment`."""
+    """The connection among the ranks of the group; see `Moment`."""
     reason: str = ""
     """Reason that is logged."""
 
@@ -91,7 +91,7 @@ class Rule:
                 put(self, **{bound: whole(f"rule: {bound}", getattr(self, bound))})
 
     def matches(self, parameter: Parameter, link: Link = "inter") -> bool:
-        """Whether all conditions hold."""
+        """Return whether all conditions hold."""
         return (
             self.names(parameter.name)
             and parameter.numel >= self.min_numel
@@ -102,7 +102,7 @@ class Rule:
         )
 
     def names(self, name: str) -> bool:
-        """Whether the pattern matches a parameter's name."""
+        """Return whether the pattern matches a parameter's name."""
         return fnmatchcase(name, self.name) or fnmatchcase(bare(name), bare(self.name))
 
 
@@ -127,7 +127,7 @@ class Decision:
 
     @property
     def exact(self) -> bool:
-        """Whether values travel exactly, so that there is no error to feed back."""
+        """Return whether values travel exactly, so that there is no error to feed back."""
         return self.codec == Cast("float32")
 
     @property
@@ -275,7 +275,7 @@ class Policy:
 
     @property
     def steered(self) -> bool:
-        """Whether measurements choose the codecs of parameters that no rule matches."""
+        """Return whether measurements choose the codecs of parameters that no rule matches."""
         return self.codec == AUTO or self.budget is not None or self.error is not None
 
     def stage(self, moment: Moment) -> tuple[bool, int]:

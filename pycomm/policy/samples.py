@@ -248,7 +248,7 @@ class Sampler:
 
     @property
     def pending(self) -> bool:
-        """Whether a check has to be collected; the same on all ranks."""
+        """Return whether a check has to be collected; the same on all ranks."""
         return bool(self._probes)
 
     def collect(self) -> tuple[list[str], list[float]]:

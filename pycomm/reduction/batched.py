@@ -212,7 +212,7 @@ class Batched:
 
 
 def _suits(bucket: Bucket) -> bool:
-    """Whether the codecs and the final conversion of a collective run in C++."""
+    """Return whether the codecs and the final conversion of a collective run in C++."""
     ways = {piece.codec.implementation("cpu") for piece in bucket.pieces}
     ends_natively = convert.select("cpu") is convert.native
     return ends_natively and all(isinstance(way, Native) for way in ways)

@@ -46,6 +46,7 @@ class Bucket:
             residuals have as many.
         levels: node of each rank, if the all-reduce is hierarchical (``Backend.levels``): then a
             rank codes a part of its node's sum, and the owners of values change.
+        shares: where each rank's share of the values begins, if shares differ (``Backend.shares``).
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Bucket:
         *,
         rows: int = 1,
         levels: Sequence[int] = (),
+        shares: Sequence[int] = (),
     ) -> None:
         self.pieces: list[Piece] = []
         self.rows, self.levels = rows, tuple(levels)
@@ -74,7 +76,7 @@ class Bucket:
             if levels and kind in ("momentum", "ef21"):
                 raise ValueError(
                     f"feedback of the kind {kind} needs ranks that send for themselves, and here "
-                    "nodes do; use residual or ema, or PYCOMM_ALGO=flat"
+                    "nodes do; use residual, ema or decay, or PYCOMM_ALGO=flat"
                 )
             keeps_errors = residuals is not None and residuals.rule.keeps_errors(decision.codec)
             if residuals is not None and (keeps_errors or name in residuals or kind == "momentum"):
@@ -89,10 +91,12 @@ class Bucket:
         self.with_residual = [piece for piece in self.pieces if piece.residual is not None]
         """The pieces that have a residual."""
         self.has_factors = any(piece.codec.combine == "factors" for piece in self.pieces)
-        """Whether some pieces are reduced by factors, such as PowerSGD's."""
+        """Tells whether some pieces are reduced by factors, such as PowerSGD's."""
         text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
         if levels:
             text += f";levels={','.join(map(str, levels))}"
+        if shares:
+            text += f";shares={','.join(map(str, shares))}"
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.dealt: dict[int, Any] = {}
         """The runs of each owner by number of ranks, where Python assigns them."""
@@ -140,7 +144,7 @@ class Bucket:
             op: "all_reduce", "reduce_scatter" or "all_gather".
             tensor: the values; always of one dtype and device.
         """
-        native = backend.find(group, tensor.device)
+        native = backend.find_native(group, tensor.device)
         if native is None or tensor.is_cpu:
             return native
         if self._taken is None:

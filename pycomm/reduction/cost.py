@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pycomm.reduction.reducer import BucketReducer
 
 
@@ -24,3 +26,15 @@ def told(reducer: BucketReducer) -> str:
         f"feedback: residuals take up to {taken / 1e6:.3g} MB on each rank, "
         f"{taken / values:.2g} bytes for each of {values} values ({reducer.residuals.rule})"
     )
+
+
+def sent_bytes(reducer: BucketReducer, names: Iterable[str], ranks: int) -> int:
+    """Return the bytes that a rank sends to average these parameters once, at most.
+
+    Payloads with owners go to the owners, and their results to all; sparse ones to all ranks.
+    """
+    total = 0.0
+    for decision in map(reducer.decisions.__getitem__, names):
+        gathered = decision.codec.combine == "gather"
+        total += decision.encoded_bytes * (ranks - 1) * (1 if gathered else 2 / ranks)
+    return round(total)

@@ -76,6 +76,10 @@ class OuterParameters:
                 at += part.numel()
         return ends
 
+    def zeros(self) -> Values:
+        """Return a movement of nothing."""
+        return _zeros(self.start)
+
     def apply(self, gradient: Values, lr: float) -> None:
         """Move the start by an outer gradient, which is overwritten."""
         for width, start in self.start.items():
@@ -94,8 +98,42 @@ class OuterParameters:
                 part.copy_(start[at : at + part.numel()].view_as(part))
                 at += part.numel()
 
+    @torch.no_grad()
+    def mix(self, share: float) -> None:
+        """Move the model to the start, but for a share of the way (Streaming DiLoCo, equation 3).
+
+        The parameters become ``share * parameters + (1 - share) * start``.
+        """
+        for width, start in self.start.items():
+            at = 0
+            for _, part in self._of(width):
+                own = part.to(start.dtype).reshape(-1)
+                part.copy_(torch.lerp(start[at : at + own.numel()], own, share).view_as(part))
+                at += part.numel()
+
+    @torch.no_grad()
+    def rebase(self, before: Values, sent: Values | None) -> None:
+        """Move the model as the start has moved, and keep this rank's own movement.
+
+        Args:
+            before: the start until now.
+            sent: the movement that this rank has contributed, which is in the new start.
+        """
+        for width, start in self.start.items():
+            at = 0
+            for _, part in self._of(width):
+                place = slice(at, at + part.numel())
+                # As they are written: a 16-bit model holds the rounded start.
+                now, then = (
+                    values[width][place].to(part.dtype).to(start.dtype)
+                    for values in (self.start, before)
+                )
+                moved = now - then if sent is None else now - then + sent[width][place]
+                part.copy_(part.to(start.dtype).reshape(-1).add_(moved).view_as(part))
+                at += part.numel()
+
     def differ(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether these are other parameters: some were added, removed or replaced."""
+        """Return whether these are other parameters: some were added, removed or replaced."""
         return self.parameters.keys() != parameters.keys() or any(
             self.parameters[name] is not parameter for name, parameter in parameters.items()
         )

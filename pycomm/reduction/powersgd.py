@@ -255,7 +255,7 @@ class Exchange:
 
     @property
     def finite(self) -> bool:
-        """Whether all averages are finite."""
+        """Return whether all averages are finite."""
         return all(bool(verdict) for verdict in self._finite)
 
     def _send(self, mine: list[torch.Tensor]) -> None:
@@ -277,7 +277,7 @@ class Exchange:
 
 
 def takes(piece: Piece) -> bool:
-    """Whether an exchange can average this piece."""
+    """Return whether an exchange can average this piece."""
     return isinstance(piece.codec, PowerSGD) or piece.codec == Cast("float32")
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pycomm import backend
 from pycomm._build import load_c10d
-from pycomm.arguments import whole
+from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
@@ -22,6 +22,7 @@ from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED, Decision, Parameter, Plan, Policy, usual_feedback
 from pycomm.reduction import powersgd, two_shot
 from pycomm.reduction.bucket import Bucket, Piece
+from pycomm.reduction.weights import weigh
 
 
 class BucketReducer:
@@ -37,6 +38,7 @@ class BucketReducer:
         process_group: dist.ProcessGroup | None,
         feedback: bool | str | Feedback | None,
         seed: int,
+        weighted: bool = False,
     ) -> None:
         seed = whole("seed", seed, 0, 2**64 - 1)
         process_group = process_group or dist.group.WORLD
@@ -47,7 +49,8 @@ class BucketReducer:
             feedback = usual_feedback(codec) or True
         rule = Feedback.of(feedback)
         self._kind = rule.kind if rule else None
-        options = (f"feedback={rule}", f"seed={seed}")
+        typed("weighted", weighted, bool)
+        options = (f"feedback={rule}", f"seed={seed}", f"weighted={weighted}")
         # Weak: a plan that kept this state alive would keep a dropped model in the monitor.
         refusal = _weakly(self._refusal)
         self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
@@ -56,6 +59,12 @@ class BucketReducer:
         self.step = 0
         """Number of the current step, from 1."""
 
+        self.weighted = weighted
+        """The average is weighted: every rank sets its weight for each step."""
+        self.averages_senders = False
+        """A value of a sparse payload is averaged over the ranks that have sent it."""
+        self.factors: list[float] | None = None
+        """Of each rank, what its contribution to this step is multiplied by; None: by 1."""
         self._names: dict[int, str] = {}  # by id of the parameter
         self._parameters: list[torch.Tensor] = []  # keeps their ids from being used again
         self._by_name: dict[str, torch.Tensor] = {}
@@ -133,6 +142,7 @@ class BucketReducer:
         Raises:
             Error: the tensor has another number of values than the parameters.
         """
+        self._weigh(tensor)
         if self.process_group.size() == 1 and not self._is_fed(names):
             return _done(tensor)
         if tensor.dtype not in CODED or tensor.is_sparse:
@@ -181,7 +191,10 @@ class BucketReducer:
         self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
         probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
-        native = bucket.taken_by(self.process_group, "all_reduce", tensor)
+        native = None
+        senders = self._senders() if bucket.gathered else None
+        if senders is None:
+            native = bucket.taken_by(self.process_group, "all_reduce", tensor)
         if native is not None:
             work = native.compressed_all_reduce(
                 tensor, bucket.native, bucket.sides, self.seed, self.step
@@ -198,7 +211,7 @@ class BucketReducer:
             return coded
         values = tensor.contiguous()
         finite = two_shot.all_reduce(
-            values, bucket, self.process_group, seed=self.seed, step=self.step
+            values, bucket, self.process_group, seed=self.seed, step=self.step, senders=senders
         )
         self._finite.append(lambda: bool(finite))
         if values is not tensor:
@@ -227,8 +240,22 @@ class BucketReducer:
             most = clip / self.process_group.size() ** 0.5
             gradient.mul_(torch.where(norm > most, most / norm, torch.ones_like(norm)))
 
+    def _weigh(self, tensor: torch.Tensor) -> None:
+        """Multiply this rank's contribution by what it weighs; see `pycomm.reduction.weights`."""
+        if self.factors is not None:
+            weigh(tensor, self.factors[self.process_group.rank()])
+
+    def _senders(self) -> list[float] | None:
+        """Return what each sender of a value counts; None: all ranks are averaged.
+
+        A rank of weight 0 may still send a part of its residual, which was weighted earlier.
+        """
+        if not self.averages_senders:
+            return None
+        return [factor or 1.0 for factor in self.factors or [1.0] * self.process_group.size()]
+
     def _is_fed(self, names: Sequence[str]) -> bool:
-        """Whether feedback adds to these gradients, even in a group of one rank."""
+        """Return whether feedback adds to these gradients, even in a group of one rank."""
         return self.residuals is not None and (
             self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
         )
@@ -250,7 +277,7 @@ class BucketReducer:
         work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         self._finite.append(lambda: verdict == [True])
         plain: torch.futures.Future[torch.Tensor]
-        if backend.find(self.process_group, tensor.device):
+        if backend.find_native(self.process_group, tensor.device):
             plain = load_c10d().then(work, finish)
         else:
             plain = work.get_future().then(lambda future: finish(future.value()))
@@ -264,10 +291,17 @@ class BucketReducer:
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self._numbers[name] for name in names]
-            native = backend.find(self.process_group) if device.type == "cpu" else None
-            levels = native.levels if native and self.rows == 1 else ()
+            native = backend.find_native(self.process_group) if device.type == "cpu" else None
+            alone = self.averages_senders or self.rows > 1  # each rank sends for itself
+            owned = native if native and not alone else None
             bucket = Bucket(
-                decisions, numbers, self.residuals, device, rows=self.rows, levels=levels
+                decisions,
+                numbers,
+                self.residuals,
+                device,
+                rows=self.rows,
+                levels=owned.levels if owned else (),
+                shares=owned.shares if owned else (),
             )
             self._buckets[names] = bucket
         return bucket

@@ -22,7 +22,7 @@ from pycomm.arguments import number, typed, warn_deprecated, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
-from pycomm.policy import EXACT, Policy
+from pycomm.policy import EXACT, Policy, agree_on_options
 from pycomm.policy.exchange import gather, tell
 from pycomm.policy.names import matching, renamed
 from pycomm.reduction import cost
@@ -32,6 +32,7 @@ from pycomm.reduction.rates import Rates
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import check_sizes, known, residuals_of
 from pycomm.reduction.taken import Taken
+from pycomm.reduction.weights import Weights
 
 logger = logging.getLogger("pycomm")
 
@@ -53,6 +54,7 @@ class CompressionState(BucketReducer):
         feedback: error feedback: True, False, or a kind with options, "ema:0.9,storage=int8"; see
             `pycomm.Feedback`. Equal on all ranks.
         seed: seed of random rounding; equal on all ranks.
+        weighted: weight the ranks by `set_weight`; equal on all ranks.
 
     Raises:
         Error: there is no process group.
@@ -67,8 +69,11 @@ class CompressionState(BucketReducer):
         process_group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
+        weighted: bool = False,
     ) -> None:
-        super().__init__(codec, process_group=process_group, feedback=feedback, seed=seed)
+        options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
+        super().__init__(codec, process_group=process_group, **options)
+        self._weights = Weights(self.process_group) if weighted else None
         self.overflows = 0
         """Steps whose result was not finite; they have left the residuals as they were."""
         self._rates = Rates()
@@ -135,6 +140,37 @@ class CompressionState(BucketReducer):
         """Set the number of the epoch, from 0, for schedules by epoch; equal on all ranks."""
         self.plan.set_epoch(whole("epoch", epoch))
 
+    def set_weight(self, weight: float) -> None:
+        """Set what this rank's gradients weigh in the next step: its samples or tokens.
+
+        With weights the average of the ranks' gradients ``g_i`` is ``sum(w_i g_i) / sum(w_i)``,
+        where DDP and FSDP2 alone divide the sum of the ``g_i`` by the number of ranks. So let each
+        rank's loss be the mean over its own samples or tokens. Every rank calls this once for each
+        step, before the backward that reduces, best before the forward: the weight travels
+        meanwhile. With gradient accumulation it is the weight of all parts together. A rank of
+        weight 0 adds nothing but its residual, also if its gradients are not finite; if all weigh
+        0, the average is zero.
+
+        Args:
+            weight: samples or tokens of the step on this rank, 0 or more.
+
+        Raises:
+            ValueError: the weight is negative, infinite or NaN.
+            Error: the state is not weighted, or the step has a weight already.
+
+        Example:
+            >>> state = pycomm.compress(model, "int4", weighted=True)  # doctest: +SKIP
+            >>> for tokens, targets in batches:  # doctest: +SKIP
+            ...     state.set_weight(targets.numel())
+            ...     cross_entropy(model(tokens), targets).backward()  # the mean of its tokens
+        """
+        if self._weights is None:
+            raise Error(
+                f"rank {self.process_group.rank()}: this average has no weights: pass "
+                "weighted=True where the compression is made, on all ranks"
+            )
+        self._weights.set(weight, self._device)
+
     def set_policy(self, codec: str | Codec | Policy) -> None:
         """Change the codec or policy from the next step on; collective, between two steps.
 
@@ -164,13 +200,26 @@ class CompressionState(BucketReducer):
         The next step is exact and also sends every parameter's residual, so nothing is lost. After
         that the model reduces its gradients as if it had never been compressed. Momentum that was
         kept here (feedback "momentum") ends: configure it in the optimizer.
+
+        Raises:
+            Error: the average is weighted, which torch's own is not.
         """
         if self.removed:
             return
+        if self.weighted:
+            raise Error(
+                "remove() would leave an average without weights: use set_policy('fp32'), which "
+                "is exact and weighted"
+            )
         self.set_policy(Policy(EXACT, rules=(), guard=None))
         self._leaving = True
 
     def __enter__(self) -> CompressionState:
+        if self.weighted:
+            raise Error(
+                "a weighted state is no context manager: the block would end in remove(), and the "
+                "average after it would have no weights"
+            )
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -178,7 +227,7 @@ class CompressionState(BucketReducer):
             self.remove()
 
     def _may_leave(self, *, begins: bool) -> bool:
-        """Whether no rank has residuals after the last step; collective.
+        """Return whether no rank has residuals after the last step; collective.
 
         Args:
             begins: the next step begins; else the last one has just ended, and its gradients may
@@ -222,20 +271,22 @@ class CompressionState(BucketReducer):
         reads it on any number of ranks.
         """
         self.settle(last=False)
-        about = {
+        residuals = self.residuals.state_dict() if self.residuals else {}
+        return {
+            "about": (self._about(),),
+            "factors": (self._exchanges.memory.state_dict(),),
+            # The global rank: every replica group has a rank 0.
+            f"rank{dist.get_rank()}": (self.step, residuals),
+        }
+
+    def _about(self) -> dict[str, Any]:
+        return {
             "version": STATE_VERSION,
             "world_size": self.process_group.size(),
             "seed": self.seed,
             "step": self.step,
             "plan": self.plan.state_dict(),
             **self._rates.state_dict(),
-        }
-        residuals = self.residuals.state_dict() if self.residuals else {}
-        return {
-            "about": (about,),
-            "factors": (self._exchanges.memory.state_dict(),),
-            # The global rank: every replica group has a rank 0.
-            f"rank{dist.get_rank()}": (self.step, residuals),
         }
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
@@ -368,6 +419,55 @@ class CompressionState(BucketReducer):
             self.residuals.load_state_dict(own, self.codecs)
         self._buckets.clear()
 
+    def regroup(self, *, fresh: bool = False) -> None:
+        """Continue after the group's members have changed in place; collective among the new ones.
+
+        It follows `pycomm.elastic.reconfigure`, and torch's own. Codecs, schedules and the number
+        of the step are those of the first member that is not fresh. Residuals of members that stay
+        are kept, for the average over the ranks of now; those of members that are gone are lost.
+
+        Args:
+            fresh: this member is new, or comes back with the parameters of the others: it takes
+                over their step and owes nothing.
+
+        Raises:
+            WireMismatch: members have other models, codecs, policies, feedback or seeds; raised on
+                all of them.
+            ValueError: ranks shard the parameters (FSDP2), so shards are gone.
+        """
+        if self._cuts():
+            raise ValueError(
+                "ranks share these parameters, and a change of members moves the shards; go on "
+                "from a checkpoint, with load_checkpoint"
+            )
+        self.settle()
+        self._buckets.clear()
+        ranks = self.process_group.size()
+        residuals = self.residuals.state_dict() if self.residuals and not fresh else {}
+        agree_on_options(self.plan.terms, self.process_group)
+        flags = gather([not fresh], self.process_group, self._device)
+        stays = [rank for rank, (known,) in enumerate(flags) if known]
+        if stays and len(stays) < ranks:
+            mine: list[Any] = []
+            if self.process_group.rank() == stays[0]:
+                mine = [self._about(), self._exchanges.memory.state_dict(), self._mean(residuals)]
+            everybody: list[list[Any]] = [[] for _ in range(ranks)]
+            dist.all_gather_object(everybody, mine, group=self.process_group)
+            about, factors, mean = everybody[stays[0]]
+            self._load_common(about, factors)
+            residuals = mean or residuals
+        if self.residuals:
+            before, self.residuals.ranks = self.residuals.ranks, ranks
+            own = reshard(self.residuals.rule, [residuals], before, ranks)
+            self.residuals.load_state_dict(own, self.codecs)
+        self.plan.forget_agreement()
+        self.agree()
+
+    def _mean(self, residuals: dict[str, Any]) -> dict[str, Any]:
+        """Return the residuals that are equal on all ranks: those of ef21."""
+        ef21 = self.residuals is not None and self.residuals.rule.kind == "ef21"
+        return residuals if ef21 else {}
+
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "pycomm") -> None:
         """Continue from a checkpoint of torch.distributed.checkpoint; collective.
 
@@ -440,8 +540,18 @@ class CompressionState(BucketReducer):
 
     # ------------------------------------------------------------------ for hooks
 
-    def begin_step(self) -> None:
-        """Settle the last step and begin the next, before its first `reduce`, on all ranks."""
+    def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
+        """Settle the last step and begin the next, before its first `reduce`, on all ranks.
+
+        Args:
+            weigh: take the weights that were set for it; else those of the last step hold on.
+            absent: this rank has no data in this step, so that it may set no weight.
+
+        Raises:
+            Error: the average is weighted, and a rank has set no weight; raised on all ranks.
+        """
+        if self._weights is not None and weigh:
+            self.factors = self._weights.begin(self._device, absent=absent)
         if self._taken:
             self._thrown |= self._taken.begin(self._touched)
         self.settle()

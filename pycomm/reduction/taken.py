@@ -157,7 +157,7 @@ class Taken:
         return self._moved
 
     def _changed(self, name: str) -> bool:
-        """Whether the parameter's version has changed, which fused optimizers do not do."""
+        """Return whether the parameter's version has changed, which fused optimizers do not do."""
         return self._parameters[name]._version != self._versions.get(name)
 
     def _all_gone(self, waiting: set[str]) -> set[str]:
@@ -204,7 +204,7 @@ class Taken:
 
 
 def _holds(gradient: torch.Tensor) -> bool:
-    """Whether a gradient has a value that is not zero."""
+    """Return whether a gradient has a value that is not zero."""
     if gradient.numel() > _SAMPLE and gradient.is_contiguous():
         flat = gradient.detach().view(-1)
         if flat[:: flat.numel() // _SAMPLE].any():

@@ -9,6 +9,8 @@ on other devices, and codecs of other implementations, go through the codecs' te
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -40,6 +42,7 @@ def all_reduce(
     *,
     seed: int,
     step: int,
+    senders: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Average `values` over all ranks of a group, encoded on the way.
 
@@ -53,6 +56,8 @@ def all_reduce(
         group: any process group whose backend has all_to_all_single and all_gather.
         seed: equal on all ranks.
         step: number of the step, below 2^32.
+        senders: what each rank counts where only the ranks that have sent a value are averaged: in
+            sparse payloads, which the others then do not pull towards zero. None: all ranks count.
 
     Returns:
         A bool tensor without dimensions: whether the result is finite everywhere.
@@ -66,7 +71,9 @@ def all_reduce(
         owned = chunks(bucket.dense, ranks)
         return [*(Packed(runs).order for runs in owned), whole(bucket.gathered)]
 
-    batched = Batched.find("all_reduce", bucket, group, deal, values)
+    batched = None
+    if senders is None or not bucket.gathered:
+        batched = Batched.find("all_reduce", bucket, group, deal, values)
     if batched is not None:
         batched.begin(bucket.sides, seed=seed, step=step)
         batched.share_amax(values)
@@ -96,11 +103,36 @@ def all_reduce(
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
         most, sums = [total_bytes(shown)] * ranks, float32_view(shown, values)
         came = gather_payloads(ours, ours.numel(), most, group, variable=is_variable(shown))
-        for r, payload in enumerate(came.parts()):
-            coder.decode(shown, payload, sums, add=r > 0)
-        finish(shown, sums, values, [ranks] * len(shown), found_inf)
+        if senders is None:
+            for r, payload in enumerate(came.parts()):
+                coder.decode(shown, payload, sums, add=r > 0)
+            finish(shown, sums, values, [ranks] * len(shown), found_inf)
+        else:
+            _average_senders(shown, came.parts(), coder, senders, sums)
+            finish(shown, sums, values, [1] * len(shown), found_inf)
     _add_means(bucket, values, found_inf)
     return found_inf[0] == 0
+
+
+def _average_senders(
+    runs: Sequence[Run],
+    payloads: Sequence[torch.Tensor],
+    coder: Coder,
+    counts: Sequence[float],
+    means: Sequence[torch.Tensor],
+) -> None:
+    """Average each value over the ranks that have sent it, in rank order; 0 if none has."""
+    totals = [torch.zeros_like(mean) for mean in means]
+    theirs = [torch.empty_like(mean) for mean in means]
+    for mean in means:
+        mean.zero_()
+    for payload, count in zip(payloads, counts, strict=True):
+        coder.decode(runs, payload, theirs, add=False)
+        for mean, part, total in zip(means, theirs, totals, strict=True):
+            mean.add_(part)
+            total.add_(part != 0, alpha=count)
+    for mean, total in zip(means, totals, strict=True):
+        mean.div_(total.masked_fill_(total == 0, 1))
 
 
 def _flag(like: torch.Tensor) -> torch.Tensor:

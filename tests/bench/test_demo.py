@@ -1,4 +1,4 @@
-"""What the demo says about its runs is what they measured."""
+"""Tests that the demo reports what its runs measured."""
 
 from __future__ import annotations
 

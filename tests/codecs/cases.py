@@ -69,6 +69,8 @@ SPECS = [
     "topk:0.1,values=float16,indices=int16",
     "topk:0.05,values=int8,chunk=4096",
     "topk:0.3,values=int2,chunk=4096",
+    "topk:0.1,values=bins2",
+    "topk:0.015625,values=bins2,chunk=4096",
     "topk:0.05,sample=10",
     *WIDE,
     "mxfp8",

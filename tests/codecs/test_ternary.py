@@ -125,6 +125,19 @@ def test_measures_and_sums_are_those_of_the_reference(case, block, kind, device)
     assert torch.equal(out.cpu(), payload)
 
 
+@everywhere
+def test_sums_beyond_the_top_are_clipped(kind, device):
+    """They cannot arise from contributions that share their amax."""
+    codec, key = pycomm.codec("ternary:ranks=3,block=64"), RandomKey(seed=1, ranks=3)
+    x = torch.linspace(-20, 20, 500)
+    amax = torch.ones(8)
+    out = torch.empty(codec.encoded_bytes(500), dtype=torch.uint8, device=device)
+    args = EncodeArgs(x.to(device), out, None, None, key, 0, amax.to(device), True)
+    runner(codec, kind, device).encode(codec, args)
+    assert torch.equal(out.cpu(), codec.reference_encode_sum(x, key, 0, amax))
+    assert codec.decode(out.cpu(), 500).unique().tolist() == [-3, -2, -1, 0, 1, 2, 3]
+
+
 def test_native_wants_a_measure_for_each_block():
     x, out = torch.zeros(300), torch.empty(1)
     with pytest.raises(Error, match="must share their amax"):

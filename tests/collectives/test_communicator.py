@@ -113,6 +113,11 @@ def test_from_env_joins_the_group_of_torchrun(tmp_path, monkeypatch):
         env.cache_clear()
         with pytest.raises(Error, match="torchrun"):
             Communicator.from_env(str(tmp_path))
+        monkeypatch.delenv("WORLD_SIZE")
+        monkeypatch.setenv("PMI_RANK", "0")  # as mpirun sets it
+        monkeypatch.setenv("PMI_SIZE", "1")
+        env.cache_clear()
+        assert Communicator.from_env(str(tmp_path / "mpi")).size == 1
     finally:
         monkeypatch.undo()
         env.cache_clear()

@@ -110,6 +110,28 @@ def test_receiver_keeps_little_of_what_nobody_receives(way, count, numel):
 
 
 @everywhere
+def test_messages_that_were_received_make_room_for_others(way):
+    """Each wave is more than a receiver keeps, and none of it is received before all is sent."""
+    count, numel = 80, 4000
+
+    def job(c):
+        for wave in range(3):
+            if c.rank == 0:
+                requests = [c.send(floats(wave + i % 7, numel), 1, tag=i) for i in range(count)]
+                c.barrier()
+                for request in requests:
+                    request.wait()
+                continue
+            c.barrier()
+            for i in reversed(range(count)):
+                out = np.empty(numel, np.float32)
+                c.recv(out, 0, tag=i).wait()
+                assert np.array_equal(out, floats(wave + i % 7, numel))
+
+    run(2, job, **WAYS[way])
+
+
+@everywhere
 def test_long_messages_meet_in_any_order(way):
     # Pipelines and batch_isend_irecv post all at once, and wait for them in turn.
     numel = 200_003

@@ -53,6 +53,16 @@ def test_the_cheapest_one_is_chosen(op):
                 assert seconds[chosen] == min(seconds.values())
 
 
+def test_bytes_that_are_summed_take_time():
+    """A reduce-scatter is an all-gather that also sums what arrives."""
+    sums, moves = (
+        _C.schedule.cost(tag(op), 4, 10**6, "one_shot") for op in ("reduce_scatter", "all_gather")
+    )
+    assert sums[:3] == moves[:3]
+    assert (sums[3], moves[3]) == (10**6, 0)
+    assert sums[-1] > moves[-1]
+
+
 @ops
 def test_a_named_algorithm_is_used_where_an_operation_has_it(op):
     for wanted in _C.ALGOS[1:]:

@@ -223,6 +223,27 @@ def test_many_freed_bytes_go_back_to_the_system():
     run(2, job)
 
 
+def test_bytes_beside_those_that_go_back_to_the_system_stay():
+    """What goes back ends in the middle of a page, in which another block lies."""
+
+    def job(c):
+        if c.rank == 1:
+            return
+        page = [shared(c, np.full(16, 1.0, np.float32)) for _ in range(PAGE // 64)]
+        big = c.allocate((300 << 20) // 4)
+        freed, beside = (shared(c, np.full(16, value, np.float32)) for value in (2.0, 3.0))
+        assert beside.ctypes.data == freed.ctypes.data + 64 == address(big) + (300 << 20) + 64
+        np.asarray(big)[0] = 1
+        del freed
+        gc.collect()
+        del big
+        gc.collect()
+        assert (beside == 3).all()
+        assert all((block == 1).all() for block in page)
+
+    run(2, job)
+
+
 def test_a_block_outlives_its_group():
     blocks = run(2, lambda c: shared(c, integers(c.rank, 5000)))
     gc.collect()

@@ -1,4 +1,4 @@
-"""Which of the suite's tests say something about a CPU backend, and the committed outcomes.
+"""Judged tests of the suite: those that say something about a CPU backend, with their outcomes.
 
 `results.csv` holds the last full run (`make conformance`) of pycomm and, in the same run, of Gloo.
 """

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from tests.conformance.judged import BOUND_TO_A_NAME, NOT_ON_CPU, Row, worse
+from tests.conformance.judged import BOUND_TO_A_NAME, NOT_ON_CPU, Row, read, worse
 
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "conformance.md"
 STATUSES = ("pass", "fail", "timeout", "skip", "n/a")
 
 INTRODUCTION = """\
@@ -25,10 +26,17 @@ keeps for MPI (list all_to_all) and for eight ranks switched on as well. Gloo un
 gets the same chances.
 """
 
+OTHER = """\
+`pycomm-python` is the backend in Python (`PYCOMM_BACKEND=python`). The machine was busy: tests that
+ended late, or that a mended defect had failed, were run again.
+"""
+
 
 def write_page(rows: list[Row]) -> None:
     """Write the page. `rows` are a full run of both backends."""
-    parts = [INTRODUCTION, _table(rows), _bugs(rows), _better(rows), _open(rows), _not_judged()]
+    parts = [INTRODUCTION, _table(rows), _bugs(rows), _better(rows), _open(rows)]
+    parts += [_other(path) for path in sorted(HERE.glob("results-*.csv"))]
+    parts.append(_not_judged())
     PAGE.write_text("\n".join(parts))
 
 
@@ -76,6 +84,25 @@ def _list(title: str, rows: list[Row]) -> str:
         sizes = ", ".join(str(s) for s in sorted({r.world_size for r in same}))
         lines.append(f"| `{test}` | {sizes} | {same[0].reason[:90].replace('|', '/')} |")
     return "\n".join(lines) + "\n"
+
+
+def _other(path: Path) -> str:
+    """Return the section of a run on another torch, `results-VERSION.csv`.
+
+    "pycomm-python" there is the backend in Python (PYCOMM_BACKEND=python).
+    """
+    rows = read(path)
+    parts = [f"## On torch {path.stem.removeprefix('results-')}", "", OTHER, _table(rows)]
+    bugs = worse(rows)
+    parts.append(_list("Gloo passes, pycomm does not", bugs).replace("## ", "### ", 1))
+    lacks = worse(rows, than="pycomm", backend="pycomm-python")
+    title = "The binary passes, the backend in Python does not"
+    parts.append(_list(title, lacks).replace("## ", "### ", 1))
+    failed = [r for r in rows if r.backend == "pycomm" and r.status in ("fail", "timeout")]
+    passed = {r.key for r in bugs}
+    neither = [row for row in failed if row.key not in passed]
+    parts.append(_list("Neither pycomm nor Gloo passes", neither).replace("## ", "### ", 1))
+    return "\n".join(parts)
 
 
 def _not_judged() -> str:

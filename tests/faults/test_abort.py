@@ -69,6 +69,15 @@ def test_abort_unblocks_everybody(way, wait, by):
     assert ended[0] - stopped[0] < BOUND
 
 
+def test_abort_unblocks_a_rank_that_is_alone():
+    def job(c):
+        threading.Timer(0.05, c.abort, ("the user pressed stop",)).start()
+        with pytest.raises(Error, match="the user pressed stop"):
+            c.recv(np.ones(10), 0).wait(10)
+
+    run(1, job)
+
+
 def test_abort_twice_and_after_an_error_is_harmless():
     def job(c):
         c.abort("first")

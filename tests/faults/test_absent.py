@@ -104,14 +104,15 @@ def test_in_an_operation(way, call):
 
 
 @everywhere
-def test_a_call_may_name_its_own_timeout(way):
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "200 ms"), (0.0004, "1 ms")])
+def test_a_call_may_name_its_own_timeout(way, seconds, text):
     over = threading.Barrier(2)
 
     def job(c):
         start = time.monotonic()
         try:
             if c.rank == 0:
-                c.barrier(timeout=0.2)
+                c.barrier(timeout=seconds)
         finally:
             took = time.monotonic() - start
             over.wait(10)
@@ -119,4 +120,4 @@ def test_a_call_may_name_its_own_timeout(way):
 
     error, _ = attempt(2, job, **WAYS[way])
     assert isinstance(error, Timeout)
-    assert "200 ms" in str(error)
+    assert f"the timeout of {text}" in str(error)

@@ -132,6 +132,29 @@ def test_a_rank_that_leaves_is_named_by_who_waits_for_it(transport):
         assert error.rank == 1
 
 
+def test_a_lost_rank_is_one_of_those_that_are_gone():
+    assert PeerLost("gone", 3).ranks == [3]
+    assert PeerLost("gone", 3, [1, 3]).ranks == [1, 3]
+
+
+def wait_for_one_that_left(c):
+    c.barrier()
+    if c.rank == 1:
+        return ""
+    time.sleep(0.3)  # its process has ended
+    with pytest.raises(PeerLost) as lost:
+        c.all_reduce(np.ones(3))
+    return str(lost.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_rank_that_left_before_its_process_ended_has_not_died(transport):
+    text, _ = run_processes(2, wait_for_one_that_left, transport=transport)
+    assert "rank 1" in text
+    assert "left the group" in text
+    assert "died" not in text
+
+
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_leaves_after_the_last_call_harms_nobody(transport, ranks):

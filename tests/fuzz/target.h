@@ -1,5 +1,5 @@
-// What every fuzz target defines, beside LLVMFuzzerTestOneInput: libFuzzer's entry, which
-// standalone.cpp calls as well.
+// Fuzz target: the functions that each one defines beside LLVMFuzzerTestOneInput, which is
+// libFuzzer's entry and which standalone.cpp calls as well.
 #pragma once
 #include <cstddef>
 #include <cstdint>

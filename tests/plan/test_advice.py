@@ -1,4 +1,4 @@
-"""What the planner says: use this codec, or don't, and why."""
+"""Tests of the planner's advice: use this codec, or do not, and why."""
 
 from __future__ import annotations
 

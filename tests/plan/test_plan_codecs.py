@@ -1,4 +1,4 @@
-"""What a plan takes for granted of codecs is what they do."""
+"""Tests that codecs do what a plan assumes of them."""
 
 from __future__ import annotations
 

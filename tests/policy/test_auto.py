@@ -187,14 +187,22 @@ def test_a_choice_stays_among_equals():
     assert chosen == {"int8"}
 
 
-def test_the_slowest_rank_counts():
+@pytest.mark.parametrize(
+    ("others", "best"),
+    [
+        # Exact is slow on the second rank, int8 on none.
+        ({"fp32": [2.0], "int8": [0.5]}, "int8"),
+        # On the first rank int8 is twice as fast; the others wait for the second.
+        ({"fp32": [1.0, 1.0], "int8": [1.1, 0.5]}, "fp32"),
+    ],
+)
+def test_the_slowest_rank_counts(others, best):
     auto = Auto([Candidate("fp32", 100), Candidate("int8", 26)], Trial())
     while not auto.settled:
         middle = auto.note(1.0 if auto.codec == "fp32" else 0.5)
         if middle is not None:
-            # Exact is slow on the second rank, int8 on none.
-            auto.judge([middle, 2.0 if auto.codec == "fp32" else 0.5])
-    assert auto.codec == "int8"
+            auto.judge([middle, *others[auto.codec]])
+    assert auto.codec == best
 
 
 def test_it_looks_again_now_and_then():

@@ -10,8 +10,9 @@ import torch
 from pycomm.codecs import codec
 from pycomm.policy import Parameter, Policy
 from pycomm.policy.budget import Budget, Choice, allocate, distortion, hull
-from pycomm.policy.codec_selection import BIT_CANDIDATES, Allotted, select_codecs
+from pycomm.policy.codec_selection import BIT_CANDIDATES, Allotted, Bounded, select_codecs
 from pycomm.policy.quality import bits, reduced_error
+from pycomm.policy.samples import Quality
 
 # Bits 2 to 8: each bit takes the squared error down to a quarter.
 CHOICES = [Choice(b + 0.25, 4.0 ** (2 - b) / 8) for b in range(2, 9)]
@@ -116,3 +117,22 @@ def test_what_a_budget_chooses_from_owes_nothing_and_errs_less_than_integers():
         places = allocate(energies, numels, choices, 5.25)
         promised[name] = distortion(energies, choices, places)
     assert promised["eden"] < 0.75 * promised["int"]
+
+
+def test_energies_of_all_ranks_count():
+    allotted = Allotted(6.5, [codec("int4"), codec("int8")])
+    for name in "ab":
+        allotted.enter(Parameter(name, (100, 100), torch.float32))
+    # The first rank alone sees that "a" has nearly all the energy; on the last "b" has more.
+    for _ in range(2):
+        allotted.step(1.0, lambda _: [[1e4, 1.0], [1.0, 2.0]], lambda _: 0)
+    assert [allotted.codec(name)[0] for name in "ab"] == [codec("int8"), codec("int4")]
+
+
+@pytest.mark.parametrize(("error", "spec"), [(0.29, "int4"), (0.3, "int4"), (0.31, "int8")])
+def test_an_error_above_the_bound_takes_more_bits(error, spec):
+    bounded = Bounded(0.3, [codec("int4"), codec("int8")])
+    assert bounded.codec("a")[0] == codec("int4")
+    found = Quality(step=0, error=error, cosine=1.0, coding=error, residual=0.0)
+    assert bounded.checked({"a": found}) == (spec != "int4")
+    assert bounded.codec("a")[0] == codec(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,12 @@ def test_examples(monkeypatch):
     result = doctest.testfile(str(PAGE), module_relative=False)
     assert result.attempted >= 8
     assert result.failed == 0
+
+
+def test_the_codecs_of_the_page_on_migrating_exist():
+    text = (PAGE.parent / "migrating.md").read_text()
+    named = r'(?:codec=|codec\(|model, |weights=)"([^"]+)"|\| `"([^"`]+)"`'
+    found = {a or b for a, b in re.findall(named, text)}
+    assert len(found) > 12
+    for codec in sorted(found - {"auto"}):
+        rules.Policy.of(codec)

@@ -5,7 +5,7 @@ codecs, numbers of ranks and kinds of gradients; and who is really bad.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import sqrt
+from math import inf, sqrt
 
 import pytest
 import torch
@@ -184,3 +184,21 @@ def test_an_unbiased_codec_that_doubles_what_it_sends_is_thrown_out():
     )
     assert not judge.warning("w", codec, bad)
     assert "eden" in judge.warning("w", codec, bad)
+
+
+def test_codecs_whose_errors_are_above_one_have_no_limit():
+    assert Guard().limit_of(1.0, 1.2) == inf
+    assert Guard().limit_of(0.9, 0.6) == 1.0
+    assert Guard().limit_of(0.9, 1.2) == pytest.approx(1.8)
+    assert Guard().limit_of(0.2, 0.3) == 0.6
+    assert Guard(limit=0.3).limit_of(2.0, 3.0) == 0.3
+
+
+def test_a_good_check_between_two_bad_ones_forgives():
+    judge = Checks(Guard(), OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
+    codec = pycomm.codec("int8")
+    bad, good = (
+        Quality(step=0, error=0.0, cosine=1.0, coding=coding, residual=0.0) for coding in (5.0, 0.0)
+    )
+    complaints = [judge.warning("w", codec, found) for found in (bad, good, bad, bad)]
+    assert [bool(complaint) for complaint in complaints] == [False, False, False, True]

@@ -1,4 +1,4 @@
-"""What the monitor shows, in each of its forms."""
+"""Tests of the monitor in each of its output forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy says: rules, schedules, texts, and what it refuses."""
+"""Tests of policies: rules, schedules, texts, and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values take part in a check, and what its numbers say."""
+"""Tests of samples: the values that take part in a check, and the numbers of it."""
 
 from __future__ import annotations
 

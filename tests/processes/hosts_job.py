@@ -1,4 +1,4 @@
-"""What a rank of test_hosts.py runs, in a network namespace that stands for its host: all
+"""Program of a rank of test_hosts.py, in a network namespace that stands for its host: all
 collectives and messages, checked by `==`. Prints how the rank is connected.
 
     python -m tests.processes.hosts_job FOLDER

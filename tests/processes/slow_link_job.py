@@ -1,4 +1,4 @@
-"""What a rank of test_slow_link.py runs, in a network namespace that stands for its host: a few
+"""Program of a rank of test_slow_link.py, in a network namespace that stands for its host: a few
 all-reduces. Prints what the rank knows of them.
 
     python -m tests.processes.slow_link_job FOLDER

@@ -186,6 +186,21 @@ print(group.describe(), flush=True)
 """
 
 
+def test_far_peers_have_more_sockets(tmp_path):
+    """The rank that connects decides by the round trip that it has measured."""
+    with (
+        open_or_skip(2, shape=Shape(delay=0.03)) as lab,
+        (tmp_path / "printed").open("w+") as printed,
+    ):
+        command = [sys.executable, "-c", CONTROLLED, str(tmp_path / "store"), "allows"]
+        ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
+        status = netlab.wait(ranks)
+        printed.seek(0)
+        text = printed.read()
+    assert status == 0, text
+    assert text.count(", 4 sockets each, ") == 2, text
+
+
 @pytest.mark.parametrize(("kernel", "control"), [("allows", "bbr"), ("refuses", "reno")])
 def test_far_peers_get_bbr_where_the_kernel_allows_it(tmp_path, kernel, control):
     """The system's congestion control is reno in the lab."""

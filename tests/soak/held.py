@@ -1,4 +1,4 @@
-"""What a process holds: memory, files, threads, mappings, children."""
+"""Resources that a process holds: memory, files, threads, mappings, children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process of the soak does: it joins groups, trains, and lives through what happens.
+"""Rank of the soak: a process that joins groups, trains, and lives through what happens.
 
 A `Rank` is led through a pipe: each word is one of its methods, called on all ranks of a group at
 once. What the method returns, or the text of what it raised, is the answer.

@@ -1,4 +1,4 @@
-"""What happens in a cycle, drawn from the seed and the cycle's number."""
+"""Schedule of the soak: the events of a cycle, drawn from the seed and the cycle's number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what a process holds between cycles stays the same."""
+"""Verdict of the soak: resources that a process holds between cycles must not grow."""
 
 from __future__ import annotations
 

@@ -293,7 +293,8 @@ def test_what_goes_on_is_said_ever_more_seldom():
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("", 60.0), ("on", 60.0), ("off", None), ("5", 5.0), ("0.5", "")]
+    ("text", "seconds"),
+    [("", 60.0), ("on", 60.0), ("off", None), ("1", 1.0), ("86400", 86400.0), ("0.5", "")],
 )
 def test_the_variable_says_how_often(monkeypatch, text, seconds):
     monkeypatch.setenv("PYCOMM_HEALTH", text)

@@ -1,4 +1,4 @@
-"""Each trainer's example learns on pycomm what it learns on Gloo, loss by loss.
+"""Each trainer's example learns on pycomm what it learns on Gloo, loss by loss; or compressed.
 
 Every example prints its losses with all their digits, and whose group moved them.
 """
@@ -8,14 +8,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+LIMIT = 280  # seconds of one run
 
 
 @dataclass
@@ -28,6 +32,10 @@ class Trainer:
     launcher: bool = True
     """torchrun starts the ranks; else the trainer does"""
     environment: dict[str, str] = field(default_factory=dict)
+    needs: str = ""
+    """the package that must be installed, if it has another name"""
+    warns: str = ""
+    """what `pycomm.run --codec` says where it cannot compress; empty: it compresses"""
 
 
 TRAINERS = [
@@ -35,13 +43,31 @@ TRAINERS = [
     Trainer("transformers", by_name=False),
     Trainer("lightning", by_name=True),
     # Its extension for shared memory is compiled at the first run.
-    Trainer("deepspeed", by_name=True, environment={"DS_ACCELERATOR": "cpu", "MAX_JOBS": "1"}),
+    Trainer(
+        "deepspeed",
+        by_name=True,
+        environment={"DS_ACCELERATOR": "cpu", "MAX_JOBS": "1"},
+        warns="DeepSpeed reduces the gradients itself, .* Instead of deepspeed.initialize write",
+    ),
+    # Its interface is pycomm's own; the script has the shape of Horovod's example.
+    Trainer("horovod", by_name=True, needs="sklearn"),
     Trainer("ray", by_name=True, launcher=False, environment={"RAY_USAGE_STATS_ENABLED": "0"}),
 ]
 
 
-def train(trainer: Trainer, backend: str, folder: Path) -> tuple[list[float], str]:
-    """The losses of a run, and what moved them."""
+def train(trainer: Trainer, backend: str, folder: Path, run: str = "") -> tuple[list[float], str]:
+    """The losses of a run, and what moved them; `run` is PYCOMM_RUN."""
+    output = output_of(trainer, backend, folder, run)
+    losses = re.findall(r"^loss[a-z ]* ([0-9.e-]+)$", output, re.MULTILINE)
+    groups = re.findall(r"^group (.*)$", output, re.MULTILINE)
+    assert len(groups) == 1, output
+    return [float(loss) for loss in losses], groups[0]
+
+
+def output_of(
+    trainer: Trainer, backend: str, folder: Path, run: str = "", words: Sequence[str] = ()
+) -> str:
+    """The output of both streams of all ranks; `words` are arguments for the example."""
     info = folder / "entry-1.0.dist-info"  # as an installation has it
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")
@@ -55,36 +81,82 @@ def train(trainer: Trainer, backend: str, folder: Path) -> tuple[list[float], st
         command += ["--backend", backend]
     elif backend == "pycomm":
         takeover = "gloo"
-    done = subprocess.run(
-        command,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
-            "OMP_NUM_THREADS": "1",
-            "PYCOMM_TAKEOVER": takeover,
-            **trainer.environment,
-        },
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout
-    losses = re.findall(r"^loss[a-z ]* ([0-9.e-]+)$", done.stdout, re.MULTILINE)
-    groups = re.findall(r"^group (.*)$", done.stdout, re.MULTILINE)
-    assert len(groups) == 1, done.stdout
-    return [float(loss) for loss in losses], groups[0]
+    command += words
+    with (folder / "output").open("w+") as output:
+        started = subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+                "OMP_NUM_THREADS": "1",
+                "PYCOMM_TAKEOVER": takeover,
+                "PYCOMM_RUN": run,
+                **trainer.environment,
+            },
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = started.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            started.terminate()  # torchrun ends its ranks, which have sessions of their own
+            with suppress(subprocess.TimeoutExpired):
+                started.wait(30)
+            pytest.fail(f"it takes more than {LIMIT} s: {(folder / 'output').read_text()}")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+        text = (folder / "output").read_text()
+        assert code == 0, text
+    return text
+
+
+def skip_without(trainer: Trainer) -> None:
+    if importlib.util.find_spec(trainer.needs or trainer.package) is None:
+        pytest.skip(f"{trainer.needs or trainer.package} is not installed: make trainers")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.package)
 def test_losses_are_those_of_gloo(trainer, tmp_path):
-    if importlib.util.find_spec(trainer.package) is None:
-        pytest.skip(f"{trainer.package} is not installed: make trainers")
+    skip_without(trainer)
     theirs, not_ours = train(trainer, "gloo", tmp_path)
     ours, group = train(trainer, "pycomm", tmp_path)
     assert not_ours == "not pycomm's"
     assert group.startswith("2 ranks: shm")
     assert len(ours) >= 6
     assert ours == theirs
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "trainer",
+    [t for t in TRAINERS if t.package != "horovod"],  # which names the codec itself
+    ids=lambda trainer: trainer.package,
+)
+def test_a_codec_compresses_the_gradients_or_says_why_not(trainer, tmp_path):
+    skip_without(trainer)
+    # The rule is for the examples' layers, which are so small that they would travel exactly.
+    options = "--codec int4 --rule *weight=int4"
+    output = output_of(trainer, "gloo", tmp_path, options)
+    warnings = re.findall("--codec compresses nothing here: (.*)", output)
+    compressed = "policy: quant:bits=4" in output
+    if trainer.warns:
+        assert len(warnings) == 1, output
+        assert re.search(trainer.warns, warnings[0]), output
+        assert not compressed, output
+    else:
+        assert warnings == [], output
+        assert compressed, output
+
+
+def test_the_script_for_horovod_learns_with_four_bits(tmp_path):
+    trainer = next(t for t in TRAINERS if t.package == "horovod")
+    skip_without(trainer)
+    words = ("--codec", "int4", "--epochs", "10")
+    output = output_of(trainer, "pycomm", tmp_path, words=words)
+    assert "policy: quant:bits=4" in output
+    (accuracy,) = re.findall(r"^accuracy ([0-9.]+)$", output, re.MULTILINE)
+    assert float(accuracy) > 0.8  # ten classes; a guess is right once in ten times

@@ -18,7 +18,7 @@ SECRET = b"the secret"
 HELLO = struct.Struct("<8s4I4H2I32s")
 REPLY = struct.Struct("<2I32s")
 HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # followed by the checksum in some frames
-WIRE = 6
+WIRE = 7
 UNCHECKED, HERE, NEXT = range(3)  # position of a payload's checksum
 NOTICE = struct.Struct("<3IiI1000s")
 MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF
@@ -84,11 +84,12 @@ def frame(
     magic: int = 0x4D435950,
     checks: int = HERE,
     before: int = 0,
+    received: int = 0,
 ) -> bytes:
     whole = len(payload) if size is None else size
     ids = magic, version, lane, message, offset, whole, len(payload), tag_hash
     crc = _C.crc32c(payload) if checks == HERE else 0
-    head = HEADER.pack(*ids, bytes(64), 0, checks, crc, before)
+    head = HEADER.pack(*ids, bytes(64), received, checks, crc, before)
     return head + struct.pack("<I", _C.crc32c(head)) + payload
 
 

@@ -100,6 +100,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("check", &Options::check)
       .def_readwrite("interface", &Options::interface)
       .def_readwrite("link_bytes_per_second", &Options::link_bytes_per_second)
+      .def_readwrite("rate", &Options::rate)
       .def_readwrite("secret", &Options::secret)
       .def_readwrite("tls", &Options::tls)
       .def_readwrite("description", &Options::description)
@@ -110,7 +111,8 @@ void bind_options(py::module_& m) {
           [](Options& o, const Communicator* parent) { o.parent = parent; })
       .def_readwrite("parent_ranks", &Options::parent_ranks)
       .def_readwrite("segment_bytes", &Options::segment_bytes)
-      .def_readwrite("nodes", &Options::nodes);
+      .def_readwrite("nodes", &Options::nodes)
+      .def_readwrite("sites", &Options::sites);
 }
 
 }  // namespace
@@ -174,6 +176,7 @@ void bind_communicator(py::module_& m) {
           [](Self& c, double seconds) { c.set_timeout(milliseconds(seconds)); })
       .def("describe", &Self::describe)
       .def_property_readonly("levels", &Self::levels)
+      .def_property_readonly("shares", &Self::shares)
       .def(
           "allocate",
           [](Self& c, size_t numel, DType dtype) {
@@ -192,6 +195,8 @@ void bind_communicator(py::module_& m) {
       .def("trace", [](const Self& c) { return trace_records(c.trace()); })
       .def("note_issued", &Self::note_issued, py::arg("tag"))
       .def("resume", &Self::resume, py::arg("issued"))
+      .def("whereabouts", &Self::whereabouts, py::call_guard<Release>())
+      .def("end_requests", &Self::end_requests, py::call_guard<Release>())
       .def("compare", &Self::compare, py::arg("what"), py::arg("digest"), py::call_guard<Release>())
       .def_property_readonly("compares", &Self::compares)
       .def("wire_bytes", &Self::wire_bytes)

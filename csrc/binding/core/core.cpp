@@ -82,6 +82,7 @@ py::dict environment() {
   out["transport"] = values.transport;
   out["algo"] = values.algo;
   out["link_bytes_per_second"] = values.link_bytes_per_second;
+  out["rate"] = values.rate;
   out["sockets"] = values.sockets;
   out["congestion"] = values.congestion;
   out["checksum"] = values.checksum;

@@ -10,5 +10,6 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bind_transports(m);
   pycomm::bind_communicator(m);
   pycomm::bind_device(m);
+  pycomm::bind_queue(m);
   pycomm::bind_schedule(m);
 }

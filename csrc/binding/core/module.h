@@ -10,6 +10,7 @@ void bind_coded(pybind11::module_& m);       // core/coded.cpp: buckets whose pa
 void bind_transports(pybind11::module_& m);  // core/transports.cpp: stores, transports
 void bind_communicator(pybind11::module_& m);  // core/communicator.cpp
 void bind_device(pybind11::module_& m);        // core/device.cpp: groups of ranks on GPUs
-void bind_schedule(pybind11::module_& m);      // core/schedule.cpp: schedule, queue, seeds of hops
+void bind_queue(pybind11::module_& m);         // core/queue.cpp
+void bind_schedule(pybind11::module_& m);      // core/schedule.cpp: schedule, seeds of hops
 
 }  // namespace pycomm

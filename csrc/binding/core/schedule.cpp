@@ -1,17 +1,14 @@
-// Schedules for Python: the index arithmetic of collectives, the queue and the seeds of hops, for
-// tests and for the hooks that code without the communicator.
+// Schedules for Python: the index arithmetic of collectives and the seeds of hops, for tests and
+// for the hooks that code without the communicator.
 #include "collectives/common/schedule.h"
 
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <utility>
 
-#include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "collectives/coded/coded.h"
 #include "collectives/common/select.h"
-#include "collectives/queue.h"
 #include "core/env.h"
 #include "core/reduce.h"
 
@@ -74,6 +71,19 @@ void bind_schedule(py::module_& m) {
       },
       py::arg("numel"), py::arg("count"), py::arg("index"), py::arg("granule"));
   s.def(
+      "shares",
+      [](size_t numel, const std::vector<double>& parts, size_t granule) {
+        const Shares shares(parts);
+        std::vector<Pair> result;
+        const int count = static_cast<int>(parts.size());
+        for (int i = 0; i < count; i++) {
+          result.push_back(pair(schedule::chunk(numel, count, i, granule, shares)));
+        }
+        return result;
+      },
+      py::arg("numel"), py::arg("parts"), py::arg("granule"));
+  s.def("best_shares", &best_shares, py::arg("rates"));
+  s.def(
       "segments",
       [](Pair chunk, size_t segment_numel) {
         const schedule::Range range{chunk.first, chunk.second};
@@ -88,11 +98,14 @@ void bind_schedule(py::module_& m) {
 
   s.def(
       "select",
-      [](const OpTag& tag, int ranks, size_t bytes, const std::string& wanted) {
-        const Algo algo = select(call(tag, ranks, bytes), parse_algo(wanted));
-        return kAlgoNames[static_cast<size_t>(algo)];
+      [](const OpTag& tag, int ranks, size_t bytes, const std::string& wanted, double way,
+         double byte, double shared) {
+        Workload workload = call(tag, ranks, bytes);
+        workload.speed = {way, byte, shared};
+        return kAlgoNames[static_cast<size_t>(select(workload, parse_algo(wanted)))];
       },
-      py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("wanted") = "auto");
+      py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("wanted") = "auto",
+      py::arg("way") = 0.0, py::arg("byte") = 0.0, py::arg("shared") = 0.0);
   s.def(
       "cost",
       [](const OpTag& tag, int ranks, size_t bytes, const std::string& algo) {
@@ -101,19 +114,6 @@ void bind_schedule(py::module_& m) {
                               seconds(found, Medium::tcp));
       },
       py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("algo"));
-
-  // The thread that runs an operation holds the GIL, a waiting one never does.
-  py::class_<Queue, std::shared_ptr<Queue>>(m, "Queue")
-      .def(py::init([] {
-        return std::shared_ptr<Queue>(new Queue, [](Queue* queue) {
-          const GilReleased release;
-          delete queue;
-        });
-      }))
-      .def("submit", &Queue::submit, py::arg("op"), py::call_guard<GilReleased>())
-      .def(
-          "run", [](Queue& queue, const std::function<void()>& op) { queue.run(op); },
-          py::arg("op"), py::call_guard<GilReleased>());
 }
 
 }  // namespace pycomm

@@ -7,6 +7,7 @@
 #include "binding/core/arguments.h"
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
+#include "binding/core/python_store.h"
 #include "collectives/window/shared.h"
 #include "core/env.h"
 #include "transports/rendezvous.h"
@@ -136,6 +137,12 @@ void bind_stores(py::module_& m) {
       .def_static(
           "local", &make_local_store, py::arg("appends") = false,
           "For ranks that are threads of this process. `appends`: as torch's TCPStore does.")
+      .def_static(
+          "of",
+          [](const py::object& target) -> std::shared_ptr<Store> {
+            return std::make_shared<PythonStore>(target);
+          },
+          py::arg("target"), "An object of Python: see binding/core/python_store.h.")
       .def_static("file", &make_file_store, py::arg("folder"), "For processes that share a folder.")
       .def(
           "set",

@@ -47,6 +47,7 @@ void add_part(Layout& layout, size_t offset, size_t numel, const std::string& co
   memories.kind = one_of<Kind>("feedback", kind,
                                {{"residual", Kind::residual},
                                 {"ema", Kind::ema},
+                                {"decay", Kind::decay},
                                 {"momentum", Kind::momentum},
                                 {"ef21", Kind::ef21}});
   memories.storage = one_of<Storage>(
@@ -126,9 +127,13 @@ void bind(py::module_& m) {
   communicator_option(options, "interface", &CommunicatorOptions::interface);
   communicator_option(options, "link_bytes_per_second",
                       &CommunicatorOptions::link_bytes_per_second);
+  communicator_option(options, "rate", &CommunicatorOptions::rate);
   communicator_option(options, "secret", &CommunicatorOptions::secret);
   communicator_option(options, "tls", &CommunicatorOptions::tls);
   options
+      .def_property(
+          "enable_reconfigure", [](const BackendOptions& self) { return self.enable_reconfigure; },
+          [](BackendOptions& self, bool value) { self.enable_reconfigure = value; })
       .def_property(
           "blocking_wait", [](const BackendOptions& self) { return self.device.blocking_wait; },
           [](BackendOptions& self, bool value) { self.device.blocking_wait = value; })
@@ -173,6 +178,7 @@ void bind(py::module_& m) {
            py::call_guard<GilReleased>())
       .def_property_readonly("options", &Backend::getBackendOptions)
       .def_property_readonly("levels", &Backend::levels)
+      .def_property_readonly("shares", &Backend::shares)
       .def("describe", &Backend::describe)
       .def("trace", &Backend::trace)
       .def_property_readonly("wire_bytes", &Backend::wire_bytes)
@@ -181,6 +187,17 @@ void bind(py::module_& m) {
            py::call_guard<GilReleased>())
       .def_property_readonly("compares", &Backend::compares_digests)
       .def("get_error", &Backend::getError)
+      .def("handle", &Backend::handle)
+      .def(
+          "form",
+          py::overload_cast<int64_t, const std::vector<std::string>&, Milliseconds>(&Backend::form),
+          py::arg("uuid"), py::arg("handles"), py::arg("timeout"))
+      .def(
+          "set_shape_of",
+          [](const Backend& self, const intrusive_ptr<c10d::ProcessGroup>& group) {
+            self.set_shape_of(*group);
+          },
+          py::arg("group"))
       .def(
           "perform_nocolor_split", [](const Backend&, const py::object&) {}, py::arg("device"))
       // Torch's own allocate_tensor would call allocateTensor(), which serves its reducer.

@@ -1,22 +1,34 @@
 // Backend: the "pycomm" process group, one c10d::Backend for CPU and device tensors over a
 // Communicator. A part of _c10d; collectives are in torch/collectives.cpp and torch/sparse.cpp,
 // sends and receives in torch/point_to_point.cpp, group operations in torch/groups.cpp, memory in
-// torch/memory.cpp, streams of devices in torch/device.cpp.
+// torch/memory.cpp, streams of devices in torch/device.cpp, new members in torch/reconfigure.cpp.
 #pragma once
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include "binding/core/trace_records.h"
 #include "binding/torch/arguments.h"
 #include "binding/torch/engine.h"
 #include "binding/torch/layout.h"
 #include "binding/torch/open_group.h"
+#include "transports/tcp/endpoint/gathering.h"
 
 namespace pycomm::torch_binding {
 
 /// The options that users pass as `pg_options`.
 struct BackendOptions final : c10d::Backend::Options {
   explicit BackendOptions(Milliseconds timeout) : c10d::Backend::Options("pycomm", timeout) {}
+#if PYCOMM_TORCH(2, 14)
+  /// Torch clones the options of a group for those that are made from it.
+  intrusive_ptr<c10d::Backend::Options> clone() const override {
+    return c10::make_intrusive<BackendOptions>(*this);
+  }
+#endif
 
   CommunicatorOptions communicator;  ///< its group and timeout are the base class's
   DeviceOptions device;
+#ifndef C10D_BACKEND_HAS_RECONFIGURE
+  bool enable_reconfigure = false;  ///< newer versions of torch have this in the base class
+#endif
 };
 
 /// A group that already contains the ranks of a new one, and their numbers there. May be empty.
@@ -24,6 +36,10 @@ struct Parent {
   std::shared_ptr<Engine> engine;
   std::vector<int> ranks;
 };
+
+class Backend;
+/// Joins the straggler monitor, in which ranks compare their figures through the group's store.
+void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& group);
 
 class Backend final : public c10d::Backend {
  public:
@@ -48,6 +64,7 @@ class Backend final : public c10d::Backend {
   /// Returns the route among the devices, or null where their data go through the host.
   std::shared_ptr<PeerRoute> peers(c10::Device device) const { return engine()->peers(device); }
   std::vector<int> levels() { return engine()->comm().levels(); }
+  std::vector<uint32_t> shares() { return engine()->comm().shares(); }
   std::string describe() { return engine()->describe(); }
   py::dict trace() { return trace_records(engine()->comm().trace()); }
   /// Requires that all ranks hold the same digest of this; the next operation on the host finds
@@ -141,11 +158,44 @@ class Backend final : public c10d::Backend {
                                       int shrink_flags,
                                       const intrusive_ptr<Options>& opts) override;
 
+  // Reconfiguration (torch/reconfigure.cpp): the members of a group change, and it stays the same
+  // object. Groups are made so by the option enable_reconfigure; they have no members at first.
+
+  /// What others need to form a group with this process.
+  std::string handle() const;
+  /// Forms the group of the processes with these handles, in this order. All of them call it, with
+  /// the same new uuid. Operations that were issued before end first, or are aborted. If it throws,
+  /// the group is as it was, and may be reconfigured with another uuid.
+  void form(int64_t uuid, const std::vector<std::string>& handles, Milliseconds timeout);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return endpoint_ != nullptr; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override { return handle(); }
+  intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
+#endif
+
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}  // all ranks count from 0
   uint64_t getSequenceNumberForGroup() override { return engine()->seq(); }
   c10d::ErrorType getError() override;
   void registerOnCompletionHook(Engine::Hook&& hook) override;
+#if PYCOMM_TORCH(2, 14)
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
+    engine()->abort_hooks().add(id, std::move(hook));
+  }
+  void unregisterAbortHook(int64_t id) override {
+    if (const auto engine = open_->engine()) engine->abort_hooks().remove(id);
+  }
+#endif
+#if PYCOMM_TORCH(2, 15)
+  bool supportsAbortHooks() const override { return true; }
+  bool supportsCompletionHooks() const override { return true; }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+    engine()->completion_hooks().add(id, std::move(hook));
+  }
+  void unregisterCompletionHook(int64_t id) override {
+    if (const auto engine = open_->engine()) engine->completion_hooks().remove(id);
+  }
+#endif
   void waitForPendingWorks() override { engine()->settle_all(); }
   void enableCollectivesTiming() override { engine()->time_operations(); }
 
@@ -162,6 +212,9 @@ class Backend final : public c10d::Backend {
   void abort() override;
   /// Finishes the collectives that were issued and leaves. Any thread, more than once.
   void shutdown() override;
+  /// In newer versions of torch the rank and the size of a group are those of its backend, and may
+  /// change. This changes them in a group of an older version.
+  void set_shape_of(c10d::ProcessGroup& group) const;
 
  private:
   /// Runs op(communicator) now or on the group's thread. The tensors live as long as `op`, which
@@ -202,11 +255,18 @@ class Backend final : public c10d::Backend {
 
   std::shared_ptr<Engine> engine() const {
     auto engine = open_->engine();
-    if (!engine) raise(arguments_.here() + "the process group is shut down");
+    if (!engine) raise_not_open();
     if (open_->in_child())
       with_python_errors([&] { open_->check_process(arguments_.here() + "the process group"); });
     return engine;
   }
+  [[noreturn]] void raise_not_open() const;
+  void open_endpoint();
+  void form(tcp::Gathering& gathering, int64_t uuid, const std::vector<std::string>& handles,
+            CommunicatorOptions communicator, Milliseconds limit,
+            const std::shared_ptr<Engine>& former);
+  /// Returns the options of our communicators, all but the name and the members.
+  CommunicatorOptions communicator_options() const;
   intrusive_ptr<BackendOptions> options_for(const intrusive_ptr<Options>& given) const;
   /// Returns a group of some of our ranks. Torch asks for it twice, for the CPU and for CUDA, and
   /// one backend serves both: the first call makes it, the second returns it.
@@ -214,11 +274,14 @@ class Backend final : public c10d::Backend {
                                         const intrusive_ptr<Options>& given,
                                         const Parent& parent = {});
 
-  const Arguments arguments_;
+  Arguments arguments_;
   const intrusive_ptr<c10d::Store> store_;
   const std::string group_;  ///< its name in the store
   const intrusive_ptr<BackendOptions> options_;
   std::shared_ptr<OpenGroup> open_;
+  std::mutex forming_;                       ///< held while the group is formed anew
+  std::unique_ptr<tcp::Endpoint> endpoint_;  ///< null in a group that cannot be reconfigured
+  std::vector<std::string> handles_;         ///< of the members, if the group was formed from them
   int monitored_barriers_ = 0;
   c10::weak_intrusive_ptr<c10d::Backend> fresh_{intrusive_ptr<c10d::Backend>()};
 

@@ -99,7 +99,7 @@ struct DevicePart {
 /// The tensors of one call as the host sees them: CPU tensors themselves, and for device tensors
 /// pinned memory that will be filled from them, copied back into them, or both.
 ///
-/// Where a route among the devices is open, tensors stand for themselves.
+/// If a route among the devices is open, tensors stand for themselves.
 class Staging {
  public:
   enum class By { any, host };

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "binding/torch/device_work.h"
+#include "binding/torch/hooks.h"
 #include "binding/torch/peers.h"
 #include "binding/torch/store.h"
 #include "collectives/queue.h"
@@ -18,7 +19,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
-  Engine(const std::shared_ptr<TorchStore>& store, int rank, int size,
+  Engine(const std::shared_ptr<Store>& store, int rank, int size,
          const CommunicatorOptions& options, DeviceOptions device_options)
       : comm_(store, rank, size, options),
         store_(store),
@@ -27,7 +28,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
         device_options_(std::move(device_options)) {}
 
   Communicator& comm() { return comm_; }
-  const TorchStore& store() const { return *store_; }
+  const Store& store() const { return *store_; }
   const std::string& group() const { return group_; }
   /// Returns how many groups of this name these ranks have made from this one, including the next.
   int64_t count_child(const std::string& name, const std::vector<int>& ranks) {
@@ -115,8 +116,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Completion and timing.
 
-  /// Keeps the kind of an error for getError().
-  void note(const std::exception_ptr& error) { error_ = error_type(error); }
+  /// Keeps the kind of an error for getError(), and calls the hooks that wait for one.
+  void note(const std::exception_ptr& error) {
+    error_ = error_type(error);
+    call_abort_hooks();
+  }
   void set_timeout(Milliseconds timeout);
   void time_operations() { timed_ = true; }
   /// Sets `hook`, which is called after every operation, by the thread that ran it. Must be called
@@ -126,13 +130,33 @@ class Engine : public std::enable_shared_from_this<Engine> {
     timed_ = true;
   }
   void report(const Work& work) noexcept {
-    // An operation that began before there was a hook was not timed, and may end while one is set.
-    if (!work.is_timed() || !hook_) return;
     try {
-      hook_(work.info());
+      // An operation that began before there was a hook was not timed, and may end while one is
+      // set.
+      if (work.is_timed() && hook_) hook_(work.info());
+#if PYCOMM_TORCH(2, 15)
+      if (completion_hooks_.any() && work.isSuccess()) completion_hooks_.call(completion(work));
+#endif
     } catch (const std::exception& e) {
       warn_of_hook(e.what());
     }
+  }
+#if PYCOMM_TORCH(2, 14)
+  Hooks<c10d::AbortHook>& abort_hooks() { return abort_hooks_; }
+#endif
+#if PYCOMM_TORCH(2, 15)
+  Hooks<c10d::CompletionHook>& completion_hooks() { return completion_hooks_; }
+#endif
+  /// Calls the hooks that are called before a group is aborted, and when it has failed. As torch
+  /// says, a failure may call them more than once.
+  void call_abort_hooks() noexcept {
+#if PYCOMM_TORCH(2, 14)
+    try {
+      abort_hooks_.call();
+    } catch (const std::exception& e) {
+      warn_of_hook(e.what());
+    }
+#endif
   }
   /// In a callback on the thread that runs the operations, runs later operations until done().
   /// Returns false if that is impossible here, or took too long.
@@ -141,7 +165,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   /// Does the same on the thread of another group, only if this group's thread waits for that
   /// group's operations, and they wait for each other.
-  void wait_from_another(const std::function<bool()>& done, Milliseconds timeout);
+  void wait_from_another(const std::function<bool()>& done, Milliseconds timeout) {
+    queue_.wait_from_another(done, deadline_of(timeout));
+  }
   bool runs_here() const { return queue_.inside(); }
 
   /// Waits until every collective that was issued has ended.
@@ -152,7 +178,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void settle_all();
   /// Finishes the collectives. Sends and receives are given up: a peer may never answer them.
   void finish();
+  /// Waits for the collectives, but at most so long: then their group is aborted with this reason.
+  void finish_within(Milliseconds limit, const std::string& why);
   void abort(const std::string& why) noexcept {
+    call_abort_hooks();
     aborted_ = true;
     const std::string reason = "rank " + std::to_string(comm_.rank()) + " " + why;
     comm_.abort(reason);
@@ -222,7 +251,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<intrusive_ptr<PeerWork>> wanted_;  ///< peer_waiter_ waits for these
 
   Communicator comm_;
-  const std::shared_ptr<TorchStore> store_;
+  const std::shared_ptr<Store> store_;
   const std::string group_;
   const size_t trace_size_;
   const DeviceOptions device_options_;
@@ -247,6 +276,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<bool> timed_{false};
   Hook hook_;
   std::atomic<bool> hook_failed_{false};
+#if PYCOMM_TORCH(2, 14)
+  Hooks<c10d::AbortHook> abort_hooks_;
+#endif
+#if PYCOMM_TORCH(2, 15)
+  static c10d::CompletionHookArgs completion(const Work& work) {
+    c10d::CompletionHookArgs args;
+    args.completionKey = work.getCompletionKey();
+    if (work.is_timed()) args.duration_ms = work.getDuration();
+    return args;
+  }
+  Hooks<c10d::CompletionHook> completion_hooks_;
+#endif
 
   Queue leaving_;      ///< posts sends when they have left their device
   Queue peer_waiter_;  ///< waits for posted requests whose futures are wanted

@@ -12,30 +12,50 @@ Backend::Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
       store_(store->torch_store()),
       group_(group),
       options_(std::move(options)) {
-  CommunicatorOptions communicator = options_->communicator;
+  if (options_->enable_reconfigure) {
+    open_ = std::make_shared<OpenGroup>(nullptr, nullptr);
+    open_endpoint();
+    return;
+  }
+  CommunicatorOptions communicator = communicator_options();
   communicator.group = group;
-  communicator.timeout = unwrapped(options_->timeout);
-  communicator.description = options_->group_desc;
   for (const uint64_t r : options_->global_ranks_in_group) {
     communicator.global_ranks.push_back(static_cast<int>(r));
   }
-  communicator.interrupt = &check_signals;
   if (parent.engine) {
     communicator.parent = &parent.engine->comm();
     communicator.parent_ranks = parent.ranks;
   }
   open_ = std::make_shared<OpenGroup>(
-      std::make_shared<Engine>(store, rank, size, communicator, options_->device), store_);
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device), store);
 }
 
-namespace {
+CommunicatorOptions Backend::communicator_options() const {
+  CommunicatorOptions communicator = options_->communicator;
+  communicator.timeout = unwrapped(options_->timeout);
+  communicator.description = options_->group_desc;
+  communicator.interrupt = &check_signals;
+  return communicator;
+}
 
-/// Joins the straggler monitor, in which ranks compare their figures through the group's store.
-/// They do not keep the store alive: when its groups are gone, the port of its server must be free.
+void Backend::raise_not_open() const {
+  if (endpoint_ && !open_->ended())
+    raise(arguments_.here() +
+          "the process group has no members yet: it was made with enable_reconfigure; call "
+          "reconfigure() with the handles of all ranks first");
+  raise(arguments_.here() + "the process group is shut down");
+}
+
+/// The ranks do not keep the store alive: when its groups are gone, the port of its server must be
+/// free.
 void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& group) {
-  const auto locked = [weak = std::weak_ptr<OpenGroup>(group)] {
+  const auto locked = [weak = std::weak_ptr<OpenGroup>(group),
+                       first = std::weak_ptr<Engine>(group->engine())] {
     const auto open = weak.lock();
-    if (auto store = open ? open->store() : nullptr) return store;
+    const auto engine = first.lock();
+    // After reconfigure() there is another monitor for the new members.
+    auto store = engine && open && open->engine() == engine ? open->store() : nullptr;
+    if (store) return store;
     throw std::runtime_error("the store is gone");
   };
   const auto put = [locked](const std::string& key, const std::string& value) {
@@ -46,13 +66,13 @@ void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& 
   const auto look = [locked](const std::string& key) -> std::optional<std::string> {
     const auto store = locked();
     const GilReleased release;
-    if (!store->check({key})) return std::nullopt;
-    const std::vector<uint8_t> value = store->get(key);
-    return std::string(value.begin(), value.end());
+    return store->find(key);
   };
   py::module_::import("pycomm.straggler.monitor")
       .attr("join")(backend.trace(), py::cpp_function(put), py::cpp_function(look));
 }
+
+namespace {
 
 // A store outlives its groups, and values that an older group of this name left there must not be
 // read by this one. So each rank counts its groups there. A group whose ranks are in another one
@@ -77,10 +97,12 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
   const auto known =
       parent.engine ? parent.engine->store().round_trip() : std::chrono::microseconds(0);
   const auto requests = std::make_shared<TorchStore>(store, known);
-  const std::string unique = unique_name(*requests, name, rank, parent);
+  const bool later = options->enable_reconfigure;  // the store may not be that of all its members
+  const std::string unique = later ? name : unique_name(*requests, name, rank, parent);
   auto backend =
       c10::make_intrusive<Backend>(requests, rank, size, std::move(options), unique, parent);
   OpenGroups::all().add(backend->open_);
+  if (later) return backend;
   const GilAcquired gil;
   join_straggler_monitor(*backend, backend->open_);
   return backend;
@@ -107,6 +129,7 @@ intrusive_ptr<Backend> Backend::made_from_this(const intrusive_ptr<c10d::Store>&
                                                int size, const intrusive_ptr<Options>& given,
                                                const Parent& parent) {
   const auto options = options_for(given);
+  options->enable_reconfigure = false;  // its members are those of now
   const auto fresh = c10::static_intrusive_pointer_cast<Backend>(fresh_.lock());
   fresh_.reset();
   if (fresh && fresh->open_->engine() && fresh->options_->group_name == options->group_name) {
@@ -137,6 +160,10 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_t
                                              int shrink_flags, const intrusive_ptr<Options>& opts) {
   constexpr int kAbort = 1;  // dist.SHRINK_ABORT
   if (shrink_flags & kAbort) abort();
+  if (endpoint_)
+    raise(arguments_.here() +
+          "shrink: this group was made with enable_reconfigure; call reconfigure() with the "
+          "handles of the ranks that stay");
   const auto options = options_for(opts);
   const auto old_ranks = options_->global_ranks_in_group;
   options->global_ranks_in_group.clear();
@@ -173,12 +200,16 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   // The barrier uses the store, not our own channels: it is for finding out why a group is stuck.
   const auto limit = unwrapped(opts.timeout < Milliseconds(0) ? options_->timeout : opts.timeout);
   const std::string in_time = " in " + std::to_string(limit.count()) + " ms";
-  const std::string key = group_ + "/monitored barrier " + std::to_string(++monitored_barriers_);
+  const auto engine = this->engine();
+  const std::string key =
+      engine->group() + "/monitored barrier " + std::to_string(++monitored_barriers_);
   const auto arrival_key = [&](int rank) { return key + "/" + std::to_string(rank); };
   const auto verdict = key + "/verdict";
   const std::string good = "all ranks arrived";
   const WithoutGil without_gil;
-  TorchStore store(store_);
+  const std::shared_ptr<Store> shared = open_->store();
+  if (!shared) raise_not_open();
+  Store& store = *shared;
 
   if (rank_ > 0) {
     store.set(arrival_key(rank_), "here");
@@ -222,6 +253,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
 
 void Backend::setTimeout(Milliseconds timeout) {
   options_->timeout = timeout;
+  if (endpoint_ && !open_->engine()) return;  // it counts from the first reconfigure() on
   engine()->set_timeout(unwrapped(timeout));
 }
 
@@ -231,6 +263,7 @@ void Backend::registerOnCompletionHook(Engine::Hook&& hook) {
   if (onCompletionHook_)
     raise(arguments_.here() + "the process group has a completion hook already");
   onCompletionHook_ = std::move(hook);
+  if (endpoint_ && !open_->engine()) return;
   engine()->set_hook(onCompletionHook_);
 }
 
@@ -256,16 +289,6 @@ void Work::run_what_is_queued(Milliseconds timeout) {
   if (engine->run_until(done, timeout) || timeout.count() > 0) return;
   raise(describe() +
         " cannot be waited for here: this is a callback on the thread that would complete it");
-}
-
-void Engine::wait_from_another(const std::function<bool()>& done, Milliseconds timeout) {
-  const Deadline deadline = deadline_of(timeout);
-  const Queue::Waiting waiting(queue_);
-  for (auto pause = std::chrono::microseconds(20); !done() && !deadline.expired();
-       pause = std::min<std::chrono::microseconds>(2 * pause, Milliseconds(5))) {
-    if (waiting.in_a_circle()) waiting.run_until(done, deadline);
-    std::this_thread::sleep_for(pause);
-  }
 }
 
 void Engine::warn_of_hook(const std::string& what) noexcept {

@@ -2,7 +2,10 @@
 // _c10d.
 #pragma once
 #include <algorithm>
+#include <atomic>
+#include <list>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "binding/torch/engine.h"
@@ -15,18 +18,51 @@ namespace pycomm::torch_binding {
 /// torch would keep that from being destroyed.
 class OpenGroup {
  public:
-  OpenGroup(std::shared_ptr<Engine> engine, intrusive_ptr<c10d::Store> store)
+  /// A group that is still to be formed has neither.
+  OpenGroup(std::shared_ptr<Engine> engine, std::shared_ptr<Store> store)
       : engine_(std::move(engine)), store_(std::move(store)) {}
+  ~OpenGroup() { join(); }
 
-  /// Null after shutdown.
+  /// Null after shutdown, and before the group is formed.
   std::shared_ptr<Engine> engine() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return engine_;
   }
-  /// Null after shutdown.
-  intrusive_ptr<c10d::Store> store() const {
+  /// Null after shutdown, and before the group is formed.
+  std::shared_ptr<Store> store() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return store_;
+  }
+  /// Puts another engine in the place of this one, which is closed by a thread of its own: a close
+  /// waits for peers that may be dead. Returns false if the group has been shut down meanwhile.
+  bool replace(std::shared_ptr<Engine> engine, std::shared_ptr<Store> store) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (ended_) return false;
+    engine_.swap(engine);
+    store_.swap(store);
+    last_error_ = c10d::ErrorType::SUCCESS;
+    closing_.remove_if([](Closing& closing) {
+      if (!closing.done) return false;
+      closing.thread.join();
+      return true;
+    });
+    if (!engine) return true;
+    closing_.emplace_back();
+    Closing& closing = closing_.back();
+    closing.thread = std::thread([old = std::move(engine), &done = closing.done]() mutable {
+      try {
+        old->finish();
+        old.reset();
+      } catch (const std::exception&) {  // nobody uses this group any more
+      }
+      done = true;
+    });
+    return true;
+  }
+  /// True once it was shut down.
+  bool ended() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return ended_;
   }
   /// Returns the kind of its last error; after shutdown the one that it had then.
   c10d::ErrorType error() const {
@@ -40,19 +76,45 @@ class OpenGroup {
     if (fork_.in_child()) return;
     const WithoutGil without_gil;  // callbacks may need it
     const auto engine = this->engine();
-    if (!engine) return;
-    engine->finish();  // callbacks may still issue operations
-    last_error_ = engine->error();
-    const std::lock_guard<std::mutex> lock(mutex_);
-    engine_.reset();
-    store_.reset();
+    if (engine) {
+      engine->finish();  // callbacks may still issue operations
+      last_error_ = engine->error();
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ended_ = true;
+      engine_.reset();
+      store_.reset();
+    }
+    join();
   }
 
  private:
+  struct Closing {
+    std::thread thread;
+    std::atomic<bool> done{false};
+  };
+  void join() {
+    std::list<Closing> closing;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      closing.swap(closing_);
+    }
+    for (Closing& one : closing) {
+      if (fork_.in_child()) {  // the thread is the parent's
+        static_cast<void>(new std::thread(std::move(one.thread)));
+      } else {
+        one.thread.join();
+      }
+    }
+  }
+
   mutable std::mutex mutex_;
   const ForkGuard fork_{};
   std::shared_ptr<Engine> engine_;
-  intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<Store> store_;
+  bool ended_ = false;
+  std::list<Closing> closing_;  ///< former engines
   std::atomic<c10d::ErrorType> last_error_{c10d::ErrorType::SUCCESS};
 };
 

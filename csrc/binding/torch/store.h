@@ -92,7 +92,7 @@ class TorchStore final : public Store {
   static std::vector<uint8_t> as_bytes(const std::string& text) {
     return std::vector<uint8_t>(text.begin(), text.end());
   }
-  /// What torch throws itself has its stack in its text.
+  /// Errors that torch throws have its stack in their text.
   [[noreturn]] static void throw_failed(const std::string& key, const std::exception& error) {
     const auto* torchs = dynamic_cast<const c10::Error*>(&error);
     throw Error("the store failed at the key " + key + ": " +

@@ -9,7 +9,7 @@
 
 namespace pycomm {
 
-/// How the payloads of a codec are combined across ranks.
+/// The way in which the payloads of a codec are combined across ranks.
 enum class Combine : uint8_t {
   /// Contributions of one step add up to something that the codec encodes without loss: the owner
   /// encodes the sum of the decoded values with the same key, and every rank that decodes it

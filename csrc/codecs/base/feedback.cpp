@@ -80,6 +80,10 @@ PYCOMM_SIMD void mask(const float* x, const float* v, const float* new_residual,
   for (size_t i = 0; i < n; i++) u[i] = new_residual[i] == x[i] + v[i] ? u[i] : 0.0f;
 }
 
+PYCOMM_SIMD void shrink(float decay, size_t n, float* x) {
+  for (size_t i = 0; i < n; i++) x[i] = decay * x[i];
+}
+
 PYCOMM_SIMD void negate(size_t n, float* x) {
   for (size_t i = 0; i < n; i++) x[i] = -x[i];
 }
@@ -105,6 +109,7 @@ struct Past {
     if (feedback.error) {
       residual = loaded(feedback, feedback.error, n, scratch.get(kResidual, n));
       if (feedback.kind == Kind::ef21) negate(n, residual);
+      if (feedback.kind == Kind::decay) shrink(feedback.decay, n, residual);
     }
     if (feedback.kind != Kind::momentum) return;
     u = loaded(feedback, feedback.momentum, n, scratch.get(kMomentum, n));
@@ -204,6 +209,7 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scrat
 
   switch (feedback.kind) {
     case Kind::residual:
+    case Kind::decay:
       break;
     case Kind::ema:
       blend(past.residual, new_residual, feedback.decay, n, new_residual);

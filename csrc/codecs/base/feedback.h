@@ -12,6 +12,7 @@ namespace pycomm::feedback {
 enum class Kind : uint8_t {
   residual,  ///< p = x + e; e <- p - decode
   ema,       ///< p = x + e; e <- decay * e + (1 - decay) * (p - decode)
+  decay,     ///< p = x + decay * e; e <- p - decode
   momentum,  ///< u <- decay * u + x; p = v + u; v <- p - decode; u <- 0 where values were sent
   ef21,      ///< p = x - g; g <- g + decode
 };

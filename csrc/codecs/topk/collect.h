@@ -157,7 +157,7 @@ inline Cut find_cut(const Source& from, size_t k, uint32_t limit, float* new_res
   return Finder(from.n, limit).find(from, k);
 }
 
-/// How many values may travel with a sampled threshold, and how many do where it is wrong.
+/// The number of values that may travel with a sampled threshold, and that do if it is wrong.
 struct Asked {
   size_t least;
   size_t exactly;

@@ -71,6 +71,45 @@ __device__ __forceinline__ void store_pairs(uint8_t* section, size_t first, size
   }
 }
 
+/// Writes the codes and the levels of bins2; see write_values().
+__device__ __forceinline__ void write_bins(uint8_t* section, float* levels, size_t first, size_t k,
+                                           const float (&p)[kLaneValues], int size, float amax,
+                                           float (&value)[kLaneValues]) {
+  const bool is_void = float_bits(amax) > kInfBits;
+  const HalfScale s = half_scale(amax);
+  uint32_t code[kLaneValues];
+  Bins bins;
+#pragma unroll
+  for (int j = 0; j < kLaneValues; j++) {
+    code[j] = j < size && !is_void ? bin_code(p[j], s.inv) : 0;
+    bins.sum += code[j];
+    bins.count += j < size;
+  }
+  bins.sum = sum_of_warp(bins.sum);
+  bins.count = sum_of_warp(bins.count);
+#pragma unroll
+  for (int j = 0; j < kLaneValues; j++) {
+    const bool upper = j < size && bins.upper(code[j]);
+    bins.upper_sum += upper ? code[j] : 0;
+    bins.upper_count += upper;
+  }
+  bins.upper_sum = sum_of_warp(bins.upper_sum);
+  bins.upper_count = sum_of_warp(bins.upper_count);
+  const float low = is_void ? bits_float(kNanBits) : bins.low(s.scale);
+  const float high = is_void ? bits_float(kNanBits) : bins.high(s.scale);
+  if (threadIdx.x % cuda::kLanes == 0) {
+    levels[0] = low;
+    levels[1] = high;
+  }
+#pragma unroll
+  for (int j = 0; j < kLaneValues; j++) {
+    const bool there = j < size && !is_void;
+    code[j] = there ? (bins.upper(code[j]) ? 1u : 0u) | float_bits(p[j]) >> 31 << 1 : 0;
+    value[j] = dequantize2(code[j], low, high);
+  }
+  store_pairs(section, first, k, code);
+}
+
 /// Writes the codes of p, of which the first `size` exist, and the values that they decode to.
 /// Called by all lanes of the warp; a void record has NaN for p.
 __device__ __forceinline__ void write_values(const Record& record, uint8_t* to, size_t group,
@@ -128,6 +167,10 @@ __device__ __forceinline__ void write_values(const Record& record, uint8_t* to, 
     }
     store_fields<8>(section, first, record.k, code);
     return;
+  }
+  if (record.values == Values::bins2) {
+    return write_bins(section, scales + 2 * group, first, record.k, p, size, bits_float(high),
+                      value);
   }
   if (leads) {
     scales[2 * group] = bits_float(is_void ? kNanBits : low);
@@ -190,7 +233,7 @@ __device__ __forceinline__ float read_value(const Record& record, const uint8_t*
   const uint8_t* codes = from + record.values_at;
   if (record.values == Values::float32) return reinterpret_cast<const float*>(codes)[j];
   const auto* scales = reinterpret_cast<const float*>(from);
-  if (record.values == Values::int2) {
+  if (has_levels(record.values)) {
     const float* levels = scales + j / kGroup * 2;
     return dequantize2(codes[j / 4] >> j % 4 * 2 & 3, levels[0], levels[1]);
   }

@@ -78,6 +78,29 @@ inline void write_values(const Record& record, uint8_t* to, size_t first, const 
         codes[(first + j) / 4] |= static_cast<uint8_t>(code << 2 * (j % 4));
         value[j] = dequantize2(code, low, high);
       }
+      break;
+    }
+    case Values::bins2: {
+      const HalfScale s = half_scale(max_magnitude(p, n));
+      uint32_t magnitude[kGroup];
+      Bins bins;
+      bins.count = static_cast<uint32_t>(n);
+      for (size_t j = 0; j < n; j++) bins.sum += magnitude[j] = bin_code(p[j], s.inv);
+      for (size_t j = 0; j < n; j++) {
+        if (!bins.upper(magnitude[j])) continue;
+        bins.upper_sum += magnitude[j];
+        bins.upper_count++;
+      }
+      const float low = bins.low(s.scale);
+      const float high = bins.high(s.scale);
+      scales[first / kGroup * 2] = low;
+      scales[first / kGroup * 2 + 1] = high;
+      std::memset(codes + first / 4, 0, (n + 3) / 4);
+      for (size_t j = 0; j < n; j++) {
+        const uint32_t code = (bins.upper(magnitude[j]) ? 1u : 0u) | float_bits(p[j]) >> 31 << 1;
+        codes[(first + j) / 4] |= static_cast<uint8_t>(code << 2 * (j % 4));
+        value[j] = dequantize2(code, low, high);
+      }
     }
   }
 }
@@ -222,7 +245,8 @@ inline void read_values(const Record& record, const uint8_t* from, size_t first,
       }
       break;
     }
-    case Values::int2: {
+    case Values::int2:
+    case Values::bins2: {
       const float* levels = scales + first / kGroup * 2;
       for (size_t j = 0; j < n; j++) {
         const uint32_t code = codes[(first + j) / 4] >> 2 * (j % 4) & 3;

@@ -14,7 +14,7 @@
 namespace pycomm::codecs::topk {
 namespace {
 
-constexpr std::string_view kValues[] = {"float32", "float16", "int8", "int2"};
+constexpr std::string_view kValues[] = {"float32", "float16", "int8", "int2", "bins2"};
 constexpr std::string_view kIndices[] = {"int32", "int16", "int12", "bitmap"};
 constexpr uint32_t kChunk12 = 4096;
 constexpr uint32_t kChunk16 = 65536;
@@ -278,7 +278,7 @@ std::unique_ptr<Codec> make(Options& options) {
   }
   set_decimal(format);
   format.values = static_cast<Values>(
-      options.choice("values", {kValues[0], kValues[1], kValues[2], kValues[3]}, 0));
+      options.choice("values", {kValues[0], kValues[1], kValues[2], kValues[3], kValues[4]}, 0));
   // 0 is auto, the others are one more than their number.
   const int form =
       options.choice("indices", {"auto", kIndices[0], kIndices[1], kIndices[2], kIndices[3]}, 0);

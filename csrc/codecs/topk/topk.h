@@ -7,7 +7,7 @@
 namespace pycomm::codecs::topk {
 
 constexpr int kWireVersion = 2;
-/// Chosen values that share a scale (float16, int8) or a pair of levels (int2).
+/// Chosen values that share a scale (float16, int8) or a pair of levels (int2, bins2).
 constexpr uint32_t kGroup = 256;
 constexpr float kTop8 = 127.0f;
 /// Adding then subtracting 1.5 * 2^23 rounds to nearest, ties to even, with plain float adds.
@@ -16,7 +16,13 @@ constexpr float kRound = 12582912.0f;
 /// Header of a payload of variable size: bytes used, values that travel.
 constexpr size_t kHeader = 8;
 
-enum class Values : uint8_t { float32, float16, int8, int2 };
+enum class Values : uint8_t { float32, float16, int8, int2, bins2 };
+
+/// True if a group has two levels, and its codes two bits: they are decoded alike.
+PYCOMM_HD bool has_levels(Values values) {
+  return values == Values::int2 || values == Values::bins2;
+}
+
 enum class Indices : uint8_t { int32, int16, int12, bitmap };
 
 struct Format {
@@ -55,7 +61,7 @@ struct Record {
   PYCOMM_HD Record(Values values, Indices indices, size_t n, size_t k)
       : values(values), indices(indices), n(n), k(k) {
     const size_t groups = (k + kGroup - 1) / kGroup;
-    values_at = groups * (values == Values::float32 ? 0 : values == Values::int2 ? 8 : 4);
+    values_at = groups * (values == Values::float32 ? 0 : has_levels(values) ? 8 : 4);
     const size_t value_bits = values == Values::float32   ? 32
                               : values == Values::float16 ? 16
                               : values == Values::int8    ? 8
@@ -68,7 +74,7 @@ struct Record {
 
 /// Magnitude from which a value makes its record void: the record travels as NaN.
 PYCOMM_HD uint32_t void_bits(Values values) {
-  return values == Values::int8 || values == Values::float16 ? float_bits(kHuge) : kInfBits;
+  return values == Values::float32 || values == Values::int2 ? kInfBits : float_bits(kHuge);
 }
 
 /// True if the record begins with a NaN: a scale, a level or a value, always a float32.
@@ -106,6 +112,29 @@ PYCOMM_HD uint32_t quantize2(float p, float low, float high) {
 }
 PYCOMM_HD float dequantize2(uint32_t code, float low, float high) {
   return bits_float(float_bits(code & 1 ? high : low) ^ (code & 2) << 30);
+}
+
+/// bins2: a group's values are cut at the mean of their magnitudes, and a bin is decoded by the
+/// mean of what fell into it. Magnitudes are added up as integers, so their order does not matter:
+/// `inv` of half_scale() takes them below 2^15, and 256 of them below 2^23.
+struct Bins {
+  uint32_t sum = 0;    ///< of all codes of the group
+  uint32_t count = 0;  ///< values of the group, above 0
+  uint32_t upper_sum = 0;
+  uint32_t upper_count = 0;
+
+  PYCOMM_HD bool upper(uint32_t code) const { return code * count > sum; }
+  PYCOMM_HD float low(float scale) const {
+    return static_cast<float>(sum - upper_sum) / static_cast<float>(count - upper_count) * scale;
+  }
+  /// That of the lower bin, if the upper one is empty.
+  PYCOMM_HD float high(float scale) const {
+    if (upper_count == 0) return low(scale);
+    return static_cast<float>(upper_sum) / static_cast<float>(upper_count) * scale;
+  }
+};
+PYCOMM_HD uint32_t bin_code(float p, float inv) {
+  return static_cast<uint32_t>((bits_float(magnitude_bits(p)) * inv + kRound) - kRound);
 }
 
 }  // namespace pycomm::codecs::topk

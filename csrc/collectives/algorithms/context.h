@@ -42,12 +42,13 @@ class CollectiveContext {
   CollectiveContext(ChannelMesh& mesh, Scratch& scratch, const OpTag& tag, Deadline deadline,
                     size_t segment_bytes, Recording recording)
       : mesh_(mesh),
-        scratch_(scratch),
+        scratch_(&scratch),
         tag_(tag),
         deadline_(deadline),
         segment_bytes_(segment_bytes),
         rank_(mesh.rank()),
         size_(mesh.size()),
+        shares_(mesh.links().shares()),
         recording_(recording) {
     mesh.begin(tag);
   }
@@ -58,6 +59,7 @@ class CollectiveContext {
     result.size_ = static_cast<int>(members.size());
     const auto ours = std::find(members.begin(), members.end(), mesh_.rank());
     result.rank_ = static_cast<int>(ours - members.begin());
+    result.shares_ = mesh_.links().shares(members);
     return result;
   }
 
@@ -68,8 +70,12 @@ class CollectiveContext {
   /// Number in the group of a rank of this context.
   int member(int rank) const { return members_ ? (*members_)[rank] : rank; }
   const Topology& topology() const { return mesh_.topology(); }
+  bool has_sites() const { return mesh_.has_sites(); }
   Window* node_window() const { return mesh_.node_window(); }
   Medium medium() const { return mesh_.slowest(); }
+  /// Shares of the ranks in what they reduce for all.
+  const Shares& shares() const { return shares_; }
+  const Speed& speed() const { return mesh_.links().speed(); }
   const Deadline& deadline() const { return deadline_; }
   const OpTag& tag() const { return tag_; }
   /// Bytes per segment that a test asked for, or 0.
@@ -88,8 +94,10 @@ class CollectiveContext {
   void set_source(int rank) { source_ = member(rank); }
 
   /// Memory that is valid until the end of the collective; one call only.
-  uint8_t* scratch(size_t bytes) { return scratch_.get(bytes); }
-  feedback::Scratch& feedback_scratch() { return scratch_.feedback(); }
+  uint8_t* scratch(size_t bytes) { return scratch_->get(bytes); }
+  feedback::Scratch& feedback_scratch() { return scratch_->feedback(); }
+  /// Gives this view other memory than that of the context from which it was made.
+  void use(Scratch& scratch) { scratch_ = &scratch; }
 
   uint64_t send(int peer, const void* data, size_t bytes) {
     return mesh_.send(Lane::collective, member(peer), tag_,
@@ -137,12 +145,13 @@ class CollectiveContext {
   void pause(int quiet);
 
   ChannelMesh& mesh_;
-  Scratch& scratch_;
+  Scratch* scratch_;
   const OpTag& tag_;
   Deadline deadline_;
   size_t segment_bytes_;
   int rank_;
   int size_;
+  Shares shares_;
   const std::vector<int>* members_ = nullptr;  ///< null: all
   Recording recording_;
   int source_ = -1;

@@ -10,13 +10,15 @@ namespace {
 
 using schedule::Range;
 
-/// A buffer cut into one chunk per rank, of about the same size.
+/// A buffer cut into one chunk per rank, by the ranks' shares.
 template <typename T>
-std::vector<BasicPart<T>> even_chunks(T* data, size_t numel, int ranks, size_t element) {
+std::vector<BasicPart<T>> chunks_of(const CollectiveContext& context, T* data, size_t numel,
+                                    size_t element) {
   using Byte = typename BasicParts<T>::Byte;
+  const int ranks = context.size();
   std::vector<BasicPart<T>> chunks(ranks);
   for (int r = 0; r < ranks; r++) {
-    const Range range = schedule::chunk(numel, ranks, r, schedule::line(element));
+    const Range range = schedule::chunk(numel, ranks, r, schedule::line(element), context.shares());
     chunks[r] = {static_cast<Byte*>(data) + range.begin * element, range.size()};
   }
   return chunks;
@@ -103,9 +105,9 @@ void one_shot_all_reduce(CollectiveContext& context, void* data, size_t numel, c
 // contribution lay, which their owner must have had before it could send the result.
 void two_shot_all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold) {
   const size_t element = size_of(fold.dtype), segment = stream::segment_numel(context, element);
-  const auto list = even_chunks(static_cast<const void*>(data), numel, context.size(), element);
+  const auto list = chunks_of(context, static_cast<const void*>(data), numel, element);
   const ConstParts chunks = ConstParts(list).of(element);
-  const auto writable = even_chunks(data, numel, context.size(), element);
+  const auto writable = chunks_of(context, data, numel, element);
   const Parts results = Parts(writable).of(element);
   scatter_reduce(context, chunks, results[context.rank()].data, fold, [&](const Span<uint8_t>& s) {
     for (int i = 1; i < context.size(); i++) context.send(context.after(i), s.data, s.size);
@@ -131,10 +133,10 @@ void one_shot_reduce(CollectiveContext& context, const void* in, void* out, size
 void two_shot_reduce(CollectiveContext& context, const void* in, void* out, size_t numel,
                      const Fold& fold, int root) {
   const size_t element = size_of(fold.dtype), segment = stream::segment_numel(context, element);
-  const auto list = even_chunks(in, numel, context.size(), element);
+  const auto list = chunks_of(context, in, numel, element);
   const ConstParts chunks = ConstParts(list).of(element);
   const bool here = root == context.rank();
-  const auto writable = even_chunks(out, here ? numel : 0, context.size(), element);
+  const auto writable = chunks_of(context, out, here ? numel : 0, element);
   const Parts results = Parts(writable).of(element);
   std::unique_ptr<uint8_t[]> temporary(here ? nullptr : new uint8_t[chunks.bytes(context.rank())]);
   uint8_t* result = here ? results[root].data : temporary.get();

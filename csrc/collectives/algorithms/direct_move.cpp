@@ -57,8 +57,10 @@ void one_shot_broadcast(CollectiveContext& context, void* data, size_t bytes, in
 // The root's own chunk goes to all ranks.
 void two_shot_broadcast(CollectiveContext& context, void* data, size_t bytes, int root) {
   const int n = context.size();
-  const size_t segment = plain_segment(context.segment_bytes());
-  const auto chunk = [&](int rank) { return schedule::chunk(bytes, n, rank, schedule::line(1)); };
+  const size_t segment = plain_segment(context.segment_bytes(), context.speed());
+  const auto chunk = [&](int rank) {
+    return schedule::chunk(bytes, n, rank, schedule::line(1), context.shares());
+  };
   const auto send = [&](int peer, const Range& s) {
     context.send(peer, at(data, s.begin), s.size());
   };

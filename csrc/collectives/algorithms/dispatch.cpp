@@ -13,7 +13,8 @@ namespace {
 
 Algo choose(CollectiveContext& context, Algo wanted, Op op, size_t bytes, bool order_free = false) {
   if (context.size() == 1) return Algo::one_shot;
-  const Algo algo = select({op, context.size(), bytes, order_free, context.medium()}, wanted);
+  const Algo algo =
+      select({op, context.size(), bytes, order_free, context.medium(), context.speed()}, wanted);
   if (context.is_group()) context.note_algo(kAlgoNames[static_cast<size_t>(algo)]);
   return algo;
 }

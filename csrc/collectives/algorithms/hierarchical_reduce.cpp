@@ -35,9 +35,10 @@ class AllReduce {
                           : std::vector<int>{context.rank()}),
         rail_(context.among(members_)),
         tickets_(kSlots, std::vector<uint64_t>(members_.size())) {
-    // No later stage is larger than the first, no chunk larger than the first of its shard.
+    // No later stage is larger than the first; in one of another size our chunk may be a line
+    // longer than in the first.
     shard_bytes_ = shard(0).size() * element_;
-    chunk_bytes_ = chunk(0, 0).size() * element_;
+    chunk_bytes_ = (chunk(0, rail_.rank()).size() + schedule::line(element_)) * element_;
     slots_ = context.scratch(kSlots * slot_bytes());
   }
 
@@ -61,7 +62,8 @@ class AllReduce {
   }
   Range chunk(size_t t, int k) const {
     const Range all = shard(t);
-    const Range part = schedule::chunk(all.size(), rail_.size(), k, schedule::line(element_));
+    const Range part =
+        schedule::chunk(all.size(), rail_.size(), k, schedule::line(element_), rail_.shares());
     return {all.begin + part.begin, all.begin + part.end};
   }
   uint8_t* at(size_t i) const { return data_ + i * element_; }
@@ -126,6 +128,26 @@ class AllReduce {
   size_t shard_bytes_ = 0, chunk_bytes_ = 0;
   uint8_t* slots_ = nullptr;
 };
+
+// Ranks of a site exchange over channels, which a stage at a time would wait for, and its link to
+// the others is the slow one: so the buffer goes as a whole, and two shots between the sites
+// overlap.
+void all_reduce_by_sites(CollectiveContext& context, Node& node, void* data, size_t numel,
+                         const Fold& fold) {
+  const size_t element = size_of(fold.dtype);
+  const int shards = context.topology().narrowest();
+  const auto parts = shards_of(data, {0, numel}, shards, node.size(), element);
+  const auto inputs =
+      shards_of(static_cast<const void*>(data), {0, numel}, shards, node.size(), element);
+  const Part own = parts[static_cast<size_t>(node.place())];
+  node.reduce_scatter(ConstParts(inputs).of(element), own.data, fold.between());
+  if (node.place() < shards) {
+    const std::vector<int> members = rail(context.topology(), node.place());
+    CollectiveContext between = context.among(members);
+    dispatch::all_reduce(between, Algo::automatic, own.data, own.numel, fold.last(context.size()));
+  }
+  node.all_gather(own.data, Parts(parts).of(element));
+}
 
 // Every part is summed in every node by one rank, which sends the sum to the part's rank. Parts of
 // one node are dealt out to the ranks of another by their places, in as many hands as needed.
@@ -259,8 +281,13 @@ class ReduceScatter {
 
 void all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold) {
   const size_t bytes = numel * size_of(fold.dtype);
-  if (!in_one_message(context, bytes)) return AllReduce(context, data, numel, fold).run();
+  const bool small = in_one_message(context, bytes);
+  if (!small && !context.has_sites()) return AllReduce(context, data, numel, fold).run();
   Node node(context);
+  if (!small) {
+    all_reduce_by_sites(context, node, data, numel, fold);
+    return node.end();
+  }
   node.all_reduce(data, numel, fold.between());
   if (node.place() == 0) {
     const std::vector<int> first = rail(context.topology(), 0);

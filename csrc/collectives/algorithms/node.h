@@ -1,6 +1,9 @@
-// Node: the ranks that share memory with this one, and one collective's steps among them. Ranks are
-// numbered by their place in the node. A rank that is alone on its node only copies.
+// Node: the ranks that share memory with this one, or those of its site, and one collective's steps
+// among them. Ranks are numbered by their place in the node. A rank that is alone on its node only
+// copies.
 #pragma once
+#include <optional>
+
 #include "collectives/algorithms/context.h"
 #include "collectives/common/fold.h"
 #include "collectives/common/parts.h"
@@ -29,7 +32,9 @@ class Node {
   /// Tag of a step: the op, as a call would name it.
   static OpTag step(size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum);
 
-  Window* window_;
+  Window* window_;                           ///< null: the ranks do not all share memory
+  Scratch scratch_;                          ///< of the steps over channels
+  std::optional<CollectiveContext> site_{};  ///< the ranks of a site of several hosts
   Deadline deadline_;
   int place_;
   int size_;

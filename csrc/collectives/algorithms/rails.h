@@ -9,6 +9,10 @@ namespace pycomm::hierarchical {
 /// Bytes of a stage: what goes through shared memory at once while the stage before is in transit
 /// between the nodes.
 constexpr size_t kStageBytes = size_t{1} << 20;
+/// Between far nodes a stage is what a link carries in so many ways to the farthest rank, since the
+/// one before it waits for an answer meanwhile.
+constexpr double kStageWays = 8;
+constexpr size_t kMostStageBytes = size_t{64} << 20;
 /// Up to this size there is one message per pair of nodes, sent by the first rank of each.
 constexpr size_t kOneMessageBytes = size_t{32} << 10;
 
@@ -17,7 +21,12 @@ inline bool in_one_message(const CollectiveContext& context, size_t bytes) {
 }
 
 inline size_t stage_numel(const CollectiveContext& context, size_t element) {
-  const size_t bytes = context.segment_bytes() ? 4 * context.segment_bytes() : kStageBytes;
+  size_t bytes = context.segment_bytes() ? 4 * context.segment_bytes() : kStageBytes;
+  const Speed& speed = context.speed();
+  if (context.segment_bytes() == 0 && speed.way > 0) {
+    const auto in_transit = static_cast<size_t>(kStageWays * speed.way / speed.byte);
+    bytes = std::clamp(in_transit, kStageBytes, kMostStageBytes);
+  }
   return std::max<size_t>(1, bytes / element);
 }
 

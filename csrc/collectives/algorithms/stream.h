@@ -9,7 +9,7 @@ namespace pycomm::stream {
 
 /// Returns the elements of a segment.
 inline size_t segment_numel(const CollectiveContext& context, size_t element) {
-  return std::max<size_t>(1, plain_segment(context.segment_bytes()) / element);
+  return std::max<size_t>(1, plain_segment(context.segment_bytes(), context.speed()) / element);
 }
 
 /// Posts all segments of `range` of `data`.

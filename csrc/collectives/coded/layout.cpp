@@ -23,8 +23,8 @@ class Cuts {
       numel_ += run.numel;
     }
   }
-  schedule::Range chunk(int owners, int index) const {
-    return schedule::chunk(parts(), numel_, owners, index);
+  schedule::Range chunk(int owners, int index, const Shares& shares = {}) const {
+    return schedule::chunk(parts(), numel_, owners, index, shares);
   }
   std::vector<schedule::Range> segments(const schedule::Range& chunk, size_t numel) const {
     return schedule::segments(parts(), chunk, numel);
@@ -70,11 +70,12 @@ size_t numel_of(const std::vector<PieceRun>& values) {
 }
 
 BucketLayout::BucketLayout(Span<const Piece> pieces, const std::vector<PieceRun>& values,
-                           int owners, size_t segment_numel) {
+                           int owners, size_t segment_numel, const Shares& shares) {
   const Cuts cuts(pieces, values);
   for (int owner = 0; owner < owners; owner++) {
     first_.push_back(segments_.size());
-    for (const schedule::Range& range : cuts.segments(cuts.chunk(owners, owner), segment_numel)) {
+    const schedule::Range chunk = cuts.chunk(owners, owner, shares);
+    for (const schedule::Range& range : cuts.segments(chunk, segment_numel)) {
       const std::vector<PieceRun> runs = cuts.runs(range);
       Segment segment{runs_.size(), runs_.size() + runs.size(), bytes_, 0, false};
       for (const PieceRun& run : runs) {

@@ -2,6 +2,7 @@
 // segment. It is equal on all ranks.
 #pragma once
 #include "collectives/common/options.h"
+#include "collectives/common/shares.h"
 
 namespace pycomm::coded {
 
@@ -26,9 +27,9 @@ struct Segment {
 
 class BucketLayout {
  public:
-  /// Divides `values` among `owners`, about equally.
+  /// Divides `values` among `owners`.
   BucketLayout(Span<const Piece> pieces, const std::vector<PieceRun>& values, int owners,
-               size_t segment_numel);
+               size_t segment_numel, const Shares& shares = {});
 
   size_t count(int owner) const { return first_[owner + 1] - first_[owner]; }
   const Segment& at(int owner, size_t s) const { return segments_[first_[owner] + s]; }

@@ -15,7 +15,8 @@ size_t row_numel(const CodedArgs& args) {
 }
 
 BucketLayout row_layout(const CollectiveContext& context, const CodedArgs& args) {
-  return {args.pieces, values_of(args.pieces), 1, coded_segment(context.segment_bytes())};
+  return {args.pieces, values_of(args.pieces), 1,
+          coded_segment(context.segment_bytes(), context.speed())};
 }
 
 /// Combines what each owner knows, so that all ranks have the same answer.

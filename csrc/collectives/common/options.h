@@ -47,6 +47,7 @@ struct CommunicatorOptions {
   std::string ports = env().ports;
   std::string advertise = env().advertise;
   double link_bytes_per_second = env().link_bytes_per_second;
+  std::string rate = env().rate;  ///< of the host's link, as PYCOMM_RATE
   std::string secret = env().secret;
   bool tls = env().tls;  ///< TCP connections are encrypted
   /// Purpose of the group, for the trace, and its members' numbers among all processes; empty: as
@@ -67,6 +68,9 @@ struct CommunicatorOptions {
   /// Number of the node of each rank, for tests. Ranks of different nodes share no memory and talk
   /// by TCP. Empty: the actual nodes.
   std::vector<int> nodes;
+  /// Number of the site of each rank, for tests, instead of what round trips say. Empty: the actual
+  /// sites.
+  std::vector<int> sites;
 };
 
 /// Part of a bucket that has a codec and feedback of its own: one parameter's gradient. Blocks

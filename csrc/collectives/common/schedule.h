@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "collectives/common/shares.h"
 #include "core/types.h"
 
 namespace pycomm::schedule {
@@ -25,10 +26,14 @@ inline size_t divide_up(size_t a, size_t b) { return a / b + (a % b != 0); }
 /// Returns the elements in a cache line, at least 1: chunks cut there never share a line.
 inline size_t line(size_t element_bytes) { return std::max<size_t>(1, 64 / element_bytes); }
 
-/// Returns chunk `index` of `count`: chunks ascend, cover `numel` and differ by one granule at
-/// most.
-inline Range chunk(size_t numel, int count, int index, size_t granule) {
+/// Returns chunk `index` of `count`: chunks ascend, cover `numel` and, if shares are equal, differ
+/// by one granule at most.
+inline Range chunk(size_t numel, int count, int index, size_t granule, const Shares& shares = {}) {
   const size_t units = divide_up(numel, granule);
+  if (!shares.equal()) {
+    const auto start = [&](int k) { return std::min(numel, shares.begin(units, k) * granule); };
+    return {start(index), start(index + 1)};
+  }
   const size_t base = units / count, extra = units % count, i = static_cast<size_t>(index);
   const auto start = [&](size_t k) {
     return std::min(numel, (k * base + std::min(k, extra)) * granule);
@@ -73,12 +78,15 @@ inline size_t cut(Span<const Part> parts, size_t place) {
   return part.offset + inside / part.granule * part.granule;
 }
 
-/// Returns chunk `index` of `count` of a bucket: each cut is less than a granule from an even
+/// Returns chunk `index` of `count` of a bucket: each cut is less than a granule from the end of a
 /// share.
-inline Range chunk(Span<const Part> parts, size_t numel, int count, int index) {
+inline Range chunk(Span<const Part> parts, size_t numel, int count, int index,
+                   const Shares& shares = {}) {
   const auto start = [&](size_t k) {
     const size_t n = static_cast<size_t>(count);
-    return k == n ? numel : cut(parts, numel / n * k + numel % n * k / n);
+    if (k == n) return numel;
+    if (!shares.equal()) return cut(parts, shares.begin(numel, static_cast<int>(k)));
+    return cut(parts, numel / n * k + numel % n * k / n);
   };
   return {start(static_cast<size_t>(index)), start(static_cast<size_t>(index) + 1)};
 }

@@ -12,6 +12,10 @@ namespace {
 // Default segment: large enough that a message's header and system calls are negligible, small
 // enough that the segments of all ranks stay in L2 while they are folded.
 constexpr size_t kSegmentBytes = 256 << 10;
+// On a slow link a segment is what it carries in this time, in whole cache lines, but not so little
+// that messages cost more than bytes.
+constexpr double kSegmentSeconds = 4e-3;
+constexpr size_t kLeastSegmentBytes = 16 << 10, kLine = 64;
 
 /// Prices in seconds. docs/algorithms.md says how they were measured.
 struct Price {
@@ -128,7 +132,11 @@ const Entry* cheapest(const Workload& call, const Allowed& allowed) {
   double least = 0;
   for (const Entry& entry : kTable) {
     if (entry.op != call.op || !allowed(entry)) continue;
-    const double time = seconds(entry.cost(terms), call.medium);
+    Cost cost = entry.cost(terms);
+    if (entry.op == Op::all_reduce && entry.algo == Algo::two_shot && call.speed.shared > 0) {
+      cost.sent = std::min(cost.sent, call.speed.shared * terms.b);
+    }
+    const double time = seconds(cost, call.medium, call.speed);
     if (best && time >= least) continue;
     best = &entry;
     least = time;
@@ -155,8 +163,10 @@ Cost cost(const Workload& call, Algo algo) {
               kAlgoNames[static_cast<size_t>(algo)]);
 }
 
-double seconds(const Cost& cost, Medium medium) {
-  const Price& price = medium == Medium::tcp ? kTcp : kSharedMemory;
+double seconds(const Cost& cost, Medium medium, const Speed& speed) {
+  Price price = medium == Medium::tcp ? kTcp : kSharedMemory;
+  price.round = std::max(price.round, speed.way);
+  price.byte = std::max(price.byte, speed.byte);
   return cost.rounds * price.round + cost.messages * price.message + cost.sent * price.byte +
          cost.folded * price.fold;
 }
@@ -173,10 +183,16 @@ bool goes_by_levels(const Topology& topology, Algo wanted) {
   return (wanted == Algo::automatic || wanted == Algo::hierarchical) && topology.has_levels();
 }
 
-size_t plain_segment(size_t asked) { return asked ? asked : kSegmentBytes; }
+size_t plain_segment(size_t asked, const Speed& speed) {
+  if (asked) return asked;
+  if (speed.byte == 0) return kSegmentBytes;
+  const double bytes = kSegmentSeconds / speed.byte;
+  if (bytes >= kSegmentBytes) return kSegmentBytes;
+  return std::max(kLeastSegmentBytes, static_cast<size_t>(bytes) / kLine * kLine);
+}
 
-size_t coded_segment(size_t asked) {
-  return std::max<size_t>(1, plain_segment(asked) / sizeof(float));
+size_t coded_segment(size_t asked, const Speed& speed) {
+  return std::max<size_t>(1, plain_segment(asked, speed) / sizeof(float));
 }
 
 }  // namespace pycomm

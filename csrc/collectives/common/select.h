@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <string>
 
+#include "collectives/common/links.h"
 #include "collectives/common/topology.h"
 #include "core/op.h"
 
@@ -37,6 +38,7 @@ struct Workload {
   size_t bytes;             ///< in the longest buffer of a rank: all parts together
   bool order_free = false;  ///< every order of a reduction gives the same bits
   Medium medium = Medium::tcp;
+  Speed speed = {};
 };
 
 /// Work of the busiest rank.
@@ -49,7 +51,7 @@ struct Cost {
 
 /// Throws Error if `algo` is no algorithm of the op.
 PYCOMM_API Cost cost(const Workload& call, Algo algo);
-PYCOMM_API double seconds(const Cost& cost, Medium medium);
+PYCOMM_API double seconds(const Cost& cost, Medium medium, const Speed& speed = {});
 
 /// Returns the algorithm between equal ranks: never automatic, flat, direct or hierarchical.
 /// `wanted` is used if the op has it, whatever the order of its sums; else the cheapest one is
@@ -60,10 +62,11 @@ PYCOMM_API Algo select(const Workload& call, Algo wanted);
 /// size, since its sums have an order of their own.
 bool goes_by_levels(const Topology& topology, Algo wanted);
 
-/// Bytes of a segment of plain elements, and values of a segment of a coded bucket. `asked` is
+/// Bytes of a segment of plain elements, and values of a segment of a coded bucket: fewer on slow
+/// links, where the time of a segment delays the second of two shots. `asked` is
 /// CommunicatorOptions::segment_bytes.
-size_t plain_segment(size_t asked);
-size_t coded_segment(size_t asked);
+size_t plain_segment(size_t asked, const Speed& speed = {});
+size_t coded_segment(size_t asked, const Speed& speed = {});
 
 /// Segments that may be on their way from one peer while earlier ones are folded.
 constexpr size_t kReceivesAhead = 4;

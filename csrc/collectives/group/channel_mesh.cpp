@@ -40,7 +40,37 @@ std::string ChannelMesh::describe() const {
   for (size_t i = 0; i < transports_.size(); i++) {
     text += (i == 0 ? ": " : "; ") + transports_[i]->describe();
   }
+  std::lock_guard<std::mutex> lock(learning_);
+  const std::string links = links_between_.describe();
+  if (!links.empty()) text += "; " + links;
+  if (!has_sites_) return text;
+  text += "; " + std::to_string(topology_.nodes()) + " sites: ";
+  for (int k = 0; k < topology_.nodes(); k++) {
+    for (const int rank : topology_.node(k)) {
+      text +=
+          (rank == topology_.node(k).front() ? k == 0 ? "" : " | " : ",") + std::to_string(rank);
+    }
+  }
   return text;
+}
+
+void ChannelMesh::use_sites(const std::vector<int>& first) {
+  const Topology sites(first);
+  if (sites.ranks() == size_ && sites.nodes() > 1 && sites.nodes() < topology_.nodes()) {
+    has_sites_ = true;
+    topology_ = sites;
+  }
+}
+
+uint32_t ChannelMesh::round_trip(int rank) const {
+  const Transport* transport = by_rank_[rank];
+  return transport ? static_cast<uint32_t>(transport->round_trip(rank).count()) : 0;
+}
+
+void ChannelMesh::set_round_trips(std::vector<uint32_t> round_trips) {
+  std::lock_guard<std::mutex> lock(learning_);
+  links_between_.set_round_trips(std::move(round_trips));
+  use_sites(links_between_.sites());
 }
 
 std::shared_ptr<SharedHeap> ChannelMesh::heap() const {

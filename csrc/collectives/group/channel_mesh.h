@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/common/links.h"
 #include "collectives/common/options.h"
 #include "collectives/common/select.h"
 #include "collectives/common/topology.h"
@@ -35,7 +36,18 @@ class ChannelMesh {
   Window* window() const { return topology_.nodes() == 1 ? window_ : nullptr; }
   /// Window over memory that the ranks of our node address, or null if we are alone on it.
   Window* node_window() const { return window_; }
+  /// The nodes of the ranks; sites (links.h) instead, where there are some of several hosts.
   const Topology& topology() const { return topology_; }
+  bool has_sites() const { return has_sites_; }
+  /// What is known of the network between the ranks.
+  const Links& links() const { return links_between_; }
+  /// True if ranks may be far from each other and have not exchanged their round trips yet, which
+  /// the next collective over channels does first (algorithms/round_trips.h). Equal on all ranks.
+  bool lacks_round_trips() const { return may_be_far_ && !links_between_.has_round_trips(); }
+  /// Returns the round trip to a rank in microseconds; 0 if it is ourselves or on our host.
+  uint32_t round_trip(int rank) const;
+  /// Sets the round trips between all ranks, before the group's first collective over channels.
+  void set_round_trips(std::vector<uint32_t> round_trips);
   /// TCP if it connects any pair of ranks.
   Medium slowest() const { return slowest_; }
   /// Heap of this rank that all ranks of the window address in place, or null.
@@ -122,8 +134,9 @@ class ChannelMesh {
     bool pending() const { return channel && (last_send > sent() || last_recv > received()); }
   };
 
-  void meet(const Rendezvous& rendezvous, const CommunicatorOptions& options,
-            Membership& membership);
+  void connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
+               Membership& membership);
+  void use_sites(const std::vector<int>& first);
   Link& link(Lane lane, int peer) { return links_[static_cast<int>(lane)][peer]; }
   Channel& open(Lane lane, int peer);
   PeerStatus look(Lane lane, int rank);
@@ -135,6 +148,9 @@ class ChannelMesh {
   std::vector<Transport*> by_rank_;  ///< null for ourselves
   Window* window_ = nullptr;
   Topology topology_;
+  mutable std::mutex learning_;  ///< guards what describe() reads while a first collective learns
+  Links links_between_;
+  bool may_be_far_ = false, has_sites_ = false;
   Medium slowest_ = Medium::shared_memory;
   std::mutex opening_;  ///< the lanes' threads may open channels at the same time
   std::vector<Link> links_[kLanes];

@@ -1,5 +1,6 @@
 // Setup of a ChannelMesh: membership exchange, then the transports.
 #include <algorithm>
+#include <cstdio>
 
 #include "collectives/group/channel_mesh.h"
 #include "collectives/group/membership.h"
@@ -29,6 +30,12 @@ TcpOptions tcp_options(const CommunicatorOptions& options) {
   return tcp;
 }
 
+std::string numbers(const std::vector<int>& list) {
+  std::string text;
+  for (const int number : list) text += (text.empty() ? "" : ",") + std::to_string(number);
+  return text;
+}
+
 // Returns everything that must be equal on all ranks before a byte can travel.
 std::string hello(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
   std::string text =
@@ -36,13 +43,12 @@ std::string hello(const Rendezvous& rendezvous, const CommunicatorOptions& optio
       " transport=" + options.transport + " algo=" + options.algo + " check=" + options.check +
       " segment_bytes=" + std::to_string(options.segment_bytes);
   if (options.transport == "tcp" || options.transport == "auto") {
-    text += " sockets=" + std::to_string(options.sockets) + " tls=" + (options.tls ? "on" : "off");
+    text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
+            " tls=" + (options.tls ? "on" : "off");
   }
+  if (!options.sites.empty()) text += " sites=" + numbers(options.sites);
   if (options.nodes.empty()) return text;
-  text += " nodes=";
-  for (const int node : options.nodes) text += std::to_string(node) + ",";
-  text.pop_back();
-  return text;
+  return text + " nodes=" + numbers(options.nodes);
 }
 
 // Returns the ranks that may share memory with this one: all, or those that a test declares.
@@ -59,6 +65,32 @@ std::vector<int> near(const Rendezvous& rendezvous, const std::vector<int>& node
   return ranks;
 }
 
+constexpr char kLinkTopic[] = "link";
+// A store that answers in less than this is on our host or the next one. Of two ranks that are a
+// millisecond from each other, one is half of that or more from the store.
+constexpr std::chrono::microseconds kNearStore(500);
+// In larger groups round trips are not exchanged: n * n of them would be.
+constexpr int kMostRoundTrips = 256;
+
+// Returns what this rank publishes of its link: "sends receives", in bytes per second, and whether
+// it is far from the store.
+std::string link_value(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
+  LinkRate rate = parse_link_rate(options.rate);
+  if (options.rate.empty()) rate.send = options.link_bytes_per_second;
+  const bool far = rendezvous.store->round_trip() >= kNearStore;
+  return std::to_string(rate.send) + " " + std::to_string(rate.receive) + (far ? " far" : " near");
+}
+
+Links declared_links(const std::vector<std::string>& values, bool& far) {
+  std::vector<LinkRate> rates(values.size());
+  for (size_t r = 0; r < values.size(); r++) {
+    char where[8] = "";
+    std::sscanf(values[r].c_str(), "%lf %lf %7s", &rates[r].send, &rates[r].receive, where);
+    far = far || std::string(where) == "far";
+  }
+  return Links(rates);
+}
+
 // Every rank publishes that it is here and what it expects. This is done before any transport
 // starts, so that an absent rank is named and no rank sends to one that would not understand.
 void roll_call(const Rendezvous& rendezvous, const CommunicatorOptions& options,
@@ -68,6 +100,7 @@ void roll_call(const Rendezvous& rendezvous, const CommunicatorOptions& options,
   if (options.transport == "auto" || options.transport == "tcp") {
     announce_tcp(rendezvous, tcp_options(options));
   }
+  announce(rendezvous, kLinkTopic, link_value(rendezvous, options));
   const std::vector<std::string> values = all_gather_values(
       rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.first_value(ours));
   for (int r = 0; r < rendezvous.size; r++) {
@@ -100,16 +133,19 @@ ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& optio
   Membership membership(rendezvous, options);
   rendezvous.interrupt_check = [&membership] { membership.interrupt_check(); };
   try {
-    meet(rendezvous, options, membership);
+    connect(rendezvous, options, membership);
     membership.leave();
   } catch (...) {
     membership.give_up(std::current_exception());
   }
 }
 
-void ChannelMesh::meet(const Rendezvous& rendezvous, const CommunicatorOptions& options,
-                       Membership& membership) {
+void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
+                          Membership& membership) {
   roll_call(rendezvous, options, membership);
+  const std::vector<std::string> links =
+      all_gather_values(rendezvous, kLinkTopic, all_ranks(rendezvous), "");  // announced
+  links_between_ = declared_links(links, may_be_far_);
   const std::string& wanted = options.transport;
   const auto add = [&](std::unique_ptr<Transport> transport) {
     if (!transport) return;
@@ -161,6 +197,19 @@ void ChannelMesh::meet(const Rendezvous& rendezvous, const CommunicatorOptions& 
   for (const auto& transport : transports_) {
     if (transport->name() == "tcp") slowest_ = Medium::tcp;
   }
+  if (!options.sites.empty()) {
+    if (static_cast<int>(options.sites.size()) != size_) {
+      throw Error(std::to_string(options.sites.size()) + " sites are declared for " +
+                  std::to_string(size_) + " ranks; declare one for each rank");
+    }
+    std::vector<int> first;
+    for (const int site : options.sites) {
+      const auto found = std::find(options.sites.begin(), options.sites.end(), site);
+      first.push_back(static_cast<int>(found - options.sites.begin()));
+    }
+    use_sites(first);
+  }
+  may_be_far_ = may_be_far_ && topology_.nodes() > 1 && size_ <= kMostRoundTrips;
 }
 
 }  // namespace pycomm

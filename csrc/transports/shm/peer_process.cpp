@@ -117,7 +117,7 @@ bool PeerProcess::check_proc() {
   if (!reads_) return false;
   uint64_t seen[2] = {};
   const auto* from = reinterpret_cast<const RankSlot*>(rank_slot_.address)->process;
-  // Where reading is forbidden it tells nothing.
+  // If reading is forbidden it tells nothing.
   const int error = cma::read(process_.id(), from, seen, sizeof seen);
   const bool other = error == 0 && std::memcmp(seen, rank_slot_.process, sizeof seen) != 0;
   if (error != EFAULT && !other) return false;

@@ -237,7 +237,7 @@ FailureDetector::Handles fetch_handles(const Rendezvous& rendezvous, const Share
   return handles;
 }
 
-/// Where reading each other's memory takes a permit, all ranks give it before any rank reads.
+/// If reading each other's memory takes a permit, all ranks give it before any rank reads.
 std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedMemory& memory) {
   const int self = memory.place(rendezvous.rank), ranks = static_cast<int>(memory.members.size());
   const SharedRegion region(memory.base.get(), ranks);

@@ -77,11 +77,11 @@ bool TcpChannel::connected() {
     if (!connection_error.empty()) throw_lost(connection_error);
     if (!connector_.ready(peer_, lane)) return false;
   }
-  for (int number = 0; number < connector_.directory().sockets; number++) {
+  cuts_ = connector_.sockets(peer_, lane);
+  for (int number = 0; number < cuts_; number++) {
     sockets_.push_back(std::make_unique<Socket>());
     sockets_.back()->number = number;
   }
-  cuts_ = connector_.directory().sockets;
   adopt_connections();
   return true;
 }

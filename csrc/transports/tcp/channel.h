@@ -66,6 +66,7 @@ class TcpChannel final : public Channel {
   void resume(bool pushes);
   void adopt_connections();
   bool advance();
+  void look_at_paths();
   bool release_buffers();
   bool stalled();
   void cut(Socket& socket, const std::string& how);
@@ -109,8 +110,9 @@ class TcpChannel final : public Channel {
   uint64_t polls_seen_ = 0;
   int cuts_ = 0;  // sockets without a connection
   std::chrono::steady_clock::time_point
-      stalled_since_;        // when progress stopped; zero if it has not
-  bool tick_again_ = false;  // on_tick() has work left
+      stalled_since_;                                 // when progress stopped; zero if it has not
+  bool tick_again_ = false;                           // on_tick() has work left
+  std::chrono::steady_clock::time_point paths_seen_;  // when look_at_paths() last looked
 };
 
 }  // namespace pycomm::tcp

@@ -3,11 +3,14 @@
 #include <cerrno>
 
 #include "transports/tcp/channel_socket.h"
+#include "transports/tcp/net/buffers.h"
 
 namespace pycomm::tcp {
 
-// Where a stream on a slow link pauses for this long, a copy costs nothing beside the link.
+// If a stream on a slow link pauses for this long, a copy costs nothing beside the link.
 constexpr auto kStallLimit = std::chrono::milliseconds(20);
+// The interval at which a channel looks at its paths.
+constexpr auto kPathInterval = std::chrono::milliseconds(100);
 
 // Takes the first connections, and those that replace cut ones.
 void TcpChannel::adopt_connections() {
@@ -149,7 +152,28 @@ void TcpChannel::resume(bool pushes) {
   }
 }
 
+// Of several paths, leaves those that are silent while another is not: the connector makes the
+// connection again by another one, and what was in flight is repeated there.
+void TcpChannel::look_at_paths() {
+  const auto now = std::chrono::steady_clock::now();
+  if (connector_.directory().paths() == 1 || now - paths_seen_ < kPathInterval) return;
+  paths_seen_ = now;
+  const auto is_cut = [](const auto& socket) {
+    return !socket->sock || is_silent(socket->sock.get());
+  };
+  if (std::all_of(sockets_.begin(), sockets_.end(), is_cut)) return;
+  for (auto& socket : sockets_) {
+    if (!socket->sock) continue;
+    if (is_silent(socket->sock.get())) {
+      cut(*socket, "its path carries nothing");
+    } else {
+      limit_unsent(socket->sock.get());
+    }
+  }
+}
+
 bool TcpChannel::on_tick() {
+  look_at_paths();
   const auto must_repeat = [this] {
     return std::any_of(sockets_.begin(), sockets_.end(), [this](const auto& socket) {
       return socket->sock && !socket->out.all_acknowledged() &&

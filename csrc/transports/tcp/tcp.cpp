@@ -36,7 +36,7 @@ class TcpTransport final : public Transport {
       : peers_(peers),
         pacer_(options.link_bytes_per_second),
         control_(options.rank_state),
-        connector_(rendezvous, meet(rendezvous, peers, options)),
+        connector_(rendezvous, exchange_addresses(rendezvous, peers, options)),
         checks_payload_(options.checks == PayloadCheck::all ||
                         (options.checks == PayloadCheck::leaving_host && !options.tls &&
                          !all_loopback(connector_.directory().interfaces))),
@@ -86,6 +86,9 @@ class TcpTransport final : public Transport {
   void check() override { control_.check(); }
 
   Milliseconds round_trip() const override { return control_.round_trip(); }
+  std::chrono::microseconds round_trip(int rank) const override {
+    return control_.round_trip(rank);
+  }
   void ask() override { control_.ask(); }
   PeerStatus look(int rank) override { return control_.look(rank); }
 
@@ -105,9 +108,10 @@ class TcpTransport final : public Transport {
     for (const Interface& interface : directory.interfaces) {
       text += interface.name + " (" + interface.address.ip() + "), ";
     }
-    return text + std::to_string(directory.sockets) +
-           (directory.sockets == 1 ? " socket each, " : " sockets each, ") +
-           connector_.congestion_control() + (directory.tls ? ", TLS 1.3" : "");
+    const auto [least, most] = connector_.sockets();
+    return text + std::to_string(least) + (least == most ? "" : " to " + std::to_string(most)) +
+           (most == 1 ? " socket each, " : " sockets each, ") + connector_.congestion_control() +
+           (directory.tls ? ", TLS 1.3" : "");
   }
 
  private:
@@ -232,7 +236,7 @@ void announce_tcp(const Rendezvous& rendezvous, const TcpOptions& options) {
 
 std::unique_ptr<Transport> make_tcp(const Rendezvous& rendezvous, const std::vector<int>& ranks,
                                     const TcpOptions& options) {
-  if (options.sockets < 1 || options.sockets > 16) {
+  if (options.sockets < 0 || options.sockets > tcp::kMostSockets) {
     throw Error("tcp: " + std::to_string(options.sockets) +
                 " sockets per peer are not possible; set PYCOMM_SOCKETS to 1 to 16");
   }

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pycomm.communicator import Communicator
 from pycomm.plan.algorithms import Size
-from pycomm.plan.cluster import Link
+from pycomm.plan.cluster import FAR, Link
 from pycomm.plan.codecs import CODINGS, NONE, Coding
 from pycomm.plan.probe.codecs import Buffers, Codecs, way
 from pycomm.plan.probe.ranks import PAUSE, Ranks, all_reduces, coded_all_reduces
@@ -56,6 +56,7 @@ def measure(
         name="probed",
         rate=rate,
         latency=max(0.0, short - message),
+        far=2 * short >= FAR,
         message=message if level == "inter" else 0.0,
         byte=max(0.0, per_byte - 1 / memory) if level == "inter" else 0.0,
         burst=max(0.0, seconds - rested) * rate if level == "inter" else 0.0,

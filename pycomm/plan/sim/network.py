@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pycomm.plan.algorithms import SEGMENT
-from pycomm.plan.cluster import Cluster
+from pycomm.plan.cluster import SEGMENT, Cluster
 from pycomm.plan.sim.engine import Cores, Engine, Line, Task, Thread, Way
 
 MOST_PIECES = 16
@@ -33,9 +32,15 @@ class Network:
         own = [Thread(cores[r // machine]) for r in ranks]
         device = [Thread(Cores(self.engine, 1.0)) for _ in ranks]
         self.computing = own if cluster.compute_on_cores else device
-        nodes = [cluster.inter.rate / slow.get(node, 1.0) for node in range(cluster.nodes)]
-        burst = cluster.inter.burst
-        self._node_lines = [[Line(self.engine, rate, burst) for rate in nodes] for _ in range(2)]
+        inter = cluster.inter
+        ways = (inter.rate, inter.receive or inter.rate)
+        self._node_lines = [
+            [
+                Line(self.engine, rate / slow.get(node, 1.0), inter.burst)
+                for node in range(cluster.nodes)
+            ]
+            for rate in ways
+        ]
         self._rank_lines = [self._inside(cluster) for _ in range(2)]
         self.sent = [0.0] * cluster.ranks
 
@@ -67,7 +72,7 @@ class Network:
             self.sent[source] += size
         # A core that moves bytes does so while the line is busy with earlier ones.
         pieces = 1 if link.byte == 0 else min(MOST_PIECES, max(1, round(size / SEGMENT)))
-        way = Way(out[ends[0]], into[ends[1]], link.latency)
+        way = Way(out[ends[0]], into[ends[1]], link.latency + link.late(1))
         ended, after = [], list(after)
         for piece in range(pieces):
             touch = size * link.byte / pieces + (link.message if piece == 0 else 0.0)  # both ends

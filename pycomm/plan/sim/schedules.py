@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pycomm.plan.algorithms import SEGMENT, STAGE, Size
+from pycomm.plan.algorithms import STAGE, Size
+from pycomm.plan.cluster import SEGMENT
 from pycomm.plan.codecs import NONE, Coding
 from pycomm.plan.sim.engine import Task
-from pycomm.plan.sim.network import Network
+from pycomm.plan.sim.network import MOST_PIECES, Network
 
 Tasks = list[Task]
 
@@ -96,7 +97,7 @@ class Schedule:
         """Send chunks to their owners in segments; each owner folds, encodes again and sends."""
         n = len(members)
         own = 4.0 * size.values / n
-        count = max(1, round(own / SEGMENT))
+        count = self._segments(members, own)
         plain, wire = own / count, size.payload / n / count
         arrived: dict[tuple[int, int], Tasks] = {}
         for s in range(count):
@@ -119,6 +120,14 @@ class Schedule:
                     shown[to].append(self.net.work(members[to], self._decode(plain), [task]))
         ended = [self.net.join(tasks) for tasks in shown]
         return self._check(ended, members, 4.0 * size.values)
+
+    def _segments(self, members: Sequence[int], own: float) -> int:
+        """Return the number of segments of a chunk. Slow links have small ones, of which some show
+        how their times overlap; more would only cost events."""
+        local = self.net.cluster.ranks_per_node
+        near = len({member // local for member in members}) == 1
+        link = self.net.cluster.intra if near else self.net.cluster.inter
+        return max(1, min(round(own / link.segment), max(MOST_PIECES, round(own / SEGMENT))))
 
     def bruck(self, members: Sequence[int], size: Size, start: Tasks) -> Tasks:
         """Double each rank's data in each round; every rank folds all of it."""
@@ -165,7 +174,7 @@ class Schedule:
         """Send chunks around twice, in segments: once to reduce them, once to distribute them."""
         n = len(members)
         own = size.payload / n
-        count = max(1, round(own / SEGMENT))
+        count = self._segments(members, own)
         segment = own / count
         ended: list[Tasks] = [[] for _ in members]
         for chunk in range(n):

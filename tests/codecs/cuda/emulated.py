@@ -6,7 +6,10 @@ nvcc's code. The implementation has the interface of those of pycomm.codecs.base
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import fcntl
+import os
 import shutil
 import subprocess
 import tempfile
@@ -88,21 +91,37 @@ def run(launches: list[Launch], compiled: ctypes.CDLL) -> None:
 
 @cache
 def all_kernels() -> ctypes.CDLL:
-    """Return the kernels of all codecs."""
-    return compiled([source_file(name) for name in CODECS])
+    """Return the kernels of all codecs, which are compiled once for all workers of pytest-xdist."""
+    if (run := os.environ.get("PYTEST_XDIST_TESTRUNUID")) is None:
+        return compiled([source_file(name) for name in CODECS])
+    shared = Path(tempfile.gettempdir(), f"pycomm-kernels-{os.getuid()}-{run}")
+    shared.mkdir(exist_ok=True, mode=0o700)
+    atexit.register(shutil.rmtree, shared, ignore_errors=True)  # a loaded library stays mapped
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return compiled([source_file(name) for name in CODECS], keep=shared / "kernels.so")
 
 
-def compiled(files: Sequence[Path], folder: Path | None = None) -> ctypes.CDLL:
-    """Compile .cu files of csrc (or of another ``folder``) for the CPU, in a second or more."""
+def compiled(
+    files: Sequence[Path], folder: Path | None = None, keep: Path | None = None
+) -> ctypes.CDLL:
+    """Compile .cu files of csrc (or of another ``folder``) for the CPU, in a second or more.
+
+    Args:
+        files: the .cu files.
+        folder: the folder of their headers.
+        keep: place of the library; if it is there, it is not compiled again.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the CUDA kernels for the CPU")
     lines = ['#include "emulated.h"', *(f'#include "{file}"' for file in files)]
     with tempfile.TemporaryDirectory() as temporary:
-        file, binary = Path(temporary, "kernels.cpp"), Path(temporary, "kernels.so")
-        file.write_text("\n".join(lines) + "\n")
-        include = (f"-I{Path(__file__).parent}", f"-I{folder or include_folder()}")
-        subprocess.run([compiler, *FLAGS, *include, str(file), "-o", str(binary)], check=True)
+        file, binary = Path(temporary, "kernels.cpp"), keep or Path(temporary, "kernels.so")
+        if not binary.exists():
+            file.write_text("\n".join(lines) + "\n")
+            include = (f"-I{Path(__file__).parent}", f"-I{folder or include_folder()}")
+            subprocess.run([compiler, *FLAGS, *include, str(file), "-o", str(binary)], check=True)
         library = ctypes.CDLL(str(binary))
     library.listed.restype = ctypes.c_char_p
     return library

@@ -300,6 +300,24 @@ def test_a_rank_that_does_not_come_is_named(codecs):
         assert "rank 1" in str(error)
 
 
+@pytest.mark.parametrize("way", ["direct", "tcp"])
+def test_of_ranks_that_are_all_in_the_call_the_one_that_stands_still_is_named(codecs, way):
+    """The others have sent what they could, and wait for it."""
+
+    def job(c):
+        codec = codecs.Simple("recode", rests=600 if c.rank == 1 else 0)
+        c.barrier()
+        c.all_reduce_coded(np.ones(3000, np.float32), codec, timeout=0.3)
+
+    for error in attempt(3, job, **WAYS[way])[::2]:
+        assert isinstance(error, pycomm.Timeout)
+        assert (
+            "\n  rank 1 does not progress: in all_reduce #2 (avg of 3000 float32, simple)"
+            in str(error)
+        )
+        assert "\n  ranks 0, 2 wait: " in str(error)
+
+
 def test_the_rank_whose_codec_is_slow_is_named(codecs):
     def job(c):
         codec = codecs.Simple("recode", rests=3 if c.rank == 1 else 0)

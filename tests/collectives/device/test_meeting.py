@@ -1,4 +1,4 @@
-"""How the ranks of a device group meet: signals end it, and what they share is of whole pages."""
+"""Tests of how a device group starts: signals end the wait, and shared memory has whole pages."""
 
 from __future__ import annotations
 

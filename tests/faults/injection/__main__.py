@@ -10,7 +10,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from tests.faults.injection.case import FAULTS, NETWORK, PHASES, draw
+from pycomm.bench.wan.shape import Shape, changed
+from tests.faults.injection.case import FAULTS, LOCAL, NETWORK, PHASES, draw
 from tests.faults.injection.judge import DEATH, DEATHS, breaches, is_late, latest
 from tests.faults.injection.play import lab_of, play
 
@@ -31,6 +32,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"also {','.join(NETWORK)}, which need namespaces of Linux",
     )
     parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--delay", default="0ms", help="one way between any two ranks (0ms)")
+    parser.add_argument("--loss", default="0", help="share of the packets that are lost (0)")
     parser.add_argument("--json", type=Path, help="write every case here")
     return parser.parse_args(argv)
 
@@ -40,10 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     numbers = range(args.first, args.first + args.cases)
     if args.case is not None:
         numbers = range(args.case, args.case + 1)
+    shape = changed(Shape(), {"delay": args.delay, "loss": args.loss})
+    far = shape != Shape()
     choice = {
-        "transports": args.transport.split(","),
-        "faults": args.faults.split(","),
+        "transports": ["tcp"] if far else args.transport.split(","),
+        "faults": [name for name in args.faults.split(",") if not far or name not in LOCAL],
         "phases": args.phases.split(","),
+        "round_trip": 2 * shape.delay,
     }
     start = time.monotonic()
     took: dict[tuple[str, str, str], list[float]] = defaultdict(list)
@@ -54,9 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.seconds is not None and time.monotonic() - start > args.seconds:
             break
         case = draw(args.seed, number, **choice)
-        if case.fault in NETWORK and lab is None:
-            lab = lab_of(4)
-        played = play(case, lab if case.fault in NETWORK else None)
+        if case.is_apart and lab is None:
+            lab = lab_of(4, shape if far else None)
+        played = play(case, lab if case.is_apart else None)
         wrong, seconds = breaches(played), latest(played)
         key = (case.fault, case.transport, case.phase)
         counts[key] += 1
@@ -65,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         bad += bool(wrong)
         hung += bool(played.hung)
         deaths += case.fault in DEATHS
-        late += is_late(played)
+        late += not far and is_late(played)
         rows.append(
             {
                 "case": number,

@@ -20,6 +20,8 @@ NETWORK = ("down", "drop", "vanish")
 it is killed, as if its host had lost power. Each rank needs a network of its own."""
 FROM_OUTSIDE = ("kill", "kill2", "crash", "stop", "pause", *NETWORK)
 """Faults that hit a process at any point of its execution."""
+LOCAL = ("descriptors",)
+"""Faults of shared memory, which ranks with a network of their own do not use."""
 LASTS = ("socket", "slow", "memory", "fork", "descriptors")
 """Faults after which all ranks may continue unaffected."""
 PHASES = ("init", "split", "steady", "shutdown")
@@ -73,16 +75,26 @@ class Case:
     """seconds from the start of the phase to the fault"""
     how: float
     """0 to 1: selects a variant of the fault"""
+    round_trip: float = 0.0
+    """seconds between any two ranks, each of which then has a network of its own"""
+
+    @property
+    def is_apart(self) -> bool:
+        """Return whether each rank has a network of its own."""
+        return self.fault in NETWORK or self.round_trip > 0
 
     @property
     def timeout(self) -> float:
         """Return an operation's timeout in seconds, short where the timeout ends the wait."""
-        return 0.4 if self.fault in ("stop", "pause", *NETWORK) else 8.0
+        # A packet that is lost twice is late by some round trips, and by TCP's least timeouts.
+        far = 20 * self.round_trip + 1.0 if self.round_trip else 0.0
+        return (0.4 if self.fault in ("stop", "pause", *NETWORK) else 8.0) + far
 
     @property
     def rendezvous(self) -> float:
         """Return the timeout of the rendezvous in seconds."""
-        return 1.0 if self.phase in ("init", "split") else 8.0
+        far = 40 * self.round_trip + 1.0 if self.round_trip else 0.0
+        return (1.0 if self.phase in ("init", "split") else 8.0) + far
 
     @property
     def without_memory_at(self) -> int:
@@ -106,6 +118,7 @@ class Case:
         return (
             f"case {self.number}: {self.fault} of rank {victims} of {self.ranks}, "
             f"{self.transport}, {self.phase} + {self.delay * 1e3:.1f} ms, "
+            f"{f'{self.round_trip * 1e3:g} ms apart, ' if self.round_trip else ''}"
             f"{'async' if self.async_op else 'sync'} {calls}"
         )
 
@@ -123,6 +136,7 @@ def draw(
     transports: Sequence[str],
     faults: Sequence[str] = FAULTS,
     phases: Sequence[str] = PHASES,
+    round_trip: float = 0.0,
 ) -> Case:
     """Draw case `number` of a seed, among these transports, faults and phases."""
     rng = random.Random(f"{seed}/{number}")
@@ -142,6 +156,8 @@ def draw(
         calls = tuple(replace(call, numel=call.numel + 1000) for call in calls)
     if fault == "memory":  # no earlier call may have allocated what the victim's call needs
         calls = (Call("broadcast", 100),)
+    # Where ranks are far from each other, a phase takes longer.
+    stretch = 1 + 200 * round_trip
     span = {"init": 0.01, "split": 0.006, "steady": 0.02, "shutdown": 0.002}[phase]
     return Case(
         seed=seed,
@@ -154,6 +170,7 @@ def draw(
         phase=phase,
         calls=calls,
         async_op=rng.random() < 0.5,
-        delay=rng.uniform(0, span),
+        delay=stretch * rng.uniform(0, span),
         how=rng.random(),
+        round_trip=round_trip,
     )

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.bench.netlab import Netlab
+from pycomm.bench.wan.lab import WanLab
+from pycomm.bench.wan.shape import Shape
 from tests.faults.injection.case import FROM_OUTSIDE, NETWORK, Case
 from tests.faults.injection.rank import Rank, go_on, wait_for
 
@@ -123,9 +125,9 @@ def play(case: Case, lab: Netlab | None = None) -> Played:
     return played
 
 
-def lab_of(nodes: int) -> Netlab:
+def lab_of(nodes: int, shape: Shape | None = None) -> Netlab:
     """Make a network for fault injection, with a node per rank. It ends with this process."""
-    lab = Netlab(nodes, "unlimited")
+    lab = WanLab(nodes, "unlimited", shape=shape) if shape else Netlab(nodes, "unlimited")
     atexit.register(lab.close)
     return lab
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.faults.injection.case import FROM_OUTSIDE, HUNGRY, LASTS, NETWORK, Call, Case
+from tests.faults.injection.case import FROM_OUTSIDE, HUNGRY, LASTS, Call, Case
 from tests.faults.injection.groups import CoreGroup, Place, TorchGroup, make_group
 
 SETTLE = 2.0
@@ -116,7 +116,7 @@ class Rank:
             case.ranks,
             case.transport,
             case.rendezvous,
-            apart=case.fault in NETWORK,
+            apart=case.is_apart,
         )
         return make_group(place, parent=self.group)
 

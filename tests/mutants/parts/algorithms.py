@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ALGORITHMS = "tests/collectives/test_algorithms.py::"
+LINKS = "tests/collectives/test_links.py::"
 SHARED = "tests/collectives/test_shared.py::"
 
 MUTANTS = (
@@ -39,7 +40,7 @@ MUTANTS = (
         "csrc/collectives/common/select.cpp",
         "cost.folded * price.fold",
         "0.0",
-        "tests/collectives/test_select.py",
+        "tests/collectives/test_select.py::test_bytes_that_are_summed_take_time",
     ),
     Mutant(
         "own-data-not-scaled",
@@ -48,6 +49,39 @@ MUTANTS = (
         "if (scales_) scale(dtype_, data, data, numel, factor_);",
         "",
         "tests/collectives/test_premul_sum.py::test_every_rank_scales_its_own_data",
+    ),
+    # ------------------------------------------------------------------ links
+    Mutant(
+        "shares-are-those-of-the-faster-direction",
+        "order",
+        "csrc/collectives/common/links.cpp",
+        "both ? std::min(rate.send, rate.receive)",
+        "both ? std::max(rate.send, rate.receive)",
+        LINKS + "test_describe_says_what_is_known",
+    ),
+    Mutant(
+        "a-slow-rank-owns-as-much",
+        "constant",
+        "csrc/collectives/common/links.cpp",
+        "std::clamp(bound, 0.0, 1.0)",
+        "std::clamp(bound, 0.1, 1.0)",
+        LINKS + "test_the_shares_reach_the_lower_bound",
+    ),
+    Mutant(
+        "a-rail-has-the-shares-of-the-group",
+        "rank",
+        "csrc/collectives/algorithms/context.h",
+        "    result.shares_ = mesh_.links().shares(members);\n",
+        "",
+        LINKS + "test_nodes_share_by_their_links",
+    ),
+    Mutant(
+        "sites-sum-in-rank-order",
+        "order",
+        "csrc/collectives/group/channel_mesh.cpp",
+        "    topology_ = sites;\n",
+        "",
+        "tests/collectives/test_sites.py::test_float_sums_go_site_by_site_at_every_size",
     ),
     # ------------------------------------------------------------------ algorithms
     Mutant(
@@ -151,7 +185,7 @@ MUTANTS = (
         "csrc/collectives/algorithms/context.cpp",
         "mesh_.check(Lane::collective);",
         "",
-        ALGORITHMS + "test_a_rank_that_leaves_ends_the_call_everywhere",
+        "tests/faults/test_lost.py tests/faults/test_mismatch.py tests/faults/test_unequal.py",
     ),
     Mutant(
         "channels-wait-without-a-deadline",

@@ -19,6 +19,22 @@ MUTANTS = (
         KINDS,
     ),
     Mutant(
+        "decay-does-not-decay",
+        "residual",
+        "csrc/codecs/base/feedback.cpp",
+        "if (feedback.kind == Kind::decay) shrink(feedback.decay, n, residual);",
+        "",
+        KINDS,
+    ),
+    Mutant(
+        "bins2-cut-at-the-middle",
+        "comparison",
+        "csrc/codecs/topk/topk.h",
+        "code * count > sum",
+        "code * count >= sum",
+        GOLDEN,
+    ),
+    Mutant(
         "momentum-masked-where-nothing-was-sent",
         "comparison",
         "csrc/codecs/base/feedback.cpp",
@@ -64,7 +80,7 @@ MUTANTS = (
         "csrc/codecs/base/feedback.cpp",
         "BFloat16::encode_saturating(in[i])",
         "BFloat16::encode(in[i])",
-        KINDS,
+        "tests/torch/feedback/test_kinds.py::test_residuals_of_the_largest_values_are_finite",
     ),
     Mutant(
         "residual-of-the-first-row-for-all",

@@ -25,10 +25,7 @@ MUTANTS = (
         "pycomm/feedback/residual.py",
         "        _clear(self.owner[then])\n\n    def commit",
         "\n    def commit",
-        KINDS
-        + "::test_other_owners_change_nothing_of_what_is_owed "
-        + DDP
-        + "test_feedback_loses_nothing_over_new_buckets",
+        "tests/torch/feedback/test_kinds.py::test_other_owners_change_nothing_of_what_is_owed",
     ),
     Mutant(
         "owners-residual-as-a-workers",
@@ -47,9 +44,7 @@ MUTANTS = (
         "pycomm/feedback/residuals.py",
         "        if found.momentum is not None:\n            kept = Residual",
         "        if False:\n            kept = Residual",
-        "tests/torch/hooks/test_way_back.py::test_of_every_kind_of_feedback_nothing_stays "
-        "tests/torch/feedback/test_state.py::test_dgc_is_topk_with_its_warm_up_and_momentum "
-        "tests/torch/hooks/test_policy.py::test_a_schedule_loses_nothing",
+        "tests/torch/feedback/test_kinds.py::test_a_residual_that_is_paid_leaves_its_momentum",
     ),
     Mutant(
         "one-side-of-residuals-told",
@@ -215,7 +210,7 @@ MUTANTS = (
         "pycomm/errors.py",
         "list(ranks) or [rank]",
         "list(ranks)",
-        "tests/faults/test_lost.py",
+        "tests/faults/test_lost.py::test_a_lost_rank_is_one_of_those_that_are_gone",
     ),
     Mutant(
         "least-period-refused",
@@ -231,6 +226,62 @@ MUTANTS = (
         "pycomm/_build.py",
         'partial = folder / "partial.so"',
         "partial = folder / BINARY",
-        "tests/torch/backend/test_build.py",
+        "tests/torch/backend/test_build.py::test_no_rank_sees_a_binary_that_is_still_being_written",
+    ),
+    Mutant(
+        "weights-without-the-number-of-ranks",
+        "sign",
+        "pycomm/reduction/weights.py",
+        "part * len(parts) / total",
+        "part / total",
+        "tests/torch/reduction/test_weights.py",
+    ),
+    Mutant(
+        "what-was-sent-moves-the-model-twice",
+        "residual",
+        "pycomm/local_sgd.py",
+        "None if self._void else sent",
+        "None",
+        "tests/torch/local_sgd/test_quorum.py::test_steps_during_an_exchange_are_not_lost",
+    ),
+    Mutant(
+        "mixing-shares-exchanged",
+        "sign",
+        "pycomm/reduction/outer.py",
+        "torch.lerp(start[at : at + own.numel()], own, share)",
+        "torch.lerp(own, start[at : at + own.numel()], share)",
+        "tests/torch/local_sgd/test_streams.py::test_fragments_travel_as_in_streaming_diloco",
+    ),
+    Mutant(
+        "senders-are-all-ranks",
+        "sign",
+        "pycomm/reduction/two_shot.py",
+        "total.add_(part != 0, alpha=count)",
+        "total.add_(count)",
+        "tests/torch/local_sgd/test_streams.py",
+    ),
+    Mutant(
+        "horovod-average-for-sum",
+        "arithmetic",
+        "pycomm/horovod/optimizer.py",
+        "size() if self.op is Op.Sum else 1",
+        "1",
+        "tests/torch/horovod/test_horovod.py",
+    ),
+    Mutant(
+        "horovod-unused-gradient-of-the-last-step",
+        "state",
+        "pycomm/horovod/optimizer.py",
+        "view.zero_()  # no backward on this rank has used it",
+        "pass",
+        "tests/torch/horovod/test_horovod.py",
+    ),
+    Mutant(
+        "slurm-tasks-of-the-job",
+        "rank",
+        "pycomm/launch.py",
+        '_number(given, "SLURM_STEP_NUM_TASKS")',
+        '_number(given, "SLURM_NTASKS")',
+        "tests/launch/test_launch.py",
     ),
 )

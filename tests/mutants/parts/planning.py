@@ -20,7 +20,7 @@ MUTANTS = (
         "pycomm/policy/guard.py",
         "if nominal >= 1:",
         "if nominal >= 10:",
-        GUARD,
+        "tests/policy/test_guard.py::test_codecs_whose_errors_are_above_one_have_no_limit",
     ),
     Mutant(
         "guard-forgives-coarse-codecs-less",
@@ -36,7 +36,7 @@ MUTANTS = (
         "pycomm/policy/checks.py",
         '            self._suspects.add(name)\n            return ""',
         "            self._suspects.add(name)",
-        "tests/torch/hooks/test_policy.py::test_a_bad_codec_is_noticed_warned_about_and_left",
+        "tests/policy/test_guard.py::test_who_is_really_bad_is_thrown_out",
     ),
     Mutant(
         "suspect-never-forgiven",
@@ -44,8 +44,7 @@ MUTANTS = (
         "pycomm/policy/checks.py",
         '            self._suspects.discard(name)\n            return ""\n        if name not in',
         '            return ""\n        if name not in',
-        "tests/torch/hooks/test_policy.py::test_a_bad_codec_is_noticed_warned_about_and_left "
-        "tests/torch/hooks/test_policy.py::test_good_codecs_pass",
+        "tests/policy/test_guard.py::test_a_good_check_between_two_bad_ones_forgives",
     ),
     Mutant(
         "budget-overdrawn",
@@ -77,7 +76,7 @@ MUTANTS = (
         "pycomm/policy/auto.py",
         "seconds = max(medians)",
         "seconds = min(medians)",
-        AUTO,
+        "tests/policy/test_auto.py::test_the_slowest_rank_counts",
     ),
     Mutant(
         "auto-takes-the-coarsest-left",
@@ -157,7 +156,7 @@ MUTANTS = (
         "pycomm/policy/codec_selection.py",
         "if error > self._bound:",
         "if error > 2 * self._bound:",
-        "tests/torch/hooks/test_policy.py::test_a_bound_is_held",
+        "tests/policy/test_budget.py::test_an_error_above_the_bound_takes_more_bits",
     ),
     Mutant(
         "energy-of-the-last-rank",
@@ -165,7 +164,7 @@ MUTANTS = (
         "pycomm/policy/codec_selection.py",
         "totals = map(sum, zip(*rows, strict=True))",
         "totals = iter(rows[-1])",
-        "tests/torch/hooks/test_policy.py::test_a_budget_goes_where_any_rank_has_energy",
+        "tests/policy/test_budget.py::test_energies_of_all_ranks_count",
     ),
     Mutant(
         "error-of-a-sum-coded-once",
@@ -181,8 +180,7 @@ MUTANTS = (
         "pycomm/policy/agreement.py",
         "any(not torch.equal(other, all_digests[0]) for other in all_digests)",
         "False",
-        "tests/torch/hooks/test_ddp_compress.py::"
-        "test_ranks_with_different_options_are_told_before_anything_is_sent",
+        "tests/torch/hooks/test_policy.py::test_epochs_and_a_rank_that_counts_otherwise",
     ),
     Mutant(
         "options-not-compared",

@@ -110,8 +110,7 @@ MUTANTS = (
         "pycomm/reduction/rates.py",
         '{"rates": dict(self.learning), "loss_scale": self.loss_scale}',
         '{"rates": {}, "loss_scale": self.loss_scale}',
-        FEEDBACK + "test_a_new_learning_rate_rescales_what_is_owed "
-        "tests/torch/reduction/test_saved_state.py",
+        "tests/torch/feedback/test_state.py::test_units_of_residuals_are_saved",
     ),
     # ------------------------------------------------------------------ buckets
     Mutant(
@@ -136,7 +135,8 @@ MUTANTS = (
         "pycomm/reduction/reducer.py",
         "clip / self.process_group.size() ** 0.5",
         "clip",
-        FEEDBACK + "test_dgc_is_topk_with_its_warm_up_and_momentum",
+        "tests/torch/feedback/test_state.py::"
+        "test_clipped_gradients_are_bounded_by_the_number_of_ranks",
     ),
     Mutant(
         "paid-residual-sent-again",
@@ -181,7 +181,7 @@ MUTANTS = (
         "pycomm/reduction/coding.py",
         "seed = hop_seed(seed, row)",
         "pass",
-        "tests/torch/reduction/test_any_backend_contract.py",
+        "tests/torch/reduction/test_batched_buckets.py::test_one_call_has_the_bits_of_many",
     ),
     Mutant(
         "owner-rounds-as-a-worker",
@@ -189,7 +189,7 @@ MUTANTS = (
         "pycomm/reduction/coding.py",
         "OWNER_HOP, 0, 1",
         "self.rank, 0, 1",
-        "tests/torch/reduction/test_any_backend_contract.py",
+        "tests/torch/reduction/test_batched_buckets.py::test_one_call_has_the_bits_of_many",
     ),
     Mutant(
         "payload-of-an-impossible-size-read",
@@ -232,8 +232,7 @@ MUTANTS = (
         "pycomm/reduction/taken.py",
         "    return bool(gradient.any())",
         "    return False",
-        "tests/torch/feedback/test_taken_gradients.py "
-        "tests/torch/feedback/test_thrown_gradients.py",
+        "tests/torch/feedback/test_taken_gradients.py::test_one_value_that_is_not_zero_is_found",
     ),
     Mutant(
         "thrown-gradients-only-of-moved-parameters",
@@ -267,7 +266,8 @@ MUTANTS = (
         "pycomm/reduction/powersgd.py",
         "piece.residual.store_worker(torch.zeros_like(target))",
         "pass",
-        POWERSGD + " tests/torch/hooks/test_way_back.py",
+        "tests/torch/reduction/test_powersgd_factors.py::"
+        "test_an_exact_piece_sends_its_residual_once",
     ),
     Mutant(
         "powersgd-scale-squared-in-each-step",
@@ -275,7 +275,7 @@ MUTANTS = (
         "pycomm/reduction/powersgd.py",
         "right / top, self.right",
         "right, self.right",
-        POWERSGD,
+        "tests/torch/reduction/test_powersgd_factors.py::test_factors_keep_their_scale",
     ),
     Mutant(
         "outer-step-uphill",
@@ -308,8 +308,8 @@ MUTANTS = (
         "infinite-round-applied",
         "check",
         "pycomm/local_sgd.py",
-        "not all(part.isfinite().all() for part in gradient.values())",
-        "False",
+        "all(values.isfinite().all() for values in gradient.values())",
+        "True",
         LOCAL + "test_a_round_that_is_not_finite_leaves_no_trace",
     ),
     Mutant(
@@ -324,8 +324,8 @@ MUTANTS = (
         "pending-round-not-saved",
         "state",
         "pycomm/local_sgd.py",
-        "None if pending is None else _copies(pending),",
-        "None,",
+        "pending = self._parts.index(part), _copies(gradient), self._countdown",
+        "pass",
         LOCAL + "test_saved_state_continues_to_the_bit",
     ),
     # ------------------------------------------------------------------ hooks

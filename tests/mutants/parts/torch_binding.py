@@ -74,7 +74,6 @@ MUTANTS = (
         "csrc/binding/torch/work.h",
         "late_ = error_type(error) == c10d::ErrorType::TIMEOUT;",
         "",
-        "tests/torch/backend/test_groups.py::test_failed_work_says_how "
         "tests/torch/backend/test_trace.py::"
         "test_a_timeout_is_told_alike_by_waits_futures_and_later_calls",
     ),
@@ -109,7 +108,8 @@ MUTANTS = (
         "csrc/binding/torch/engine.h",
         "if (queue_.inside()) return run();",
         "",
-        "tests/torch/backend/test_callbacks.py",
+        "tests/torch/backend/test_callbacks.py::"
+        "test_what_a_callback_issues_comes_before_what_is_queued",
         within="if (queue_.inside()) return run();\n    queue_.submit(std::move(run));\n  }\n\n"
         "  /// Queues a comparison",
     ),
@@ -120,8 +120,7 @@ MUTANTS = (
         "to.finish();",
         "",
         "tests/torch/reduction/test_compressed_collectives.py::"
-        "test_16_bit_floats_and_wrong_arguments "
-        "tests/torch/reduction/test_compressed_collectives.py::test_small_floats_likewise",
+        "test_16_bit_floats_and_wrong_arguments",
     ),
     Mutant(
         "compressed-overflow-unseen",
@@ -147,7 +146,7 @@ MUTANTS = (
         "csrc/binding/torch/groups.cpp",
         "old_ranks.empty() ? r : old_ranks[r]",
         "r",
-        GROUPS + "test_shrink_group tests/torch/elastic/test_shrink_and_go_on.py",
+        "tests/torch/backend/test_groups.py::test_shrink_a_subgroup",
     ),
     Mutant(
         "shrink-names-ranks-of-the-new-group",
@@ -179,7 +178,8 @@ MUTANTS = (
         "csrc/binding/torch/groups.cpp",
         "if (options->timeout == kBackendDefaultTimeout) options->timeout = options_->timeout;",
         "",
-        GROUPS + "test_split_group " + GROUPS + "test_the_first_timeout_that_is_named_wins",
+        "tests/torch/backend/test_groups.py::"
+        "test_a_split_group_has_its_parents_timeout_unless_it_names_one",
     ),
     Mutant(
         "message-kept-by-its-group",
@@ -196,7 +196,6 @@ MUTANTS = (
         "csrc/binding/core/arguments.h",
         "std::ceil(seconds * 1e3)",
         "std::floor(seconds * 1e3)",
-        "tests/collectives/test_arguments.py::test_times_that_are_none "
         "tests/faults/test_absent.py::test_a_call_may_name_its_own_timeout",
     ),
     Mutant(

@@ -238,3 +238,24 @@ def test_missing_tool_is_named_with_a_remedy(package, monkeypatch):
     monkeypatch.setattr(_build.shutil, "which", lambda tool, path=None: None)
     with pytest.raises(Error, match=r"no cmake, no ninja.*pip install .pycomm\[compile\]"):
         _build.load_c10d()
+
+
+def test_no_rank_sees_a_binary_that_is_still_being_written(package, monkeypatch):
+    folder, seen = package / "_built", []
+    folder.mkdir()
+
+    def run(command: list[str]) -> None:
+        if "--build" in command:
+            Path(command[-1], _build.BINARY).write_text("the binary")
+
+    def copy(source: Path, to: Path) -> None:
+        Path(to).write_text("half")
+        seen.append((folder / _build.BINARY).exists())
+        Path(to).write_text(Path(source).read_text())
+
+    monkeypatch.setattr(_build, "missing_tools", list)
+    monkeypatch.setattr(_build, "_run", run)
+    monkeypatch.setattr(_build.shutil, "copy", copy)
+    _build._compile(folder)
+    assert seen == [False]
+    assert (folder / _build.BINARY).read_text() == "the binary"

@@ -138,6 +138,34 @@ def test_a_callback_may_wait_for_operations_behind_its_own(pool, depth):
     pool.run(check_waits_for_the_next, depth)
 
 
+def check_comes_next(rank: int, size: int) -> None:
+    """On rank 1 the next operation is queued when the callback runs, on rank 0 it is not."""
+    gate, issued = threading.Event(), threading.Event()
+    a, b, c = (torch.ones(numel) for numel in (1_000_000, 3, 5))
+    own: list[Any] = []
+
+    def callback(_):
+        if rank == 1 and threading.current_thread() is not threading.main_thread():
+            gate.wait(20)
+        own.append(dist.all_reduce(b, async_op=True))
+        issued.set()
+
+    first = dist.all_reduce(a, async_op=True)
+    after = first.get_future().then(callback)
+    if rank == 0:
+        assert issued.wait(20)
+    last = dist.all_reduce(c, async_op=True)
+    gate.set()
+    after.wait()
+    for work in (*own, last):
+        work.wait()
+    assert all(x.eq(size).all() for x in (a, b, c))
+
+
+def test_what_a_callback_issues_comes_before_what_is_queued(pool):
+    pool.run(check_comes_next)
+
+
 def check_waits_with_a_caller_between(rank: int, size: int) -> None:
     """A synchronous call of another thread runs between the two."""
     gate = threading.Event()

@@ -240,6 +240,21 @@ def test_split_group(pool):
     pool.run(check_split, ranks=4)
 
 
+def check_split_timeouts(rank: int, size: int) -> None:
+    world = dist.new_group(backend="pycomm", timeout=seconds(77))
+    # Torch's default, half an hour, names none.
+    for timeout, want in ((seconds(1800), 77), (seconds(5), 5)):
+        given = pycomm.Options(timeout=timeout)
+        given.group_name = f"split {want}"
+        half = world.split_group([rank], opts=given, group_name=given.group_name)
+        assert backend.find(half).options._timeout == seconds(want)
+        half.shutdown()
+
+
+def test_a_split_group_has_its_parents_timeout_unless_it_names_one(pool):
+    pool.run(check_split_timeouts)
+
+
 def sockets() -> int:
     found = 0
     for file in Path("/proc/self/fd").iterdir():
@@ -306,6 +321,23 @@ def check_shrink(rank: int, size: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["healthy", "abort", "after an error"])
 def test_shrink_group(pool, how):
     pool.run(check_shrink, how, ranks=3)
+
+
+def check_shrink_subgroup(rank: int, size: int) -> None:
+    part = dist.new_group([1, 2, 3])
+    if rank in (0, 2):
+        time.sleep(0.5)
+        return
+    group = dist.shrink_group([1], group=part)  # by its number in the subgroup
+    shrunk = backend.find(group)
+    assert shrunk.options.global_ranks_in_group == [1, 3]
+    x = torch.ones(3)
+    shrunk.allreduce([x]).wait()
+    assert x.tolist() == [2.0] * 3
+
+
+def test_shrink_a_subgroup(pool):
+    pool.run(check_shrink_subgroup, ranks=4)
 
 
 # ------------------------------------------------------------------ shutdown

@@ -75,6 +75,7 @@ def check_texts(rank: int, size: int) -> None:
         with pytest.raises(pycomm.Timeout) as caught:
             wait()
         assert str(caught.value) == f"{headline}{heard}\n{table}"
+    assert [work.get_future_result().wait() for work in works] == [1, 1]  # WorkResult.TIMEOUT
 
 
 def test_a_timeout_is_told_alike_by_waits_futures_and_later_calls(pool):

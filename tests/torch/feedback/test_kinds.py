@@ -9,7 +9,7 @@ import pycomm
 from pycomm import _C, feedback
 from pycomm.feedback import Feedback, Residual, storage
 
-KINDS = ["residual:", "ema:0.8,", "momentum:0.9,", "momentum:0.9,nesterov=true,"]
+KINDS = ["residual:", "ema:0.8,", "decay:0.9,", "momentum:0.9,", "momentum:0.9,nesterov=true,"]
 RULES = [f"{kind}storage={form}" for kind in KINDS for form in storage.DTYPES]
 RULES.append("ef21")
 CPU = torch.device("cpu")
@@ -101,6 +101,22 @@ def test_ema_is_locos_average():
         atol = 2.0**-23 * float(x.abs().max())
         torch.testing.assert_close(residual.current("worker"), e, rtol=0, atol=atol)
         e = residual.current("worker").clone()
+
+
+def test_decay_is_sparselocos():
+    """Sarfi et al. 2025, algorithm 1: ``e <- b e + x``, and what is sent is taken off."""
+    codec, numel = pycomm.codec("topk:0.05,chunk=4096,values=bins2"), 5000
+    residual, e = Residual(rule_of("decay:0.5"), numel, CPU), torch.zeros(numel)
+    for x in gradients(10, numel):
+        arrived = send(codec, residual, x)
+        e = 0.5 * e + x
+        assert torch.equal(arrived, codec.decode(codec.encode(e), numel))
+        e = e - arrived
+        assert torch.equal(residual.current("worker"), e)
+        # What feedback will add to the average of one rank.
+        residuals = feedback.Residuals(rule_of("decay:0.5"), 1)
+        residuals._residuals["p"] = residual
+        assert torch.equal(residuals.added("p", 0, numel), 0.5 * e)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -195,6 +211,37 @@ def test_stored_values_are_finite(form):
     assert storage.load(stored, 4).isfinite().all()
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
+@pytest.mark.parametrize("form", storage.DTYPES)
+def test_residuals_of_the_largest_values_are_finite(form, native):
+    """bf16 would round them to infinity."""
+    rule, codec = rule_of(f"residual:storage={form}"), pycomm.codec("topk:0.01")
+    residual = Residual(rule, 1000, CPU)
+    x = torch.full((1000,), torch.finfo(torch.float32).max)
+    if native:
+        assert residual.worker is not None
+        payload = torch.empty(codec.encoded_bytes(1000), dtype=torch.uint8)
+        codec.native.encode_fed(
+            x.data_ptr(),
+            1000,
+            payload.data_ptr(),
+            kind=_C.FeedbackKind.residual,
+            storage=_C.FeedbackStorage.__members__[form],
+            decay=rule.decay,
+            nesterov=False,
+            error=(residual.worker[0].data_ptr(), residual.worker[1].data_ptr()),
+            momentum=(0, 0),
+            scratch=_C.FeedbackScratch(),
+        )
+        residual.commit(1)
+    else:
+        send(codec, residual, x)
+    owed = residual.current("worker")
+    assert owed.isfinite().all()
+    # int8 drops blocks that are too large for its scale.
+    assert owed.max() > 3e38 or form == "int8"
+
+
 def test_reset_starts_the_average_anew():
     codec, numel = pycomm.codec("int4"), 100
     residuals = feedback.Residuals(rule_of("ema:0.8,reset=4"), 2)
@@ -209,8 +256,10 @@ def test_other_owners_change_nothing_of_what_is_owed():
     residuals = feedback.Residuals(Feedback(), 3)
     residual = residuals.get("a", 100, CPU)
     for pair in (residual.worker, residual.owner):
-        pair[residual.side].copy_(torch.randn(100))
+        for side in pair:  # the other side holds values of two steps ago
+            side.copy_(torch.randn(100))
     residual.use("here", 3)
+    residual.commit(1)
     before, mine = residuals.added("a", 0, 100), residual.current("worker").clone()
     residual.use("elsewhere", 3)
     # The tolerance is float32 round-off of three times an owner's error and a third of that.
@@ -221,6 +270,20 @@ def test_other_owners_change_nothing_of_what_is_owed():
     residual.commit(7)
     assert not residual.current("owner").any()
     assert residuals.ages(9) == {"a": 2}
+
+
+def test_a_residual_that_is_paid_leaves_its_momentum():
+    residuals = feedback.Residuals(rule_of("momentum:0.9,storage=float32"), 2)
+    residual = residuals.get("a", 4, CPU)
+    for pair in (residual.worker, residual.momentum):
+        pair[residual.side].copy_(torch.arange(4.0))
+    residuals.drop("a")
+    assert residuals["a"].worker is None
+    assert residuals["a"].current("momentum").tolist() == [0, 1, 2, 3]
+    plain = feedback.Residuals(Feedback(), 2)
+    plain.get("a", 4, CPU)
+    plain.drop("a")
+    assert "a" not in plain
 
 
 # -------------------------------------------------------------------------------- text
@@ -239,7 +302,7 @@ def test_text_and_rule_say_the_same(text):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("residue", "unknown feedback 'residue': use one of residual, ema"),
+        ("residue", "unknown feedback 'residue': use one of residual, ema, decay"),
         ("ema:half=1", "unknown option 'half'; it has decay"),
         ("ema:decay=much", "decay='much' is not a value"),
         ("ema:1.5", "use 0 or more, and less than 1"),

@@ -188,6 +188,22 @@ def test_residuals_are_in_the_unit_of_the_loss_scale():
     assert later.loss_scale == 2.0**15
 
 
+def test_units_of_residuals_are_saved():
+    parameter = nn.Parameter(torch.zeros(4))
+    names = {id(parameter): "w"}
+    rates, residuals = Rates(), Residuals(pycomm.Feedback(storage="float32"), 1)
+    residual = residuals.get("w", 4, torch.device("cpu"))
+    assert residual.worker is not None
+    residual.worker[0].copy_(torch.arange(4.0))
+    rates.optimizer = torch.optim.SGD([parameter], lr=0.5)
+    rates.rescale(residuals, names)
+    later = Rates()
+    later.load_state_dict(rates.state_dict())
+    later.optimizer = torch.optim.SGD([parameter], lr=0.25)
+    later.rescale(residuals, names)
+    assert residual.current("worker").tolist() == [0, 2, 4, 6]
+
+
 def check_wide_overflow(rank: int, size: int) -> None:
     model = DistributedDataParallel(Chosen().double())
     state = pycomm.compress(model, "int8")
@@ -335,6 +351,26 @@ def check_dgc(rank: int, size: int) -> None:
 
 def test_dgc_is_topk_with_its_warm_up_and_momentum(pool):
     pool.run(check_dgc)
+
+
+def check_clipped(rank: int, size: int) -> None:
+    """All that has arrived or is owed is the mean of gradients of norm clip / sqrt(ranks)."""
+    model, state = chosen("topk:0.5", "momentum:0.5,clip=1,storage=float32")
+    arrived = reduced(model, gradients(rank, 0))
+    state.settle()
+    assert state.residuals is not None
+    for name in CODED:
+        residual = state.residuals[name]
+        still = residual.current("worker") / size + residual.current("owner")
+        dist.all_reduce(still)
+        clipped = [gradients(r, 0)[name].view(-1) for r in range(size)]
+        want = sum(g / g.norm() for g in clipped) / size**1.5
+        # Round-off of a few float32 operations on values below 0.1.
+        torch.testing.assert_close(arrived[name].view(-1) + still, want, rtol=0, atol=1e-6)
+
+
+def test_clipped_gradients_are_bounded_by_the_number_of_ranks(pool):
+    pool.run(check_clipped, ranks=3)
 
 
 # ------------------------------------------------------- checkpoints, other world sizes

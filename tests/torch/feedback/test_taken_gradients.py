@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.reduction.taken import _holds
 from tests.torch.feedback.test_thrown_gradients import owed, own
 
 SIDE = 64
@@ -141,3 +142,12 @@ def check_replaced(rank: int, size: int) -> None:
 
 def test_parameters_that_loading_replaces(pool):
     pool.run(check_replaced)
+
+
+def test_one_value_that_is_not_zero_is_found():
+    gradient = torch.zeros(1000)
+    assert not _holds(gradient)
+    for place in range(1000):  # some of them are among those that are looked at first
+        gradient[place] = 1
+        assert _holds(gradient), place
+        gradient[place] = 0

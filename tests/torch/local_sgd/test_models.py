@@ -46,7 +46,7 @@ def moves_of_an_ulp(rank: int, size: int, name: str, options: dict[str, Any]) ->
             model.weight += torch.finfo(dtype).eps * (rank == 0)
         local.step()
     local.finish()
-    outer = local.state_dict()["start"]["float32"]
+    outer = local.state_dict()["fragments"][0]["start"]["float32"]
     assert torch.equal(model.weight.view(-1), outer.to(dtype))
     return outer.tolist()
 
@@ -193,7 +193,11 @@ def check_unfrozen(rank: int, size: int, options: dict[str, Any]) -> None:
     assert alike(*model.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"delayed": True, "momentum": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"delayed": True, "momentum": 0.5}, {"fragments": 2, "overlap": 1}],
+    ids=str,
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_unfrozen_parameters_take_part_and_frozen_ones_keep_still(pool, backend, options):
     pool.run(check_unfrozen, options, backend=backend)

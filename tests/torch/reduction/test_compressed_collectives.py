@@ -158,6 +158,11 @@ def half_precision(rank: int, ranks: int) -> None:
     )
     assert work.get_future().wait() is out
     assert out.eq((ranks + 1) / 2).all()
+    out.zero_()
+    native.compressed_reduce_scatter(
+        out, x.float(), side.bucket.native, side.bucket.sides, **side.step(0)
+    ).wait()
+    assert out.eq((ranks + 1) / 2).all()  # the result of a wider input is narrowed
     for wrong in (out[1:], out.double()):
         with pytest.raises(RuntimeError, match=r"values|takes"):
             native.compressed_reduce_scatter(

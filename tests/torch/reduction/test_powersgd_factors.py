@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Parameter, Policy
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.powersgd import Exchange, Memory
+from pycomm.reduction.powersgd import Exchange, Factor, Memory
 
 SHAPES = [{"a": (64, 96), "bias": (50,), "b": (30, 8, 10)}, {"c": (128, 40), "small": (4, 4)}]
 
@@ -199,10 +199,46 @@ def test_power_iteration_goes_on_from_step_to_step(pool):
         assert warm < 0.98 * cold
 
 
+def check_extremes(rank: int, size: int, scale: float) -> None:
+    model = Model("powersgd:rank=3", dist.group.WORLD)
+    want = [scale * values for values in mean(0, size, rank_of_mean=3)]
+    for _ in range(3):
+        model.feedback = Residuals(Feedback(), size)
+        got, finite = model.average([scale * g for g in gradients(rank, 0, rank_of_mean=3)])
+        assert finite
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g / scale, w / scale, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_factors_keep_their_scale(pool, scale):
+    """The scale of Q is that of the gradients; times them it would leave the range of float32."""
+    pool.run(check_extremes, scale)
+
+
+def check_exact_again(rank: int, size: int) -> None:
+    residuals, memory = Residuals(Feedback(storage="float32"), size), Memory()
+    decision = Policy("fp32").decide(Parameter("a", (4,), torch.float32))
+    residual = residuals.get("a", 4, torch.device("cpu"))
+    piece = Bucket([decision], [0], residuals, torch.device("cpu")).pieces[0]
+    assert piece.residual is residual
+    residual.worker[residual.side].fill_(2.0)
+    residual.worker[1 - residual.side].fill_(5.0)  # of the step before
+    for want in (3.0, 1.0):
+        values = torch.ones(4)
+        exchange = Exchange(values, [piece], memory, dist.group.WORLD, seed=3, step=1)
+        exchange.turn()
+        exchange.finish()
+        residuals.commit(["a"])
+        assert values.tolist() == [want] * 4
+
+
+def test_an_exact_piece_sends_its_residual_once(pool):
+    pool.run(check_exact_again)
+
+
 def test_saved_factors_continue():
     memory = Memory()
-    from pycomm.reduction.powersgd import Factor
-
     memory.put("a", Factor(torch.ones(2, 5), False))
     memory.commit(True)
     other = Memory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pycomm.hooks import unreached
 from tests.torch.interpreter import launch
 
 OPTIONS = ["-m", "pycomm.run", "--codec", "int4"]
@@ -47,10 +48,11 @@ UNREACHED = """
 import sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 kind = sys.argv[1]
-if kind == "deepspeed":
-    import deepspeed
 dist.init_process_group("gloo")
 model = torch.nn.Linear(64, 64)
+if kind == "lightning":
+    import lightning.strategies
+    model = lightning.strategies.wrap(model)
 if kind == "fsdp1":
     inner = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     model = FullyShardedDataParallel(
@@ -59,12 +61,27 @@ if kind == "fsdp1":
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(10):
     model(torch.ones(2, 64)).sum().backward()
-    if kind != "fsdp1":
+    if kind == "own":
         for p in model.parameters():
             dist.all_reduce(p.grad)
-    optimizer.step()
+    if kind == "deepspeed":
+        import deepspeed.engine
+        deepspeed.engine.step(optimizer)
+    else:
+        optimizer.step()
 dist.destroy_process_group()
 """
+
+
+STAND_INS = [
+    ("deepspeed", "engine.py", "def step(optimizer):\n    optimizer.step()\n"),
+    (
+        "lightning",
+        "strategies.py",
+        "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "def wrap(model):\n    return FSDP(model, device_id=torch.device('cpu'))\n",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -73,11 +90,16 @@ dist.destroy_process_group()
         ("fsdp1", "fully_shard(model)"),
         ("own", "model = DistributedDataParallel(model) in place of its all-reduces"),
         ("deepspeed", "Instead of deepspeed.initialize write model = Dist"),
+        ("lightning", "Trainer(strategy=ModelParallelStrategy())"),
     ],
 )
 def test_what_no_hook_reaches_is_told_once_with_the_line_to_write(tmp_path, kind, line):
     (tmp_path / "script.py").write_text(UNREACHED)
-    (tmp_path / "deepspeed.py").write_text("")  # only its name matters here
+    # Stand-ins: only the names matter here. `make trainers` has the real ones.
+    for package, file, text in STAND_INS:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / package / file).write_text(text)
     output = launch(*OPTIONS, "script.py", kind, folder=tmp_path)
     assert output.count("--codec compresses nothing here") == 1
     assert line in output
@@ -97,3 +119,25 @@ def test_a_process_alone_has_nothing_to_be_told(tmp_path):
     (tmp_path / "script.py").write_text(ALONE)
     output = launch(*OPTIONS, "script.py", folder=tmp_path, ranks=1)
     assert "compresses nothing" not in output
+
+
+@pytest.mark.parametrize(
+    ("callers", "trainer"),
+    [
+        (["lightning.pytorch.strategies.fsdp", "__main__"], "lightning"),
+        (["pytorch_lightning.trainer", "__main__"], "lightning"),
+        (["accelerate.accelerator", "__main__"], "accelerate"),
+        (["accelerate.accelerator", "transformers.trainer", "__main__"], "transformers"),
+        (["torch.nn", "__main__"], ""),
+        (["lightningbolt.x", "__main__"], ""),
+    ],
+)
+def test_the_line_to_write_is_that_of_the_trainer_that_calls(callers, trainer):
+    ask = unreached._trainer
+    for name in callers:
+        space = {"__name__": name, "inner": ask}
+        exec("def call():\n    return inner()", space)
+        ask = space["call"]
+    assert ask() == trainer
+    assert unreached.FSDP1_LINES[trainer]
+    assert unreached.DEEPSPEED_LINES[trainer]

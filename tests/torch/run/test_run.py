@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pycomm import run
-from tests.torch.interpreter import ROOT, launch
+from tests.torch.interpreter import ROOT, Interpreter, launch
 from tests.torch.interpreter import run as run_python
 
 UNMODIFIED = """
@@ -223,3 +224,46 @@ def test_run_refuses_what_it_cannot_run(tmp_path):
     done = forked("-m", "pycomm.run", "-m", "no.such", folder=tmp_path)
     assert done.returncode == 2
     assert "-m no.such: " in done.stderr
+
+
+BY_SRUN = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.tensor([1 + dist.get_rank()])
+dist.all_reduce(x)
+print("SUM", x.item(), "of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("way", ["run", "variable", "function"])
+def test_ranks_that_srun_starts_find_each_other(tmp_path, way):
+    call = "import pycomm\npycomm.launch_env()" if way == "function" else ""
+    (tmp_path / "script.py").write_text(call + BY_SRUN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "MASTER_PORT": str(port),  # the one that follows from the job might be taken here
+        "PYTHONPATH": str(ROOT),
+        **({"PYCOMM_RUN": "--codec int4"} if way == "variable" else {}),
+    }
+    command = ["-m", "pycomm.run", "script.py"] if way == "run" else ["script.py"]
+    tasks = [
+        Interpreter(
+            *command,
+            env={**os.environ, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            cwd=tmp_path,
+            merged=True,
+            autoload=way == "variable",
+        )
+        for task in range(2)
+    ]
+    texts = [task.communicate(60)[0] for task in tasks]
+    assert [f"SUM 3 of 2 local {task}" in text for task, text in enumerate(texts)] == [True] * 2, (
+        texts
+    )

@@ -75,6 +75,7 @@ def flipped(data: bytes, byte: int) -> bytes:
         ),
         (lambda h: frame(b"1234", tag_hash=h, checks=3), "checked in a way that is unknown"),
         (lambda h: frame(b"", tag_hash=h, checks=NEXT), "checked in a way that is unknown"),
+        (lambda h: frame(b"1234", tag_hash=h, received=MIB), "acknowledges bytes that were"),
         (lambda h: frame(b"12345", tag_hash=h), "4 bytes of all_reduce #1 .* 5 bytes of none"),
         (lambda h: frame(b"1234", tag_hash=h ^ 1), "4 bytes of all_reduce #1 .* 4 bytes of none"),
     ],
@@ -267,6 +268,21 @@ def test_torn_frame_is_a_lost_peer(rank_0, our_hash, cut):
     with pytest.raises(pycomm.errors.PeerLost) as lost:
         rank_0.expect(4)
     assert lost.value.rank == 1
+
+
+@pytest.mark.parametrize("cut", [1, 127])
+def test_a_frame_torn_on_one_of_two_connections_is_a_lost_peer(cut):
+    """The other connection is whole, and the rank has left: it will not connect again."""
+    rank = RankZero(sockets=2)
+    connections = rank.come()
+    connections[0, 0].sendall(frame(b"1234")[:cut])
+    connections[CONTROL, 0].sendall(close_notice())
+    connections[0, 0].close()
+    try:
+        with pytest.raises(pycomm.errors.PeerLost, match=r"rank 1 .* has left the group"):
+            rank.expect(4)
+    finally:
+        rank.leave()
 
 
 def test_what_a_rank_that_has_left_cannot_send_any_more_is_not_waited_for():

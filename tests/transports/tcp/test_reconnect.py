@@ -13,7 +13,16 @@ import pytest
 import pycomm
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.transports import proxy
-from tests.transports.ranks import COLLECTIVE, POINT_TO_POINT, run_rank, tag
+from tests.transports.ranks import COLLECTIVE, POINT_TO_POINT, Rank, run_rank, tag
+from tests.transports.wire_peer import (
+    CONTROL,
+    GROUP,
+    NOTICE,
+    RankZero,
+    hello,
+    join,
+    read_exactly,
+)
 
 ROUNDS = 12
 SIZES = [1, 1000, 60_000, 300_000]
@@ -290,6 +299,23 @@ def test_what_was_said_on_a_connection_that_stood_for_one_end_alone_is_repeated(
         arrived.set()
 
     wires.run(accepts, connects, sockets=1)
+
+
+def test_a_request_to_connect_that_was_cut_off_is_repeated():
+    """A lower rank asks for the connections of a lane, on a control connection that is then cut."""
+    rank = RankZero()
+    rank.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
+    control, _, _ = join(rank.address, hello(CONTROL))
+    rank.thread.join()
+    me = Rank(0, 2, rank.transport)
+    goal = me.send(1, b"word", tag())
+    request = read_exactly(control, NOTICE.size + 4)
+    control.close()
+    rank.connections[CONTROL, 0], _, _ = join(rank.address, hello(CONTROL, generation=1))
+    assert read_exactly(rank.connections[CONTROL, 0], NOTICE.size + 4) == request
+    rank.connections[0, 0], _, _ = join(rank.address, hello())
+    me.wait(goal)
+    rank.leave()
 
 
 def test_a_close_that_was_cut_off_is_repeated():

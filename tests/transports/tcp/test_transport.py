@@ -36,7 +36,7 @@ def test_sockets_share_a_message(sockets, size):
     assert f"{sockets} socket" in described[0]
 
 
-@pytest.mark.parametrize("sockets", [0, 17])
+@pytest.mark.parametrize("sockets", [-1, 17])
 def test_number_of_sockets_is_checked(sockets):
     with pytest.raises(pycomm.errors.Error, match="PYCOMM_SOCKETS"):
         _C.Transport("tcp", _C.Store.local(), "g", 0, 1, sockets=sockets)

@@ -11,12 +11,15 @@
 
 #include "core/error.h"
 #include "transports/tcp/connect/control.h"
+#include "transports/tcp/net/buffers.h"
 #include "transports/tcp/net/congestion.h"
 
 namespace pycomm::tcp {
 
 // The interval at which channels that nobody drives repeat what must be sent again.
 constexpr auto kTickInterval = Milliseconds(2);
+// The interval at which the connections of several paths are looked at.
+constexpr auto kPathInterval = Milliseconds(200);
 // The pause between two attempts to send an abort.
 constexpr auto kAbortResendPause = Milliseconds(20);
 // The interrupt check runs at least this often during the set-up, however much there is to do.
@@ -28,7 +31,7 @@ Connector::Connector(const Rendezvous& rendezvous, PeerDirectory directory)
       size_(rendezvous.size),
       deadline_(rendezvous.deadline),
       poll_interval_(rendezvous.poll_interval()),
-      far_store_(rendezvous.store->round_trip() >= kFarAway),
+      store_round_trip_(std::chrono::duration_cast<Milliseconds>(rendezvous.store->round_trip())),
       directory_(std::move(directory)),
       process_(::getpid()),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -38,10 +41,6 @@ Connector::Connector(const Rendezvous& rendezvous, PeerDirectory directory)
     links_.push_back(std::make_unique<Link>());
     links_.back()->peer = peer;
     by_rank_[static_cast<size_t>(peer.rank)] = links_.back().get();
-    for (LaneState& way : links_.back()->lane_states) {
-      way.socket_states.resize(static_cast<size_t>(directory_.sockets));
-      way.missing = directory_.sockets;
-    }
   }
 }
 
@@ -58,8 +57,10 @@ void Connector::connect_all(Control& control, const std::function<void()>& inter
   };
   for (const auto& link : links_) {
     if (link->peer.rank > rank_) continue;
-    connect(*link, kControl);
-    if (far_store_ && link->peer.door.empty()) connect_early(*link);
+    connect(*link, kControl, Milliseconds(0));
+    if (store_round_trip_ >= kFarAway && link->peer.door.empty()) {
+      connect_early(*link, store_round_trip_);
+    }
   }
   auto next_interrupt_check = Deadline::after(kInterruptCheckInterval);
   while (!all_connected()) {
@@ -134,11 +135,12 @@ void Connector::run() {
     uint64_t count;
     [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &count, sizeof count);
     control_->poll();
-    if (control_->aborted()) return tell_of_abort();
+    if (control_->aborted()) return report_abort();
     try {
       process_requests();
       reconnect();
       turn();
+      if (directory_.paths() > 1) control_->leave_silent_paths();
       tick_again_ = on_tick_();
     } catch (const std::exception&) {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -150,7 +152,7 @@ void Connector::run() {
 }
 
 // A peer that reads nothing at the moment receives the abort later.
-void Connector::tell_of_abort() {
+void Connector::report_abort() {
   for (auto pause = Milliseconds(1); !stop_ && control_->unsent();
        pause = std::min(2 * pause, kAbortResendPause)) {
     std::this_thread::sleep_for(pause);
@@ -178,11 +180,11 @@ void Connector::process_requests() {
     bool ask = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      LaneState& way = wanted.lane_states[static_cast<size_t>(lane)];
-      if (way.wanted || way.missing == 0) continue;
-      way.wanted = true;
+      LaneState& lane_state = wanted.lane_states[static_cast<size_t>(lane)];
+      if (lane_state.wanted || lane_state.complete()) continue;
+      lane_state.wanted = true;
       ask = rank > rank_;
-      if (!ask) connect(wanted, static_cast<uint16_t>(lane));
+      if (!ask) connect(wanted, static_cast<uint16_t>(lane), wanted.round_trip);
     }
     if (ask) control_->ask_to_connect(rank, lane);
   }
@@ -197,11 +199,28 @@ bool Connector::fresh(int rank, int lane) const {
       std::memory_order_acquire);
 }
 
+int Connector::sockets(int rank, int lane) const {
+  return static_cast<int>(link(rank).lane_states[static_cast<size_t>(lane)].socket_states.size());
+}
+
+std::pair<int, int> Connector::sockets() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int least = kMostSockets, most = 0;
+  for (const auto& link : links_) {
+    const auto& states = link->lane_states[static_cast<size_t>(Lane::collective)].socket_states;
+    const int count =
+        states.empty() ? directory_.sockets_at(link->round_trip) : static_cast<int>(states.size());
+    least = std::min(least, count);
+    most = std::max(most, count);
+  }
+  return {least, most};
+}
+
 std::vector<Connection> Connector::take(int rank, int lane) {
   std::lock_guard<std::mutex> lock(mutex_);
-  LaneState& way = link(rank).lane_states[static_cast<size_t>(lane)];
-  way.has_fresh.store(false, std::memory_order_relaxed);
-  return std::exchange(way.fresh, {});
+  LaneState& lane_state = link(rank).lane_states[static_cast<size_t>(lane)];
+  lane_state.has_fresh.store(false, std::memory_order_relaxed);
+  return std::exchange(lane_state.fresh, {});
 }
 
 // The mutex is ours only between two rounds of the thread: connections that a peer has used, and so
@@ -210,10 +229,10 @@ std::string Connector::connection_error(int rank, int lane, bool gone) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (broken_) std::rethrow_exception(broken_);
   const Link& wanted = link(rank);
-  const LaneState& way = wanted.lane_states[static_cast<size_t>(lane)];
-  if (way.missing == 0) return "";
+  const LaneState& lane_state = wanted.lane_states[static_cast<size_t>(lane)];
+  if (lane_state.complete()) return "";
   if (!wanted.connection_error.empty() || !gone) return wanted.connection_error;
-  const bool connecting = rank < rank_ && way.wanted;
+  const bool connecting = rank < rank_ && lane_state.wanted;
   return connecting ? "" : "it closed the connection";
 }
 
@@ -233,6 +252,7 @@ bool Connector::wait() {
   }
   if (deaf) wake = std::min(wake, accept_backoff_until_);
   if (tick_again_) wake = std::min(wake, Clock::now() + kTickInterval);
+  if (directory_.paths() > 1) wake = std::min(wake, Clock::now() + kPathInterval);
   const size_t first = polls.size();
   for (const Outgoing& out : outgoing_) {
     wake = std::min(wake, out.wake);
@@ -275,17 +295,23 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
     reopen({link.peer.rank, kControl, 0, hello.generation});
     return;
   }
-  SocketState& place = this->place({link.peer.rank, hello.lane, hello.socket, 0});
+  if (hello.lane != kControl) {
+    LaneState& lane_state = link.lane_states[hello.lane];
+    if (lane_state.socket_states.empty()) set_sockets(lane_state, hello.sockets);
+    if (lane_state.socket_states.size() != hello.sockets) return;
+  }
+  SocketState& state = state_of({link.peer.rank, hello.lane, hello.socket, 0});
   // An equal generation replaces ours if the peer did not see that our connection was made.
-  if (place.stood && hello.generation < place.generation) return;
-  const bool first = !place.stood;
-  place.stood = true;
-  place.broken = false;
-  place.generation = hello.generation;
-  place.since = Clock::now();
+  if (state.established && hello.generation < state.generation) return;
+  const bool first = !state.established;
+  state.established = true;
+  state.broken = false;
+  state.generation = hello.generation;
+  state.since = Clock::now();
   choose_congestion_control(sock.get(), directory_.congestion);
   if (hello.lane == kControl) {
     congestion_control_ = tcp::congestion_control(sock.get());
+    link.round_trip = std::max(link.round_trip, tcp::round_trip(sock.get()));
     if (control_ == nullptr) {
       link.control = std::move(sock);
     } else {
@@ -294,13 +320,13 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
     }
     return;
   }
-  choose_send_buffer(sock.get());
-  LaneState& way = link.lane_states[hello.lane];
-  way.fresh.push_back({hello.socket, hello.generation, std::move(sock)});
-  if (first) way.missing--;
-  if (way.missing > 0) return;
-  way.has_fresh.store(true, std::memory_order_release);
-  way.ready.store(true, std::memory_order_release);
+  choose_buffers(sock.get(), directory_.paths() > 1);
+  LaneState& lane_state = link.lane_states[hello.lane];
+  lane_state.fresh.push_back({hello.socket, hello.generation, std::move(sock)});
+  if (first) lane_state.missing--;
+  if (lane_state.missing > 0) return;
+  lane_state.has_fresh.store(true, std::memory_order_release);
+  lane_state.ready.store(true, std::memory_order_release);
   if (on_ready_) on_ready_(hello.lane);
 }
 

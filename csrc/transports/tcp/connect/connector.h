@@ -76,6 +76,11 @@ class Connector {
   void reopen(const LostConnection& broken);
   /// True once the sockets of the lane are connected.
   bool ready(int rank, int lane) const;
+  /// Returns the number of sockets of a lane that is ready.
+  int sockets(int rank, int lane) const;
+  /// Returns the least and the most sockets of the lanes that are connected, or would be, of all
+  /// peers.
+  std::pair<int, int> sockets() const;
   /// True if there are connections to take.
   bool fresh(int rank, int lane) const;
   /// Returns new connections, each once: at first all of the lane, then those that replace cut
@@ -90,23 +95,25 @@ class Connector {
  private:
   using Clock = Deadline::Clock;
   struct SocketState {  // of a connection that may be made again
-    bool stood = false;
+    bool established = false;
     bool broken = false;  // a new one is on its way
     uint32_t generation = 0;
     Clock::time_point since{};
     Milliseconds pause{0};  // before the next attempt; grows while connections do not last
   };
-  struct LaneState {  // the connections of one lane
-    std::vector<SocketState> socket_states;
+  struct LaneState {                         // the connections of one lane
+    std::vector<SocketState> socket_states;  // none until their number is known
     std::vector<Connection> fresh;
-    int missing = 0;
+    int missing = 0;      // first connections
     bool wanted = false;  // we connect, or have asked the peer to
+    bool complete() const { return !socket_states.empty() && missing == 0; }
     std::atomic<bool> ready{false}, has_fresh{false};
   };
   struct Link {
     Peer peer;
     SecureSocket control;
     SocketState control_state;
+    Milliseconds round_trip{0};  // measured when the control connection was made
     std::array<LaneState, kLanes> lane_states;
     std::string connection_error;
   };
@@ -120,7 +127,8 @@ class Connector {
     Milliseconds pause{20};                 // before the next attempt
     Clock::time_point refused_since{};  // when attempts began to be refused; zero: the last was not
     Clock::time_point starved_since{};  // when descriptors ran out; zero: there was one
-    size_t way = 0;                     // picks the pair of our and the peer's interface
+    size_t attempt = 0;                 // picks the pair of our and the peer's interface
+    bool returns = false;  // to the socket's own path: it replaces a connection by another one
     bool ready = false;
     bool over = false;
   };
@@ -133,9 +141,9 @@ class Connector {
   };
 
   Link& link(int rank) const { return *by_rank_[static_cast<size_t>(rank)]; }
-  SocketState& place(const LostConnection& broken) const;
+  SocketState& state_of(const LostConnection& broken) const;
   void run();
-  void tell_of_abort();
+  void report_abort();
   bool wait();
   void turn();
   void process_requests();
@@ -143,16 +151,21 @@ class Connector {
   void reconnect(const LostConnection& broken);
   void ask_again(Link& link);
   Hello hello_to(const Link& link, uint16_t lane) const;
-  void connect(Link& link, uint16_t lane);
+  uint16_t sockets_of(const Link& link, uint16_t lane) const;
+  void connect(Link& link, uint16_t lane, Milliseconds round_trip);
+  static void set_sockets(LaneState& lane_state, int count);
   void connect(Link& link, const Hello& hello, Clock::time_point when);
+  void return_later(Link& link, const Hello& hello);
   void accept_all(const Fd& listener);
   void serve(PendingConnection& pending);
   void serve(Outgoing& out);
-  void connect_early(Link& link);
+  void connect_early(Link& link, Milliseconds round_trip);
   void retry(Outgoing& out, int error);
   void starve(Clock::time_point& since, int error, bool may_wait) const;
   bool expects() const;
   void give_up(Outgoing& out);
+  bool is_outdated(const Outgoing& out) const;
+  std::chrono::milliseconds connect_limit() const;
   void join(Link& link, const Hello& hello, SecureSocket sock);
   void note_refusal(const PendingConnection& pending, bool refused);
   std::string name_of(const Link& link) const;
@@ -162,7 +175,7 @@ class Connector {
   const int rank_, size_;
   const Deadline deadline_;  // of the set-up
   const Milliseconds poll_interval_;
-  const bool far_store_;  ///< most peers are then far away as well
+  const Milliseconds store_round_trip_;  ///< if it is far, most peers are as well
   const PeerDirectory directory_;
   const pid_t process_;
   const Fd wake_;
@@ -173,7 +186,7 @@ class Connector {
 
   std::vector<std::unique_ptr<Link>> links_;  // in the order of directory_.peers
   std::vector<Link*> by_rank_;
-  std::mutex mutex_;  // guards what the links hold, and all below
+  mutable std::mutex mutex_;  // guards what the links hold, and all below
   std::list<Outgoing> outgoing_;
   std::list<PendingConnection> pending_connections_;
   Clock::time_point accept_backoff_until_{};  // no descriptor was left for another connection

@@ -15,6 +15,7 @@
 
 #include "core/crc32c.h"
 #include "core/error.h"
+#include "transports/tcp/net/buffers.h"
 #include "transports/transport.h"
 
 namespace pycomm::tcp {
@@ -172,12 +173,24 @@ void Control::take_in(Peer& peer) {
       }
     }
     // The connection has ended, or brought something that no peer of ours would send.
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.sock.get(), nullptr);
-    peer.sock.reset();
-    if (peer.state != State::here) return;
-    peer.cut_at = Clock::now();
-    peer.state.store(State::cut, std::memory_order_release);
-    if (on_cut_) on_cut_({peer.rank, kControl, 0, peer.generation});
+    lose(peer);
+  }
+}
+
+// The caller holds the mutex.
+void Control::lose(Peer& peer) {
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.sock.get(), nullptr);
+  peer.sock.reset();
+  if (peer.state != State::here) return;
+  peer.cut_at = Clock::now();
+  peer.state.store(State::cut, std::memory_order_release);
+  if (on_cut_) on_cut_({peer.rank, kControl, 0, peer.generation});
+}
+
+void Control::leave_silent_paths() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& peer : peers_) {
+    if (peer->sock && peer->state == State::here && is_silent(peer->sock.get())) lose(*peer);
   }
 }
 
@@ -324,6 +337,11 @@ size_t Control::unacknowledged(int rank) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const Peer& peer = *find(rank);
   return peer.sock ? peer.unsent() + tcp::unacknowledged(peer.sock.get()) : 0;
+}
+
+std::chrono::microseconds Control::round_trip(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return least_round_trip(find(rank)->sock.get());
 }
 
 bool Control::unsent() const {

@@ -58,6 +58,9 @@ class Control {
   /// True if the peer has sent its close or has died.
   bool gone(int rank) const;
 
+  /// Treats connections whose path is silent (tcp/net/buffers.h) as cut, where another path may
+  /// serve.
+  void leave_silent_paths();
   /// True while a connection is cut and not yet made again.
   bool cut_off() const;
 
@@ -76,6 +79,8 @@ class Control {
   size_t unacknowledged(int rank) const;
   /// Returns the round-trip time to the farthest peer, measured when its connection was made.
   Milliseconds round_trip() const { return Milliseconds(round_trip_.load()); }
+  /// Returns the least round-trip time to a peer so far; 0 if none is known.
+  std::chrono::microseconds round_trip(int rank) const;
   /// True if a message waits for room on its connection; poll() sends it as soon as there is some.
   bool unsent() const;
 
@@ -96,6 +101,7 @@ class Control {
   Peer* first_death() const;
   void watch(Peer& peer);
   void take_in(Peer& peer);
+  void lose(Peer& peer);
   void on_message(Peer& peer, const Message& message);
   void end_group(const Message& message) noexcept;
   void tell(Peer& peer, Message message) noexcept;

@@ -11,6 +11,10 @@ namespace pycomm::tcp {
 
 // The time that the network may take for a connection before we try another interface.
 constexpr auto kConnectLimit = std::chrono::seconds(3);
+// The same where another path may serve, and the pause between two attempts to return to the own.
+constexpr auto kPathLimit = Milliseconds(500);
+constexpr int kPathRoundTrips = 4;
+constexpr auto kReturnPause = Milliseconds(2000);
 constexpr auto kLastRetry = Milliseconds(1000);
 // A peer that refuses every attempt for this long counts as dead without another proof; meanwhile
 // we try at least once per kRefusedPause.
@@ -18,24 +22,40 @@ constexpr auto kRefusedFor = std::chrono::seconds(3);
 constexpr auto kRefusedPause = Milliseconds(100);
 // No more sockets than this are connected early, since most ranks of a large group never talk to
 // each other.
-constexpr size_t kEarlySockets = 64;
+constexpr size_t kEarlySockets = 128;
 // The time for which a rank that must connect may have no free descriptor.
 constexpr auto kStarvedFor = std::chrono::seconds(10);
+
+// Returns the number that a Hello for the lane has.
+uint16_t Connector::sockets_of(const Link& link, uint16_t lane) const {
+  const bool carries_data = lane < kLanes && !link.lane_states[lane].socket_states.empty();
+  return static_cast<uint16_t>(carries_data ? link.lane_states[lane].socket_states.size()
+                                            : directory_.sockets_at(Milliseconds(0)));
+}
+
+void Connector::set_sockets(LaneState& lane_state, int count) {
+  lane_state.socket_states.resize(static_cast<size_t>(count));
+  lane_state.missing = count;
+}
 
 Hello Connector::hello_to(const Link& link, uint16_t lane) const {
   Hello hello;
   hello.size = static_cast<uint32_t>(size_);
   hello.rank = static_cast<uint32_t>(rank_);
   hello.target = static_cast<uint32_t>(link.peer.rank);
-  hello.sockets = static_cast<uint16_t>(directory_.sockets);
+  hello.sockets = sockets_of(link, lane);
   hello.lane = lane;
   hello.tls = directory_.tls;
   return hello;
 }
 
-void Connector::connect(Link& link, uint16_t lane) {
+void Connector::connect(Link& link, uint16_t lane, Milliseconds round_trip) {
+  int count = 1;
+  if (lane != kControl) {
+    count = directory_.sockets_at(round_trip);
+    set_sockets(link.lane_states[lane], count);
+  }
   Hello hello = hello_to(link, lane);
-  const int count = lane == kControl ? 1 : directory_.sockets;
   for (int i = 0; i < count; i++) {
     hello.socket = static_cast<uint16_t>(i);
     connect(link, hello, Clock::now());
@@ -46,8 +66,30 @@ void Connector::connect(Link& link, const Hello& hello, Clock::time_point when) 
   outgoing_.emplace_back();
   outgoing_.back().link = &link;
   outgoing_.back().hello = hello;
-  outgoing_.back().way = hello.socket;
+  outgoing_.back().attempt = hello.socket;
   outgoing_.back().wake = when;
+}
+
+// A socket whose own path did not connect runs on another one until it does.
+void Connector::return_later(Link& link, const Hello& hello) {
+  Hello next = hello_to(link, hello.lane);
+  next.socket = hello.socket;
+  next.generation = hello.generation + 1;
+  connect(link, next, Clock::now() + kReturnPause);
+  outgoing_.back().returns = true;
+}
+
+// True for a return whose socket has been connected again since, or is about to be.
+bool Connector::is_outdated(const Outgoing& out) const {
+  const SocketState& state = state_of({out.link->peer.rank, out.hello.lane, out.hello.socket, 0});
+  return state.broken || state.generation + 1 != out.hello.generation;
+}
+
+// Where there is another path, a silent one is left soon: a packet that was lost is a second late.
+std::chrono::milliseconds Connector::connect_limit() const {
+  if (directory_.paths() == 1) return kConnectLimit;
+  const auto far = control_ == nullptr ? Milliseconds(0) : control_->round_trip();
+  return kPathLimit + kPathRoundTrips * far;
 }
 
 void Connector::serve(Outgoing& out) {
@@ -57,16 +99,23 @@ void Connector::serve(Outgoing& out) {
     out.over = true;
     return;
   }
+  if (out.returns && is_outdated(out)) {
+    out.over = true;
+    return;
+  }
   if (!out.fd) {
     if (Clock::now() < out.wake) return;
+    if (out.returns && control_ == nullptr) {  // the set-up takes only first connections
+      out.wake = Clock::now() + kReturnPause;
+      return;
+    }
     // The sockets are spread over the interfaces: our i-th to the peer's i-th. The route decides by
     // which interface we leave, unless the user has named one.
-    const size_t pairs = std::min(directory_.interfaces.size(), peer.addresses.size());
-    const size_t pair = out.way % pairs;
+    const size_t pair = out.attempt % directory_.paths();
     const Address* from = directory_.bound ? &directory_.interfaces[pair].address : nullptr;
     out.fd = connect_to(peer.addresses[pair], from, error);
-    out.wake = Clock::now() + kConnectLimit;
-    if (lacks_descriptor(error)) {
+    out.wake = Clock::now() + connect_limit();
+    if (lacks_descriptor(error) && !out.returns) {
       const bool may_wait = control_ != nullptr || out.hello.lane != kControl;
       starve(out.starved_since, error, may_wait);
     } else {
@@ -84,7 +133,7 @@ void Connector::serve(Outgoing& out) {
     if (error != 0) return retry(out, error);
     if (control_ == nullptr && out.hello.lane == kControl && peer.door.empty() &&
         round_trip(out.fd.get()) >= kFarAway) {
-      connect_early(*out.link);
+      connect_early(*out.link, round_trip(out.fd.get()));
     }
     out.greeting.emplace(Handshake(peer.secret, group_, out.hello));
     out.wake = Clock::time_point::max();
@@ -104,16 +153,20 @@ void Connector::serve(Outgoing& out) {
       if (out.hello.lane == kCallBack) return retry(out, 0);  // until the peer's connection arrives
       join(*out.link, out.hello, out.greeting->sock(std::move(out.fd)));
       out.over = true;
+      if (out.attempt % directory_.paths() != out.hello.socket % directory_.paths()) {
+        return_later(*out.link, out.hello);
+      }
   }
 }
 
 // Begins to connect the sockets of collectives with a far peer while the set-up goes on, so that
 // the first operation need not wait for three round trips.
-void Connector::connect_early(Link& link) {
-  LaneState& way = link.lane_states[static_cast<size_t>(Lane::collective)];
-  if (way.wanted || links_.size() * static_cast<size_t>(directory_.sockets) > kEarlySockets) return;
-  way.wanted = true;
-  connect(link, static_cast<uint16_t>(Lane::collective));
+void Connector::connect_early(Link& link, Milliseconds round_trip) {
+  LaneState& lane_state = link.lane_states[static_cast<size_t>(Lane::collective)];
+  const auto sockets = static_cast<size_t>(directory_.sockets_at(round_trip));
+  if (lane_state.wanted || links_.size() * sockets > kEarlySockets) return;
+  lane_state.wanted = true;
+  connect(link, static_cast<uint16_t>(Lane::collective), round_trip);
 }
 
 // A full queue, a router that wakes up, or a flooded listener passes. So does a firewall that
@@ -135,10 +188,14 @@ void Connector::retry(Outgoing& out, int error) {
   out.fd.reset();
   out.ready = false;
   out.greeting.reset();
+  if (out.returns) {  // meanwhile the other path serves
+    out.wake = now + kReturnPause;
+    return;
+  }
   const Peer& peer = out.link->peer;
   const bool gone = peer.has_died() || (control_ != nullptr && control_->gone(peer.rank));
   if (refused && (gone || now - out.refused_since >= kRefusedFor)) return give_up(out);
-  out.way++;
+  out.attempt++;
   out.wake = now + (refused ? std::min(out.pause, kRefusedPause) : out.pause);
   out.pause = std::min(out.pause * 2, kLastRetry);
 }
@@ -193,13 +250,14 @@ void Connector::accept_all(const Fd& listener) {
 // True if peers must connect to us: otherwise a connection that we cannot accept does no harm.
 bool Connector::expects() const {
   return std::any_of(links_.begin(), links_.end(), [](const auto& link) {
-    const auto broken = [](const SocketState& place) { return place.broken; };
+    const auto broken = [](const SocketState& state) { return state.broken; };
     return link->control_state.broken ||
-           std::any_of(
-               link->lane_states.begin(), link->lane_states.end(), [&](const LaneState& way) {
-                 return (way.wanted && way.missing > 0) ||
-                        std::any_of(way.socket_states.begin(), way.socket_states.end(), broken);
-               });
+           std::any_of(link->lane_states.begin(), link->lane_states.end(),
+                       [&](const LaneState& lane_state) {
+                         return (lane_state.wanted && !lane_state.complete()) ||
+                                std::any_of(lane_state.socket_states.begin(),
+                                            lane_state.socket_states.end(), broken);
+                       });
   });
 }
 

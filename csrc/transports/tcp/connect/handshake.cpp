@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "transports/tcp/connect/peers.h"
 #include "transports/transport.h"
 
 namespace pycomm::tcp {
@@ -119,9 +120,10 @@ void Handshake::on_proof() {
   const bool known_use = hello_.lane == kControl || calls_back
                              ? hello_.socket == 0
                              : hello_.lane < kLanes && hello_.socket < hello_.sockets;
-  if (hello_.size != size || hello_.sockets != static_cast<uint32_t>(sockets_) ||
-      hello_.target != rank || hello_.rank == rank || (hello_.rank < rank) != calls_back ||
-      hello_.rank >= size || !known_use) {
+  const bool fits = sockets_ == 0 ? hello_.sockets >= 1 && hello_.sockets <= kMostSockets
+                                  : hello_.sockets == sockets_;
+  if (hello_.size != size || !fits || hello_.target != rank || hello_.rank == rank ||
+      (hello_.rank < rank) != calls_back || hello_.rank >= size || !known_use) {
     return refuse(Verdict::wrong_shape,
                   "rank " + std::to_string(hello_.rank) + " of " + std::to_string(hello_.size) +
                       " wants " + std::to_string(hello_.sockets) + " sockets, we are " +

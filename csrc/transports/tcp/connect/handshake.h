@@ -20,7 +20,7 @@
 
 namespace pycomm::tcp {
 
-constexpr uint32_t kWireVersion = 6;
+constexpr uint32_t kWireVersion = 7;
 /// Lane number of a control connection, which carries aborts and closes instead of a lane.
 constexpr uint16_t kControl = 0xffff;
 /// Lane number of a connection by which a lower rank asks a higher one to make the control
@@ -44,7 +44,7 @@ struct Hello {
   uint32_t target = 0;  ///< that it connects to
   uint16_t lane = 0;    ///< or kControl
   uint16_t socket = 0;
-  uint16_t sockets = 0;     ///< per lane; equal on all ranks
+  uint16_t sockets = 0;     ///< of the lane; the rank that connects decides, unless the user has
   uint16_t tls = 0;         ///< 1: everything after the handshake is encrypted
   uint32_t generation = 0;  ///< 0 for the first connection of this socket, then counting
   uint32_t unused = 0;
@@ -63,6 +63,7 @@ class Handshake {
   /// Begins the side that connects. `hello` comes without nonce.
   Handshake(std::string secret, std::string group, const Hello& hello);
   /// Begins the side that listens; it accepts ranks above its own, and for kCallBack those below.
+  /// `sockets` is their number in each lane, or 0 if the other side decides.
   Handshake(std::string secret, std::string group, int rank, int size, int sockets, bool tls);
 
   State state() const { return state_; }

@@ -15,7 +15,7 @@ class HostDoor {
   HostDoor();
   /// Returns the door's name; empty if this host has no such sockets.
   const std::string& name() const { return name_; }
-  /// Whether a door of this name is open on our host. Not known where we may not try (a policy of
+  /// Tells whether a door of this name is open on our host; unknown if we may not try (a policy of
   /// the system, no descriptors).
   enum class State : uint8_t { open, closed, unknown };
   static State look(const std::string& name);

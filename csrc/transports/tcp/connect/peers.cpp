@@ -17,6 +17,11 @@ namespace {
 
 constexpr const char* kTls = " tls";
 constexpr const char* kNoDoor = "-";
+// Far away, what is in flight on one socket is bounded by its send buffer, of which the kernel
+// gives 4 MB by default, 160 Mbit/s at a round trip of 200 ms; and where packets are lost, those
+// behind them wait in it for another round trip.
+constexpr int kFewSockets = 2, kManySockets = 4;
+constexpr auto kManyFrom = std::chrono::milliseconds(10);
 
 // Returns true if the ranks name several hosts. That all of them see alike.
 bool spans_hosts(const std::vector<std::string>& hosts) {
@@ -86,7 +91,7 @@ class AddressExchange {
     directory_.bound = !options_.interface.empty();
     directory_.congestion = options_.congestion;
     take_cards(exchange_cards(hosts, one_host));
-    directory_.sockets = std::max(options_.sockets, static_cast<int>(directory_.interfaces.size()));
+    directory_.sockets = options_.sockets;
     return std::move(directory_);
   }
 
@@ -180,6 +185,7 @@ class AddressExchange {
       if (peer.addresses.empty()) {
         throw Error("tcp: " + who + ": the store holds \"" + card + "\" instead of an address");
       }
+      check_paths(who, peer);
       if (peer.rank < rendezvous_.rank) check_families(us_, peer);  // we connect to it
       if ((space == card.size()) != given) {
         throw Error(
@@ -190,6 +196,21 @@ class AddressExchange {
     }
   }
 
+  // A rank with fewer paths would leave some of the others' unused, and unseen.
+  void check_paths(const std::string& who, const Peer& peer) const {
+    const auto list = [](const auto& addresses, const auto& text) {
+      std::string result;
+      for (const auto& each : addresses) result += (result.empty() ? "" : ", ") + text(each);
+      return std::to_string(addresses.size()) + " (" + result + ")";
+    };
+    if (peer.addresses.size() == directory_.paths()) return;
+    throw Error("tcp: " + who + " have different sets of paths: " + us_ + " has " +
+                list(directory_.interfaces, [](const Interface& i) { return i.name; }) + ", rank " +
+                std::to_string(peer.rank) + " has " +
+                list(peer.addresses, [](const Address& a) { return a.ip(); }) +
+                "; let PYCOMM_INTERFACE name as many interfaces on each host, in the same order");
+  }
+
   const Rendezvous& rendezvous_;
   const TcpOptions& options_;
   const std::string us_;
@@ -197,6 +218,11 @@ class AddressExchange {
 };
 
 }  // namespace
+
+int PeerDirectory::sockets_at(std::chrono::milliseconds round_trip) const {
+  const int wanted = sockets > 0 ? sockets : round_trip < kManyFrom ? kFewSockets : kManySockets;
+  return std::min(std::max(static_cast<int>(paths()), wanted), kMostSockets);
+}
 
 std::string host_value(const HostDoor& door) {
   const std::string cpus = cpu_mask();
@@ -233,8 +259,8 @@ TcpListeners listen(const TcpOptions& options, bool one_host) {
   return ours;
 }
 
-PeerDirectory meet(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                   const TcpOptions& options) {
+PeerDirectory exchange_addresses(const Rendezvous& rendezvous, const std::vector<int>& peers,
+                                 const TcpOptions& options) {
   return AddressExchange(rendezvous, peers, options).run();
 }
 

@@ -39,6 +39,9 @@ TcpListeners listen(const TcpOptions& options, bool one_host);
 /// there. The door stays open as long as it has an owner.
 std::string host_value(const HostDoor& door);
 
+/// The most sockets that a lane has with a peer.
+constexpr int kMostSockets = 16;
+
 /// Another rank, as it has published itself.
 struct Peer {
   int rank = 0;
@@ -47,7 +50,7 @@ struct Peer {
   std::string door;                ///< open on our host while the peer lives; empty if not known
   Process process{""};
 
-  /// What is certain, not only likely.
+  /// True if the peer is known to have died; false if that is only likely.
   bool has_died() const {
     return process.died() || (!door.empty() && HostDoor::look(door) == HostDoor::State::closed);
   }
@@ -60,15 +63,21 @@ struct PeerDirectory {
   std::string secret;         ///< peers must prove it to us
   bool tls = false;           ///< connections are encrypted
   std::string congestion;     ///< control of what we send: "auto" or the kernel's name
-  int sockets = 1;            ///< per peer and lane, at least one for each interface
+  int sockets = 0;            ///< per peer and lane as the user has said; 0: by distance
   bool bound = false;         ///< the user has named the interfaces, so connections leave by them
   bool crowded = false;       ///< this rank and the peers of its host outnumber their CPUs
   std::vector<Peer> peers;    ///< ascending
+
+  /// Returns the number of paths to each peer: our i-th interface and the peer's i-th.
+  size_t paths() const { return interfaces.size(); }
+  /// Returns the number of sockets of a lane with a peer at this round trip: at least one for each
+  /// path. Of two ranks the one that connects decides.
+  int sockets_at(std::chrono::milliseconds round_trip) const;
 };
 
 /// Chooses the interfaces, listens there, and exchanges addresses with `peers` through the store.
 /// Throws Timeout with the missing ranks.
-PeerDirectory meet(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                   const TcpOptions& options);
+PeerDirectory exchange_addresses(const Rendezvous& rendezvous, const std::vector<int>& peers,
+                                 const TcpOptions& options);
 
 }  // namespace pycomm::tcp

@@ -17,7 +17,7 @@ constexpr auto kLastPause = Milliseconds(100);
 
 }  // namespace
 
-Connector::SocketState& Connector::place(const LostConnection& broken) const {
+Connector::SocketState& Connector::state_of(const LostConnection& broken) const {
   Link& wanted = link(broken.rank);
   if (broken.lane == kControl) return wanted.control_state;
   return wanted.lane_states[static_cast<size_t>(broken.lane)]
@@ -45,21 +45,21 @@ void Connector::reconnect() {
 
 // Both ends may have noticed the cut, or one alone.
 void Connector::reconnect(const LostConnection& broken) {
-  if (broken.lane != kControl && broken.socket >= directory_.sockets) return;
-  SocketState& place = this->place(broken);
-  if (!place.stood || place.broken || place.generation != broken.generation) return;
-  place.broken = true;
+  if (broken.lane != kControl && broken.socket >= sockets(broken.rank, broken.lane)) return;
+  SocketState& state = state_of(broken);
+  if (!state.established || state.broken || state.generation != broken.generation) return;
+  state.broken = true;
   Link& wanted = link(broken.rank);
   const auto lane = static_cast<uint16_t>(broken.lane);
   const auto now = Clock::now();
-  place.pause = now - place.since >= kLasting
+  state.pause = now - state.since >= kLasting
                     ? Milliseconds(0)
-                    : std::clamp(2 * place.pause, kFirstPause, kLastPause);
+                    : std::clamp(2 * state.pause, kFirstPause, kLastPause);
   if (broken.rank < rank_) {
     Hello hello = hello_to(wanted, lane);
     hello.socket = static_cast<uint16_t>(broken.socket);
     hello.generation = broken.generation + 1;
-    connect(wanted, hello, now + place.pause);
+    connect(wanted, hello, now + state.pause);
   } else if (lane == kControl) {
     Hello hello = hello_to(wanted, kCallBack);
     hello.generation = broken.generation;
@@ -73,12 +73,12 @@ void Connector::reconnect(const LostConnection& broken) {
 void Connector::ask_again(Link& link) {
   if (link.peer.rank < rank_) return;
   for (int lane = 0; lane < kLanes; lane++) {
-    LaneState& way = link.lane_states[static_cast<size_t>(lane)];
-    if (way.wanted && way.missing > 0) control_->ask_to_connect(link.peer.rank, lane);
-    for (size_t socket = 0; socket < way.socket_states.size(); socket++) {
-      const SocketState& place = way.socket_states[socket];
-      if (!place.broken) continue;
-      control_->ask_to_connect({link.peer.rank, lane, static_cast<int>(socket), place.generation});
+    LaneState& lane_state = link.lane_states[static_cast<size_t>(lane)];
+    if (lane_state.wanted && !lane_state.complete()) control_->ask_to_connect(link.peer.rank, lane);
+    for (size_t socket = 0; socket < lane_state.socket_states.size(); socket++) {
+      const SocketState& state = lane_state.socket_states[socket];
+      if (!state.broken) continue;
+      control_->ask_to_connect({link.peer.rank, lane, static_cast<int>(socket), state.generation});
     }
   }
 }

@@ -187,19 +187,6 @@ Fd connect_to(const Address& to, const Address* from, int& error) {
   return fd;
 }
 
-void choose_send_buffer(int fd) {
-  // The kernel doubles the buffer: this much in a round trip of 100 us is 20 Gbit/s on each socket.
-  constexpr uint32_t kShortWay = 100;  // microseconds
-  constexpr int kSmallBuffer = 128 << 10;
-  tcp_info info = {};
-  socklen_t size = sizeof info;
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
-  // The minimum is used because other samples include the time until a thread answers. 0: an old
-  // kernel.
-  if (info.tcpi_min_rtt == 0 || info.tcpi_min_rtt > kShortWay) return;
-  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSmallBuffer, sizeof kSmallBuffer);
-}
-
 void set_wake_bytes(int fd, size_t bytes) {
   const int value = static_cast<int>(bytes);
   ::setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value);
@@ -225,6 +212,14 @@ std::chrono::milliseconds round_trip(int fd) {
   if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
   const std::chrono::microseconds measured(info.tcpi_rtt);
   return std::chrono::duration_cast<std::chrono::milliseconds>(measured);
+}
+
+std::chrono::microseconds least_round_trip(int fd) {
+  tcp_info info = {};
+  socklen_t size = sizeof info;
+  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  // An old kernel does not know the minimum.
+  return std::chrono::microseconds(info.tcpi_min_rtt > 0 ? info.tcpi_min_rtt : info.tcpi_rtt);
 }
 
 size_t unacknowledged(int fd) {

@@ -65,10 +65,6 @@ bool has_caller(int listener);
 /// writable. `from` is the local address to leave by, or null for the route's. `error` gets an
 /// immediate error, else 0. Empty if there can be no socket.
 Fd connect_to(const Address& to, const Address* from, int& error);
-/// Must be called on both ends of a new connection. On a short path little is in flight, and the
-/// bytes that a send buffer holds beyond that have left the processor's cache before they are read
-/// again: there the buffer stays small instead of growing to megabytes.
-void choose_send_buffer(int fd);
 /// Sets from how many bytes on a socket counts as readable.
 void set_wake_bytes(int fd, size_t bytes);
 /// Returns the pending error of a socket, 0 if none.
@@ -78,6 +74,8 @@ LinkUse link_use(int fd);
 /// Returns the round-trip time of a packet and its acknowledgement, as the kernel has measured it,
 /// rounded up; 0 if it does not know.
 std::chrono::milliseconds round_trip(int fd);
+/// Returns the least of its samples, which holds the least of what a busy host adds; 0 likewise.
+std::chrono::microseconds least_round_trip(int fd);
 /// Returns the number of sent bytes that the other end has not acknowledged; 0 once the connection
 /// is broken.
 size_t unacknowledged(int fd);

@@ -1,4 +1,8 @@
-"""The process group "pycomm" for torch.distributed; csrc/binding/torch/backend.h does the work."""
+"""The process group "pycomm" for torch.distributed.
+
+Its work is done by `_c10d`, which is compiled against torch (csrc/binding/torch/backend.h), or,
+where there is none for the installed torch, by `pycomm.backend.python`. See `load`.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,11 @@ from torch._C import _distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from pycomm import _register
-from pycomm._build import load_c10d
+from pycomm.backend.choice import load
 from pycomm.env import env, let_groups_allocate_buckets
 
 if TYPE_CHECKING:
+    from pycomm import _c10d
     from pycomm._c10d import Backend, Options
 
 
@@ -31,7 +36,7 @@ def create(given: Any, options: Options | None) -> Backend:
         PeerLost: a rank died after it had joined, or is known to the default group as lost.
         Timeout: some ranks did not join; the text names them.
     """
-    c10d = load_c10d()
+    c10d = load()
     if options is None:
         options = c10d.Options()
     elif not isinstance(options, c10d.Options):
@@ -42,9 +47,17 @@ def create(given: Any, options: Options | None) -> Backend:
     options._timeout = _timeout(given.timeout, options._timeout)
     options.group_name = given.group_id
     options.global_ranks_in_group = given.global_ranks_in_group
+    if getattr(given, "enable_reconfigure", False):  # torch 2.14 and later
+        options.enable_reconfigure = True
     let_groups_allocate_buckets()
+    parent = find()
     made: Backend = c10d.Backend(
-        given.store, given.group_rank, given.group_size, options, given.group_id, find()
+        given.store,
+        given.group_rank,
+        given.group_size,
+        options,
+        given.group_id,
+        parent if isinstance(parent, c10d.Backend) else None,
     )
     return made
 
@@ -81,7 +94,7 @@ def _timeout(given: timedelta, of_options: timedelta) -> timedelta:
     """
     if given != default_pg_timeout:
         return given
-    unnamed = load_c10d().Options()._timeout  # PYCOMM_TIMEOUT, or the core's default
+    unnamed = load().Options()._timeout  # PYCOMM_TIMEOUT, or the core's default
     if of_options != unnamed or env().timeout_is_set:
         return of_options
     return given
@@ -92,7 +105,8 @@ def find(
 ) -> Backend | None:
     """Return the pycomm backend that moves a group's tensors, or None if another backend does.
 
-    If pycomm moves both CPU and CUDA tensors, one backend does.
+    If pycomm moves both CPU and CUDA tensors, one backend does. The backend in Python answers the
+    same questions (`describe`, `trace`, `sent_bytes`), and has no compressed collectives.
 
     Args:
         group: a process group; None means the default group.
@@ -104,6 +118,19 @@ def find(
         >>> pycomm.backend.find().describe()  # doctest: +SKIP
         '2 ranks: shm to 1'
     """
+    return _found(group, device, ("pycomm._c10d", "pycomm.backend.python.backend"))
+
+
+def find_native(
+    group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> _c10d.Backend | None:
+    """Return the backend of `find` if it is the one in C++, which has compressed collectives."""
+    return _found(group, device, ("pycomm._c10d",))
+
+
+def _found(
+    group: dist.ProcessGroup | None, device: torch.device | None, modules: tuple[str, ...]
+) -> Backend | None:
     group = group or dist.group.WORLD
     if group is None:
         return None
@@ -112,4 +139,4 @@ def find(
     except RuntimeError:  # the group has no backend for such tensors
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    return backend if type(backend).__module__ == "pycomm._c10d" else None
+    return backend if type(backend).__module__ in modules else None

@@ -1,0 +1,87 @@
+// Python store: an object of Python as a Store, such as pycomm/backend/python/store.py makes of one
+// of torch's.
+#pragma once
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "binding/core/gil.h"
+#include "core/error.h"
+#include "transports/store.h"
+
+namespace pycomm {
+
+/// Calls the methods of an object that has those of Store: `set(key, value)`, `get(key, seconds)`
+/// and `find(key)`, which return None for a key that is not there, `find_all(keys)`, `append(key,
+/// value)`, and the properties `appends` and `round_trip` (in seconds). Values are bytes.
+class PythonStore final : public Store {
+ public:
+  explicit PythonStore(pybind11::object target)
+      : target_(std::move(target)), appends_(target_.attr("appends").cast<bool>()) {}
+  ~PythonStore() override {
+    if (!Py_IsInitialized()) {
+      target_.release();
+      return;
+    }
+    const GilAcquired gil;
+    target_ = pybind11::object();
+  }
+
+  void set(const std::string& key, const std::string& value) override {
+    asking(key, [&] { target_.attr("set")(key, pybind11::bytes(value)); });
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    const double seconds = static_cast<double>(deadline.left().count()) / 1e3;
+    auto value = asking(key, [&] { return text(target_.attr("get")(key, seconds)); });
+    if (value) return std::move(*value);
+    throw Timeout("no rank set the key " + key + " in the store within " +
+                  std::to_string(deadline.limit().count()) + " ms");
+  }
+  std::optional<std::string> find(const std::string& key) override {
+    return asking(key, [&] { return text(target_.attr("find")(key)); });
+  }
+  std::optional<std::vector<std::string>> find_all(const std::vector<std::string>& keys) override {
+    if (keys.size() < 2 || !appends_) return Store::find_all(keys);
+    return asking(keys[0], [&] {
+      const pybind11::object values = target_.attr("find_all")(keys);
+      return values.cast<std::optional<std::vector<std::string>>>();
+    });
+  }
+  bool appends() const override { return appends_; }
+  void append(const std::string& key, const std::string& value) override {
+    asking(key, [&] { target_.attr("append")(key, pybind11::bytes(value)); });
+  }
+  std::chrono::microseconds round_trip() const override {
+    const GilAcquired gil;
+    const double seconds = target_.attr("round_trip").cast<double>();
+    return std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
+  }
+
+ private:
+  static std::optional<std::string> text(const pybind11::object& value) {
+    if (value.is_none()) return std::nullopt;
+    return value.cast<std::string>();
+  }
+  /// What the object raises becomes an Error. An interrupt, such as KeyboardInterrupt, stays one.
+  template <typename Ask>
+  static auto asking(const std::string& key, const Ask& ask) -> decltype(ask()) {
+    const GilAcquired gil;
+    try {
+      return ask();
+    } catch (const pybind11::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;
+      const auto what = pybind11::str(error.value()).cast<std::string>();
+      throw Error("the store failed at the key " + key + ": " + what);
+    }
+  }
+
+  pybind11::object target_;
+  const bool appends_;  ///< several ranks may append to one key, and one call finds several keys
+};
+
+}  // namespace pycomm

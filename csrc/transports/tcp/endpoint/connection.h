@@ -1,0 +1,45 @@
+// Connection of a member to another process's endpoint. One thread at a time.
+#pragma once
+#include <functional>
+#include <string>
+
+#include "core/deadline.h"
+#include "core/error.h"
+#include "transports/tcp/endpoint/handle.h"
+#include "transports/tcp/endpoint/message.h"
+#include "transports/tcp/net/secure_socket.h"
+
+namespace pycomm::tcp {
+
+/// Nobody listens at the address: the process is gone, or a firewall refuses in its name.
+class Refused : public Error {
+ public:
+  using Error::Error;
+};
+
+class EndpointConnection {
+ public:
+  /// Connects and proves the secret: the handle's own, or else the one that was `given` to all
+  /// ranks. `interrupt` is called while it waits, and may throw. Throws Refused, Timeout, and Error
+  /// if another process answers there.
+  EndpointConnection(const Handle& to, const std::string& given, const Deadline& deadline,
+                     std::function<void()> interrupt);
+
+  /// Throw Error when the connection is gone, and Timeout.
+  void send(const std::string& message, const Deadline& deadline);
+  std::string receive(const Deadline& deadline);
+  /// How long the connection and the greeting took, by round trips.
+  std::chrono::microseconds round_trip() const { return round_trip_; }
+
+ private:
+  void wait(int fd, short events, const Deadline& deadline) const;
+  void greet(Fd fd, const Handle& to, const std::string& secret, const Deadline& deadline);
+
+  const std::string where_;
+  const std::function<void()> interrupt_;
+  SecureSocket socket_;
+  std::string arrived_;
+  std::chrono::microseconds round_trip_{0};
+};
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,258 @@
+// Gathering of a group from handles, and the stores of its members.
+#include "transports/tcp/endpoint/gathering.h"
+
+#include <algorithm>
+#include <map>
+#include <thread>
+
+#include "core/error.h"
+#include "transports/tcp/endpoint/connection.h"
+
+namespace pycomm::tcp {
+namespace {
+
+// Members that come together need no question.
+constexpr Milliseconds kFirstLook(250);
+constexpr Milliseconds kLook(300);
+// Time that a question may take: four round trips, and a process that is busy.
+constexpr Milliseconds kQuestion(3000);
+// A port that refuses this often in a row, with kLook between, belongs to a process that is gone.
+constexpr int kRefusals = 2;
+// An operation on the store after the group was formed, by the straggler monitor.
+constexpr Milliseconds kLateRequest(10000);
+constexpr Milliseconds kRetry(20);
+
+Digest hash_of(const std::vector<std::string>& handles) {
+  std::string text;
+  for (const std::string& handle : handles) text += handle + "\n";
+  return sha256(text);
+}
+
+}  // namespace
+
+/// The store of the member that lends it.
+class Gathering::LentStore final : public Store {
+ public:
+  explicit LentStore(std::shared_ptr<Space> space) : space_(std::move(space)) {}
+  void set(const std::string& key, const std::string& value) override { space_->set(key, value); }
+  std::string get(const std::string& key, Deadline deadline) override {
+    for (;;) {
+      if (auto value = space_->find(key)) return *value;
+      if (deadline.expired()) throw Timeout("store: nothing was published as \"" + key + "\"");
+      std::this_thread::sleep_for(Milliseconds(1));
+    }
+  }
+  std::optional<std::string> find(const std::string& key) override { return space_->find(key); }
+  bool appends() const override { return true; }
+  void append(const std::string& key, const std::string& value) override {
+    space_->append(key, value);
+  }
+  std::set<int> present() { return space_->present(); }
+
+ private:
+  const std::shared_ptr<Space> space_;
+};
+
+/// The store of the other members. Any thread, after the group was formed.
+class Gathering::RemoteStore final : public Store {
+ public:
+  RemoteStore(EndpointConnection connection, const GroupRequest& request, const Deadline& deadline)
+      : connection_(std::move(connection)), deadline_(deadline) {
+    round_trip_ = connection_.round_trip().count();
+    tell(MessageWriter(MessageKind::join)
+             .number(request.uuid)
+             .number(static_cast<int32_t>(request.rank))
+             .number(static_cast<int32_t>(request.size))
+             .number(request.list));
+  }
+  void set(const std::string& key, const std::string& value) override {
+    tell(MessageWriter(MessageKind::set).string(key).string(value));
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    for (;;) {
+      if (auto value = find(key)) return *value;
+      if (deadline.expired()) throw Timeout("store: nothing was published as \"" + key + "\"");
+      std::this_thread::sleep_for(Milliseconds(1));
+    }
+  }
+  std::optional<std::string> find(const std::string& key) override {
+    MessageReader value = ask(MessageWriter(MessageKind::find).string(key), MessageKind::value);
+    if (value.number<uint8_t>() == 0) return std::nullopt;
+    return value.string();
+  }
+  bool appends() const override { return true; }
+  void append(const std::string& key, const std::string& value) override {
+    tell(MessageWriter(MessageKind::append).string(key).string(value));
+  }
+  std::chrono::microseconds round_trip() const override {
+    return std::chrono::microseconds(round_trip_.load());
+  }
+  std::set<int> present() {
+    MessageReader ranks = ask(MessageWriter(MessageKind::present), MessageKind::ranks);
+    std::set<int> present;
+    for (auto count = ranks.number<uint32_t>(); count > 0; count--)
+      present.insert(ranks.number<int32_t>());
+    return present;
+  }
+
+ private:
+  Deadline deadline() const {
+    return deadline_.expired() ? Deadline::after(kLateRequest) : deadline_;
+  }
+  void tell(const MessageWriter& message) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    explain([&] { connection_.send(message.finished(), deadline()); });
+  }
+  MessageReader ask(const MessageWriter& message, MessageKind wanted) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::string text;
+    const auto start = Deadline::Clock::now();
+    explain([&] {
+      connection_.send(message.finished(), deadline());
+      text = connection_.receive(deadline());
+    });
+    const auto took =
+        std::chrono::duration_cast<std::chrono::microseconds>(Deadline::Clock::now() - start);
+    round_trip_ = std::min<int64_t>(round_trip_, took.count());
+    MessageReader answer(text);
+    const MessageKind kind = answer.kind();
+    if (kind == MessageKind::problem) throw WireMismatch(answer.string());
+    if (kind != wanted) throw Error("endpoint: rank 0 answers what was not asked");
+    return answer;
+  }
+  template <typename F>
+  void explain(const F& act) {
+    try {
+      act();
+    } catch (const Refused& gone) {
+      throw PeerLost(0, std::string("rank 0, whose endpoint the members use to meet, is gone: ") +
+                            gone.what() + "; look at its own log");
+    }
+  }
+
+  std::mutex mutex_;
+  EndpointConnection connection_;
+  const Deadline deadline_;
+  std::atomic<int64_t> round_trip_{0};
+};
+
+Gathering::Gathering(Endpoint& endpoint, int64_t uuid, const std::vector<std::string>& handles,
+                     const std::string& secret, Milliseconds timeout,
+                     std::function<void()> interrupt)
+    : endpoint_(endpoint),
+      secret_(secret),
+      deadline_(Deadline::after(timeout)),
+      interrupt_(std::move(interrupt)),
+      next_look_(Deadline::after(kFirstLook)),
+      refusals_(handles.size(), 0) {
+  if (handles.empty()) throw Error("the list of handles is empty; pass one for each rank");
+  const Handle& ours = endpoint.handle();
+  request_.uuid = uuid;
+  request_.rank = -1;
+  request_.size = static_cast<int>(handles.size());
+  request_.list = hash_of(handles);
+  std::map<std::string, int> known;
+  for (int r = 0; r < request_.size; r++) {
+    Handle handle;
+    const std::string who = "the handle of rank " + std::to_string(r);
+    handle = Handle::parse(handles[static_cast<size_t>(r)]);
+    if (handle.group != ours.group)
+      throw Error(who + " (" + handle.where() +
+                  ") belongs to another group than this one; pass the handles that "
+                  "the same group has on other ranks");
+    if (handle.tls != ours.tls)
+      throw Error(who + " is of a process that " + (handle.tls ? "encrypts" : "does not encrypt") +
+                  ", other than this one; set the same PYCOMM_TLS on all ranks");
+    if (handle.tag != ours.tag)
+      throw Error(who + " is of a process with another secret than this one, or only one of the " +
+                  "two was given one; set the same PYCOMM_SECRET on all ranks");
+    if (const auto [before, fresh] = known.emplace(handle.id, r); !fresh)
+      throw Error(who + " is that of rank " + std::to_string(before->second) +
+                  ", too; name each process once");
+    if (handle.id == ours.id) request_.rank = r;
+    handles_.push_back(std::move(handle));
+  }
+  if (request_.rank < 0)
+    throw Error("the handle of this process is not in the list of " +
+                std::to_string(request_.size) +
+                " handles; only members of the new group call reconfigure");
+  endpoint.claim(uuid, request_.list);
+}
+
+void Gathering::end(const std::string& failure) { endpoint_.release(failure); }
+
+std::string Gathering::name_of(int rank) const {
+  return "rank " + std::to_string(rank) + " (" + handles_[static_cast<size_t>(rank)].where() + ")";
+}
+
+std::shared_ptr<Store> Gathering::store() {
+  if (request_.rank == 0) {
+    lent_ = std::make_shared<LentStore>(endpoint_.lend(request_));
+    return lent_;
+  }
+  for (int refusals = 0;;) {
+    try {
+      remote_ = std::make_shared<RemoteStore>(
+          EndpointConnection(handles_[0], secret_, deadline_, interrupt_), request_, deadline_);
+      return remote_;
+    } catch (const Refused& gone) {
+      if (++refusals > kRefusals)
+        throw PeerLost(0, name_of(0) + " is gone: " + gone.what() +
+                              "; its process has ended, leave its handle out of the list");
+      std::this_thread::sleep_for(std::min(kLook, refusals * kRetry));
+    } catch (const Timeout& late) {
+      throw Timeout(std::string("rank 0, whose endpoint the members use to meet: ") + late.what(),
+                    {0});
+    }
+  }
+}
+
+void Gathering::look_for_absent() {
+  if (!next_look_.expired() || request_.size == 1) return;
+  const std::set<int> present = lent_ ? lent_->present() : remote_->present();
+  for (int i = 1; i <= request_.size; i++) {
+    const int rank = (last_asked_ + i) % request_.size;
+    if (present.count(rank)) continue;
+    last_asked_ = rank;
+    ask(rank);
+    break;
+  }
+  next_look_ = Deadline::after(kLook);
+}
+
+void Gathering::ask(int rank) {
+  const auto here = [&] { return (lent_ ? lent_->present() : remote_->present()).count(rank) > 0; };
+  const std::string who = name_of(rank);
+  int& refusals = refusals_[static_cast<size_t>(rank)];
+  Standing standing = Standing::unknown;
+  Digest list = {};
+  std::string failure;
+  try {
+    const Deadline limit = Deadline::after(std::min(kQuestion, deadline_.left()));
+    EndpointConnection connection(handles_[static_cast<size_t>(rank)], secret_, limit, interrupt_);
+    connection.send(MessageWriter(MessageKind::question).number(request_.uuid).finished(), limit);
+    MessageReader answer(connection.receive(limit));
+    if (answer.kind() != MessageKind::answer) return;
+    standing = answer.number<Standing>();
+    list = answer.number<Digest>();
+    failure = answer.string();
+    refusals = 0;
+  } catch (const Refused& gone) {
+    if (++refusals < kRefusals || here()) return;
+    throw PeerLost(rank, who + " is gone: " + gone.what() +
+                             "; its process has ended, leave its handle out of the list");
+  } catch (const Timeout&) {  // it is slow, or stopped: the deadline decides
+    return;
+  }
+  if (standing == Standing::unknown || here()) return;
+  if (standing == Standing::formed)
+    throw Error("the uuid " + std::to_string(request_.uuid) + " was already used by " + who +
+                "; give each reconfigure a new one, on all ranks");
+  if (!equal_digests(list, request_.list))
+    throw WireMismatch(who + " names different handles, or another order, for the group with " +
+                       "uuid " + std::to_string(request_.uuid) + " than rank " +
+                       std::to_string(request_.rank) + "; pass the same list on all ranks");
+  if (standing == Standing::failed) throw Error(who + " has given up: " + failure);
+}
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,57 @@
+// Gathering: one member's attempt to form a group from handles. It finds the store that the first
+// member lends, and asks members that do not come what they do.
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/deadline.h"
+#include "transports/store.h"
+#include "transports/tcp/endpoint/endpoint.h"
+
+namespace pycomm::tcp {
+
+class PYCOMM_API Gathering {
+ public:
+  /// Checks the handles: ours is among them, once, and all are of groups of this name, with our
+  /// secret and encryption. Throws Error. Claims the uuid.
+  /// `secret`: as given to all ranks, or empty. `interrupt` is called while it waits.
+  Gathering(Endpoint& endpoint, int64_t uuid, const std::vector<std::string>& handles,
+            const std::string& secret, Milliseconds timeout, std::function<void()> interrupt);
+  Gathering(const Gathering&) = delete;
+  Gathering& operator=(const Gathering&) = delete;
+
+  int rank() const { return request_.rank; }
+  int size() const { return request_.size; }
+  /// Returns the store. The other members need the connection to the first one's endpoint for it.
+  /// Throws PeerLost if the first member is gone, and Timeout.
+  std::shared_ptr<Store> store();
+  /// Asks a member that has not come what it does, if it is time to. Throws PeerLost if its process
+  /// is gone, WireMismatch if it forms a group of other handles by this uuid, Error if it has used
+  /// the uuid, or has failed for another reason.
+  void look_for_absent();
+  /// Must be called at the end, with the reason if the group could not be formed.
+  void end(const std::string& failure = "");
+
+ private:
+  class LentStore;
+  class RemoteStore;
+
+  void ask(int rank);
+  std::string name_of(int rank) const;
+
+  Endpoint& endpoint_;
+  std::vector<Handle> handles_;
+  const std::string secret_;
+  const Deadline deadline_;
+  const std::function<void()> interrupt_;
+  GroupRequest request_;
+  std::shared_ptr<LentStore> lent_;
+  std::shared_ptr<RemoteStore> remote_;
+  Deadline next_look_;
+  int last_asked_ = 0;
+  std::vector<int> refusals_;  ///< in a row, by rank
+};
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,37 @@
+// Handle: the text by which a process lets others form groups with it, whatever store they share or
+// do not share. It travels by hands that pycomm does not know: a store, a file, a coordinator.
+//
+//   pycomm-handle-1 GROUP ID TLS TAG SECRET ADDRESS,ADDRESS
+//
+// GROUP is a hash of the group's name, ID a number that no other process ever has, TAG a hash of
+// the secret that was given to all ranks ("-": none was), SECRET one of the process alone ("-": one
+// was given). Without PYCOMM_SECRET, who has the handle can join, as who can read the store can.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "core/types.h"
+#include "transports/tcp/net/socket.h"
+
+namespace pycomm::tcp {
+
+struct PYCOMM_API Handle {
+  std::string group;   ///< hash of the group's name
+  std::string id;      ///< of this process's membership, never used again
+  bool tls = false;    ///< its connections are encrypted
+  std::string tag;     ///< hash of the secret that was given to all ranks; empty: none was
+  std::string secret;  ///< that callers must prove; empty: the one that was given
+  std::vector<Address> addresses;
+
+  std::string text() const;
+  /// Throws Error if the text is no handle of this version.
+  static Handle parse(const std::string& text);
+  /// Returns "10.0.0.5:4711", for errors.
+  std::string where() const { return addresses.front().text(); }
+};
+
+/// Return 16 hexadecimal digits: of a group's name, and of a secret that is not told.
+PYCOMM_API std::string hash_of_group(const std::string& name);
+PYCOMM_API std::string hash_of_secret(const std::string& secret);
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,75 @@
+// Spaces of values, by uuid.
+#include "transports/tcp/endpoint/spaces.h"
+
+#include "core/error.h"
+
+namespace pycomm::tcp {
+namespace {
+
+// A space that nobody uses any more is kept while it is among the last few.
+constexpr uint64_t kKept = 8;
+// What members publish is some hundred bytes for each rank and topic.
+constexpr size_t kLargestSpace = size_t{64} << 20;
+
+}  // namespace
+
+void Space::join(const GroupRequest& request) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!first_) first_ = request;
+  if (!equal_digests(first_->list, request.list) && problem_.empty()) {
+    problem_ = "rank " + std::to_string(request.rank) + " of " + std::to_string(request.size) +
+               " and rank " + std::to_string(first_->rank) + " of " + std::to_string(first_->size) +
+               " name different handles, or another order, for the group with uuid " +
+               std::to_string(request.uuid) + "; pass the same list on all ranks";
+  }
+  present_.insert(request.rank);
+}
+
+void Space::check() const {
+  if (!problem_.empty()) throw WireMismatch(problem_);
+  if (bytes_ > kLargestSpace) throw Error("endpoint: the members have published too much");
+}
+
+void Space::set(const std::string& key, const std::string& value) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::string& kept = values_[key];
+  bytes_ += key.size() + value.size() - (kept.empty() ? 0 : key.size() + kept.size());
+  if (bytes_ <= kLargestSpace) kept = value;
+}
+
+void Space::append(const std::string& key, const std::string& value) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bytes_ += key.size() + value.size();
+  if (bytes_ <= kLargestSpace) values_[key] += value;
+}
+
+std::optional<std::string> Space::find(const std::string& key) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check();
+  const auto found = values_.find(key);
+  if (found == values_.end()) return std::nullopt;
+  return found->second;
+}
+
+std::set<int> Space::present() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check();
+  return present_;
+}
+
+std::shared_ptr<Space> Spaces::space(int64_t uuid) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& space = spaces_[uuid];
+  if (space) return space;
+  space = std::make_shared<Space>();
+  auto result = space;
+  made_[uuid] = ++count_;
+  for (auto it = spaces_.begin(); it != spaces_.end();) {
+    const bool old = made_[it->first] + kKept < count_ && it->second.use_count() == 1;
+    if (old) made_.erase(it->first);
+    it = old ? spaces_.erase(it) : std::next(it);
+  }
+  return result;
+}
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,59 @@
+// Spaces: the values that members of groups exchange at an endpoint before they are connected, a
+// space for each uuid. Any thread.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+
+#include "core/sha256.h"
+#include "core/types.h"
+
+namespace pycomm::tcp {
+
+/// Which group a member wants to form: all members must name the same.
+struct GroupRequest {
+  int64_t uuid = 0;
+  int rank = 0;
+  int size = 0;
+  Digest list = {};  ///< hash of the handles, in their order
+};
+
+class Space {
+ public:
+  /// Notes that a rank is here. One that names other handles than the first spoils the space.
+  void join(const GroupRequest& request);
+  void set(const std::string& key, const std::string& value);
+  void append(const std::string& key, const std::string& value);
+  /// These throw WireMismatch if members have named different handles.
+  std::optional<std::string> find(const std::string& key) const;
+  std::set<int> present() const;
+
+ private:
+  void check() const;
+
+  mutable std::mutex mutex_;
+  std::map<std::string, std::string> values_;
+  size_t bytes_ = 0;
+  std::set<int> present_;
+  std::optional<GroupRequest> first_;
+  std::string problem_;
+};
+
+class Spaces {
+ public:
+  /// Returns the space of a uuid, a new one if there is none. A space lives as long as somebody
+  /// uses it, and some time longer: a member that gave up has left its reason there.
+  std::shared_ptr<Space> space(int64_t uuid);
+
+ private:
+  std::mutex mutex_;
+  std::map<int64_t, std::shared_ptr<Space>> spaces_;
+  std::map<int64_t, uint64_t> made_;  ///< when, counted in spaces
+  uint64_t count_ = 0;
+};
+
+}  // namespace pycomm::tcp

@@ -1,0 +1,89 @@
+// Buffers of TCP connections: options of the kernel, none of which needs a privilege.
+#include "transports/tcp/net/buffers.h"
+
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <fstream>
+
+#include "transports/tcp/net/fd.h"
+
+namespace pycomm::tcp {
+namespace {
+
+// Microseconds. The kernel doubles the small buffer: this much in a round trip of 100 us is
+// 20 Gbit/s on each socket.
+constexpr uint32_t kShortWay = 100;
+constexpr int kSmallBuffer = 128 << 10;
+// From this round trip on, a window that opens slowly costs more than its memory.
+constexpr uint32_t kLongWay = 1000;
+constexpr int kLargest = 1 << 30;  // the kernel takes the largest that the system allows
+constexpr int kFarUnsent = 1 << 20;
+
+// Limits of what waits unsent on one of several paths. At the least one frame waits while another
+// is sent.
+constexpr uint64_t kLeastUnsent = 128 << 10;
+constexpr uint64_t kMostUnsent = 4 << 20;
+constexpr uint64_t kFirstUnsent = 256 << 10;
+constexpr uint64_t kUnsentParts = 25;  // of what the path delivers in a second: 40 ms
+
+bool look(int fd, tcp_info& info) {
+  socklen_t size = sizeof info;
+  return fd >= 0 && ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
+}
+
+void set(int fd, int level, int option, int value) {
+  ::setsockopt(fd, level, option, &value, sizeof value);
+}
+
+// True if a send buffer of a fixed size may be larger than the one that the kernel adjusts.
+bool has_larger_fixed_send_buffer() {
+  std::ifstream file("/proc/sys/net/ipv4/tcp_wmem");
+  int least = 0, first = 0, most = 0;
+  const Fd probe(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!(file >> least >> first >> most) || !probe) return false;
+  set(probe.get(), SOL_SOCKET, SO_SNDBUF, kLargest);
+  int fixed = 0;
+  socklen_t size = sizeof fixed;
+  return ::getsockopt(probe.get(), SOL_SOCKET, SO_SNDBUF, &fixed, &size) == 0 && fixed > most;
+}
+
+}  // namespace
+
+void choose_buffers(int fd, bool several_paths) {
+  tcp_info info = {};
+  if (!look(fd, info)) return;
+  if (several_paths) set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kFirstUnsent);
+  // The minimum is used because other samples include the time until a thread answers. 0: an old
+  // kernel.
+  if (info.tcpi_min_rtt == 0) return;
+  if (info.tcpi_min_rtt <= kShortWay && !several_paths) {
+    set(fd, SOL_SOCKET, SO_SNDBUF, kSmallBuffer);
+  } else if (info.tcpi_min_rtt >= kLongWay) {
+    // For a reader that waits for so many bytes the kernel makes room for them, and keeps it. An
+    // SO_RCVBUF would end the kernel's own adjustment, and stop at rmem_max, which is small.
+    set(fd, SOL_SOCKET, SO_RCVLOWAT, kLargest);
+    set(fd, SOL_SOCKET, SO_RCVLOWAT, 1);
+    static const bool fixed_is_larger = has_larger_fixed_send_buffer();
+    if (fixed_is_larger) set(fd, SOL_SOCKET, SO_SNDBUF, kLargest);
+    if (!several_paths) set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kFarUnsent);
+  }
+}
+
+void limit_unsent(int fd) {
+  tcp_info info = {};
+  if (!look(fd, info) || info.tcpi_delivery_rate == 0) return;
+  set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT,
+      static_cast<int>(
+          std::clamp<uint64_t>(info.tcpi_delivery_rate / kUnsentParts, kLeastUnsent, kMostUnsent)));
+}
+
+bool is_silent(int fd) {
+  tcp_info info = {};
+  return look(fd, info) && info.tcpi_unacked > 0 && info.tcpi_retransmits >= 2;
+}
+
+}  // namespace pycomm::tcp

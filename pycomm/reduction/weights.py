@@ -1,0 +1,121 @@
+"""Weights of the ranks in an average: samples or tokens, exchanged while a step computes.
+
+DDP's average is ``sum(g_i) / ranks``. With weights it is ``sum(w_i g_i) / sum(w_i)``: each rank
+multiplies its contribution by ``w_i * ranks / sum(w_i)`` before it is encoded, and the division by
+the number of ranks stays. So a residual is in units of the average, whatever the next step weighs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from pycomm.arguments import number
+from pycomm.errors import Error
+
+
+class Weights:
+    """The weight of this rank in each step, and those of the others.
+
+    Collective: it makes a group of its own, so that the weights travel apart from the order of
+    the model's own collectives. `set` sends a weight at once; it has come to all ranks when the
+    first gradients are there, so the step waits for no round trip of its own.
+
+    Args:
+        group: the ranks that are averaged.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(group), use_local_synchronization=True
+        )
+        self._work: dist.Work | None = None
+        self._gathered: list[torch.Tensor] = []
+        self._is_set = False
+
+    def set(self, weight: float, device: torch.device) -> None:
+        """Send this rank's weight of the next step.
+
+        Args:
+            weight: samples or tokens of the step on this rank, 0 or more.
+            device: a device whose tensors the group moves.
+
+        Raises:
+            ValueError: the weight is negative, infinite or NaN; nothing was sent.
+            Error: the step has a weight already; nothing was sent.
+        """
+        weight = checked(weight)
+        if self._is_set:
+            raise Error(
+                f"rank {self._group.rank()}: this step has a weight already. With gradient "
+                "accumulation give the weight of all its parts together, before the backward that "
+                "reduces"
+            )
+        self._send(weight, device)
+
+    def begin(self, device: torch.device, *, absent: bool = False) -> list[float]:
+        """Return what each rank's contribution to the step that begins is multiplied by.
+
+        Args:
+            device: a device whose tensors the group moves.
+            absent: this rank has no data in this step, and no weight either.
+
+        Raises:
+            Error: some rank has set no weight; raised on all ranks, before gradients are sent.
+        """
+        if not self._is_set:
+            self._send(0.0 if absent else math.nan, device)
+        if self._work is not None:
+            self._work.wait()
+        weights = [float(row.cpu().view(torch.float64)) for row in self._gathered]
+        self._work, self._gathered, self._is_set = None, [], False
+        if missing := [str(rank) for rank, weight in enumerate(weights) if math.isnan(weight)]:
+            raise Error(
+                f"rank {self._group.rank()}: the average is weighted, and rank "
+                f"{', '.join(missing)} has set no weight for this step: call set_weight(samples) "
+                "before each backward, on every rank"
+            )
+        return factors(weights)
+
+    def _send(self, weight: float, device: torch.device) -> None:
+        # Sent as bytes, which also works on devices without float64.
+        own = torch.tensor([weight], dtype=torch.float64).view(torch.uint8).to(device)
+        self._gathered = [torch.empty_like(own) for _ in range(self._group.size())]
+        self._is_set = True
+        if self._group.size() == 1:
+            self._gathered[0].copy_(own)
+            return
+        self._work = dist.all_gather(self._gathered, own, group=self._group, async_op=True)
+
+
+def checked(weight: float) -> float:
+    """Return a weight as a float.
+
+    Raises:
+        ValueError: it is negative, infinite or NaN.
+    """
+    weight = float(number("weight", weight))
+    if weight < 0:
+        raise ValueError(f"weight={weight}: use a number of samples or tokens, which is 0 or more")
+    return weight
+
+
+def factors(weights: Sequence[float]) -> list[float]:
+    """Return ``w_i * ranks / sum(w)`` of each rank; all zero if no rank has any weight."""
+    top = max(weights)
+    if top == 0:
+        return [0.0] * len(weights)
+    parts = [weight / top for weight in weights]  # their sum is finite
+    total = math.fsum(parts)
+    return [part * len(parts) / total for part in parts]
+
+
+def weigh(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply a contribution in place; 0 also removes what is not finite."""
+    if factor == 0:
+        tensor.zero_()
+    elif factor != 1:
+        tensor.mul_(factor)

@@ -1,0 +1,160 @@
+"""Other processors make the same bytes: older x86-64 under an emulator, and aarch64.
+
+The emulated processors run this build's libpycomm, and so the loops that it has for them. The
+driver for aarch64 is compiled by `make portable`, which takes minutes; then it runs here, too.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import struct
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from pycomm import _C
+from pycomm.codecs import CODECS
+from tests.codecs.cases import amax_of
+from tests.codecs.test_golden import entries, golden
+from tests.portable.__main__ import AARCH64
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "pycomm"
+# Processors without AVX (2008), with AVX2 but without AVX-512 (2013), and the level that they have.
+EMULATED = {"Nehalem": "default", "Haswell": "x86-64-v3"}
+SMALL_FLOATS = {"float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
+FLOATS = {"float32": 4, "float64": 8, "complex64": 8, **SMALL_FLOATS}
+INTEGERS = {"int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint64": 8}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """Compile the driver against libpycomm."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    binary = tmp_path_factory.mktemp("portable") / "driver"
+    command = [
+        compiler,
+        "-std=gnu++17",
+        "-O1",
+        f"-I{ROOT / 'csrc'}",
+        Path(__file__).parent / "driver.cpp",
+    ]
+    command += ["-o", binary, LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}"]
+    subprocess.run(list(map(str, command)), check=True)
+    return binary
+
+
+@pytest.fixture(params=["native", *EMULATED, "aarch64"])
+def processor(request):
+    """Return the name of a processor, and the command that runs the driver on it."""
+    name = request.param
+    if name == "aarch64":
+        emulator = shutil.which("qemu-aarch64")
+        if not AARCH64.exists() or emulator is None:
+            pytest.skip("make portable compiles for aarch64, and needs qemu-user")
+        return name, [emulator, str(AARCH64)]
+    if platform.machine() != "x86_64":
+        pytest.skip("this machine is no x86-64")
+    binary = str(request.getfixturevalue("driver"))
+    if name == "native":
+        return name, [binary]
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None:
+        pytest.skip("there is no qemu-x86_64: apt-get install qemu-user")
+    return name, [emulator, "-cpu", name, binary]
+
+
+def answer(processor, request: bytes) -> bytes:
+    """Run the driver."""
+    _, command = processor
+    done = subprocess.run(command, input=request, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout
+
+
+def test_the_emulated_processor_lacks_what_its_name_says(processor):
+    level = answer(processor, b"simd").decode()
+    assert level == EMULATED.get(processor[0], level)
+
+
+@cache
+def coded() -> tuple[bytes, list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]]:
+    """Return the requests for all golden vectors, and what each must answer."""
+    request, wanted = b"", []
+    for spec, case in entries():
+        codec = pycomm.codec(spec)
+        file = golden(codec.name)
+        x, residual = file[f"{case}/x"], file[f"{case}/residual"]
+        amax = amax_of(codec, torch.from_numpy(x.copy()), torch.from_numpy(residual.copy()))
+        groups = b"" if amax is None else amax.numpy().tobytes()
+        text = codec.spec().encode()
+        request += b"code" + struct.pack("<Q", len(text)) + text
+        request += struct.pack("<QQQ", x.size, len(groups) // 4, 5 * codec.granule)
+        request += x.tobytes() + residual.tobytes() + groups
+        parts = (file[f"{spec}/{case}/{part}"] for part in ("payload", "new_residual", "decoded"))
+        wanted.append((f"{spec} {case}", *parts))
+    return request, wanted
+
+
+def test_codecs_write_the_golden_bytes(processor):
+    request, wanted = coded()
+    got = answer(processor, request)
+    at, wrong = 0, []
+    for name, *parts in wanted:
+        for part in parts:
+            found = np.frombuffer(got, part.dtype, part.size, at).copy()
+            at += part.nbytes
+            if part.dtype == np.float32:
+                found[np.isnan(found)] = np.nan  # bits of NaN results are not promised
+            if found.tobytes() != part.tobytes():
+                wrong.append(name)
+    assert at == len(got)
+    assert wrong == []
+    assert {pycomm.codec(spec).name for spec, _ in entries()} == set(CODECS)
+
+
+def numbers(dtype: str, count: int, seed: int) -> np.ndarray:
+    """Return bytes of finite numbers of a dtype: floats have no top bit of the exponent."""
+    raw = np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
+    if dtype in FLOATS:
+        width = 4 if dtype == "complex64" else FLOATS[dtype]
+        raw[width - 1 :: width] &= 0xBF
+    return raw
+
+
+def folds() -> list[tuple[str, str]]:
+    """Return every dtype with every reduction that it has."""
+    ops = ["sum", "avg", "prod", "min", "max", "band", "bxor"]
+    found = []
+    for dtype in (*FLOATS, *INTEGERS):
+        for op in ops:
+            try:
+                _C.check_reducible(_C.DType.__members__[dtype], _C.ReduceOp.__members__[op])
+            except RuntimeError:
+                continue
+            found.append((dtype, op))
+    return found
+
+
+def test_reductions_and_checksums_have_the_same_bits(processor):
+    request, wanted = b"", b""
+    for dtype, op in folds():
+        core, how = _C.DType.__members__[dtype], _C.ReduceOp.__members__[op]
+        numel, size = 1003, (FLOATS | INTEGERS)[dtype]
+        inputs = [numbers(dtype, numel * size, seed) for seed in range(3)]
+        out = np.empty(numel * size, np.uint8)
+        _C.reduce(core, how, [i.ctypes.data for i in inputs], out.ctypes.data, numel)
+        request += b"fold" + struct.pack("<QQQQ", core.value, how.value, len(inputs), numel)
+        for values in inputs:
+            request += values.tobytes()
+        wanted += out.tobytes()
+        wanted += struct.pack("<3I", *(_C.crc32c(values.tobytes()) for values in inputs))
+    assert answer(processor, request) == wanted

@@ -1,0 +1,173 @@
+"""Addresses between hosts: IPv6, NAT, firewalls and patterns, in network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from pycomm.bench import netlab
+from pycomm.bench.wan.lab import WanLab
+
+# A rank sums integers over a group, with variables of its own ({"0": {...}, "1": {...}}).
+SUM = """
+import json, os, sys
+os.environ |= json.loads(sys.argv[2]).get(os.environ["RANK"], {})
+os.environ["WORLD_SIZE"] = sys.argv[4]
+if int(os.environ["RANK"]) >= int(sys.argv[4]):
+    sys.exit()
+import numpy as np
+from pycomm import errors
+from pycomm.communicator import Communicator
+try:
+    group = Communicator.from_env(sys.argv[1], transport="tcp", timeout=float(sys.argv[3]))
+except errors.Error as error:
+    print(f"{type(error).__name__}: {error}")
+    sys.exit()
+x = np.arange(70_001, dtype=np.int64)
+group.all_reduce(x)
+assert (x == group.size * np.arange(70_001)).all()
+print(group.describe(), flush=True)
+group.close()
+"""
+
+
+def lab_or_skip(kind: type[netlab.Netlab], nodes: int, rate: str = "unlimited") -> netlab.Netlab:
+    try:
+        return kind(nodes, rate)
+    except netlab.Unavailable as error:
+        pytest.skip(f"no network namespaces: {error}")
+
+
+def printed_by(
+    lab: netlab.Netlab,
+    folder: Path,
+    ranks: Mapping[str, Mapping[str, str]],
+    *,
+    nodes: int | None = None,
+    timeout: float = 30,
+) -> list[str]:
+    """Run a rank on each node, or on the first so many; return the lines that they print."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "printed").open("w+") as printed:
+        words = [str(folder / "store"), json.dumps(ranks), str(timeout), str(nodes or lab.nodes)]
+        command = [sys.executable, "-c", SUM, *words]
+        status = netlab.wait(
+            lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
+        )
+        printed.seek(0)
+        text = printed.read()
+    assert status == 0, text
+    return text.splitlines()
+
+
+def both(variables: dict[str, str]) -> dict[str, dict[str, str]]:
+    return {"0": variables, "1": variables}
+
+
+def add_v6(lab: netlab.Netlab, node: int) -> str:
+    address = f"fd77::{node + 1}"
+    lab._shell(node + 1, [f"ip -6 addr add {address}/64 dev eth0 nodad"])
+    return address
+
+
+def test_ranks_connect_by_ipv6(tmp_path):
+    with lab_or_skip(netlab.Netlab, 2) as lab:
+        addresses = [add_v6(lab, node) for node in range(2)]
+        ranks = {str(n): {"PYCOMM_INTERFACE": a} for n, a in enumerate(addresses)}
+        lines = printed_by(lab, tmp_path, ranks)
+    assert len(lines) == 2
+    for address in addresses:
+        assert any(f"eth0 ({address})" in line for line in lines)
+
+
+def test_hosts_without_ipv4_connect_by_ipv6_unasked(tmp_path):
+    with lab_or_skip(netlab.Netlab, 2) as lab:
+        for node in range(2):
+            add_v6(lab, node)
+            lab._shell(node + 1, [f"ip addr del 10.77.0.{node + 1}/24 dev eth0"])
+        lines = printed_by(lab, tmp_path, both({"PYCOMM_INTERFACE": "eth0"}))
+    assert len(lines) == 2
+    assert all("eth0 (fd77::" in line for line in lines)
+
+
+def test_a_dual_stack_interface_is_used_by_ipv4(tmp_path):
+    with lab_or_skip(netlab.Netlab, 2) as lab:
+        for node in range(2):
+            add_v6(lab, node)
+        lines = printed_by(lab, tmp_path, both({"PYCOMM_INTERFACE": "eth*"}))
+    assert len(lines) == 2
+    assert all("eth0 (10.77.0." in line for line in lines)
+
+
+def test_ranks_with_different_families_get_an_error_at_once(tmp_path):
+    """Rank 1 connects to rank 0, and has no address of its family."""
+    with lab_or_skip(netlab.Netlab, 2) as lab:
+        ranks = {"0": {"PYCOMM_INTERFACE": add_v6(lab, 0)}, "1": {"PYCOMM_INTERFACE": "eth0"}}
+        lab._shell(2, ["sysctl -qw net.ipv6.conf.eth0.disable_ipv6=1"])
+        lab._shell(2, ["sysctl -qw net.ipv6.conf.lo.disable_ipv6=1"])
+        lines = printed_by(lab, tmp_path, ranks)
+    assert len(lines) == 2
+    for line in lines:
+        assert "rank 1 has no IPv6 address, and rank 0 listens on [fd77::1]:" in line
+
+
+# Forwards TCP connections: what a NAT with a mapped port does.
+FORWARD = """
+import socket, sys, threading
+here, there = [(a, int(p)) for a, p in (word.rsplit(":", 1) for word in sys.argv[1:3])]
+def pump(a, b):
+    try:
+        while part := a.recv(1 << 16):
+            b.sendall(part)
+        b.shutdown(socket.SHUT_WR)
+    except OSError:
+        a.close(), b.close()
+with socket.create_server(here) as server:
+    print("ready", flush=True)
+    while True:
+        near, _ = server.accept()
+        far = socket.create_connection(there)
+        for ends in ((near, far), (far, near)):
+            threading.Thread(target=pump, args=ends, daemon=True).start()
+"""
+
+
+def test_a_rank_behind_a_mapped_port_is_reached_by_what_it_advertises(tmp_path):
+    """Node 2 is the NAT of node 0, to which node 1 has no route."""
+    with lab_or_skip(netlab.Netlab, 3) as lab:
+        lab._shell(2, ["ip route add prohibit 10.77.0.1/32"])
+        command = [sys.executable, "-c", FORWARD, "10.77.0.3:40000", "10.77.0.1:29600"]
+        nat = subprocess.Popen([*lab.wrap(2), *command], stdout=subprocess.PIPE)
+        try:
+            assert nat.stdout is not None
+            assert nat.stdout.readline() == b"ready\n"
+            behind = {"PYCOMM_PORTS": "29600"}
+            seen = printed_by(lab, tmp_path / "a", {"0": behind}, nodes=2, timeout=3)
+            advertised = behind | {"PYCOMM_ADVERTISE": "10.77.0.3:40000"}
+            lines = printed_by(lab, tmp_path / "b", {"0": advertised}, nodes=2)
+        finally:
+            nat.kill()
+            nat.communicate()
+    assert all(line.startswith("Timeout: ") for line in seen), seen
+    assert len(lines) == 2
+    assert all(line.startswith("rank ") or "tcp to " in line for line in lines), lines
+
+
+def test_ranks_behind_firewalls_connect_on_the_ports_that_are_open(tmp_path):
+    with lab_or_skip(WanLab, 2, "200mbit") as lab:
+        assert isinstance(lab, WanLab)
+        for node in range(2):
+            lab.firewall(node, 29600, 29610)
+        closed = both({"PYCOMM_PORTS": "29700-29710"})
+        seen = printed_by(lab, tmp_path / "a", closed, timeout=3)
+        opened = both({"PYCOMM_PORTS": "29600-29610"})
+        lines = printed_by(lab, tmp_path / "b", opened)
+    assert any("Connection timed out" in line or "did not come" in line for line in seen), seen
+    assert len(lines) == 2
+    assert all("tcp to " in line for line in lines), lines

@@ -1,0 +1,430 @@
+"""A group whose members change stays the same object: pycomm.elastic, on every torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm import elastic
+from tests.torch.hooks.test_ddp_compress import batch, network
+
+LIMIT = timedelta(seconds=20)
+
+
+class Member:
+    """A process of an elastic group that has no members yet, and the store that its test uses."""
+
+    def __init__(self, rank: int, size: int, store: Any, **options: Any) -> None:
+        self.rank, self.size, self.store = rank, size, store
+        store.set_timeout(2 * LIMIT)
+        options = pycomm.Options(enable_reconfigure=True, **options)
+        dist.init_process_group(
+            "pycomm", store=store, rank=rank, world_size=size, pg_options=options, timeout=LIMIT
+        )
+        self.backend = pycomm.backend.find()
+        assert self.backend is not None
+
+    def handles(self, topic: str) -> list[str]:
+        self.store.set(f"{topic} {self.rank}", elastic.handle())
+        return [self.store.get(f"{topic} {r}").decode() for r in range(self.size)]
+
+    def meet(self, topic: str) -> None:
+        self.store.set(f"{topic} {self.rank}", "here")
+        for rank in range(self.size):
+            self.store.get(f"{topic} {rank}")
+
+    def form(self, uuid: int, handles: list[str]) -> None:
+        elastic.reconfigure(uuid, handles, timeout=LIMIT)
+        assert dist.get_world_size() == len(handles)
+        assert handles[dist.get_rank()] == elastic.handle()
+
+
+def run(rank: int, size: int, store: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function on every process; the group, whatever has become of it, ends after it."""
+    try:
+        return function(rank, size, store, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def check_sum() -> None:
+    """All members contribute: whole numbers, of which the sum is exact."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for numel in (1, 1001):
+        numbers = torch.arange(numel) * (rank + 1)
+        dist.all_reduce(numbers)
+        assert torch.equal(numbers, torch.arange(numel) * (size * (size + 1) // 2))
+
+
+def until_lost() -> None:
+    while True:
+        dist.barrier()
+
+
+def basic(rank: int, size: int, store: Any, transport: str) -> None:
+    member = Member(rank, size, store, transport=transport)
+    with pytest.raises(pycomm.Error, match="call reconfigure"):
+        dist.barrier()
+    handles = member.handles("first")
+    assert len(set(handles)) == size
+    member.form(1, handles)
+    check_sum()
+    numbers = torch.zeros(5)
+    around = [
+        dist.isend(torch.full((5,), float(rank)), (rank + 1) % size),
+        dist.irecv(numbers, (rank - 1) % size),
+    ]
+    for work in around:
+        work.wait()
+    assert numbers.tolist() == [float((rank - 1) % size)] * 5
+    assert handles == member.handles("again"), "a handle does not change"
+    member.form(2, handles[::-1])  # the ranks are those of the list
+    assert dist.get_rank() == size - 1 - rank
+    check_sum()
+
+
+def shrink(rank: int, size: int, store: Any, excluded: int) -> None:
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    member.form(1, handles)
+    check_sum()
+    if rank != excluded:
+        member.form(2, [h for r, h in enumerate(handles) if r != excluded])
+        assert dist.get_rank() == rank - (rank > excluded)
+        check_sum()
+    member.meet("done")
+
+
+def down_and_up(rank: int, size: int, store: Any) -> None:
+    member = Member(rank, size, store)
+    member.form(10 + rank, [elastic.handle()])
+    check_sum()
+    member.form(3, member.handles("all"))
+    check_sum()
+    member.form(20 + rank, [elastic.handle()])
+    check_sum()
+    member.meet("done")
+
+
+def late(rank: int, size: int, store: Any) -> None:
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    if rank < 2:
+        member.form(1, handles[:2])
+        check_sum()
+    member.form(2, handles)
+    check_sum()
+
+
+def merge(rank: int, size: int, store: Any) -> None:
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    if rank < size // 2:
+        member.form(1, handles[: size // 2])
+    else:
+        member.form(2, handles[size // 2 :])
+    check_sum()
+    member.form(3, handles)
+    check_sum()
+
+
+def after_abort(rank: int, size: int, store: Any, transport: str) -> None:
+    member = Member(rank, size, store, transport=transport)
+    handles = member.handles("all")
+    member.form(1, handles)
+    check_sum()
+    member.meet("formed")
+    member.backend.abort()
+    with pytest.raises(pycomm.Error, match="aborted"):
+        dist.barrier()
+    member.meet("over")
+    member.form(2, handles)
+    check_sum()
+
+
+def in_the_middle(rank: int, size: int, store: Any) -> None:
+    """A rank waits in an operation that the others never begin."""
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    member.form(1, handles)
+    waits = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
+    member.meet("under way")
+    member.form(2, handles)
+    if waits is not None:
+        with pytest.raises(pycomm.Error, match="reconfigures the group in the middle"):
+            waits.wait()
+    check_sum()
+
+
+def replaced(rank: int, size: int, store: Any, transport: str) -> str:
+    """A process is killed, and another comes in its place."""
+    member = Member(rank, size, store, transport=transport)
+    handles = member.handles("all")
+    killed, fresh = 1, size - 1
+    if rank != fresh:
+        member.form(1, handles[:fresh])
+        check_sum()
+    member.meet("formed")
+    if rank == killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank != fresh:
+        with pytest.raises(pycomm.PeerLost):
+            until_lost()
+    handles[killed] = handles.pop()
+    start = time.perf_counter()
+    member.form(2, handles)
+    took = time.perf_counter() - start
+    check_sum()
+    return f"{took:.3f} s"
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_are_those_of_the_list(pool, ranks, transport):
+    pool.run(run, basic, transport, ranks=ranks, backend=None)
+
+
+@pytest.mark.parametrize("excluded", [0, 1, 2])
+def test_any_rank_may_be_left_out(pool, excluded):
+    pool.run(run, shrink, excluded, ranks=3, backend=None)
+
+
+@pytest.mark.parametrize("function", [down_and_up, late, merge, in_the_middle])
+def test_members_come_and_go(pool, function):
+    pool.run(run, function, ranks=4, backend=None)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_group_that_was_aborted_is_formed_anew(pool, transport):
+    pool.run(run, after_abort, transport, ranks=3, backend=None)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_killed_process_is_replaced(pool, transport):
+    pool.run(run, replaced, transport, ranks=4, backend=None, dies={1})
+
+
+# ------------------------------------------------------------------ wrong arguments
+
+
+def refused(member: Member, uuid: int, handles: list[str], error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        elastic.reconfigure(uuid, handles, timeout=LIMIT)
+
+
+def go_on(member: Member, uuid: int, handles: list[str]) -> None:
+    member.meet("seen")
+    member.form(uuid, handles)
+    check_sum()
+
+
+def used_by_all(member: Member, handles: list[str]) -> None:
+    refused(member, 1, handles, RuntimeError, "already used")
+
+
+def used_by_one(member: Member, handles: list[str]) -> None:
+    if member.rank == 1:
+        member.form(7, [elastic.handle()])
+        refused(member, 7, handles, pycomm.Error, "already used by this process")
+    else:
+        refused(member, 7, handles, pycomm.Error, "already used by rank 1")
+
+
+def not_listed(member: Member, handles: list[str]) -> None:
+    if member.rank == 2:
+        refused(member, 7, handles[:2], pycomm.Error, "not in the list of 2")
+    else:
+        member.form(7, handles[:2])
+
+
+def other_list(member: Member, handles: list[str]) -> None:
+    given = handles[:2] if member.rank == 0 else handles
+    refused(member, 7, given, pycomm.WireMismatch, "different handles")
+
+
+def other_order(member: Member, handles: list[str]) -> None:
+    given = handles[::-1] if member.rank == 0 else handles
+    refused(member, 7, given, pycomm.WireMismatch, "different handles")
+
+
+def twice(member: Member, handles: list[str]) -> None:
+    refused(member, 7, [*handles, handles[0]], pycomm.Error, "that of rank 0, too")
+
+
+def empty(member: Member, handles: list[str]) -> None:
+    refused(member, 7, [], pycomm.Error, "empty")
+
+
+def nonsense(member: Member, handles: list[str]) -> None:
+    for text in ("", "localhost:4711", handles[0] + " more", handles[0][:40]):
+        refused(member, 7, [*handles, text], pycomm.Error, "no handle of a pycomm group")
+
+
+def other_group(member: Member, handles: list[str]) -> None:
+    words = handles[1].split()
+    words[1] = "0123456789abcdef"
+    foreign = [handles[0], " ".join(words), *handles[2:]]
+    refused(member, 7, foreign, pycomm.Error, "another group")
+
+
+def wrong_secret(member: Member, handles: list[str]) -> None:
+    """The handle of a process that has another secret now, as after a restart at this port."""
+    words = handles[0].split()
+    words[5] = "0" * len(words[5])
+    stale = [" ".join(words), *handles[1:]]
+    if member.rank == 0:  # it is the one whose handle is out of date
+        refused(member, 7, stale, pycomm.Error, "has given up: .* is not the one of the handle")
+    else:
+        refused(member, 7, stale, pycomm.Error, "is not the one of the handle")
+
+
+def numbers(member: Member, handles: list[str]) -> None:
+    for uuid in (-1, 2**63):
+        refused(member, uuid, handles, ValueError, "uuid")
+    with pytest.raises(TypeError, match="one text"):
+        elastic.reconfigure(7, handles[0])
+
+
+def wrong(rank: int, size: int, store: Any, act: Callable[[Member, list[str]], None]) -> None:
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    member.form(1, handles)
+    check_sum()
+    act(member, handles)
+    go_on(member, 8, handles)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        used_by_all,
+        used_by_one,
+        not_listed,
+        other_list,
+        other_order,
+        twice,
+        empty,
+        nonsense,
+        other_group,
+        wrong_secret,
+        numbers,
+    ],
+)
+def test_a_mistake_is_named_on_all_ranks_and_the_group_goes_on(pool, act):
+    pool.run(run, wrong, act, ranks=3, backend=None)
+
+
+def dead_handle(rank: int, size: int, store: Any) -> None:
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerLost, match=r"rank 2 .* is gone") as caught:
+        elastic.reconfigure(1, handles, timeout=LIMIT)
+    assert caught.value.rank == 2
+    member.form(2, handles[:2])
+    check_sum()
+
+
+def test_a_handle_whose_process_is_gone_is_named_long_before_the_deadline(pool):
+    pool.run(run, dead_handle, ranks=3, backend=None, dies={2})
+
+
+def absent(rank: int, size: int, store: Any) -> None:
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    if rank != 1:
+        with pytest.raises(pycomm.Timeout, match=r"did not come.* 1"):
+            elastic.reconfigure(1, handles, timeout=timedelta(seconds=1))
+    member.meet("seen")
+    member.form(2, handles)
+    check_sum()
+
+
+def test_a_member_that_does_not_come_is_named(pool):
+    pool.run(run, absent, ranks=3, backend=None)
+
+
+# ------------------------------------------------------------------ what goes on
+
+
+def steps(model: Any, optimizer: Any, numbers: range) -> None:
+    for number in numbers:
+        x, y = batch(dist.get_rank(), number)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def train(rank: int, size: int, store: Any) -> list[torch.Tensor]:
+    """Two train, a third joins with their parameters, and the first leaves."""
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    joins = rank == 2
+    if joins:  # alone at first, so that it can make what the others have
+        member.form(1, handles[2:])
+    else:
+        member.form(2, handles[:2])
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
+    state = pycomm.compress(model, "int4")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not joins:
+        steps(model, optimizer, range(3))
+        before = state.residual_norms()
+        assert any(worker > 0 for worker, _ in before.values())
+    member.form(3, handles)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    state.regroup(fresh=joins)
+    assert state.step == 3
+    if joins:
+        assert not state.residuals.has_residual
+    steps(model, optimizer, range(3, 5))
+    assert state.step == 5
+    assert state.residual_norms()
+    everybody = [torch.empty_like(p) for p in model.parameters() for _ in range(size)]
+    for i, parameter in enumerate(model.parameters()):
+        dist.all_gather(everybody[i * size : (i + 1) * size], parameter.data)
+        assert all(torch.equal(parameter, other) for other in everybody[i * size : (i + 1) * size])
+    if rank == 0:
+        member.meet("done")
+        return [p.detach() for p in model.parameters()]
+    member.form(4, handles[1:])
+    state.regroup()
+    steps(model, optimizer, range(5, 7))
+    member.meet("done")
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_rank_joins_a_compressed_training_and_another_leaves(pool):
+    ends = pool.run(run, train, ranks=3, backend=None)
+    assert all(torch.equal(a, b) for a, b in zip(ends[1], ends[2], strict=True))
+
+
+def other_codec(rank: int, size: int, store: Any) -> None:
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    member.form(10 + rank, [handles[rank]])
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
+    state = pycomm.compress(model, "int8" if rank == 1 else "int4")
+    member.form(2, handles)
+    with pytest.raises(pycomm.WireMismatch, match="bits=8"):
+        state.regroup(fresh=rank == 1)
+    member.meet("seen")
+    member.form(3, handles)
+    check_sum()
+
+
+def test_a_rank_that_joins_with_another_codec_is_named_on_all(pool):
+    pool.run(run, other_codec, ranks=2, backend=None)

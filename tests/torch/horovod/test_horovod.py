@@ -1,0 +1,331 @@
+"""`pycomm.horovod` does what Horovod's functions for PyTorch are documented to do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+import pycomm.horovod as hvd
+
+# ------------------------------------------------------------------------------ collectives
+
+
+def reductions(rank: int, size: int) -> dict[str, Any]:
+    hvd.init()
+    x = torch.arange(5, dtype=torch.float32) * (rank + 1)
+    n = torch.arange(5) + rank
+    out = {
+        "average": hvd.allreduce(x),
+        "sum": hvd.allreduce(x, op=hvd.Sum),
+        "deprecated": hvd.allreduce(x, average=False),
+        "max": hvd.allreduce(n, op=hvd.Max),
+        "min": hvd.allreduce(n, op=hvd.Min),
+        "product": hvd.allreduce(n + 1, op=hvd.Product),
+        "integers": hvd.allreduce(n, op=hvd.Average),
+        "scaled": hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25),
+        "half": hvd.allreduce(x, compression=hvd.Compression.fp16),
+        "scalar": hvd.allreduce(torch.tensor(float(rank))),
+        "input": x.clone(),
+        "grouped": hvd.grouped_allreduce([x, n], op=hvd.Sum),
+        "async": hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)),
+    }
+    handle = hvd.grouped_allreduce_async_([x, n], op=hvd.Sum)
+    out["grouped in place"] = hvd.synchronize(handle)
+    assert hvd.poll(handle)
+    out["in place"] = (x, n)
+    table = torch.arange(6.0).view(2, 3) * (rank + 1)
+    hvd.allreduce_(table.t(), op=hvd.Sum)  # not contiguous
+    out["transposed"] = table
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_allreduce(pool, size):
+    ranks = range(1, size + 1)
+    base = torch.arange(5, dtype=torch.float32)
+    total, integers = base * sum(ranks), torch.arange(5) * size + sum(range(size))
+    product = torch.stack([torch.arange(5) + rank for rank in ranks]).prod(0)
+    for rank, out in enumerate(pool.run(reductions, ranks=size)):
+        assert torch.equal(out["average"], total / size)
+        assert torch.equal(out["sum"], total)
+        assert torch.equal(out["deprecated"], total)
+        assert torch.equal(out["max"], torch.arange(5) + size - 1)
+        assert torch.equal(out["min"], torch.arange(5))
+        assert torch.equal(out["product"], product)
+        assert torch.equal(out["integers"], (integers / size).to(torch.long))
+        assert torch.equal(out["scaled"], total / 2)
+        assert torch.equal(out["half"], (total / size).half().float())
+        assert out["half"].dtype == torch.float32
+        assert torch.equal(out["scalar"], torch.tensor(sum(range(size)) / size))
+        assert torch.equal(out["input"], base * (rank + 1))
+        for name in ("grouped", "grouped in place", "in place"):
+            assert torch.equal(out[name][0], total), name
+            assert torch.equal(out[name][1], integers), name
+        assert torch.equal(out["async"], total)
+        assert torch.equal(out["transposed"], torch.arange(6.0).view(2, 3) * sum(ranks))
+
+
+def moves(rank: int, size: int) -> dict[str, Any]:
+    hvd.init()
+    rows = torch.full((rank, 2), float(rank))  # none on the first rank
+    own = torch.full((3,), float(rank))
+    out = {
+        "rows": hvd.allgather(rows),
+        "sent": hvd.broadcast(own, root_rank=1),
+        "kept": own.clone(),
+        "objects": hvd.allgather_object({"rank": rank}),
+        "object": hvd.broadcast_object([rank] if rank == 1 else None, root_rank=1),
+        "places": (hvd.rank(), hvd.size(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()),
+        "homogeneous": hvd.is_homogeneous(),
+    }
+    hvd.broadcast_(own, 1)
+    out["overwritten"] = own
+    hvd.barrier()
+    return out
+
+
+def test_allgather_and_broadcast(pool):
+    size = 3
+    for rank, out in enumerate(pool.run(moves, ranks=size)):
+        assert torch.equal(out["rows"], torch.tensor([[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]))
+        assert torch.equal(out["sent"], torch.ones(3))
+        assert torch.equal(out["kept"], torch.full((3,), float(rank)))
+        assert torch.equal(out["overwritten"], torch.ones(3))
+        assert out["objects"] == [{"rank": r} for r in range(size)]
+        assert out["object"] == [1]
+        assert out["places"][:2] == (rank, size)
+        assert out["homogeneous"]
+
+
+def flows(rank: int, size: int) -> list[torch.Tensor]:
+    hvd.init()
+    x = torch.full((rank + 1,), 2.0, requires_grad=True)
+    (hvd.allgather(x) * torch.arange(float(sum(range(size + 1))))).sum().mul(rank + 1).backward()
+    y = torch.ones(2, requires_grad=True)
+    hvd.allreduce(y, op=hvd.Sum).sum().mul(rank + 1).backward()
+    z = torch.ones(2, requires_grad=True)
+    hvd.broadcast(z, 1).sum().mul(rank + 1).backward()
+    with pytest.raises(pycomm.Error, match="no gradients flow through Max"):
+        hvd.allreduce(y, op=hvd.Max)
+    return [x.grad, y.grad, z.grad]
+
+
+def test_gradients_flow_through_collectives(pool):
+    first, second = pool.run(flows)
+    assert torch.equal(first[0], torch.tensor([0.0]) * 3)
+    assert torch.equal(second[0], torch.tensor([1.0, 2.0]) * 3)
+    for grads in (first, second):
+        assert torch.equal(grads[1], torch.full((2,), 3.0))
+    assert torch.equal(first[2], torch.zeros(2))
+    assert torch.equal(second[2], torch.full((2,), 3.0))
+
+
+# -------------------------------------------------------------------------------- the optimizer
+
+
+class Net(nn.Module):
+    """Some layers, one of which only even ranks use, and one nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 160), nn.Tanh(), nn.Linear(160, 4))
+        self.sometimes = nn.Linear(4, 4)
+        self.wide = nn.Linear(4, 4, dtype=torch.float64)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.body(x)
+        x = x if odd else self.sometimes(x)
+        return self.wide(x.double()).float()
+
+
+def network() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    data = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(8, 16, generator=data), rank % 2 == 1).square().mean()
+
+
+def train(
+    rank: int, size: int, options: dict[str, Any], passes: int = 1, clip: bool = False
+) -> list[torch.Tensor]:
+    hvd.init()
+    model = network()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    codec = options.pop("codec", None)
+    if codec is not None:
+        options["compression"] = hvd.Compression.codec(codec)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), backward_passes_per_step=passes, **options
+    )
+    assert isinstance(optimizer, torch.optim.SGD)
+    for step in range(4):
+        for part in range(passes):
+            loss_of(model, rank, step * passes + part).backward()
+        if clip:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def reference(size: int, passes: int = 1, clip: bool = False, op: Any = None) -> list[torch.Tensor]:
+    """The same steps in one process: sum in rank order, then divide."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        sums: list[torch.Tensor] = []
+        for rank in range(size):
+            optimizer.zero_grad()
+            for part in range(passes):
+                loss_of(model, rank, step * passes + part).backward()
+            own = [
+                torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for p in model.parameters()
+            ]
+            sums = [a + b for a, b in zip(sums, own, strict=True)] if sums else own
+        for parameter, total in zip(model.parameters(), sums, strict=True):
+            if parameter.requires_grad:
+                parameter.grad = total if op is hvd.Sum else total / size
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("passes", "clip", "options"),
+    [
+        (1, False, {}),
+        (2, False, {}),
+        (1, True, {}),
+        (1, False, {"op": "Sum"}),
+        (1, False, {"gradient_predivide_factor": 2.0}),
+    ],
+    ids=["average", "passes", "clipped", "sum", "predivide"],
+)
+def test_the_optimizer_averages_gradients_before_its_step(pool, passes, clip, options):
+    options = {k: getattr(hvd, v) if k == "op" else v for k, v in options.items()}
+    wanted = reference(2, passes, clip, options.get("op"))
+    for got in pool.run(train, options, passes, clip):
+        assert same(got, wanted)
+
+
+@pytest.mark.parametrize("codec", ["int4", "fp16"])
+def test_compressed_gradients_are_near_the_exact_ones_and_equal_on_all_ranks(pool, codec):
+    exact = reference(2)
+    options = {"compression": hvd.Compression.fp16} if codec == "fp16" else {"codec": codec}
+    first, second = pool.run(train, options)
+    assert same(first, second)
+    assert not same(first, exact)
+    # int4 rounds the largest of 128 values to 15 levels, and feedback returns what was lost.
+    assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(first, exact, strict=True))
+
+
+def ddp(rank: int, size: int) -> list[torch.Tensor]:
+    model = DistributedDataParallel(network(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_the_bits_are_those_of_ddp(pool):
+    assert same(pool.run(ddp)[0], pool.run(train, {})[0])
+
+
+def copies(rank: int, size: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    hvd.init()
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    if rank == 1:  # only the root has a state, as one that has loaded a checkpoint
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
+    hvd.broadcast_parameters(list(model.parameters()), root_rank=1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    return [p.detach() for p in model.parameters()], copy.deepcopy(optimizer.state_dict())
+
+
+def test_parameters_and_optimizer_become_those_of_the_root(pool):
+    (weights, state), (roots, root_state) = pool.run(copies)
+    assert same(weights, roots)
+    assert state["param_groups"] == root_state["param_groups"]
+    assert state["param_groups"][0]["lr"] == 0.2
+    assert state["state"].keys() == root_state["state"].keys() == {0, 1}
+    for key, entry in root_state["state"].items():
+        assert same(list(state["state"][key].values()), list(entry.values()))
+
+
+def mistakes(rank: int, size: int) -> None:
+    hvd.init()
+    model = nn.Linear(4, 4)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options, error, text in (
+        ({"named_parameters": [("w", model.weight)]}, ValueError, "no name for 1 parameters"),
+        ({"named_parameters": [("w", p) for p in model.parameters()]}, ValueError, "twice"),
+        ({"op": hvd.Max}, pycomm.Error, "averages or sums"),
+        ({"compression": object()}, pycomm.Error, r"Compression\.codec"),
+        ({"gradient_predivide_factor": 0.0}, ValueError, "more than 0"),
+        ({"process_set": object()}, pycomm.Error, "process_set"),
+    ):
+        with pytest.raises(error, match=text):
+            hvd.DistributedOptimizer(plain, **options)
+    with pytest.raises(pycomm.Error, match="LBFGS"):
+        hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(pycomm.Error, match="DistributedOptimizer, which keeps"):
+        hvd.allreduce(torch.ones(2), compression=hvd.Compression.codec("int4"))
+    with pytest.raises(ValueError, match="op= and average="):
+        hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)
+    with pytest.raises(ValueError, match="a scalar has none"):
+        hvd.allgather(torch.tensor(1.0))
+    with pytest.raises(TypeError, match="found a int"):
+        hvd.broadcast_parameters([1])
+    optimizer = hvd.DistributedOptimizer(plain)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(pycomm.Error, match="on the way"):
+        optimizer.zero_grad()
+    with pytest.raises(pycomm.Error, match="backward_passes_per_step"):
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="second time"):
+        optimizer.step()
+    dist.barrier()
+
+
+def test_mistakes_are_told_and_the_group_stays_usable(pool):
+    pool.run(mistakes)
+
+
+def test_what_it_does_not_have_says_what_to_write():
+    with pytest.raises(AttributeError, match=r"no alltoall: write dist\.all_to_all_single"):
+        _ = hvd.alltoall
+    with pytest.raises(AttributeError, match=r"no nonsense$"):
+        _ = hvd.nonsense
+
+
+def test_before_init_there_is_a_clear_error():
+    with pytest.raises(pycomm.Error, match=r"hvd\.init\(\) first"):
+        hvd.rank()

@@ -1,0 +1,322 @@
+"""LocalSGD in streams: fragments, overlap and mixing; weights; averages over senders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm.reduction.fragments import split
+from tests.torch.hooks.test_ddp_compress import equal, network
+from tests.torch.local_sgd.test_local_sgd import PLAIN, one_step, train, values
+
+BACKENDS = ["pycomm", "gloo"]
+
+
+def parameters(*sizes: int) -> dict[str, nn.Parameter]:
+    return {f"p{i}": nn.Parameter(torch.zeros(size)) for i, size in enumerate(sizes)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fragments", "want"),
+    [
+        ((4, 4, 4, 4), 2, [["p0", "p1"], ["p2", "p3"]]),
+        ((100, 1, 1, 1), 2, [["p0"], ["p1", "p2", "p3"]]),
+        ((1, 1, 1, 100), 3, [["p0", "p1"], ["p2"], ["p3"]]),
+        ((5,), 1, [["p0"]]),
+        ((3, 3, 2, 4), 4, [["p0"], ["p1"], ["p2"], ["p3"]]),
+    ],
+)
+def test_fragments_have_about_equal_sizes_and_one_parameter_at_least(sizes, fragments, want):
+    parts = split(parameters(*sizes), fragments, 10)
+    assert [list(part) for part, _ in parts] == want
+    ends = [end for _, end in parts]
+    assert ends[-1] == 10
+    assert sorted(set(ends)) == ends
+
+
+def streaming(
+    rank: int, size: int, steps: int, every: int, fragments: int, overlap: int, mixing: float
+) -> list[torch.Tensor]:
+    """Algorithm 2 of Streaming DiLoCo for plain averages, as the paper has it."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = split(dict(model.named_parameters()), fragments, every)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    due: list[tuple[int, dict[str, torch.Tensor]]] = []
+    for step in range(1, steps + 1):
+        one_step(model, optimizer, rank, step - 1)
+        with torch.no_grad():
+            while due and due[0][0] == step:
+                for name, mean in due.pop(0)[1].items():
+                    start[name] -= mean
+                    parameter = model.get_parameter(name)
+                    parameter.copy_(mixing * parameter + (1 - mixing) * start[name])
+            for part, end in parts:
+                if step % every != end % every:
+                    continue
+                means = {name: start[name] - p.detach() for name, p in part.items()}
+                for mean in means.values():
+                    dist.all_reduce(mean)
+                    mean /= size
+                if overlap:
+                    due.append((step + overlap, means))
+                    continue
+                for name, mean in means.items():
+                    start[name] -= mean
+                    model.get_parameter(name).copy_(start[name])
+    return values(model)
+
+
+def check_paper(rank: int, size: int, overlap: int, mixing: float) -> None:
+    options = {"every": 6, "fragments": 3, "overlap": overlap, "mixing": mixing}
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = pycomm.LocalSGD(model, **options, **PLAIN)
+    ended = []
+    for step in range(15):
+        one_step(model, optimizer, rank, step)
+        ended.append(local.step())
+    assert [i + 1 for i, end in enumerate(ended) if end] == [6, 12]
+    want = streaming(rank, size, 15, **options)
+    for a, b in zip(values(model), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    local.finish()
+    for value in values(model):
+        first = value.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, value)
+
+
+@pytest.mark.parametrize(("overlap", "mixing"), [(0, 0.5), (2, 0.5), (1, 0.0)])
+def test_fragments_travel_as_in_streaming_diloco(pool, overlap, mixing):
+    pool.run(check_paper, overlap, mixing, ranks=3)
+
+
+STREAM = {"every": 4, "codec": "int8", "fragments": 2, "overlap": 1}
+
+
+def test_overlap_gives_the_same_bits_on_all_backends(pool):
+    (a, _, _), (b, _, _) = pool.run(train, 12, STREAM)
+    (c, _, _), _ = pool.run(train, 12, STREAM, backend="gloo")
+    assert equal(a, b)
+    assert equal(a, c)
+
+
+def check_resume(rank: int, size: int) -> None:
+    """The state is saved while a fragment is under way."""
+
+    def fresh() -> Any:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, pycomm.LocalSGD(model, **STREAM | {"overlap": 2})
+
+    model, optimizer, local = fresh()
+    for step in range(7):
+        one_step(model, optimizer, rank, step)
+        local.step()
+    saved, weights = local.state_dict(), [v.clone() for v in model.state_dict().values()]
+    assert saved["pending"] is not None
+    other, other_optimizer, resumed = fresh()
+    other.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
+    resumed.load_state_dict(saved)
+    for m, o, loc in ((model, optimizer, local), (other, other_optimizer, resumed)):
+        for step in range(7, 13):
+            one_step(m, o, rank, step)
+            loc.step()
+        loc.finish()
+    assert equal(values(model), values(other))
+    assert local.rounds == resumed.rounds
+    with pytest.raises(ValueError, match="has 2 fragments, not 1"):
+        pycomm.LocalSGD(network(), every=4).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_saved_state_continues_with_a_fragment_under_way(pool, backend):
+    pool.run(check_resume, backend=backend)
+
+
+def check_nan(rank: int, size: int) -> None:
+    model = nn.Linear(40, 60, bias=False)
+    local = pycomm.LocalSGD(model, every=2, overlap=1, codec="int8")
+    start = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += float("nan") if rank == 0 else 1.0
+    for _ in range(3):
+        local.step()
+    assert local.skipped == 1
+    assert torch.equal(model.weight, start)
+
+
+def test_a_fragment_that_is_not_finite_goes_back_to_its_start(pool):
+    pool.run(check_nan)
+
+
+# ---------------------------------------------------------------- weights and senders
+
+
+def check_weights(rank: int, size: int, options: dict[str, Any]) -> None:
+    """A round's movement counts by the tokens of all its steps."""
+    model = nn.Linear(40, 60, bias=False)
+    nn.init.zeros_(model.weight)
+    local = pycomm.LocalSGD(model, every=2, weighted=True, **PLAIN, **options)
+    for tokens in (1 + 2 * rank, 3):  # 4 and 6 in all, with 2 and 6 of movement
+        with torch.no_grad():
+            model.weight += 1.0 + 2 * rank
+        local.step(tokens)
+    local.finish()
+    want = torch.full_like(model.weight, (4 * 2 + 6 * 6) / 10)
+    torch.testing.assert_close(model.weight.detach(), want, rtol=0, atol=1e-6)
+    assert local.weight == 4 + 2 * rank
+    with pytest.raises(ValueError, match="pass step"):
+        local.step()
+    with pytest.raises(ValueError, match="weight=-1"):
+        local.step(-1)
+    with pytest.raises(ValueError, match="weighted=True in LocalSGD"):
+        pycomm.LocalSGD(nn.Linear(4, 4), every=2).step(3)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": 1, "mixing": 0.0}], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_movements_are_weighted_by_their_tokens(pool, backend, options):
+    pool.run(check_weights, options, backend=backend)
+
+
+def check_senders(rank: int, size: int, average: str) -> list[float]:
+    """Two ranks send different values and one value that both have."""
+    model = nn.Linear(4096, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    local = pycomm.LocalSGD(
+        model,
+        every=1,
+        codec="topk:0.00048828125,chunk=4096",  # 2 of 4096
+        lr=1.0,
+        momentum=0.0,
+        average=average,
+        feedback=False,
+    )
+    with torch.no_grad():
+        model.weight[0, 0] = 6.0 * (rank + 1)
+        model.weight[0, 1 + rank] = 2.0
+        model.weight[1, 7] = 1.0 * rank
+    local.step()
+    return model.weight.detach()[:, :8].flatten().tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_are_averaged_over_the_ranks_that_sent_them(pool, backend):
+    a, b = pool.run(check_senders, "senders", backend=backend)
+    assert a == b
+    assert a[:4] == [9.0, 2.0, 2.0, 0.0]
+    assert a[8 + 7] == 1.0
+    a, b = pool.run(check_senders, "ranks", backend=backend)
+    assert a == b
+    assert a[:4] == [9.0, 1.0, 1.0, 0.0]
+
+
+def check_muon(rank: int, size: int) -> list[torch.Tensor]:
+    """MuLoCo: Muon inside, and what travels is coded with feedback."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 96, bias=False), nn.ReLU(), nn.Linear(96, 80, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+    codec = "topk:0.015625,chunk=4096,values=bins2"
+    sparse = {"lr": 1.0, "momentum": 0.0, "feedback": "decay:0.95", "average": "senders"}
+    generator = torch.Generator().manual_seed(rank)
+    local = pycomm.LocalSGD(model, every=4, codec=codec, **sparse)
+    losses = []
+    for _ in range(32):
+        x = torch.randn(16, 80, generator=generator)
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        local.step()
+        losses.append(loss.item())
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    return values(model)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+def test_muon_is_an_inner_optimizer(pool):
+    a, b = pool.run(check_muon)
+    assert equal(a, b)
+
+
+# ---------------------------------------------------------------- summary and misuse
+
+
+def check_summary(rank: int, size: int) -> None:
+    model = nn.Sequential(*[nn.Linear(1000, 100, bias=False) for _ in range(4)])
+    local = pycomm.LocalSGD(model, every=8, codec="fp32", fragments=4, overlap=2, weighted=True)
+    line = local.summary().splitlines()[-1]
+    # Three ranks send two thirds of 4 bytes a value to its owners, and as much to all.
+    assert "4 fragments, each every 8 steps, over 2 of them" in line
+    assert f"sends {4 * 400_000 * 4 / 3 / 1e6:.3g} MB in a round" in line
+    assert f"{4 * 400_000 * 4 / 3 / 8 / 1e3:.3g} kB for each step" in line
+    assert f"at most {400_000 * 4 / 3 / 1e6:.3g} MB at once" in line
+
+
+def test_the_summary_tells_bytes_in_all_and_at_once(pool):
+    pool.run(check_summary, ranks=3)
+
+
+def check_refusals(rank: int, size: int) -> None:
+    for options, why in [
+        ({"fragments": 9}, "use 1 to every=8"),
+        ({"fragments": 3}, "has 2 parameters"),
+        ({"fragments": 2, "overlap": 5}, "more than every // fragments = 4"),
+        ({"mixing": 1.0}, "mixing=1.0 must be from 0 to below 1"),
+        ({"fragments": 2, "delayed": True}, "delayed=True sends the whole model"),
+        ({"quorum": 3}, "quorum=3: use 1 to 2"),
+        ({"quorum": 1, "fragments": 2}, "quorum= goes with one fragment"),
+        ({"average": "all"}, "use 'ranks' or 'senders'"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            pycomm.LocalSGD(nn.Linear(4, 4), every=8, **options)
+    for name, theirs in [("every", 8 + rank), ("weighted", rank == 1), ("quorum", 1 + rank)]:
+        with pytest.raises(pycomm.WireMismatch, match=f"LocalSGD: {name}="):
+            pycomm.LocalSGD(nn.Linear(4, 4), **{"every": 8, name: theirs})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_options_are_refused_before_anything_is_sent(pool, backend):
+    pool.run(check_refusals, backend=backend)
+
+
+def check_version_2(rank: int, size: int, options: dict[str, Any]) -> None:
+    """States of before there were fragments, with a round under way if it is delayed."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = pycomm.LocalSGD(model, every=3, codec="int8", **options)
+    for step in range(4):
+        one_step(model, optimizer, rank, step)
+        local.step()
+    saved = local.state_dict()
+    (fragment,) = saved["fragments"]
+    old = {key: fragment[key] for key in ("names", "start", "velocity")}
+    old |= {key: saved[key] for key in ("local_steps", "rounds", "skipped", "compression")}
+    old |= {"version": 2, "pending": saved["pending"] and saved["pending"][1]}
+    assert (old["pending"] is None) == (not options)
+    other = network()
+    other.load_state_dict(model.state_dict())
+    resumed = pycomm.LocalSGD(other, every=3, codec="int8", **options)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(old)
+    for m, loc in ((model, local), (other, resumed)):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        for step in range(4, 8):
+            one_step(m, optimizer, rank, step)
+            loc.step()
+        loc.finish()
+    assert equal(values(model), values(other))
+    with pytest.raises(ValueError, match="has version 1"):
+        resumed.load_state_dict({"version": 1})
+
+
+@pytest.mark.parametrize("options", [{}, {"delayed": True}], ids=str)
+def test_a_state_of_the_former_version_is_read(pool, options):
+    pool.run(check_version_2, options)
