@@ -16,9 +16,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.codecs import Codec
+from pycomm.codecs import codec as parse_codec
 from pycomm.errors import Error
+from pycomm.feedback.rule import EXACT
 from pycomm.hooks.ddp import HookState
 from pycomm.policy import Policy
+from pycomm.policy.names import clean
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.moment import CodedMoment
 from pycomm.reduction.reducer import _done
@@ -49,6 +52,7 @@ class MomentumState(HookState):
         refresh: int = 0,
         **options: Any,
     ) -> None:
+        self._find = find
         super().__init__(codec, model, **options)
         self._unit, self._scale = unit, 1.0
         self._refresh = refresh
@@ -60,20 +64,36 @@ class MomentumState(HookState):
         """The coded parameters, by name."""
         self.steps = 0
         """Optimizer steps so far."""
-        for name, decision in self.decisions.items():
-            parameter = self._by_name[name]
-            found = find(parameter)
-            if found is None or decision.codec.spec() == "cast:dtype=float32" or parameter.ndim < 2:
-                continue
-            settings, kept = found
-            self.moments[name] = CodedMoment(parameter, settings, kept, decision.codec)
-            look = _Look(weakref.ref(self), name)
-            handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+        for name in self.decisions:
+            self._make_moment(name)
         sums = sum(moment.sums_numel for moment in self.moments.values())
         payload = sum(self.decisions[name].encoded_bytes for name in self.moments)
         if not refresh:
             self._refresh = min(16, max(1, -(-8 * 4 * sums // max(1, payload))))
+
+    def _enter(self, name: str, parameter: torch.Tensor) -> None:
+        if self._find(parameter) is None:
+            self.add(clean(name), parameter, exact="another optimizer has it")
+            return
+        super()._enter(name, parameter)
+        if hasattr(self, "moments"):  # else the constructor makes them; this one was frozen
+            self._make_moment(clean(name))
+
+    def _make_moment(self, name: str) -> None:
+        """Code the momentum of a parameter, unless it has one dimension or is always exact."""
+        decision, parameter = self.decisions[name], self._by_name[name]
+        rule = self.plan.policy.rule(decision.parameter)
+        exact = rule is not None and parse_codec(rule.codec) == EXACT
+        found = self._find(parameter)
+        if found is None or exact or parameter.ndim < 2 or not parameter.numel():
+            return
+        if all(codec == EXACT for codec in self.plan.policy.named()):
+            return
+        settings, kept = found
+        self.moments[name] = CodedMoment(parameter, settings, kept, decision.codec)
+        look = _Look(weakref.ref(self), name)
+        handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
+        self._handles.append(handle)
 
     # ------------------------------------------------------------------ for the optimizer
 
@@ -163,7 +183,9 @@ class MomentumState(HookState):
             (moment, tensor[places[n].offset : places[n].offset + places[n].numel], places[n])
             for n, moment in found
         ]
-        for moment, part, _ in parts:
+        for moment, part, piece in parts:
+            if self.process_group.size() > 1:
+                moment.use(piece.codec)
             moment.enter(part, self._scale)
         self._share_scales([moment for moment, _, _ in parts if not moment.has_scale])
         for moment, part, piece in parts:

@@ -30,6 +30,7 @@ FLOOR = 0.1
 """Least scale of a row or column, relative to their root mean square. Rows that had no gradient
 for long would otherwise dominate the block in which they are coded."""
 _TINY = 1e-30
+_BLOCK = 1 << 16  # values that are processed together, 256 KiB
 LIMIT = 50.0
 """Most that a coordinate moves in a step, in learning rates, while second moments are some steps
 old. A value that waited for hundreds of steps moves it by dozens."""
@@ -64,6 +65,7 @@ class CodedMoment:
         self.looked = False
         self._again = False
         self._error = nominal_error(codec) ** 2
+        self._codec: Codec | None = codec
         self._fresh = self._zeros()  # sums of this step
         self._since = self._zeros()  # sums of the steps since the last exchange
         self._steps = 0  # steps in `_since`
@@ -87,6 +89,7 @@ class CodedMoment:
     def rebind(self, settings: dict[str, Any], state: dict[str, Any]) -> None:
         """Use another state, for example after a checkpoint was loaded."""
         self.settings, self.state = settings, state
+        self._codec = None  # the error in the state belongs to the codec that comes
         self._scale = None
         self._since.zero_()
         self._steps = 0
@@ -146,6 +149,12 @@ class CodedMoment:
         """Whether there is a second moment by which to divide."""
         return self._scale is not None
 
+    def use(self, codec: Codec) -> None:
+        """Set the codec of this step: another one's error is not known yet."""
+        if self._codec is not None and codec != self._codec:
+            self.state["coding_error"].fill_(nominal_error(codec) ** 2)
+        self._codec = codec
+
     def enter(self, gradient: torch.Tensor, scale: float) -> None:
         """Add the gradient's squares to this step's sums.
 
@@ -157,9 +166,20 @@ class CodedMoment:
         if self._again and self.base is not None:
             gradient.sub_(self.base.reshape(-1))
         matrix = gradient.view(self.rows, self.columns)
-        squares = matrix.square() if scale == 1 else (matrix.float() / scale).square_()
-        self._fresh[: self.rows] += squares.sum(1)
-        self._fresh[self.rows : -EXTRA] += squares.sum(0)
+        unit = scale**-2
+        for rows in self._blocks():
+            part = matrix[rows]
+            norms = torch.linalg.vector_norm(part, dim=1, dtype=torch.float32)
+            self._fresh[: self.rows][rows].add_(norms.square_(), alpha=unit)
+            norms = torch.linalg.vector_norm(part, dim=0, dtype=torch.float32)
+            self._fresh[self.rows : -EXTRA].add_(norms.square_(), alpha=unit)
+
+    def _blocks(self) -> list[slice]:
+        """Return ranges of rows that stay in a cache while several operations go over them."""
+        if not self.parameter.is_cpu:
+            return [slice(0, self.rows)]
+        count = max(1, _BLOCK // max(1, self.columns))
+        return [slice(begin, begin + count) for begin in range(0, self.rows, count)]
 
     def local_sums(self) -> torch.Tensor:
         """Return this rank's mean sums of the steps since the last exchange, to be averaged."""
@@ -178,14 +198,17 @@ class CodedMoment:
         row, column = self._scale
         beta = self.beta
         matrix = values.view(self.rows, self.columns)
-        if scale != 1:
-            matrix.mul_(1 / scale)
-        if self._again:
-            matrix.mul_(1 - beta)
-        elif beta > 0:
-            momentum = self.state["exp_avg"].view(self.rows, self.columns)
-            matrix.lerp_(momentum.to(matrix.dtype), beta)
-        matrix.mul_(1 / row[:, None]).mul_(1 / column)
+        momentum = self.state["exp_avg"].view(self.rows, self.columns)
+        by_row, by_column = row.reciprocal()[:, None], column.reciprocal()
+        for rows in self._blocks():
+            part = matrix[rows]
+            if scale != 1:
+                part.mul_(1 / scale)
+            if self._again:
+                part.mul_(1 - beta)
+            elif beta > 0:
+                part.lerp_(momentum[rows].to(part.dtype), beta)
+            part.mul_(by_row[rows]).mul_(by_column)
         if residual is not None and residual.worker is not None:
             left = residual.load_worker()
             self._fresh[-2] = left.square().sum()
@@ -196,7 +219,9 @@ class CodedMoment:
         assert self._scale is not None
         row, column = self._scale
         matrix = values.view(self.rows, self.columns)
-        matrix.mul_(row[:, None] * scale).mul_(column)
+        by_row = row[:, None] * scale
+        for rows in self._blocks():
+            matrix[rows].mul_(by_row[rows]).mul_(column)
         if self._again and self.base is not None:
             values.add_(self.base.reshape(-1))
 
@@ -236,26 +261,31 @@ class CodedMoment:
         parameter, state = self.parameter, self.state
         beta1 = self.settings["betas"][0]
         assert parameter.grad is not None
-        state["exp_avg"].copy_(parameter.grad)
         state["step"] += 1
         correction = 1 - float(beta1) ** float(state["step"])
         weight = float(state["moment_weight"])
-        if weight == 0:
-            return
         # eps^2 is added to every square, so that no denominator is below eps and all of them are
         # products of a row's and a column's factor (Shazeer and Stern 2018, algorithm 4).
         least = weight * max(float(self.settings["eps"]), 1e-12) ** 2
         row, column = state["row"] + least * self.columns, state["column"] + least * self.rows
         by_row = (row / (float(row.sum()) * weight)).rsqrt_()[:, None]
         by_column = column.rsqrt()
-        moved = state["exp_avg"].view(self.rows, self.columns).float() * by_row
-        if self._steps:  # second moments of an earlier step
-            moved.mul_(by_column).clamp_(-LIMIT * correction, LIMIT * correction)
-            by_column.fill_(1.0)
-        if weight_decay:
-            parameter.mul_(1 - lr * weight_decay)
-        matrix = parameter.view(self.rows, self.columns)
-        matrix.addcmul_(moved.to(matrix.dtype), by_column, value=-lr / correction)
+        momentum, gradient, matrix = (
+            tensor.view(self.rows, self.columns)
+            for tensor in (state["exp_avg"], parameter.grad, parameter)
+        )
+        for rows in self._blocks():
+            momentum[rows].copy_(gradient[rows])
+            if weight == 0:
+                continue
+            moved = gradient[rows].float() * by_row[rows]
+            moved.mul_(by_column)
+            if self._steps:  # second moments of an earlier step
+                moved.clamp_(-LIMIT * correction, LIMIT * correction)
+            part = matrix[rows]
+            if weight_decay:
+                part.mul_(1 - lr * weight_decay)
+            part.add_(moved.to(part.dtype), alpha=-lr / correction)
 
 
 def _scales(
