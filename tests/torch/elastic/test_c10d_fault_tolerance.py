@@ -42,6 +42,8 @@ if not hasattr(dist, "_reconfigure"):
 
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
+import pycomm.backend  # noqa: F401  (registers the backend in the processes that it starts)
+
 
 class PycommFaultToleranceTest(MultiProcessTestCase):
     backend_name = "pycomm"

@@ -1,0 +1,13 @@
+"""pycomm under torchft, whose replicas die and come back: the process group of its Manager.
+
+It needs torchft 0.2 (``pip install torchft``).
+
+    group = ProcessGroupPycomm(timeout=timedelta(seconds=10))
+    manager = torchft.Manager(pg=group, min_replica_size=2, load_state_dict=..., state_dict=...)
+"""
+
+from __future__ import annotations
+
+from pycomm.torchft.group import ProcessGroupPycomm
+
+__all__ = ["ProcessGroupPycomm"]
