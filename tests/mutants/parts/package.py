@@ -191,7 +191,7 @@ MUTANTS = (
     Mutant(
         "timeout-of-the-call-overridden",
         "deadline",
-        "pycomm/backend.py",
+        "pycomm/backend/__init__.py",
         "if given != default_pg_timeout:\n        return given",
         "if given == default_pg_timeout:\n        return given",
         "tests/torch/backend/test_groups.py::test_the_first_timeout_that_is_named_wins",
