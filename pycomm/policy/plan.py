@@ -143,10 +143,6 @@ class Plan:
         self._agreed.update(self.decisions)
         self._told.update({name: d.codec for name, d in self.decisions.items()})
 
-    def forget_agreement(self) -> None:
-        """Let the next `agree` check all decisions: the group has other members now."""
-        self._agreed.clear()
-
     def advance(self, step: int, device: torch.device, *, finite: bool = True) -> set[str]:
         """Begin a step: make the changes that are due; return the names whose codec has changed.
 

@@ -22,7 +22,7 @@ from pycomm.arguments import number, typed, warn_deprecated, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
-from pycomm.policy import EXACT, Policy, agree_on_options
+from pycomm.policy import EXACT, Policy
 from pycomm.policy.exchange import gather, tell
 from pycomm.policy.names import matching, renamed
 from pycomm.reduction import cost
@@ -271,22 +271,20 @@ class CompressionState(BucketReducer):
         reads it on any number of ranks.
         """
         self.settle(last=False)
-        residuals = self.residuals.state_dict() if self.residuals else {}
-        return {
-            "about": (self._about(),),
-            "factors": (self._exchanges.memory.state_dict(),),
-            # The global rank: every replica group has a rank 0.
-            f"rank{dist.get_rank()}": (self.step, residuals),
-        }
-
-    def _about(self) -> dict[str, Any]:
-        return {
+        about = {
             "version": STATE_VERSION,
             "world_size": self.process_group.size(),
             "seed": self.seed,
             "step": self.step,
             "plan": self.plan.state_dict(),
             **self._rates.state_dict(),
+        }
+        residuals = self.residuals.state_dict() if self.residuals else {}
+        return {
+            "about": (about,),
+            "factors": (self._exchanges.memory.state_dict(),),
+            # The global rank: every replica group has a rank 0.
+            f"rank{dist.get_rank()}": (self.step, residuals),
         }
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
@@ -418,55 +416,6 @@ class CompressionState(BucketReducer):
             own = reshard(rule, [own], about["world_size"], ranks)
             self.residuals.load_state_dict(own, self.codecs)
         self._buckets.clear()
-
-    def regroup(self, *, fresh: bool = False) -> None:
-        """Continue after the group's members have changed in place; collective among the new ones.
-
-        It follows `pycomm.elastic.reconfigure`, and torch's own. Codecs, schedules and the number
-        of the step are those of the first member that is not fresh. Residuals of members that stay
-        are kept, for the average over the ranks of now; those of members that are gone are lost.
-
-        Args:
-            fresh: this member is new, or comes back with the parameters of the others: it takes
-                over their step and owes nothing.
-
-        Raises:
-            WireMismatch: members have other models, codecs, policies, feedback or seeds; raised on
-                all of them.
-            ValueError: ranks shard the parameters (FSDP2), so shards are gone.
-        """
-        if self._cuts():
-            raise ValueError(
-                "ranks share these parameters, and a change of members moves the shards; go on "
-                "from a checkpoint, with load_checkpoint"
-            )
-        self.settle()
-        self._buckets.clear()
-        ranks = self.process_group.size()
-        residuals = self.residuals.state_dict() if self.residuals and not fresh else {}
-        agree_on_options(self.plan.terms, self.process_group)
-        flags = gather([not fresh], self.process_group, self._device)
-        stays = [rank for rank, (known,) in enumerate(flags) if known]
-        if stays and len(stays) < ranks:
-            mine: list[Any] = []
-            if self.process_group.rank() == stays[0]:
-                mine = [self._about(), self._exchanges.memory.state_dict(), self._mean(residuals)]
-            everybody: list[list[Any]] = [[] for _ in range(ranks)]
-            dist.all_gather_object(everybody, mine, group=self.process_group)
-            about, factors, mean = everybody[stays[0]]
-            self._load_common(about, factors)
-            residuals = mean or residuals
-        if self.residuals:
-            before, self.residuals.ranks = self.residuals.ranks, ranks
-            own = reshard(self.residuals.rule, [residuals], before, ranks)
-            self.residuals.load_state_dict(own, self.codecs)
-        self.plan.forget_agreement()
-        self.agree()
-
-    def _mean(self, residuals: dict[str, Any]) -> dict[str, Any]:
-        """Return the residuals that are equal on all ranks: those of ef21."""
-        ef21 = self.residuals is not None and self.residuals.rule.kind == "ef21"
-        return residuals if ef21 else {}
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "pycomm") -> None:
         """Continue from a checkpoint of torch.distributed.checkpoint; collective.

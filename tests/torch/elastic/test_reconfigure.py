@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import elastic
-from tests.torch.hooks.test_ddp_compress import batch, network
 
 LIMIT = timedelta(seconds=20)
 
@@ -354,77 +351,3 @@ def absent(rank: int, size: int, store: Any) -> None:
 
 def test_a_member_that_does_not_come_is_named(pool):
     pool.run(run, absent, ranks=3, backend=None)
-
-
-# ------------------------------------------------------------------ what goes on
-
-
-def steps(model: Any, optimizer: Any, numbers: range) -> None:
-    for number in numbers:
-        x, y = batch(dist.get_rank(), number)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-def train(rank: int, size: int, store: Any) -> list[torch.Tensor]:
-    """Two train, a third joins with their parameters, and the first leaves."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    joins = rank == 2
-    if joins:  # alone at first, so that it can make what the others have
-        member.form(1, handles[2:])
-    else:
-        member.form(2, handles[:2])
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
-    state = pycomm.compress(model, "int4")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if not joins:
-        steps(model, optimizer, range(3))
-        before = state.residual_norms()
-        assert any(worker > 0 for worker, _ in before.values())
-    member.form(3, handles)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
-    state.regroup(fresh=joins)
-    assert state.step == 3
-    if joins:
-        assert not state.residuals.has_residual
-    steps(model, optimizer, range(3, 5))
-    assert state.step == 5
-    assert state.residual_norms()
-    everybody = [torch.empty_like(p) for p in model.parameters() for _ in range(size)]
-    for i, parameter in enumerate(model.parameters()):
-        dist.all_gather(everybody[i * size : (i + 1) * size], parameter.data)
-        assert all(torch.equal(parameter, other) for other in everybody[i * size : (i + 1) * size])
-    if rank == 0:
-        member.meet("done")
-        return [p.detach() for p in model.parameters()]
-    member.form(4, handles[1:])
-    state.regroup()
-    steps(model, optimizer, range(5, 7))
-    member.meet("done")
-    return [p.detach() for p in model.parameters()]
-
-
-def test_a_rank_joins_a_compressed_training_and_another_leaves(pool):
-    ends = pool.run(run, train, ranks=3, backend=None)
-    assert all(torch.equal(a, b) for a, b in zip(ends[1], ends[2], strict=True))
-
-
-def other_codec(rank: int, size: int, store: Any) -> None:
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    member.form(10 + rank, [handles[rank]])
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
-    state = pycomm.compress(model, "int8" if rank == 1 else "int4")
-    member.form(2, handles)
-    with pytest.raises(pycomm.WireMismatch, match="bits=8"):
-        state.regroup(fresh=rank == 1)
-    member.meet("seen")
-    member.form(3, handles)
-    check_sum()
-
-
-def test_a_rank_that_joins_with_another_codec_is_named_on_all(pool):
-    pool.run(run, other_codec, ranks=2, backend=None)
