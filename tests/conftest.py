@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ FOLDERS = {
 }
 COUNTS: Counter[tuple[str, str]] = Counter()
 SECONDS: Counter[str] = Counter()
+
+
+@pytest.fixture(autouse=True)
+def _cores_are_given_back() -> Iterator[None]:
+    """Fail a test that leaves its worker on fewer cores: all later tests would share them."""
+    cores = os.sched_getaffinity(0)
+    yield
+    left = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    assert left == cores, "the test has left its thread on other cores than it had"
 
 
 def tier_of(path: Path) -> str:

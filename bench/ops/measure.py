@@ -59,10 +59,13 @@ class Rank:
         self.control = _C.Communicator(_C.Store.file(str(folder)), rank, ranks, control)
         self.backends = backends.connect(options.backend, folder, rank, ranks)
         self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
+        self._cores = os.sched_getaffinity(0)
         if options.pin:
             self._pin()
 
     def close(self) -> None:
+        """Leave the group, and give back the cores that the main thread had."""
+        os.sched_setaffinity(0, self._cores)
         for backend in self.backends:
             backend.close()
         del self.control

@@ -42,13 +42,15 @@ class Communicator::Impl {
   Algo algo() const { return algo_; }
   std::vector<int> levels() const {
     std::vector<int> nodes;
-    if (!goes_by_levels(mesh_.topology(), algo_)) return nodes;
-    for (int r = 0; r < size(); r++) nodes.push_back(mesh_.topology().node_of(r));
+    const Topology topology = mesh_.known_network().first;
+    if (!goes_by_levels(topology, algo_)) return nodes;
+    for (int r = 0; r < size(); r++) nodes.push_back(topology.node_of(r));
     return nodes;
   }
   std::vector<uint32_t> shares() const {
-    if (!goes_by_levels(mesh_.topology(), algo_)) return mesh_.links().shares().begins();
-    return mesh_.links().shares(hierarchical::rail(mesh_.topology(), 0)).begins();
+    const auto [topology, links] = mesh_.known_network();
+    if (!goes_by_levels(topology, algo_)) return links.shares().begins();
+    return links.shares(hierarchical::rail(topology, 0)).begins();
   }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/common/links.h"
@@ -39,6 +40,11 @@ class ChannelMesh {
   /// The nodes of the ranks; sites (links.h) instead, where there are some of several hosts.
   const Topology& topology() const { return topology_; }
   bool has_sites() const { return has_sites_; }
+  /// Copies for any thread: the first collective may learn of the network meanwhile.
+  std::pair<Topology, Links> known_network() const {
+    std::lock_guard<std::mutex> lock(learning_);
+    return {topology_, links_between_};
+  }
   /// What is known of the network between the ranks.
   const Links& links() const { return links_between_; }
   /// True if ranks may be far from each other and have not exchanged their round trips yet, which
@@ -148,7 +154,7 @@ class ChannelMesh {
   std::vector<Transport*> by_rank_;  ///< null for ourselves
   Window* window_ = nullptr;
   Topology topology_;
-  mutable std::mutex learning_;  ///< guards what describe() reads while a first collective learns
+  mutable std::mutex learning_;  ///< guards what other threads read while a first collective learns
   Links links_between_;
   bool may_be_far_ = false, has_sites_ = false;
   Medium slowest_ = Medium::shared_memory;
