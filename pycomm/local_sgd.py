@@ -204,6 +204,8 @@ class LocalSGD:
         self._offered = False  # an offer to the quorum is under way,
         self._whole = False  # of a whole round,
         self._void = False  # and the model has gone back to its start since
+        if self._quorum is not None:
+            self._quorum.start()  # now, so that a long first step holds nobody up either
 
     def _needs_thread(self, is_async: bool) -> bool:
         """Whether exchanges need a thread and a group of their own.
@@ -505,7 +507,7 @@ class LocalSGD:
 
     def _meet_quorum(self, quorum: Quorum) -> bool:
         """Apply outer gradients that have come, and offer this rank's movement if it is due."""
-        quorum.start()
+        quorum.start()  # it ended with `finish`
         before = self.rounds
         while (outcome := quorum.take()) is not None:
             self._come(outcome)

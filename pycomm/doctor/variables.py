@@ -25,6 +25,7 @@ CORE = {
     "PYCOMM_INTERFACE": "interfaces or addresses for TCP: see network",
     "PYCOMM_LINK": "rate to which each rank paces what it sends by TCP",
     "PYCOMM_PORTS": "ports on which ranks listen: see network",
+    "PYCOMM_RATE": "what the link of this host carries: ranks with slower links own less",
     "PYCOMM_SECRET": "secret of the handshake between ranks",
     "PYCOMM_SOCKETS": "TCP sockets per peer",
     "PYCOMM_TLS": "encryption of TCP connections",

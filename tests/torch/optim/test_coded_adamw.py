@@ -393,9 +393,12 @@ def resharded(rank: int, size: int, states: list[Any]) -> dict[str, torch.Tensor
     optimizer.compression.load_state_dict(*(state for _, state in states))
     residuals = optimizer.compression.residuals
     assert residuals is not None
-    owed = {n: residuals.added(n, 0, torch.Size(SHAPES[n]).numel()) for n in ("big", "small")}
-    for value in owed.values():
-        dist.all_reduce(value)
+    owed = {}
+    for name in ("big", "small"):
+        numel = torch.Size(SHAPES[name]).numel()
+        added = residuals.added(name, 0, numel)
+        owed[name] = torch.zeros(numel) if added is None else added  # a rank may have none
+        dist.all_reduce(owed[name])
     train(model, optimizer, rank, range(1))
     return owed
 
