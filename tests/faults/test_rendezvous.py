@@ -177,6 +177,25 @@ def test_a_rank_that_cannot_join_tells_the_others_why():
     assert errors[1] in errors[0]
 
 
+def test_a_rank_that_gives_up_and_ends_at_once_is_told_by_its_reason(tmp_path):
+    """Its process may be gone before the others have looked for a reason again."""
+
+    def job(store, rank):
+        try:
+            interface = "no-such-interface" if rank == 1 else None
+            Communicator(store, rank, 2, transport="tcp", interface=interface, timeout=LONG)
+        except Error:
+            if rank == 1:
+                die()
+            raise
+
+    for turn in range(8):
+        (tmp_path / str(turn)).mkdir()
+        facts, _ = outcomes(tmp_path / str(turn), 2, job)
+        assert facts is not None
+        assert '"no-such-interface"' in facts[2]
+
+
 def test_the_parent_must_have_these_ranks():
     world = Communicator(Store.local(), 0, 1)
     for ranks in ([0], [0, 7]):

@@ -15,7 +15,7 @@ from pycomm.bench import netlab
 from pycomm.bench.wan.lab import WanLab
 
 # A rank sums integers over a group, with variables of its own ({"0": {...}, "1": {...}}).
-SUM = """
+SUM = r"""
 import json, os, sys
 os.environ |= json.loads(sys.argv[2]).get(os.environ["RANK"], {})
 os.environ["WORLD_SIZE"] = sys.argv[4]
@@ -27,12 +27,13 @@ from pycomm.communicator import Communicator
 try:
     group = Communicator.from_env(sys.argv[1], transport="tcp", timeout=float(sys.argv[3]))
 except errors.Error as error:
-    print(f"{type(error).__name__}: {error}")
+    sys.stdout.write(f"{type(error).__name__}: {error}\n")  # one write: ranks share the file
     sys.exit()
 x = np.arange(70_001, dtype=np.int64)
 group.all_reduce(x)
 assert (x == group.size * np.arange(70_001)).all()
-print(group.describe(), flush=True)
+sys.stdout.write(group.describe() + "\n")
+sys.stdout.flush()
 group.close()
 """
 

@@ -1,6 +1,7 @@
 #include "collectives/group/membership.h"
 
 #include <algorithm>
+#include <optional>
 #include <thread>
 
 #include "collectives/group/failure.h"
@@ -133,13 +134,7 @@ void Membership::look_at_store() {
   const auto start = Deadline::Clock::now();
   const auto reason = rendezvous_.store->find(reason_key_);
   answers_in_ = duration_cast<Milliseconds>(Deadline::Clock::now() - start);
-  if (reason) {
-    knows_ = true;
-    const Span<const uint8_t> bytes(reinterpret_cast<const uint8_t*>(reason->data()),
-                                    reason->size());
-    std::rethrow_exception(from_notice(std::make_exception_ptr(Aborted(
-        Notice::decode(bytes), "has left the rendezvous of group \"" + rendezvous_.group + "\""))));
-  }
+  if (reason) throw_reason(*reason);
   std::vector<int> unseen;  // starts from another one each time, if there is time for few
   for (int i = 0; i <= 2 * kNear; i++) {
     const int r = rendezvous_.rank - kNear + (i + looks_) % (2 * kNear + 1);
@@ -155,6 +150,13 @@ void Membership::look_at_store() {
   }
 }
 
+void Membership::throw_reason(const std::string& reason) {
+  knows_ = true;
+  const Span<const uint8_t> bytes(reinterpret_cast<const uint8_t*>(reason.data()), reason.size());
+  std::rethrow_exception(from_notice(std::make_exception_ptr(Aborted(
+      Notice::decode(bytes), "has left the rendezvous of group \"" + rendezvous_.group + "\""))));
+}
+
 bool Membership::has_met(int rank) {
   try {
     return rendezvous_.store->find(key("met", rank)).has_value();
@@ -164,6 +166,13 @@ bool Membership::has_met(int rank) {
 }
 
 void Membership::throw_died(int rank, const std::string& how) {
+  // A rank that has given up says why before it ends, and may have ended since our last look.
+  std::optional<std::string> reason;
+  try {
+    reason = rendezvous_.store->find(reason_key_);
+  } catch (const Error&) {  // the store died with it
+  }
+  if (reason) throw_reason(*reason);
   knows_ = true;
   throw PeerLost(rank, "rank " + std::to_string(rank) + " died while group \"" + rendezvous_.group +
                            "\" was made: " + how + " (seen by rank " +

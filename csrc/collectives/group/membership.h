@@ -44,6 +44,8 @@ class Membership {
   bool has_met(int rank);
   /// Returns `error`, or the loss or the published reason of another rank that explains it.
   std::exception_ptr behind(const std::exception_ptr& error);
+  /// Throws the error that another rank has published, as its reason to give up.
+  [[noreturn]] void throw_reason(const std::string& reason);
   [[noreturn]] void throw_died(int rank, const std::string& how);
 
   const Rendezvous rendezvous_;
