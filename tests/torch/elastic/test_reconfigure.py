@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import elastic
@@ -351,3 +352,28 @@ def absent(rank: int, size: int, store: Any) -> None:
 
 def test_a_member_that_does_not_come_is_named(pool):
     pool.run(run, absent, ranks=3, backend=None)
+
+
+def wrapped_anew(rank: int, size: int, store: Any) -> None:
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    net = torch.nn.Linear(300, 300, bias=False)
+    for uuid, members in ((1, handles), (2, handles[::-1])):
+        member.form(uuid, members)
+        model = DistributedDataParallel(net)
+        pycomm.compress(model, "int4")
+        before = net.weight.detach().clone()
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(4, 300)).square().mean().backward()
+            with torch.no_grad():
+                net.weight -= net.weight.grad
+        mine = net.weight.detach().clone()
+        assert not torch.equal(mine, before)
+        everywhere = mine.clone()
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX)
+        assert torch.equal(everywhere, mine)
+
+
+def test_a_compressed_model_is_wrapped_anew_after_a_change(pool):
+    pool.run(run, wrapped_anew, backend=None)
