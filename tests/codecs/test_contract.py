@@ -4,7 +4,7 @@ payloads, in residuals, and in decoding of arbitrary payloads."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise, product
 
 import pytest
@@ -73,17 +73,49 @@ def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> t
     return out
 
 
+def bytes_of(x: torch.Tensor) -> bytes:
+    return bytes(x.contiguous().view(torch.uint8))
+
+
+def tensor_of(data: bytes, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+# The implementations are held to the same results of the reference, one after the other.
+@lru_cache(maxsize=256)
+def encoded(spec: str, data: bytes, owed: bytes | None, index: int) -> tuple[torch.Tensor, ...]:
+    """Return the reference's payload, and its residual if there is one before."""
+    codec, x = pycomm.codec(spec), tensor_of(data)
+    if owed is None:
+        return (encode(REFERENCE, codec, x, index=index),)
+    new_residual = torch.empty_like(x)
+    return encode(REFERENCE, codec, x, tensor_of(owed), new_residual, index), new_residual
+
+
+@lru_cache(maxsize=256)
+def decoded(spec: str, payload: bytes, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the reference's values, and those that it adds to `base_of(numel)`."""
+    codec, data = pycomm.codec(spec), tensor_of(payload, torch.uint8)
+    values, added = torch.empty(numel), base_of(numel)
+    REFERENCE.decode(codec, data, values)
+    REFERENCE.decode_add(codec, data, added)
+    return values, added
+
+
+def base_of(numel: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, numel)
+
+
 def check(spec: str, kind: str, device: str, x, residual, index: int | None = None) -> None:
     codec = pycomm.codec(spec)
     run = runner(codec, kind, device)
     index = 3 * codec.granule if index is None else index
     there, owed_there = x.to(device), residual.to(device)
 
-    want = encode(REFERENCE, codec, x, index=index)
+    (want,) = encoded(spec, bytes_of(x), None, index)
     assert torch.equal(encode(run, codec, there, index=index).cpu(), want)
 
-    want_owed = torch.empty_like(residual)
-    want_fed = encode(REFERENCE, codec, x, residual, want_owed, index)
+    want_fed, want_owed = encoded(spec, bytes_of(x), bytes_of(residual), index)
     owed = torch.full_like(owed_there, 1234.5)
     assert torch.equal(encode(run, codec, there, owed_there, owed, index).cpu(), want_fed)
     assert same(owed, want_owed)
@@ -97,16 +129,14 @@ def check(spec: str, kind: str, device: str, x, residual, index: int | None = No
 
 
 def check_decode(codec: Codec, run, device: str, payload: torch.Tensor, numel: int) -> None:
-    want, got = torch.empty(numel), torch.full((numel,), 1234.5, device=device)
-    REFERENCE.decode(codec, payload, want)
+    values, added = decoded(codec.spec(), bytes_of(payload), numel)
+    got = torch.full((numel,), 1234.5, device=device)
     run.decode(codec, payload.to(device), got)
-    assert same(got, want)
+    assert same(got, values)
 
-    base = torch.linspace(-1, 1, numel)
-    want, got = base.clone(), base.to(device)
-    REFERENCE.decode_add(codec, payload, want)
+    got = base_of(numel).to(device)
     run.decode_add(codec, payload.to(device), got)
-    assert same(got, want)
+    assert same(got, added)
 
 
 def combinations() -> Iterator[tuple[str, str, str, str]]:

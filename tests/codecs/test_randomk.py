@@ -11,6 +11,7 @@ from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference
 from pycomm.errors import Error
 from tests.codecs.test_contract import check, everywhere, runner, same
+from tests.extent import part
 
 NORMAL = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
 SPECS = ["randomk:10", "randomk:every=4,block=64", "randomk:1"]
@@ -75,8 +76,14 @@ def test_same_bytes_of_any_length_of_stretches(every, kind, device):
 
 
 @everywhere
-@pytest.mark.parametrize("ranks", range(2, 9))
-@pytest.mark.parametrize("spec", ["randomk:3,scale=unbiased", "randomk:5,block=16"])
+@pytest.mark.parametrize(
+    ("spec", "ranks"),
+    [
+        (spec, ranks)
+        for place, spec in enumerate(["randomk:3,scale=unbiased", "randomk:5,block=16"])
+        for ranks in part(range(2, 9), 3, place)
+    ],
+)
 def test_sums_of_contributions_are_encoded_without_loss(spec, ranks, kind, device):
     codec = pycomm.codec(spec)
     run = runner(codec, kind, device)

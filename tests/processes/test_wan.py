@@ -15,6 +15,7 @@ from pycomm.bench.wan.lab import WanLab
 from pycomm.bench.wan.rank import STEPS
 from pycomm.bench.wan.shape import Shape
 from pycomm.bench.wan.steps import PROMISED, run_steps
+from tests.extent import part
 
 
 def open_or_skip(nodes: int, rate: str = "200mbit", **options: Any) -> WanLab:
@@ -24,7 +25,9 @@ def open_or_skip(nodes: int, rate: str = "200mbit", **options: Any) -> WanLab:
         pytest.skip(f"no network namespaces with TUN devices: {error}")
 
 
-@pytest.mark.parametrize(("nodes", "round_trip"), [(2, 0.06), (3, 0.06), (2, 0.2), (3, 0.2)])
+@pytest.mark.parametrize(
+    ("nodes", "round_trip"), part([(2, 0.06), (3, 0.06), (3, 0.2), (2, 0.2)], 2)
+)
 def test_a_group_takes_few_round_trips(nodes, round_trip):
     """Ranks that the machine delays ask the store once more: then the job is repeated."""
     total = [float(sum(range(nodes)) + nodes * i) for i in range(4)]

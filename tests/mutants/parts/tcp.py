@@ -94,8 +94,8 @@ MUTANTS = (
         "tests/transports/test_channels.py "
         "tests/transports/tcp/test_transport.py::test_sockets_share_a_message",
         escapes=(
-            "Only a socket that is full exactly at the end of a frame shows it, which tests "
-            "meet by chance."
+            "Only a frame shows it whose last bytes, 16 KiB at most, are written alone after "
+            "the peer has acknowledged all before them, and that has no checksum."
         ),
     ),
     Mutant(

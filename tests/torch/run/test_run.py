@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pycomm import run
+from tests.extent import part
 from tests.torch.interpreter import ROOT, Interpreter, launch
 from tests.torch.interpreter import run as run_python
 
@@ -109,11 +110,16 @@ end()
 """
 
 
-@pytest.mark.parametrize("end", ["raise ValueError('as planned')", "sys.exit(7)", "1 +"])
-@pytest.mark.parametrize("form", ["script", "module"])
+@pytest.mark.parametrize(
+    ("form", "end"),
+    [
+        ("script", "sys.exit(7)"),
+        ("script", "1 +"),
+        ("module", "raise ValueError('as planned')"),
+        *part([("script", "raise ValueError('as planned')"), ("module", "sys.exit(7)")], 3, 2),
+    ],
+)
 def test_a_script_finds_and_leaves_what_it_does_under_python(tmp_path, form, end):
-    if form == "module" and end != "sys.exit(7)":
-        end = "raise ValueError('as planned')"
     package = tmp_path / "package"
     package.mkdir()
     (package / "script.py").write_text(ASKS.replace("END", end))
