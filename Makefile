@@ -27,8 +27,8 @@ IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PIP := $(PY) -m pip install -qq --no-compile
 BUILD_TOOLS := setuptools==84.2.1 wheel==0.48.0 pybind11==3.1.0 cmake==4.4.4 ninja==1.13.2
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# Three workers, since tests wait for a third of their time, and compilers and ranks compete for the processor. A file's tests stay together, since they
-# share the processes that they start.
+# Three workers on two cores, since tests wait for a third of their time. A file's tests stay together, since
+# they share the processes that they start.
 AT_A_TIME := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 # CUDA kernels take minutes to compile and are useless without a GPU: PYCOMM_CUDA=ON compiles them anyway.
 # Thousands of processes import torch here; without bytecode files each would compile torch again.
