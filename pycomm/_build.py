@@ -303,7 +303,7 @@ def _run(command: list[str]) -> None:
         raise Error("\n".join([f"compiling _c10d failed: {' '.join(command)}", *words]))
 
 
-def _check_whole(binary: Path) -> None:
+def check_whole(binary: Path) -> None:
     """Raise ImportError if a part of the binary is missing: loading it would end the process.
 
     The loader maps the segments of an ELF file without looking at its size, and what it then reads
@@ -332,7 +332,7 @@ def import_c10d(binary: Path) -> ModuleType:
         ImportError: it is not whole, or does not load.
         OSError: it cannot be read.
     """
-    _check_whole(binary)
+    check_whole(binary)
     loader = importlib.machinery.ExtensionFileLoader("pycomm._c10d", str(binary))
     spec = importlib.util.spec_from_file_location("pycomm._c10d", binary, loader=loader)
     assert spec is not None
