@@ -81,7 +81,6 @@ class CMakeBuild(build_ext):
 setup(
     packages=[*find_packages(include=["pycomm", "pycomm.*"]), *INSIDE, *PARTS],
     package_dir=INSIDE,
-    package_data={"pycomm.bench.wan": ["*.cpp"]},
     ext_modules=[Extension("pycomm._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -50,6 +50,21 @@ def source_root() -> Path:
     return PACKAGE if (PACKAGE / "CMakeLists.txt").exists() else PACKAGE.parent
 
 
+def why_no_core(package: Path | None = None) -> str:
+    """Return why there is no `_C` for this Python, and what to do."""
+    others = sorted(path.name for path in (package or PACKAGE).glob("_C.*.so"))
+    if others:
+        this = sys.implementation.cache_tag
+        return (
+            f"pycomm is installed for another Python ({others[0]}; this is {this}): install it "
+            "with the pip of this Python"
+        )
+    return (
+        f"pycomm is not built: there is no _C in {package or PACKAGE}. Install a wheel, or build "
+        "it with `pip install .`, or `make build` in a checkout"
+    )
+
+
 def load_c10d() -> ModuleType:
     """Import `pycomm._c10d`, the part of pycomm that is compiled against torch.
 
