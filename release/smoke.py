@@ -5,7 +5,8 @@
 `make torches` runs it. Each torch gets a virtual environment in build/smoke, by default PyPI's
 build (CUDA, several gigabytes), which stays for the next run, or goes with `--remove`; what passed
 with the same wheel is not run again. The checks run on a PATH that has no compiler, cmake, ninja or
-nvcc. Those whose names begin with "unknown" run while that torch calls itself 2.99.0.
+nvcc. Those whose names begin with "unknown" run while that torch calls itself 2.99.0, and those
+that begin with "kernels" with the wheel pycomm-cuda13, if it is in dist/.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,19 @@ dist.init_process_group("pycomm")
 values = torch.full((3,), dist.get_rank() + 1)
 dist.all_reduce(values)
 print(f"first all_reduce after {time.perf_counter() - start:.2f} s", flush=True)
+assert values.tolist() == [3, 3, 3]
+dist.destroy_process_group()
+"""
+KERNELS = """
+import torch, torch.distributed as dist
+from pycomm import _C
+assert _C.cuda_built()
+print(_C.device_count(), "GPUs")
+libraries = {line.split()[-1] for line in open("/proc/self/maps") if "libpycomm" in line}
+assert [path.split("/")[-2] for path in libraries] == ["pycomm_cuda13"], libraries
+dist.init_process_group("pycomm")
+values = torch.full((3,), dist.get_rank() + 1)
+dist.all_reduce(values)
 assert values.tolist() == [3, 3, 3]
 dist.destroy_process_group()
 """
@@ -108,6 +122,18 @@ def renamed(python: Path) -> Iterator[None]:
         complete.touch()
 
 
+@contextmanager
+def kernels(python: Path) -> Iterator[None]:
+    """Install the wheel with the CUDA kernels."""
+    pip = [python, "-m", "pip", "--quiet"]
+    (wheel,) = (ROOT / "dist").glob("pycomm_cuda13-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-compile", wheel], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*pip, "uninstall", "--yes", "pycomm-cuda13"], check=True)
+
+
 Judge = Callable[[int, str], bool]
 
 
@@ -148,7 +174,8 @@ def checks(python: Path, minor: tuple[int, int]) -> dict[str, Check]:
     shutil.rmtree(HOME / "saved", ignore_errors=True)
     examples["resume"] += ["--checkpoints", str(HOME / "saved")]
     examples["plan"] = [str(python), str(ROOT / "examples/plan_my_cluster.py")]
-    for name, text in {"first": FIRST, "checkpoint": CHECKPOINT}.items():
+    scripts = {"first": FIRST, "checkpoint": CHECKPOINT, "kernels": KERNELS}
+    for name, text in scripts.items():
         script = HOME / f"{name}.py"
         script.write_text(text)
         examples[name] = [*launch, str(script)]
@@ -156,6 +183,9 @@ def checks(python: Path, minor: tuple[int, int]) -> dict[str, Check]:
     known = {"doctor": Check(examine, lambda *said: doctor(*said, "prebuilt"))}
     known |= {name: Check(command) for name, command in examples.items()}
     known["first"] = Check(examples["first"], soon)
+    loads = known.pop("kernels")
+    if list((ROOT / "dist").glob("pycomm_cuda13-*.whl")):
+        known |= {"kernels-load": loads, "kernels-ddp": known["ddp"]}
     if minor < (2, 14):
         return known | {"unknown-ddp": Check(examples["ddp"], reasons)}
     unknown = {name: known[name] for name in ("ddp", "fsdp2", "first", "checkpoint")}
@@ -195,10 +225,8 @@ def try_on(version: str, wheel: Path) -> list[str]:
     for name, check in checks(python, (major, minor)).items():
         stamp, log = (HOME / f"{version}.{name}.{end}" for end in ("passed", "log"))
         if not (stamp.exists() and stamp.read_text() == digest):
-            if name.startswith("unknown"):
-                with renamed(python):
-                    passed = run(check, log)
-            else:
+            around = {"unknown": renamed, "kernels": kernels}.get(name.partition("-")[0])
+            with around(python) if around else nullcontext():
                 passed = run(check, log)
             if passed:
                 stamp.write_text(digest)
