@@ -115,8 +115,9 @@ def _records(rank, ranks):
     """Torch 2.15 attaches its flight recorder to every group."""
     _distributed_c10d._reset_fr_trace(backend="pycomm")
     x = torch.ones(5)
-    dist.all_reduce(x)
+    # Hooks are called after the wait may have returned, but before the next operation begins.
     dist.all_reduce(x, async_op=True).wait()
+    dist.all_reduce(x)
     late = dist.irecv(x, 1 - rank)
     before = pickle.loads(_distributed_c10d._dump_fr_trace(backend="pycomm"))["entries"]
     dist.send(x.clone(), 1 - rank)
