@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from release.torches import MINORS
@@ -84,7 +85,7 @@ def environment(version: str, wheel: Path) -> Path:
     """Return the interpreter of a virtual environment with that torch and the wheel.
 
     Args:
-        version: a minor version, or an exact one such as "2.13.0+cpu".
+        version: a minor version, or an exact one such as "2.13.0" (PyPI's) or "2.13.0+cpu".
         wheel: pycomm's.
     """
     folder = HOME / version
@@ -93,9 +94,9 @@ def environment(version: str, wheel: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "virtualenv", "--quiet", folder], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir", "numpy"]
-        exact = "+" in version
-        command = [*pip, f"torch=={version}" if exact else f"torch=={version}.*"]
-        if subprocess.run(command, check=not exact).returncode != 0:
+        exact = version.count(".") == 2  # "===": "==" would take 2.13.0+cpu for 2.13.0
+        command = [*pip, f"torch==={version}" if exact else f"torch=={version}.*"]
+        if subprocess.run(command, check="+" not in version).returncode != 0:
             subprocess.run([*command, "--extra-index-url", CPU_INDEX], check=True)
         (folder / "complete").touch()
     pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--force-reinstall"]
@@ -180,7 +181,7 @@ def checks(python: Path, minor: tuple[int, int]) -> dict[str, Check]:
         script.write_text(text)
         examples[name] = [*launch, str(script)]
     examine = [str(python), "-m", "pycomm.doctor", "--json", "-"]
-    known = {"doctor": Check(examine, lambda *said: doctor(*said, "prebuilt"))}
+    known = {"doctor": Check(examine, partial(doctor, expected="prebuilt"))}
     known |= {name: Check(command) for name, command in examples.items()}
     known["first"] = Check(examples["first"], soon)
     loads = known.pop("kernels")
@@ -189,7 +190,7 @@ def checks(python: Path, minor: tuple[int, int]) -> dict[str, Check]:
     if minor < (2, 14):
         return known | {"unknown-ddp": Check(examples["ddp"], reasons)}
     unknown = {name: known[name] for name in ("ddp", "fsdp2", "first", "checkpoint")}
-    unknown["doctor"] = Check(examine, lambda *said: doctor(*said, "the backend in Python serves"))
+    unknown["doctor"] = Check(examine, partial(doctor, expected="the backend in Python serves"))
     return known | {f"unknown-{name}": check for name, check in unknown.items()}
 
 
@@ -220,6 +221,9 @@ def try_on(version: str, wheel: Path) -> list[str]:
     """Run what has not passed yet on one torch; print a line for each; return what failed."""
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     python = environment(version, wheel)
+    (file,) = python.parent.parent.glob("lib/python*/site-packages/torch/version.py")
+    installed = re.search(r"^__version__ = '(.*)'", file.read_text(), re.MULTILINE)
+    print(f"torch {version} is {installed[1] if installed else 'unknown'}", flush=True)
     major, minor = map(int, version.split(".")[:2])
     failed = []
     for name, check in checks(python, (major, minor)).items():
