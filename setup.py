@@ -7,6 +7,7 @@ are passed on to CMake. All flags are in CMakeLists.txt.
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parent
 # Top-level folders that install inside the package; on their own these names are other projects'.
 INSIDE = {"pycomm.bench": "bench", "pycomm.triton_kernels": "triton_kernels"}
 PARTS = [f"{inside}.{part}" for inside, folder in INSIDE.items() for part in find_packages(folder)]
+CUDA_WHEEL = runpy.run_path(str(ROOT / "pycomm/_cuda_wheel.py"))
 OPTIONS = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_TORCHES", "PYCOMM_SANITIZE")
 
 
@@ -39,6 +41,7 @@ class CMakeBuild(build_ext):
         self.cmake("--build", build, "--parallel")
         for component in ["binaries"] if in_place else ["binaries", "sources"]:
             self.cmake("--install", build, "--prefix", package, "--component", component)
+        (package / CUDA_WHEEL["STAMP"]).write_text(CUDA_WHEEL["hash_of_headers"](ROOT / "csrc"))
 
     def for_these_gpus(self) -> dict[str, str]:
         """Return the defaults of options: kernels take minutes, so only for GPUs that are here."""
@@ -78,7 +81,6 @@ class CMakeBuild(build_ext):
 setup(
     packages=[*find_packages(include=["pycomm", "pycomm.*"]), *INSIDE, *PARTS],
     package_dir=INSIDE,
-    package_data={"pycomm.bench.wan": ["*.cpp"]},
     ext_modules=[Extension("pycomm._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -50,6 +50,21 @@ def source_root() -> Path:
     return PACKAGE if (PACKAGE / "CMakeLists.txt").exists() else PACKAGE.parent
 
 
+def why_no_core(package: Path | None = None) -> str:
+    """Return why there is no `_C` for this Python, and what to do."""
+    others = sorted(path.name for path in (package or PACKAGE).glob("_C.*.so"))
+    if others:
+        this = sys.implementation.cache_tag
+        return (
+            f"pycomm is installed for another Python ({others[0]}; this is {this}): install it "
+            "with the pip of this Python"
+        )
+    return (
+        f"pycomm is not built: there is no _C in {package or PACKAGE}. Install a wheel, or build "
+        "it with `pip install .`, or `make build` in a checkout"
+    )
+
+
 def load_c10d() -> ModuleType:
     """Import `pycomm._c10d`, the part of pycomm that is compiled against torch.
 
@@ -303,7 +318,7 @@ def _run(command: list[str]) -> None:
         raise Error("\n".join([f"compiling _c10d failed: {' '.join(command)}", *words]))
 
 
-def _check_whole(binary: Path) -> None:
+def check_whole(binary: Path) -> None:
     """Raise ImportError if a part of the binary is missing: loading it would end the process.
 
     The loader maps the segments of an ELF file without looking at its size, and what it then reads
@@ -332,7 +347,7 @@ def import_c10d(binary: Path) -> ModuleType:
         ImportError: it is not whole, or does not load.
         OSError: it cannot be read.
     """
-    _check_whole(binary)
+    check_whole(binary)
     loader = importlib.machinery.ExtensionFileLoader("pycomm._c10d", str(binary))
     spec = importlib.util.spec_from_file_location("pycomm._c10d", binary, loader=loader)
     assert spec is not None

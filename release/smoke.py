@@ -1,20 +1,28 @@
 """Tries the wheel in dist/ on every minor version of torch, where nothing can be compiled.
 
-    python -m release.smoke [2.11 2.15 ...]
+    python -m release.smoke [--remove] [2.11 2.13.0+cpu ...]
 
-`make torches` runs it. Each torch gets a virtual environment in build/smoke, with PyPI's default
-build (CUDA, several gigabytes), which stays for the next run; what passed with the same wheel is
-not run again. The checks run on a PATH that has no compiler, cmake, ninja or nvcc.
+`make torches` runs it. Each torch gets a virtual environment in build/smoke, by default PyPI's
+build (CUDA, several gigabytes), which stays for the next run, or goes with `--remove`; what passed
+with the same wheel is not run again. The checks run on a PATH that has no compiler, cmake, ninja or
+nvcc. Those whose names begin with "unknown" run while that torch calls itself 2.99.0, and those
+that begin with "kernels" with the wheel pycomm-cuda13, if it is in dist/.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from release.torches import MINORS
@@ -23,9 +31,36 @@ ROOT = Path(__file__).parent.parent
 HOME = ROOT / "build/smoke"
 TOOLS = ("env", "bash", "uname")
 SECONDS = 300
+UNKNOWN = "2.99.0"
+FIRST_SECONDS = 3.0
+"""Limit of the time from the end of `import torch` to that of the first all_reduce."""
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
+FIRST = """
+import time, torch, torch.distributed as dist
+start = time.perf_counter()
+dist.init_process_group("pycomm")
+values = torch.full((3,), dist.get_rank() + 1)
+dist.all_reduce(values)
+print(f"first all_reduce after {time.perf_counter() - start:.2f} s", flush=True)
+assert values.tolist() == [3, 3, 3]
+dist.destroy_process_group()
+"""
+KERNELS = """
+import torch, torch.distributed as dist
+from pycomm import _C
+assert _C.cuda_built()
+print(_C.device_count(), "GPUs")
+libraries = {line.split()[-1] for line in open("/proc/self/maps") if "libpycomm" in line}
+assert [path.split("/")[-2] for path in libraries] == ["pycomm_cuda13"], libraries
+dist.init_process_group("pycomm")
+values = torch.full((3,), dist.get_rank() + 1)
+dist.all_reduce(values)
+assert values.tolist() == [3, 3, 3]
+dist.destroy_process_group()
+"""
 CHECKPOINT = """
-import os, tempfile, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 import pycomm
 dist.init_process_group("pycomm")
@@ -46,37 +81,122 @@ dist.destroy_process_group()
 """
 
 
-def environment(minor: str, wheel: Path) -> Path:
-    """Return the interpreter of a virtual environment with that torch and the wheel."""
-    folder = HOME / minor
+def environment(version: str, wheel: Path) -> Path:
+    """Return the interpreter of a virtual environment with that torch and the wheel.
+
+    Args:
+        version: a minor version, or an exact one such as "2.13.0" (PyPI's) or "2.13.0+cpu".
+        wheel: pycomm's.
+    """
+    folder = HOME / version
     python = folder / "bin/python"
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "virtualenv", "--quiet", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
-        subprocess.run([*pip, f"torch=={minor}.*", "numpy"], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir", "numpy"]
+        exact = version.count(".") == 2  # "===": "==" would take 2.13.0+cpu for 2.13.0
+        command = [*pip, f"torch==={version}" if exact else f"torch=={version}.*"]
+        if subprocess.run(command, check="+" not in version).returncode != 0:
+            subprocess.run([*command, "--extra-index-url", CPU_INDEX], check=True)
         (folder / "complete").touch()
     pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--force-reinstall"]
     subprocess.run([*pip, wheel], check=True)
     return python
 
 
-def checks(python: Path) -> dict[str, list[str]]:
-    """Return the commands of all checks by their names."""
+@contextmanager
+def renamed(python: Path) -> Iterator[None]:
+    """Let torch call itself by a version that no wheel knows."""
+    complete = python.parent.parent / "complete"
+    (file,) = complete.parent.glob("lib/python*/site-packages/torch/version.py")
+    text = file.read_text()
+    complete.unlink()  # an environment that is left in this state is made anew
+    for cached in (file.parent / "__pycache__").glob("version.*"):
+        cached.unlink()
+    file.write_text(re.sub(r"^__version__ = .*", f"__version__ = {UNKNOWN!r}", text, flags=re.M))
+    try:
+        yield
+    finally:
+        for cached in (file.parent / "__pycache__").glob("version.*"):
+            cached.unlink()
+        file.write_text(text)
+        complete.touch()
+
+
+@contextmanager
+def kernels(python: Path) -> Iterator[None]:
+    """Install the wheel with the CUDA kernels."""
+    pip = [python, "-m", "pip", "--quiet"]
+    (wheel,) = (ROOT / "dist").glob("pycomm_cuda13-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-compile", wheel], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*pip, "uninstall", "--yes", "pycomm-cuda13"], check=True)
+
+
+Judge = Callable[[int, str], bool]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command, and what its exit status and output must be."""
+
+    command: list[str]
+    passed: Judge = lambda status, _: status == 0
+
+
+def doctor(status: int, text: str, expected: str) -> bool:
+    """Return whether the doctor's finding on `_c10d` has that text, and nothing is a problem."""
+    findings = json.loads(text[text.index("{") : text.rindex("}") + 1])["findings"]
+    (c10d,) = (f for f in findings if f["name"] == "_c10d")
+    return status in (0, 3) and expected in c10d["text"]  # 3: a warning, as of a busy machine
+
+
+def soon(status: int, text: str) -> bool:
+    """Return whether the first all_reduce came in time on both ranks."""
+    seconds = [float(found) for found in re.findall(r"after (\d+\.\d+) s", text)]
+    return status == 0 and len(seconds) == 2 and max(seconds) < FIRST_SECONDS
+
+
+def reasons(status: int, text: str) -> bool:
+    """Return whether the error says of each of the three ways why it failed."""
+    told = ("the wheel has it for torch 2.11", "does not let Python make one", "there is no cmake")
+    return status != 0 and all(part in text for part in told)
+
+
+def checks(python: Path, minor: tuple[int, int]) -> dict[str, Check]:
+    """Return all checks by their names."""
     launch = [str(python), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     examples = {
         name: [*launch, str(ROOT / f"examples/{name}.py")]
-        for name in ("ddp", "fsdp2", "local_sgd", "backend")
+        for name in ("ddp", "fsdp2", "local_sgd", "backend", "resume")
     }
-    script = HOME / "checkpoint.py"
-    script.write_text(CHECKPOINT)
-    doctor = [str(python), "-m", "pycomm.doctor", "--json", "-"]
-    return {"doctor": doctor, **examples, "checkpoint": [*launch, str(script)]}
+    shutil.rmtree(HOME / "saved", ignore_errors=True)
+    examples["resume"] += ["--checkpoints", str(HOME / "saved")]
+    examples["plan"] = [str(python), str(ROOT / "examples/plan_my_cluster.py")]
+    scripts = {"first": FIRST, "checkpoint": CHECKPOINT, "kernels": KERNELS}
+    for name, text in scripts.items():
+        script = HOME / f"{name}.py"
+        script.write_text(text)
+        examples[name] = [*launch, str(script)]
+    examine = [str(python), "-m", "pycomm.doctor", "--json", "-"]
+    known = {"doctor": Check(examine, partial(doctor, expected="prebuilt"))}
+    known |= {name: Check(command) for name, command in examples.items()}
+    known["first"] = Check(examples["first"], soon)
+    loads = known.pop("kernels")
+    if list((ROOT / "dist").glob("pycomm_cuda13-*.whl")):
+        known |= {"kernels-load": loads, "kernels-ddp": known["ddp"]}
+    if minor < (2, 14):
+        return known | {"unknown-ddp": Check(examples["ddp"], reasons)}
+    unknown = {name: known[name] for name in ("ddp", "fsdp2", "first", "checkpoint")}
+    unknown["doctor"] = Check(examine, partial(doctor, expected="the backend in Python serves"))
+    return known | {f"unknown-{name}": check for name, check in unknown.items()}
 
 
-def passes(name: str, command: list[str], minor: str) -> bool:
-    """Run one check; its output is in build/smoke/MINOR.NAME.log."""
-    bare, log = HOME / "bin", HOME / f"{minor}.{name}.log"
+def run(check: Check, log: Path) -> bool:
+    """Run one check with its output in the file; return whether it passed."""
+    bare = HOME / "bin"
     bare.mkdir(exist_ok=True)
     for tool in TOOLS:
         if not (bare / tool).exists():
@@ -85,43 +205,62 @@ def passes(name: str, command: list[str], minor: str) -> bool:
     cache = str(HOME / "none")
     env = kept | {"PATH": str(bare), "HOME": str(HOME / "home"), "XDG_CACHE_HOME": cache}
     with open(log, "w") as file:
+        done = subprocess.Popen(
+            check.command, env=env, cwd=HOME, stdout=file, stderr=subprocess.STDOUT
+        )
         try:
-            done = subprocess.run(
-                command, env=env, cwd=HOME, stdout=file, stderr=subprocess.STDOUT, timeout=SECONDS
-            )
+            status = done.wait(SECONDS)
         except subprocess.TimeoutExpired:
+            done.kill()
+            done.wait()
             return False
-    if name == "doctor":  # 3: a warning, such as of a machine that is busy
-        text = log.read_text()
-        findings = json.loads(text[text.index("{") : text.rindex("}") + 1])["findings"]
-        (c10d,) = (f for f in findings if f["name"] == "_c10d")
-        return done.returncode in (0, 3) and "prebuilt" in c10d["text"]
-    return done.returncode == 0
+    return check.passed(status, log.read_text())
 
 
-def main(minors: list[str]) -> None:
-    """Run what has not passed yet; print a line for each; exit with 1 if any failed."""
+def try_on(version: str, wheel: Path) -> list[str]:
+    """Run what has not passed yet on one torch; print a line for each; return what failed."""
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    python = environment(version, wheel)
+    (file,) = python.parent.parent.glob("lib/python*/site-packages/torch/version.py")
+    installed = re.search(r"^__version__ = '(.*)'", file.read_text(), re.MULTILINE)
+    print(f"torch {version} is {installed[1] if installed else 'unknown'}", flush=True)
+    major, minor = map(int, version.split(".")[:2])
+    failed = []
+    for name, check in checks(python, (major, minor)).items():
+        stamp, log = (HOME / f"{version}.{name}.{end}" for end in ("passed", "log"))
+        if not (stamp.exists() and stamp.read_text() == digest):
+            around = {"unknown": renamed, "kernels": kernels}.get(name.partition("-")[0])
+            with around(python) if around else nullcontext():
+                passed = run(check, log)
+            if passed:
+                stamp.write_text(digest)
+            else:
+                failed.append(f"{version} {name}")
+        took = "".join(f" ({s} s)" for s in re.findall(r"after (\d+\.\d+) s", log.read_text()))
+        verdict = "FAILED" if f"{version} {name}" in failed else "passed"
+        print(f"torch {version} {name}: {verdict}{took}", flush=True)
+    return failed
+
+
+def main() -> None:
+    """Try the wheel on each torch; exit with 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--remove", action="store_true", help="remove each environment afterwards")
+    parser.add_argument("torch", nargs="*", default=list(MINORS), help="2.14, 2.13.0+cpu, ...")
+    options = parser.parse_args()
     HOME.mkdir(parents=True, exist_ok=True)
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     wheels = sorted((ROOT / "dist").glob(f"pycomm-*-{tag}-{tag}-*.whl"))
     if not wheels:
         raise SystemExit("release: there is no wheel for this Python in dist/: make wheel")
-    digest = hashlib.sha256(wheels[-1].read_bytes()).hexdigest()
     failed = []
-    for minor in minors:
-        python = environment(minor, wheels[-1])
-        for name, command in checks(python).items():
-            stamp = HOME / f"{minor}.{name}.passed"
-            if not (stamp.exists() and stamp.read_text() == digest):
-                if passes(name, command, minor):
-                    stamp.write_text(digest)
-                else:
-                    failed.append(f"{minor} {name}")
-            verdict = "FAILED" if f"{minor} {name}" in failed else "passed"
-            print(f"torch {minor} {name}: {verdict}", flush=True)
+    for version in options.torch:
+        failed += try_on(version, wheels[-1])
+        if options.remove:
+            shutil.rmtree(HOME / version)
     if failed:
         raise SystemExit(f"release: failed, see {HOME}/*.log: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(MINORS))
+    main()

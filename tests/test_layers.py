@@ -38,7 +38,8 @@ PYTHON_LAYERS = (
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
     {"arrays", "launch", "pieces", "straggler", "takeover"},
-    {"_build", "_register", "arguments", "charts", "eden_levels", "errors", "env", "_C", "_c10d"},
+    {"_build", "_cuda_wheel", "_register", "arguments", "charts", "eden_levels", "errors", "env"}
+    | {"_C", "_c10d"},
 )
 MAX_SOURCES = 25
 # Codecs are triples of one name, and the core has no parts.

@@ -6,7 +6,7 @@ namespace pycomm::codecs {
 namespace {
 
 [[noreturn]] void fail() {
-  throw Error("codecs on cuda: this pycomm was built without CUDA; build it where nvcc is found");
+  throw Error("codecs on cuda: this pycomm was built without CUDA; install pycomm-cuda13");
 }
 
 }  // namespace

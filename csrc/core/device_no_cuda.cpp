@@ -8,7 +8,7 @@ namespace pycomm::device {
 namespace {
 
 [[noreturn]] void fail() {
-  throw Error("cuda: this pycomm was built without CUDA; build it where nvcc is found");
+  throw Error("cuda: this pycomm was built without CUDA; install pycomm-cuda13");
 }
 
 void refuse(Stream stream) {

@@ -15,6 +15,7 @@ from pycomm.doctor.probe import Outcome
 
 TOPIC = "installed"
 BUILD = "build it with `pip install --no-build-isolation .`, or `make build` in a checkout"
+KERNELS = "pip install pycomm-cuda13, or build pycomm where nvcc is found"
 CUPY = 'pip install "pycomm[cuda13]" (or cuda12, as the driver has it)'
 
 
@@ -56,6 +57,13 @@ def _core(core: Outcome, package: Path) -> Iterator[Finding]:
         )
     else:
         yield _finding("ok", "core", f"loads; SIMD level {simd}")
+    if core.facts.get("cuda_wheel"):
+        yield _finding(
+            "warning",
+            "pycomm-cuda13",
+            f"is installed and not used: {core.facts['cuda_wheel']}",
+            "as above, or pip uninstall pycomm-cuda13",
+        )
     if core.facts.get("tls"):
         yield _finding("ok", "encryption", f"{core.facts['tls']} is there for PYCOMM_TLS=on")
     elif core.facts.get("tls_error"):
@@ -233,7 +241,8 @@ def _kernels(core: Outcome, nvrtc: Outcome, triton: Outcome) -> Finding:
             "warning",
             name,
             "are compiled into the core, whose CUDA runtime finds no GPU",
-            "build pycomm with a CUDA toolkit that is not newer than the driver",
+            "use a driver that is not older than the toolkit that compiled them (CUDA 13 for "
+            "pycomm-cuda13), or build pycomm with an older one",
         )
     if not nvrtc.error:
         text = "are compiled at first use, by NVRTC; GPUs of a host talk through pinned memory"
@@ -244,9 +253,9 @@ def _kernels(core: Outcome, nvrtc: Outcome, triton: Outcome) -> Finding:
             "warning",
             name,
             "are absent: codecs of CUDA tensors run as plain torch, which is slow",
-            f"build pycomm where nvcc is found, or {CUPY}",
+            f"{KERNELS}, or {CUPY}",
         )
-    return _finding("note", name, text, "build pycomm where nvcc is found, for the fast way")
+    return _finding("note", name, text, f"{KERNELS}, for the fast way")
 
 
 def _triton(triton: Outcome) -> Iterator[Finding]:

@@ -182,6 +182,22 @@ def test_missing_binaries_are_named(copied):
     assert "_C.cpython-27-x86_64-linux-gnu.so is for another Python" in core.text
 
 
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ("_C.cpython-27-x86_64-linux-gnu.so", r"for another Python \(_C\.cpython-27.*install it"),
+        ("libpycomm.so", r"not built: there is no _C in .*Install a wheel"),
+    ],
+)
+def test_an_import_without_the_core_says_why(copied, there, told):
+    (copied / there).touch()
+    for code in ("from pycomm import _C", "import pycomm; pycomm.Communicator"):
+        command = [sys.executable, "-S", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, cwd=copied.parent)
+        last = done.stderr.strip().splitlines()[-1]
+        assert re.match("ImportError: pycomm is .*" + told, last), done.stderr
+
+
 def test_a_binary_for_another_torch_is_found(copied):
     torch = pytest.importorskip("torch")
     (copied / "_c10d.torch").write_text("1.13.1")

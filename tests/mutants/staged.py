@@ -106,7 +106,8 @@ class Staged:
 
     def take_binaries(self, tree: Path) -> None:
         """Copy the binaries of another tree that has the same sources of C++."""
-        for file in [*tree.glob("pycomm/*.so"), tree / "pycomm/_c10d.torch"]:
+        stamps = [tree / "pycomm" / name for name in ("_c10d.torch", "libpycomm.headers")]
+        for file in [*tree.glob("pycomm/*.so"), *stamps]:
             shutil.copy2(file, self.folder / "pycomm" / file.name)
 
     def check(self) -> None:

@@ -180,21 +180,19 @@ class Backend final : public c10d::Backend {
   void registerOnCompletionHook(Engine::Hook&& hook) override;
 #if PYCOMM_TORCH(2, 14)
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
-    engine()->abort_hooks().add(id, std::move(hook));
+    check_not_ended();
+    hooks_->abort.add(id, std::move(hook));
   }
-  void unregisterAbortHook(int64_t id) override {
-    if (const auto engine = open_->engine()) engine->abort_hooks().remove(id);
-  }
+  void unregisterAbortHook(int64_t id) override { hooks_->abort.remove(id); }
 #endif
 #if PYCOMM_TORCH(2, 15)
   bool supportsAbortHooks() const override { return true; }
   bool supportsCompletionHooks() const override { return true; }
   void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
-    engine()->completion_hooks().add(id, std::move(hook));
+    check_not_ended();
+    hooks_->completion.add(id, std::move(hook));
   }
-  void unregisterCompletionHook(int64_t id) override {
-    if (const auto engine = open_->engine()) engine->completion_hooks().remove(id);
-  }
+  void unregisterCompletionHook(int64_t id) override { hooks_->completion.remove(id); }
 #endif
   void waitForPendingWorks() override { engine()->settle_all(); }
   void enableCollectivesTiming() override { engine()->time_operations(); }
@@ -261,6 +259,10 @@ class Backend final : public c10d::Backend {
     return engine;
   }
   [[noreturn]] void raise_not_open() const;
+  /// Throws if the group has ended; one that has no members yet has not.
+  void check_not_ended() const {
+    if (!endpoint_ || open_->ended()) static_cast<void>(engine());
+  }
   void open_endpoint();
   void form(tcp::Gathering& gathering, int64_t uuid, const std::vector<std::string>& handles,
             CommunicatorOptions communicator, Milliseconds limit,
@@ -278,6 +280,7 @@ class Backend final : public c10d::Backend {
   const intrusive_ptr<c10d::Store> store_;
   const std::string group_;  ///< its name in the store
   const intrusive_ptr<BackendOptions> options_;
+  const std::shared_ptr<GroupHooks> hooks_ = std::make_shared<GroupHooks>();
   std::shared_ptr<OpenGroup> open_;
   std::mutex forming_;                       ///< held while the group is formed anew
   std::unique_ptr<tcp::Endpoint> endpoint_;  ///< null in a group that cannot be reconfigured

@@ -13,6 +13,16 @@
 
 namespace pycomm::torch_binding {
 
+/// The hooks of a group. They outlive its engines: the group may get other members.
+struct GroupHooks {
+#if PYCOMM_TORCH(2, 14)
+  Hooks<c10d::AbortHook> abort;
+#endif
+#if PYCOMM_TORCH(2, 15)
+  Hooks<c10d::CompletionHook> completion;
+#endif
+};
+
 /// All state that operations use. The thread that runs one holds a reference, so shutdown() on
 /// another thread cannot destroy it.
 class Engine : public std::enable_shared_from_this<Engine> {
@@ -20,12 +30,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
   Engine(const std::shared_ptr<Store>& store, int rank, int size,
-         const CommunicatorOptions& options, DeviceOptions device_options)
+         const CommunicatorOptions& options, DeviceOptions device_options,
+         std::shared_ptr<const GroupHooks> hooks)
       : comm_(store, rank, size, options),
         store_(store),
         group_(options.group),
         trace_size_(static_cast<size_t>(options.trace_size)),
-        device_options_(std::move(device_options)) {}
+        device_options_(std::move(device_options)),
+        hooks_(std::move(hooks)) {}
 
   Communicator& comm() { return comm_; }
   const Store& store() const { return *store_; }
@@ -135,24 +147,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
       // set.
       if (work.is_timed() && hook_) hook_(work.info());
 #if PYCOMM_TORCH(2, 15)
-      if (completion_hooks_.any() && work.isSuccess()) completion_hooks_.call(completion(work));
+      if (hooks_->completion.any() && work.isSuccess()) hooks_->completion.call(completion(work));
 #endif
     } catch (const std::exception& e) {
       warn_of_hook(e.what());
     }
   }
-#if PYCOMM_TORCH(2, 14)
-  Hooks<c10d::AbortHook>& abort_hooks() { return abort_hooks_; }
-#endif
-#if PYCOMM_TORCH(2, 15)
-  Hooks<c10d::CompletionHook>& completion_hooks() { return completion_hooks_; }
-#endif
   /// Calls the hooks that are called before a group is aborted, and when it has failed. As torch
   /// says, a failure may call them more than once.
   void call_abort_hooks() noexcept {
 #if PYCOMM_TORCH(2, 14)
     try {
-      abort_hooks_.call();
+      hooks_->abort.call();
     } catch (const std::exception& e) {
       warn_of_hook(e.what());
     }
@@ -255,6 +261,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::string group_;
   const size_t trace_size_;
   const DeviceOptions device_options_;
+  const std::shared_ptr<const GroupHooks> hooks_;
   std::atomic<bool> aborted_{false};
   std::mutex device_mutex_;  ///< held while the streams of lanes get work
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, bool>, std::unique_ptr<DeviceLane>> lanes_;
@@ -276,9 +283,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<bool> timed_{false};
   Hook hook_;
   std::atomic<bool> hook_failed_{false};
-#if PYCOMM_TORCH(2, 14)
-  Hooks<c10d::AbortHook> abort_hooks_;
-#endif
 #if PYCOMM_TORCH(2, 15)
   static c10d::CompletionHookArgs completion(const Work& work) {
     c10d::CompletionHookArgs args;
@@ -286,7 +290,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (work.is_timed()) args.duration_ms = work.getDuration();
     return args;
   }
-  Hooks<c10d::CompletionHook> completion_hooks_;
 #endif
 
   Queue leaving_;      ///< posts sends when they have left their device

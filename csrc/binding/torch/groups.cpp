@@ -27,7 +27,7 @@ Backend::Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
     communicator.parent_ranks = parent.ranks;
   }
   open_ = std::make_shared<OpenGroup>(
-      std::make_shared<Engine>(store, rank, size, communicator, options_->device), store);
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_), store);
 }
 
 CommunicatorOptions Backend::communicator_options() const {

@@ -105,7 +105,7 @@ void Backend::form(tcp::Gathering& gathering, int64_t uuid, const std::vector<st
   } else {
     communicator.parent_ranks.clear();
   }
-  auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device);
+  auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_);
   engine->set_timeout(unwrapped(options_->timeout));
   if (onCompletionHook_) engine->set_hook(onCompletionHook_);
   if (!open_->replace(std::move(engine), store)) raise_not_open();

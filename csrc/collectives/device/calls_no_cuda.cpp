@@ -6,7 +6,7 @@ namespace pycomm::device::gpu {
 namespace {
 
 [[noreturn]] void fail() {
-  throw Error("collectives on cuda: this pycomm was built without CUDA; build it where nvcc is");
+  throw Error("collectives on cuda: this pycomm was built without CUDA; install pycomm-cuda13");
 }
 
 }  // namespace

@@ -229,6 +229,14 @@ MUTANTS = (
         "tests/torch/backend/test_build.py::test_no_rank_sees_a_binary_that_is_still_being_written",
     ),
     Mutant(
+        "cuda-library-of-another-build-loaded",
+        "check",
+        "pycomm/_cuda_wheel.py",
+        "stamps[0].read_text() != stamps[1].read_text()",
+        "False",
+        "tests/core/test_cuda_wheel.py",
+    ),
+    Mutant(
         "weights-without-the-number-of-ranks",
         "sign",
         "pycomm/reduction/weights.py",

@@ -81,12 +81,43 @@ def test_abort_hooks_are_called_before_an_abort(pool):
     pool.run(_aborts)
 
 
+# A group gets hooks before it has members (torch 2.15 attaches its own) and keeps them when they
+# change.
+ELASTIC = """
+import torch, torch.distributed as dist, pycomm
+from pycomm import elastic
+dist.init_process_group(
+    "pycomm", store=dist.HashStore(), rank=0, world_size=1,
+    pg_options=pycomm.Options(enable_reconfigure=True),
+)
+called = []
+group = dist.group.WORLD
+group.register_abort_hook(7, lambda: called.append("kept"))
+group.register_abort_hook(8, lambda: called.append("removed"))
+group.unregister_abort_hook(8)
+for uuid in (1, 2):
+    elastic.reconfigure(uuid, [elastic.handle()])
+    dist.all_reduce(torch.ones(1))
+assert called == []
+group.abort()
+print(called)
+dist.destroy_process_group()
+"""
+
+
+@since_2_14
+def test_hooks_outlive_the_members_of_a_group():
+    done = run("-c", ELASTIC)
+    assert (done.returncode, done.stdout.strip()) == (0, "['kept']"), done.stderr
+
+
 def _records(rank, ranks):
     """Torch 2.15 attaches its flight recorder to every group."""
     _distributed_c10d._reset_fr_trace(backend="pycomm")
     x = torch.ones(5)
-    dist.all_reduce(x)
+    # Hooks are called after the wait may have returned, but before the next operation begins.
     dist.all_reduce(x, async_op=True).wait()
+    dist.all_reduce(x)
     late = dist.irecv(x, 1 - rank)
     before = pickle.loads(_distributed_c10d._dump_fr_trace(backend="pycomm"))["entries"]
     dist.send(x.clone(), 1 - rank)
