@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import TextIO
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -68,14 +69,27 @@ class CMakeBuild(build_ext):
         cmake = self.find("cmake")
         if cmake is None:
             raise SystemExit("pycomm: there is no cmake: pip install cmake ninja")
-        quiet = {"stdout": subprocess.DEVNULL} if self.verbose < 1 else {}
-        subprocess.run([cmake, *map(str, arguments)], check=True, **quiet)
+        command = [cmake, *map(str, arguments)]
+        if self.verbose >= 1:
+            subprocess.run(command, check=True)
+        else:
+            with progress() as line:
+                output = line if "--build" in arguments else subprocess.DEVNULL
+                subprocess.run(command, check=True, stdout=output)
 
     def get_outputs(self) -> list[str]:
         return []
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
+
+
+def progress() -> TextIO:
+    """Return where ninja shows its line of progress: the terminal, even if pip takes the output."""
+    try:
+        return open("/dev/tty", "w")
+    except OSError:
+        return open(os.devnull, "w")
 
 
 setup(
