@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -28,8 +28,12 @@ class Standing:
     """Steps that it has taken; 0: it is new, and has no residuals."""
     agreed: bool
     """It has been compared with exactly these members, when its state was made."""
-    rebuilds: bool = False
+    rebuilds: bool
     """DDP makes its buckets anew after the next backward, in a collective of its own."""
+    rank: int
+    """Its rank when its residuals were written; -1: it is new."""
+    ranks: int
+    """The number of ranks then."""
 
 
 def meet(mine: Standing, group: dist.ProcessGroup, device: torch.device) -> list[Standing]:
@@ -38,8 +42,11 @@ def meet(mine: Standing, group: dist.ProcessGroup, device: torch.device) -> list
     Raises:
         WireMismatch: some models are about to make new buckets and others are not; on all ranks.
     """
-    rows = gather([mine.step, mine.agreed, mine.rebuilds], group, device)
-    standings = [Standing(int(step), bool(agreed), bool(last)) for step, agreed, last in rows]
+    rows = gather(list(map(int, astuple(mine))), group, device)
+    standings = [
+        Standing(int(step), bool(agreed), bool(rebuilds), int(rank), int(ranks))
+        for step, agreed, rebuilds, rank, ranks in rows
+    ]
     new = [str(rank) for rank, standing in enumerate(standings) if standing.rebuilds]
     if 0 < len(new) < len(standings):
         raise WireMismatch(
@@ -56,6 +63,12 @@ def source(standings: Sequence[Standing]) -> int:
     """Return the rank whose common state all take over: the first of those that are furthest."""
     steps = [standing.step for standing in standings]
     return steps.index(max(steps))
+
+
+def in_place(standings: Sequence[Standing]) -> bool:
+    """Return whether all have the ranks that they had: then values have the same owners."""
+    ranks = len(standings)
+    return all((one.rank, one.ranks) == (rank, ranks) for rank, one in enumerate(standings))
 
 
 def broadcast_object(thing: Any, root: int, group: dist.ProcessGroup, device: torch.device) -> Any:

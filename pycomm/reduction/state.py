@@ -87,6 +87,7 @@ class CompressionState(BucketReducer):
         self._discarded = False
         self._told = 0  # bytes of residuals that were reported, the most so far
         self._leaving = False  # after remove(), until no residual is left
+        self._rank = self.process_group.rank()  # in the group for which residuals are laid out
         self._met = not self._formed_with  # the members have compared where they stand
         self.stays_because = ""
         """Reason why this state cannot go on with other members of its group; "": it can."""
@@ -444,6 +445,8 @@ class CompressionState(BucketReducer):
             step=previous.step if previous is not None else 0,
             agreed=formed == self._formed_with and previous in (None, self),
             rebuilds=self._rebuilds(),
+            rank=previous._rank if previous is not None else -1,
+            ranks=before,
         )
         standings = members.meet(standing, group, self._device)
         root = members.source(standings)
@@ -452,9 +455,9 @@ class CompressionState(BucketReducer):
             return
         ef21 = self.residuals is not None and self.residuals.rule.kind == "ef21"
         common = None
-        if previous is not None and group.rank() == root:
+        if group.rank() == root:
             # The mean of ef21 must be the same on all ranks.
-            common = previous._common(), own if ef21 else {}
+            common = (previous or self)._common(), own if ef21 else {}
         common, mean = members.broadcast_object(common, root, group, self._device)
         (about,), factors = common["about"], common["factors"]
         self._load_common(about, factors)
@@ -463,12 +466,13 @@ class CompressionState(BucketReducer):
             self.plan.policy, self._device, saved=self.plan.state_dict()
         )
         if self.residuals:
-            own = reshard(self.residuals.rule, [mean if ef21 else own], before, ranks)
+            if ef21 or not members.in_place(standings):
+                own = reshard(self.residuals.rule, [mean if ef21 else own], before, ranks)
             self.residuals.clear()
             self.residuals.ranks = ranks
             self.residuals.load_state_dict(own, self.codecs)
         self._buckets.clear()
-        self._formed_with, self._met = formed, True
+        self._formed_with, self._met, self._rank = formed, True, group.rank()
 
     def _rebuilds(self) -> bool:
         """Return whether a wrapper makes new buckets after the next backward."""
