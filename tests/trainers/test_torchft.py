@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ import pytest
 pytest.importorskip("torchft")
 
 from torchft.coordination import LighthouseServer
+
+from tests.extent import FULL
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/trainers/train_torchft.py"
@@ -150,3 +153,45 @@ def test_a_replica_is_killed_and_comes_back(lab: Lab, codec: str, transport: str
     assert all(first.digests[s] == third.digests[s] == second.digests[s] for s in before)
     losses = [line["loss"] for line in first.steps]
     assert sum(losses[-10:]) < sum(losses[:10])
+
+
+def resident(replica: Replica) -> int:
+    """Return the resident memory of a replica's process, in KiB."""
+    status = Path(f"/proc/{replica.process.pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+
+
+@pytest.mark.timeout(7200)
+def test_replicas_that_are_killed_at_random_and_replaced_end_equal(lab: Lab) -> None:
+    """Any replica but the first is killed at any moment of a step, again and again."""
+    kills = 200 if FULL else 4
+    draw = random.Random(kills)
+    options = ("--codec", "int4", "--pause", "0", "--steps", "1000000")
+    living = {number: lab.start(number, *options) for number in range(3)}
+    oldest, samples = living[0], []
+    for kill in range(kills):
+        lab.wait(
+            lambda: all(together(r, 3) and len(r.steps) > 20 for r in living.values()),
+            f"not all take part again after {kill} kills",
+        )
+        number = draw.choice([1, 2])
+        time.sleep(draw.uniform(0, 0.2))
+        gone = living.pop(number)
+        gone.process.send_signal(signal.SIGKILL)
+        lab.wait(lambda: all(together(r, 2) for r in living.values()), "the others do not go on")
+        known, final = oldest.digests, max(gone.digests)  # which the others may take without it
+        assert all(known.get(s, d) == d for s, d in gone.digests.items() if s < final)
+        gone.end()
+        samples.append(resident(oldest))
+        living[number] = lab.start(number, *options)
+    lab.wait(
+        lambda: all(together(r, 3) and len(r.steps) > 20 for r in living.values()),
+        "not all take part in the end",
+    )
+    for replica in living.values():
+        replica.process.send_signal(signal.SIGSTOP)
+    common = set.intersection(*(set(replica.digests) for replica in living.values()))
+    assert len(common) > 20
+    for step in common:
+        assert len({replica.digests[step] for replica in living.values()}) == 1, f"at step {step}"
+    print(f"{kills} kills; resident memory of the first replica in KiB: {samples}")
