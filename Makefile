@@ -56,6 +56,7 @@ lint: $(VENV)/dev.stamp
 soak: build $(VENV)/dev.stamp
 	$(PY) -m tests.faults.injection --seed 7 --cases 1000
 	$(PY) -m tests.faults.injection --seed 8 --cases 1000 --faults kill,_exit
+	$(PY) -m tests.faults.injection --seed 9 --cases 500 --phases join,rejoin,reconfigure
 	$(IN_VENV) $(PY) -m tests.fuzz --minutes 10
 	$(IN_VENV) PYCOMM_TEST_ARCHS=all PYCOMM_TEST_EXTENT=full $(PY) -m pytest --quiet \
 	  $$(grep -rlE 'import .*\b(part|pairs|FULL|ARCHS)\b' tests --include='test_*.py')
