@@ -29,6 +29,9 @@ class PeerLost(Error):
         self.rank = rank
         self.ranks = list(ranks) or [rank]
 
+    def __reduce__(self) -> tuple[type[PeerLost], tuple[str, int, list[int]]]:
+        return type(self), (str(self), self.rank, self.ranks)
+
 
 class WireMismatch(Error):
     """Two ranks made different calls: op, order, dtype, size, codec or version differ."""

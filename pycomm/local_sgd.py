@@ -185,6 +185,10 @@ class LocalSGD:
         self.state = CompressionState(codec, process_group=group, feedback=feedback, seed=seed)
         """Codecs and feedback: `residual_norms()`."""
         self.state.averages_senders = average == "senders"
+        self.state.stays_because = (
+            "LocalSGD keeps a start that members share: make a new LocalSGD on all ranks, which "
+            "starts from the parameters of the first, and call its state.adopt_state(former.state)"
+        )
         group = self.state.process_group
         _refuse_meetings(model, group)
         broadcast(model, group)

@@ -28,8 +28,13 @@ STEPS = (
     "first operation of new_group",
     "split_group",
     "first operation of split_group",
+    "reconfigure",
+    "first operation of reconfigure",
+    "reconfigure again",
     "shutdown",
 )
+OPTIONAL = ("split_group", "reconfigure", "reconfigure again")
+"""endings of steps that other backends may not have"""
 
 
 def main(folder: Path, backend: str) -> None:
@@ -52,6 +57,19 @@ def main(folder: Path, backend: str) -> None:
         else:
             made[name] = made[""].split_group(everyone, group_name=name)
 
+    def form(uuid: int) -> None:
+        if backend != "pycomm":
+            raise NotImplementedError("reconfigure")
+        if uuid == 1:  # handles travel in files, as an agent of the cluster may bring them
+            made["reconfigure"] = without_members()
+        elastic = made["reconfigure"]
+        (folder / f"handle.{rank}.new").write_text(elastic.handle())
+        (folder / f"handle.{rank}.new").rename(folder / f"handle.{rank}")
+        files = [folder / f"handle.{r}" for r in range(size)]
+        while not all(file.exists() for file in files):
+            time.sleep(0.0005)
+        elastic.form(uuid, [file.read_text() for file in files], timedelta(seconds=120))
+
     actions: dict[str, Callable[[], Any]] = {
         "init": init,
         "first operation": reduce,
@@ -60,6 +78,9 @@ def main(folder: Path, backend: str) -> None:
         "first operation of new_group": lambda: reduce("new_group"),
         "split_group": lambda: make("split_group"),
         "first operation of split_group": lambda: reduce("split_group"),
+        "reconfigure": lambda: form(1),
+        "first operation of reconfigure": lambda: reduce("reconfigure"),
+        "reconfigure again": lambda: form(2),
         "shutdown": dist.destroy_process_group,
     }
     if backend != "gloo":
@@ -79,14 +100,26 @@ def main(folder: Path, backend: str) -> None:
         try:
             result = actions[step]()
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            if not step.endswith("split_group") or backend == "pycomm":
+            if not step.endswith(OPTIONAL) or backend == "pycomm":
                 raise
             result = f"not here: {error}"  # the backend does not split
         took = time.monotonic() - start
         done = folder / f"{number}.{rank}.done"
         done.with_suffix(".new").write_text(json.dumps({"seconds": took, "result": result}))
         done.with_suffix(".new").rename(done)
+    if "reconfigure" in made:
+        made["reconfigure"].shutdown()
     del server
+
+
+def without_members() -> Any:
+    """Return a group of pycomm that is still to be formed."""
+    from pycomm._build import load_c10d
+
+    options = load_c10d().Options()
+    options.enable_reconfigure = True
+    options.group_name = "elastic"
+    return load_c10d().Backend(dist.HashStore(), 0, 1, options, "elastic")
 
 
 if __name__ == "__main__":

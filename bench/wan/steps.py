@@ -20,6 +20,9 @@ PROMISED = {
     "first operation of new_group": 2,
     "split_group": 6,  # two are torch's, which connects to its store once more
     "first operation of split_group": 2,
+    "reconfigure": 8,
+    "first operation of reconfigure": 2,
+    "reconfigure again": 8,
     "shutdown": 2,
 }
 """the most round trips that a step of pycomm takes, where all ranks begin it at once"""

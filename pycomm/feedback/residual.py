@@ -177,6 +177,11 @@ class Residual:
         """Restore the residual from before the last step."""
         self.in_place = self.moved = False
 
+    def forget_other_side(self) -> None:
+        """Clear what an owner wrote for other buckets to the side that the next step writes."""
+        if self.owner is not None:
+            _clear(self.owner[1 - self.side])
+
 
 def _clear(stored: torch.Tensor) -> None:
     for part in torch.split(stored, _SLICE):

@@ -227,6 +227,7 @@ class Residuals:
                     f"what {self.rule} keeps; continue with the kind that was saved"
                 )
             mine.take_back()
+            mine.forget_other_side()
             mine.layouts[mine.side], mine.last_step = layout, last_step
             for role, pair in mine.pairs():
                 for row in range(mine.rows if role in ("worker", "momentum") else 1):

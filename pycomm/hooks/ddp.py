@@ -140,6 +140,12 @@ class HookState(CompressionState):
                 name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n
             }
 
+    def _rebuilds(self) -> bool:
+        model = self._model() if self._model else None
+        if model is None or model._has_rebuilt_buckets:
+            return False
+        return bool(model.static_graph or not model.find_unused_parameters)
+
     def _new_name(self, parameter: torch.Tensor) -> str:
         """The name of a parameter that was frozen when compressed, but not when wrapped."""
         model = self._model() if self._model else None

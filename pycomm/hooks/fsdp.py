@@ -79,6 +79,10 @@ class FSDPState(CompressionState):
             )
         group = info.shard_process_group if self._scatters else info.replicate_process_group
         super().__init__(codec, process_group=group, **options)
+        self.stays_because = (
+            "its ranks share the parameters (fully_shard), whose shards keep their places: shard "
+            "the model anew and go on from a checkpoint, with load_checkpoint"
+        )
         self._ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self._shard_group = info.shard_process_group if self._ranks > 1 else None
         self._shards: dict[str, torch.Size] = {}  # by name: a rank's padded shard

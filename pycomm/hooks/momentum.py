@@ -57,6 +57,10 @@ class MomentumState(HookState):
         self._unit, self._scale = unit, 1.0
         self._refresh = refresh
         self._sent: dist.Work | _Complete | None = None  # the exchange of second moments
+        self.stays_because = (
+            "CodedAdamW keeps second moments that members share: wrap the module in a new "
+            "DistributedDataParallel, make a new CodedAdamW and call its adopt_state on all ranks"
+        )
         self._sums: torch.Tensor | None = None
         self._pending = False  # a reduction that no optimizer step has used
         self._handles: list[Any] = []

@@ -208,13 +208,21 @@ class Plan:
             return None
         return self._checks.probe(values, pieces, residual_of, rows=rows, average=average)
 
-    def followed_by(self, policy: Policy, device: torch.device) -> Plan:
-        """Return a plan for the same parameters with another policy; collective.
+    def followed_by(
+        self,
+        policy: Policy,
+        device: torch.device,
+        *,
+        saved: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Return a plan for the same parameters with another policy, or other ranks; collective.
 
         Args:
             policy: the new policy, equal on all ranks. Its steps and epochs count from the start
                 of training.
             device: a device whose tensors the group moves.
+            saved: what `state_dict` returned, equal on all ranks: the group has other ranks than
+                when this plan was made.
 
         Raises:
             ValueError: the policy names a codec that cannot be used.
@@ -233,7 +241,11 @@ class Plan:
         plan._moment = Moment(self.step + 1, self._moment.epoch, plan._moment.link)
         plan._stage = policy.stage(plan._moment)
         plan.events.extend(self.events)
-        plan.events.append(f"step {self.step + 1}: another policy, {policy.codec}")
+        if saved is None:
+            plan.events.append(f"step {self.step + 1}: another policy, {policy.codec}")
+        else:
+            plan.events.append(f"step {self.step + 1}: {self.group.size()} ranks from now on")
+            plan.load_state_dict(saved)
         for decision in self.decisions.values():
             plan.add(decision.parameter)
         plan._since = dict.fromkeys(plan.decisions, self.step + 1)

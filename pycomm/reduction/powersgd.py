@@ -322,16 +322,25 @@ class Exchanges:
 
     def finish(self) -> None:
         """Complete all exchanges."""
-        under_way, self._under_way = self._under_way, []
-        for one in under_way:
-            one.exchange.turn()
-        for one in under_way:
-            one.exchange.finish()
-            if one.values.data_ptr() != one.tensor.data_ptr():
-                one.tensor.copy_(one.values)
-            one.at_last()
-            one.future.set_result(one.tensor)
+        try:
+            for one in self._under_way:
+                one.exchange.turn()
+            while self._under_way:
+                one = self._under_way[0]
+                one.exchange.finish()
+                if one.values.data_ptr() != one.tensor.data_ptr():
+                    one.tensor.copy_(one.values)
+                one.at_last()
+                self._under_way.pop(0).future.set_result(one.tensor)
+        except BaseException:
+            self.forget()
+            raise
 
     def forget(self) -> None:
-        """Drop the exchanges of a step that did not complete."""
-        self._under_way.clear()
+        """Drop the exchanges of a step that did not complete.
+
+        Whoever waits for one of their futures gets the tensor, whose values are undefined.
+        """
+        while self._under_way:
+            one = self._under_way.pop()
+            one.future.set_result(one.tensor)

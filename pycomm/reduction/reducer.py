@@ -20,7 +20,7 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED, Decision, Parameter, Plan, Policy, usual_feedback
-from pycomm.reduction import powersgd, two_shot
+from pycomm.reduction import members, powersgd, two_shot
 from pycomm.reduction.bucket import Bucket, Piece
 from pycomm.reduction.weights import weigh
 
@@ -72,6 +72,7 @@ class BucketReducer:
         self._device = torch.device("cpu")
         self._buckets: dict[tuple[str, ...], Bucket] = {}
         self._exchanges = powersgd.Exchanges(process_group)
+        self._formed_with = self._formed()
         self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
         self._touched: dict[str, Piece] = {}  # the current step's pieces with a residual
         self._paying: set[str] = set()  # parameters without a residual after the current step
@@ -81,6 +82,10 @@ class BucketReducer:
         if codec.combine == "factors" and self._kind not in (None, "residual"):
             return f"{codec.name} has feedback of the kind residual, not {self._kind}"
         return ""
+
+    def _formed(self) -> int:
+        """Return how often the group's members have been set; 0: it keeps its members."""
+        return getattr(backend.find(self.process_group), "formed", 0)
 
     @property
     def decisions(self) -> dict[str, Decision]:
@@ -287,6 +292,8 @@ class BucketReducer:
         bucket = self._buckets.get(names)
         if bucket is None:
             self.agree()
+            if self._formed_with and self.process_group.size() > 1:
+                members.compare_bucket(names, self.process_group, self._device)
             decisions = [self.part(self.decisions[name]) for name in names]
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]

@@ -25,7 +25,7 @@ from pycomm.feedback import Cut, Feedback, reshard, sources
 from pycomm.policy import EXACT, Policy
 from pycomm.policy.exchange import gather, tell
 from pycomm.policy.names import matching, renamed
-from pycomm.reduction import cost
+from pycomm.reduction import cost, members
 from pycomm.reduction.checkpoint import load_saved
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.rates import Rates
@@ -87,6 +87,15 @@ class CompressionState(BucketReducer):
         self._discarded = False
         self._told = 0  # bytes of residuals that were reported, the most so far
         self._leaving = False  # after remove(), until no residual is left
+        self._rank = self.process_group.rank()  # in the group for which residuals are laid out
+        self._met = not self._formed_with  # the members have compared where they stand
+        self.stays_because = ""
+        """Reason why this state cannot go on with other members of its group; "": it can."""
+        if weighted:
+            self.stays_because = (
+                "weights travel in a group of their own, which keeps its members: wrap the module "
+                "in a new DistributedDataParallel, and call pycomm.compress and adopt_state"
+            )
         self.removed = False
         """`remove` is complete: the model no longer uses this state."""
 
@@ -271,6 +280,12 @@ class CompressionState(BucketReducer):
         reads it on any number of ranks.
         """
         self.settle(last=False)
+        residuals = self.residuals.state_dict() if self.residuals else {}
+        # The global rank: every replica group has a rank 0.
+        return {**self._common(), f"rank{dist.get_rank()}": (self.step, residuals)}
+
+    def _common(self) -> dict[str, Any]:
+        """Return the entries of `state_dict` that are equal on all ranks."""
         about = {
             "version": STATE_VERSION,
             "world_size": self.process_group.size(),
@@ -279,13 +294,7 @@ class CompressionState(BucketReducer):
             "plan": self.plan.state_dict(),
             **self._rates.state_dict(),
         }
-        residuals = self.residuals.state_dict() if self.residuals else {}
-        return {
-            "about": (about,),
-            "factors": (self._exchanges.memory.state_dict(),),
-            # The global rank: every replica group has a rank 0.
-            f"rank{dist.get_rank()}": (self.step, residuals),
-        }
+        return {"about": (about,), "factors": (self._exchanges.memory.state_dict(),)}
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`, on the same or another number of ranks.
@@ -375,16 +384,17 @@ class CompressionState(BucketReducer):
         warn_deprecated("take_over", "adopt_state")
         self.adopt_state(before)
 
-    def adopt_state(self, previous: CompressionState) -> None:
-        """Continue from the state of a group that has lost ranks; collective.
+    def adopt_state(self, previous: CompressionState | None) -> None:
+        """Continue from the state of a group that has lost ranks, or has new ones; collective.
 
-        It is called in the group of the remaining ranks, as `torch.distributed.shrink_group` makes
-        it; each passes its old state. Codecs, schedules and the number of the step are those of the
-        first remaining rank. Residuals of the remaining ranks are kept, for the average over fewer
-        ranks; those of the lost ranks are lost.
+        It is called in the group of now, as `torch.distributed.shrink_group` or
+        `pycomm.elastic.reconfigure` makes it; each rank passes its old state. Codecs, schedules and
+        the number of the step are those of the first rank that has taken the most steps. Residuals
+        of the remaining ranks are kept, for the average over as many ranks as there are now; those
+        of the lost ranks are lost.
 
         Args:
-            previous: the old state, which cannot be used afterwards.
+            previous: the old state, which cannot be used afterwards; None: this rank is new.
 
         Raises:
             ValueError: ranks shard the parameters (FSDP2), so the lost ranks' shards are lost.
@@ -395,27 +405,78 @@ class CompressionState(BucketReducer):
             >>> state, previous = pycomm.compress(model, "int4"), state  # doctest: +SKIP
             >>> state.adopt_state(previous)  # doctest: +SKIP
         """
-        typed("previous", previous, CompressionState)
+        typed("previous", previous, CompressionState, None)
         if self._cuts():
             raise ValueError(
                 "ranks share these parameters, and the shards of lost ranks are gone with them; "
                 "go on from a checkpoint, with load_checkpoint"
             )
-        saved = previous.state_dict()
-        residuals = previous.residuals.state_dict() if previous.residuals else {}
-        every_rank = [saved["about"], saved["factors"]]
-        if self.residuals and self.residuals.rule.kind == "ef21":
-            every_rank.append(residuals)  # its mean must be the same on all ranks
-        first = dist.get_global_rank(self.process_group, 0)
-        dist.broadcast_object_list(every_rank, src=first, group=self.process_group)
-        (about,), factors, *mean = every_rank
+        self._meet(previous)
+
+    def follow_members(self) -> None:
+        """Continue with the group's members after they have changed; collective among them.
+
+        `pycomm.elastic.reconfigure` changes them in place. The next backward calls this, so a
+        caller needs it only to see errors earlier. Residuals, codecs and steps are treated as by
+        `adopt_state`; a member that has taken no step is new, and owes nothing.
+
+        Raises:
+            WireMismatch: members have other models, codecs, policies or options; raised on all.
+            Error: this state cannot continue, for the reason that the text gives.
+        """
+        if self.stays_because and self._formed() != self._formed_with:
+            raise Error(
+                f"rank {self.process_group.rank()}: the members of the process group have changed, "
+                f"and {self.stays_because}"
+            )
+        if not self.stays_because and not (self._met and self._formed() == self._formed_with):
+            self._meet(self)
+
+    def _meet(self, previous: CompressionState | None) -> None:
+        """Take over the furthest member's common state; keep the own residuals of `previous`."""
+        group, ranks = self.process_group, self.process_group.size()
+        before, own = ranks, {}
+        if previous is not None:
+            previous.settle(last=previous is self)
+            if previous.residuals is not None:
+                before, own = previous.residuals.ranks, previous.residuals.state_dict()
+        formed = self._formed()
+        standing = members.Standing(
+            step=previous.step if previous is not None else 0,
+            agreed=formed == self._formed_with and previous in (None, self),
+            rebuilds=self._rebuilds(),
+            rank=previous._rank if previous is not None else -1,
+            ranks=before,
+        )
+        standings = members.meet(standing, group, self._device)
+        root = members.source(standings)
+        if all(one.agreed and one.step == standings[root].step for one in standings):
+            self._met = True  # these members have made their states together
+            return
+        ef21 = self.residuals is not None and self.residuals.rule.kind == "ef21"
+        common = None
+        if group.rank() == root:
+            # The mean of ef21 must be the same on all ranks.
+            common = (previous or self)._common(), own if ef21 else {}
+        common, mean = members.broadcast_object(common, root, group, self._device)
+        (about,), factors = common["about"], common["factors"]
         self._load_common(about, factors)
+        self.plan.step = self.step
+        self.plan = self.plan.followed_by(
+            self.plan.policy, self._device, saved=self.plan.state_dict()
+        )
         if self.residuals:
-            rule, ranks = self.residuals.rule, self.process_group.size()
-            own = mean[0] if mean else residuals
-            own = reshard(rule, [own], about["world_size"], ranks)
+            if ef21 or not members.in_place(standings):
+                own = reshard(self.residuals.rule, [mean if ef21 else own], before, ranks)
+            self.residuals.clear()
+            self.residuals.ranks = ranks
             self.residuals.load_state_dict(own, self.codecs)
         self._buckets.clear()
+        self._formed_with, self._met, self._rank = formed, True, group.rank()
+
+    def _rebuilds(self) -> bool:
+        """Return whether a wrapper makes new buckets after the next backward."""
+        return False
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "pycomm") -> None:
         """Continue from a checkpoint of torch.distributed.checkpoint; collective.
@@ -497,14 +558,20 @@ class CompressionState(BucketReducer):
             absent: this rank has no data in this step, so that it may set no weight.
 
         Raises:
-            Error: the average is weighted, and a rank has set no weight; raised on all ranks.
+            Error: the average is weighted, and a rank has set no weight; or the group has other
+                members now, and this state cannot follow; raised on all ranks.
+            WireMismatch: the group has other members now, with other models, codecs or options;
+                raised on all ranks.
         """
+        if self.stays_because:
+            self.follow_members()  # raises if they have changed
         if self._weights is not None and weigh:
             self.factors = self._weights.begin(self._device, absent=absent)
         if self._taken:
             self._thrown |= self._taken.begin(self._touched)
         self.settle()
         self._exchanges.forget()
+        self.follow_members()
         self.step = (self.step + 1) % 2**32
         if self.residuals:
             self._rates.rescale(self.residuals, self._names)

@@ -166,9 +166,10 @@ def rank_stats(
 
 
 def _completed(trace: Trace) -> Iterator[Mapping[str, Any]]:
-    """Yield the completed collectives that the trace still holds."""
+    """Yield the completed collectives that the trace still holds, and that had something to run."""
     for record in trace["records"]:
-        if record["state"] == "completed" and record["op"] not in ("send", "recv"):
+        ran = record["state"] == "completed" and record["started_ns"] is not None
+        if ran and record["op"] not in ("send", "recv"):
             yield record
 
 

@@ -45,8 +45,6 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
         self._options.group_name = NAME
         self._group: dist.ProcessGroup | None = None
         self._backend: Backend | None = None
-        self.configured = 0
-        """How often the members have changed."""
 
     def getBackendName(self) -> str:
         """Return the name under which torchft registers the group."""
@@ -69,6 +67,14 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
                 self._group._register_backend(torch.device(device), kind, self._backend)
             self._group._set_group_name(NAME)  # type: ignore[arg-type]
         return self._group
+
+    def alone(self) -> dist.ProcessGroup:
+        """Return the group, with this process as its only member before the first `configure`."""
+        group, ours = self.group, self._ours()
+        if not ours.formed:
+            ours.form(0, [ours.handle()], self._timeout)
+            elastic.fit(group, ours)
+        return group
 
     def configure(
         self,
@@ -101,7 +107,6 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
         ours.form(_uuid(store_addr), handles, self._timeout)
         elastic.fit(group, ours)
         self._pg = group
-        self.configured += 1
 
     def abort(self, errored: bool = True) -> None:
         """End all operations on all replicas; `configure` makes the group usable again."""

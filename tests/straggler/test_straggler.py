@@ -114,6 +114,15 @@ def test_time_in_other_groups_is_not_computing():
     assert spent.compute == pytest.approx(3e-6)
 
 
+def test_operations_that_had_nothing_to_run_are_left_out():
+    us = 1000
+    trace = trace_of([(0, 0, 0, us), (4 * us, 3 * us, 2 * us, us)])
+    other = trace_of([(0, 0, 0, us)], group="other")
+    other["records"].append({**other["records"][0], "seq": 2, "started_ns": None})
+    trace["records"].append({**trace["records"][0], "seq": 3, "started_ns": None})
+    assert list(rank_stats(trace, [other]).operations) == [2]
+
+
 def test_ranks_choose_the_same_operations():
     long, longer = (trace_of([(1000, 1000, 0, 1000)] * n) for n in (8 * SAMPLE, 8 * SAMPLE + 9))
     one, other = rank_stats(long).operations, rank_stats(longer).operations

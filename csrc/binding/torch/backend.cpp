@@ -192,6 +192,7 @@ void bind(py::module_& m) {
           "form",
           py::overload_cast<int64_t, const std::vector<std::string>&, Milliseconds>(&Backend::form),
           py::arg("uuid"), py::arg("handles"), py::arg("timeout"))
+      .def_property_readonly("formed", &Backend::formed)
       .def(
           "set_shape_of",
           [](const Backend& self, const intrusive_ptr<c10d::ProcessGroup>& group) {

@@ -167,6 +167,8 @@ class Backend final : public c10d::Backend {
   /// the same new uuid. Operations that were issued before end first, or are aborted. If it throws,
   /// the group is as it was, and may be reconfigured with another uuid.
   void form(int64_t uuid, const std::vector<std::string>& handles, Milliseconds timeout);
+  /// How often the members have been set by form(); 0 in a group that keeps its members.
+  int64_t formed() const { return formed_; }
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   bool supportsReconfigure() const override { return endpoint_ != nullptr; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override { return handle(); }
@@ -285,6 +287,7 @@ class Backend final : public c10d::Backend {
   std::mutex forming_;                       ///< held while the group is formed anew
   std::unique_ptr<tcp::Endpoint> endpoint_;  ///< null in a group that cannot be reconfigured
   std::vector<std::string> handles_;         ///< of the members, if the group was formed from them
+  std::atomic<int64_t> formed_{0};
   int monitored_barriers_ = 0;
   c10::weak_intrusive_ptr<c10d::Backend> fresh_{intrusive_ptr<c10d::Backend>()};
 

@@ -110,6 +110,7 @@ void Backend::form(tcp::Gathering& gathering, int64_t uuid, const std::vector<st
   if (onCompletionHook_) engine->set_hook(onCompletionHook_);
   if (!open_->replace(std::move(engine), store)) raise_not_open();
   handles_ = handles;
+  ++formed_;
   arguments_ = {rank, size};
   monitored_barriers_ = 0;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE

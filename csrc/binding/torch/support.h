@@ -24,6 +24,17 @@ using Tensors = std::vector<at::Tensor>;
 
 // ------------------------------------------------------------------ errors
 
+/// Replaces a kept exception by the arguments of its class, from which each throw makes one of its
+/// own. An exception refers to all frames that it has passed through, and these may refer to what
+/// keeps it, such as a work or a future: a cycle that no garbage collector would see.
+inline void keep_arguments_only(python_error& error) {
+  PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
+  const auto exception = py::reinterpret_borrow<py::object>(error.value);
+  py::object arguments = py::tuple(exception.attr("__reduce__")())[1];
+  Py_DECREF(std::exchange(error.value, arguments.release().ptr()));
+  Py_XDECREF(std::exchange(error.traceback, nullptr));
+}
+
 /// Returns the same error as an exception of pycomm.errors. Torch passes this form through
 /// unchanged, also out of futures and out of backward(), and it may be thrown many times.
 inline std::exception_ptr as_python(std::exception_ptr error) {
@@ -36,6 +47,7 @@ inline std::exception_ptr as_python(std::exception_ptr error) {
   }
   python_error python;
   python.persist();
+  keep_arguments_only(python);
   return std::make_exception_ptr(std::move(python));
 }
 

@@ -55,6 +55,7 @@ class Group(_distributed_c10d.Backend):
         parent_ranks: their numbers there; None: those of the options.
 
     Raises:
+        Error: `enable_reconfigure` was asked for, which the compiled backend has.
         PeerLost: a rank died after it had joined.
         Timeout: some ranks did not join; the text names them.
         WireMismatch: ranks have different options.
@@ -70,6 +71,12 @@ class Group(_distributed_c10d.Backend):
         parent: Group | None = None,
         parent_ranks: Sequence[int] | None = None,
     ) -> None:
+        if getattr(options, "enable_reconfigure", False):
+            raise Error(
+                f"rank {rank}: enable_reconfigure needs pycomm's compiled backend, and torch "
+                f"{torch.__version__} is served by the one in Python: install a compiler, and set "
+                "PYCOMM_BACKEND=binary"
+            )
         super().__init__(rank, size)
         self._engine: Engine | None = None
         self._last_error = _distributed_c10d.ErrorType.SUCCESS
@@ -139,6 +146,11 @@ class Group(_distributed_c10d.Backend):
     def supports_splitting(self) -> bool:
         """Whether `split` works."""
         return True
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the members can change in place: with the compiled backend alone."""
+        return False
 
     @property
     def supports_shrinking(self) -> bool:

@@ -44,6 +44,9 @@ class Options(_distributed_c10d.Backend.Options):
         self.blocking_wait = False
         self._device_path = "auto"
         for name, value in given.items():
+            if name == "enable_reconfigure":
+                self.enable_reconfigure = value  # the group refuses it
+                continue
             if name not in (*NAMES, "blocking_wait", "device_path"):
                 raise TypeError(f"pycomm.Options has no option {name!r}")
             setattr(self, name, value)
@@ -81,6 +84,7 @@ class Options(_distributed_c10d.Backend.Options):
         made = Options(self._timeout)
         made._core = self.core()
         made.blocking_wait, made._device_path = self.blocking_wait, self._device_path
+        made.enable_reconfigure = getattr(self, "enable_reconfigure", False)
         made.group_name = self.group_name
         made.global_ranks_in_group = self.global_ranks_in_group
         return made

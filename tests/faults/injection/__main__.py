@@ -11,7 +11,15 @@ from collections import defaultdict
 from pathlib import Path
 
 from pycomm.bench.wan.shape import Shape, changed
-from tests.faults.injection.case import FAULTS, LOCAL, NETWORK, PHASES, draw
+from tests.faults.injection.case import (
+    ELASTIC,
+    FAULTS,
+    FAULTS_OF_ELASTIC,
+    LOCAL,
+    NETWORK,
+    PHASES,
+    draw,
+)
 from tests.faults.injection.judge import DEATH, DEATHS, breaches, is_late, latest
 from tests.faults.injection.play import lab_of, play
 
@@ -31,7 +39,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=",".join(FAULTS),
         help=f"also {','.join(NETWORK)}, which need namespaces of Linux",
     )
-    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument(
+        "--phases", default=",".join(PHASES), help=f"also {','.join(ELASTIC)}, which need torch"
+    )
     parser.add_argument("--delay", default="0ms", help="one way between any two ranks (0ms)")
     parser.add_argument("--loss", default="0", help="share of the packets that are lost (0)")
     parser.add_argument("--json", type=Path, help="write every case here")
@@ -45,10 +55,14 @@ def main(argv: list[str] | None = None) -> int:
         numbers = range(args.case, args.case + 1)
     shape = changed(Shape(), {"delay": args.delay, "loss": args.loss})
     far = shape != Shape()
+    phases = args.phases.split(",")
+    faults = args.faults.split(",")
+    if set(phases) <= set(ELASTIC):
+        faults = [name for name in faults if name in FAULTS_OF_ELASTIC]
     choice = {
         "transports": ["tcp"] if far else args.transport.split(","),
-        "faults": [name for name in args.faults.split(",") if not far or name not in LOCAL],
-        "phases": args.phases.split(","),
+        "faults": [name for name in faults if not far or name not in LOCAL],
+        "phases": phases,
         "round_trip": 2 * shape.delay,
     }
     start = time.monotonic()

@@ -25,6 +25,9 @@ LOCAL = ("descriptors",)
 LASTS = ("socket", "slow", "memory", "fork", "descriptors")
 """Faults after which all ranks may continue unaffected."""
 PHASES = ("init", "split", "steady", "shutdown")
+ELASTIC = ("join", "rejoin", "reconfigure")
+"""Phases of a group whose members change: a process joins, one that had left comes back, and the
+members form the group once more. They are played if they are asked for."""
 PHASES_OF = {
     "kill": PHASES,
     "kill2": PHASES,
@@ -35,6 +38,7 @@ PHASES_OF = {
     "abort": ("split", "steady", "shutdown"),  # abort needs an existing group
 }
 """Faults that may occur in phases other than the steady one."""
+FAULTS_OF_ELASTIC = ("kill", "kill2", "crash", "stop", "_exit")
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
 CODECS = ("quant", "quant:bits=4", "topk:density=0.1")
 CODED = ("all_reduce", "reduce_scatter", "all_gather")
@@ -94,7 +98,7 @@ class Case:
     def rendezvous(self) -> float:
         """Return the timeout of the rendezvous in seconds."""
         far = 40 * self.round_trip + 1.0 if self.round_trip else 0.0
-        return (1.0 if self.phase in ("init", "split") else 8.0) + far
+        return (1.0 if self.phase in ("init", "split", *ELASTIC) else 8.0) + far
 
     @property
     def without_memory_at(self) -> int:
@@ -147,22 +151,29 @@ def draw(
     ranks = rng.choice((3, 4) if fault == "kill2" else (2, 3, 4))
     # Most cases are about operations.
     possible = PHASES_OF.get(fault, ("steady",))
+    if fault in FAULTS_OF_ELASTIC:
+        possible += ELASTIC
     others = [phase for phase in phases if phase != "steady" and phase in possible]
     phase = "steady"
     if others and ("steady" not in phases or rng.random() < 0.3):
         phase = rng.choice(others)
-    calls = tuple(_call(rng, ranks, rng.choice(OPS)) for _ in range(rng.choice((1, 1, 2, 4))))
+    ops = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+    ops = ops if phase in ELASTIC else OPS
+    calls = tuple(_call(rng, ranks, rng.choice(ops)) for _ in range(rng.choice((1, 1, 2, 4))))
     if fault == "pause":  # large enough to be used in place
         calls = tuple(replace(call, numel=call.numel + 1000) for call in calls)
+    if phase in ELASTIC:  # whose group is torch's, where hooks alone encode
+        calls = tuple(replace(call, codec="") for call in calls)
     if fault == "memory":  # no earlier call may have allocated what the victim's call needs
         calls = (Call("broadcast", 100),)
     # Where ranks are far from each other, a phase takes longer.
     stretch = 1 + 200 * round_trip
-    span = {"init": 0.01, "split": 0.006, "steady": 0.02, "shutdown": 0.002}[phase]
+    span = {"init": 0.01, "split": 0.006, "steady": 0.02, "shutdown": 0.002}
+    span |= dict.fromkeys(ELASTIC, 0.03)
     return Case(
         seed=seed,
         number=number,
-        world="core",
+        world="elastic" if phase in ELASTIC else "core",
         transport=transport,
         ranks=ranks,
         victim=rng.randrange(ranks),
@@ -170,7 +181,7 @@ def draw(
         phase=phase,
         calls=calls,
         async_op=rng.random() < 0.5,
-        delay=stretch * rng.uniform(0, span),
+        delay=stretch * rng.uniform(0, span[phase]),
         how=rng.random(),
         round_trip=round_trip,
     )

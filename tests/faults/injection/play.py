@@ -21,7 +21,7 @@ from typing import Any
 from pycomm.bench.netlab import Netlab
 from pycomm.bench.wan.lab import WanLab
 from pycomm.bench.wan.shape import Shape
-from tests.faults.injection.case import FROM_OUTSIDE, NETWORK, Case
+from tests.faults.injection.case import ELASTIC, FROM_OUTSIDE, NETWORK, Case
 from tests.faults.injection.rank import Rank, go_on, wait_for
 
 CORE = 4 << 20
@@ -74,9 +74,11 @@ def _rank_process(case: Case, rank: int, folder: str, pipe: int, lab: Netlab | N
     try:
         if lab:
             lab.enter(rank)
-        player = Rank(case, rank, folder, say)
+        player = player_of(case, rank, folder, say)
         player.main()
-        if rank not in case.leavers:
+        if rank not in case.leavers and case.phase in ELASTIC:
+            say("on", took=player.took)
+        elif rank not in case.leavers:
             if case.fault in ("down", "drop"):
                 wait_for(Path(folder, MENDED))
             took = go_on(case, rank, folder)
@@ -93,12 +95,27 @@ def _rank_process(case: Case, rank: int, folder: str, pipe: int, lab: Netlab | N
     os._exit(code)
 
 
+def player_of(case: Case, rank: int, folder: str, say: Any) -> Any:
+    """Return the player of a rank."""
+    if case.phase not in ELASTIC:
+        return Rank(case, rank, folder, say)
+    from tests.faults.injection.elastic import ElasticRank  # it needs torch
+
+    return ElasticRank(case, rank, folder, say)
+
+
 def play(case: Case, lab: Netlab | None = None) -> Played:
     """Play a case to its end, in at most `LIMIT` seconds. No process outlives it.
 
     Network faults need a `lab` with a node for each rank.
     """
     played = Played(case)
+    if case.phase in ELASTIC:  # so that the forked ranks need not import it
+        import torch  # noqa: F401
+
+        from pycomm._build import load_c10d
+
+        load_c10d()
     with tempfile.TemporaryDirectory(prefix="pycomm-faults-") as folder:
         reader, writer = os.pipe()
         children: dict[int, int] = {}

@@ -8,6 +8,7 @@ STATE = "pycomm/reduction/state.py"
 DDP = "tests/torch/hooks/test_ddp_compress.py::"
 FEEDBACK = "tests/torch/feedback/test_state.py::"
 POWERSGD = "tests/torch/reduction/test_powersgd_factors.py"
+MEMBERS = "tests/torch/elastic/test_members.py::"
 LOCAL = "tests/torch/local_sgd/test_local_sgd.py::"
 
 MUTANTS = (
@@ -84,8 +85,8 @@ MUTANTS = (
         "lost-ranks-residuals-scaled-the-wrong-way",
         "arithmetic",
         STATE,
-        '[own], about["world_size"], ranks)',
-        '[own], ranks, about["world_size"])',
+        "else own], before, ranks)",
+        "else own], ranks, before)",
         "tests/torch/elastic/test_shrink_and_go_on.py",
     ),
     Mutant(
@@ -402,5 +403,38 @@ MUTANTS = (
         "self._thrown.update(n for n, moment in self.moments.items() if moment.base is None)",
         "pass",
         "tests/torch/optim/test_coded_adamw.py::test_gradients_that_are_thrown_away_leave_nothing",
+    ),
+    # ------------------------------------------------------------------ change of members
+    Mutant(
+        "members-change-unnoticed",
+        "state",
+        STATE,
+        "if not self.stays_because and not (self._met and self._formed() == self._formed_with):",
+        "if not self.stays_because and not self._met:",
+        MEMBERS + "test_a_model_with_fixed_buckets_joins_as_it_is",
+    ),
+    Mutant(
+        "buckets-of-new-members-not-compared",
+        "check",
+        "pycomm/reduction/reducer.py",
+        "if self._formed_with and self.process_group.size() > 1:",
+        "if False:",
+        MEMBERS + "test_a_new_member_that_does_not_fit_is_named_on_all",
+    ),
+    Mutant(
+        "coming-buckets-of-new-members-not-compared",
+        "check",
+        "pycomm/reduction/members.py",
+        "if 0 < len(new) < len(standings):",
+        "if False:",
+        MEMBERS + "test_a_new_member_that_does_not_fit_is_named_on_all",
+    ),
+    Mutant(
+        "loaded-residuals-keep-those-of-other-owners",
+        "residual",
+        "pycomm/feedback/residuals.py",
+        "            mine.forget_other_side()\n",
+        "",
+        "tests/torch/feedback/test_state.py::test_loaded_residuals_leave_nothing_of_other_owners",
     ),
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
 import signal
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -288,3 +291,35 @@ def check_options(rank: int, size: int, store: dist.Store) -> None:
 
 def test_options_reach_the_communicator(pool):
     pool.run(check_options, backend=None)
+
+
+class Held:
+    """Something in the frame of a call that fails."""
+
+
+def fail_and_hold(rank: int, how: str, held: list[Any]) -> None:
+    thing = Held()
+    held.append(weakref.ref(thing))
+    work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+    if how == "work":
+        work.wait()
+    else:
+        work.get_future().wait()
+
+
+def check_nothing_is_kept(rank: int, size: int, how: str) -> None:
+    held: list[Any] = []
+    with pytest.raises(pycomm.WireMismatch):
+        fail_and_hold(rank, how, held)
+    gc.collect()
+    assert held[0]() is None
+
+
+@pytest.mark.parametrize("how", ["work", "future"])
+def test_an_error_keeps_no_frame_that_it_has_passed_through(pool, how):
+    pool.run(check_nothing_is_kept, how)
+
+
+def test_errors_are_copied_with_what_they_name():
+    error = pickle.loads(pickle.dumps(pycomm.PeerLost("ranks 1 and 2 died", 1, [1, 2])))
+    assert (str(error), error.rank, error.ranks) == ("ranks 1 and 2 died", 1, [1, 2])

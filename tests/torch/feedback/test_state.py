@@ -457,3 +457,22 @@ def test_training_goes_on_with_other_ranks(pool, tmp_path):
     for other in curves[1:]:
         # The batches are equal; int4's errors differ, and feedback corrects them within steps.
         assert other == pytest.approx(curves[0], rel=0.03)
+
+
+def test_loaded_residuals_leave_nothing_of_other_owners():
+    residuals = Residuals(pycomm.Feedback(storage="float32"), ranks=2)
+    one = residuals.get("big", 8, torch.device("cpu"))
+    one.use("former", 2)
+    one.owner[1][:4] = 1  # the values that this rank owned in its last bucket
+    one.commit(1)
+    saved = residuals.state_dict()
+    one.use("former", 2)
+    one.owner[0][:4] = 2
+    one.commit(2)
+    saved["big"]["about"] = (8, 1, "", 1)  # as resharded, for whatever comes
+    saved["big"]["owner"] = torch.zeros(8)
+    residuals.load_state_dict(saved)
+    one.use("another", 2)
+    one.owner[one.sides[1]][4:] = 3  # it owns the other half now, and writes nothing else
+    one.commit(3)
+    assert one.current("owner").tolist() == [0, 0, 0, 0, 3, 3, 3, 3]

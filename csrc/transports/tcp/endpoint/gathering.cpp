@@ -125,7 +125,7 @@ class Gathering::RemoteStore final : public Store {
     try {
       act();
     } catch (const Refused& gone) {
-      throw PeerLost(0, std::string("rank 0, whose endpoint the members use to meet, is gone: ") +
+      throw PeerLost(0, std::string("rank 0 is gone, at whose endpoint the members meet: ") +
                             gone.what() + "; look at its own log");
     }
   }
@@ -201,8 +201,9 @@ std::shared_ptr<Store> Gathering::store() {
                               "; its process has ended, leave its handle out of the list");
       std::this_thread::sleep_for(std::min(kLook, refusals * kRetry));
     } catch (const Timeout& late) {
-      throw Timeout(std::string("rank 0, whose endpoint the members use to meet: ") + late.what(),
-                    {0});
+      throw Timeout(
+          std::string("rank 0 does not answer, at whose endpoint the members meet: ") + late.what(),
+          {0});
     }
   }
 }

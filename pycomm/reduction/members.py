@@ -1,0 +1,116 @@
+"""Change of members: what the members of a group tell each other before they go on as one.
+
+The members of an elastic group (`pycomm.elastic`) change between two steps. Some have trained
+together, others are new. They exchange where each stands; the one that is furthest hands its common
+state to the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.errors import WireMismatch
+from pycomm.policy.exchange import gather
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a member of the group stands before its first step with the others."""
+
+    step: int
+    """Steps that it has taken; 0: it is new, and has no residuals."""
+    agreed: bool
+    """It has been compared with exactly these members, when its state was made."""
+    rebuilds: bool
+    """DDP makes its buckets anew after the next backward, in a collective of its own."""
+    rank: int
+    """Its rank when its residuals were written; -1: it is new."""
+    ranks: int
+    """The number of ranks then."""
+
+
+def meet(mine: Standing, group: dist.ProcessGroup, device: torch.device) -> list[Standing]:
+    """Return where all members stand, in rank order; collective.
+
+    Raises:
+        WireMismatch: some models are about to make new buckets and others are not; on all ranks.
+    """
+    rows = gather(list(map(int, astuple(mine))), group, device)
+    standings = [
+        Standing(int(step), bool(agreed), bool(rebuilds), int(rank), int(ranks))
+        for step, agreed, rebuilds, rank, ranks in rows
+    ]
+    new = [str(rank) for rank, standing in enumerate(standings) if standing.rebuilds]
+    if 0 < len(new) < len(standings):
+        raise WireMismatch(
+            f"rank {group.rank()}: the models do not have the same buckets: DDP has made those of "
+            f"rank {', '.join(new)} in its constructor, and those of the others anew after their "
+            "first backward. After a member has joined, wrap the module in a new "
+            "DistributedDataParallel on all ranks, call pycomm.compress again, and adopt_state "
+            "with the former state, or with None on the new member"
+        )
+    return standings
+
+
+def source(standings: Sequence[Standing]) -> int:
+    """Return the rank whose common state all take over: the first of those that are furthest."""
+    steps = [standing.step for standing in standings]
+    return steps.index(max(steps))
+
+
+def in_place(standings: Sequence[Standing]) -> bool:
+    """Return whether all have the ranks that they had: then values have the same owners."""
+    ranks = len(standings)
+    return all((one.rank, one.ranks) == (rank, ranks) for rank, one in enumerate(standings))
+
+
+def broadcast_object(thing: Any, root: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return one rank's object on all ranks; collective.
+
+    It takes groups that torch has no record of, too, as those of torchft are.
+
+    Args:
+        thing: what `torch.save` can write; used on the rank `root` only.
+        root: rank in the group.
+        group: the ranks.
+        device: a device whose tensors the group moves.
+    """
+    if group.size() == 1:
+        return thing
+    written = io.BytesIO()
+    if group.rank() == root:
+        torch.save(thing, written)
+    content = torch.frombuffer(bytearray(written.getvalue() or b"\0"), dtype=torch.uint8)
+    size = torch.tensor([content.numel()], dtype=torch.int64).to(device)
+    group.broadcast(size, root).wait()
+    if group.rank() != root:
+        content = torch.empty(int(size), dtype=torch.uint8)
+    content = content.to(device)
+    group.broadcast(content, root).wait()
+    if group.rank() == root:
+        return thing
+    return torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=False)
+
+
+def compare_bucket(names: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Check that all members have the same parameters in a bucket; collective.
+
+    Raises:
+        WireMismatch: they have not; raised on all ranks.
+    """
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    rows = gather([int.from_bytes(digest[:6], "little")], group, device)
+    others = [str(rank) for rank, row in enumerate(rows) if row != rows[0]]
+    if others:
+        raise WireMismatch(
+            f"rank {group.rank()}: rank {', '.join(others)} has other parameters in a bucket than "
+            f"rank 0; here it begins with {names[0]}. After the members have changed, wrap the "
+            "module in a new DistributedDataParallel on all ranks"
+        )

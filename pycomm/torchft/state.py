@@ -1,0 +1,121 @@
+"""Codecs and residuals of replicas that torchft's Manager leads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pycomm.arguments import typed
+from pycomm.codecs import Codec
+from pycomm.errors import WireMismatch
+from pycomm.policy import Policy
+from pycomm.reduction.state import CompressionState
+from pycomm.reduction.weights import factors
+from pycomm.torchft.group import ProcessGroupPycomm
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+    from torchft.manager import Manager
+
+
+class ManagedState(CompressionState):
+    """Codecs and residuals of the replicas of one Manager.
+
+    A step of torchft is a quorum, an average, and a vote, after which the optimizer acts or not.
+    Accordingly:
+
+    * The number of a step is the Manager's, so schedules and random numbers follow what was
+      committed.
+    * A step that was not committed leaves the residuals as they were.
+    * Gradients are averaged over the replicas that participate. The others send zeros, and what
+      they still owe.
+    * A replica that heals takes over the parameters of another one, so it owes nothing.
+    * An error goes to the Manager, which skips the step, and ends the step of the other replicas.
+      Only a replica that heals and has another model or codec raises it.
+
+    Args:
+        manager: a Manager whose process group is a `ProcessGroupPycomm`.
+        codec: see `CompressionState`.
+        options: feedback and seed; see `CompressionState`.
+
+    Raises:
+        TypeError: the Manager has another process group.
+    """
+
+    def __init__(self, manager: Manager, codec: str | Codec | Policy, **options: Any) -> None:
+        typed("the manager's process group", manager._pg, ProcessGroupPycomm)
+        self._manager = manager
+        self._members: ProcessGroupPycomm = manager._pg
+        super().__init__(codec, process_group=self._members.alone(), **options)
+        self._at: int | None = None  # the Manager's step in the last backward that reduced
+        self._goes = False  # this step has begun, and nothing has failed
+        self._heals = False  # this replica takes over the others' parameters at this step's end,
+        self._loaded = False  # or has done so before the step
+        manager.register_state_dict_fn("pycomm", self._note_load, dict)
+
+    def _note_load(self, _: object) -> None:
+        # In a step of an asynchronous quorum that heals, the residuals are gone already.
+        self._loaded = not self._heals
+
+    def reduce_managed(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket of DDP over the participants; undefined after an error, as torchft's."""
+        tensor = bucket.buffer()
+        try:
+            if bucket.index() == 0:
+                self._goes = False
+                self._goes = self._begin()
+            if not self._goes or self._manager.errored():
+                self._give_up()
+                return _done(tensor)
+            future = self.reduce(tensor, [self._names[id(p)] for p in bucket.parameters()])
+            if bucket.is_last():
+                self.end_step()
+        except Exception as error:
+            self._manager.report_error(error)
+            self._give_up()
+            if isinstance(error, WireMismatch) and (self._heals or self._loaded):
+                raise  # another model or codec: the others go on without this replica
+            return _done(tensor)
+        managed: torch.futures.Future[torch.Tensor]
+        managed = self._manager.wrap_future(future, tensor)
+        return managed
+
+    def follow_members(self) -> None:
+        """See `CompressionState`. A replica that heals brings nothing."""
+        new = self._heals or self._loaded
+        if not self._met or self._formed() != self._formed_with:
+            self._meet(None if new else self)
+        elif new and self.residuals:
+            self.residuals.load_state_dict({})
+
+    def _begin(self) -> bool:
+        """Begin a step; return whether the quorum has been found, and formed the group."""
+        manager = self._manager
+        manager.wait_quorum()
+        if manager.errored():
+            return False
+        self._heals = manager._healing
+        if self._at == manager.current_step():
+            self.discard()  # the vote was against the last step
+        self.settle()
+        self.step = self._at = manager.current_step()
+        self.begin_step()
+        self._loaded = False
+        takes_part, size = manager.is_participating(), self.process_group.size()
+        others = manager.num_participants() - takes_part
+        weights = [1.0] * others + [0.0] * (size - others - 1)
+        self.factors = [factors([float(takes_part), *weights])[0]] * size
+        return True
+
+    def _give_up(self) -> None:
+        """End the step of the other replicas, too, which would wait for this one's gradients."""
+        self._goes = False
+        self._exchanges.forget()  # else the backward would wait for their futures
+        self._members.abort(errored=False)
+
+
+def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
