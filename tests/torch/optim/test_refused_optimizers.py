@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -29,8 +28,6 @@ def refused(rank: int, size: int) -> dict[str, str]:
         return text(lambda: pycomm.CodedAdamW(**given))
 
     ddp = DistributedDataParallel(Chosen())
-    sharded = nn.Linear(8, 8)
-    fully_shard(sharded)
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
     amsgrad = torch.optim.AdamW(ddp.parameters(), amsgrad=True)
     compressed = DistributedDataParallel(Chosen())
@@ -43,7 +40,6 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "auto": attempt(codec="auto"),
         "feedback": attempt(feedback="ef21"),
         "bare": attempt(nn.Linear(4, 4)),
-        "fsdp": attempt(sharded),
         "foreign": attempt(params=nn.Linear(4, 4).parameters()),
         "twice": attempt(compressed),
         "sgd": text(lambda: pycomm.code_optimizer(sgd, ddp)),
@@ -60,7 +56,6 @@ def test_what_cannot_work_is_refused(pool):
         "auto": "name a codec",
         "feedback": "kind residual",
         "bare": "TypeError: CodedAdamW takes a model wrapped",
-        "fsdp": "Error: CodedAdamW needs the whole momentum",
         "foreign": "does not belong",
         "twice": "Error: the model has the communication hook",
         "sgd": "TypeError: code_optimizer takes torch.optim.AdamW, not SGD",
