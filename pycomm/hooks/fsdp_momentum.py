@@ -150,14 +150,19 @@ class ShardedMomentumState(Momenta, FSDPState):
         parts = self._parts(tuple(names), rows)
         if parts and not average:
             raise Error(f"rank {self.process_group.rank()}: {_DIVIDES}")
-        for moment, part, _ in parts:
+        new = [(moment, part) for moment, part, _ in parts if not moment.has_scale]
+        for moment, part in new:
             for r in range(self._ranks):
                 moment.enter(part[r], self._scale, r)
-        self._share_scales([moment for moment, _, _ in parts])
+        self._share_scales([moment for moment, _ in new])
+        entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
         for moment, part, piece in parts:
+            known_ = id(moment) in entered
             for r in range(self._ranks):
-                known_ = None if moment.again else self._sent_before(piece, r)
-                moment.encode(part[r], self._scale, piece.residual, known_, r)
+                sent = None if moment.again else self._sent_before(piece, r)
+                moment.encode(
+                    *(part[r], self._scale, piece.residual, sent, r), entered=known_, looks=looks
+                )
         super()._scatter(output, input, names, group, average=average, later=later)
         finish = partial(self._finish, parts, output)
         if later:

@@ -92,13 +92,13 @@ class Momenta(CompressionState):
             assert self._sums is not None
             received = self._total(self._sums.div_(self.process_group.size()))
             self._sent = self._sums = None
-        at = 0
+        at, touched = 0, self._touched_moments
         for name, moment in self.moments.items():
             part = None
             if received is not None:
                 part = received[at : at + moment.sums_numel]
                 at += moment.sums_numel
-            moment.commit(part, used=name in self._touched_moments)
+            moment.commit(part, used=name in touched)
         self._pending = False
         self.steps += 1
 
@@ -135,7 +135,7 @@ class Momenta(CompressionState):
         super().end_step()
         self._pending = True
         moments = self.moments.values()
-        if not moments or not (self.steps < self._refresh or self.steps % self._refresh == 0):
+        if not moments or not self._exchanges_sums:
             return
         if self._sent is not None:
             self._sent.wait()  # those of an earlier part of the same step, which are in these
@@ -146,6 +146,11 @@ class Momenta(CompressionState):
             self._sent = _Complete()
         self._sums = sums
 
+    @property
+    def _exchanges_sums(self) -> bool:
+        """Whether second moments travel in this step."""
+        return self.steps < self._refresh or self.steps % self._refresh == 0
+
     def reduce(
         self, tensor: torch.Tensor, names: Sequence[str]
     ) -> torch.futures.Future[torch.Tensor]:
@@ -153,11 +158,16 @@ class Momenta(CompressionState):
         parts = self._parts(tuple(names), tensor)
         if not parts:
             return super().reduce(tensor, names)
+        new = [(moment, part) for moment, part, _ in parts if not moment.has_scale]
         for moment, part, _ in parts:
+            moment.subtract_base(part)
+        for moment, part in new:
             moment.enter(part, self._scale)
-        self._share_scales([moment for moment, _, _ in parts])
+        self._share_scales([moment for moment, _ in new])
+        entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
         for moment, part, piece in parts:
-            moment.encode(part, self._scale, piece.residual)
+            known = id(moment) in entered
+            moment.encode(part, self._scale, piece.residual, entered=known, looks=looks)
         future = super().reduce(tensor, names)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -188,7 +198,6 @@ class Momenta(CompressionState):
 
     def _share_scales(self, moments: Sequence[CodedMoment]) -> None:
         """Exchange the second moments of parameters that have none yet, before they are coded."""
-        moments = [moment for moment in moments if not moment.has_scale]
         if not moments:
             return
         sums = torch.cat([moment.local_sums() for moment in moments])

@@ -269,7 +269,7 @@ class CodedAdamW(torch.optim.Optimizer):
             [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            foreach=True,
+            foreach=True,  # torch's fused kernel has other bits at the ends of shards
             amsgrad=False,
             beta1=float(beta1),
             beta2=float(beta2),

@@ -199,17 +199,21 @@ class CodedMoment:
         """Add the gradient's squares to this step's sums.
 
         Args:
-            gradient: this rank's gradient [numel], times `scale`; holds it without an earlier
-                backward's momentum afterwards. Of a shard, with padding.
+            gradient: this rank's gradient [numel], times `scale`. Of a shard, with padding.
             scale: the loss scale.
             shard: number of the shard; None: the own one.
         """
-        if self.again and self.base is not None:
-            gradient.sub_(self.base.reshape(-1))
         rows = self._rows_of(shard)
         matrix = gradient.view(self.padded, self.columns)[: rows.stop - rows.start]
-        row, column = self._fresh[: self.rows][rows], self._fresh[self.rows : -EXTRA]
-        scaled.add_squares(matrix, row, column, scale**-2)
+        scaled.add_squares(matrix, *self._sums_of(rows), scale**-2)
+
+    def _sums_of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._fresh[: self.rows][rows], self._fresh[self.rows : -EXTRA]
+
+    def subtract_base(self, gradient: torch.Tensor) -> None:
+        """Take the momentum of an earlier backward, to which this one was added, out of it."""
+        if self.again and self.base is not None:
+            gradient.sub_(self.base.reshape(-1))
 
     def _rows_of(self, shard: int | None) -> slice:
         if shard is None:
@@ -236,15 +240,7 @@ class CodedMoment:
 
         The rows' are those of all shards, with padding.
         """
-        total = (column.sum() * weight).clamp_min(_TINY)
-        whole = row.new_zeros(self._shards * self.padded)
-        whole[: self.rows] = row
-        parts = []
-        # The rows' sums add up to that of the columns, so the mean of `whole` is known.
-        for sums, mean in ((whole / total, column.sum() / total / self.rows), (column, None)):
-            least = FLOOR * (sums.mean() if mean is None else mean).sqrt()
-            parts.append(sums.sqrt().clamp_min_(least.clamp_min(_TINY)))
-        return parts[0], parts[1]
+        return scaled.factors(row, column, weight, FLOOR, self._shards * self.padded)
 
     def _scale_of(self, shard: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._scale is not None
@@ -258,6 +254,9 @@ class CodedMoment:
         residual: Residual | None,
         momentum: torch.Tensor | None = None,
         shard: int | None = None,
+        *,
+        entered: bool = False,
+        looks: bool = True,
     ) -> None:
         """Replace a gradient by what is coded: (b m + (1 - b) g) / d.
 
@@ -267,6 +266,8 @@ class CodedMoment:
             residual: what is added by the coding.
             momentum: m, float32 [numel]; None: that of the optimizer's state.
             shard: number of the shard; None: the own one.
+            entered: `enter` was called for it; else this does the same.
+            looks: measure the errors of the coding before.
         """
         row, column = self._scale_of(shard)
         matrix = values.view(self.padded, self.columns)
@@ -274,11 +275,20 @@ class CodedMoment:
             momentum = local(self.state["exp_avg"])
         rows = self._rows_of(shard)
         momentum = momentum.reshape(-1, self.columns)[: rows.stop - rows.start]  # not of padding
-        scaled.divide(matrix, momentum, row, column, self.beta, 1 / scale, add=not self.again)
-        if residual is not None and residual.worker is not None:
-            left = residual.load_worker(shard or 0)
-            self._fresh[-2] += left.square().sum()
-            self._fresh[-1] += (left + values).square().sum()
+        squares = None
+        if not entered and matrix.shape[0] == rows.stop - rows.start:
+            squares = (*self._sums_of(rows), scale**-2)
+        elif not entered:
+            self.enter(values, scale, shard)
+        scaled.divide(
+            *(matrix, momentum, row, column, self.beta, 1 / scale),
+            add=not self.again,
+            squares=squares,
+        )
+        if looks and residual is not None and residual.worker is not None:
+            left, coded = scaled.error_sums(values, residual.stored_worker(shard or 0))
+            self._fresh[-2] += left
+            self._fresh[-1] += coded
 
     def decode(self, values: torch.Tensor, scale: float) -> None:
         """Replace the ranks' mean, of the own shard, by the momentum, times the loss scale."""
@@ -344,12 +354,6 @@ class CodedMoment:
         state["step"] += 1
         correction = 1 - float(beta1) ** float(state["step"])
         weight = float(state["moment_weight"])
-        # eps^2 is added to every square, so that no denominator is below eps and all of them are
-        # products of a row's and a column's factor (Shazeer and Stern 2018, algorithm 4).
-        least = weight * max(float(self.settings["eps"]), 1e-12) ** 2
-        column = state["column"] + least * self.rows
-        row = state["row"][self._own] + least * self.columns
-        by_row = (row / (float(column.sum()) * max(weight, _TINY))).rsqrt_()
         gradient, momentum, matrix = (
             local(tensor).view(-1, self.columns)
             for tensor in (self.parameter.grad, state["exp_avg"], self.parameter)
@@ -357,9 +361,14 @@ class CodedMoment:
         if weight == 0:
             momentum.copy_(gradient)
             return
+        # eps^2 is added to every square, so that no denominator is below eps and all of them are
+        # products of a row's and a column's factor (Shazeer and Stern 2018, algorithm 4).
+        least = weight * max(float(self.settings["eps"]), 1e-12) ** 2
+        row, column = state["row"][self._own], state["column"]
+        by_row, by_column = scaled.reciprocal_factors(row, column, weight, self.rows, least)
         limit = LIMIT * correction if self._steps else 0.0  # second moments of an earlier step
         scaled.move(
-            *(matrix, gradient, momentum, by_row, column.rsqrt()),
+            *(matrix, gradient, momentum, by_row, by_column),
             lr=lr / correction,
             keep=1 - lr * weight_decay,
             limit=limit,

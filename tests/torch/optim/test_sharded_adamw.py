@@ -316,7 +316,8 @@ def exactly(rank: int, size: int) -> None:
     a, b = wrapped("fsdp", size), wrapped("fsdp", size)
     results = []
     for model, kind in ((a, pycomm.CodedAdamW), (b, torch.optim.AdamW)):
-        options = {"model": model, "codec": "fp32"} if kind is pycomm.CodedAdamW else {}
+        coded = kind is pycomm.CodedAdamW
+        options = {"model": model, "codec": "fp32"} if coded else {}
         groups = [{"params": [model.big]}, {"params": [model.small, model.bias], "lr": 0.1}]
         optimizer = kind(groups, **SIZES, **options)
         for number in range(3):
