@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED
@@ -52,9 +53,19 @@ class Momenta(CompressionState):
         self.moments = {}
         for name in self.decisions:
             self._make_moment(name)
+        self._codecs_then: list[Codec] = []
+        self._refresh_asked = self._refresh = refresh
+        self._set_refresh()
+
+    def _set_refresh(self) -> None:
+        """Choose how often second moments travel, by the payloads of the codecs of now."""
+        codecs = [self.decisions[name].codec for name in self.moments]
+        if self._refresh_asked or codecs == self._codecs_then:
+            return
+        self._codecs_then = codecs
         sums = sum(moment.sums_numel for moment in self.moments.values())
         payload = sum(self.decisions[name].encoded_bytes for name in self.moments)
-        self._refresh = refresh or min(16, max(1, -(-8 * 4 * sums // max(1, payload))))
+        self._refresh = min(16, max(1, -(-8 * 4 * sums // max(1, payload))))
 
     def _make_moment(self, name: str) -> CodedMoment | None:
         """Code the momentum of a parameter, unless it has one dimension or is always exact."""
@@ -122,6 +133,7 @@ class Momenta(CompressionState):
                 self._sent.wait()  # its numbers belong to gradients that were not used
                 self._sent = self._sums = None
         super().begin_step(weigh=weigh, absent=absent)
+        self._set_refresh()  # a schedule may have changed the codecs
         self._scale = self._unit()
         for name, moment in self.moments.items():
             moment.begin(again=name in kept)

@@ -110,6 +110,7 @@ class CodedAdamW(torch.optim.Optimizer):
             groups = check_averages(model)
         names = {id(p): clean(name) for name, p in module.named_parameters()}
         self._check_parameters(names)
+        self._check_dense(module)
         agree_on_options(self._terms(names, refresh), *groups)
         made: MomentumState | ShardedMomentumState
         if _is_ddp(model):
@@ -310,9 +311,20 @@ class CodedAdamW(torch.optim.Optimizer):
                         "model: pass the model that was wrapped, and its own parameters"
                     )
 
+    def _check_dense(self, module: nn.Module) -> None:
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        for name, part in module.named_modules():
+            if getattr(part, "sparse", False) and id(getattr(part, "weight", None)) in known:
+                raise ValueError(
+                    f"CodedAdamW: {name or type(part).__name__} has sparse gradients, which AdamW "
+                    "does not take: make it with sparse=False, or give its weight to another "
+                    "optimizer"
+                )
+
     def _terms(self, names: dict[int, str], refresh: int) -> list[str]:
         """Return what must be equal on all ranks, a line for each."""
-        terms = [f"refresh={refresh}"]
+        scaled = "with" if self._scaler is not None else "without"
+        terms = [f"refresh={refresh}, {scaled} a GradScaler"]
         for i, group in enumerate(self.param_groups):
             settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
             members = ",".join(names[id(p)] for p in group["params"])
@@ -322,6 +334,8 @@ class CodedAdamW(torch.optim.Optimizer):
 
 def _check_settings(settings: dict[str, Any]) -> None:
     lr, eps, decay = (number(key, settings[key]) for key in ("lr", "eps", "weight_decay"))
+    if not isinstance(settings["betas"], (tuple, list)) or len(settings["betas"]) != 2:
+        raise ValueError(f"CodedAdamW: betas={settings['betas']!r}: give two numbers")
     beta1, beta2 = (number("betas", beta) for beta in settings["betas"])
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(f"CodedAdamW: betas={settings['betas']}: each is from 0 to below 1")
