@@ -60,7 +60,7 @@ def factors(
         padded: rows of the result; those behind the given ones, which have no values, have 1.
     """
     rows = row.numel()
-    if row.is_cpu:
+    if _native(row, column):
         room = row.new_empty(padded + column.numel())
         whole, by_column = room[:padded], room[padded:]
         whole[rows:] = 1
@@ -91,7 +91,7 @@ def reciprocal_factors(
         all_rows: number of all rows.
         least: above 0.
     """
-    if row.is_cpu:
+    if _native(row, column):
         room = row.new_empty(row.numel() + column.numel())
         by_row, by_column = room[: row.numel()], room[row.numel() :]
         _C.scaled_reciprocal_factors(

@@ -26,6 +26,14 @@ def near(found: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.allclose(found.double(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture(params=["C++", "torch"], autouse=True)
+def implementation(request, monkeypatch):
+    """Run each test in C++, and in torch as on other devices."""
+    if request.param == "torch":
+        monkeypatch.setattr(scaled, "_native", lambda *_: False)
+    return request.param
+
+
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_operations_are_those_of_their_formulas(rows, columns):
     a = given(rows, columns)

@@ -428,4 +428,12 @@ MUTANTS = (
         "        self._waits.append(lambda: self.own.commit(self.moments, self.step))\n",
         "tests/torch/optim/test_sharded_adamw.py",
     ),
+    Mutant(
+        "squares-in-the-unit-of-the-loss",
+        "arithmetic",
+        "pycomm/reduction/moment.py",
+        "squares = (*self._sums_of(rows), scale**-2)",
+        "squares = (*self._sums_of(rows), 1.0)",
+        "tests/torch/optim/test_coded_adamw.py::test_a_step_that_overflows_leaves_no_trace",
+    ),
 )
