@@ -54,7 +54,7 @@ class Momenta(CompressionState):
         for name in self.decisions:
             self._make_moment(name)
         self._codecs_then: list[Codec] = []
-        self._refresh_asked = self._refresh = refresh
+        self._refresh_asked, self._refresh = refresh, refresh or 1
         self._set_refresh()
 
     def _set_refresh(self) -> None:
