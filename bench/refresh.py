@@ -66,6 +66,7 @@ def commands() -> list[tuple[str, str]]:
         ),
         ("codecs-cpu.csv", " codecs -b 1M -e 1M"),
         ("distortion-cpu.csv", ".distortion"),
+        ("optimizers-cpu.csv", ".optimizers"),
         (
             "links-cpu.csv",
             ".links --rate 1gbit --rate 10gbit --congestion reno --op all_reduce,sendrecv -n 5",

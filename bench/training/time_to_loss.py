@@ -6,7 +6,8 @@ The bits of a result do not depend on the link, so losses and times are measured
 
     losses  every method trains on two ranks on an unlimited loopback, once per seed, for a quarter
             more steps than the learning rate's schedule has; the loss on held-out text is taken
-            during the training (256 windows), and at the end of the schedule (2048 windows)
+            during the training (256 windows), and at the end of the schedule (2048 windows). The
+            bytes of a step are the mean over the schedule, as pycomm counts them
     steps   two ranks on a real link (netlab.py) take steps with one method after the other, in one
             set of processes, repeatedly; the median counts
 
@@ -57,6 +58,7 @@ MODELS = {
     "demo-3e-3": Config(learning_rate=3e-3),
     "demo-4e-3": Config(learning_rate=4e-3),
     "demo-beta.5": Config(beta1=0.5),
+    "demo-2000": Config(steps=2000, evaluate_every=100, warmup=100),
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
 }
 SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
@@ -74,6 +76,7 @@ def train(config: Config, method: Method) -> list[dict[str, float]]:
     arguments = {**asdict(config), "backend": method.backend, "bucket_mb": method.bucket_mb}
     arguments |= {"codec": method.codec, "feedback": method.feedback, "hook": method.hook}
     arguments["momentum"] = method.momentum
+    os.environ.setdefault("PYCOMM_TRANSPORT", "tcp")  # which counts what travels
     command = [sys.executable, "-m", "pycomm.bench.training"]
     for name, value in arguments.items():
         command += [f"--{name.replace('_', '-')}={value}"]
@@ -100,13 +103,15 @@ def losses(model: str, methods: Sequence[Method], seeds: Sequence[int]) -> Itera
             base = replace(MODELS[model], seed=seed)
             config = replace(base, extra=base.steps // 4)
             rows = train(config, method)
+            end = next(row for row in rows if "final" in row)
             curve = {int(r["step"]): r["held_out"] for r in rows if "step" in r and "held_out" in r}
             yield replace(
                 describe("loss", model, method),
                 seed=seed,
                 steps=base.steps,
                 windows=FINAL_WINDOWS,
-                loss=next(row["final"] for row in rows if "final" in row),
+                loss=end["final"],
+                wire_bytes=end["mean_wire_bytes"] or None,  # only pycomm counts on a loopback
                 curve=" ".join(f"{step}:{loss:.6f}" for step, loss in curve.items()),
             )
 

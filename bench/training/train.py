@@ -197,6 +197,7 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
         if step % config.evaluate_every == 0 or step == 1:
             row["held_out"] = evaluate(model.module, held_out, config, WINDOWS)
         if step == config.steps:
+            row["mean_wire_bytes"] = sum(sent) / len(sent)  # codecs may change on the way
             row["final"] = evaluate(model.module, held_out, config, FINAL_WINDOWS)
         yield row
     settled = len(seconds) // 10  # the first steps allocate, and DDP rebuilds its buckets

@@ -92,10 +92,23 @@ class Residual:
         ]
         return torch.cat(whole) if rows > 1 else whole[0]
 
-    def load_worker(self) -> torch.Tensor:
-        """Return the worker residual before this step, float32 [numel]."""
+    def load_worker(self, row: int = 0) -> torch.Tensor:
+        """Return a row of the worker residual before this step, float32 [numel]."""
+        return self._worker(self.sides[0], row)
+
+    def stored_worker(self, row: int = 0) -> torch.Tensor:
+        """Return the same as it is stored."""
         assert self.worker is not None
-        return storage.load(self.worker[self.sides[0]], self.numel)
+        return storage.part(self.worker[self.sides[0]], self.numel, row, 0, self.numel)
+
+    def written_worker(self, row: int = 0) -> torch.Tensor:
+        """Return a row of the worker residual after this step, float32 [numel]."""
+        return self._worker(self.sides[1], row)
+
+    def _worker(self, side: int, row: int) -> torch.Tensor:
+        assert self.worker is not None
+        stored = storage.part(self.worker[side], self.numel, row, 0, self.numel)
+        return storage.load(stored, self.numel)
 
     def room(self) -> torch.Tensor:
         """Return float32 [numel] for `store_worker`: the residual itself if in float32."""
@@ -103,10 +116,10 @@ class Residual:
         fresh = self.worker[self.sides[1]]
         return fresh if fresh.dtype == torch.float32 else fresh.new_empty(self.numel).float()
 
-    def store_worker(self, values: torch.Tensor) -> None:
-        """Write the worker residual after this step, float32 [numel]."""
+    def store_worker(self, values: torch.Tensor, row: int = 0) -> None:
+        """Write a row of the worker residual after this step, float32 [numel]."""
         assert self.worker is not None
-        fresh = self.worker[self.sides[1]]
+        fresh = storage.part(self.worker[self.sides[1]], self.numel, row, 0, self.numel)
         if fresh.data_ptr() != values.data_ptr():
             storage.store(values, fresh)
 

@@ -227,6 +227,10 @@ class FSDPState(CompressionState):
         """Return the number of values in one rank's shards of these parameters, with padding."""
         return sum(self._shards[name].numel() for name in names)
 
+    def travel_exactly(self, names: Sequence[str], why: str) -> None:
+        """Note why gradients travel exactly in this step."""
+        self.plan.exactly.update(dict.fromkeys(names, why))
+
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -249,6 +253,18 @@ class FSDPState(CompressionState):
         """
         self.enter(names)
         self._weigh(input)
+        self._scatter(output, input, names, group, average=average, later=later)
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        names: Sequence[str],
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+        later: bool,
+    ) -> None:
         bucket = self._bucket(tuple(names), input.device)
         self._use(bucket.pieces, bucket, input)
         probe = self.plan.probe(

@@ -53,6 +53,7 @@ class UnitReducer(Protocol):
     plan: Plan
 
     def expects(self, names: Sequence[str]) -> int: ...
+    def travel_exactly(self, names: Sequence[str], why: str) -> None: ...
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -207,10 +208,10 @@ class Comm:
         names, exactly = self._unit.trained(), self.state.plan.exactly
         if tensor.dtype not in CODED:
             what = str(tensor.dtype).removeprefix("torch.")
-            exactly.update(dict.fromkeys(names, f"no codec takes {what}"))
+            self.state.travel_exactly(names, f"no codec takes {what}")
             return False
         if numel != self.state.expects(names):
-            exactly.update(dict.fromkeys(names, "some of its unit have no gradients"))
+            self.state.travel_exactly(names, "some of its unit have no gradients")
             if not self._told:
                 logger.warning(
                     "fsdp: some of %s have no gradient in this step, and it is not known which: "

@@ -1,61 +1,52 @@
-"""DDP's hook for optimizers whose momentum travels instead of the gradients.
+"""What DDP's and FSDP2's hooks share for optimizers whose momentum travels, not the gradients.
 
-For a coded parameter, a bucket that DDP has filled with gradients leaves the hook with the momentum
+For a coded parameter, a bucket that was filled with gradients leaves the hook with the momentum
 that all ranks have agreed on. `pycomm.optim` steps with it. docs/optimizers.md has the algorithm.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
-from pycomm.errors import Error
 from pycomm.feedback.rule import EXACT
-from pycomm.hooks.ddp import HookState
-from pycomm.policy import Policy
-from pycomm.policy.names import clean
-from pycomm.reduction.bucket import Bucket
+from pycomm.policy import CODED
+from pycomm.reduction.bucket import Bucket, Piece
 from pycomm.reduction.moment import CodedMoment
 from pycomm.reduction.reducer import _done
 from pycomm.reduction.single_coding import SingleCoding, is_coarse
+from pycomm.reduction.state import CompressionState
+
+Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 
 
-class MomentumState(HookState):
-    """Codecs and residuals of a DDP model whose coded parameters exchange momentum.
+class Momenta(CompressionState):
+    """The part of a state whose coded parameters exchange momentum, whatever wraps the model.
 
-    Args:
-        codec: codec or policy of the momentum.
-        model: the DDP model.
-        find: function from a parameter to its optimizer's settings and state; None: the optimizer
-            does not have it.
-        unit: function that returns the loss scale.
-        refresh: second moments are exchanged every so many steps; 0: so that they are at most an
-            eighth of the bytes.
-        options: feedback and seed; see `CompressionState`.
+    A subclass calls `_begin_momenta` after it has entered its parameters.
     """
 
-    def __init__(
-        self,
-        codec: str | Codec | Policy,
-        model: DistributedDataParallel,
-        *,
-        find: Callable[[torch.Tensor], tuple[dict[str, Any], dict[str, Any]] | None],
-        unit: Callable[[], float],
-        refresh: int = 0,
-        **options: Any,
-    ) -> None:
-        self._find = find
-        super().__init__(codec, model, **options)
-        self._unit, self._scale = unit, 1.0
-        self._refresh = refresh
+    moments: dict[str, CodedMoment]
+    """The coded parameters, by name."""
+    steps = 0
+    """Optimizer steps so far."""
+
+    def _begin_momenta(self, find: Find, unit: Callable[[], float], refresh: int) -> None:
+        """Begin with the parameters that were entered so far.
+
+        Args:
+            find: function from a parameter to its optimizer's settings and state; None: the
+                optimizer does not have it.
+            unit: function that returns the loss scale.
+            refresh: second moments are exchanged every so many steps; 0: so that they are at most
+                an eighth of the bytes.
+        """
+        self._find, self._unit, self._scale = find, unit, 1.0
         self._sent: dist.Work | _Complete | None = None  # the exchange of second moments
         self.stays_because = (
             "CodedAdamW keeps second moments that members share: wrap the module in a new "
@@ -63,43 +54,50 @@ class MomentumState(HookState):
         )
         self._sums: torch.Tensor | None = None
         self._pending = False  # a reduction that no optimizer step has used
-        self._handles: list[Any] = []
-        self.moments: dict[str, CodedMoment] = {}
-        """The coded parameters, by name."""
-        self.steps = 0
-        """Optimizer steps so far."""
+        self.moments = {}
         for name in self.decisions:
             self._make_moment(name)
+        self._codecs_then: list[Codec] = []
+        self._refresh_asked, self._refresh = refresh, refresh or 1
+        self._set_refresh()
+
+    def _set_refresh(self) -> None:
+        """Choose how often second moments travel, by the payloads of the codecs of now."""
+        codecs = [self.decisions[name].codec for name in self.moments]
+        if self._refresh_asked or codecs == self._codecs_then:
+            return
+        self._codecs_then = codecs
         sums = sum(moment.sums_numel for moment in self.moments.values())
         payload = sum(self.decisions[name].encoded_bytes for name in self.moments)
-        if not refresh:
-            self._refresh = min(16, max(1, -(-8 * 4 * sums // max(1, payload))))
+        self._refresh = min(16, max(1, -(-8 * 4 * sums // max(1, payload))))
 
-    def _enter(self, name: str, parameter: torch.Tensor) -> None:
-        if self._find(parameter) is None:
-            self.add(clean(name), parameter, exact="another optimizer has it")
-            return
-        super()._enter(name, parameter)
-        if hasattr(self, "moments"):  # else the constructor makes them; this one was frozen
-            self._make_moment(clean(name))
-
-    def _make_moment(self, name: str) -> None:
+    def _make_moment(self, name: str) -> CodedMoment | None:
         """Code the momentum of a parameter, unless it has one dimension or is always exact."""
         decision, parameter = self.decisions[name], self._by_name[name]
         rule = self.plan.policy.rule(decision.parameter)
         exact = rule is not None and parse_codec(rule.codec) == EXACT
         found = self._find(parameter)
         if found is None or exact or parameter.ndim < 2 or not parameter.numel():
-            return
+            return None
+        if parameter.dtype not in CODED:
+            return None
         if all(codec == EXACT for codec in self.plan.policy.named()):
-            return
+            return None
         settings, kept = found
-        self.moments[name] = CodedMoment(parameter, settings, kept, decision.codec)
-        look = _Look(weakref.ref(self), name)
-        handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
-        self._handles.append(handle)
+        shard, shards = self._shard_of(parameter)
+        made = CodedMoment(parameter, settings, kept, decision.codec, shard=shard, shards=shards)
+        self.moments[name] = made
+        return made
+
+    def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
+        """Return the number of this rank's shard of a parameter, and the number of shards."""
+        return 0, 1
 
     # ------------------------------------------------------------------ for the optimizer
+
+    def whole_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the total over the shards of sums that ranks have for their own rows; on all."""
+        return sums
 
     def take_sums(self) -> None:
         """Complete the exchange of second moments, before an optimizer's step; on all ranks."""
@@ -107,17 +105,21 @@ class MomentumState(HookState):
         if self._sent is not None:
             self._sent.wait()
             assert self._sums is not None
-            received = self._sums.div_(self.process_group.size())
+            received = self._total(self._sums.div_(self.process_group.size()))
             self._sent = self._sums = None
-        at = 0
+        at, touched = 0, self._touched_moments
         for name, moment in self.moments.items():
             part = None
             if received is not None:
                 part = received[at : at + moment.sums_numel]
                 at += moment.sums_numel
-            moment.commit(part, used=name in self._touched_moments)
+            moment.commit(part, used=name in touched)
         self._pending = False
         self.steps += 1
+
+    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sums of whole parameters from those that replicas have averaged."""
+        return sums
 
     @property
     def _touched_moments(self) -> set[str]:
@@ -126,47 +128,33 @@ class MomentumState(HookState):
 
     # ------------------------------------------------------------------ steps
 
-    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """See `HookState`."""
-        if self.moments and torch._C._current_graph_task_id() == -1:
-            raise Error(
-                f"rank {self.process_group.rank()}: Join shadows this rank, which has no more data "
-                "and takes no more steps, so its momentum is not that of the others: give all "
-                "ranks equally many batches, or use pycomm.compress"
-            )
-        return super().reduce_bucket(bucket)
-
     def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
         """See `CompressionState`: a step also begins after gradients that were thrown away."""
+        kept = self._kept() if self._pending else set()
         if self._pending:
-            for name in self.moments:
-                self.look(name)
-            self._thrown.update(n for n, moment in self.moments.items() if moment.base is None)
+            self._thrown.update(self.moments.keys() - kept)
             if self._sent is not None:
                 self._sent.wait()  # its numbers belong to gradients that were not used
                 self._sent = self._sums = None
         super().begin_step(weigh=weigh, absent=absent)
+        self._set_refresh()  # a schedule may have changed the codecs
         self._scale = self._unit()
-        for moment in self.moments.values():
-            moment.begin(again=self._pending and moment.base is not None)
+        for name, moment in self.moments.items():
+            moment.begin(again=name in kept)
 
-    def look(self, name: str) -> None:
-        """Keep what is in a gradient that no step has used, before a backward adds to it."""
-        moment = self.moments[name]
-        if not self._pending or moment.looked:
-            return
-        moment.looked = True
-        gradient = moment.parameter.grad
-        if gradient is not None and gradient.any():
-            moment.base = gradient.detach().clone()
+    def _kept(self) -> set[str]:
+        """Return the parameters with a momentum that no step has used, and that is kept."""
+        raise NotImplementedError
 
     def end_step(self) -> None:
         """See `CompressionState`: the second moments travel behind the last bucket."""
         super().end_step()
         self._pending = True
         moments = self.moments.values()
-        if not moments or not (self.steps < self._refresh or self.steps % self._refresh == 0):
+        if not moments or not self._exchanges_sums:
             return
+        if self._sent is not None:
+            self._sent.wait()  # those of an earlier part of the same step, which are in these
         sums = torch.cat([moment.local_sums() for moment in moments])
         if self.process_group.size() > 1:
             self._sent = dist.all_reduce(sums, group=self.process_group, async_op=True)
@@ -174,26 +162,28 @@ class MomentumState(HookState):
             self._sent = _Complete()
         self._sums = sums
 
+    @property
+    def _exchanges_sums(self) -> bool:
+        """Whether second moments travel in this step."""
+        return self.steps < self._refresh or self.steps % self._refresh == 0
+
     def reduce(
         self, tensor: torch.Tensor, names: Sequence[str]
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket: gradients of exact parameters, and the momentum of the others."""
-        found = [(name, self.moments[name]) for name in names if name in self.moments]
-        if not found:
+        parts = self._parts(tuple(names), tensor)
+        if not parts:
             return super().reduce(tensor, names)
-        bucket = self._bucket(tuple(names), tensor.device)
-        places = {piece.name: piece for piece in bucket.pieces}
-        parts = [
-            (moment, tensor[places[n].offset : places[n].offset + places[n].numel], places[n])
-            for n, moment in found
-        ]
-        for moment, part, piece in parts:
-            if self.process_group.size() > 1:
-                moment.use(piece.codec)
+        new = [(moment, part) for moment, part, _ in parts if not moment.has_scale]
+        for moment, part, _ in parts:
+            moment.subtract_base(part)
+        for moment, part in new:
             moment.enter(part, self._scale)
-        self._share_scales([moment for moment, _, _ in parts if not moment.has_scale])
+        self._share_scales([moment for moment, _ in new])
+        entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
         for moment, part, piece in parts:
-            moment.encode(part, self._scale, piece.residual)
+            known = id(moment) in entered
+            moment.encode(part, self._scale, piece.residual, entered=known, looks=looks)
         future = super().reduce(tensor, names)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -204,6 +194,24 @@ class MomentumState(HookState):
 
         return future.then(restore)
 
+    def _parts(
+        self, names: tuple[str, ...], tensor: torch.Tensor
+    ) -> list[tuple[CodedMoment, torch.Tensor, Piece]]:
+        """Return the coded parameters of a bucket, with their places in its last dimension."""
+        found = [(name, self.moments[name]) for name in names if name in self.moments]
+        if not found:
+            return []
+        bucket = self._bucket(names, tensor.device)
+        pieces = {piece.name: piece for piece in bucket.pieces}
+        parts = []
+        for name, moment in found:
+            piece = pieces[name]
+            if self.process_group.size() > 1:
+                moment.use(piece.codec)
+            part = tensor[..., piece.offset : piece.offset + piece.numel]
+            parts.append((moment, part, piece))
+        return parts
+
     def _share_scales(self, moments: Sequence[CodedMoment]) -> None:
         """Exchange the second moments of parameters that have none yet, before they are coded."""
         if not moments:
@@ -212,7 +220,7 @@ class MomentumState(HookState):
         if self.process_group.size() > 1:
             dist.all_reduce(sums, group=self.process_group)
             sums.div_(self.process_group.size())
-        parts = torch.split(sums, [moment.sums_numel for moment in moments])
+        parts = torch.split(self._total(sums), [moment.sums_numel for moment in moments])
         for moment, part in zip(moments, parts, strict=True):
             moment.provide(part)
 
@@ -241,20 +249,3 @@ class _Complete:
 
     def wait(self) -> bool:
         return True
-
-
-class _Look:
-    """A parameter's hook, which keeps what is in its gradient before a second backward adds to it.
-
-    The reference is weak, since parameters outlive a state.
-    """
-
-    __torch_unserializable__ = True  # torch.save of the parameter leaves the hook out silently
-
-    def __init__(self, state: weakref.ref[MomentumState], name: str) -> None:
-        self._state, self._name = state, name
-
-    def __call__(self, _: torch.Tensor) -> None:
-        state = self._state()
-        if state is not None:
-            state.look(self._name)

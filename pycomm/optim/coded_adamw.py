@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,11 @@ from pycomm.codecs import Codec
 from pycomm.compress import attach
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.hooks.momentum import MomentumState
+from pycomm.hooks.ddp_momentum import MomentumState
+from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import clean
+from pycomm.reduction.moment import local
 
 
 class CodedAdamW(torch.optim.Optimizer):
@@ -44,7 +46,8 @@ class CodedAdamW(torch.optim.Optimizer):
             smaller than the first: the codec's delay is a part of its horizon.
         eps: added to the denominators.
         weight_decay: decoupled weight decay.
-        model: the `DistributedDataParallel` model of these parameters.
+        model: the model of these parameters, in `DistributedDataParallel`, `fully_shard` or
+            `replicate`.
         codec: codec of the momentum, its text ("sign", "topk:0.01", "eden:bits=1,scale=mmse",
             "int4"), or a `pycomm.Policy`. Unbiased codecs and PowerSGD are refused.
         refresh: second moments are exchanged every so many steps; 0: so often that they take at
@@ -57,7 +60,8 @@ class CodedAdamW(torch.optim.Optimizer):
         TypeError: the model is in no wrapper, or an argument has another type.
         ValueError: an option is out of range, the codec cannot be used, or a parameter does not
             belong to the model.
-        Error: the model has a communication hook already, or is sharded by FSDP2.
+        Error: the model has a communication hook already, or torch's FSDP2 sums its gradients
+            instead of averaging them.
         WireMismatch: ranks have different options; on all ranks, before anything else is sent.
 
     Example:
@@ -93,27 +97,27 @@ class CodedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             _check_settings(group)
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
-        wrapped = _wrapped(model)
         policy = _policy(codec)
         rule = _rule(feedback)
         self._groups: dict[int, dict[str, Any]] = {}
-        names = {id(p): clean(name) for name, p in wrapped.module.named_parameters()}
-        self._check_parameters(names)
-        agree_on_options(self._terms(names, refresh), wrapped.process_group)
         self._scaler = scaler
-
-        def make() -> MomentumState:
-            return MomentumState(
-                policy,
-                wrapped,
-                find=self._find,
-                unit=self._unit,
-                refresh=refresh,
-                feedback=rule,
-                seed=seed,
-            )
-
-        self.compression: MomentumState = attach(wrapped, make)
+        given: dict[str, Any] = {"find": self._find, "unit": self._unit, "refresh": refresh}
+        given |= {"feedback": rule, "seed": seed}
+        module, groups = model, []
+        if _is_ddp(model):
+            module, groups = model.module, [model.process_group]
+        else:
+            groups = check_averages(model)
+        names = {id(p): clean(name) for name, p in module.named_parameters()}
+        self._check_parameters(names)
+        self._check_dense(module)
+        agree_on_options(self._terms(names, refresh), *groups)
+        made: MomentumState | ShardedMomentumState
+        if _is_ddp(model):
+            made = attach(model, lambda: MomentumState(policy, model, **given))
+        else:
+            made = ShardedMomentumState(policy, model, **given)
+        self.compression = made
         """Codecs and residuals: `summary()`, `residual_norms()`, and `state_dict()`, which a
         checkpoint keeps beside the optimizer's own."""
 
@@ -137,6 +141,9 @@ class CodedAdamW(torch.optim.Optimizer):
             return loss
         self.compression.take_sums()
         coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
+        for one in coded.values():
+            if one.parameter.grad is not None:
+                self.state[one.parameter] = one.state
         for group in self.param_groups:
             lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
             exact = []
@@ -162,10 +169,7 @@ class CodedAdamW(torch.optim.Optimizer):
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
         super().load_state_dict(state_dict)
-        for moment in self.compression.moments.values():
-            state = self.state[moment.parameter]
-            if state and "row" not in state:  # that of torch's AdamW
-                self.state[moment.parameter] = moment.factored(state)
+        self._factor()
         self._rebind()
         coded = {id(moment.parameter) for moment in self.compression.moments.values()}
         for parameter, state in self.state.items():
@@ -177,12 +181,18 @@ class CodedAdamW(torch.optim.Optimizer):
 
     def take_state(self, optimizer: torch.optim.AdamW) -> None:
         """Take copies of the state of torch's AdamW for the same parameters."""
-        coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
         for parameter, state in optimizer.state.items():
-            moment = coded.get(id(parameter))
-            copies = {key: value.clone() for key, value in state.items()}
-            self.state[parameter] = moment.factored(copies) if moment else copies
+            self.state[parameter] = {key: value.clone() for key, value in state.items()}
+        self._factor()
         self._rebind()
+
+    def _factor(self) -> None:
+        """Make states of torch's AdamW, which have full second moments, those of coded moments."""
+        for moment in self.compression.moments.values():
+            state = self.state.get(moment.parameter)
+            if state and "row" not in state:
+                sums = self.compression.whole_sums(moment.squares_of(state))
+                self.state[moment.parameter] = moment.factored(state, sums)
 
     def adopt_state(self, previous: CodedAdamW) -> None:
         """Continue from the optimizer of a group that has lost ranks; collective.
@@ -213,7 +223,7 @@ class CodedAdamW(torch.optim.Optimizer):
         groups = [dict(group) for group in self.param_groups]
         adamw_ = torch.optim.AdamW(groups, **options)
         for moment in self.compression.moments.values():
-            if self.state[moment.parameter]:
+            if self.state.get(moment.parameter):
                 adamw_.state[moment.parameter] = moment.unfactored()
         for parameter, state in self.state.items():
             if parameter not in adamw_.state:
@@ -254,13 +264,13 @@ class CodedAdamW(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         beta1, beta2 = group["betas"]
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],  # type: ignore[misc]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            foreach=True,
+            foreach=True,  # torch's fused kernel has other bits at the ends of shards
             amsgrad=False,
             beta1=float(beta1),
             beta2=float(beta2),
@@ -287,7 +297,10 @@ class CodedAdamW(torch.optim.Optimizer):
         if not self._groups:
             self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         group = self._groups.get(id(parameter))
-        return None if group is None else (group, self.state[parameter])
+        # Looked up without making an entry: torch takes an optimizer with entries for one that has
+        # stepped, and a checkpoint could not be loaded into it.
+        state = self.state.get(parameter, {})
+        return None if group is None else (group, state)
 
     def _check_parameters(self, names: dict[int, str]) -> None:
         for group in self.param_groups:
@@ -298,9 +311,20 @@ class CodedAdamW(torch.optim.Optimizer):
                         "model: pass the model that was wrapped, and its own parameters"
                     )
 
+    def _check_dense(self, module: nn.Module) -> None:
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        for name, part in module.named_modules():
+            if getattr(part, "sparse", False) and id(getattr(part, "weight", None)) in known:
+                raise ValueError(
+                    f"CodedAdamW: {name or type(part).__name__} has sparse gradients, which AdamW "
+                    "does not take: make it with sparse=False, or give its weight to another "
+                    "optimizer"
+                )
+
     def _terms(self, names: dict[int, str], refresh: int) -> list[str]:
         """Return what must be equal on all ranks, a line for each."""
-        terms = [f"refresh={refresh}"]
+        scaled = "with" if self._scaler is not None else "without"
+        terms = [f"refresh={refresh}, {scaled} a GradScaler"]
         for i, group in enumerate(self.param_groups):
             settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
             members = ",".join(names[id(p)] for p in group["params"])
@@ -310,6 +334,8 @@ class CodedAdamW(torch.optim.Optimizer):
 
 def _check_settings(settings: dict[str, Any]) -> None:
     lr, eps, decay = (number(key, settings[key]) for key in ("lr", "eps", "weight_decay"))
+    if not isinstance(settings["betas"], (tuple, list)) or len(settings["betas"]) != 2:
+        raise ValueError(f"CodedAdamW: betas={settings['betas']!r}: give two numbers")
     beta1, beta2 = (number("betas", beta) for beta in settings["betas"])
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(f"CodedAdamW: betas={settings['betas']}: each is from 0 to below 1")
@@ -319,16 +345,14 @@ def _check_settings(settings: dict[str, Any]) -> None:
         )
 
 
-def _wrapped(model: nn.Module) -> DistributedDataParallel:
+def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
     if isinstance(model, DistributedDataParallel):
-        return model
+        return True
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise Error(
-            "CodedAdamW needs the whole momentum on every rank, and fully_shard leaves each rank a "
-            "shard of it: use DistributedDataParallel, or pycomm.compress(model) with torch's AdamW"
-        )
+        return False
     raise TypeError(
-        f"CodedAdamW takes a model wrapped in DistributedDataParallel, not {type(model).__name__}"
+        "CodedAdamW takes a model wrapped in DistributedDataParallel or fully_shard, not "
+        f"{type(model).__name__}"
     )
 
 

@@ -13,7 +13,8 @@ def residual_bytes(reducer: BucketReducer) -> int:
     if residuals is None:
         return 0
     parts = [reducer.part(decision) for decision in reducer.decisions.values()]
-    return sum(residuals.bytes_for(p.codec, p.parameter.numel, reducer.rows) for p in parts)
+    each = (residuals.bytes_for(p.codec, p.parameter.numel, reducer.rows) for p in parts)
+    return sum(each) * reducer.kept_alike
 
 
 def told(reducer: BucketReducer) -> str:

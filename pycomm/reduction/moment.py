@@ -13,40 +13,55 @@ The second moment of an n x m matrix is the outer product of its row and column 
 their total (Shazeer and Stern 2018, "Adafactor", section 3): n + m numbers, which travel exactly.
 Division by d before coding makes all values of a block equally large, as they are in the update.
 Sources: Tang et al. 2021, "1-bit Adam", algorithm 1, for a coded momentum with feedback.
+
+Ranks may share the parameter by rows (FSDP2). Its sums are then those of the whole parameter, on
+all ranks, and the momentum in the optimizer's state is that of the own rows.
 """
 
 from __future__ import annotations
 
+from math import floor
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual
 from pycomm.policy.quality import nominal_error
+from pycomm.reduction import scaled
 
 EXTRA = 2  # numbers besides the sums: squares of what the last coding has left, and of its input
 FLOOR = 0.1
 """Least scale of a row or column, relative to their root mean square. Rows that had no gradient
 for long would otherwise dominate the block in which they are coded."""
 _TINY = 1e-30
-_BLOCK = 1 << 16  # values that are processed together, 256 KiB
+_STEPS = 1024  # of b, from 0 to 1
 LIMIT = 50.0
 """Most that a coordinate moves in a step, in learning rates, while second moments are some steps
 old. A value that waited for hundreds of steps moves it by dozens."""
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or of a DTensor the shard of this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class CodedMoment:
     """The momentum of one parameter of two or more dimensions.
 
-    It keeps what lasts in the optimizer's state: `exp_avg` [shape], `row` [rows], `column`
-    [columns], `moment_weight` and `coding_error` (float32, no dimensions), equal on all ranks.
+    It keeps what lasts in the optimizer's state: `exp_avg` [shape], sharded like the parameter, and
+    `row` [rows], `column` [columns], `moment_weight` and `coding_error` (float32, no dimensions),
+    equal on all ranks.
 
     Args:
-        parameter: the parameter.
+        parameter: the parameter; a DTensor's shards are rows, equally many on all ranks but the
+            last ones.
         settings: the optimizer's group: `betas` and `eps`.
         state: the optimizer's state of the parameter.
         codec: codec of the momentum.
+        shard: number of this rank's shard.
+        shards: number of shards; 1: each rank has the whole parameter.
     """
 
     def __init__(
@@ -55,15 +70,24 @@ class CodedMoment:
         settings: dict[str, Any],
         state: dict[str, Any],
         codec: Codec,
+        *,
+        shard: int = 0,
+        shards: int = 1,
     ) -> None:
         self.parameter, self.settings, self.state = parameter, settings, state
         self.rows = parameter.shape[0]
         self.columns = parameter.numel() // max(1, self.rows)
         self.sums_numel = self.rows + self.columns + EXTRA
+        self.padded = -(-self.rows // shards)
+        """Rows of a shard, with padding."""
+        self._shards, self._shard = shards, shard
+        begin = min(self.rows, shard * self.padded)
+        self._own = slice(begin, min(self.rows, begin + self.padded))
         self.base: torch.Tensor | None = None
         """The momentum of an earlier backward to which this one adds, before the same step."""
         self.looked = False
-        self._again = False
+        self.again = False
+        """This backward adds to an earlier one's momentum, before the same step."""
         self._error = nominal_error(codec) ** 2
         self._codec: Codec | None = codec
         self._fresh = self._zeros()  # sums of this step
@@ -72,13 +96,14 @@ class CodedMoment:
         self._scale: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self.sums_numel, dtype=torch.float32, device=self.parameter.device)
+        device = local(self.parameter).device
+        return torch.zeros(self.sums_numel, dtype=torch.float32, device=device)
 
     def start(self) -> None:
         """Fill an empty state."""
         parameter, state = self.parameter, self.state
         if "exp_avg" not in state:
-            device = parameter.device
+            device = local(parameter).device
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             state["row"] = torch.zeros(self.rows, dtype=torch.float32, device=device)
@@ -94,15 +119,27 @@ class CodedMoment:
         self._since.zero_()
         self._steps = 0
 
-    def factored(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state for one of torch's AdamW, whose second moment is a full one."""
-        squares = state["exp_avg_sq"].view(self.rows, self.columns).float()
+    def squares_of(self, state: dict[str, Any]) -> torch.Tensor:
+        """Return the sums of a full second moment of torch's AdamW: of the own rows, and zeros."""
+        sums = self._zeros()
+        squares = local(state["exp_avg_sq"]).reshape(-1, self.columns).float()
+        sums[: self.rows][self._own] = squares.sum(1)
+        sums[self.rows : -EXTRA] = squares.sum(0)
+        return sums
+
+    def factored(self, state: dict[str, Any], sums: torch.Tensor) -> dict[str, Any]:
+        """Return the state for one of torch's AdamW, whose second moment is a full one.
+
+        Args:
+            state: that of torch's AdamW.
+            sums: the total of `squares_of` over the shards.
+        """
         weight = 1 - float(self.settings["betas"][1]) ** float(state["step"])
         return {
             "step": state["step"],
             "exp_avg": state["exp_avg"].contiguous(),
-            "row": squares.sum(1),
-            "column": squares.sum(0),
+            "row": sums[: self.rows].clone(),
+            "column": sums[self.rows : -EXTRA].clone(),
             "moment_weight": torch.tensor(weight, dtype=torch.float32),
             "coding_error": torch.tensor(self._error, dtype=torch.float32),
         }
@@ -110,29 +147,33 @@ class CodedMoment:
     def unfactored(self) -> dict[str, Any]:
         """Return a copy of the state as torch's AdamW has it."""
         state = self.state
-        row, column = state["row"], state["column"]
+        row, column = state["row"][self._own], state["column"]
         weight = 1 - float(self.settings["betas"][1]) ** float(state["step"])
-        share = weight / max(_TINY, float(row.sum()) * float(state["moment_weight"]))
-        squares = torch.outer(row * share, column)
+        share = weight / max(_TINY, float(column.sum()) * float(state["moment_weight"]))
+        squares = torch.zeros_like(self.parameter)
+        local(squares).copy_(torch.outer(row * share, column).view_as(local(squares)))
         return {
             "step": state["step"].clone(),
             "exp_avg": state["exp_avg"].clone(),
-            "exp_avg_sq": squares.view_as(self.parameter).to(self.parameter.dtype),
+            "exp_avg_sq": squares,
         }
 
     @property
     def beta(self) -> float:
-        """The coefficient b for the horizon of betas[0], whose delay the codec takes part in."""
+        """The coefficient b for the horizon of betas[0], whose delay the codec takes part in.
+
+        It is rounded down, so that the order in which errors were added up does not matter.
+        """
         beta1 = float(self.settings["betas"][0])
         error = min(0.99, float(self.state["coding_error"]))
-        return max(0.0, (beta1 - error) / (1 - error))
+        return max(0.0, floor(_STEPS * (beta1 - error) / (1 - error)) / _STEPS)
 
     # ------------------------------------------------------------------ a backward
 
     def begin(self, *, again: bool) -> None:
         """Begin a backward; `again`: it adds to the momentum of one before the same step."""
         self.start()
-        self._again = again
+        self.again = again
         if not again:
             self._fresh.zero_()
             self.base = None
@@ -141,8 +182,7 @@ class CodedMoment:
         if weight == 0:  # `provide` is to give one, anew for every step that was not taken
             self._scale = None
         elif self._scale is None:
-            row, column = self.state["row"], self.state["column"]
-            self._scale = _scales(row, column, row.sum() * weight)
+            self._scale = self._scales(self.state["row"], self.state["column"], weight)
 
     @property
     def has_scale(self) -> bool:
@@ -155,31 +195,31 @@ class CodedMoment:
             self.state["coding_error"].fill_(nominal_error(codec) ** 2)
         self._codec = codec
 
-    def enter(self, gradient: torch.Tensor, scale: float) -> None:
+    def enter(self, gradient: torch.Tensor, scale: float, shard: int | None = None) -> None:
         """Add the gradient's squares to this step's sums.
 
         Args:
-            gradient: this rank's gradient [numel], times `scale`; holds it without an earlier
-                backward's momentum afterwards.
+            gradient: this rank's gradient [numel], times `scale`. Of a shard, with padding.
             scale: the loss scale.
+            shard: number of the shard; None: the own one.
         """
-        if self._again and self.base is not None:
-            gradient.sub_(self.base.reshape(-1))
-        matrix = gradient.view(self.rows, self.columns)
-        unit = scale**-2
-        for rows in self._blocks():
-            part = matrix[rows]
-            norms = torch.linalg.vector_norm(part, dim=1, dtype=torch.float32)
-            self._fresh[: self.rows][rows].add_(norms.square_(), alpha=unit)
-            norms = torch.linalg.vector_norm(part, dim=0, dtype=torch.float32)
-            self._fresh[self.rows : -EXTRA].add_(norms.square_(), alpha=unit)
+        rows = self._rows_of(shard)
+        matrix = gradient.view(self.padded, self.columns)[: rows.stop - rows.start]
+        scaled.add_squares(matrix, *self._sums_of(rows), scale**-2)
 
-    def _blocks(self) -> list[slice]:
-        """Return ranges of rows that stay in a cache while several operations go over them."""
-        if not self.parameter.is_cpu:
-            return [slice(0, self.rows)]
-        count = max(1, _BLOCK // max(1, self.columns))
-        return [slice(begin, begin + count) for begin in range(0, self.rows, count)]
+    def _sums_of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._fresh[: self.rows][rows], self._fresh[self.rows : -EXTRA]
+
+    def subtract_base(self, gradient: torch.Tensor) -> None:
+        """Take the momentum of an earlier backward, to which this one was added, out of it."""
+        if self.again and self.base is not None:
+            gradient.sub_(self.base.reshape(-1))
+
+    def _rows_of(self, shard: int | None) -> slice:
+        if shard is None:
+            return self._own
+        begin = min(self.rows, shard * self.padded)
+        return slice(begin, min(self.rows, begin + self.padded))
 
     def local_sums(self) -> torch.Tensor:
         """Return this rank's mean sums of the steps since the last exchange, to be averaged."""
@@ -189,41 +229,91 @@ class CodedMoment:
         """Take the ranks' mean of `local_sums` as the scale of the first coding."""
         row, column = sums[: self.rows], sums[self.rows : -EXTRA]
         if not sums.isfinite().all():  # this step overflows
-            row, column = torch.ones_like(row), torch.ones_like(column)
-        self._scale = _scales(row, column, row.sum())
+            row = torch.full_like(row, self.columns)
+            column = torch.full_like(column, self.rows)
+        self._scale = self._scales(row, column, 1.0)
 
-    def encode(self, values: torch.Tensor, scale: float, residual: Residual | None) -> None:
-        """Replace a gradient by what is coded: (b m + (1 - b) g) / d."""
+    def _scales(
+        self, row: torch.Tensor, column: torch.Tensor, weight: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return factors by row and by column whose products are the roots of the second moments.
+
+        The rows' are those of all shards, with padding.
+        """
+        return scaled.factors(row, column, weight, FLOOR, self._shards * self.padded)
+
+    def _scale_of(self, shard: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._scale is not None
-        row, column = self._scale
-        beta = self.beta
-        matrix = values.view(self.rows, self.columns)
-        momentum = self.state["exp_avg"].view(self.rows, self.columns)
-        by_row, by_column = row.reciprocal()[:, None], column.reciprocal()
-        for rows in self._blocks():
-            part = matrix[rows]
-            if scale != 1:
-                part.mul_(1 / scale)
-            if self._again:
-                part.mul_(1 - beta)
-            elif beta > 0:
-                part.lerp_(momentum[rows].to(part.dtype), beta)
-            part.mul_(by_row[rows]).mul_(by_column)
-        if residual is not None and residual.worker is not None:
-            left = residual.load_worker()
-            self._fresh[-2] = left.square().sum()
-            self._fresh[-1] = (left + values).square().sum()
+        begin = (self._shard if shard is None else shard) * self.padded
+        return self._scale[0][begin : begin + self.padded], self._scale[1]
+
+    def encode(
+        self,
+        values: torch.Tensor,
+        scale: float,
+        residual: Residual | None,
+        momentum: torch.Tensor | None = None,
+        shard: int | None = None,
+        *,
+        entered: bool = False,
+        looks: bool = True,
+    ) -> None:
+        """Replace a gradient by what is coded: (b m + (1 - b) g) / d.
+
+        Args:
+            values: the gradient, as for `enter`.
+            scale: the loss scale.
+            residual: what is added by the coding.
+            momentum: m, float32 [numel]; None: that of the optimizer's state.
+            shard: number of the shard; None: the own one.
+            entered: `enter` was called for it; else this does the same.
+            looks: measure the errors of the coding before.
+        """
+        row, column = self._scale_of(shard)
+        matrix = values.view(self.padded, self.columns)
+        if momentum is None:
+            momentum = local(self.state["exp_avg"])
+        rows = self._rows_of(shard)
+        momentum = momentum.reshape(-1, self.columns)[: rows.stop - rows.start]  # not of padding
+        squares = None
+        if not entered and matrix.shape[0] == rows.stop - rows.start:
+            squares = (*self._sums_of(rows), scale**-2)
+        elif not entered:
+            self.enter(values, scale, shard)
+        scaled.divide(
+            *(matrix, momentum, row, column, self.beta, 1 / scale),
+            add=not self.again,
+            squares=squares,
+        )
+        if looks and residual is not None and residual.worker is not None:
+            left, coded = scaled.error_sums(values, residual.stored_worker(shard or 0))
+            self._fresh[-2] += left
+            self._fresh[-1] += coded
 
     def decode(self, values: torch.Tensor, scale: float) -> None:
-        """Replace the ranks' mean by the momentum, times the loss scale."""
-        assert self._scale is not None
-        row, column = self._scale
-        matrix = values.view(self.rows, self.columns)
-        by_row = row[:, None] * scale
-        for rows in self._blocks():
-            matrix[rows].mul_(by_row[rows]).mul_(column)
-        if self._again and self.base is not None:
+        """Replace the ranks' mean, of the own shard, by the momentum, times the loss scale."""
+        row, column = self._scale_of(None)
+        scaled.multiply(values.view(self.padded, self.columns), row, column, scale)
+        if self.again and self.base is not None:
             values.add_(self.base.reshape(-1))
+
+    def sent(self, coded: torch.Tensor, residual: Residual | None, shard: int) -> torch.Tensor:
+        """Return what this rank has contributed to a shard's momentum, float32 [numel].
+
+        Args:
+            coded: what `encode` has made of the shard's gradient.
+            residual: that of the coding, which is complete.
+            shard: number of the shard.
+        """
+        row, column = self._scale_of(shard)
+        values = coded.float()
+        if residual is not None and residual.worker is not None:
+            values = values + residual.load_worker(shard)
+            values -= residual.written_worker(shard)
+        elif values is coded:
+            values = values.clone()
+        scaled.multiply(values.view(self.padded, self.columns), row, column, 1.0)
+        return values
 
     # ------------------------------------------------------------------ a step
 
@@ -258,43 +348,28 @@ class CodedMoment:
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Move the parameter by its momentum, which is its gradient, and keep the momentum."""
-        parameter, state = self.parameter, self.state
+        state = self.state
         beta1 = self.settings["betas"][0]
-        assert parameter.grad is not None
+        assert self.parameter.grad is not None
         state["step"] += 1
         correction = 1 - float(beta1) ** float(state["step"])
         weight = float(state["moment_weight"])
+        gradient, momentum, matrix = (
+            local(tensor).view(-1, self.columns)
+            for tensor in (self.parameter.grad, state["exp_avg"], self.parameter)
+        )
+        if weight == 0:
+            momentum.copy_(gradient)
+            return
         # eps^2 is added to every square, so that no denominator is below eps and all of them are
         # products of a row's and a column's factor (Shazeer and Stern 2018, algorithm 4).
         least = weight * max(float(self.settings["eps"]), 1e-12) ** 2
-        row, column = state["row"] + least * self.columns, state["column"] + least * self.rows
-        by_row = (row / (float(row.sum()) * weight)).rsqrt_()[:, None]
-        by_column = column.rsqrt()
-        momentum, gradient, matrix = (
-            tensor.view(self.rows, self.columns)
-            for tensor in (state["exp_avg"], parameter.grad, parameter)
+        row, column = state["row"][self._own], state["column"]
+        by_row, by_column = scaled.reciprocal_factors(row, column, weight, self.rows, least)
+        limit = LIMIT * correction if self._steps else 0.0  # second moments of an earlier step
+        scaled.move(
+            *(matrix, gradient, momentum, by_row, by_column),
+            lr=lr / correction,
+            keep=1 - lr * weight_decay,
+            limit=limit,
         )
-        for rows in self._blocks():
-            momentum[rows].copy_(gradient[rows])
-            if weight == 0:
-                continue
-            moved = gradient[rows].float() * by_row[rows]
-            moved.mul_(by_column)
-            if self._steps:  # second moments of an earlier step
-                moved.clamp_(-LIMIT * correction, LIMIT * correction)
-            part = matrix[rows]
-            if weight_decay:
-                part.mul_(1 - lr * weight_decay)
-            part.add_(moved.to(part.dtype), alpha=-lr / correction)
-
-
-def _scales(
-    row: torch.Tensor, column: torch.Tensor, total: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return factors by row and by column whose products are the roots of the second moments."""
-    parts = []
-    for sums, divisor in ((row, total), (column, torch.ones_like(total))):
-        root = (sums / divisor.clamp_min(_TINY)).sqrt_()
-        least = FLOOR * root.square().mean().sqrt_()
-        parts.append(root.clamp_min_(least.clamp_min(_TINY)))
-    return parts[0], parts[1]

@@ -314,6 +314,11 @@ class BucketReducer:
         return bucket
 
     @property
+    def kept_alike(self) -> int:
+        """Number of states of the size of the residuals, with these."""
+        return 1
+
+    @property
     def rows(self) -> int:
         """Number of parts of each parameter that a rank contributes; see `Bucket`."""
         return 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -355,6 +355,12 @@ class CompressionState(BucketReducer):
         own = [residuals_of(saved, key, about["step"], keeps=keeps) for key in needed]
         # Renamed before they are resharded: the cuts are known by the names here.
         own = known(own, self._numbers, tell=self.process_group.rank() == 0)
+        return self._mine(own, before)
+
+    def _mine(self, own: Sequence[Any], before: int) -> Any:
+        """Return this rank's residuals from those of `before` ranks that it takes over."""
+        assert self.residuals is not None
+        rule, ranks = self.residuals.rule, self.process_group.size()
         (mine,) = own if before == ranks else [reshard(rule, own, before, ranks, self._cuts())]
         parts = {name: self.part(decision).parameter for name, decision in self.decisions.items()}
         sizes = {name: (self.rows, part.numel) for name, part in parts.items()}
@@ -378,6 +384,10 @@ class CompressionState(BucketReducer):
             )
         rank, ranks = self.process_group.rank(), self.process_group.size()
         return [f"rank{r}" for r in sources(self.residuals.rule, before, rank, ranks)]
+
+    def _needed_besides(self, needed: Sequence[str]) -> list[str]:
+        """Return the keys of other entries of the same ranks."""
+        return []
 
     def take_over(self, before: CompressionState) -> None:
         """The former name of `adopt_state`, deprecated."""
@@ -491,7 +501,8 @@ class CompressionState(BucketReducer):
         """
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
         needed = self._needed(about[0]["world_size"])
-        saved = load_saved(checkpoint_id, key, ["about", "factors", *needed], self.process_group)
+        parts = ["about", "factors", *needed, *self._needed_besides(needed)]
+        saved = load_saved(checkpoint_id, key, parts, self.process_group)
         for part in needed:
             saved.setdefault(part, (about[0]["step"], {}))  # version 2, with nothing to save
         self.load_state_dict(saved)

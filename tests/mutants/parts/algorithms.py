@@ -55,8 +55,8 @@ MUTANTS = (
         "shares-are-those-of-the-faster-direction",
         "order",
         "csrc/collectives/common/links.cpp",
-        "both ? std::min(rate.send, rate.receive)",
-        "both ? std::max(rate.send, rate.receive)",
+        "std::min(rate.send, rate.receive)",
+        "std::max(rate.send, rate.receive)",
         LINKS + "test_describe_says_what_is_known",
     ),
     Mutant(

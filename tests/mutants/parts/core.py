@@ -120,4 +120,21 @@ MUTANTS = (
         "c ^= 0x37;",
         "tests/core/test_hashes.py",
     ),
+    # ------------------------------------------------------------------ matrices of optimizers
+    Mutant(
+        "squares-of-the-last-columns-left-out",
+        "arithmetic",
+        "csrc/core/scaled.cpp",
+        "(whole < columns)",
+        "(false)",
+        "tests/core/test_scaled.py::test_operations_are_those_of_their_formulas",
+    ),
+    Mutant(
+        "momentum-of-rows-that-have-none",
+        "arithmetic",
+        "csrc/core/scaled.cpp",
+        "i < by.known",
+        "true",
+        "tests/core/test_scaled.py::test_operations_are_those_of_their_formulas",
+    ),
 )

@@ -86,7 +86,7 @@ class Plain:
         for root in ((r / total).sqrt(), c.sqrt()):
             scales.append(root.clamp_min(FLOOR * root.square().mean().sqrt()))
         v = min(0.99, float(self.v))
-        b = max(0.0, (beta1 - v) / (1 - v))
+        b = max(0.0, int(1024 * (beta1 - v) / (1 - v)) / 1024)
         decoded, left, coded = [], 0.0, 0.0
         for rank, g in enumerate(gs):
             p = g * (1 - b) + b * self.m

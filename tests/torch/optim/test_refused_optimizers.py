@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -29,21 +28,25 @@ def refused(rank: int, size: int) -> dict[str, str]:
         return text(lambda: pycomm.CodedAdamW(**given))
 
     ddp = DistributedDataParallel(Chosen())
-    sharded = nn.Linear(8, 8)
-    fully_shard(sharded)
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
     amsgrad = torch.optim.AdamW(ddp.parameters(), amsgrad=True)
+    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(9, 4, sparse=True)))
     compressed = DistributedDataParallel(Chosen())
     pycomm.compress(compressed, "int8")
     return {
         "betas": attempt(betas=(1.0, 0.9)),
+        "one beta": attempt(betas=(0.9,)),
+        "no beta": attempt(betas=0.9),
         "lr": attempt(lr=-1.0),
+        "eps": attempt(eps=float("nan")),
+        "refresh": attempt(refresh=-1),
+        "group": attempt(params=[{"params": [*ddp.parameters()], "betas": (0.9, 1.0)}], model=ddp),
+        "sparse": attempt(sparse),
         "eden": attempt(codec="eden:bits=1"),
         "powersgd": attempt(codec="powersgd:4"),
         "auto": attempt(codec="auto"),
         "feedback": attempt(feedback="ef21"),
         "bare": attempt(nn.Linear(4, 4)),
-        "fsdp": attempt(sharded),
         "foreign": attempt(params=nn.Linear(4, 4).parameters()),
         "twice": attempt(compressed),
         "sgd": text(lambda: pycomm.code_optimizer(sgd, ddp)),
@@ -54,13 +57,18 @@ def refused(rank: int, size: int) -> dict[str, str]:
 def test_what_cannot_work_is_refused(pool):
     words = {
         "betas": "ValueError: CodedAdamW: betas=(1.0, 0.9)",
+        "one beta": "give two numbers",
+        "no beta": "give two numbers",
         "lr": "ValueError: CodedAdamW: lr=-1.0",
+        "eps": "eps=nan is not a finite number",
+        "refresh": "refresh=-1",
+        "group": "ValueError: CodedAdamW: betas=(0.9, 1.0)",
+        "sparse": "ValueError: CodedAdamW: 0 has sparse gradients",
         "eden": "scale=mmse",
         "powersgd": "factors",
         "auto": "name a codec",
         "feedback": "kind residual",
         "bare": "TypeError: CodedAdamW takes a model wrapped",
-        "fsdp": "Error: CodedAdamW needs the whole momentum",
         "foreign": "does not belong",
         "twice": "Error: the model has the communication hook",
         "sgd": "TypeError: code_optimizer takes torch.optim.AdamW, not SGD",
@@ -83,7 +91,15 @@ def differ(rank: int, size: int, what: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", [{"lr": (0.1, 0.2)}, {"codec": ("sign", "int4")}, {"refresh": (1, 2)}], ids=str
+    "what",
+    [
+        {"lr": (0.1, 0.2)},
+        {"codec": ("sign", "int4")},
+        {"refresh": (1, 2)},
+        {"seed": (1, 2)},
+        {"scaler": (None, torch.amp.GradScaler("cpu"))},
+    ],
+    ids=lambda what: next(iter(what)),
 )
 def test_ranks_that_differ_get_an_error_each(pool, what):
     assert all("rank" in text for text in pool.run(differ, what))

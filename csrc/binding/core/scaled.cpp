@@ -1,0 +1,91 @@
+// Operations of optimizers whose momentum travels coded, for pycomm/reduction/scaled.py.
+#include "core/scaled.h"
+
+#include "binding/core/arguments.h"
+#include "binding/core/gil.h"
+#include "binding/core/module.h"
+#include "core/arithmetic.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+using scaled::Matrix;
+
+void add_squares(uintptr_t x, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
+                 float unit, int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  scaled::add_squares({floats(x), rows, columns, nullptr, nullptr},
+                      {floats(row), floats(column), unit}, threads);
+}
+
+void factors(uintptr_t row, size_t rows, uintptr_t column, size_t columns, float weight,
+             float floor, uintptr_t out_row, uintptr_t out_column) {
+  const DefaultArithmetic arithmetic;
+  scaled::factors({floats(row), rows, floats(column), columns, weight}, floor, floats(out_row),
+                  floats(out_column));
+}
+
+void reciprocal_factors(uintptr_t row, size_t rows, uintptr_t column, size_t columns, float weight,
+                        size_t all_rows, float least, uintptr_t out_row, uintptr_t out_column) {
+  const DefaultArithmetic arithmetic;
+  scaled::reciprocal_factors({floats(row), rows, floats(column), columns, weight}, all_rows, least,
+                             floats(out_row), floats(out_column));
+}
+
+void divide(uintptr_t g, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
+            uintptr_t momentum, size_t known, float beta, float unit, uintptr_t row_sums,
+            uintptr_t column_sums, float sums_unit, int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  scaled::Divide by;
+  by.momentum = floats(momentum);
+  by.known = known;
+  by.beta = beta;
+  by.unit = unit;
+  by.squares = {floats(row_sums), floats(column_sums), sums_unit};
+  scaled::divide({floats(g), rows, columns, floats(row), floats(column)}, by, threads);
+}
+
+void multiply(uintptr_t x, size_t rows, size_t columns, uintptr_t row, uintptr_t column, float unit,
+              int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  scaled::multiply({floats(x), rows, columns, floats(row), floats(column)}, unit, threads);
+}
+
+void move(uintptr_t x, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
+          uintptr_t gradient, uintptr_t momentum, float lr, float keep, float limit, int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  scaled::Move by;
+  by.gradient = floats(gradient);
+  by.momentum = floats(momentum);
+  by.lr = lr;
+  by.keep = keep;
+  by.limit = limit;
+  scaled::move({floats(x), rows, columns, floats(row), floats(column)}, by, threads);
+}
+
+std::pair<double, double> errors(uintptr_t x, uintptr_t residual, bool bf16, size_t numel) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  const scaled::Errors found = scaled::errors(floats(x), pointer(residual), bf16, numel);
+  return {found.left, found.coded};
+}
+
+}  // namespace
+
+void bind_scaled(py::module_& m) {
+  m.def("scaled_add_squares", &add_squares);
+  m.def("scaled_factors", &factors);
+  m.def("scaled_reciprocal_factors", &reciprocal_factors);
+  m.def("scaled_divide", &divide);
+  m.def("scaled_multiply", &multiply);
+  m.def("scaled_move", &move);
+  m.def("scaled_errors", &errors);
+}
+
+}  // namespace pycomm

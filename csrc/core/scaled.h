@@ -1,0 +1,79 @@
+// Operations on float32 matrices whose second moments are products of a row's and a column's
+// factor: one pass over the values each. pycomm/reduction/moment.py has the formulas, and
+// pycomm/reduction/scaled.py the same in torch.
+//
+// All levels of SIMD and all numbers of threads give the same bits, except that sums over rows are
+// added up by thread.
+#pragma once
+#include "core/types.h"
+
+namespace pycomm::scaled {
+
+/// A matrix by rows, without gaps, and a factor for each row and column.
+struct Matrix {
+  float* values;
+  size_t rows, columns;
+  const float* row;
+  const float* column;
+};
+
+/// Sums of squares by row and by column, to which `unit` times the squares are added.
+struct Squares {
+  float* row = nullptr;
+  float* column = nullptr;
+  float unit = 1;
+};
+
+/// Adds the squares of a matrix to sums by row and column. Its factors are not read.
+PYCOMM_API void add_squares(const Matrix& x, const Squares& sums, int threads);
+
+/// Sums of second moments by row and column, which have the same total, times `weight`.
+struct Sums {
+  const float* row;
+  size_t rows;
+  const float* column;
+  size_t columns;
+  float weight;
+};
+
+/// Writes factors by row and by column whose products are the roots of the second moments. None is
+/// below `floor` times the root mean square of its kind.
+PYCOMM_API void factors(const Sums& sums, float floor, float* row, float* column);
+
+/// Writes the reciprocals of such factors, after `least` was added to every second moment.
+/// The rows are some of `all_rows`.
+PYCOMM_API void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float* row,
+                                   float* column);
+
+struct Divide {
+  const float* momentum = nullptr;  // m of the first rows; nullptr: none
+  size_t known = 0;                 // rows of it; that of the others is zero
+  float beta = 0;
+  float unit = 1;   // what the gradient is multiplied by
+  Squares squares;  // of the gradient; without row: not wanted
+};
+
+/// Replaces a gradient g by (beta m + (1 - beta) unit g) / (row column).
+PYCOMM_API void divide(const Matrix& g, const Divide& by, int threads);
+
+/// Multiplies by unit row column.
+PYCOMM_API void multiply(const Matrix& x, float unit, int threads);
+
+struct Move {
+  const float* gradient = nullptr;
+  float* momentum = nullptr;
+  float lr = 0;
+  float keep = 1;   // what weight decay leaves
+  float limit = 0;  // bound of a value that moves; 0: none
+};
+
+/// Takes a step: m <- g; x <- keep x - lr clip(g row column).
+PYCOMM_API void move(const Matrix& x, const Move& by, int threads);
+
+/// Returns the sums of squares of a residual e, in float32 or bfloat16, and of x + e.
+struct Errors {
+  double left, coded;
+};
+PYCOMM_API Errors errors(const float* x, const void* residual, bool bf16, size_t numel);
+
+}  // namespace pycomm::scaled

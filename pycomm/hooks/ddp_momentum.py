@@ -1,0 +1,103 @@
+"""DDP's hook for optimizers whose momentum travels instead of the gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from pycomm.codecs import Codec
+from pycomm.errors import Error
+from pycomm.hooks.ddp import HookState
+from pycomm.hooks.momentum import Find, Momenta
+from pycomm.policy import Policy
+from pycomm.policy.names import clean
+from pycomm.reduction.moment import CodedMoment
+
+
+class MomentumState(Momenta, HookState):
+    """Codecs and residuals of a DDP model whose coded parameters exchange momentum.
+
+    Args:
+        codec: codec or policy of the momentum.
+        model: the DDP model.
+        find, unit, refresh: see `Momenta._begin_momenta`.
+        options: feedback and seed; see `CompressionState`.
+    """
+
+    def __init__(
+        self,
+        codec: str | Codec | Policy,
+        model: DistributedDataParallel,
+        *,
+        find: Find,
+        unit: Callable[[], float],
+        refresh: int = 0,
+        **options: Any,
+    ) -> None:
+        self._find = find
+        self._handles: list[Any] = []
+        super().__init__(codec, model, **options)
+        self._begin_momenta(find, unit, refresh)
+
+    def _enter(self, name: str, parameter: torch.Tensor) -> None:
+        if self._find(parameter) is None:
+            self.add(clean(name), parameter, exact="another optimizer has it")
+            return
+        super()._enter(name, parameter)
+        if hasattr(self, "moments"):  # else the constructor makes them; this one was frozen
+            self._make_moment(clean(name))
+
+    def _make_moment(self, name: str) -> CodedMoment | None:
+        made = super()._make_moment(name)
+        if made is not None:
+            look = _Look(weakref.ref(self), name)
+            handle = made.parameter.register_hook(look)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+        return made
+
+    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """See `HookState`."""
+        if self.moments and torch._C._current_graph_task_id() == -1:
+            raise Error(
+                f"rank {self.process_group.rank()}: Join shadows this rank, which has no more data "
+                "and takes no more steps, so its momentum is not that of the others: give all "
+                "ranks equally many batches, or use pycomm.compress"
+            )
+        return super().reduce_bucket(bucket)
+
+    def _kept(self) -> set[str]:
+        for name in self.moments:
+            self.look(name)
+        return {name for name, moment in self.moments.items() if moment.base is not None}
+
+    def look(self, name: str) -> None:
+        """Keep what is in a gradient that no step has used, before a backward adds to it."""
+        moment = self.moments[name]
+        if not self._pending or moment.looked:
+            return
+        moment.looked = True
+        gradient = moment.parameter.grad
+        if gradient is not None and gradient.any():
+            moment.base = gradient.detach().clone()
+
+
+class _Look:
+    """A parameter's hook, which keeps what is in its gradient before a second backward adds to it.
+
+    The reference is weak, since parameters outlive a state.
+    """
+
+    __torch_unserializable__ = True  # torch.save of the parameter leaves the hook out silently
+
+    def __init__(self, state: weakref.ref[MomentumState], name: str) -> None:
+        self._state, self._name = state, name
+
+    def __call__(self, _: torch.Tensor) -> None:
+        state = self._state()
+        if state is not None:
+            state.look(self._name)

@@ -1,0 +1,219 @@
+"""Operations on a matrix whose second moments are products of a row's and a column's factor.
+
+`pycomm.reduction.moment` has the formulas. On the CPU, float32 goes over each matrix once in C++
+(csrc/core/scaled.cpp), with as many threads as torch has; everything else in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pycomm import _C
+from pycomm.feedback import storage
+
+_TINY = 1e-30
+_BLOCK = 1 << 16  # values that are processed together, 256 KiB
+
+
+def _blocks(matrix: torch.Tensor) -> Iterator[slice]:
+    """Return ranges of rows that stay in a cache while several operations go over them."""
+    rows, columns = matrix.shape
+    if not matrix.is_cpu:
+        return iter([slice(0, rows)])
+    count = max(1, _BLOCK // max(1, columns))
+    return (slice(begin, begin + count) for begin in range(0, rows, count))
+
+
+def _native(*matrices: torch.Tensor) -> bool:
+    return all(m.is_cpu and m.dtype == torch.float32 and m.is_contiguous() for m in matrices)
+
+
+def _at(
+    matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+) -> tuple[int, int, int, int, int]:
+    rows, columns = matrix.shape
+    return matrix.data_ptr(), rows, columns, row.data_ptr(), column.data_ptr()
+
+
+def add_squares(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
+    """Add the squares of a matrix, times `unit`, to its sums by row and by column (float32)."""
+    if _native(matrix):
+        _C.scaled_add_squares(*_at(matrix, row, column), unit, torch.get_num_threads())
+        return
+    for rows in _blocks(matrix):
+        squares = matrix[rows].float().square()
+        row[rows].add_(squares.sum(1), alpha=unit)
+        column.add_(squares.sum(0), alpha=unit)
+
+
+def factors(
+    row: torch.Tensor, column: torch.Tensor, weight: float, floor: float, padded: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return factors by row and by column whose products are the roots of the second moments.
+
+    Args:
+        row, column: sums of second moments by row and column, times `weight`, float32.
+        weight: 0 or more.
+        floor: least factor, relative to the root mean square of all of its kind.
+        padded: rows of the result; those behind the given ones, which have no values, have 1.
+    """
+    rows = row.numel()
+    if _native(row, column):
+        room = row.new_empty(padded + column.numel())
+        whole, by_column = room[:padded], room[padded:]
+        whole[rows:] = 1
+        _C.scaled_factors(
+            *(row.data_ptr(), rows, column.data_ptr(), column.numel(), weight, floor),
+            *(whole.data_ptr(), by_column.data_ptr()),
+        )
+        return whole, by_column
+    total = (column.sum() * weight).clamp_min(_TINY)
+    parts = []
+    # The rows' sums add up to that of the columns.
+    for sums, mean in ((row / total, column.sum() / total / rows), (column, column.mean())):
+        least = floor * mean.sqrt()
+        parts.append(sums.sqrt().clamp_min_(least.clamp_min(_TINY)))
+    whole = row.new_ones(padded)
+    whole[:rows] = parts[0]
+    return whole, parts[1]
+
+
+def reciprocal_factors(
+    row: torch.Tensor, column: torch.Tensor, weight: float, all_rows: int, least: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the reciprocals of such factors, after `least` was added to every second moment.
+
+    Args:
+        row: the sums of some rows.
+        column, weight: as for `factors`.
+        all_rows: number of all rows.
+        least: above 0.
+    """
+    if _native(row, column):
+        room = row.new_empty(row.numel() + column.numel())
+        by_row, by_column = room[: row.numel()], room[row.numel() :]
+        _C.scaled_reciprocal_factors(
+            *(row.data_ptr(), row.numel(), column.data_ptr(), column.numel(), weight),
+            *(all_rows, least, by_row.data_ptr(), by_column.data_ptr()),
+        )
+        return by_row, by_column
+    by_column = column + least * all_rows
+    by_row = row + least * column.numel()
+    return (by_column.sum() * weight / by_row).sqrt_(), by_column.rsqrt_()
+
+
+def divide(
+    gradient: torch.Tensor,
+    momentum: torch.Tensor,
+    row: torch.Tensor,
+    column: torch.Tensor,
+    beta: float,
+    unit: float,
+    *,
+    add: bool,
+    squares: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> None:
+    """Replace a gradient g by (beta m + (1 - beta) unit g) / (row column).
+
+    Args:
+        gradient: g [rows, columns].
+        momentum: m [rows or fewer, columns]; the other rows' is zero.
+        row, column: float32 [rows] and [columns].
+        beta: coefficient of the momentum.
+        unit: what the gradient is multiplied by.
+        add: False: leave the momentum out.
+        squares: sums by row and column to which g's squares are added, as `add_squares` does.
+    """
+    if _native(gradient, momentum):
+        known = momentum.shape[0] if add and beta > 0 else 0
+        row_sums, column_sums, sums_unit = squares or (None, None, 1.0)
+        _C.scaled_divide(
+            *_at(gradient, row, column),
+            *(momentum.data_ptr() if known else 0, known, beta, unit),
+            *(0 if sums is None else sums.data_ptr() for sums in (row_sums, column_sums)),
+            *(sums_unit, torch.get_num_threads()),
+        )
+        return
+    if squares is not None:
+        add_squares(gradient, *squares)
+    by_row, by_column = row.reciprocal()[:, None], column.reciprocal()
+    known = momentum.shape[0]
+    for rows in _blocks(gradient):
+        part = gradient[rows]
+        if unit != 1:
+            part.mul_(unit)
+        if not add:
+            part.mul_(1 - beta)
+        elif beta > 0:
+            there = part[: max(0, known - rows.start)]
+            there.lerp_(momentum[rows].to(part.dtype), beta)
+            part[len(there) :].mul_(1 - beta)
+        part.mul_(by_row[rows]).mul_(by_column)
+
+
+def multiply(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
+    """Multiply a matrix by unit row column."""
+    if _native(matrix):
+        _C.scaled_multiply(*_at(matrix, row, column), unit, torch.get_num_threads())
+        return
+    by_row = row[:, None] * unit
+    for rows in _blocks(matrix):
+        matrix[rows].mul_(by_row[rows]).mul_(column)
+
+
+def move(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    momentum: torch.Tensor,
+    by_row: torch.Tensor,
+    by_column: torch.Tensor,
+    *,
+    lr: float,
+    keep: float,
+    limit: float,
+) -> None:
+    """Take a step: m <- g; x <- keep x - lr clip(g by_row by_column).
+
+    Args:
+        parameter: x [rows, columns].
+        gradient: g, which is the new momentum.
+        momentum: m.
+        by_row, by_column: reciprocals of the denominators' factors.
+        lr: learning rate.
+        keep: what weight decay leaves of the parameter.
+        limit: bound of the clipped values; 0: none.
+    """
+    if _native(parameter, gradient, momentum):
+        _C.scaled_move(
+            *_at(parameter, by_row, by_column),
+            *(gradient.data_ptr(), momentum.data_ptr(), lr, keep, limit),
+            torch.get_num_threads(),
+        )
+        return
+    for rows in _blocks(parameter):
+        momentum[rows].copy_(gradient[rows])
+        moved = gradient[rows].float() * by_row[rows][:, None]
+        moved.mul_(by_column)
+        if limit:
+            moved.clamp_(-limit, limit)
+        part = parameter[rows]
+        if keep != 1:
+            part.mul_(keep)
+        part.add_(moved.to(part.dtype), alpha=-lr)
+
+
+def error_sums(values: torch.Tensor, residual: torch.Tensor) -> tuple[float, float]:
+    """Return the sums of squares of a residual and of values + residual.
+
+    Args:
+        values: [numel].
+        residual: as it is stored; see `pycomm.feedback.storage`.
+    """
+    numel = values.numel()
+    if _native(values) and residual.is_cpu and residual.dtype != torch.uint8:
+        in_16 = residual.dtype == torch.bfloat16
+        return _C.scaled_errors(values.data_ptr(), residual.data_ptr(), in_16, numel)
+    left = storage.load(residual, numel)
+    return float(left.square().sum()), float((left + values).square().sum())
