@@ -44,6 +44,13 @@ def gather(
     return [row.cpu().view(torch.float64).tolist() for row in everybody]
 
 
+def host() -> str:
+    """Return a text that processes of one host have in common, and those of others have not."""
+    # The boot id differs between hosts of one name, and is the same in all containers of a host.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
 def find_link(group: dist.ProcessGroup) -> Link:
     """Return how the ranks of a group are connected, equal on all ranks; collective.
 
@@ -53,10 +60,7 @@ def find_link(group: dist.ProcessGroup) -> Link:
     if group.size() == 1:
         return "intra"
     ours = backend.find(group)
-    # The boot id differs between hosts of one name, and is the same in all containers of a host.
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    here = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    mine = ("tcp" in ours.describe() if ours is not None else False, here)
+    mine = ("tcp" in ours.describe() if ours is not None else False, host())
     everybody: list[tuple[bool, str]] = [mine] * group.size()
     dist.all_gather_object(everybody, mine, group=group)
     if ours is not None:

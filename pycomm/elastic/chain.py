@@ -1,0 +1,169 @@
+"""Chain: messages from one rank along others, each of which passes them on as they come.
+
+Every message has a header, which travels ahead of the message before it, so that the receiver can
+have its memory ready. The last header says that the sender had all of them; one that has lost its
+own sender says so instead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from pycomm.errors import Error
+
+# Tags of headers and messages, which a program will not use for its own sends.
+_HEADERS, _MESSAGES = 0x70634831, 0x70634832
+_AHEAD = 2  # messages whose memory is ready, and messages on their way out
+_CODED, _PLAIN, _END, _FAILED = range(4)
+
+Message = tuple[torch.Tensor, bool]
+"""Bytes (uint8, on the CPU), and whether they are coded."""
+
+
+class Sender:
+    """Sends messages to one rank.
+
+    Args:
+        group: the ranks.
+        peer: the rank that receives them.
+        device: a device whose tensors the group moves.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._group, self._peer, self._device = group, peer, device
+        self._announced: deque[int] = deque()
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def announce(self, size: int, coded: bool) -> None:
+        self._announced.append(size)
+        self._header(size, _CODED if coded else _PLAIN)
+
+    def send(self, content: torch.Tensor) -> None:
+        """Send the next message that was announced; wait for one of those before."""
+        self._announced.popleft()
+        self._issue(content, _MESSAGES)
+
+    def end(self) -> None:
+        """Tell that these were all, and wait until all are sent."""
+        self._header(0, _END)
+        self._finish()
+
+    def fail(self) -> None:
+        """Tell the receiver that no more will come, if it can still be told."""
+        with suppress(Exception):
+            while self._announced:
+                self.send(torch.zeros(self._announced[0], dtype=torch.uint8))
+            self._header(0, _FAILED)
+            self._finish()
+
+    def _header(self, size: int, kind: int) -> None:
+        self._issue(torch.tensor([size, kind]), _HEADERS)
+
+    def _issue(self, content: torch.Tensor, tag: int) -> None:
+        content = content.to(self._device)
+        # Several headers fit beside each message.
+        self._sent.append((self._group.send([content], self._peer, tag), content))
+        while len(self._sent) > 2 * _AHEAD:
+            self._sent.popleft()[0].wait()
+
+    def _finish(self) -> None:
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+
+class Receiver:
+    """Receives messages from one rank, and passes them on.
+
+    Args:
+        group: the ranks.
+        peer: the rank that sends them.
+        device: a device whose tensors the group moves.
+        to: the sender to the next rank, or None.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, device: torch.device, to: Sender | None
+    ) -> None:
+        self._group, self._peer, self._device, self._to = group, peer, device, to
+        self._headers: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._expected = 0
+
+    def expect(self, headers: int) -> None:
+        """Let so many more headers come, so that their memory is ready ahead."""
+        self._expected += headers
+        while self._expected and len(self._headers) <= _AHEAD:
+            self._expected -= 1
+            header = torch.zeros(2, dtype=torch.int64, device=self._device)
+            self._headers.append((self._group.recv([header], self._peer, _HEADERS), header))
+
+    def receive(self, rooms: Iterable[int | None]) -> Iterator[Message]:
+        """Yield the messages: one for each room, its bytes at the begin of a buffer of that size.
+
+        Args:
+            rooms: sizes of the buffers, in bytes; None: of any size.
+
+        Raises:
+            Error: a message does not fit, or the sender has lost its own sender.
+        """
+        coming: deque[tuple[dist.Work, torch.Tensor, int, bool]] = deque()
+        for room in rooms:
+            size, kind = self._header()
+            if kind not in (_CODED, _PLAIN) or size < 0 or (room is not None and size > room):
+                raise Error(f"rank {self._peer} announces {size} bytes (kind {kind}) for {room}")
+            if self._to is not None:
+                self._to.announce(size, kind == _CODED)
+            buffer = torch.empty(size if room is None else room, dtype=torch.uint8)
+            buffer = buffer.to(self._device)
+            work = self._group.recv([buffer[:size]], self._peer, _MESSAGES)
+            coming.append((work, buffer, size, kind == _CODED))
+            if len(coming) == _AHEAD:
+                yield self._next(*coming.popleft())
+        while coming:
+            yield self._next(*coming.popleft())
+
+    def end(self) -> None:
+        """Wait for the sender's word that it had all messages itself, and pass it on."""
+        _, kind = self._header()
+        if kind != _END:
+            raise Error(f"rank {self._peer} sends more (kind {kind}) than the state has")
+        if self._to is not None:
+            self._to.end()
+
+    def _next(self, work: dist.Work, buffer: torch.Tensor, size: int, coded: bool) -> Message:
+        work.wait()
+        content = buffer.cpu()
+        if self._to is not None:
+            self._to.send(content[:size])
+        return content, coded
+
+    def _header(self) -> tuple[int, int]:
+        work, header = self._headers.popleft()
+        self.expect(0)
+        work.wait()
+        size, kind = header.tolist()
+        if kind == _FAILED:
+            raise Error(f"rank {self._peer} has lost the rank before it, or failed itself")
+        return size, kind
+
+
+def send_ahead(sender: Sender, messages: Iterable[Callable[[], Message]]) -> None:
+    """Send messages; each is made while those before are on their way.
+
+    Args:
+        sender: where to.
+        messages: functions that wait for a message that is being made.
+    """
+    waiting: deque[torch.Tensor] = deque()
+    for made in messages:
+        content, coded = made()
+        sender.announce(content.numel(), coded)
+        waiting.append(content)
+        if len(waiting) == _AHEAD:
+            sender.send(waiting.popleft())
+    while waiting:
+        sender.send(waiting.popleft())

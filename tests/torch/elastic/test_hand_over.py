@@ -1,0 +1,432 @@
+"""A new member gets model and optimizer of one that has them: pycomm.elastic.hand_over."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm import elastic
+from pycomm.elastic.transfer import Member as Place
+from pycomm.elastic.transfer import order
+from tests.torch.elastic.member import Member, check_sum, run
+
+SMALL = 4096  # bytes of a chunk: the models here take many
+
+
+class Counter(nn.Module):
+    """A module with an extra state, which is no tensor, and one which is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = {"steps": 0, "scale": torch.zeros(3)}
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+class Net(nn.Module):
+    """Tied, empty, odd, scalar and non-contiguous parameters and buffers of all kinds of dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(129, 33)
+        self.norm = nn.BatchNorm1d(33)  # its count of batches is int64
+        self.head = nn.Linear(33, 129)
+        self.head.weight = self.embed.weight
+        self.brain = nn.Parameter(torch.zeros(70, 61, dtype=torch.bfloat16))
+        self.empty = nn.Parameter(torch.zeros(0, 5))
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.turned = nn.Parameter(torch.zeros(31, 47).t())
+        self.halved = nn.Parameter(torch.zeros(40, 90, dtype=torch.float64)[:, ::2])
+        self.small = nn.Parameter(torch.zeros(777, dtype=torch.float16))
+        self.register_buffer("mask", torch.zeros(1001, dtype=torch.bool))
+        self.register_buffer("complex", torch.zeros(7, dtype=torch.complex64))
+        self.register_buffer("none", None)
+        self.register_buffer("cache", torch.zeros(5), persistent=False)
+        self.counter = Counter()
+
+
+def state_of(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Return all tensors of a state that a hand-over promises, in one order."""
+    found = [p.detach() for p in model.parameters()]
+    for module in model.modules():
+        kept = module._buffers.items()
+        found += [b for n, b in kept if n not in module._non_persistent_buffers_set]
+    for module in model.modules():
+        if isinstance(module, Counter):
+            found += [torch.tensor(module.seen["steps"]), module.seen["scale"]]
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            found.append(torch.tensor([float(group["lr"])], dtype=torch.float64))
+            for parameter in group["params"]:
+                found += [v for _, v in sorted(optimizer.state.get(parameter, {}).items())]
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.detach().resolve_conj().reshape(-1).contiguous().view(torch.uint8).tolist()
+
+
+def digest(model: nn.Module, optimizer: Any) -> list[tuple[str, list[int], list[int]]]:
+    return [(str(t.dtype), list(t.shape), bits(t)) for t in state_of(model, optimizer)]
+
+
+def train(model: Net, optimizer: Any, steps: int) -> None:
+    """Fill a state with values that are easily lost: NaNs of several bits, denormals, -0."""
+    torch.manual_seed(steps)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.copy_(torch.randn(tensor.shape) * 3)
+        model.complex.copy_(torch.randn(7) + 1j * torch.randn(7))
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+        optimizer.step()
+    model.counter.seen = {"steps": steps, "scale": torch.tensor([1.0, float("nan"), -0.0])}
+    odd = torch.tensor([0x7FC00001, 0x7F800001, 1, -(2**31), 0x007FFFFF, 0x7F800000])
+    model.embed.weight.data.view(-1)[:6] = odd.to(torch.int32).view(torch.float32)
+    odd = torch.tensor([0x7FC1, 0x7F81, 1, -(2**15), 0x7F, 0x7F80], dtype=torch.int16)
+    model.brain.data.view(-1)[-6:] = odd.view(torch.bfloat16)
+    # Without NaN, in the codec's hands.
+    model.head.bias.data[:3] = torch.tensor([1, 0x007FFFFF, -(2**31) + 5]).int().view(torch.float32)
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-3), amsgrad=True),
+}
+
+
+def give(rank: int, size: int, new: Sequence[int], optimizer: str, codec: str, chunk: int) -> Any:
+    """All take part; return the state, its optimizer's type, and who has sent."""
+    torch.manual_seed(100 + rank)
+    model = Net()
+    made = OPTIMIZERS[optimizer](model.parameters()) if optimizer else None
+    if rank not in new:
+        trained = made or torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, trained, 3)
+        if made is not None:
+            made.param_groups[0]["lr"] = 0.125  # by a schedule
+    held = [id(p) for p in model.parameters()]
+    strides = [p.stride() for p in model.parameters()]
+    cache = model.cache.clone()
+    source = elastic.hand_over(model, made, has=rank not in new, codec=codec, chunk_bytes=chunk)
+    assert held == [id(p) for p in model.parameters()]
+    assert strides == [p.stride() for p in model.parameters()]
+    assert torch.equal(cache, model.cache)
+    assert model.head.weight is model.embed.weight
+    given = digest(model, made)
+    if made is not None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        made.step()
+    dist.barrier()
+    return given, digest(model, made), source
+
+
+@pytest.mark.parametrize(
+    ("ranks", "new", "backend"),
+    [(2, [1], "pycomm"), (3, [0, 2], "pycomm"), (4, [0, 1, 3], "gloo"), (4, [2], "pycomm")],
+)
+@pytest.mark.parametrize(
+    ("optimizer", "codec", "chunk"),
+    [("adamw", "lossless", SMALL), ("", "lossless", SMALL + 3), ("adam", "none", 16 << 20)],
+)
+def test_new_members_have_the_same_bits(pool, ranks, new, backend, optimizer, codec, chunk):
+    done = pool.run(give, new, optimizer, codec, chunk, ranks=ranks, backend=backend)
+    first = min(set(range(ranks)) - set(new))
+    for given, stepped, source in done:
+        assert source == first
+        assert given == done[first][0]
+        assert stepped == done[first][1]
+
+
+def test_momentum_goes_over_and_a_member_with_a_state_of_its_own_loses_it(pool):
+    done = pool.run(give_twice)
+    assert done[0] == done[1]
+
+
+def give_twice(rank: int, size: int) -> Any:
+    model = Net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    train(model, optimizer, 3 + rank)
+    assert elastic.hand_over(model, optimizer, has=rank == 0) == 0
+    assert elastic.hand_over(model, optimizer, has=True) is None  # nobody is new
+    assert optimizer.state[model.brain]["momentum_buffer"].dtype == torch.bfloat16
+    return digest(model, optimizer)
+
+
+class Wide(torch.optim.SGD):
+    """An optimizer of bfloat16 parameters whose state is float32."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["master"] = torch.randn(parameter.shape)
+
+
+def give_wide(rank: int, size: int) -> Any:
+    torch.manual_seed(rank)
+    model = nn.Linear(300, 7, dtype=torch.bfloat16)
+    optimizer = Wide(model.parameters(), lr=0.5)
+    if rank == 1:
+        optimizer.step()
+    elastic.hand_over(model, optimizer, has=rank == 1, chunk_bytes=SMALL)
+    assert optimizer.state[model.weight]["master"].dtype == torch.float32
+    return digest(model, optimizer)
+
+
+def test_states_of_another_dtype_than_their_parameter_keep_it(pool):
+    done = pool.run(give_wide)
+    assert done[0] == done[1]
+
+
+def give_random(rank: int, size: int) -> tuple[int, int]:
+    """Return the bytes of a state, and those that its sender has sent."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(600, 700), nn.Linear(600, 700, dtype=torch.bfloat16))
+    ours = pycomm.backend.find()
+    assert ours is not None
+    before = ours.sent_bytes
+    elastic.hand_over(model, has=rank == 1, chunk_bytes=1 << 16)
+    return sum(p.nbytes for p in model.parameters()), ours.sent_bytes - before
+
+
+def test_each_link_carries_the_state_once_and_coded(pool):
+    done = pool.run(give_random, ranks=4)
+    whole = done[0][0]
+    assert all(sent < 0.87 * whole for _, sent in done)
+    # 1 sends to 0, 0 to 2, 2 to 3, which sends to nobody.
+    assert all(done[r][1] > 0.5 * whole for r in (0, 1, 2))
+    assert done[3][1] < 0.01 * whole
+
+
+def wrapped(rank: int, size: int, store: Any) -> list[Any]:
+    """One of three joins a group of two that trains in DDP; afterwards all go on together."""
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    member.form(1, handles[2:] if rank == 2 else handles[:2])
+    torch.manual_seed(rank)
+    net = nn.Linear(40, 30)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+    def step(model: nn.Module) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 40) * dist.get_rank()).sum().backward()
+        optimizer.step()
+
+    if rank < 2:
+        ddp = DistributedDataParallel(net)
+        step(ddp)
+        del ddp
+    member.form(2, [handles[2], handles[0], handles[1]])
+    assert elastic.hand_over(net, optimizer, has=rank < 2) == 1
+    step(DistributedDataParallel(net))
+    return digest(net, optimizer)
+
+
+def test_a_member_that_joins_an_elastic_group_goes_on_with_the_others(pool):
+    done = pool.run(run, wrapped, ranks=3, backend=None)
+    assert done[0] == done[1] == done[2]
+
+
+# ------------------------------------------------------------------ who sends to whom
+
+
+def place(has: bool, host: int, node: int = -1) -> Place:
+    return Place(has, False, 0, host, node)
+
+
+@pytest.mark.parametrize(
+    ("members", "chain"),
+    [
+        # Hosts of the ranks: the sender is on the host of the new ones.
+        ([place(True, 1), place(True, 2), place(False, 2)], [1, 2]),
+        ([place(True, 1), place(True, 2), place(False, 2), place(False, 1)], [0, 3, 2]),
+        # New ones of one host follow each other.
+        (
+            [place(False, 5), place(False, 7), place(False, 5), place(True, 6), place(False, 7)],
+            [3, 0, 2, 1, 4],
+        ),
+        # No new one on a host with the state: the node counts, and the lowest rank is the last.
+        ([place(True, 1, 0), place(True, 2, 1), place(False, 3, 1)], [1, 2]),
+        ([place(True, 1, 0), place(True, 2, 0), place(False, 3, 1)], [0, 2]),
+        (
+            [place(True, 1, 0), place(False, 2, 4), place(False, 3, 0), place(False, 4, 4)],
+            [0, 2, 1, 3],
+        ),
+    ],
+)
+def test_the_sender_is_near_and_neighbours_follow_each_other(members, chain):
+    assert order(members) == chain
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+def changed(what: str, model: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Return model, optimizer and arguments of the rank that is unlike the others."""
+    options: dict[str, Any] = {"chunk_bytes": SMALL}
+    kind: Any = torch.optim.AdamW
+    if what == "shape":
+        model.scalar = nn.Parameter(torch.zeros(2))
+    elif what == "dtype":
+        model.brain = nn.Parameter(model.brain.detach().float())
+    elif what == "name":
+        model.another, model.small = model.small, None
+    elif what == "tie":
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    elif what == "chunk":
+        options["chunk_bytes"] = 2 * SMALL
+    elif what == "codec":
+        options["codec"] = "none"
+    elif what == "expanded":
+        model.mask = torch.zeros(1, dtype=torch.bool).expand(1001)
+    elif what == "optimizer":
+        kind = torch.optim.Adam
+    groups: list[Any] = list(model.parameters())
+    if what == "groups":
+        groups = [{"params": groups[:2]}, {"params": groups[2:]}]
+    if what == "foreign":
+        groups = [*groups, nn.Parameter(torch.zeros(3))]
+    optimizer = None if what == "none" else kind(groups, lr=0.1)
+    if what == "pickle":
+        optimizer.param_groups[0]["callback"] = lambda: None
+    return model, optimizer, options
+
+
+def unlike(rank: int, size: int, cases: list[tuple[str, str, str, int]]) -> None:
+    for what, kind, text, who in cases:
+        model, optimizer, options = changed(what if rank == who else "", Net())
+        before = digest(model, optimizer)
+        with pytest.raises(getattr(pycomm, kind)) as raised:
+            elastic.hand_over(model, optimizer, has=rank == 0 and what != "nobody", **options)
+        assert type(raised.value).__name__ == kind, what
+        assert re.search(text, str(raised.value)), raised.value
+        assert str(raised.value).startswith(f"rank {rank}: ")
+        assert digest(model, optimizer) == before
+        check_sum()  # the group goes on
+
+
+def test_what_does_not_fit_is_told_on_all_before_anything_is_sent(pool):
+    cases = [
+        ("shape", "WireMismatch", r"rank 0 has .*scalar, float32 \[\].*rank 2 has .*\[2\]", 2),
+        ("dtype", "WireMismatch", "rank 0 has .*bfloat16.*rank 1 has .*float32", 1),
+        ("name", "WireMismatch", "another", 1),
+        ("tie", "WireMismatch", "which is embed.weight", 0),
+        ("chunk", "WireMismatch", "chunk_bytes=8192", 1),
+        ("codec", "WireMismatch", "codec=none", 1),
+        ("optimizer", "WireMismatch", r"adamw.AdamW.*adam.Adam", 2),
+        ("groups", "WireMismatch", "group 0", 1),
+        ("none", "WireMismatch", "no optimizer", 1),
+        ("nobody", "Error", "no rank has the state", 1),
+        ("expanded", "Error", "rank 1 cannot take part .*mask is expanded", 1),
+        ("foreign", "Error", "rank 2 cannot take part .*none of the model's", 2),
+        ("pickle", "Error", "rank 0 cannot take part .*pickled", 0),
+    ]
+    pool.run(unlike, cases, ranks=3)
+
+
+def arguments(rank: int, size: int) -> None:
+    model = nn.Linear(2, 2)
+    for wrong, given in (
+        (TypeError, {"has": 1}),
+        (TypeError, {"has": True, "optimizer": model}),
+        (TypeError, {"has": True, "codec": None}),
+        (ValueError, {"has": True, "codec": "int8"}),
+        (ValueError, {"has": True, "chunk_bytes": 100}),
+    ):
+        with pytest.raises(wrong):
+            elastic.hand_over(model, **given)
+    with pytest.raises(TypeError):
+        elastic.hand_over(model.parameters(), has=True)
+    check_sum()
+
+
+def test_bad_arguments_raise_at_the_call(pool):
+    pool.run(arguments)
+
+
+# ------------------------------------------------------------------ a member that is lost
+
+
+def lost(rank: int, size: int, who: int, backend: str) -> None:
+    """A rank of the chain 0, 1, 2 dies when it has sent or received some of the chunks."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if rank == 0:
+        model(torch.ones(1, 300)).sum().backward()
+        optimizer.step()
+    before = digest(model, optimizer)
+    if rank == who:
+        from pycomm.elastic import chunks
+
+        role, calls = "encode" if rank == 0 else "decode", []
+        works = getattr(chunks.Chunks, role)
+
+        def dies(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 40:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return works(*args)
+
+        setattr(chunks.Chunks, role, dies)
+    start = time.monotonic()
+    with pytest.raises(pycomm.Error, match=f"rank {rank}: the hand-over of rank 0's") as raised:
+        elastic.hand_over(model, optimizer, has=rank == 0, chunk_bytes=SMALL * 4)
+    assert time.monotonic() - start < 15, "long before the group's timeout of 20 s"
+    if backend == "pycomm":
+        assert isinstance(raised.value, pycomm.PeerLost)
+        assert raised.value.rank == who
+    assert digest(model, optimizer) == before
+
+
+@pytest.mark.parametrize(("who", "backend"), [(0, "pycomm"), (1, "gloo")])
+def test_a_lost_member_is_told_and_the_others_are_as_before(pool, who, backend):
+    pool.run(lost, who, backend, ranks=3, backend=backend, dies={who})
+
+
+def given_up(rank: int, size: int) -> None:
+    """The sender fails at its last chunk, and lives: what the others have is not taken over."""
+    torch.manual_seed(rank)
+    model = nn.Linear(100, 100)
+    before = copy.deepcopy(model.state_dict())
+    if rank == 0:
+        from pycomm.elastic import chunks
+
+        works, calls = chunks.Chunks.encode, []
+
+        def fails(self: Any, chunk: Any) -> Any:
+            calls.append(chunk)
+            if len(calls) == len(self.all):
+                raise MemoryError
+            return works(self, chunk)
+
+        chunks.Chunks.encode = fails  # type: ignore[method-assign]
+    wanted = MemoryError if rank == 0 else pycomm.Error
+    with pytest.raises(wanted):
+        elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL)
+    if rank == 0:
+        chunks.Chunks.encode = works  # type: ignore[method-assign]
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_sender_that_gives_up_tells_those_after_it(pool, backend):
+    pool.run(given_up, ranks=3, backend=backend)
