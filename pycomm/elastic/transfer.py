@@ -32,7 +32,7 @@ def hand_over(
     has: bool,
     group: dist.ProcessGroup | None = None,
     codec: str = "lossless",
-    chunk_bytes: int = 16 << 20,
+    chunk_bytes: int = 4 << 20,
 ) -> int | None:
     """Give the members that are new the model and the optimizer of one that has them; collective.
 
