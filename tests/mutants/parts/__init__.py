@@ -8,6 +8,7 @@ from tests.mutants.parts import (
     codecs,
     collectives,
     core,
+    elastic,
     kernels,
     package,
     planning,
@@ -27,6 +28,7 @@ PARTS: dict[str, tuple[Mutant, ...]] = {
     "tcp": tcp.MUTANTS,
     "torch_binding": torch_binding.MUTANTS,
     "reduction": reduction.MUTANTS,
+    "elastic": elastic.MUTANTS,
     "package": package.MUTANTS,
     "planning": planning.MUTANTS,
 }

@@ -9,7 +9,6 @@ DDP = "tests/torch/hooks/test_ddp_compress.py::"
 FEEDBACK = "tests/torch/feedback/test_state.py::"
 POWERSGD = "tests/torch/reduction/test_powersgd_factors.py"
 MEMBERS = "tests/torch/elastic/test_members.py::"
-HAND_OVER = "tests/torch/elastic/test_hand_over.py::"
 LOCAL = "tests/torch/local_sgd/test_local_sgd.py::"
 
 MUTANTS = (
@@ -470,78 +469,5 @@ MUTANTS = (
         "            mine.forget_other_side()\n",
         "",
         "tests/torch/feedback/test_state.py::test_loaded_residuals_leave_nothing_of_other_owners",
-    ),
-    # ------------------------------------------------------------------ hand-over
-    Mutant(
-        "nan-given-to-the-codec",
-        "check",
-        "pycomm/elastic/chunks.py",
-        "if not bool(floats.isnan().any()):",
-        "if True:",
-        HAND_OVER + "test_new_members_have_the_same_bits",
-    ),
-    Mutant(
-        "half-a-state-taken",
-        "check",
-        "pycomm/elastic/transfer.py",
-        "    receiver.end()\n",
-        "",
-        HAND_OVER + "test_a_sender_that_gives_up_tells_those_after_it",
-    ),
-    Mutant(
-        "models-not-compared",
-        "check",
-        "pycomm/elastic/transfer.py",
-        "if any(member.digest != members[0].digest for member in members):",
-        "if False:",
-        HAND_OVER + "test_what_does_not_fit_is_told_on_all_before_anything_is_sent",
-    ),
-    Mutant(
-        "states-cast-to-their-parameters",
-        "arithmetic",
-        "pycomm/elastic/contents.py",
-        "if loaded.dtype != value.dtype and loaded.shape == value.shape:",
-        "if False:",
-        HAND_OVER + "test_states_of_another_dtype_than_their_parameter_keep_it",
-    ),
-    Mutant(
-        "floats-sent-uncoded",
-        "constant",
-        "pycomm/elastic/chunks.py",
-        "_INTEGERS.get(tensor.dtype, torch.uint8) if self._coded else torch.uint8",
-        "torch.uint8",
-        HAND_OVER + "test_each_link_carries_the_state_once_and_coded",
-    ),
-    Mutant(
-        "extra-state-forgotten",
-        "state",
-        "pycomm/elastic/contents.py",
-        'module.set_extra_state(found["extra"][name])',
-        "pass",
-        HAND_OVER + "test_new_members_have_the_same_bits",
-    ),
-    Mutant(
-        "buffers-forgotten",
-        "state",
-        "pycomm/elastic/contents.py",
-        "if buffer is not None and name not in module._non_persistent_buffers_set:",
-        "if False:",
-        HAND_OVER + "test_new_members_have_the_same_bits",
-    ),
-    Mutant(
-        "sender-on-another-host",
-        "rank",
-        "pycomm/elastic/transfer.py",
-        "return -hosts, -nodes",
-        "return 0, 0",
-        HAND_OVER + "test_the_sender_is_near_and_neighbours_follow_each_other",
-    ),
-    Mutant(
-        "other-parts-of-a-chunk",
-        "rank",
-        "pycomm/elastic/chunks.py",
-        "            at += end - begin\n",
-        "",
-        HAND_OVER + "test_new_members_have_the_same_bits",
     ),
 )
