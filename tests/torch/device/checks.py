@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm import backend
+from pycomm import backend, elastic
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction.bucket import Bucket, Piece
@@ -388,3 +388,21 @@ def kept(piece: Piece) -> list[tuple[str, Any]]:
 
 def generator(rank: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(100 * rank + step)
+
+
+def check_hand_over(rank: int, ranks: int, device: str) -> None:
+    """A new member gets model and optimizer on its device, by way of the host."""
+    trained, new = nn.Linear(300, 21), nn.Linear(300, 21)
+    trained.weight.data.copy_(values(5, 21, 300))
+    model = (trained if rank == 0 else new).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if rank == 0:
+        for parameter in model.parameters():
+            momentum = values(7, *parameter.shape).to(device)
+            optimizer.state[parameter] = {"momentum_buffer": momentum}
+    assert elastic.hand_over(model, optimizer, has=rank == 0, chunk_bytes=4096) == 0
+    assert model.weight.cpu().equal(values(5, 21, 300))
+    for parameter in model.parameters():
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        assert momentum.device.type == parameter.device.type == device
+        assert momentum.cpu().equal(values(7, *parameter.shape))

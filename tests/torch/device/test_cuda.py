@@ -18,6 +18,7 @@ from tests.torch.device.checks import (
     check_compressed_collectives,
     check_ddp,
     check_futures,
+    check_hand_over,
     check_lifetimes,
     check_no_capture,
     check_operations,
@@ -59,8 +60,9 @@ def run(pool: Pool, path: str, check: Callable[..., Any], **more: Any) -> Any:
         functools.partial(check_order, way="held"),
         check_lifetimes,
         check_futures,
+        check_hand_over,
     ],
-    ids=["operations", "order", "lifetimes", "futures"],
+    ids=["operations", "order", "lifetimes", "futures", "hand-over"],
 )
 def test_operations_results_order_and_lifetimes(pool, check, path):
     run(pool, path, check, device="cuda")

@@ -29,6 +29,7 @@ from tests.torch.device.checks import (
     check_compressed_collectives,
     check_ddp,
     check_futures,
+    check_hand_over,
     check_lifetimes,
     check_no_capture,
     check_operations,
@@ -96,6 +97,10 @@ def test_tensors_live_as_long_as_the_operation_needs_them(fakes, way):
 @WAYS
 def test_futures_run_their_callbacks_behind_the_operation(fakes, way):
     run_on(fakes, check_futures, way)
+
+
+def test_a_new_member_gets_a_model_on_its_device(fakes):
+    run_on(fakes, check_hand_over, "held")
 
 
 def test_a_graph_captures_operations_among_peers(fakes):

@@ -142,7 +142,7 @@ def give(rank: int, size: int, new: Sequence[int], optimizer: str, codec: str, c
 
 @pytest.mark.parametrize(
     ("ranks", "new", "backend"),
-    [(2, [1], "pycomm"), (3, [0, 2], "pycomm"), (4, [0, 1, 3], "gloo"), (4, [2], "pycomm")],
+    [(2, [1], "pycomm"), (3, [0, 2], "pycomm"), (4, [0, 1, 3], "gloo"), (5, [0, 2, 3], "pycomm")],
 )
 @pytest.mark.parametrize(
     ("optimizer", "codec", "chunk"),
