@@ -65,6 +65,7 @@ soak: build $(VENV)/dev.stamp
 	$(IN_VENV) PYCOMM_TEST_ARCHS=all PYCOMM_TEST_EXTENT=full $(PY) -m pytest --quiet \
 	  $$(grep -rlE 'import .*\b(part|pairs|FULL|ARCHS)\b' tests --include='test_*.py')
 	$(PY) -m tests.soak --minutes 60
+	$(PY) -m tests.soak --minutes 30 --joins
 
 mutants: build $(VENV)/dev.stamp
 	$(IN_VENV) $(PY) -m tests.mutants

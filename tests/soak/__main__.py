@@ -24,6 +24,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60, help="when no new cycle begins (60)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--cycle", type=int, help="play this one alone")
+    parser.add_argument(
+        "--joins",
+        action="store_true",
+        help="cycles of an elastic group: a member leaves or is killed, and another one joins",
+    )
     parser.add_argument("--every", type=float, default=10, help="seconds between samples (10)")
     parser.add_argument("--csv", type=Path, help="write all samples here")
     return parser.parse_args(argv)
@@ -71,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     start = told = time.monotonic()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pycomm-soak-") as folder:
-        director = Director(folder, args.every)
+        director = Director(folder, args.every, args.joins)
         number = args.cycle or 0
         try:
             while True:
@@ -83,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
                 if args.cycle is not None or time.monotonic() - start > 60 * args.minutes:
                     break
         except Broken as broken:
-            where = f"--seed {args.seed} --cycle {number}"
+            where = f"{'--joins ' * args.joins}--seed {args.seed} --cycle {number}"
             wrong.append(f"broken in {where}, {director.doing}:\n{broken}")
         except KeyboardInterrupt:
             wrong.append(f"stopped in --seed {args.seed} --cycle {number}")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.soak.held import held
 from tests.soak.rank import serve
-from tests.soak.schedule import RANKS, Event, GroupSetup, draw
+from tests.soak.schedule import RANKS, Event, GroupSetup, draw, draw_joins
 
 DEADLINE = 150.0
 """Seconds in which every rank has answered, on a machine that others use."""
@@ -47,8 +47,10 @@ class Sample:
 class Director:
     """The processes, and what has come of the run so far."""
 
-    def __init__(self, folder: str, every: float) -> None:
+    def __init__(self, folder: str, every: float, joins: bool = False) -> None:
         self._folder, self._every = Path(folder), every
+        self._draw = draw_joins if joins else draw
+        self._handles: dict[int, str] = {}  # of the members of an elastic group
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.soak.rank"])  # imports torch once
         self._processes: dict[int, tuple[BaseProcess, Connection]] = {}
@@ -94,13 +96,19 @@ class Director:
         child.close()
         link.close()
 
-    def _tell(self, word: str, *args: Any, dies: int | None = None) -> dict[int, Any]:
-        """Say a word to all processes and wait for their answers.
+    def _tell(
+        self,
+        word: str,
+        *args: Any,
+        dies: int | None = None,
+        to: Iterable[int] | None = None,
+    ) -> dict[int, Any]:
+        """Say a word to all processes, or some, and wait for their answers.
 
         Raises:
             Broken: one raised, died without being told to, or has not answered in time.
         """
-        waited = {link: process for process, (_, link) in self._processes.items()}
+        waited = {self._processes[one][1]: one for one in (self._processes if to is None else to)}
         for link in waited:
             link.send((word, args))
         answers: dict[int, Any] = {}
@@ -163,7 +171,7 @@ class Director:
         """Play a cycle from its start to its end, where no group is left."""
         self.cycle = number
         self._first = self._last = 0.0
-        for place, event in enumerate(draw(seed, number)):
+        for place, event in enumerate(self._draw(seed, number)):
             self.doing = f"event {place}: {event}"
             self._happen(event)
             self.events += 1
@@ -183,6 +191,10 @@ class Director:
             self._join(event.setup)
             self._tell("begin", event.seed)
             self._wrap(event.codec)
+        elif event.what in ("found", "quit", "die", "return"):
+            self._change_members(event)
+            self._compare(self._tell("train", event.steps, to=self._handles))
+            return
         elif event.what == "restart":
             self._restart(event)
         elif event.what == "codec":
@@ -201,6 +213,41 @@ class Director:
     def _wrap(self, codec: str) -> None:
         self._codec = codec
         self._tell("wrap", codec)
+
+    def _change_members(self, event: Event) -> None:
+        """Members of an elastic group come or go."""
+        codec = event.codec if event.what == "found" else self._codec
+        if event.what == "found":
+            self._start_missing()
+            self._codec, self._transport = codec, event.setup.transport if event.setup else ""
+            self._handles = self._tell("found", event.setup)
+            self._form(event)
+            self._tell("begin", event.seed)
+            self._tell("wrap", codec)
+        elif event.what == "quit":
+            self._tell("leave", to=[event.process])
+            del self._handles[event.process]
+            self._form(event)  # a member that leaves needs nothing else
+        elif event.what == "die":
+            self._tell("die", event, dies=event.process)
+            del self._handles[event.process]
+            self._form(event)
+            self._tell("wrap", codec)
+        else:
+            self._start_missing()
+            self._handles |= self._tell("found", event.setup, to=[event.process])
+            self._form(event)
+            if len(set(self._tell("hand_over", event).values())) != 1:
+                raise Broken("a hand-over has left members with different states")
+            self._tell("wrap", codec, True)
+
+    def _form(self, event: Event) -> None:
+        self._setups += 1
+        order = event.setup.order if event.setup else sorted(self._handles)
+        handles = [self._handles[process] for process in order]
+        described = self._tell("form", self._setups, handles, to=self._handles)
+        if not all(self._transport in text for text in described.values()):
+            raise Broken(f"a group over {self._transport} is {described}")
 
     def _restart(self, event: Event) -> None:
         """From a checkpoint of those that are left, with as many as at the start."""

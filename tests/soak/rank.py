@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 import pycomm.backend
+from pycomm import elastic
 from tests.soak.held import held_at_rest
 from tests.soak.schedule import Event, GroupSetup
 
@@ -128,6 +129,24 @@ class Rank:
         assert found is not None
         return found.describe()
 
+    def found(self, setup: GroupSetup) -> str:
+        """Make an elastic group, which has no members yet; return the handle of this process."""
+        options = pycomm.Options(
+            transport=setup.transport, sockets=setup.sockets, enable_reconfigure=True
+        )
+        store = dist.HashStore()
+        dist.init_process_group(
+            "pycomm", store=store, rank=0, world_size=1, timeout=TIMEOUT, pg_options=options
+        )
+        return elastic.handle()
+
+    def form(self, uuid: int, handles: list[str]) -> str:
+        """Form the elastic group of these processes."""
+        elastic.reconfigure(uuid, handles)
+        found = pycomm.backend.find()
+        assert found is not None
+        return found.describe()
+
     def leave(self) -> None:
         """Keep the model, and nothing of the group."""
         self._unwrap()
@@ -155,9 +174,9 @@ class Rank:
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.model.module  # the wrapper goes: its reducer listens to parameters
 
-    def wrap(self, codec: str) -> None:
+    def wrap(self, codec: str, joins: bool = False) -> None:
         """Go on with this codec. All get the parameters and momenta of the first rank; with the
-        same codec, what is owed stays owed."""
+        same codec, what is owed stays owed. If one joins, it owes nothing."""
         self._unwrap()
         self.model = DistributedDataParallel(self.model, bucket_cap_mb=0.05)
         for entry in self.optimizer.state.values():
@@ -166,7 +185,7 @@ class Rank:
         self.state, self.codec = None, codec
         if codec != "none":
             self.state = pycomm.compress(self.model, codec)
-            if before is not None:
+            if before is not None or joins:
                 self.state.adopt_state(before)
 
     def _step(self) -> float:
@@ -181,14 +200,30 @@ class Rank:
     def train(self, steps: int) -> dict[str, Any]:
         """Train; return the mean loss, and what the parameters are, to the bit."""
         losses = [self._step() for _ in range(steps)]
-        digest = hashlib.sha256()
-        for parameter in self.model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
         return {
             "steps": steps,
             "loss": sum(losses) / steps,
-            "parameters": digest.hexdigest()[:16],
+            "parameters": self._digest(list(self.model.parameters())),
         }
+
+    @staticmethod
+    def _digest(tensors: list[torch.Tensor]) -> str:
+        digest = hashlib.sha256()
+        for tensor in tensors:
+            digest.update(tensor.detach().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def hand_over(self, event: Event) -> str:
+        """The process that has joined gets model and optimizer; return what they are."""
+        new = self.process == event.process
+        if new:
+            self.begin(event.seed)
+            self.state = None
+        self._unwrap()
+        elastic.hand_over(self.model, self.optimizer, has=not new, chunk_bytes=1 << 16)
+        parameters = list(self.model.parameters())
+        momenta = [self.optimizer.state[p]["momentum_buffer"] for p in parameters]
+        return self._digest([*parameters, *momenta])
 
     def _train_until(self, error: type[Exception]) -> Exception:
         end = time.monotonic() + WAITS
@@ -308,13 +343,22 @@ class Rank:
 
     def kill(self, event: Event) -> dict[str, Any]:
         """A rank is killed at any point of its training; the others shrink the group and go on."""
+        error = self._lose(event)
+        dist.shrink_group(error.ranks, shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+        self.wrap(self.codec)
+        return {"lost": error.rank}
+
+    def die(self, event: Event) -> None:
+        """A member of an elastic group is killed at any point of its training."""
+        self._lose(event)
+        self._unwrap()
+
+    def _lose(self, event: Event) -> pycomm.PeerLost:
         if self.process == event.process:
             threading.Timer(event.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         error = self._train_until(pycomm.PeerLost)
         assert isinstance(error, pycomm.PeerLost)
-        dist.shrink_group(error.ranks, shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
-        self.wrap(self.codec)
-        return {"lost": error.rank}
+        return error
 
 
 def serve(process: int, link: Connection, log: str) -> None:

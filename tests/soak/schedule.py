@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RANKS = 3
 ELDER = 0
@@ -14,6 +14,8 @@ STORES = ("file", "tcp")
 MISHAPS = ("codec", "groups", "split", "slow", "mismatch", "abort")
 ON_TCP = (*MISHAPS, "cut", "cut")
 STEPS = (5, 20)
+JOINS = 4
+"""How often a member goes and another one joins, in a cycle of an elastic group."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Event:
             "abort": f"by process {self.process} after {self.seconds:.2f} s; then {self.setup}",
             "kill": f"process {self.process} after {self.seconds:.2f} s",
             "restart": str(self.setup),
+            "found": f"{self.setup}; {self.codec}",
+            "quit": f"process {self.process}",
+            "die": f"process {self.process} after {self.seconds:.2f} s",
+            "return": str(self.setup),
         }
         return f"{self.what} {more.get(self.what, '')}".strip()
 
@@ -96,3 +102,19 @@ def draw(seed: int, number: int) -> list[Event]:
         if what == "start":
             events.append(event("kill"))
     return events
+
+
+def draw_joins(seed: int, number: int) -> list[Event]:
+    """The events of a cycle of an elastic group: a member leaves or dies, one joins, and so on."""
+    rng = random.Random(f"joins {seed}/{number}")
+    others = [process for process in range(RANKS) if process != ELDER]
+    first = _draw_setup(rng)
+    events = [Event("found", rng.randint(*STEPS), rng.choice(CODECS), setup=first)]
+    for _ in range(JOINS):
+        victim, seconds = rng.choice(others), rng.uniform(0.02, 0.3)
+        what, steps = rng.choice(("quit", "die")), rng.randint(*STEPS)
+        events.append(Event(what, steps, process=victim, seconds=seconds))
+        order = replace(first, order=_draw_setup(rng).order)
+        events.append(Event("return", rng.randint(*STEPS), process=victim, setup=order))
+    seed = rng.randrange(1 << 30)
+    return [replace(event, seed=seed) for event in events]
