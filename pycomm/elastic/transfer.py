@@ -67,7 +67,7 @@ def hand_over(
         codec: "lossless" codes float32 and bfloat16 without loss; "none" sends all as it is, for
             links that are faster than the codec. The same on all ranks.
         chunk_bytes: size of the messages before they are coded, in bytes, at least 4096; the same
-            on all ranks.
+            on all ranks. Three of them have to pass a link within the group's timeout.
 
     Returns:
         The rank that has sent its state; None: no member was new.
