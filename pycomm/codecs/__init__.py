@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from fractions import Fraction
+from functools import cache
 from importlib import import_module
 from typing import Any, cast, get_type_hints
 
@@ -139,7 +140,7 @@ def codec(text: str | Codec) -> Codec:
 
 
 def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     known = [field.name for field in fields(cls) if field.name != "inner"]
     listed = f"{name} has the options {', '.join(known)}" if known else f"{name} has no options"
     options: dict[str, Any] = {}
@@ -155,6 +156,11 @@ def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
             raise ValueError(f"{name}: {option} is given twice: leave one out")
         options[option] = _convert(name, option, value, hints[option])
     return options
+
+
+@cache
+def _hints(cls: type[Codec]) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _convert(name: str, option: str, value: str, hint: Any) -> Any:

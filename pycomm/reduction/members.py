@@ -77,7 +77,8 @@ def broadcast_object(thing: Any, root: int, group: dist.ProcessGroup, device: to
     It takes groups that torch has no record of, too, as those of torchft are.
 
     Args:
-        thing: what `torch.save` can write; used on the rank `root` only.
+        thing: of tensors and plain Python types, since no other is read; used on the rank `root`
+            only.
         root: rank in the group.
         group: the ranks.
         device: a device whose tensors the group moves.
@@ -96,7 +97,7 @@ def broadcast_object(thing: Any, root: int, group: dist.ProcessGroup, device: to
     group.broadcast(content, root).wait()
     if group.rank() == root:
         return thing
-    return torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=False)
+    return torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
 
 
 def compare_bucket(names: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:

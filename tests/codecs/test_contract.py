@@ -74,7 +74,7 @@ def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> t
 
 
 def bytes_of(x: torch.Tensor) -> bytes:
-    return bytes(x.contiguous().view(torch.uint8))
+    return x.numpy().tobytes()
 
 
 def tensor_of(data: bytes, dtype: torch.dtype = torch.float32) -> torch.Tensor:

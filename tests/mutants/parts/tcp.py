@@ -108,6 +108,15 @@ MUTANTS = (
         "tests/transports/test_channels.py",
     ),
     Mutant(
+        "late-requests-while-members-meet",
+        "wait",
+        "csrc/transports/tcp/endpoint/gathering.cpp",
+        "formed_ ? kLateRequest : kLastWords",
+        "kLateRequest",
+        "tests/torch/elastic/test_reconfigure.py::"
+        "test_a_first_member_that_stops_is_named_and_the_group_is_formed_when_it_goes_on",
+    ),
+    Mutant(
         "acknowledgement-of-what-was-not-sent-taken",
         "check",
         "csrc/transports/tcp/stream.h",

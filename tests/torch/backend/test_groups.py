@@ -271,7 +271,7 @@ def check_store_goes(rank: int, size: int) -> None:
     for way in ("shut down", "dropped"):
         store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
         group = load_c10d().Backend(store, rank, size, pycomm.Options(transport="shm"), way)
-        assert sockets() > before
+        assert rank == 0 or sockets() > before
         if way == "shut down":
             group.shutdown()
         del group, store

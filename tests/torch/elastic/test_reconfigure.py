@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -306,6 +307,32 @@ def absent(rank: int, size: int, store: Any) -> None:
 
 def test_a_member_that_does_not_come_is_named(pool):
     pool.run(run, absent, ranks=3, backend=None)
+
+
+def stopped_while_it_lends_the_store(rank: int, size: int, store: Any) -> None:
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    store.set(f"process {rank}", str(os.getpid()))
+    if rank == 1:
+        lender = int(store.get("process 0"))
+        threading.Timer(0.5, os.kill, (lender, signal.SIGSTOP)).start()
+    if rank != 3:  # so that the others wait for it
+        with pytest.raises(
+            pycomm.Timeout, match="did not come" if rank == 0 else "rank 0 does not"
+        ):
+            elastic.reconfigure(1, handles, timeout=timedelta(seconds=1))
+        store.set(f"raised {rank}", "")
+    if rank == 1:
+        store.get("raised 2")
+        os.kill(lender, signal.SIGCONT)
+    member.meet("seen")
+    member.form(2, handles)
+    check_sum()
+
+
+def test_a_first_member_that_stops_is_named_and_the_group_is_formed_when_it_goes_on(pool):
+    """The others meet at its endpoint, and wait for its answers no longer than for a member."""
+    pool.run(run, stopped_while_it_lends_the_store, ranks=4, backend=None)
 
 
 def wrapped_anew(rank: int, size: int, store: Any) -> None:

@@ -20,12 +20,18 @@ constexpr Milliseconds kQuestion(3000);
 constexpr int kRefusals = 2;
 // An operation on the store after the group was formed, by the straggler monitor.
 constexpr Milliseconds kLateRequest(10000);
+// What a member still says when the group was not formed in time; rank 0 had all the time before.
+constexpr Milliseconds kLastWords(250);
 constexpr Milliseconds kRetry(20);
 
 Digest hash_of(const std::vector<std::string>& handles) {
   std::string text;
   for (const std::string& handle : handles) text += handle + "\n";
   return sha256(text);
+}
+
+std::string silence(const Timeout& late) {
+  return std::string("rank 0 does not answer, at whose endpoint the members meet: ") + late.what();
 }
 
 }  // namespace
@@ -54,6 +60,9 @@ class Gathering::LentStore final : public Store {
 };
 
 /// The store of the other members. Any thread, after the group was formed.
+///
+/// Answers come in the order of the questions. So after one that did not come in time, none can be
+/// told from another, and the store is not used again.
 class Gathering::RemoteStore final : public Store {
  public:
   RemoteStore(EndpointConnection connection, const GroupRequest& request, const Deadline& deadline)
@@ -87,6 +96,8 @@ class Gathering::RemoteStore final : public Store {
   std::chrono::microseconds round_trip() const override {
     return std::chrono::microseconds(round_trip_.load());
   }
+  /// The group was formed: later requests have their own time.
+  void formed() { formed_ = true; }
   std::set<int> present() {
     MessageReader ranks = ask(MessageWriter(MessageKind::present), MessageKind::ranks);
     std::set<int> present;
@@ -97,7 +108,8 @@ class Gathering::RemoteStore final : public Store {
 
  private:
   Deadline deadline() const {
-    return deadline_.expired() ? Deadline::after(kLateRequest) : deadline_;
+    if (!deadline_.expired()) return deadline_;
+    return Deadline::after(formed_ ? kLateRequest : kLastWords);
   }
   void tell(const MessageWriter& message) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -108,8 +120,9 @@ class Gathering::RemoteStore final : public Store {
     std::string text;
     const auto start = Deadline::Clock::now();
     explain([&] {
-      connection_.send(message.finished(), deadline());
-      text = connection_.receive(deadline());
+      const Deadline limit = deadline();
+      connection_.send(message.finished(), limit);
+      text = connection_.receive(limit);
     });
     const auto took =
         std::chrono::duration_cast<std::chrono::microseconds>(Deadline::Clock::now() - start);
@@ -123,7 +136,11 @@ class Gathering::RemoteStore final : public Store {
   template <typename F>
   void explain(const F& act) {
     try {
+      if (!silent_.empty()) throw Timeout(silent_);
       act();
+    } catch (const Timeout& late) {
+      silent_ = late.what();
+      throw Timeout(silence(late), {0});
     } catch (const Refused& gone) {
       throw PeerLost(0, std::string("rank 0 is gone, at whose endpoint the members meet: ") +
                             gone.what() + "; look at its own log");
@@ -131,6 +148,8 @@ class Gathering::RemoteStore final : public Store {
   }
 
   std::mutex mutex_;
+  std::string silent_;  ///< how rank 0 did not answer
+  std::atomic<bool> formed_{false};
   EndpointConnection connection_;
   const Deadline deadline_;
   std::atomic<int64_t> round_trip_{0};
@@ -179,7 +198,10 @@ Gathering::Gathering(Endpoint& endpoint, int64_t uuid, const std::vector<std::st
   endpoint.claim(uuid, request_.list);
 }
 
-void Gathering::end(const std::string& failure) { endpoint_.release(failure); }
+void Gathering::end(const std::string& failure) {
+  if (remote_ && failure.empty()) remote_->formed();
+  endpoint_.release(failure);
+}
 
 std::string Gathering::name_of(int rank) const {
   return "rank " + std::to_string(rank) + " (" + handles_[static_cast<size_t>(rank)].where() + ")";
@@ -201,9 +223,7 @@ std::shared_ptr<Store> Gathering::store() {
                               "; its process has ended, leave its handle out of the list");
       std::this_thread::sleep_for(std::min(kLook, refusals * kRetry));
     } catch (const Timeout& late) {
-      throw Timeout(
-          std::string("rank 0 does not answer, at whose endpoint the members meet: ") + late.what(),
-          {0});
+      throw Timeout(silence(late), {0});
     }
   }
 }
