@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Contents:
             optimizer = None if self._optimizer is None else self._optimizer.state_dict()
             extra = {name: module.get_extra_state() for name, module in self._extra.items()}
             pickler.dump({"optimizer": optimizer, "extra": extra})
+            read(written.getvalue(), pickler.tensors)  # what the others will not read is told now
         except Exception as error:
             self.problem = f"its state cannot be pickled: {type(error).__name__}: {error}"
         for tensor in pickler.tensors:
@@ -94,7 +96,7 @@ class Contents:
             tensor.to(device) if kind == device.type else tensor
             for tensor, (_, _, kind) in zip(rest, forms, strict=True)
         ]
-        found = _Unpickler(io.BytesIO(pickled), rest).load()
+        found = read(pickled, rest)
         # The optimizer comes first, since its hooks may raise; then nothing has been changed.
         if self._optimizer is not None:
             self._optimizer.load_state_dict(found["optimizer"])
@@ -137,6 +139,15 @@ class Contents:
             self.problem = f"{what} is expanded, so it cannot be written: make it a clone()"
 
 
+def read(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Read a pickle that another member has sent: containers, numbers, texts and tensors.
+
+    Raises:
+        UnpicklingError: it has objects of other classes.
+    """
+    return _Unpickler(io.BytesIO(pickled), tensors).load()
+
+
 def empty(form: Form) -> torch.Tensor:
     """Return a tensor on the CPU for the values of one with this form."""
     dtype, shape, _ = form
@@ -145,6 +156,9 @@ def empty(form: Form) -> torch.Tensor:
 
 def form(tensor: torch.Tensor) -> Form:
     return _dtype(tensor), tuple(tensor.shape), tensor.device.type
+
+
+_HARMLESS = (OrderedDict, set, frozenset, complex, torch.device, torch.Size)
 
 
 class _Pickler(pickle.Pickler):
@@ -165,14 +179,27 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts tensors in the place of their numbers."""
+    """Puts tensors in the place of their numbers, and makes no object of a class that could act."""
 
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
 
     def persistent_load(self, pid: int) -> torch.Tensor:
         return self._tensors[pid]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        for known in (*_HARMLESS, *torch.serialization.get_safe_globals()):
+            made, path = known if isinstance(known, tuple) else (known, "")
+            if f"{module}.{name}" == (path or f"{made.__module__}.{made.__qualname__}"):
+                return made
+        raise pickle.UnpicklingError(
+            f"{module}.{name} is no class that members read from each other: keep numbers, texts, "
+            "containers or tensors in its place, or give it to torch.serialization."
+            "add_safe_globals on all ranks"
+        )
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

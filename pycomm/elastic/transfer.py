@@ -18,7 +18,7 @@ from pycomm import backend
 from pycomm.arguments import typed, whole
 from pycomm.elastic.chain import Message, Receiver, Sender, send_ahead
 from pycomm.elastic.chunks import Chunks
-from pycomm.elastic.contents import Contents, empty, form
+from pycomm.elastic.contents import Contents, empty, form, read
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from pycomm.policy.exchange import gather, host
 
@@ -54,9 +54,9 @@ def hand_over(
     once more. Only an error of the model's or optimizer's own code that takes the state over
     (``load_state_dict``, ``set_extra_state``) can leave it half written.
 
-    The new member unpickles what the sender has pickled of the optimizer, so the members of the
-    group must trust each other. Encrypt and authenticate the group's connections (PYCOMM_TLS,
-    PYCOMM_SECRET) on a network that others use.
+    Members read from each other containers, numbers, texts and tensors, and objects of the classes
+    that were given to ``torch.serialization.add_safe_globals``; a state with others is refused on
+    all ranks before it is sent.
 
     Args:
         model: the model, wrapped or not. Its tensors may have any dtype, device and strides, but
@@ -271,7 +271,7 @@ def _receive(
     """Receive a state; return the function that writes it."""
     receiver.expect(2)  # the preface, and the end
     ((preface, _),) = receiver.receive([None])
-    pickled, forms = pickle.loads(preface.numpy().tobytes())
+    pickled, forms = read(preface.numpy().tobytes(), [])
     staged = [empty(form(tensor)) for tensor in contents.tensors]
     rest = [empty(one) for one in forms]
     chunks = Chunks([*staged, *rest], *how)

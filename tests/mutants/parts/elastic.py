@@ -79,4 +79,12 @@ MUTANTS = (
         "",
         HAND_OVER + "test_new_members_have_the_same_bits",
     ),
+    Mutant(
+        "any-class-read-from-others",
+        "check",
+        "pycomm/elastic/contents.py",
+        'if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):',
+        "if (found := getattr(__import__(module), name, None)) is not None:",
+        HAND_OVER + "test_what_does_not_fit_is_told_on_all_before_anything_is_sent",
+    ),
 )

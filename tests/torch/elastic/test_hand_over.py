@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class Counter(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Any = {"steps": 0, "scale": torch.zeros(3)}
+        self.seen: Any = {"steps": 0, "scale": torch.zeros(3), "kind": torch.float16}
 
     def get_extra_state(self) -> Any:
         return self.seen
@@ -70,6 +71,7 @@ def state_of(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     for module in model.modules():
         if isinstance(module, Counter):
             found += [torch.tensor(module.seen["steps"]), module.seen["scale"]]
+            found.append(torch.tensor(list(str(module.seen["kind"]).encode())))
     if optimizer is not None:
         for group in optimizer.param_groups:
             found.append(torch.tensor([float(group["lr"])], dtype=torch.float64))
@@ -98,6 +100,7 @@ def train(model: Net, optimizer: Any, steps: int) -> None:
             parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
         optimizer.step()
     model.counter.seen = {"steps": steps, "scale": torch.tensor([1.0, float("nan"), -0.0])}
+    model.counter.seen["kind"] = OrderedDict(dtype=torch.bfloat16, device=torch.device("cpu"))
     odd = torch.tensor([0x7FC00001, 0x7F800001, 1, -(2**31), 0x007FFFFF, 0x7F800000])
     model.embed.weight.data.view(-1)[:6] = odd.to(torch.int32).view(torch.float32)
     odd = torch.tensor([0x7FC1, 0x7F81, 1, -(2**15), 0x7F, 0x7F80], dtype=torch.int16)
@@ -307,6 +310,8 @@ def changed(what: str, model: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
     optimizer = None if what == "none" else kind(groups, lr=0.1)
     if what == "pickle":
         optimizer.param_groups[0]["callback"] = lambda: None
+    if what == "class":
+        optimizer.param_groups[0]["callback"] = os.system
     return model, optimizer, options
 
 
@@ -338,6 +343,7 @@ def test_what_does_not_fit_is_told_on_all_before_anything_is_sent(pool):
         ("expanded", "Error", "rank 1 cannot take part .*mask is expanded", 1),
         ("foreign", "Error", "rank 2 cannot take part .*none of the model's", 2),
         ("pickle", "Error", "rank 0 cannot take part .*pickled", 0),
+        ("class", "Error", r"rank 0 cannot take part .*posix\.system is no class", 0),
     ]
     pool.run(unlike, cases, ranks=3)
 
