@@ -236,11 +236,10 @@ def check_averages(model: nn.Module) -> list[dist.ProcessGroup]:
     groups: dict[dist.ProcessGroup, None] = {}
     for unit in units(model):
         group = unit.group
-        reduced_in = getattr(group.mp_policy, "reduce_dtype", None)
         if (
             group.gradient_divide_factor is not None
             or group.force_sum_reduction_for_comms
-            or reduced_in == torch.float16
+            or torch.float16 in unit.reduced_in()
         ):
             raise Error(_DIVIDES)
         for name, parameter in unit.parameters.items():

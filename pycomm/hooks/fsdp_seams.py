@@ -116,6 +116,14 @@ class Unit:
             and not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained)
         )
 
+    def reduced_in(self) -> set[torch.dtype | None]:
+        """The dtypes that the policies of mixed precision ask for in reductions: since torch 2.15
+        there is one for each parameter, before that one for the group."""
+        holders = [self.group] if hasattr(self.group, "mp_policy") else self.parameters.values()
+        for holder in holders:
+            _check(holder, ("mp_policy",))
+        return {getattr(holder.mp_policy, "reduce_dtype", None) for holder in holders}
+
     def _gradient_dtype(self, name: str) -> torch.dtype | None:
         """The dtype to which torch converts a parameter's reduced gradient: since torch 2.15 an
         attribute of each parameter, before that one of the group. None: it is not known."""
