@@ -39,6 +39,10 @@ def entries(name: str) -> list[tuple[str, str]]:
     return [(spec, case) for spec, case, _ in keys]
 
 
+def all_entries() -> list[tuple[str, str]]:
+    return [entry for name in CODECS for entry in entries(name)]
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_files_are_of_this_wire_version(name):
     assert int(golden(name)["wire_version"]) == CODECS[name].wire_version

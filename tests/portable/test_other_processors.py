@@ -21,7 +21,7 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs import CODECS
 from tests.codecs.cases import amax_of
-from tests.codecs.test_golden import entries, golden
+from tests.codecs.test_golden import all_entries, golden
 from tests.portable.__main__ import AARCH64
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_the_emulated_processor_lacks_what_its_name_says(processor):
 def coded() -> tuple[bytes, list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]]:
     """Return the requests for all golden vectors, and what each must answer."""
     request, wanted = b"", []
-    for spec, case in entries():
+    for spec, case in all_entries():
         codec = pycomm.codec(spec)
         file = golden(codec.name)
         x, residual = file[f"{case}/x"], file[f"{case}/residual"]
@@ -118,7 +118,7 @@ def test_codecs_write_the_golden_bytes(processor):
                 wrong.append(name)
     assert at == len(got)
     assert wrong == []
-    assert {pycomm.codec(spec).name for spec, _ in entries()} == set(CODECS)
+    assert {pycomm.codec(spec).name for spec, _ in all_entries()} == set(CODECS)
 
 
 def numbers(dtype: str, count: int, seed: int) -> np.ndarray:

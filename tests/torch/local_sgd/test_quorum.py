@@ -200,6 +200,10 @@ def check_change(rank: int, size: int) -> None:
     local.step()
     with pytest.raises(pycomm.Error, match="does not go with quorum="):
         local.step()
+    # Who leaves the group earlier would end the other's first step.
+    store = dist.group.WORLD.get_group_store()
+    store.set(f"refused/{rank}", "")
+    store.wait([f"refused/{r}" for r in range(size)])
 
 
 def test_parameters_that_change_are_refused(pool):
