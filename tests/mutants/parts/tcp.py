@@ -108,11 +108,11 @@ MUTANTS = (
         "tests/transports/test_channels.py",
     ),
     Mutant(
-        "late-requests-while-members-meet",
+        "silence-of-the-first-member-not-told",
         "wait",
         "csrc/transports/tcp/endpoint/gathering.cpp",
-        "formed_ ? kLateRequest : kLastWords",
-        "kLateRequest",
+        "silent_ = late.what();\n      throw Timeout(silence(late), {0});",
+        "throw;",
         "tests/torch/elastic/test_reconfigure.py::"
         "test_a_first_member_that_stops_is_named_and_the_group_is_formed_when_it_goes_on",
     ),
