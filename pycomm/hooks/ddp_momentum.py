@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from pycomm.hooks.ddp import HookState
 from pycomm.hooks.momentum import Find, Momenta
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
+from pycomm.reduction.look import Look
 from pycomm.reduction.moment import CodedMoment
 
 
@@ -55,7 +55,7 @@ class MomentumState(Momenta, HookState):
     def _make_moment(self, name: str) -> CodedMoment | None:
         made = super()._make_moment(name)
         if made is not None:
-            look = _Look(weakref.ref(self), name)
+            look = Look(self, name)
             handle = made.parameter.register_hook(look)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
         return made
@@ -84,20 +84,3 @@ class MomentumState(Momenta, HookState):
         gradient = moment.parameter.grad
         if gradient is not None and gradient.any():
             moment.base = gradient.detach().clone()
-
-
-class _Look:
-    """A parameter's hook, which keeps what is in its gradient before a second backward adds to it.
-
-    The reference is weak, since parameters outlive a state.
-    """
-
-    __torch_unserializable__ = True  # torch.save of the parameter leaves the hook out silently
-
-    def __init__(self, state: weakref.ref[MomentumState], name: str) -> None:
-        self._state, self._name = state, name
-
-    def __call__(self, _: torch.Tensor) -> None:
-        state = self._state()
-        if state is not None:
-            state.look(self._name)

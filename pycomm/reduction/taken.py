@@ -24,6 +24,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pycomm.reduction.look import Look
+
 _CALM = 32  # steps in a row whose gradients were all taken, after which the hooks are removed
 _IDLE = 16  # steps in a row without a visible change: the parameters are moved in an unseen way
 _SAMPLE = 16  # values that are checked before the whole gradient: most gradients are not zero
@@ -191,10 +193,9 @@ class Taken:
         """Add hooks that look at gradients before backward adds to them, unless `early`."""
         if self._early or self._handles:
             return
-        me = weakref.ref(self)
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.is_leaf:
-                handle = parameter.register_hook(_Look(me, name))  # type: ignore[no-untyped-call]
+                handle = parameter.register_hook(Look(self, name))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
     def _disarm(self) -> None:
@@ -210,20 +211,6 @@ def _holds(gradient: torch.Tensor) -> bool:
         if flat[:: flat.numel() // _SAMPLE].any():
             return True
     return bool(gradient.any())
-
-
-class _Look:
-    """A parameter's hook, with a weak reference since parameters outlive a state."""
-
-    __torch_unserializable__ = True  # torch.save of the parameter leaves the hook out silently
-
-    def __init__(self, taken: weakref.ref[Taken], name: str) -> None:
-        self._taken, self._name = taken, name
-
-    def __call__(self, _: torch.Tensor) -> None:
-        taken = self._taken()
-        if taken is not None:
-            taken.look(self._name)
 
 
 _watching: weakref.WeakSet[Taken] = weakref.WeakSet()
