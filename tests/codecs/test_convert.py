@@ -92,6 +92,20 @@ def test_same_bits(kind, device, source_type, target_type):
 
 
 @everywhere
+@every_pair
+def test_each_factor_counts_alone(kind, device, source_type, target_type):
+    run = runner(kind, device)
+    for by, clip, divisor in ((1 / 3, 1.0, 1.0), (1.0, torch.tensor([0.7]), 1.0), (1.0, 1.0, 7.0)):
+        x = values(257, source_type)
+        want = torch.empty(257, dtype=target_type)
+        module.reference(Conversion(x, want, by, clip, divisor, None))
+        got = torch.full_like(want, 12.0, device=device)
+        put = clip.to(device) if isinstance(clip, torch.Tensor) else clip
+        run(Conversion(x.to(device), got, by, put, divisor, None))
+        assert same(got, want)
+
+
+@everywhere
 def test_what_is_not_aligned_and_what_overflows_in_the_cast(kind, device):
     run = runner(kind, device)
     x = torch.full((5000,), 65504.0, device=device)[1:]

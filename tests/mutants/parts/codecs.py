@@ -289,11 +289,11 @@ MUTANTS = (
         "tests/codecs/test_convert.py::test_what_is_not_aligned_and_what_overflows_in_the_cast",
     ),
     Mutant(
-        "conversion-of-the-last-tile",
+        "conversion-with-clipping-alone-copies",
         "constant",
         "csrc/codecs/convert.cpp",
         "by == 1.0f && clip == 1.0f && args.divisor == 1.0f",
         "by == 1.0f && args.divisor == 1.0f",
-        "tests/codecs/test_convert.py::test_same_bits",
+        "tests/codecs/test_convert.py::test_each_factor_counts_alone",
     ),
 )
