@@ -3,7 +3,8 @@
 #   make demo         train a small model over a 200 Mbit/s link, with and without pycomm
 #   make test         run all tests, with the counts of each tier
 #   make lint         run ruff, mypy, clang-format
-#   make soak         run the long tests: two thousand faults, fuzzing, an hour of training through faults
+#   make soak         run the long tests: 2500 faults, fuzzing, training through faults for an hour, and with members that
+#                     come and go for half an hour
 #   make mutants      make small mistakes in the sources, one at a time, and see whether the tests notice
 #   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
