@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pycomm.communicator import Communicator, Store
+from tests.noting import noting
 
 Job = Callable[..., Any]
 OPTIONS = {"transport": "local", "timeout": 20.0}
@@ -69,11 +70,12 @@ def attempt(
     def rank_main(rank: int) -> None:
         try:
             ours = {**OPTIONS, **options, **of_rank(rank)}
-            with Communicator(store, rank, size, **ours) as communicator:
+            with (
+                noting(f"on rank {rank} of {size}"),
+                Communicator(store, rank, size, **ours) as communicator,
+            ):
                 outcomes[rank] = job(communicator)
         except BaseException as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"on rank {rank} of {size}")
             outcomes[rank] = error
 
     threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(size)]

@@ -138,7 +138,7 @@ MUTANTS = (
         "csrc/codecs/base/block.h",
         "amax < kHuge",
         "amax <= kHuge",
-        BYTES + "[int8-native-cpu-huge]",
+        BYTES + "[int8-native-cpu]",
         within="return amax > kTiny && amax < kHuge;",
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = (
         "csrc/codecs/quant.h",
         "(uint64_t{1} << 32) / ranks * rank",
         "(uint64_t{1} << 32) / ranks * (rank + 1)",
-        BYTES + "[int4:rounding=correlated-native-cpu-normal-129]",
+        BYTES + "[int4:rounding=correlated-native-cpu]",
     ),
     Mutant(
         "quant-residual-of-another-value",
@@ -196,7 +196,7 @@ MUTANTS = (
         "csrc/codecs/sign.h",
         "p < 0.0f",
         "p <= 0.0f",
-        BYTES + "[sign-native-cpu-zeros-and-one]",
+        BYTES + "[sign-native-cpu]",
     ),
     Mutant(
         "ternary-ranks-round-alike",
@@ -220,7 +220,7 @@ MUTANTS = (
         "csrc/codecs/mx.h",
         "(amax & 0x7fffffu) > (Small::kLargestBits & 0x7fffffu)",
         "(amax & 0x7fffffu) >= (Small::kLargestBits & 0x7fffffu)",
-        BYTES + "[mxfp8_e5m2:scale=ceil-native-cpu-ties-float8-e5m2]",
+        BYTES + "[mxfp8_e5m2:scale=ceil-native-cpu]",
     ),
     Mutant(
         "nvfp4-scale-never-up",
@@ -228,7 +228,7 @@ MUTANTS = (
         "csrc/codecs/mx.h",
         "!(nearest.value < wanted)",
         "true",
-        BYTES + "[nvfp4:rounding=stochastic-native-cpu-normal-257]",
+        BYTES + "[nvfp4:rounding=stochastic-native-cpu]",
     ),
     Mutant(
         "topk-counts-equal-ones-as-larger",
@@ -262,7 +262,7 @@ MUTANTS = (
         "csrc/codecs/topk/record.h",
         "std::memset(to + record.bytes - 4, 0, 4);",
         "",
-        BYTES + "[topk:0.1,values=float16,indices=int16-native-cpu-normal-129]",
+        BYTES + "[topk:0.1,values=float16,indices=int16-native-cpu]",
     ),
     Mutant(
         "lossless-takes-the-widest-of-equals",

@@ -105,7 +105,7 @@ MUTANTS = (
         "triton_kernels/mx.py",
         "(amax & 0x7FFFFF) > (TOP_BITS & 0x7FFFFF)",
         "(amax & 0x7FFFFF) >= (TOP_BITS & 0x7FFFFF)",
-        BYTES + "[mxfp8_e5m2:scale=ceil-triton-cpu-ties-float8-e4m3]",
+        BYTES + "[mxfp8_e5m2:scale=ceil-triton-cpu]",
     ),
     Mutant(
         "triton-lossless-widest-of-equals",

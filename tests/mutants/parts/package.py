@@ -120,7 +120,7 @@ MUTANTS = (
         "pycomm/codecs/implementations.py",
         "value.isfinite()",
         "~value.isnan()",
-        GOLDEN + " tests/codecs/test_contract.py::test_same_bytes[fp16-native-cpu-inf-at-0]",
+        GOLDEN + " tests/codecs/test_contract.py::test_same_bytes[fp16-native-cpu]",
     ),
     Mutant(
         "powersgd-where-it-does-not-pay",
