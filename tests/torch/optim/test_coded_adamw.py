@@ -46,17 +46,21 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def alike(a: pycomm.CodedAdamW, b: pycomm.CodedAdamW) -> bool:
-    """Whether momentum, second moments and residuals have the same bits."""
+    """Whether momentum, second moments, residuals and what was sent have the same bits."""
     states = [list(optimizer.state.values()) for optimizer in (a, b)]
     for one, other in zip(*states, strict=True):
         if one.keys() != other.keys() or any(not torch.equal(one[k], other[k]) for k in one):
             return False
-    ours, theirs = (
-        optimizer.compression.state_dict()[f"rank{dist.get_rank()}"][1] for optimizer in (a, b)
-    )
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name]["worker"], theirs[name]["worker"]) for name in ours
-    )
+    for kind in ("rank", "own"):
+        ours, theirs = (
+            optimizer.compression.state_dict()[f"{kind}{dist.get_rank()}"][1]
+            for optimizer in (a, b)
+        )
+        if ours.keys() != theirs.keys() or any(
+            not torch.equal(ours[name]["worker"], theirs[name]["worker"]) for name in ours
+        ):
+            return False
+    return True
 
 
 # ---------------------------------------------------------------- the formula
@@ -69,6 +73,7 @@ class Plain:
         self.x, self.codec = start.clone(), pycomm.codec(codec)
         self.m = torch.zeros_like(start)
         self.e = [torch.zeros(start.numel()) for _ in range(ranks)]
+        self.o = [torch.zeros_like(start) for _ in range(ranks)]
         self.row, self.column = torch.zeros(start.shape[0]), torch.zeros(start.shape[1])
         self.weight = torch.tensor(0.0)
         self.v = torch.tensor(pycomm.policy.quality.nominal_error(self.codec) ** 2)
@@ -89,12 +94,13 @@ class Plain:
         b = max(0.0, int(1024 * (beta1 - v) / (1 - v)) / 1024)
         decoded, left, coded = [], 0.0, 0.0
         for rank, g in enumerate(gs):
-            p = g * (1 - b) + b * self.m
+            p = g * (1 - b) + b * self.o[rank]
             p = (p / scales[0][:, None] / scales[1]).reshape(-1) + self.e[rank]
             left += self.e[rank].square().sum()
             coded += p.square().sum()
             q = self.codec.decode(self.codec.encode(p), p.numel())
             self.e[rank] = p - q
+            self.o[rank] = q.view_as(self.m) * scales[0][:, None] * scales[1]
             decoded.append(q)
         self.m = (sum(decoded) / ranks).view_as(self.m) * scales[0][:, None] * scales[1]
         self.row = beta2 * self.row + (1 - beta2) * row
@@ -379,6 +385,46 @@ def resumes(rank: int, size: int) -> None:
 
 def test_a_checkpoint_goes_on_with_the_same_bits(pool):
     pool.run(resumes)
+
+
+def means_of_sent(rank: int, size: int) -> None:
+    """The mean of what ranks have sent is the momentum, also after another number of ranks."""
+    for codec in ("sign", "topk:0.02", "int4"):
+        model, optimizer = make(codec, feedback="residual:storage=float32")
+        train(model, optimizer, rank, range(3))
+        own = optimizer.compression.own
+        for name in ("big", "small"):
+            mean = own[name].current("worker")
+            dist.all_reduce(mean)
+            momentum = optimizer.state[getattr(model.module, name)]["exp_avg"].reshape(-1)
+            if codec != "int4":  # whose owner codes the mean once more
+                # Round-off of sums and of the residual that is taken out again.
+                torch.testing.assert_close(mean / size, momentum, rtol=1e-4, atol=1e-6)
+            assert float((mean / size - momentum).norm() / momentum.norm()) < 0.3
+
+
+def test_momentum_is_the_mean_of_what_ranks_have_sent(pool):
+    pool.run(means_of_sent, ranks=3)
+
+
+def begins_from_momentum(rank: int, size: int) -> None:
+    """After a state without what was sent, such as that of torch's AdamW, ranks go on from m."""
+    (a, one), (b, two) = make("topk:1.0"), make("topk:1.0")
+    train(a, one, rank, range(3))
+    b.load_state_dict(a.state_dict())
+    two.load_state_dict(deepcopy(one.state_dict()))
+    before = two.state[b.module.big]["exp_avg"].clone()
+    moment = two.compression.moments["big"]
+    b({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
+    # Round-off of a division and a multiplication.
+    torch.testing.assert_close(b.module.big.grad, moment.beta * before, rtol=1e-5, atol=1e-7)
+    two.zero_grad()
+    b({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
+    torch.testing.assert_close(b.module.big.grad, moment.beta * before, rtol=1e-5, atol=1e-7)
+
+
+def test_without_what_was_sent_ranks_go_on_from_the_momentum(pool):
+    pool.run(begins_from_momentum)
 
 
 def saved(rank: int, size: int) -> Any:
