@@ -442,8 +442,7 @@ MUTANTS = (
         "pycomm/hooks/momentum.py",
         "own.load_worker(shard or 0) if own.last_step else None",
         "own.load_worker(shard or 0)",
-        "tests/torch/optim/test_coded_adamw.py::"
-        "test_without_what_was_sent_ranks_go_on_from_the_momentum",
+        "tests/torch/optim/test_sent_momentum.py",
     ),
     Mutant(
         "what-was-sent-is-kept-without-a-step",
