@@ -18,7 +18,7 @@ from pathlib import Path
 from pycomm.bench import validate_plan
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row
-from pycomm.bench.training.results import changes, load, over, totals, with_loss
+from pycomm.bench.training.results import RANKS, changes, load, over, totals, with_loss
 
 FOLDER = Path(__file__).parent
 DOCS, README = FOLDER.parent / "docs", FOLDER.parent / "README.md"
@@ -53,7 +53,7 @@ def training(rows: Sequence[Row], model: str, rate: str) -> str:
 
 def losses(rows: Sequence[Row], model: str) -> str:
     """Return the table with a row per method: its loss against the exact run, over the seeds."""
-    found = [r for r in rows if (r.kind, r.model) == ("loss", model)]
+    found = [r for r in rows if (r.kind, r.model, r.ranks) == ("loss", model, RANKS)]
     lines = []
     for method in dict.fromkeys(r.method for r in found):
         whole = with_loss(next(r for r in found if r.method == method), rows)

@@ -28,12 +28,12 @@ from torch.distributed.fsdp import fully_shard
 
 from pycomm.bench import netlab
 from pycomm.bench.common.harness import Origin, Row, append_csv, quantile, record
+from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.train import (
     Config,
     Transformer,
     batches,
     loss_of,
-    standard_library,
     wire_bytes,
 )
 

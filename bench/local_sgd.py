@@ -37,6 +37,7 @@ from torch import nn
 import pycomm
 from pycomm.bench import netlab
 from pycomm.bench.common.harness import Origin, Row, append_csv, record
+from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.train import (
     FINAL_WINDOWS,
     Config,
@@ -45,7 +46,6 @@ from pycomm.bench.training.train import (
     evaluate,
     loss_of,
     schedule,
-    standard_library,
     wire_bytes,
 )
 from pycomm.reduction.cost import sent_bytes

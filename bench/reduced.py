@@ -26,13 +26,13 @@ import torch
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
+from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.train import (
     Config,
     Transformer,
     batches,
     loss_of,
     schedule,
-    standard_library,
 )
 from pycomm.codecs import Codec, RandomKey
 from pycomm.codecs import codec as parse_codec

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pycomm.bench.planner.log import write
+from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.methods import Method
-from pycomm.bench.training.train import Config, Transformer, batches, loss_of, standard_library
+from pycomm.bench.training.train import Config, Transformer, batches, loss_of
 
 TURNS, STEPS = 4, 3  # per codec, and steps per turn
 # Untimed warm-up steps: DDP makes new buckets first, and other models have used the caches.

@@ -1,7 +1,8 @@
 """Methods of averaging gradients for comparisons: pycomm's, and torch's own hooks."""
 
 # No `from __future__ import annotations` here: DDP checks a hook's annotations, as types.
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
+OPTIMIZERS = ("lion", "lion-mean", "one-bit", "zero-one", "demo", "detonation")
+"""pycomm's family, and the DeMo of PyPI's package detonation."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,15 @@ class Method:
     """One of torch's own communication hooks, as in `HOOKS`, or `late_hook`."""
     bucket_mb: float = 25.0
     """DDP's bucket_cap_mb; its default is 25."""
+    update: str = ""
+    """The optimizer, one of `OPTIMIZERS`; empty: AdamW."""
+    rate: float = 1.0
+    """What its learning rate is, beside AdamW's: steps by signs are larger."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the settings by which `python -m pycomm.bench.training` makes this method."""
+        return {name: value for name, value in asdict(self).items() if name != "label"}
 
     @property
     def scheduled(self) -> bool:
@@ -61,18 +73,70 @@ class Method:
             pycomm.compress(wrapped, self.codec, feedback=feedback)
         if self.hook:
             _torch_hook(wrapped, self.hook, group)
+        if self.update == "detonation":
+            wrapped.register_comm_hook(None, no_exchange)
         return wrapped
 
     def optimizer(
-        self, model: DistributedDataParallel, lr: float, betas: tuple[float, float]
+        self, model: DistributedDataParallel, lr: float, betas: tuple[float, float], steps: int
     ) -> torch.optim.Optimizer:
-        """Return this method's optimizer for a model that `wrap` has returned. Collective."""
+        """Return this method's optimizer for a model that `wrap` has returned. Collective.
+
+        Args:
+            model: the model.
+            lr: AdamW's learning rate.
+            betas: AdamW's.
+            steps: steps of the training, of which a fifth is warm-up where there is one.
+        """
+        if self.update:
+            return _optimizer(self.update, model, lr * self.rate, betas, steps // 5)
         if self.momentum:
             import pycomm
 
             parameters = model.parameters()
             return pycomm.CodedAdamW(parameters, lr, betas, model=model, codec=self.momentum)
         return torch.optim.AdamW(model.parameters(), lr, betas)
+
+
+def _optimizer(
+    name: str,
+    model: DistributedDataParallel,
+    lr: float,
+    betas: tuple[float, float],
+    warmup: int,
+) -> torch.optim.Optimizer:
+    import pycomm
+
+    parameters = model.parameters()
+    if name in ("lion", "lion-mean"):
+        result: Any = "mean" if name == "lion-mean" else "majority"
+        return pycomm.DistributedLion(parameters, lr, model=model, result=result)
+    if name == "one-bit":
+        return pycomm.OneBitAdam(parameters, lr, betas, model=model, warmup=warmup)
+    if name == "zero-one":
+        return pycomm.ZeroOneAdam(
+            parameters, lr, betas, model=model, freeze=warmup, local_steps=warmup
+        )
+    if name == "demo":
+        return pycomm.DeMo(parameters, lr, model=model)
+    if name == "detonation":
+        from detonation import DeMo
+
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        groups = {
+            "sharding_parallel_group": alone[dist.get_rank()],
+            "replication_parallel_group": dist.group.WORLD,
+        }
+        made: torch.optim.Optimizer = DeMo(parameters, lr=lr, **groups)
+        return made
+    raise ValueError(f"unknown optimizer {name!r}: use one of {', '.join(OPTIMIZERS)}")
+
+
+def no_exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Leave each rank its own gradients, for an optimizer that exchanges something itself."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:
@@ -149,6 +213,12 @@ METHODS = (
     Method("pycomm, coded momentum, 1 bit", momentum="eden:bits=1,scale=mmse"),
     Method("pycomm, coded momentum, sign", momentum="sign"),
     Method("pycomm, coded momentum, top-k 1 %", momentum=TOP_1),
+    Method("pycomm, Distributed Lion, majority", update="lion", rate=0.2),
+    Method("pycomm, Distributed Lion, mean", update="lion-mean", rate=0.2),
+    Method("pycomm, 1-bit Adam", update="one-bit"),
+    Method("pycomm, 0/1 Adam", update="zero-one"),
+    Method("pycomm, DeMo", update="demo", rate=0.2),
+    Method("detonation, DeMo", "gloo", update="detonation", rate=0.2),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),
 )

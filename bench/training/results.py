@@ -45,19 +45,21 @@ def totals(rows: Sequence[Row]) -> Iterable[Row]:
             )
 
 
-def pairs(method: str, model: str, rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+def pairs(
+    method: str, model: str, rows: Iterable[Row], ranks: int = RANKS
+) -> list[tuple[Row, Row]]:
     """Return a method's trainings, one per seed, each with the exact one of the same seed.
 
     Of repeated trainings the last counts.
     """
-    found = [r for r in rows if (r.kind, r.model) == ("loss", model)]
+    found = [r for r in rows if (r.kind, r.model, r.ranks) == ("loss", model, ranks)]
     mine, exact = (
         {r.seed: r for r in found if r.method == wanted} for wanted in (method, EXACT.label)
     )
     return [(mine[seed], exact[seed]) for seed in mine if seed in exact]
 
 
-def changes(method: str, model: str, rows: Iterable[Row]) -> list[float]:
+def changes(method: str, model: str, rows: Iterable[Row], ranks: int = RANKS) -> list[float]:
     """Return by seed the relative change of the loss at the schedule's end against the exact run.
 
     Both losses are on the same held-out text: if one was taken on less, the curves are compared.
@@ -66,13 +68,13 @@ def changes(method: str, model: str, rows: Iterable[Row]) -> list[float]:
         loss(mine) / loss(exact) - 1
         if mine.windows == exact.windows
         else curve_end(mine) / curve_end(exact) - 1
-        for mine, exact in pairs(method, model, rows)
+        for mine, exact in pairs(method, model, rows, ranks)
     ]
 
 
 def with_loss(row: Row, rows: Sequence[Row]) -> Row:
     """Return a row of steps with the results of its method's trainings against exact ones."""
-    trained = pairs(row.method, row.model, rows)
+    trained = pairs(row.method, row.model, rows, row.ranks)
     if not trained:
         return replace(row, kind="total")
     # These are from the curves, which use less text than the final loss.
@@ -81,7 +83,7 @@ def with_loss(row: Row, rows: Sequence[Row]) -> Row:
     return replace(
         row,
         kind="total",
-        change=statistics.fmean(changes(row.method, row.model, rows)),
+        change=statistics.fmean(changes(row.method, row.model, rows, row.ranks)),
         steps_to_loss=count,
         seconds_to_loss=None if count is None or row.seconds is None else count * row.seconds,
     )

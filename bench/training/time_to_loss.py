@@ -4,7 +4,7 @@
 
 The bits of a result do not depend on the link, so losses and times are measured separately:
 
-    losses  every method trains on two ranks on an unlimited loopback, once per seed, for a quarter
+    losses  every method trains on two ranks (or others) on a loopback, once per seed, for a quarter
             more steps than the learning rate's schedule has; the loss on held-out text is taken
             during the training (256 windows), and at the end of the schedule (2048 windows). The
             bytes of a step are the mean over the schedule, as pycomm counts them
@@ -39,6 +39,7 @@ import torch.distributed as dist
 from pycomm.bench import netlab
 from pycomm.bench.common import arguments, progress
 from pycomm.bench.common.harness import Origin, Row, append_csv, record, write_json
+from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import RANKS, load, show, totals
 from pycomm.bench.training.train import (
@@ -47,7 +48,6 @@ from pycomm.bench.training.train import (
     Transformer,
     batches,
     loss_of,
-    standard_library,
     wire_bytes,
 )
 
@@ -59,6 +59,7 @@ MODELS = {
     "demo-4e-3": Config(learning_rate=4e-3),
     "demo-beta.5": Config(beta1=0.5),
     "demo-2000": Config(steps=2000, evaluate_every=100, warmup=100),
+    "digits": Config(corpus="digits", context=64, batch=8),
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
 }
 SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
@@ -67,20 +68,18 @@ SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
 # -------------------------------------------------------------------- losses
 
 
-def train(config: Config, method: Method) -> list[dict[str, float]]:
+def train(config: Config, method: Method, ranks: int) -> list[dict[str, float]]:
     """Train on an unlimited loopback; return rank 0's rows.
 
     Raises:
         RuntimeError: a rank failed; the text is its output.
     """
-    arguments = {**asdict(config), "backend": method.backend, "bucket_mb": method.bucket_mb}
-    arguments |= {"codec": method.codec, "feedback": method.feedback, "hook": method.hook}
-    arguments["momentum"] = method.momentum
+    arguments = asdict(config) | method.arguments
     os.environ.setdefault("PYCOMM_TRANSPORT", "tcp")  # which counts what travels
     command = [sys.executable, "-m", "pycomm.bench.training"]
     for name, value in arguments.items():
         command += [f"--{name.replace('_', '-')}={value}"]
-    with tempfile.TemporaryDirectory() as folder, netlab.Paced(RANKS, netlab.UNLIMITED) as lab:
+    with tempfile.TemporaryDirectory() as folder, netlab.Paced(ranks, netlab.UNLIMITED) as lab:
         log = Path(folder, "log")
         what = f"training {method.label}, seed {config.seed}"
         with progress.following(what, log, config.steps):
@@ -96,17 +95,19 @@ def run(lab: netlab.Lab, command: Sequence[str], output: Path) -> None:
             raise RuntimeError(output.read_text(errors="replace"))
 
 
-def losses(model: str, methods: Sequence[Method], seeds: Sequence[int]) -> Iterable[Row]:
-    """Train every method with every seed."""
+def losses(
+    model: str, methods: Sequence[Method], seeds: Sequence[int], ranks: int
+) -> Iterable[Row]:
+    """Train every method with every seed on so many ranks."""
     for seed in seeds:
         for method in methods:
             base = replace(MODELS[model], seed=seed)
             config = replace(base, extra=base.steps // 4)
-            rows = train(config, method)
+            rows = train(config, method, ranks)
             end = next(row for row in rows if "final" in row)
             curve = {int(r["step"]): r["held_out"] for r in rows if "step" in r and "held_out" in r}
             yield replace(
-                describe("loss", model, method),
+                describe("loss", model, method, ranks),
                 seed=seed,
                 steps=base.steps,
                 windows=FINAL_WINDOWS,
@@ -160,13 +161,14 @@ def time_on_this_rank(
     torch.manual_seed(0)
     net = Transformer(config)
     optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate)
-    data = batches(standard_library()[0], config, dist.get_rank(), RANKS)
+    data = batches(CORPORA[config.corpus]()[0], config, dist.get_rank(), RANKS)
     for _ in range(rounds):
         for method in methods:
             wrapped = method.wrap(net, groups[method.backend], sync=False)
             stepping = optimizer
-            if method.momentum:
-                stepping = method.optimizer(wrapped, config.learning_rate, (0.9, 0.999))
+            if method.momentum or method.update:
+                given = config.learning_rate, (0.9, 0.999), 1
+                stepping = method.optimizer(wrapped, *given)
             seconds: list[float] = []
             settle, timed = settle_steps(method), 2
             before = 0
@@ -203,14 +205,14 @@ def agreed_count(steps: float) -> int:
     return int(count)
 
 
-def describe(kind: str, model: str, method: Method) -> Row:
+def describe(kind: str, model: str, method: Method, ranks: int = RANKS) -> Row:
     """Return a row without measurements."""
     count = sum(p.numel() for p in Transformer(MODELS[model]).parameters())
     return Row(
         kind=kind,
         op="training",
         backend=method.backend,
-        ranks=RANKS,
+        ranks=ranks,
         size=4 * count,
         count=count,
         type="float32",
@@ -234,6 +236,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rates", type=arguments.rates, default="100mbit,1gbit", help="of links, as tc has them")
     add("--methods", default="", help="only those in whose label this pattern is found")
     add("--only", choices=("losses", "steps", "totals"), help="totals: from what --csv holds")
+    add("--ranks", default="2", help="of the trainings; each rank has a batch of its own")
     add("--seeds", default="0,1,2", help="of the trainings")
     add("--rounds", type=arguments.count, default=3, help="turns of every method on a link")
     add(
@@ -248,6 +251,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
         parser.error(f"--seeds {options.seeds}: want whole numbers joined by commas")
     options.seeds = [int(seed) for seed in options.seeds.split(",")]
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", options.ranks):
+        parser.error(f"--ranks {options.ranks}: want numbers of ranks joined by commas")
+    options.ranks = [int(ranks) for ranks in options.ranks.split(",")]
+    if options.ranks != [RANKS] and options.only != "losses":
+        parser.error("--ranks is for trainings, --only losses: steps on links are those of 2 ranks")
     try:
         options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
     except re.error as error:
@@ -292,14 +300,16 @@ def main(argv: Sequence[str]) -> int:
         for row in results:
             rows.append(row)
             value = f"loss {row.loss:.4f}" if row.loss else f"{(row.seconds or 0) * 1e3:.1f} ms"
-            print(f"{row.kind} {row.model} {row.rate} {row.method}: {value}", flush=True)
+            what = row.rate or f"{row.ranks} ranks, seed {row.seed}"
+            print(f"{row.kind} {row.model} {what}, {row.method}: {value}", flush=True)
             keep(row)
 
     for model in options.models:
         if options.only in (None, "losses"):
-            measure(losses(model, methods, options.seeds))
+            for ranks in options.ranks:
+                measure(losses(model, methods, options.seeds, ranks))
         if options.only in (None, "steps"):
-            steady = [method for method in methods if not method.scheduled]
+            steady = [m for m in methods if not m.scheduled and m.update != "detonation"]
             for rate in options.rates if steady else ():
                 measure(step_times(model, steady, rate, options.rounds, options.turn_seconds))
     final = list(totals(rows))

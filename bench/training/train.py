@@ -14,13 +14,10 @@ import gc
 import json
 import math
 import os
-import random
 import statistics
-import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,7 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pycomm.bench.netlab import interface_bytes
-from pycomm.bench.training.methods import HOOKS, Method
+from pycomm.bench.training.corpora import CORPORA
+from pycomm.bench.training.methods import HOOKS, OPTIMIZERS, Method
 
 WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the schedule's end
 
@@ -49,6 +47,7 @@ class Config:
     beta1: float = 0.9  # AdamW's momentum
     evaluate_every: int = 10
     seed: int = 0
+    corpus: str = "stdlib"  # one of corpora.py
 
 
 # --------------------------------------------------------------------- model
@@ -95,27 +94,6 @@ class Transformer(nn.Module):
 
 
 # ---------------------------------------------------------------------- data
-
-
-def standard_library(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Python's own sources as bytes (uint8): for training, and every 16th file held out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    # Tests and tables that repeat each other are excluded: they would leak held-out text.
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    skipped |= {"encodings", "pydoc_data"}
-    paths = [p for p in sorted(root.rglob("*.py")) if not set(p.relative_to(root).parts) & skipped]
-    paths = [p for p in paths if not p.name.startswith("_sysconfigdata")]
-    random.Random(0).shuffle(paths)
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    size = 0
-    for i, path in enumerate(paths):
-        text = path.read_bytes()
-        parts[i % 16 == 0].append(text)
-        size += len(text)
-        if size > limit:
-            break
-    train, held_out = (torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in parts)
-    return train, held_out
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
@@ -177,9 +155,9 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
     torch.manual_seed(config.seed)
     model = method.wrap(Transformer(config))
     betas = config.beta1, 0.95
-    optimizer = method.optimizer(model, config.learning_rate, betas)
+    optimizer = method.optimizer(model, config.learning_rate, betas, config.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
-    text, held_out = standard_library()
+    text, held_out = CORPORA[config.corpus]()
     data = batches(text, config, dist.get_rank(), dist.get_world_size())
 
     seconds: list[float] = []
@@ -215,6 +193,8 @@ def main() -> int:
     parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
     parser.add_argument("--feedback", default="", help="its feedback, or none")
     parser.add_argument("--momentum", default="", help="compress the momentum instead: sign, ...")
+    parser.add_argument("--update", default="", help=f"in AdamW's place: {', '.join(OPTIMIZERS)}")
+    parser.add_argument("--rate", type=float, default=Method.rate, help="times the learning rate")
     parser.add_argument("--hook", default="", help=f"torch's own: {', '.join(HOOKS)}")
     parser.add_argument("--bucket-mb", type=float, default=Method.bucket_mb, help="of DDP")
     parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
@@ -223,8 +203,7 @@ def main() -> int:
         parser.add_argument(flag, type=type(default), default=default)
     args = vars(parser.parse_args())
     log = args.pop("log")
-    names = ("backend", "codec", "feedback", "momentum", "hook", "bucket_mb")
-    chosen = {name: args.pop(name) for name in names}
+    chosen = {name: args.pop(name) for name in Method("").arguments}
     method = Method("", **chosen)
 
     torch.set_num_threads(1)

@@ -34,6 +34,7 @@ class Residual:
         rows: rows of the worker's residual, one for each owner in a reduce-scatter, which has no
             owner residual.
         error: keep the error of payloads; without it there is only momentum.
+        owner: there is an owner residual.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Residual:
         *,
         rows: int = 1,
         error: bool = True,
+        owner: bool = True,
     ) -> None:
         self.rule, self.numel, self.rows, self.device = rule.kept(rows * numel), numel, rows, device
         self.side = 0
@@ -60,7 +62,7 @@ class Residual:
         """Number of the last step in which this residual took part."""
         self.worker: Pair | None = self._pair(rows) if error else None
         """e; for momentum v; for ef21 the estimate that other ranks have of our gradient."""
-        self.owner: Pair | None = self._pair() if error and rows == 1 else None
+        self.owner: Pair | None = self._pair() if error and owner and rows == 1 else None
         """Zero but for the values that this rank owns; unwritten zeros take no memory."""
         self.momentum: Pair | None = self._pair(rows) if rule.kind == "momentum" else None
         self.mean: Pair | None = self._pair() if rule.kind == "ef21" and error else None

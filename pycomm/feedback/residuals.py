@@ -26,11 +26,13 @@ class Residuals:
     Args:
         rule: the kind of feedback.
         ranks: number of ranks, the divisor of the average.
+        owners: keep residuals of owners, too.
     """
 
-    def __init__(self, rule: Feedback, ranks: int) -> None:
+    def __init__(self, rule: Feedback, ranks: int, *, owners: bool = True) -> None:
         self.rule = rule
         self.ranks = ranks
+        self._owners = owners
         self._residuals: dict[str, Residual] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -60,7 +62,7 @@ class Residuals:
         found = self._residuals.get(name)
         rule = self.rule.kept(rows * numel, codec)
         if found is None or (error and found.worker is None):
-            fresh = Residual(rule, numel, device, rows=rows, error=error)
+            fresh = Residual(rule, numel, device, rows=rows, error=error, owner=self._owners)
             if found is not None:  # has been exact, and keeps its momentum
                 fresh.momentum, fresh.side = found.momentum, found.side
             found = self._residuals[name] = fresh
@@ -216,6 +218,8 @@ class Residuals:
                 pair[other.side].zero_()
         for name, saved in state.items():
             tensors = {role: saved[role] for role in ROLES if role in saved}
+            if not self._owners:
+                tensors.pop("owner", None)
             here = self._residuals.get(name)
             device = here.device if here else next(iter(tensors.values())).device
             numel, rows, layout, last_step = saved["about"]
@@ -244,7 +248,12 @@ class Residuals:
 def _widened(residual: Residual, rule: Feedback) -> Residual:
     """The same in float32, between two steps."""
     numel, rows, device = residual.numel, residual.rows, residual.device
-    wide = Residual(rule, numel, device, rows=rows, error=residual.worker is not None)
+    wide = Residual(
+        *(rule, numel, device),
+        rows=rows,
+        error=residual.worker is not None,
+        owner=residual.owner is not None,
+    )
     wide.layouts[wide.side] = residual.layouts[residual.side]
     wide.last_step = residual.last_step
     for (_, to), (_, there) in zip(wide.pairs(), residual.pairs(), strict=True):

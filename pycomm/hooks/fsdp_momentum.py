@@ -1,18 +1,12 @@
 """FSDP2's communication for optimizers whose momentum travels instead of the gradients.
 
 Between replicas (HSDP, `replicate`) shards of the momentum are averaged as DDP's are. In a
-reduce-scatter each rank gets its own shard, and knows the momentum of no other. There each rank
-keeps what itself has sent, o, in the momentum's place:
-
-    p = (b o + (1 - b) g) / d + e;  q = C(p);  e <- p - q;  o <- d q;  m <- d mean(q), of the shard
-
-The ranks' mean of o is m, so the mean of p follows the same formula as in DDP; if all ranks have
-the same gradients, so does each p.
+reduce-scatter each rank gets its own shard of the momentum, and knows that of no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,14 +17,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.feedback import Residuals
 from pycomm.hooks.fsdp import FSDPState
 from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.momentum import Find, Momenta
 from pycomm.policy import Policy
 from pycomm.reduction.bucket import Piece
 from pycomm.reduction.moment import CodedMoment, local
-from pycomm.reduction.saved import known, residuals_of
 
 _DIVIDES = (
     "torch sums the gradients of this model and divides them by itself, so the momentum would have "
@@ -64,11 +56,6 @@ class ShardedMomentumState(Momenta, FSDPState):
     ) -> None:
         self._find = find
         super().__init__(codec, model, **options)
-        self.own: Residuals | None = None
-        """What this rank has sent of the momentum of all shards; None: ranks know the momentum."""
-        if self._scatters:
-            assert self.residuals is not None
-            self.own = Residuals(self.residuals.rule, self.process_group.size())
         self._begin_momenta(find, unit, refresh)
 
     def _enter(self, names: Sequence[str]) -> None:
@@ -100,11 +87,6 @@ class ShardedMomentumState(Momenta, FSDPState):
             )
         super().travel_exactly(names, why)
 
-    @property
-    def kept_alike(self) -> int:
-        """See `BucketReducer`: what was sent is kept beside the residuals."""
-        return 2 if self._scatters else 1
-
     # ------------------------------------------------------------------ for the optimizer
 
     def whole_sums(self, sums: torch.Tensor) -> torch.Tensor:
@@ -118,12 +100,6 @@ class ShardedMomentumState(Momenta, FSDPState):
         # In a reduce-scatter each rank has a gradient of all rows, so it has the sums of all.
         return sums if self._scatters else self.whole_sums(sums)
 
-    def take_sums(self) -> None:
-        """See `Momenta`: also keeps what was sent for the momentum that is used now."""
-        if self.own is not None and self._pending:
-            self.own.commit(self._touched_moments, self.step)
-        super().take_sums()
-
     def _kept(self) -> set[str]:
         moments = self.moments.items()
         found = torch.tensor([_nonzero(moment) for _, moment in moments], dtype=torch.uint8)
@@ -135,6 +111,13 @@ class ShardedMomentumState(Momenta, FSDPState):
         return {name for (name, _), one in zip(moments, found.tolist(), strict=True) if one}
 
     # ------------------------------------------------------------------ exchanges
+
+    def _sent_before(
+        self, moment: CodedMoment, piece: Piece, shard: int | None = None
+    ) -> torch.Tensor | None:
+        if shard is not None and not moment.again:  # the momentum of other shards is unknown
+            return self._own_of(piece).load_worker(shard)
+        return super()._sent_before(moment, piece, shard)
 
     def _scatter(
         self,
@@ -159,7 +142,7 @@ class ShardedMomentumState(Momenta, FSDPState):
         for moment, part, piece in parts:
             known_ = id(moment) in entered
             for r in range(self._ranks):
-                sent = None if moment.again else self._sent_before(piece, r)
+                sent = self._sent_before(moment, piece, r)
                 moment.encode(
                     *(part[r], self._scale, piece.residual, sent, r), entered=known_, looks=looks
                 )
@@ -175,50 +158,9 @@ class ShardedMomentumState(Momenta, FSDPState):
     ) -> None:
         """Keep what was sent, and make momentum of the own shards."""
         for moment, part, piece in parts:
-            own = self._own_of(piece)
             for r in range(self._ranks):
-                sent = moment.sent(part[r], piece.residual, r)
-                if moment.again:
-                    sent += own.written_worker(r)
-                own.store_worker(sent, r)
+                self._keep_sent(moment, piece, part[r], r)
             moment.decode(output[piece.offset : piece.offset + piece.numel], self._scale)
-
-    def _own_of(self, piece: Piece) -> Any:
-        assert self.own is not None
-        return self.own.get(
-            piece.name, piece.numel, self._device, rows=self._ranks, codec=piece.codec
-        )
-
-    def _sent_before(self, piece: Piece, row: int) -> torch.Tensor:
-        sent: torch.Tensor = self._own_of(piece).load_worker(row)
-        return sent
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `CompressionState`; also has what this rank has sent of the momentum."""
-        state = super().state_dict()
-        if self.own is not None:
-            state[f"own{dist.get_rank()}"] = (self.step, self.own.state_dict())
-        return state
-
-    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
-        """See `CompressionState`."""
-        super().load_state_dict(*states)
-        if self.own is None:
-            return
-        saved = {key: value for state in states for key, value in state.items()}
-        (about,) = saved["about"]
-        before = about["world_size"]
-        keys = self._needed_besides(self._needed(before))
-        if not all(key in saved for key in keys):
-            return  # the state of a model that was not sharded: every rank begins with nothing
-        own = [residuals_of(saved, key, about["step"], keeps=True) for key in keys]
-        own = known(own, self._numbers, tell=False)
-        self.own.load_state_dict(self._mine(own, before), self.codecs)
-
-    def _needed_besides(self, needed: Sequence[str]) -> list[str]:
-        return [key.replace("rank", "own") for key in needed] if self.own is not None else []
 
 
 def _nonzero(moment: CodedMoment) -> bool:

@@ -2,11 +2,18 @@
 
 For a coded parameter, a bucket that was filled with gradients leaves the hook with the momentum
 that all ranks have agreed on. `pycomm.optim` steps with it. docs/optimizers.md has the algorithm.
+
+Each rank goes on from what itself has sent, o, whose mean over the ranks is the momentum:
+
+    p = (b o + (1 - b) g) / d + e;  q = C(p);  e <- p - q;  o <- d q;  m <- d mean(q)
+
+In a reduce-scatter it knows nothing else. If nodes code sums of their ranks, a rank has sent
+nothing of its own, and goes on from m, as it does where it has no o.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +21,13 @@ import torch.distributed as dist
 
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
+from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Bucket, Piece
 from pycomm.reduction.moment import CodedMoment
 from pycomm.reduction.reducer import _done
+from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.single_coding import SingleCoding, is_coarse
 from pycomm.reduction.state import CompressionState
 
@@ -35,6 +44,8 @@ class Momenta(CompressionState):
     """The coded parameters, by name."""
     steps = 0
     """Optimizer steps so far."""
+    own: Residuals
+    """What this rank has sent of the momentum, also for the shards of other ranks."""
 
     def _begin_momenta(self, find: Find, unit: Callable[[], float], refresh: int) -> None:
         """Begin with the parameters that were entered so far.
@@ -47,6 +58,8 @@ class Momenta(CompressionState):
                 an eighth of the bytes.
         """
         self._find, self._unit, self._scale = find, unit, 1.0
+        assert self.residuals is not None
+        self.own = Residuals(self.residuals.rule, self.process_group.size(), owners=False)
         self._sent: dist.Work | _Complete | None = None  # the exchange of second moments
         self.stays_because = (
             "CodedAdamW keeps second moments that members share: wrap the module in a new "
@@ -100,7 +113,12 @@ class Momenta(CompressionState):
         return sums
 
     def take_sums(self) -> None:
-        """Complete the exchange of second moments, before an optimizer's step; on all ranks."""
+        """Complete the exchange of second moments, before an optimizer's step; on all ranks.
+
+        Also keeps what was sent for the momentum that is used now.
+        """
+        if self._pending:
+            self.own.commit(self._touched_moments, self.step)
         received = None
         if self._sent is not None:
             self._sent.wait()
@@ -181,18 +199,64 @@ class Momenta(CompressionState):
             moment.enter(part, self._scale)
         self._share_scales([moment for moment, _ in new])
         entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
+        alone = not self._bucket(tuple(names), tensor.device).levels  # else nodes code sums
+        coded: list[torch.Tensor] = []
         for moment, part, piece in parts:
+            sent = self._sent_before(moment, piece) if alone else None
             known = id(moment) in entered
-            moment.encode(part, self._scale, piece.residual, entered=known, looks=looks)
+            moment.encode(part, self._scale, piece.residual, sent, entered=known, looks=looks)
+            if alone:
+                coded.append(part.clone())
         future = super().reduce(tensor, names)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             result = done.value()
+            for (moment, _, piece), values in zip(parts, coded, strict=alone):
+                self._keep_sent(moment, piece, values)
             for moment, part, _ in parts:
                 moment.decode(part, self._scale)
             return result
 
         return future.then(restore)
+
+    # ------------------------------------------------------------------ what a rank has sent
+
+    @property
+    def kept_alike(self) -> int:
+        """See `BucketReducer`: what was sent is kept beside the residuals."""
+        return 2
+
+    def _own_of(self, piece: Piece) -> Residual:
+        return self.own.get(
+            piece.name, piece.numel, self._device, rows=self.rows, codec=piece.codec
+        )
+
+    def _sent_before(
+        self, moment: CodedMoment, piece: Piece, shard: int | None = None
+    ) -> torch.Tensor | None:
+        """Return o, float32 [numel of the shard]; None: nothing is kept, or nothing is to be added.
+
+        Args:
+            shard: its number, in a reduce-scatter; None: that which replicas average.
+        """
+        if moment.again or piece.name not in self.own:
+            return None
+        own = self._own_of(piece)
+        return own.load_worker(shard or 0) if own.last_step else None
+
+    def _keep_sent(
+        self, moment: CodedMoment, piece: Piece, coded: torch.Tensor, shard: int | None = None
+    ) -> None:
+        """Note what this rank has sent, which `take_sums` keeps.
+
+        Args:
+            coded: what `CodedMoment.encode` has made of the gradient.
+            shard: see `_sent_before`.
+        """
+        own, sent = self._own_of(piece), moment.sent(coded, piece.residual, shard)
+        if moment.again:
+            sent += own.written_worker(shard or 0)
+        own.store_worker(sent, shard or 0)
 
     def _parts(
         self, names: tuple[str, ...], tensor: torch.Tensor
@@ -242,6 +306,30 @@ class Momenta(CompressionState):
         if values is not tensor:
             tensor.copy_(values)
         return _done(tensor)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `CompressionState`; also has what this rank has sent of the momentum."""
+        sent = self.step, self.own.state_dict()
+        return {**super().state_dict(), f"own{dist.get_rank()}": sent}
+
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """See `CompressionState`."""
+        super().load_state_dict(*states)
+        self.own.clear()
+        saved = {key: value for state in states for key, value in state.items()}
+        (about,) = saved["about"]
+        before = about["world_size"]
+        keys = self._needed_besides(before)
+        if not all(key in saved for key in keys):
+            return  # of an earlier version: every rank goes on from the momentum
+        own = [residuals_of(saved, key, about["step"], keeps=True) for key in keys]
+        own = known(own, self._numbers, tell=False)
+        self.own.load_state_dict(self._mine(own, before), self.codecs)
+
+    def _needed_besides(self, before: int) -> list[str]:
+        return [key.replace("rank", "own") for key in self._needed(before)]
 
 
 class _Complete:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -14,16 +12,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
-from pycomm.arguments import number, typed, whole
+from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
 from pycomm.compress import attach
-from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
+from pycomm.optim.settings import (
+    check_dense,
+    check_parameters,
+    check_settings,
+    is_ready,
+    policy_of,
+    rule_of,
+    settings_terms,
+)
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import clean
 from pycomm.reduction.moment import local
+
+_NAME = "CodedAdamW"
 
 
 class CodedAdamW(torch.optim.Optimizer):
@@ -92,13 +100,13 @@ class CodedAdamW(torch.optim.Optimizer):
         typed("scaler", scaler, torch.amp.GradScaler, None)
         refresh = whole("refresh", refresh, 0)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check_settings(defaults)
+        check_settings(_NAME, defaults)
         super().__init__(params, defaults)
         for group in self.param_groups:
-            _check_settings(group)
+            check_settings(_NAME, group)
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
-        policy = _policy(codec)
-        rule = _rule(feedback)
+        policy = policy_of(_NAME, codec, biased=True)
+        rule = rule_of(_NAME, feedback)
         self._groups: dict[int, dict[str, Any]] = {}
         self._scaler = scaler
         given: dict[str, Any] = {"find": self._find, "unit": self._unit, "refresh": refresh}
@@ -109,8 +117,8 @@ class CodedAdamW(torch.optim.Optimizer):
         else:
             groups = check_averages(model)
         names = {id(p): clean(name) for name, p in module.named_parameters()}
-        self._check_parameters(names)
-        self._check_dense(module)
+        check_parameters(_NAME, self.param_groups, names)
+        check_dense(_NAME, self.param_groups, module)
         agree_on_options(self._terms(names, refresh), *groups)
         made: MomentumState | ShardedMomentumState
         if _is_ddp(model):
@@ -137,7 +145,7 @@ class CodedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._ready():
+        if not is_ready(self, self._scaler):
             return loss
         self.compression.take_sums()
         coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
@@ -235,25 +243,6 @@ class CodedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ parts of a step
 
-    def _ready(self) -> bool:
-        """Whether to take this step; unscales the gradients if the scaler leaves that to us."""
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return True
-        if self._scaler is None:
-            raise Error(
-                f"rank {dist.get_rank()}: a GradScaler scales the gradients, and the momentum that "
-                "travels must be in their unit: make the optimizer with scaler=..."
-            )
-        if float(found_inf):
-            return False
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            inverse = 1.0 / float(scale)
-            grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-            torch._foreach_mul_(grads, inverse)
-        return True
-
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
             state = self.state[parameter]
@@ -302,47 +291,13 @@ class CodedAdamW(torch.optim.Optimizer):
         state = self.state.get(parameter, {})
         return None if group is None else (group, state)
 
-    def _check_parameters(self, names: dict[int, str]) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in names:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(parameter.shape)} does not belong to the "
-                        "model: pass the model that was wrapped, and its own parameters"
-                    )
-
-    def _check_dense(self, module: nn.Module) -> None:
-        known = {id(p) for group in self.param_groups for p in group["params"]}
-        for name, part in module.named_modules():
-            if getattr(part, "sparse", False) and id(getattr(part, "weight", None)) in known:
-                raise ValueError(
-                    f"CodedAdamW: {name or type(part).__name__} has sparse gradients, which AdamW "
-                    "does not take: make it with sparse=False, or give its weight to another "
-                    "optimizer"
-                )
-
     def _terms(self, names: dict[int, str], refresh: int) -> list[str]:
         """Return what must be equal on all ranks, a line for each."""
         scaled = "with" if self._scaler is not None else "without"
         terms = [f"refresh={refresh}, {scaled} a GradScaler"]
-        for i, group in enumerate(self.param_groups):
-            settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-            members = ",".join(names[id(p)] for p in group["params"])
-            terms.append(f"group {i} of CodedAdamW: {settings} of {members}")
+        keys = ("lr", "betas", "eps", "weight_decay")
+        terms += settings_terms(_NAME, self.param_groups, names, keys)
         return terms
-
-
-def _check_settings(settings: dict[str, Any]) -> None:
-    lr, eps, decay = (number(key, settings[key]) for key in ("lr", "eps", "weight_decay"))
-    if not isinstance(settings["betas"], (tuple, list)) or len(settings["betas"]) != 2:
-        raise ValueError(f"CodedAdamW: betas={settings['betas']!r}: give two numbers")
-    beta1, beta2 = (number("betas", beta) for beta in settings["betas"])
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ValueError(f"CodedAdamW: betas={settings['betas']}: each is from 0 to below 1")
-    if not all(math.isfinite(x) and x >= 0 for x in (lr, eps, decay)):
-        raise ValueError(
-            f"CodedAdamW: lr={lr}, eps={eps} and weight_decay={decay} must be finite and at least 0"
-        )
 
 
 def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
@@ -354,32 +309,3 @@ def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
         "CodedAdamW takes a model wrapped in DistributedDataParallel or fully_shard, not "
         f"{type(model).__name__}"
     )
-
-
-def _policy(codec: str | Codec | Policy) -> Policy:
-    policy = Policy.of(codec)
-    if policy.steered:
-        raise ValueError(
-            f"CodedAdamW: {policy.codec!r} chooses among codecs of gradients by measurements: name "
-            'a codec, such as "sign"'
-        )
-    for one in policy.named():
-        if one.combine == "factors":
-            raise ValueError(f"CodedAdamW: {one.name} averages factors: take another codec")
-        if one.unbiased or one.combine == "sum":
-            remedy = "scale=mmse" if one.name == "eden" else "another codec"
-            raise ValueError(
-                f"CodedAdamW: {one.spec()} is unbiased, so its errors would pile up in the "
-                f"momentum: use {remedy}, whose errors feedback returns"
-            )
-    # The guard compares results with mean gradients, and here they are momentum.
-    return replace(policy, guard=None)
-
-
-def _rule(feedback: str | Feedback) -> Feedback:
-    rule = Feedback.of(feedback)
-    if rule is None or rule.kind != "residual":
-        raise ValueError(
-            f"CodedAdamW: feedback={feedback!r}: the momentum has feedback of the kind residual"
-        )
-    return rule

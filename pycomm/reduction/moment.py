@@ -1,13 +1,14 @@
 """The coded momentum of one parameter, and its second moments by rows and columns.
 
-With g the gradient of a rank, m the momentum and d the root of the second moment, both equal on all
-ranks, and e the rank's residual, a step is
+With g the gradient of a rank, o what it has sent of the momentum, e its residual, and m the
+momentum and d the root of the second moment, both equal on all ranks, a step is
 
-    p = (b m + (1 - b) g) / d + e;  q = C(p);  e <- p - q;  m <- d mean(q)
+    p = (b o + (1 - b) g) / d + e;  q = C(p);  e <- p - q;  o <- d q;  m <- d mean(q)
 
-The residual is in units of d. Eliminating it gives p <- (b + v (1 - b)) p + (1 - b) g for a codec
-that leaves a share v of its input to the next step: one pole instead of the two of a residual
-followed by momentum. b = (b1 - v) / (1 - v) gives it Adam's horizon.
+The mean of o over the ranks is m. The residual is in units of d. Eliminating it gives
+p <- (b + v (1 - b)) p + (1 - b) g for a codec that leaves a share v of its input to the next step:
+one pole instead of the two of a residual followed by momentum. b = (b1 - v) / (1 - v) gives it
+Adam's horizon.
 
 The second moment of an n x m matrix is the outer product of its row and column sums, divided by
 their total (Shazeer and Stern 2018, "Adafactor", section 3): n + m numbers, which travel exactly.
@@ -264,7 +265,7 @@ class CodedMoment:
             values: the gradient, as for `enter`.
             scale: the loss scale.
             residual: what is added by the coding.
-            momentum: m, float32 [numel]; None: that of the optimizer's state.
+            momentum: o, float32 [numel]; None: m, that of the optimizer's state.
             shard: number of the shard; None: the own one.
             entered: `enter` was called for it; else this does the same.
             looks: measure the errors of the coding before.
@@ -297,19 +298,21 @@ class CodedMoment:
         if self.again and self.base is not None:
             values.add_(self.base.reshape(-1))
 
-    def sent(self, coded: torch.Tensor, residual: Residual | None, shard: int) -> torch.Tensor:
+    def sent(
+        self, coded: torch.Tensor, residual: Residual | None, shard: int | None = None
+    ) -> torch.Tensor:
         """Return what this rank has contributed to a shard's momentum, float32 [numel].
 
         Args:
             coded: what `encode` has made of the shard's gradient.
             residual: that of the coding, which is complete.
-            shard: number of the shard.
+            shard: number of the shard; None: the own one.
         """
         row, column = self._scale_of(shard)
         values = coded.float()
         if residual is not None and residual.worker is not None:
-            values = values + residual.load_worker(shard)
-            values -= residual.written_worker(shard)
+            values = values + residual.load_worker(shard or 0)
+            values -= residual.written_worker(shard or 0)
         elif values is coded:
             values = values.clone()
         scaled.multiply(values.view(self.padded, self.columns), row, column, 1.0)

@@ -385,8 +385,8 @@ class CompressionState(BucketReducer):
         rank, ranks = self.process_group.rank(), self.process_group.size()
         return [f"rank{r}" for r in sources(self.residuals.rule, before, rank, ranks)]
 
-    def _needed_besides(self, needed: Sequence[str]) -> list[str]:
-        """Return the keys of other entries of the same ranks."""
+    def _needed_besides(self, before: int) -> list[str]:
+        """Return the keys of other entries of `before` ranks that this rank needs."""
         return []
 
     def take_over(self, before: CompressionState) -> None:
@@ -500,8 +500,9 @@ class CompressionState(BucketReducer):
             ValueError: the checkpoint has nothing under this key.
         """
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
-        needed = self._needed(about[0]["world_size"])
-        parts = ["about", "factors", *needed, *self._needed_besides(needed)]
+        before = about[0]["world_size"]
+        needed = self._needed(before)
+        parts = ["about", "factors", *needed, *self._needed_besides(before)]
         saved = load_saved(checkpoint_id, key, parts, self.process_group)
         for part in needed:
             saved.setdefault(part, (about[0]["step"], {}))  # version 2, with nothing to save

@@ -6,13 +6,13 @@ from itertools import islice
 
 import torch
 
+from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.train import (
     Config,
     Transformer,
     batches,
     loss_of,
     schedule,
-    standard_library,
 )
 
 CONFIG = Config()

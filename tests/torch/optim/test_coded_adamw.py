@@ -46,17 +46,21 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def alike(a: pycomm.CodedAdamW, b: pycomm.CodedAdamW) -> bool:
-    """Whether momentum, second moments and residuals have the same bits."""
+    """Whether momentum, second moments, residuals and what was sent have the same bits."""
     states = [list(optimizer.state.values()) for optimizer in (a, b)]
     for one, other in zip(*states, strict=True):
         if one.keys() != other.keys() or any(not torch.equal(one[k], other[k]) for k in one):
             return False
-    ours, theirs = (
-        optimizer.compression.state_dict()[f"rank{dist.get_rank()}"][1] for optimizer in (a, b)
-    )
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name]["worker"], theirs[name]["worker"]) for name in ours
-    )
+    for kind in ("rank", "own"):
+        ours, theirs = (
+            optimizer.compression.state_dict()[f"{kind}{dist.get_rank()}"][1]
+            for optimizer in (a, b)
+        )
+        if ours.keys() != theirs.keys() or any(
+            not torch.equal(ours[name]["worker"], theirs[name]["worker"]) for name in ours
+        ):
+            return False
+    return True
 
 
 # ---------------------------------------------------------------- the formula
@@ -69,6 +73,7 @@ class Plain:
         self.x, self.codec = start.clone(), pycomm.codec(codec)
         self.m = torch.zeros_like(start)
         self.e = [torch.zeros(start.numel()) for _ in range(ranks)]
+        self.o = [torch.zeros_like(start) for _ in range(ranks)]
         self.row, self.column = torch.zeros(start.shape[0]), torch.zeros(start.shape[1])
         self.weight = torch.tensor(0.0)
         self.v = torch.tensor(pycomm.policy.quality.nominal_error(self.codec) ** 2)
@@ -89,12 +94,13 @@ class Plain:
         b = max(0.0, int(1024 * (beta1 - v) / (1 - v)) / 1024)
         decoded, left, coded = [], 0.0, 0.0
         for rank, g in enumerate(gs):
-            p = g * (1 - b) + b * self.m
+            p = g * (1 - b) + b * self.o[rank]
             p = (p / scales[0][:, None] / scales[1]).reshape(-1) + self.e[rank]
             left += self.e[rank].square().sum()
             coded += p.square().sum()
             q = self.codec.decode(self.codec.encode(p), p.numel())
             self.e[rank] = p - q
+            self.o[rank] = q.view_as(self.m) * scales[0][:, None] * scales[1]
             decoded.append(q)
         self.m = (sum(decoded) / ranks).view_as(self.m) * scales[0][:, None] * scales[1]
         self.row = beta2 * self.row + (1 - beta2) * row

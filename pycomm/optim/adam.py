@@ -1,0 +1,66 @@
+"""Parts of Adam that its relatives share: the state, an exact step, and the denominator."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from pycomm.optim.base import Part
+
+States = Mapping[torch.Tensor, dict[str, Any]]
+"""The state of each parameter, which torch makes at the first look."""
+
+
+def start(states: States, part: Part) -> None:
+    """Fill the empty state of a parameter, as torch's AdamW has it."""
+    state = states[part.parameter]
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(part.parameter, memory_format=torch.contiguous_format)
+
+
+def step_exactly(
+    states: States, parts: Sequence[Part], gradients: Mapping[str, torch.Tensor]
+) -> None:
+    """Take a step of torch's AdamW.
+
+    Args:
+        states: states that `start` has filled.
+        parts: the parameters.
+        gradients: their mean gradients, by name.
+    """
+    groups: dict[int, list[Part]] = defaultdict(list)
+    for part in parts:
+        groups[id(part.group)].append(part)
+    for members in groups.values():
+        settings = members[0].group
+        beta1, beta2 = settings["betas"]
+        found = [states[part.parameter] for part in members]
+        adamw(
+            [part.parameter for part in members],
+            [gradients[p.name].view_as(p.parameter).to(p.parameter.dtype) for p in members],
+            [state["exp_avg"] for state in found],
+            [state["exp_avg_sq"] for state in found],
+            [],
+            [state["step"] for state in found],
+            foreach=True,
+            amsgrad=False,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            lr=float(settings["lr"]),
+            weight_decay=float(settings["weight_decay"]),
+            eps=float(settings["eps"]),
+            maximize=False,
+        )
+
+
+def denominator(state: Mapping[str, Any], part: Part, updates: int) -> torch.Tensor:
+    """Return Adam's denominator of a second moment that was updated so many times."""
+    beta2, eps = float(part.group["betas"][1]), float(part.group["eps"])
+    root: torch.Tensor = state["exp_avg_sq"].sqrt()
+    return root.div_((1 - beta2**updates) ** 0.5).add_(eps)

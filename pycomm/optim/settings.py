@@ -1,0 +1,156 @@
+"""What the optimizers check alike: settings, parameters, and what a loss scaler has found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pycomm.arguments import number
+from pycomm.codecs import Codec
+from pycomm.errors import Error
+from pycomm.feedback import Feedback
+from pycomm.policy import Policy
+
+
+def check_settings(who: str, settings: dict[str, Any]) -> None:
+    """Check the settings of a parameter group: lr and weight_decay, and betas and eps if there are.
+
+    Raises:
+        TypeError: one is no number.
+        ValueError: one is out of its range.
+    """
+    names = [name for name in ("lr", "eps", "weight_decay") if name in settings]
+    numbers = {name: number(name, settings[name]) for name in names}
+    betas = settings.get("betas", (0.0, 0.0))
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{who}: betas={betas!r}: give two numbers")
+    if not all(0 <= number("betas", beta) < 1 for beta in betas):
+        raise ValueError(f"{who}: betas={betas}: each is from 0 to below 1")
+    if not all(math.isfinite(x) and x >= 0 for x in numbers.values()):
+        given = ", ".join(f"{name}={value}" for name, value in numbers.items())
+        raise ValueError(f"{who}: {given} must be finite and at least 0")
+
+
+def check_parameters(who: str, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
+    """Check that the parameters of an optimizer are those of the model.
+
+    Args:
+        who: name of the optimizer.
+        groups: its parameter groups.
+        names: names of the model's parameters by id.
+
+    Raises:
+        ValueError: a parameter is not the model's.
+    """
+    for group in groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"{who}: a parameter of shape {tuple(parameter.shape)} does not belong to the "
+                    "model: pass the model that was wrapped, and its own parameters"
+                )
+
+
+def check_dense(who: str, groups: list[dict[str, Any]], module: nn.Module) -> None:
+    """Check that no parameter of an optimizer has sparse gradients.
+
+    Raises:
+        ValueError: one has.
+    """
+    known = {id(p) for group in groups for p in group["params"]}
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) and id(getattr(part, "weight", None)) in known:
+            raise ValueError(
+                f"{who}: {name or type(part).__name__} has sparse gradients, which it does not "
+                "take: make it with sparse=False, or give its weight to another optimizer"
+            )
+
+
+def settings_terms(
+    who: str, groups: list[dict[str, Any]], names: dict[int, str], keys: tuple[str, ...]
+) -> list[str]:
+    """Return the settings of all groups and their parameters, which are equal on all ranks."""
+    terms = []
+    for i, group in enumerate(groups):
+        settings = {key: group[key] for key in keys}
+        members = ",".join(names[id(p)] for p in group["params"])
+        terms.append(f"group {i} of {who}: {settings} of {members}")
+    return terms
+
+
+def policy_of(who: str, codec: str | Codec | Policy, *, biased: bool) -> Policy:
+    """Return the policy of values that are coded with feedback.
+
+    Args:
+        who: name of the optimizer.
+        codec: a codec or a policy, or the text of either.
+        biased: errors return in the values, so that those of unbiased codecs would pile up.
+
+    Raises:
+        ValueError: a codec cannot be used so.
+    """
+    policy = Policy.of(codec)
+    if policy.steered:
+        raise ValueError(
+            f"{who}: {policy.codec!r} chooses among codecs of gradients by measurements: name "
+            'a codec, such as "sign"'
+        )
+    for one in policy.named():
+        if one.combine == "factors":
+            raise ValueError(f"{who}: {one.name} averages factors: take another codec")
+        if biased and (one.unbiased or one.combine == "sum"):
+            remedy = "scale=mmse" if one.name == "eden" else "another codec"
+            raise ValueError(
+                f"{who}: {one.spec()} is unbiased, so its errors would pile up in the "
+                f"momentum: use {remedy}, whose errors feedback returns"
+            )
+    # The guard compares results with mean gradients, and here they are momentum.
+    return replace(policy, guard=None)
+
+
+def rule_of(who: str, feedback: str | Feedback) -> Feedback:
+    """Return the feedback of a momentum.
+
+    Raises:
+        ValueError: it is of another kind than residual.
+    """
+    rule = Feedback.of(feedback)
+    if rule is None or rule.kind != "residual":
+        raise ValueError(
+            f"{who}: feedback={feedback!r}: the momentum has feedback of the kind residual"
+        )
+    return rule
+
+
+def is_ready(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
+    """Return whether to take a step; unscale the gradients if the scaler leaves that to us.
+
+    Args:
+        optimizer: one with `_step_supports_amp_scaling`, to which a scaler tells what it has found.
+        scaler: the scaler with which it was made.
+
+    Raises:
+        Error: a GradScaler scales the gradients, and the optimizer was made without it.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return True
+    if scaler is None:
+        raise Error(
+            f"rank {dist.get_rank()}: a GradScaler scales the gradients, and the momentum that "
+            "travels must be in their unit: make the optimizer with scaler=..."
+        )
+    if float(found_inf):
+        return False
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        inverse = 1.0 / float(scale)
+        groups = optimizer.param_groups
+        grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
+        torch._foreach_mul_(grads, inverse)
+    return True
