@@ -4,7 +4,7 @@
 #   make test         run all tests, with the counts of each tier
 #   make lint         run ruff, mypy, clang-format
 #   make soak         run the long tests: 2500 faults, fuzzing, training through faults for an hour, and with members that
-#                     come and go for half an hour
+#                     come and go for half an hour; 200 replicas under torchft that are killed and replaced
 #   make mutants      make small mistakes in the sources, one at a time, and see whether the tests notice
 #   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
@@ -58,7 +58,7 @@ lint: $(VENV)/dev.stamp
 	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-soak: build $(VENV)/dev.stamp
+soak: build $(VENV)/dev.stamp $(TRAINERS)/stamp
 	$(PY) -m tests.faults.injection --seed 7 --cases 1000
 	$(PY) -m tests.faults.injection --seed 8 --cases 1000 --faults kill,_exit
 	$(PY) -m tests.faults.injection --seed 9 --cases 500 --phases join,rejoin,reconfigure
@@ -67,6 +67,7 @@ soak: build $(VENV)/dev.stamp
 	  $$(grep -rlE 'import .*\b(part|pairs|FULL|ARCHS)\b' tests --include='test_*.py')
 	$(PY) -m tests.soak --minutes 60
 	$(PY) -m tests.soak --minutes 30 --joins
+	$(TRAINERS)/bin/python -m tests.trainers.kills --kills 200
 
 mutants: build $(VENV)/dev.stamp
 	$(IN_VENV) $(PY) -m tests.mutants

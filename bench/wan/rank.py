@@ -31,9 +31,10 @@ STEPS = (
     "reconfigure",
     "first operation of reconfigure",
     "reconfigure again",
+    "reconfigure with a new member",
     "shutdown",
 )
-OPTIONAL = ("split_group", "reconfigure", "reconfigure again")
+OPTIONAL = ("split_group", "reconfigure", "reconfigure again", "reconfigure with a new member")
 """endings of steps that other backends may not have"""
 
 
@@ -60,12 +61,16 @@ def main(folder: Path, backend: str) -> None:
     def form(uuid: int) -> None:
         if backend != "pycomm":
             raise NotImplementedError("reconfigure")
-        if uuid == 1:  # handles travel in files, as an agent of the cluster may bring them
+        if uuid == 1 or (uuid == 3 and rank == size - 1):
+            made["former"] = made.get("reconfigure")
             made["reconfigure"] = without_members()
+        # Handles travel in files, as an agent of the cluster may bring them.
         elastic = made["reconfigure"]
-        (folder / f"handle.{rank}.new").write_text(elastic.handle())
-        (folder / f"handle.{rank}.new").rename(folder / f"handle.{rank}")
-        files = [folder / f"handle.{r}" for r in range(size)]
+        handle = folder / f"handle.{uuid}.{rank}"
+        fresh = folder / f"{handle.name}.new"
+        fresh.write_text(elastic.handle())
+        fresh.rename(handle)
+        files = [folder / f"handle.{uuid}.{r}" for r in range(size)]
         while not all(file.exists() for file in files):
             time.sleep(0.0005)
         elastic.form(uuid, [file.read_text() for file in files], timedelta(seconds=120))
@@ -81,6 +86,7 @@ def main(folder: Path, backend: str) -> None:
         "reconfigure": lambda: form(1),
         "first operation of reconfigure": lambda: reduce("reconfigure"),
         "reconfigure again": lambda: form(2),
+        "reconfigure with a new member": lambda: form(3),
         "shutdown": dist.destroy_process_group,
     }
     if backend != "gloo":
@@ -107,8 +113,9 @@ def main(folder: Path, backend: str) -> None:
         done = folder / f"{number}.{rank}.done"
         done.with_suffix(".new").write_text(json.dumps({"seconds": took, "result": result}))
         done.with_suffix(".new").rename(done)
-    if "reconfigure" in made:
-        made["reconfigure"].shutdown()
+    for name in ("former", "reconfigure"):
+        if made.get(name) is not None:
+            made[name].shutdown()
     del server
 
 

@@ -23,6 +23,7 @@ PROMISED = {
     "reconfigure": 8,
     "first operation of reconfigure": 2,
     "reconfigure again": 8,
+    "reconfigure with a new member": 8,  # the last one has left, and another process has come
     "shutdown": 2,
 }
 """the most round trips that a step of pycomm takes, where all ranks begin it at once"""

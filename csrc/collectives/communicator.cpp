@@ -76,6 +76,10 @@ bool Communicator::lost(int rank) const { return impl_->mesh().lost(rank); }
 bool Communicator::uses_network() const { return impl_->mesh().slowest() == Medium::tcp; }
 std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
 
+std::shared_ptr<const KeptHeaps> Communicator::kept_heaps() const {
+  return impl_->mesh().kept_heaps();
+}
+
 std::shared_ptr<void> Communicator::allocate(size_t bytes) {
   impl_->check_process("allocate");
   const std::string bytes_text = std::to_string(bytes) + " bytes; allocate fewer";

@@ -34,8 +34,15 @@ Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
   result.group = options.group;
   result.rank = rank;
   result.size = size;
+  result.kept_heaps = options.kept_heaps;
   result.deadline = Deadline::after(options.timeout);
   return result;
+}
+
+/// Heaps that the group does not keep are unmapped with their last tensor.
+CommunicatorOptions without_heaps(CommunicatorOptions options) {
+  options.kept_heaps = nullptr;
+  return options;
 }
 
 std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions& options) {
@@ -60,11 +67,11 @@ std::string doing(const RankState& rank_state) {
 
 Communicator::Impl::Impl(std::shared_ptr<Store> store, int rank, int size,
                          CommunicatorOptions options)
-    : options_(std::move(options)),
+    : options_(without_heaps(options)),
       algo_(parse_algo(options_.algo)),
       timeout_(options_.timeout.count()),
       result_checksums_(checks_results(options_.check)),
-      mesh_(rendezvous(std::move(store), rank, size, options_), options_, failure_),
+      mesh_(rendezvous(std::move(store), rank, size, options), options_, failure_),
       trace_(make_trace(rank, size, options_)),
       point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, *trace_,
                                                      [this] { over(Lane::point_to_point); })) {

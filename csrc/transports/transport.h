@@ -27,6 +27,7 @@ namespace pycomm {
 
 class FdServer;
 class HostDoor;
+struct KeptHeaps;
 class SharedHeap;
 class Window;
 struct TcpListeners;
@@ -70,6 +71,8 @@ struct Rendezvous {
   /// a few round trips to the store. Throws if the wait is in vain: a rank has died or given up, or
   /// this rank is to stop.
   std::function<void()> interrupt_check = [] {};
+  /// The heaps of a former group, which this one keeps if all ranks that share memory had them.
+  std::shared_ptr<const KeptHeaps> kept_heaps;
   /// The longest pause between two polls of the store. No request ends by this time limit: it may
   /// well be shorter than the store's answer takes.
   Milliseconds poll_interval() const { return Milliseconds(40 + size / 4); }
@@ -111,6 +114,8 @@ class Transport {
   virtual Window* window() { return nullptr; }
   /// Returns memory of ours that all ranks of the window address in place, or null.
   virtual std::shared_ptr<SharedHeap> heap() { return nullptr; }
+  /// Returns the heaps of all ranks of the window, for a later group of theirs, or null.
+  virtual std::shared_ptr<const KeptHeaps> kept_heaps() { return nullptr; }
 
   /// Sleeps until a channel of the lane may have something to do, or for `limit`.
   virtual void idle(Lane lane, std::chrono::microseconds limit) = 0;

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer does, and would take seconds while others wait for it
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

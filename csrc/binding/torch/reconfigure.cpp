@@ -93,6 +93,7 @@ void Backend::form(tcp::Gathering& gathering, int64_t uuid, const std::vector<st
   const auto store = size > 1 ? gathering.store() : nullptr;
   communicator.group = group_ + "/members " + std::to_string(uuid);
   communicator.timeout = limit;
+  if (former) communicator.kept_heaps = former->comm().kept_heaps();
   communicator.interrupt = [&] {
     check_signals();
     gathering.look_for_absent();

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,8 @@
 #include "core/types.h"
 
 namespace pycomm {
+
+struct KeptHeaps;
 
 /// Largest size in bytes by which a pointer can be moved. No buffer is larger, and no size in bytes
 /// wraps below it.
@@ -59,6 +62,9 @@ struct CommunicatorOptions {
   /// this group is created is missed at once. Only used to create the group.
   const ParentGroup* parent = nullptr;
   std::vector<int> parent_ranks;
+  /// The heaps of a former group of these processes, which the ranks of a host keep if all of them
+  /// had them (transports/shm/kept_heaps.h). Only used to create the group.
+  std::shared_ptr<const KeptHeaps> kept_heaps;
   /// Called regularly while this rank waits for the others; an exception from it ends the
   /// rendezvous.
   std::function<void()> interrupt;

@@ -80,6 +80,13 @@ std::shared_ptr<SharedHeap> ChannelMesh::heap() const {
   return nullptr;
 }
 
+std::shared_ptr<const KeptHeaps> ChannelMesh::kept_heaps() const {
+  for (const auto& transport : transports_) {
+    if (auto heaps = transport->kept_heaps()) return heaps;
+  }
+  return nullptr;
+}
+
 std::string ChannelMesh::take_back_heap() noexcept {
   const auto heap = this->heap();
   if (!window_ || !heap) return "";

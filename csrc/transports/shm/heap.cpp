@@ -206,6 +206,11 @@ SharedHeap::Gap SharedHeap::take_gap(Gaps::iterator gap) {
   return result;
 }
 
+bool SharedHeap::taken_back() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return taken_back_;
+}
+
 size_t SharedHeap::used() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return used_;

@@ -42,6 +42,8 @@ class PYCOMM_API SharedHeap {
   /// other threads write meanwhile, and later writes of peers no longer reach it. For groups that
   /// have failed. Returns why it could not be done, or an empty string.
   std::string take_back(Span<const uint8_t> memory) noexcept;
+  /// True if memory was taken back: peers do not address it any more, however it is used later.
+  bool taken_back() const;
 
   bool contains(const void* data) const {
     return static_cast<size_t>(static_cast<const uint8_t*>(data) - base_) < bytes_;

@@ -28,7 +28,8 @@ void* map_region(int ranks) {
   keep_out_of_dumps(base, bytes);
   const SharedRegion region(base, ranks);
   region.header().mapped_bytes = bytes;
-  for (int r = 0; r < ranks; r++) region.rank_slot(r).heaps = heaps;
+  for (int r = 0; r < ranks; r++)
+    region.rank_slot(r).heap = heaps ? static_cast<uint32_t>(r) + 1 : 0;
   // All holders are counted from the start, so that the region stays for ranks that are late.
   region.header().holders.store(ranks);
   return base;

@@ -1,7 +1,8 @@
 // Shared region: memory that the ranks of one host share, and which rank writes which line.
 //
 //   Header | RankSlot of each rank | staging of each rank | Ring of each ordered pair and lane
-//   and behind it, where address space permits: the heap of each rank (shm/heap.h)
+//   and behind it, where address space permits: the heap of each rank (shm/heap.h), unless the
+//   ranks keep those of a former group (shm/kept_heaps.h)
 //
 // A region starts as zero pages and is valid as such; pages that no rank touches cost nothing. It
 // depends neither on how the memory was made (local.cpp: one process; shm.cpp: memfd) nor on its
@@ -52,7 +53,8 @@ struct RankSlot {
   alignas(kLine) Doorbell moved[kLanes];  ///< rung by peers when one of our channels can proceed
   alignas(kLine) SharedRankState rank_state;  ///< read in long waits and for error texts
   alignas(kLine) std::atomic<uint32_t> left;  ///< 1 after a close
-  uint32_t heaps;                             ///< 1 if the rank has mapped the heaps too
+  uint32_t heap;                              ///< 1 + the number of its heap, which all ranks have
+                                              ///< mapped; 0 if it has mapped none
   uint64_t process[2];                        ///< names the process on this host
   uint64_t birth;                             ///< process_birth()
   uint64_t address;                           ///< of this rank slot in that process
@@ -75,6 +77,8 @@ struct alignas(kPart) Header {
   /// 1 if ranks must name who may read them (read_permit.h), as the rank that made the region has
   /// found.
   uint32_t permits;
+  /// The name of the heaps in this memory: random, so that it is that of no others.
+  uint64_t heaps_name;
   /// Used by threads of one process: the number that still holds the region, and the bytes to unmap
   /// after the last.
   std::atomic<int32_t> holders;
@@ -95,10 +99,14 @@ class SharedRegion {
     return bytes(ranks) + static_cast<size_t>(ranks) * kHeapBytes;
   }
 
-  SharedRegion(void* base, int ranks) : base_(static_cast<uint8_t*>(base)), ranks_(ranks) {}
+  /// `heaps`: where they begin, if it is not behind the rest.
+  SharedRegion(void* base, int ranks, uint8_t* heaps = nullptr)
+      : base_(static_cast<uint8_t*>(base)),
+        heaps_(heaps ? heaps : base_ + bytes(ranks)),
+        ranks_(ranks) {}
 
   int ranks() const { return ranks_; }
-  const uint8_t* memory() const { return base_; }
+  uint8_t* heaps() const { return heaps_; }
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   RankSlot& rank_slot(int rank) const {
     return reinterpret_cast<RankSlot*>(base_ + sizeof(Header))[rank];
@@ -106,11 +114,12 @@ class SharedRegion {
   /// True once the rank has signed its slot.
   bool present(int rank) const { return rank_slot(rank).process[0] != 0; }
   uint8_t* staging(int rank) const;
-  uint8_t* heap(int rank) const { return base_ + bytes(ranks_) + rank * kHeapBytes; }
+  /// Returns the heap of a rank, once all have one (has_heaps()).
+  uint8_t* heap(int rank) const { return heaps_ + (rank_slot(rank).heap - 1) * kHeapBytes; }
   /// True if all ranks have mapped the heaps.
   bool has_heaps() const {
     bool all = true;
-    for (int r = 0; r < ranks_; r++) all = all && rank_slot(r).heaps != 0;
+    for (int r = 0; r < ranks_; r++) all = all && rank_slot(r).heap != 0;
     return all;
   }
   Ring& ring(int from, int to, Lane lane) const;
@@ -119,6 +128,7 @@ class SharedRegion {
 
  private:
   uint8_t* base_;
+  uint8_t* heaps_;
   int ranks_;
 };
 

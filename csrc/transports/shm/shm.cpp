@@ -6,6 +6,7 @@
 // cannot receive or map the file publishes that in the store, and the others go on without it.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -32,6 +33,7 @@ constexpr char kYes[] = "yes";
 constexpr char kHost[] = "shm/host";
 constexpr char kName[] = "shm/name";  ///< name of the socket that passes on the region
 constexpr char kOutcomes[] = "shm/outcome";
+constexpr char kHeaps[] = "shm/heaps";  ///< of a former group (shm/kept_heaps.h)
 /// The name that is published when there is no region, and so no socket.
 constexpr char kUnavailable[] = "none";
 /// The time that ranks may take to fetch each other's handles.
@@ -39,6 +41,12 @@ constexpr Milliseconds kHandleWait(5000);
 
 [[noreturn]] void throw_errno(const std::string& what) {
   throw Error("shm: cannot " + what + ": " + std::generic_category().message(errno));
+}
+
+uint64_t random_name() {
+  uint64_t name = 0;
+  if (::getrandom(&name, sizeof name, 0) != sizeof name) throw_errno("get random bytes");
+  return name;
 }
 
 /// Returns the largest file that this process may make: `ulimit -f`, which also limits memory
@@ -49,11 +57,11 @@ size_t largest_file() {
   return static_cast<size_t>(limit.rlim_cur);
 }
 
-/// Makes the file, with the heaps if a file may be so large.
-FileDescriptor make_region_file(int ranks) {
+/// Makes the file, with heaps unless there are some, if a file may be so large.
+FileDescriptor make_region_file(int ranks, bool heaps) {
   FileDescriptor fd(::memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (fd.get() < 0) throw_errno("make a memfd");
-  size_t bytes = SharedRegion::bytes_with_heaps(ranks);
+  size_t bytes = heaps ? SharedRegion::bytes_with_heaps(ranks) : SharedRegion::bytes(ranks);
   // Exceeding the limit would raise a signal that ends the process.
   if (bytes > largest_file()) bytes = SharedRegion::bytes(ranks);
   if (bytes > largest_file()) {
@@ -102,9 +110,23 @@ std::string key(const Rendezvous& rendezvous, const std::vector<int>& candidates
   return rendezvous.group + "/" + kName + "/" + std::to_string(candidates.front());
 }
 
+/// The heaps of a former group, if the candidates keep them, and the number of ours.
+struct Kept {
+  std::shared_ptr<const KeptHeaps> heaps;
+  uint32_t number = 0;
+};
+
+/// All candidates come to the same result, since they see the same values.
+Kept kept_heaps(const Rendezvous& rendezvous, const std::vector<int>& candidates) {
+  const std::vector<std::string> values = all_gather_values(
+      rendezvous, kHeaps, candidates, KeptHeaps::value(rendezvous.kept_heaps.get()));
+  if (KeptHeaps::numbers(values).empty()) return {};
+  return {rendezvous.kept_heaps, rendezvous.kept_heaps->own};
+}
+
 /// Maps the region and takes our place in it.
 SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidates,
-                  FileDescriptor file) {
+                  FileDescriptor file, const Kept& kept) {
   SharedMemory memory;
   memory.members = candidates;
   memory.rank = rendezvous.rank;
@@ -114,7 +136,12 @@ SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidat
   memory.base = map_region(std::move(file), ranks, heaps);
   RankSlot& rank_slot =
       SharedRegion(memory.base.get(), ranks).rank_slot(memory.place(rendezvous.rank));
-  rank_slot.heaps = heaps;
+  if (kept.heaps) {
+    memory.heaps = kept.heaps;
+    rank_slot.heap = kept.number + 1;
+  } else if (heaps) {
+    rank_slot.heap = static_cast<uint32_t>(memory.place(rendezvous.rank)) + 1;
+  }
   FailureDetector::sign(rank_slot);
   return memory;
 }
@@ -154,7 +181,8 @@ std::string name_of(const Rendezvous& rendezvous, int creator) {
 
 /// Shares the region: the lowest rank makes it, the others fetch it. Throws Error if we cannot have
 /// it.
-SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candidates) {
+SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candidates,
+                   const Kept& kept) {
   if (rendezvous.rank != candidates.front()) {
     const std::string name = name_of(rendezvous, candidates.front());
     if (name == kUnavailable) {
@@ -162,7 +190,7 @@ SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candida
                   " could not make the shared memory; look at its own log");
     }
     return join(rendezvous, candidates,
-                receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check));
+                receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check), kept);
   }
   // The server is closed at the end, so that no rank waits for a file in vain.
   const std::shared_ptr<FdServer> announced = std::exchange(rendezvous.talk->server, nullptr);
@@ -170,11 +198,13 @@ SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candida
   try {
     const auto made = announced ? announced : std::make_shared<FdServer>();
     FdServer& server = *made;
-    FileDescriptor file = make_region_file(static_cast<int>(candidates.size()));
-    const int fd = file.get();
-    memory = join(rendezvous, candidates, std::move(file));
     const int ranks = static_cast<int>(candidates.size());
-    SharedRegion(memory.base.get(), ranks).header().permits = read_permit::wanted() ? 1 : 0;
+    FileDescriptor file = make_region_file(ranks, !kept.heaps);
+    const int fd = file.get();
+    memory = join(rendezvous, candidates, std::move(file), kept);
+    Header& header = SharedRegion(memory.base.get(), ranks).header();
+    header.permits = read_permit::wanted() ? 1 : 0;
+    header.heaps_name = random_name();
     if (!announced) rendezvous.store->set(key(rendezvous, candidates), server.name());
     pass_on(rendezvous, candidates, server, fd);
     return memory;
@@ -265,6 +295,7 @@ std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedM
 
 void announce_shm(const Rendezvous& rendezvous) {
   announce(rendezvous, kHost, host_id());
+  announce(rendezvous, kHeaps, KeptHeaps::value(rendezvous.kept_heaps.get()));
   std::string name = kUnavailable;
   try {
     rendezvous.talk->server = std::make_shared<FdServer>();
@@ -283,10 +314,11 @@ std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vec
   }
   if (candidates.size() < 2 || candidates.size() > kMaxRanks) return nullptr;
 
+  const Kept kept = kept_heaps(rendezvous, candidates);
   SharedMemory memory;
   std::string outcome = kYes;
   try {
-    memory = share(rendezvous, candidates);
+    memory = share(rendezvous, candidates, kept);
   } catch (const Timeout&) {
     throw;
   } catch (const PeerLost&) {

@@ -8,6 +8,7 @@
 
 #include "transports/shm/failure_detector.h"
 #include "transports/shm/heap.h"
+#include "transports/shm/kept_heaps.h"
 #include "transports/shm/pace.h"
 #include "transports/shm/ring_channel.h"
 #include "transports/shm/window.h"
@@ -17,12 +18,13 @@ namespace pycomm {
 /// The outcome of a rendezvous. All ranks that have the memory have signed their slots; a member
 /// whose slot is unsigned could not get it.
 struct SharedMemory {
-  std::shared_ptr<void> base;        ///< gives the memory back when the last holder releases it
-  std::vector<int> members;          ///< ranks of the group that it was made for, ascending
-  int rank = 0;                      ///< ours, in the group
-  int file = -1;                     ///< the memory's file, or -1; `base` keeps it open
-  FailureDetector::Handles handles;  ///< of ranks in other PID namespaces
-  std::shared_ptr<void> permit;      ///< lets the other ranks read our memory
+  std::shared_ptr<void> base;  ///< gives the memory back when the last holder releases it
+  std::vector<int> members;    ///< ranks of the group that it was made for, ascending
+  int rank = 0;                ///< ours, in the group
+  int file = -1;               ///< the memory's file, or -1; `base` keeps it open
+  std::shared_ptr<const KeptHeaps> heaps;  ///< of a former group; null: those in this memory
+  FailureDetector::Handles handles;        ///< of ranks in other PID namespaces
+  std::shared_ptr<void> permit;            ///< lets the other ranks read our memory
 
   /// Returns the number in the region of a rank of the group; -1 if it has none.
   int place(int rank) const;
@@ -37,7 +39,8 @@ class ShmTransport final : public Transport {
   bool reaches(int rank) const override;
   Channel& channel(int rank, Lane lane) override;
   Window* window() override { return window_.get(); }
-  std::shared_ptr<SharedHeap> heap() override { return heap_; }
+  std::shared_ptr<SharedHeap> heap() override { return heaps_ ? heaps_->heap : nullptr; }
+  std::shared_ptr<const KeptHeaps> kept_heaps() override { return heaps_; }
   void idle(Lane lane, std::chrono::microseconds limit) override;
   void check() override { detector_.check(); }
   PeerStatus look(int rank) override;
@@ -47,6 +50,7 @@ class ShmTransport final : public Transport {
   std::string describe() const override;
 
  private:
+  std::shared_ptr<const KeptHeaps> heaps_here() const;
   /// The state of a lane, driven by one thread at a time.
   struct LaneState {
     std::vector<std::unique_ptr<RingChannel>> channels;  ///< by rank of the region; null: unused
@@ -61,7 +65,7 @@ class ShmTransport final : public Transport {
   SharedRegion region_;
   FailureDetector detector_;
   std::unique_ptr<Window> window_;
-  std::shared_ptr<SharedHeap> heap_;
+  std::shared_ptr<const KeptHeaps> heaps_;  ///< those in use; null if there are none
   std::array<LaneState, kLanes> lanes_;
 };
 

@@ -11,6 +11,7 @@
 // collectives/window/shared.cpp says why no rank overwrites bytes that another still reads.
 #pragma once
 #include <functional>
+#include <vector>
 
 #include "core/deadline.h"
 #include "core/op_timing.h"
@@ -109,8 +110,7 @@ class PYCOMM_API Window {
   /// heaps.
   uint64_t place(const void* data) const {
     if (!heaps_) return 0;
-    const auto offset =
-        static_cast<uint64_t>(static_cast<const uint8_t*>(data) - region_.heap(rank_));
+    const auto offset = static_cast<uint64_t>(static_cast<const uint8_t*>(data) - heap_of_[rank_]);
     return offset < kHeapBytes ? offset + 1 : 0;
   }
   /// Returns a place for memory outside of our heap, which peers copy by read(); 0 if they cannot.
@@ -126,7 +126,7 @@ class PYCOMM_API Window {
   /// complete.
   bool all_read() const;
   /// Returns the memory at a place in a rank's heap.
-  uint8_t* at(int rank, uint64_t place) const { return region_.heap(rank) + place - 1; }
+  uint8_t* at(int rank, uint64_t place) const { return heap_of_[rank] + place - 1; }
   /// Copies from `offset` at a place of a rank, in a heap or private. Throws PeerLost or Error.
   void read(int rank, uint64_t place, size_t offset, void* to, size_t bytes) {
     if (is_private(place)) return read_private(rank, (place & ~kPrivate) + offset, to, bytes);
@@ -178,6 +178,7 @@ class PYCOMM_API Window {
   int size_;
   SpinPace pace_;
   bool heaps_;
+  std::vector<uint8_t*> heap_of_;  ///< by rank, if there are heaps
   bool one_mapping_ = false;
   Span<const uint8_t> written_{};
   uint32_t stage_ = 0;

@@ -6,6 +6,8 @@ from tests.mutants.mutant import Mutant
 
 HAND_OVER = "tests/torch/elastic/test_hand_over.py::"
 
+KEPT = "tests/torch/elastic/test_kept_memory.py::"
+
 MUTANTS = (
     Mutant(
         "nan-given-to-the-codec",
@@ -86,5 +88,21 @@ MUTANTS = (
         'if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):',
         "if (found := getattr(__import__(module), name, None)) is not None:",
         HAND_OVER + "test_what_does_not_fit_is_told_on_all_before_anything_is_sent",
+    ),
+    Mutant(
+        "heaps-kept-that-were-taken-back",
+        "check",
+        "csrc/transports/shm/kept_heaps.cpp",
+        "heaps == nullptr || heaps->heap->taken_back()",
+        "heaps == nullptr",
+        KEPT + "test_memory_that_was_taken_back_is_not_kept",
+    ),
+    Mutant(
+        "heaps-kept-of-different-ranks",
+        "check",
+        "csrc/transports/shm/kept_heaps.cpp",
+        "if (space == std::string::npos) return {};",
+        "if (space == std::string::npos) continue;",
+        KEPT + "test_with_a_new_member_the_memory_is_new",
     ),
 )

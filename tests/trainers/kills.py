@@ -1,0 +1,157 @@
+"""Replicas under torchft that are killed at random moments and replaced, again and again.
+
+    python -m tests.trainers.kills --kills 200 --seed 7
+
+Three replicas of the example train with four bits. Each time any but the first is killed by SIGKILL
+at a random moment of a step; the others must go on without it, and another process must take its
+place. In the end all parameters must be equal, to the bit, at every step that all have taken, as
+those of each dead replica were at its steps. The first replica lives from the first step to the
+last, and may hold no file, socket, thread, mapping or child more at the end than at first, and
+hardly more memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.soak.held import COUNTS, held
+from tests.soak.verdict import slope
+from tests.trainers.replicas import Forked, Lab, Replica
+
+OPTIONS = ("--codec", "int4", "--pause", "0", "--steps", "1000000")
+TRAINS = 20  # steps with all three before the next kill
+SETTLED = 0.25  # the share of the kills in which everything that is made once has been made
+LAST = 5  # samples: what is left behind is in all of them, and what is being closed is not
+GROWTH = 1024.0
+"""KiB of memory per 100 kills. A group that is not given back holds more than 100 of them."""
+TELLS = 25  # kills after which a line says that it goes on
+
+
+@dataclass
+class Outcome:
+    """What has happened.
+
+    Attributes:
+        waits: seconds from each kill to the next step that both others have committed.
+        common: steps that all three have taken at the end.
+        samples: what the first replica held when all three were together.
+    """
+
+    waits: list[float] = field(default_factory=list)
+    common: int = 0
+    samples: list[dict[str, int]] = field(default_factory=list)
+
+    def growth(self) -> float:
+        """KiB of resident memory per 100 kills, when it has settled."""
+        first = int(SETTLED * len(self.samples))
+        late = [float(sample["rss_kib"]) for sample in self.samples[first:]]
+        return 100 * slope(list(map(float, range(len(late)))), late)
+
+    def breaches(self) -> list[str]:
+        """Everything that has grown."""
+        wrong = []
+        early = self.samples[: max(LAST, int(SETTLED * len(self.samples)))]
+        for name in COUNTS:
+            most = max(sample[name] for sample in early)
+            left = min(sample[name] for sample in self.samples[-LAST:])
+            if left > most:
+                wrong.append(f"{left} {name}, at most {most} at first")
+        if len(self.samples) >= 40 and self.growth() > GROWTH:
+            wrong.append(f"memory grows by {self.growth():.0f} KiB in 100 kills")
+        return wrong
+
+
+def kill_and_replace(lab: Lab, kills: int, seed: int) -> Outcome:
+    """Let replicas die and come back so many times.
+
+    Raises:
+        AssertionError: one hangs, or has other parameters than another at the same step.
+    """
+    outcome, draw, told = Outcome(), random.Random(seed), time.monotonic()
+    living = {number: lab.start(number, *OPTIONS, kind=Forked) for number in range(3)}
+    oldest = living[0]
+
+    def trains(replica: Replica) -> bool:
+        return len(replica.steps) > TRAINS and replica.together(3)
+
+    for kill in range(kills):
+        lab.wait(lambda: all(map(trains, living.values())), f"not all train after {kill} kills")
+        outcome.samples.append(held(oldest.process))
+        time.sleep(draw.uniform(0, 0.2))
+        gone = living.pop(draw.choice([1, 2]))
+        killed = time.time()
+        gone.send(signal.SIGKILL)
+        lab.wait(
+            lambda: all(r.together(2) for r in living.values()),
+            f"the others do not go on after {kill + 1} kills",
+        )
+        outcome.waits.append(
+            max(
+                next(
+                    line["time"]
+                    for line in replica.steps
+                    if line["participants"] == 2 and line["time"] > killed
+                )
+                for replica in living.values()
+            )
+            - killed
+        )
+        known, final = oldest.digests, max(gone.digests)  # which the others may take without it
+        assert all(known.get(s, d) == d for s, d in gone.digests.items() if s < final)
+        gone.end()
+        lab.replicas.remove(gone)
+        number = ({1, 2} - living.keys()).pop()
+        living[number] = lab.start(number, *OPTIONS, kind=Forked)
+        if (kill + 1) % TELLS == 0:
+            print(f"{kill + 1} kills in {time.monotonic() - told:.0f} s", file=sys.stderr)
+    lab.wait(lambda: all(map(trains, living.values())), "not all take part in the end")
+    outcome.samples.append(held(oldest.process))
+    for replica in living.values():
+        replica.send(signal.SIGSTOP)  # so that all have printed the same steps
+    common = set.intersection(*(set(replica.digests) for replica in living.values()))
+    outcome.common = len(common)
+    assert outcome.common >= TRAINS
+    for step in common:
+        assert len({replica.digests[step] for replica in living.values()}) == 1, f"at step {step}"
+    return outcome
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.trainers.kills", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args(argv)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pycomm-kills-") as folder:
+        lab = Lab(Path(folder))
+        try:
+            outcome = kill_and_replace(lab, options.kills, options.seed)
+        finally:
+            lab.end()
+    waits, wrong = outcome.waits, outcome.breaches()
+    print(
+        f"{options.kills} kills in {(time.monotonic() - start) / 60:.1f} minutes: none hung, and "
+        f"all parameters are equal at {outcome.common} common steps\n"
+        f"the next step of both others came after {statistics.median(waits):.2f} s (median), "
+        f"{max(waits):.2f} s at most"
+    )
+    first, last = outcome.samples[0], outcome.samples[-1]
+    for name in ("rss_kib", *COUNTS):
+        print(f"{name:<10} {first[name]:>8} {last[name]:>8}")
+    print(f"memory: {outcome.growth():.0f} KiB in 100 kills, when it has settled")
+    for one in wrong:
+        print(f"not flat: {one}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
