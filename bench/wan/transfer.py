@@ -3,15 +3,13 @@
     python -m pycomm.bench.wan.transfer FILE OPERATIONS SIZES REPEATS BACKENDS
 
 Rank 0 writes the seconds of each call, those of the slowest rank, into FILE as JSON: a list for
-each of "operation/bytes/backend". Before each call the ranks meet in a barrier, so it begins on
-all of them within half a round trip.
+each of "operation/bytes/backend". Calls begin on all ranks at one instant (together.py).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from pycomm.bench.wan.together import timed
 
 
 def calls(group: Any, size: int, ranks: int) -> dict[str, Callable[[], Any]]:
@@ -49,16 +49,12 @@ def main(
         for operation in operations:
             for turn in range(repeats + 1):  # the first one warms up, and is left out
                 for backend in backends:
-                    dist.barrier()
-                    start = time.perf_counter()
                     try:
-                        ops[backend][operation]()
+                        took = timed(ops[backend][operation])
                     except (RuntimeError, NotImplementedError):  # Gloo lacks all_to_all of lists
                         continue
-                    took = torch.tensor([time.perf_counter() - start])
-                    dist.all_reduce(took, dist.ReduceOp.MAX)
                     if turn > 0:
-                        found.setdefault(f"{operation}/{size}/{backend}", []).append(took.item())
+                        found.setdefault(f"{operation}/{size}/{backend}", []).append(took)
     if rank == 0:
         file.write_text(json.dumps(found))
     dist.barrier()

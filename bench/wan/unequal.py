@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--rates", default="20mbit,100mbit,100mbit,100mbit", help="of each node, comma-separated")
     add("--round-trip", default="20ms", help="between all nodes (20ms)")
-    add("--bytes", default="4194304", help="of a rank's buffer of float32 (4194304)")
+    add("--bytes", default="16777216", help="of a rank's buffer of float32 (16777216)")
     add("--codec", default="quant:bits=8", help="of the coded calls (quant:bits=8)")
     add("--repeats", type=int, default=5, help="calls of each kind, in turns (5)")
     add("--csv", default="", help="append the rows to this file")

@@ -2,15 +2,14 @@
 
     python -m pycomm.bench.wan.unequal_rank FILE RATES BYTES REPEATS CODEC
 
-Rank 0 writes the seconds of each call, those of the slowest rank, into FILE as JSON. Before each
-call the ranks meet in a barrier of Gloo, so it begins on all of them within half a round trip.
+Rank 0 writes the seconds of each call, those of the slowest rank, into FILE as JSON. Calls begin on
+all ranks at one instant (together.py).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,16 +19,20 @@ import torch
 import torch.distributed as dist
 
 from pycomm import _C
+from pycomm.backend.python.store import TorchStore
+from pycomm.bench.wan.together import timed
 from pycomm.communicator import Communicator, Piece, Store
 
 
 def main(file: Path, rates: list[str], size: int, repeats: int, codec: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    # The first rank's, so that the ranks learn how far they are from each other.
+    requests = TorchStore(dist.distributed_c10d._get_default_store())
+    requests.add("begun", 1)  # and how far that is
+    store = Store.of(requests)
     groups = {
-        kind: Communicator(
-            Store.file(f"{file}-store"), rank, ranks, group=kind, transport="tcp", rate=rate
-        )
+        kind: Communicator(store, rank, ranks, group=kind, transport="tcp", rate=rate)
         for kind, rate in (("shares", rates[rank]), ("equal", ""))
     }
     values, whole = np.ones(size // 4, np.float32), torch.ones(size // 4)
@@ -43,13 +46,9 @@ def main(file: Path, rates: list[str], size: int, repeats: int, codec: str) -> N
     for turn in range(repeats + 1):  # the first one warms up, and is left out
         for name, call in calls.items():
             values[:], whole[:] = 1, 1
-            dist.barrier()
-            start = time.perf_counter()
-            call()
-            took = torch.tensor([time.perf_counter() - start])
-            dist.all_reduce(took, dist.ReduceOp.MAX)
+            took = timed(call)
             if turn > 0:
-                found[name].append(took.item())
+                found[name].append(took)
     if rank == 0:
         coded = _C.Codec(codec).encoded_bytes(values.size)
         text = groups["shares"].describe()

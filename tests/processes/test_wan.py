@@ -218,3 +218,42 @@ def test_far_peers_get_bbr_where_the_kernel_allows_it(tmp_path, kernel, control)
             text = printed.read()
         assert status == 0, text
         assert text.count(f", {control}\n") == 2, text
+
+
+# Prints how many sockets have carried a part of an all-reduce, after some that warm them up.
+SOCKETS_IN_USE = r"""
+import re, subprocess, sys
+import numpy as np
+from pycomm.communicator import Communicator
+
+def sent():
+    # A line about the addresses of each connection, and one with its counts.
+    lines = subprocess.run(["ss", "-Htin"], capture_output=True, text=True, check=True).stdout
+    counts = re.findall(r"^ESTAB +\S+ +\S+ +(\S+ +\S+).*\n.* bytes_sent:(\d+)", lines, re.M)
+    return {address: int(count) for address, count in counts}
+
+group = Communicator.from_env(sys.argv[1], transport="tcp", timeout=60)
+x = np.ones(1 << 18, np.float32)
+for turn in range(5):
+    before = sent()
+    group.all_reduce(x)
+assert (x == 32).all()
+now = sent()
+print("in use:", sum(count - before.get(name, 0) > 100_000 for name, count in now.items()))
+group.all_reduce(x[:1])  # both have looked
+"""
+
+
+def test_where_little_is_in_flight_one_socket_carries_it(tmp_path):
+    """20 Mbit/s and 12 ms are 30 KB; several sockets would wait for each other's frames."""
+    with (
+        open_or_skip(2, "20mbit", shape=Shape(delay=0.006)) as lab,
+        (tmp_path / "printed").open("w+") as printed,
+    ):
+        command = [sys.executable, "-c", SOCKETS_IN_USE, str(tmp_path / "store")]
+        ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
+        status = netlab.wait(ranks)
+        printed.seek(0)
+        text = printed.read()
+    assert status == 0, text
+    assert text.count("in use: 1\n") == 2, text

@@ -86,7 +86,25 @@ bool TcpChannel::connected() {
   return true;
 }
 
+// Of two sockets or less none is too many, and of several paths each has its own. What a user has
+// asked for is kept.
+void TcpChannel::choose_sockets() {
+  const PeerDirectory& directory = connector_.directory();
+  if (sockets_.size() <= 2 || directory.sockets > 0 || directory.paths() > 1) return;
+  const auto now = Flow::Clock::now();
+  if (!flow_.is_due(now)) return;
+  SocketUse use;
+  for (const auto& socket : sockets_) add_use(socket->sock.get(), use);
+  flow_.update(now, use);
+}
+
+// All sockets serve while one of them has no connection.
+bool TcpChannel::takes_frames(const Socket& socket) const {
+  return cuts_ > 0 || static_cast<size_t>(socket.number) < flow_.sockets(sockets_.size());
+}
+
 bool TcpChannel::advance() {
+  choose_sockets();
   bool moved = false;
   for (auto& socket : sockets_) {
     if (socket->greeting && !greet(*socket)) continue;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "transports/tcp/connect/connector.h"
+#include "transports/tcp/flow.h"
 #include "transports/tcp/frame.h"
 #include "transports/tcp/net/socket.h"
 #include "transports/tcp/poller.h"
@@ -67,6 +68,8 @@ class TcpChannel final : public Channel {
   void adopt_connections();
   bool advance();
   void look_at_paths();
+  void choose_sockets();
+  bool takes_frames(const Socket& socket) const;
   bool release_buffers();
   bool stalled();
   void cut(Socket& socket, const std::string& how);
@@ -113,6 +116,7 @@ class TcpChannel final : public Channel {
       stalled_since_;                                 // when progress stopped; zero if it has not
   bool tick_again_ = false;                           // on_tick() has work left
   std::chrono::steady_clock::time_point paths_seen_;  // when look_at_paths() last looked
+  Flow flow_;
 };
 
 }  // namespace pycomm::tcp

@@ -34,7 +34,7 @@ bool TcpChannel::push(Socket& socket) {
 }
 
 bool TcpChannel::take_frame(Socket& socket) {
-  const bool bare = cutting_ == outgoing_.size();
+  const bool bare = cutting_ == outgoing_.size() || !takes_frames(socket);
   if (bare && socket.unproven == 0 && socket.arrived - socket.acknowledged < kAcknowledgeBytes) {
     return false;
   }
@@ -55,8 +55,9 @@ const uint8_t* TcpChannel::cut_frame(Socket& socket, FrameHeader& header) {
   Outgoing& message = outgoing_[cutting_];
   const size_t left = message.data.size - message.cut;
   size_t length = std::min(left, kLargestFrame);
-  if (sockets_.size() > 1) {
-    const size_t share = left / (2 * sockets_.size());
+  const size_t sockets = flow_.sockets(sockets_.size());
+  if (sockets > 1) {
+    const size_t share = left / (2 * sockets);
     length = std::min(left, std::clamp(share, kSmallestFrame, kLargestFrame));
   }
   header.message = sent_ + cutting_ + 1;

@@ -57,6 +57,8 @@ class Call:
         return f"{self.op}{' ' + self.codec if self.codec else ''} of {self.numel}"
 
 
+MEET, MEETING = Call("all_reduce", 1), 4096
+"""A call that no rank ends before all have begun it, and after how many of a case's it comes."""
 HUNGRY = Call("all_reduce", 1_000_000, "quant")
 """A call that needs memory of its own."""
 

@@ -11,6 +11,14 @@ HANDSHAKE = "tests/transports/tcp/test_handshake.py"
 PATHS = "tests/processes/test_paths.py::"
 
 MUTANTS = (
+    Mutant(
+        "all-sockets-where-one-is-enough",
+        "comparison",
+        "csrc/transports/tcp/channel.cpp",
+        "static_cast<size_t>(socket.number) < flow_.sockets(sockets_.size())",
+        "true",
+        "tests/processes/test_wan.py::test_where_little_is_in_flight_one_socket_carries_it",
+    ),
     # ------------------------------------------------------------------ several paths
     Mutant(
         "path-that-is-cut-not-left",

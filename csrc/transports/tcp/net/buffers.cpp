@@ -81,6 +81,16 @@ void limit_unsent(int fd) {
           std::clamp<uint64_t>(info.tcpi_delivery_rate / kUnsentParts, kLeastUnsent, kMostUnsent)));
 }
 
+void add_use(int fd, SocketUse& sum) {
+  tcp_info info = {};
+  if (!look(fd, info)) return;
+  sum.acknowledged += info.tcpi_bytes_acked;
+  sum.unsent += info.tcpi_notsent_bytes;
+  const uint32_t shortest = info.tcpi_min_rtt > 0 ? info.tcpi_min_rtt : info.tcpi_rtt;
+  const bool first = sum.least_round_trip_us == 0;
+  sum.least_round_trip_us = first ? shortest : std::min(sum.least_round_trip_us, shortest);
+}
+
 bool is_silent(int fd) {
   tcp_info info = {};
   return look(fd, info) && info.tcpi_unacked > 0 && info.tcpi_retransmits >= 2;

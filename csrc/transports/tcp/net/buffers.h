@@ -22,6 +22,15 @@ void choose_buffers(int fd, bool several_paths);
 /// second, as the kernel has measured it. To be called every now and then.
 void limit_unsent(int fd);
 
+/// What the kernel says of a connection's sending side.
+struct SocketUse {
+  uint64_t acknowledged = 0;         ///< bytes that the peer's host has confirmed, since the start
+  uint64_t unsent = 0;               ///< bytes that have not left yet
+  uint32_t least_round_trip_us = 0;  ///< 0: not known
+};
+/// Adds a socket's counts to `sum`, and keeps the shortest round trip.
+void add_use(int fd, SocketUse& sum);
+
 /// True if the kernel has repeated packets more than once without any answer: the path is cut, or
 /// loses nearly all.
 bool is_silent(int fd);
