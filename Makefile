@@ -9,8 +9,8 @@
 #   make bench        repeat the CPU measurements of bench/results, in half an hour; then figures and a report
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
 #   make portable     test the bytes of older x86-64 processors and of aarch64, under an emulator
-#   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train, DeepSpeed and a script for Horovod, on pycomm and
-#                     on Gloo; replicas under torchft that are killed and come back; a node that joins under torchrun
+#   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train, DeepSpeed, Megatron-Core, torchtitan and a script
+#                     for Horovod, on pycomm and on Gloo; replicas under torchft that are killed and come back; a node that joins under torchrun
 #   make world        test the files for Slurm (which it starts and stops: root, slurm-wlm, munge), Kubernetes,
 #                     SkyPilot and Ray clusters: their schemas, and their commands in network namespaces
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network

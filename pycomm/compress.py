@@ -16,7 +16,10 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
+from pycomm.hooks.deepspeed import deepspeed_state, is_deepspeed
 from pycomm.hooks.fsdp import FSDPState, compressed_state
+from pycomm.hooks.megatron import MegatronState, is_megatron
+from pycomm.hooks.replaced import state_in
 from pycomm.hooks.replicas import watch_if_asked
 from pycomm.policy import Policy
 from pycomm.reduction.detached import DetachedState
@@ -44,6 +47,9 @@ def compress(
     * `DistributedDataParallel`: the all-reduce of the gradients, off the caller's thread.
     * `fully_shard` (FSDP2): the reduce-scatter of the gradients.
     * `fully_shard` on a mesh of two dimensions (HSDP): the all-reduce between replicas.
+    * DeepSpeed's engine: the all-reduce (ZeRO 0 to 2) or reduce-scatter (ZeRO 3) of the gradients.
+    * Megatron-Core's `DistributedDataParallel`: the all-reduce of its gradient buffers; with its
+      distributed optimizer an all-reduce in place of the reduce-scatter.
 
     Args:
         model: a model in one of these wrappers, compiled or not.
@@ -69,7 +75,8 @@ def compress(
             another type.
         ValueError: an unknown codec, bad options, or a codec that this wrapper cannot use.
         WireMismatch: ranks have different models or codecs; the text names them.
-        Error: the model already has a communication hook, or its reducer takes none.
+        Error: the model already has a communication hook, or its reducer takes none; or DeepSpeed
+            reduces in a way that cannot be compressed.
 
     Example:
         >>> import pycomm
@@ -87,6 +94,13 @@ def compress(
             raise ValueError("weights= is for fully_shard, and DDP gathers none: leave it out")
         wrapped = model
         state: CompressionState = attach(wrapped, lambda: HookState(codec, wrapped, **options))
+    elif is_deepspeed(model) or is_megatron(model):
+        if weights is not None:
+            raise ValueError(
+                "weights= is for fully_shard: DeepSpeed's and Megatron's own gathers stay exact"
+            )
+        make = deepspeed_state if is_deepspeed(model) else MegatronState
+        state = make(codec, model, **options)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
         state = FSDPState(codec, model, weights=weights, **options)
     else:
@@ -123,6 +137,8 @@ def state_of(model: nn.Module) -> CompressionState | None:
         for _, state in getattr(module, "_comm_hooks", []):
             if isinstance(state, CompressionState) and not state.removed:
                 return state
+        if (replaced := state_in(module)) is not None:
+            return replaced
     sharded = next((m for m in model.modules() if isinstance(m, FSDPModule)), None)
     if sharded is None:
         return None

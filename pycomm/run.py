@@ -6,7 +6,8 @@
 Two things change before the script starts. Its process groups become pycomm groups, whether it asks
 for "gloo", for "nccl" (without a GPU) or for no backend, and keep the name that it asked for
 (takeover.py). Gradients are compressed: those of every DistributedDataParallel from its
-construction on, and those of every model in fully_shard (FSDP2) from its first forward on.
+construction on, those of every model in fully_shard (FSDP2) from its first forward on, and those of
+DeepSpeed's engine and Megatron-Core's DistributedDataParallel.
 All else is as with `python train.py`: `sys.argv`, `sys.path`, `__main__`, traceback, exit status.
 Under `srun` and `mpirun` the script finds the variables that torchrun would have set (launch.py).
 
@@ -44,6 +45,7 @@ from pycomm.compress import compress, compress_late
 from pycomm.env import at_import, hand_on_run
 from pycomm.errors import Error
 from pycomm.hooks import unreached
+from pycomm.hooks.construction import after_construction
 from pycomm.launch import launch_env
 from pycomm.policy import PROTECT, Policy, Rule, usual_feedback
 
@@ -191,6 +193,7 @@ def apply(options: Sequence[str]) -> None:
     if policy is not None:
         _compress_every_ddp()
         _compress_every_fsdp()
+        _compress_other_wrappers()
         unreached.watch()
 
 
@@ -245,6 +248,24 @@ def _compress_every_fsdp() -> None:
     vars(init)["_pycomm"] = True
     FSDPState.init = init  # type: ignore[method-assign]
     compress_late(lambda model: _compress_root(model, None))
+
+
+@functools.cache
+def _compress_other_wrappers() -> None:
+    """Make wrappers of other packages compress, which the script may import later."""
+    after_construction("deepspeed.runtime.engine", "DeepSpeedEngine", _compress_or_tell)
+    module = "megatron.core.distributed.distributed_data_parallel"
+    after_construction(module, "DistributedDataParallel", _compress_or_tell)
+
+
+def _compress_or_tell(model: nn.Module) -> None:
+    given = _compression
+    if given.policy is None or dist.get_world_size() == 1:
+        return
+    try:
+        compress(model, given.policy, feedback=given.feedback, seed=given.seed)
+    except (Error, ValueError) as error:
+        unreached.tell(str(error))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -265,38 +265,11 @@ class FSDPState(CompressionState):
         average: bool,
         later: bool,
     ) -> None:
-        bucket = self._bucket(tuple(names), input.device)
-        self._use(bucket.pieces, bucket, input)
-        probe = self.plan.probe(
-            input, bucket.pieces, self._residual_of, rows=self._ranks, average=average
-        )
-        native = bucket.taken_by(group, "reduce_scatter", output)
-        if native is not None:
-            work = native.compressed_reduce_scatter(
-                output, input, bucket.native, bucket.sides, self.seed, self.step, average
-            )
-            self._finite.append(lambda: work.finite)
-            if later:
-                self._waits.append(work.wait)
-                if probe is not None:
-                    self._waits.append(lambda: probe.finish(output))
-            else:
-                work.wait()
-                if probe is not None:
-                    probe.finish(output)
-            return
-        finite = two_shot.reduce_scatter(
-            output,
-            input,
-            bucket,
-            group,
-            seed=self.seed,
-            step=self.step,
-            average=average,
-        )
-        self._finite.append(lambda: bool(finite))
-        if probe is not None:
-            probe.finish(output)
+        wait = self.scatter(output, input, names, group, average=average)
+        if later:
+            self._waits.append(wait)
+        else:
+            wait()
 
     def all_gather(
         self,

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pycomm import monitor
+from pycomm.hooks import deepspeed
 
 logger = logging.getLogger("pycomm")
 
@@ -44,7 +45,8 @@ FSDP1_LINES = {
     ),
 }
 DEEPSPEED = (
-    "DeepSpeed reduces the gradients itself, without communication hooks: they travel exactly. "
+    "DeepSpeed has taken steps without the reductions that pycomm replaces in its engine: "
+    "gradients travel exactly. "
 )
 DEEPSPEED_LINES = {
     "transformers": (
@@ -84,9 +86,18 @@ def watch() -> None:
     _Watch()
 
 
+_told: set[str] = set()
+
+
+def tell(reason: str, line: str = "") -> None:
+    """Warn on the first rank, once for each reason, that gradients are not compressed."""
+    if reason not in _told and dist.get_rank() == 0:
+        logger.warning("run: --codec compresses nothing here: %s%s", reason, line)
+    _told.add(reason)
+
+
 class _Watch:
     def __init__(self) -> None:
-        self._told: set[str] = set()
         self._steps = 0
         construct = FullyShardedDataParallel.__init__
 
@@ -94,7 +105,7 @@ class _Watch:
         def __init__(wrapped: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
             construct(wrapped, *args, **kwargs)
             if wrapped.process_group is not None and wrapped.process_group.size() > 1:
-                self._tell(FSDP1, FSDP1_LINES[_trainer()])
+                tell(FSDP1, FSDP1_LINES[_trainer()])
 
         FullyShardedDataParallel.__init__ = __init__  # type: ignore[assignment,method-assign]
         register_optimizer_step_post_hook(self._stepped)
@@ -106,14 +117,10 @@ class _Watch:
         if self._steps < _STEPS or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if "deepspeed" in set(_callers()):  # a part of the script, beside models in DDP
-            self._tell(DEEPSPEED, DEEPSPEED_LINES[_trainer()])
-        elif not self._told and not monitor.snapshot():
-            self._tell(OWN)
-
-    def _tell(self, reason: str, line: str = "") -> None:
-        if reason not in self._told and dist.get_rank() == 0:
-            logger.warning("run: --codec compresses nothing here: %s%s", reason, line)
-        self._told.add(reason)
+            if not deepspeed.reducing() and not _told:
+                tell(DEEPSPEED, DEEPSPEED_LINES[_trainer()])
+        elif not _told and not monitor.snapshot():
+            tell(OWN)
 
 
 def _callers() -> Iterator[str]:

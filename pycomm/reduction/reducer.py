@@ -225,6 +225,53 @@ class BucketReducer:
             probe.finish(tensor)
         return _done(tensor)
 
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        names: Sequence[str],
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+    ) -> Callable[[], None]:
+        """Start to sum or average all ranks' rows; this rank gets its row.
+
+        Args:
+            output: floats of 16 or 32 bits [values]; this rank's parts of the named parameters, as
+                `part` cuts them.
+            input: the parts of every rank [ranks * values].
+            names: the parameters, in the order of a row.
+            group: the ranks that reduce.
+            average: divide by the number of ranks.
+
+        Returns:
+            A function that waits for the result.
+        """
+        bucket = self._bucket(tuple(names), input.device)
+        self._use(bucket.pieces, bucket, input)
+        probe = self.plan.probe(
+            input, bucket.pieces, self._residual_of, rows=self.rows, average=average
+        )
+        native = bucket.taken_by(group, "reduce_scatter", output)
+        if native is not None:
+            work = native.compressed_reduce_scatter(
+                output, input, bucket.native, bucket.sides, self.seed, self.step, average
+            )
+            self._finite.append(lambda: work.finite)
+        else:
+            finite = two_shot.reduce_scatter(
+                output, input, bucket, group, seed=self.seed, step=self.step, average=average
+            )
+            self._finite.append(lambda: bool(finite))
+
+        def wait() -> None:
+            if native is not None:
+                work.wait()
+            if probe is not None:
+                probe.finish(output)
+
+        return wait
+
     def _use(self, pieces: Sequence[Piece], bucket: Bucket, tensor: torch.Tensor) -> None:
         """Prepare the residuals of these pieces, which take part in this step."""
         ranks, gradient = self.process_group.size(), None

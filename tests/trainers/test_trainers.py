@@ -34,8 +34,10 @@ class Trainer:
     environment: dict[str, str] = field(default_factory=dict)
     needs: str = ""
     """the package that must be installed, if it has another name"""
-    warns: str = ""
-    """what `pycomm.run --codec` says where it cannot compress; empty: it compresses"""
+    variants: tuple[str, ...] = ("",)
+    """arguments of the example, which runs with each"""
+    warns: tuple[tuple[str, str], ...] = ()
+    """variants in which `pycomm.run --codec` cannot compress, and what it says there"""
 
 
 TRAINERS = [
@@ -47,7 +49,26 @@ TRAINERS = [
         "deepspeed",
         by_name=True,
         environment={"DS_ACCELERATOR": "cpu", "MAX_JOBS": "1"},
-        warns="DeepSpeed reduces the gradients itself, .* Instead of deepspeed.initialize write",
+        variants=("--stage 0", "--stage 1", "--stage 2 --accumulate 2", "--stage 3 --dtype bf16"),
+        warns=(
+            (
+                '--stage 2 --zero {"contiguous_gradients":false}',
+                "gradients have no buffer. Set contiguous_gradients to true",
+            ),
+        ),
+    ),
+    # CUDA is a stand-in there: the example answers for Megatron's calls of torch.cuda.
+    Trainer(
+        "megatron",
+        by_name=True,
+        needs="megatron.core",
+        variants=("", "--distributed-optimizer --overlap --accumulate 2", "--bf16"),
+    ),
+    # CUDA is a stand-in there, too: the example lets it choose the CPU.
+    Trainer(
+        "torchtitan",
+        by_name=False,
+        environment={"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"},
     ),
     # Its interface is pycomm's own; the script has the shape of Horovod's example.
     Trainer("horovod", by_name=True, needs="sklearn"),
@@ -55,9 +76,11 @@ TRAINERS = [
 ]
 
 
-def train(trainer: Trainer, backend: str, folder: Path, run: str = "") -> tuple[list[float], str]:
-    """The losses of a run, and what moved them; `run` is PYCOMM_RUN."""
-    output = output_of(trainer, backend, folder, run)
+def train(
+    trainer: Trainer, backend: str, folder: Path, words: Sequence[str]
+) -> tuple[list[float], str]:
+    """The losses of a run, and what moved them; `words` are arguments for the example."""
+    output = output_of(trainer, backend, folder, words=words)
     losses = re.findall(r"^loss[a-z ]* ([0-9.e-]+)$", output, re.MULTILINE)
     groups = re.findall(r"^group (.*)$", output, re.MULTILINE)
     assert len(groups) == 1, output
@@ -118,12 +141,19 @@ def skip_without(trainer: Trainer) -> None:
         pytest.skip(f"{trainer.needs or trainer.package} is not installed: make trainers")
 
 
+RUNS = [(trainer, variant) for trainer in TRAINERS for variant in trainer.variants]
+
+
+def name(value: Trainer | str) -> str:
+    return value.package if isinstance(value, Trainer) else value.replace(" ", "") or "plain"
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.package)
-def test_losses_are_those_of_gloo(trainer, tmp_path):
+@pytest.mark.parametrize(("trainer", "variant"), RUNS, ids=name)
+def test_losses_are_those_of_gloo(trainer, variant, tmp_path):
     skip_without(trainer)
-    theirs, not_ours = train(trainer, "gloo", tmp_path)
-    ours, group = train(trainer, "pycomm", tmp_path)
+    theirs, not_ours = train(trainer, "gloo", tmp_path, variant.split())
+    ours, group = train(trainer, "pycomm", tmp_path, variant.split())
     assert not_ours == "not pycomm's"
     assert group.startswith("2 ranks: shm")
     assert len(ours) >= 6
@@ -132,24 +162,57 @@ def test_losses_are_those_of_gloo(trainer, tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "trainer",
-    [t for t in TRAINERS if t.package != "horovod"],  # which names the codec itself
-    ids=lambda trainer: trainer.package,
+    ("trainer", "variant"),
+    # Horovod's names the codec itself.
+    [(trainer, variant) for trainer, variant in RUNS if trainer.package != "horovod"],
+    ids=name,
 )
-def test_a_codec_compresses_the_gradients_or_says_why_not(trainer, tmp_path):
+def test_a_codec_compresses_the_gradients(trainer, variant, tmp_path):
     skip_without(trainer)
     # The rule is for the examples' layers, which are so small that they would travel exactly.
     options = "--codec int4 --rule *weight=int4"
-    output = output_of(trainer, "gloo", tmp_path, options)
+    output = output_of(trainer, "gloo", tmp_path, options, variant.split())
+    assert "policy: quant:bits=4" in output
+    assert "compresses nothing here" not in output
+    losses = re.findall(r"^loss[a-z ]* ([0-9.e-]+)$", output, re.MULTILINE)
+    assert float(losses[-1]) < float(losses[0])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("trainer", "variant", "why"),
+    [(trainer, *one) for trainer in TRAINERS for one in trainer.warns],
+    ids=name,
+)
+def test_what_is_not_compressed_is_told_with_the_line_to_write(trainer, variant, why, tmp_path):
+    skip_without(trainer)
+    output = output_of(trainer, "gloo", tmp_path, "--codec int4", variant.split())
     warnings = re.findall("--codec compresses nothing here: (.*)", output)
-    compressed = "policy: quant:bits=4" in output
-    if trainer.warns:
-        assert len(warnings) == 1, output
-        assert re.search(trainer.warns, warnings[0]), output
-        assert not compressed, output
-    else:
-        assert warnings == [], output
-        assert compressed, output
+    assert len(warnings) == 1, output
+    assert re.search(why, warnings[0]), output
+    assert "policy: quant:bits=4" not in output
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("package", "variant"),
+    [
+        ("deepspeed", "--stage 0"),
+        ("deepspeed", "--stage 1"),
+        ("deepspeed", "--stage 2"),
+        ("deepspeed", "--stage 3"),
+        ("megatron", ""),
+        ("megatron", "--distributed-optimizer --overlap"),
+    ],
+)
+def test_the_exact_codec_in_place_of_their_reductions_changes_no_loss(package, variant, tmp_path):
+    """Both divide by two ranks, which is exact before the sum and after it."""
+    trainer = next(t for t in TRAINERS if t.package == package)
+    skip_without(trainer)
+    theirs, _ = train(trainer, "gloo", tmp_path, variant.split())
+    ours, _ = train(trainer, "gloo", tmp_path, [*variant.split(), "--codec", "fp32"])
+    assert len(ours) >= 6
+    assert ours == theirs
 
 
 def test_the_script_for_horovod_learns_with_four_bits(tmp_path):

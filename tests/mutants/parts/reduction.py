@@ -358,8 +358,8 @@ MUTANTS = (
         "backward-ends-before-its-collectives",
         "wait",
         "pycomm/hooks/fsdp.py",
-        "            wait()\n",
-        "            pass\n",
+        "        for wait in self._waits:\n            wait()\n",
+        "        for _ in self._waits:\n            pass\n",
         "tests/torch/fsdp/test_compress.py::test_accumulation "
         "tests/torch/fsdp/test_compress.py::test_exact_gradients_are_those_of_replicas",
     ),

@@ -1,0 +1,203 @@
+"""Compressed gradients of Megatron-Core's DistributedDataParallel.
+
+It keeps all gradients in flat buffers, of which each bucket is reduced by its bucket group:
+`start_grad_sync` begins when the bucket's gradients are ready, `finish_grad_sync` waits for it.
+Both are replaced (tested with megatron-core 0.16.1). A bucket travels as a compressed all-reduce,
+also under the distributed optimizer, which then uses its shard of the result: a shard there begins
+and ends in the middle of parameters, so the owner of a value is not the rank that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pycomm.codecs import Codec
+from pycomm.errors import Error
+from pycomm.hooks.replaced import ReplacedState, is_a, state_in
+from pycomm.policy import Policy
+from pycomm.policy.names import clean
+
+logger = logging.getLogger("pycomm")
+
+
+def is_megatron(model: nn.Module) -> bool:
+    """Return whether a module is Megatron-Core's DistributedDataParallel."""
+    module = "megatron.core.distributed.distributed_data_parallel"
+    return is_a(model, module, "DistributedDataParallel")
+
+
+class MegatronState(ReplacedState):
+    """Codecs and feedback of the dense parameters of one model chunk.
+
+    Args:
+        codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
+        model: Megatron-Core's DistributedDataParallel, with or without the distributed optimizer.
+        options: feedback and seed; see `CompressionState`.
+
+    Raises:
+        Error: the model is compressed already.
+        ValueError: the model has several instances of the distributed optimizer, which reduce in
+            two stages.
+    """
+
+    def __init__(self, codec: str | Codec | Policy, model: Any, **options: Any) -> None:
+        if state_in(model) is not None:
+            raise Error(
+                "this model is compressed already: change its codec by set_policy() of that state"
+            )
+        config = model.ddp_config
+        if config.num_distributed_optimizer_instances > 1:
+            raise ValueError(
+                "num_distributed_optimizer_instances="
+                f"{config.num_distributed_optimizer_instances} reduces gradients in two stages, "
+                "within an instance and between them, and pycomm compresses one: set it to 1"
+            )
+        super().__init__(codec, process_group=model.intra_dp_cp_group, **options)
+        names = {p: clean(name) for name, p in model.module.named_parameters()}
+        groups = [_BucketGroup(self, group, names) for group in model.bucket_groups]
+        held = {p for group in groups for bucket in group.buckets for p in bucket.parameters}
+        for parameter, name in names.items():
+            if parameter in held:
+                same = parameter.dtype == parameter.main_grad.dtype
+                self.add(name, parameter if same else parameter.main_grad)
+        self.plan.complete()
+        self.agree()
+        experts = [p for group in model.expert_parallel_bucket_groups for p in group.params]
+        if experts and self.process_group.rank() == 0:
+            logger.warning(
+                "megatron: %d parameters of experts, from %s on, are reduced in a group of their "
+                "own: they travel exactly. Leave experts out of expert parallelism "
+                "(expert_model_parallel_size=1) to compress them",
+                len(experts),
+                min(names[p] for p in experts),
+            )
+        self._attach(model)
+        self._started: set[_BucketGroup] = set()
+        self._groups = groups
+        for group in groups:
+            group.install()
+
+    def start(self, group: _BucketGroup) -> bool:
+        """Open a step for the buckets of a group; False: compression has been removed."""
+        if group in self._started:  # a group reduces again before the others have begun
+            self.close_step()
+            self._started.clear()
+        if not self.open_step():
+            return False
+        self._started.add(group)
+        return True
+
+    def finish(self, group: _BucketGroup) -> None:
+        """Wait for a group's gradients; all end with the last group, as PowerSGD needs it."""
+        if len(self._started) == len(self._groups):
+            self.close_step()
+            self._started.clear()
+        if not self._open:
+            for each in self._groups:
+                each.complete()
+
+
+class _Bucket:
+    """One of Megatron's buckets: gradients that travel together."""
+
+    def __init__(self, bucket: Any, names: dict[Any, str]) -> None:
+        self.parameters = list(bucket.params_list)
+        self.names = [names[p] for p in self.parameters]
+        self._bucket = bucket
+
+    def reduce(self, state: MegatronState, factor: float) -> Callable[[], None]:
+        """Start to average the gradients; return what waits, and multiplies them by a factor."""
+        data = self._bucket.grad_data
+        views = [p.main_grad.view(-1) for p in self.parameters]
+        padded = sum(view.numel() for view in views) != data.numel()
+        flat = torch.cat(views) if padded else data
+        future = state.reduce(flat, self.names)
+
+        def complete() -> None:
+            future.wait()
+            if padded:  # the distributed optimizer aligns parameters
+                for view, part in zip(
+                    views, torch.split(flat, [view.numel() for view in views]), strict=True
+                ):
+                    view.copy_(part)
+            if factor != 1.0:
+                data.mul_(factor)
+
+        return complete
+
+
+class _BucketGroup:
+    """One of Megatron's bucket groups, whose two methods are replaced."""
+
+    def __init__(self, state: MegatronState, group: Any, names: dict[Any, str]) -> None:
+        self._state, self._group = state, group
+        self.buckets = [_Bucket(bucket, names) for bucket in group.buckets]
+        self._pending: list[Callable[[], None]] = []
+        self._begun = False  # from start to finish
+
+    def install(self) -> None:
+        replace = self._state._replace
+        self._start_exactly = replace(self._group, "start_grad_sync", self.start)
+        self._finish_exactly = replace(self._group, "finish_grad_sync", self.finish)
+
+    @torch.no_grad()
+    def start(self, force_all_reduce: bool | None = False) -> None:
+        """Begin to reduce the group's buckets, in place of Megatron's method."""
+        group, config = self._group, self._group.ddp_config
+        if self._begun:
+            if group.is_first_batch or not config.overlap_grad_reduce:
+                return  # begun already, as Megatron's own method has it for the first batch
+            raise Error("a bucket group's gradients are reduced twice before they are waited for")
+        if not self._state.start(self):
+            self._start_exactly(force_all_reduce=force_all_reduce)
+            return
+        self._begun = True
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            group.check_grads(
+                check_for_nan_or_inf=config.check_for_nan_in_grad,
+                check_for_large=config.check_for_large_grads,
+            )
+        ranks = self._state.process_group.size()
+        for bucket, theirs in zip(self.buckets, group.buckets, strict=True):
+            # Megatron multiplies before it sums, or averages; its factor is usually 1 / ranks.
+            factor = theirs.gradient_scaling_factor
+            factor *= 1 if config.average_in_collective else ranks
+            self._pending.append(bucket.reduce(self._state, factor))
+
+    def finish(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for the group's gradients, in place of Megatron's method."""
+        if self._state.removed:
+            self._finish_exactly(force_all_reduce=force_all_reduce)
+            return
+        self._group.param_gather_dispatched = False
+        if not self._begun:
+            if self._group.ddp_config.overlap_grad_reduce and not self._group.is_first_batch:
+                raise Error(
+                    "Megatron has not begun to reduce a bucket group when it waits for it: some of "
+                    "its parameters got no gradient in this backward. Freeze them "
+                    "(requires_grad=False), or set overlap_grad_reduce=False"
+                )
+            self.start(force_all_reduce=force_all_reduce)
+            if self._state.removed:
+                self._end_exactly()
+                return
+        self._begun = False
+        self._state.finish(self)
+
+    def _end_exactly(self) -> None:
+        """Wait for what Megatron's own method has begun."""
+        if self._group.grad_reduce_handle is not None:
+            self._group.grad_reduce_handle.wait()
+            self._group.grad_reduce_handle = None
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Wait for the gradients, and write them to their buffer."""
+        for complete in self._pending:
+            complete()
+        self._pending.clear()

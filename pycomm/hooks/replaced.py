@@ -1,0 +1,93 @@
+"""State for wrappers whose own reductions are replaced, since they offer no hook for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from pycomm.errors import Error
+from pycomm.reduction.state import CompressionState
+
+_ATTRIBUTE = "_pycomm_state"
+_NONE = object()
+
+
+class ReplacedState(CompressionState):
+    """State of a wrapper that reduces its gradients by methods of its own.
+
+    Such methods are replaced on the one object, not on its class, and are put back by `remove`.
+    Between `open_step` and `close_step` the wrapper's buckets are reduced. Gradients that the
+    wrapper throws away for other reasons than values that are not finite are not noticed:
+    `discard` declares them.
+    """
+
+    def _attach(self, wrapper: nn.Module) -> None:
+        """Let `state_of` find this state."""
+        vars(wrapper)[_ATTRIBUTE] = self
+        self._wrapper = wrapper
+        self._originals: list[tuple[Any, str, Any]] = []
+        self._open = False
+        self._paid = False  # a step has begun since `remove`
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Replace a method of one object, and return the original.
+
+        Raises:
+            Error: the object has no such method in this version of its package.
+        """
+        original: Callable[..., Any] | None = getattr(owner, name, None)
+        if original is None:
+            package = type(owner).__module__.partition(".")[0]
+            raise Error(
+                f"this version of {package} cannot be compressed: its {type(owner).__name__} has "
+                f"no {name}. docs/trainers.md has the versions that are tested"
+            )
+        self._set(owner, name, function)
+        return original
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object until compression is removed."""
+        self._originals.append((owner, name, vars(owner).get(name, _NONE)))
+        setattr(owner, name, value)
+
+    def open_step(self) -> bool:
+        """Begin a step if none is open; False: compression has been removed just now."""
+        if self._open:
+            return True
+        if self._leaving and self._paid and self._may_leave(begins=True):
+            self._leave()
+        if self.removed:
+            return False
+        self._paid = self._leaving
+        self.begin_step()
+        self._open = True
+        return True
+
+    def close_step(self) -> None:
+        """End the step, if one is open: all of its buckets have been given to `reduce`."""
+        if self._open:
+            self.end_step()
+            self._open = False
+
+    def _leave(self) -> None:
+        super()._leave()
+        for owner, name, before in reversed(self._originals):
+            if before is _NONE:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._originals.clear()
+        vars(self._wrapper).pop(_ATTRIBUTE, None)
+
+
+def state_in(wrapper: nn.Module) -> ReplacedState | None:
+    """Return the state that reduces a wrapper's gradients, if there is one."""
+    found: ReplacedState | None = vars(wrapper).get(_ATTRIBUTE)
+    return found
+
+
+def is_a(wrapper: nn.Module, module: str, name: str) -> bool:
+    """Return whether a module's class is, or inherits, one of a package that is not imported."""
+    return any(c.__name__ == name and c.__module__ == module for c in type(wrapper).__mro__)

@@ -1,0 +1,93 @@
+"""Ranks on different processors in one group: equal bits on all, and those of a group of one kind.
+
+The processors are emulated (qemu-user), and each rank is a process of its own that talks TCP; the
+library is the real one. The rank for aarch64 is compiled by `make portable`.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.portable.__main__ import RANK_AARCH64
+from tests.portable.test_other_processors import LIBRARY, ROOT
+
+LIMIT = 100  # seconds of a group
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory):
+    """Compile the program of a rank against libpycomm."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip("this needs a C++ compiler on x86-64")
+    binary = tmp_path_factory.mktemp("mixed") / "rank"
+    source = Path(__file__).parent / "rank.cpp"
+    command = [compiler, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", source, "-o", binary]
+    command += [LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}"]
+    subprocess.run(list(map(str, command)), check=True)
+    return binary
+
+
+def lines_of(commands: list[list[str]], folder: Path) -> list[list[str]]:
+    """Run a group with a command for each rank; return the lines that each rank writes."""
+    store = folder / "store"
+    store.mkdir()
+    ranks = []
+    try:
+        for number, command in enumerate(commands):
+            words = [*command, str(store), str(number), str(len(commands))]
+            ranks.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        answers = [process.communicate(timeout=LIMIT) for process in ranks]
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    for process, (_, errors) in zip(ranks, answers, strict=True):
+        assert process.returncode == 0, errors.decode()
+    return [text.decode().splitlines() for text, _ in answers]
+
+
+def emulator(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"there is no {name}: apt-get install qemu-user")
+    return found
+
+
+def results(lines: list[str]) -> list[str]:
+    """The results alone, which all ranks share; residuals are each rank's own."""
+    return [line.partition(" residual ")[0] for line in lines]
+
+
+def with_older(rank: Path) -> list[list[str]]:
+    x86 = emulator("qemu-x86_64")
+    # As fast as this machine can, with AVX2 alone, and without AVX.
+    return [[str(rank)], [x86, "-cpu", "Haswell", str(rank)], [x86, "-cpu", "Nehalem", str(rank)]]
+
+
+def test_ranks_with_and_without_vector_instructions_have_equal_bits(rank, tmp_path):
+    alike = tmp_path / "alike"
+    alike.mkdir()
+    expected = lines_of([[str(rank)]] * 3, alike)
+    found = lines_of(with_older(rank), tmp_path)
+    assert len(expected[0]) == 14
+    assert len({tuple(results(lines)) for lines in found}) == 1
+    assert found == expected
+
+
+def test_ranks_on_x86_and_aarch64_have_equal_bits(rank, tmp_path):
+    if not RANK_AARCH64.exists():
+        pytest.skip("make portable compiles for aarch64, and needs qemu-user")
+    arm = [emulator("qemu-aarch64"), str(RANK_AARCH64)]
+    alike = tmp_path / "alike"
+    alike.mkdir()
+    expected = lines_of([[str(rank)]] * 4, alike)
+    found = lines_of([arm, *with_older(rank)[:2], arm], tmp_path)
+    assert len({tuple(results(lines)) for lines in found}) == 1
+    assert found == expected
