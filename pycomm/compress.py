@@ -168,13 +168,6 @@ def attach(model: DistributedDataParallel, make: Callable[[], State]) -> State:
         Error: the model has a communication hook, or its reducer takes none.
     """
     hooks = getattr(model, "_comm_hooks", [])
-    if hooks and isinstance(hooks[0][1], DetachedState):  # the model is a copy of a compressed one
-        hooks.clear()
-    if getattr(model, "_use_python_reducer", False):
-        raise Error(
-            "DDP has the reducer of torch.compile, which traces hooks: set torch._dynamo.config."
-            'optimize_ddp = "ddp_optimizer" before DistributedDataParallel is made'
-        )
     before = hooks[0][1] if hooks else None
     if isinstance(before, HookState) and before.removed:
         # torch's reducer takes one hook, for good: the old state forwards to the new one.
@@ -183,6 +176,27 @@ def attach(model: DistributedDataParallel, make: Callable[[], State]) -> State:
         before.successor = state
         hooks[0] = (compress_hook, state)
         return state
+    check_takes_hook(model)
+    state = make()
+    state.agree()
+    model.register_comm_hook(state, compress_hook)
+    return state
+
+
+def check_takes_hook(model: DistributedDataParallel) -> None:
+    """Check that a communication hook can be registered with a DDP model.
+
+    Raises:
+        Error: the model has one, or its reducer takes none.
+    """
+    hooks = getattr(model, "_comm_hooks", [])
+    if hooks and isinstance(hooks[0][1], DetachedState):  # the model is a copy of a compressed one
+        hooks.clear()
+    if getattr(model, "_use_python_reducer", False):
+        raise Error(
+            "DDP has the reducer of torch.compile, which traces hooks: set torch._dynamo.config."
+            'optimize_ddp = "ddp_optimizer" before DistributedDataParallel is made'
+        )
     if hooks:
         raise Error(
             f"the model has the communication hook {hooks[0][0].__qualname__} already, and DDP "
@@ -193,10 +207,6 @@ def attach(model: DistributedDataParallel, make: Callable[[], State]) -> State:
             "this model reduces its gradients after backward (delay_all_reduce_named_params) and "
             "uses no communication hook; wrap it without that option"
         )
-    state = make()
-    state.agree()
-    model.register_comm_hook(state, compress_hook)
-    return state
 
 
 def _advice(model: nn.Module) -> str:

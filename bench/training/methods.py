@@ -120,7 +120,7 @@ def _optimizer(
     if name == "demo":
         return pycomm.DeMo(parameters, lr, model=model)
     if name == "detonation":
-        from detonation import DeMo
+        from detonation.optim.demo import DeMo
 
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         groups = {

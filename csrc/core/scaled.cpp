@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/arithmetic.h"
+#include "core/floats.h"
 
 namespace pycomm::scaled {
 namespace {
@@ -145,6 +146,17 @@ PYCOMM_SIMD void widen(const uint16_t* from, float* to, size_t numel) {
     const uint32_t word = uint32_t{from[j]} << 16;
     std::memcpy(to + j, &word, 4);
   }
+}
+
+PYCOMM_SIMD void narrow(const float* from, uint16_t* to, size_t numel) {
+  for (size_t j = 0; j < numel; ++j) {
+    to[j] = static_cast<uint16_t>(BFloat16::encode_saturating(from[j]));
+  }
+}
+
+PYCOMM_SIMD void sent_row(const float* x, const float* before, const float* after,
+                          const float* column, float* out, size_t columns, float row) {
+  for (size_t j = 0; j < columns; ++j) out[j] = (x[j] + before[j] - after[j]) * row * column[j];
 }
 
 /// Calls act(begin, end, thread) for parts of the rows, each a multiple of kBlock but the last.
@@ -286,6 +298,28 @@ void move(const Matrix& x, const Move& by, int threads) {
       const size_t at = i * x.columns;
       move_row(x.values + at, by.gradient + at, by.momentum + at, x.column, x.columns, x.row[i],
                by.lr, by.keep, by.limit);
+    }
+  });
+}
+
+void sent(const Matrix& x, const Sent& by, int threads) {
+  in_parallel(x.rows, x.columns, threads, [&](size_t begin, size_t end, size_t) {
+    constexpr size_t kSlice = 1024;
+    float before[kSlice], after[kSlice], out[kSlice];
+    // Returns float32 values, widened into a buffer if need be.
+    const auto values = [&](const void* from, size_t at, size_t count, float* wide) {
+      if (!by.residual_bf16) return static_cast<const float*>(from) + at;
+      widen(static_cast<const uint16_t*>(from) + at, wide, count);
+      return static_cast<const float*>(wide);
+    };
+    for (size_t i = begin; i < end; ++i) {
+      for (size_t j = 0; j < x.columns; j += kSlice) {
+        const size_t at = i * x.columns + j, count = std::min(kSlice, x.columns - j);
+        float* to = by.out_bf16 ? out : static_cast<float*>(by.out) + at;
+        sent_row(x.values + at, values(by.before, at, count, before),
+                 values(by.after, at, count, after), x.column + j, to, count, x.row[i]);
+        if (by.out_bf16) narrow(out, static_cast<uint16_t*>(by.out) + at, count);
+      }
     }
   });
 }

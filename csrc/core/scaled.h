@@ -76,4 +76,15 @@ struct Errors {
 };
 PYCOMM_API Errors errors(const float* x, const void* residual, bool bf16, size_t numel);
 
+struct Sent {
+  const void* before = nullptr;  // the residual before the coding
+  const void* after = nullptr;   // and after it
+  bool residual_bf16 = false;    // else they are float32
+  void* out = nullptr;
+  bool out_bf16 = false;
+};
+
+/// Writes what was sent of values x whose coding had a residual: (x + before - after) row column.
+PYCOMM_API void sent(const Matrix& x, const Sent& by, int threads);
+
 }  // namespace pycomm::scaled

@@ -103,6 +103,11 @@ class Residual:
         assert self.worker is not None
         return storage.part(self.worker[self.sides[0]], self.numel, row, 0, self.numel)
 
+    def fresh_worker(self, row: int = 0) -> torch.Tensor:
+        """Return a row of the worker residual after this step as it is stored."""
+        assert self.worker is not None
+        return storage.part(self.worker[self.sides[1]], self.numel, row, 0, self.numel)
+
     def written_worker(self, row: int = 0) -> torch.Tensor:
         """Return a row of the worker residual after this step, float32 [numel]."""
         return self._worker(self.sides[1], row)

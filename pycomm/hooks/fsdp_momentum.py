@@ -159,7 +159,7 @@ class ShardedMomentumState(Momenta, FSDPState):
         """Keep what was sent, and make momentum of the own shards."""
         for moment, part, piece in parts:
             for r in range(self._ranks):
-                self._keep_sent(moment, piece, part[r], r)
+                moment.store_sent(part[r], piece.residual, self._own_of(piece), r)
             moment.decode(output[piece.offset : piece.offset + piece.numel], self._scale)
 
 

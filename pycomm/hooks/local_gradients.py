@@ -21,17 +21,9 @@ class LocalGradients:
     Args:
         model: a DDP model without a communication hook.
         scaled: a `torch.amp.GradScaler` scales the gradients.
-
-    Raises:
-        Error: the model has a communication hook.
     """
 
     def __init__(self, model: DistributedDataParallel, *, scaled: bool) -> None:
-        if hooks := getattr(model, "_comm_hooks", []):
-            raise Error(
-                f"the model has the communication hook {hooks[0][0].__qualname__} already, and DDP "
-                "takes one: wrap the module in a new DistributedDataParallel to change it"
-            )
         self._group: dist.ProcessGroup = model.process_group
         self._scaled = scaled
         self._overflows = False
@@ -46,6 +38,7 @@ class LocalGradients:
             )
         values = bucket.buffer()
         if self._scaled:
+            self._overflows &= bucket.index() > 0  # else it is of a backward that has failed
             self._overflows |= not bool(values.isfinite().all())
             if bucket.is_last():
                 flag = torch.tensor([float(self._overflows)], device=values.device)

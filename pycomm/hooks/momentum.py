@@ -70,6 +70,7 @@ class Momenta(CompressionState):
         self.moments = {}
         for name in self.decisions:
             self._make_moment(name)
+        self._spare: list[torch.Tensor] = []
         self._codecs_then: list[Codec] = []
         self._refresh_asked, self._refresh = refresh, refresh or 1
         self._set_refresh()
@@ -199,20 +200,29 @@ class Momenta(CompressionState):
             moment.enter(part, self._scale)
         self._share_scales([moment for moment, _ in new])
         entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
-        alone = not self._bucket(tuple(names), tensor.device).levels  # else nodes code sums
-        coded: list[torch.Tensor] = []
-        for moment, part, piece in parts:
+        # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
+        alone = self.process_group.size() > 1
+        alone &= not self._bucket(tuple(names), tensor.device).levels
+        copies: Sequence[torch.Tensor] = ()
+        if alone:
+            values = [part for _, part, _ in parts]
+            room = self._room_for(values)
+            sizes = [part.numel() for part in values]
+            copies = torch.split(room[: sum(sizes)], sizes)
+        for i, (moment, part, piece) in enumerate(parts):
             sent = self._sent_before(moment, piece) if alone else None
             known = id(moment) in entered
             moment.encode(part, self._scale, piece.residual, sent, entered=known, looks=looks)
             if alone:
-                coded.append(part.clone())
+                copies[i].copy_(part)
         future = super().reduce(tensor, names)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             result = done.value()
-            for (moment, _, piece), values in zip(parts, coded, strict=alone):
-                self._keep_sent(moment, piece, values)
+            if alone:
+                for (moment, _, piece), copy in zip(parts, copies, strict=True):
+                    moment.store_sent(copy, piece.residual, self._own_of(piece), None)
+                self._spare.append(room)
             for moment, part, _ in parts:
                 moment.decode(part, self._scale)
             return result
@@ -244,19 +254,17 @@ class Momenta(CompressionState):
         own = self._own_of(piece)
         return own.load_worker(shard or 0) if own.last_step else None
 
-    def _keep_sent(
-        self, moment: CodedMoment, piece: Piece, coded: torch.Tensor, shard: int | None = None
-    ) -> None:
-        """Note what this rank has sent, which `take_sums` keeps.
+    def _room_for(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return memory for copies of values, which is given back to `_spare`.
 
-        Args:
-            coded: what `CodedMoment.encode` has made of the gradient.
-            shard: see `_sent_before`.
+        It is used again: pages of new memory would cost more than the copy.
         """
-        own, sent = self._own_of(piece), moment.sent(coded, piece.residual, shard)
-        if moment.again:
-            sent += own.written_worker(shard or 0)
-        own.store_worker(sent, shard or 0)
+        numel, dtype = sum(part.numel() for part in values), values[0].dtype
+        for i, spare in enumerate(self._spare):
+            if spare.dtype == dtype and spare.numel() >= numel:
+                return self._spare.pop(i)
+        self._spare.clear()  # what is too small now
+        return values[0].new_empty(numel)
 
     def _parts(
         self, names: tuple[str, ...], tensor: torch.Tensor

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.arguments import typed
+from pycomm.compress import check_takes_hook
 from pycomm.hooks.local_gradients import LocalGradients, keep_local
 from pycomm.optim.settings import (
     check_dense,
@@ -88,10 +89,15 @@ class LocalGradientOptimizer(torch.optim.Optimizer):
         lines = [f"{who}, {'with' if scaler is not None else 'without'} a GradScaler", *terms]
         lines += settings_terms(who, self.param_groups, self._names, tuple(defaults))
         agree_on_options(lines, self.process_group)
+        check_takes_hook(model)
         hook = LocalGradients(model, scaled=scaler is not None)
         self.compression = self._make_state()
         """Codecs and what this rank keeps for itself, such as residuals: `summary()`, and
         `state_dict()`, which a checkpoint keeps beside the optimizer's own."""
+        self.compression.stays_because = (
+            f"{who} keeps momenta that new members do not have: wrap the module in a new "
+            f"DistributedDataParallel, make a new {who} and call its adopt_state on all ranks"
+        )
         for name, parameter in model.module.named_parameters():
             if any(parameter is p for group in self.param_groups for p in group["params"]):
                 self._enter(clean(name), parameter)
@@ -112,6 +118,22 @@ class LocalGradientOptimizer(torch.optim.Optimizer):
         """Take a step with the parameters that have a gradient; on all ranks."""
         raise NotImplementedError
 
+    def adopt_state(self, previous: LocalGradientOptimizer) -> None:
+        """Continue from the optimizer of a group that has lost ranks; collective.
+
+        What is common is that of the first remaining rank; residuals and momenta of its own each
+        remaining rank keeps.
+
+        Args:
+            previous: the old optimizer, for the same parameters in the same order.
+        """
+        typed("previous", previous, type(self))
+        saved = [previous.state_dict()]
+        first = dist.get_global_rank(self.process_group, 0)
+        dist.broadcast_object_list(saved, src=first, group=self.process_group)
+        self.load_state_dict(saved[0])
+        self.compression.adopt_state(previous.compression)
+
     # ------------------------------------------------------------------ steps
 
     @torch.no_grad()
@@ -130,6 +152,7 @@ class LocalGradientOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not is_ready(self, self._scaler):
             return loss
+        self.compression.follow_members()  # raises if they have changed
         parts = [
             Part(self._names[id(parameter)], parameter, group)
             for group in self.param_groups

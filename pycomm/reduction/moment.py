@@ -298,25 +298,23 @@ class CodedMoment:
         if self.again and self.base is not None:
             values.add_(self.base.reshape(-1))
 
-    def sent(
-        self, coded: torch.Tensor, residual: Residual | None, shard: int | None = None
-    ) -> torch.Tensor:
-        """Return what this rank has contributed to a shard's momentum, float32 [numel].
+    def store_sent(
+        self, coded: torch.Tensor, residual: Residual | None, own: Residual, shard: int | None
+    ) -> None:
+        """Store what this rank has contributed to a shard's momentum.
 
         Args:
             coded: what `encode` has made of the shard's gradient.
             residual: that of the coding, which is complete.
+            own: where it is stored; what an earlier backward before the same step has sent is kept.
             shard: number of the shard; None: the own one.
         """
         row, column = self._scale_of(shard)
-        values = coded.float()
+        place, before, after = shard or 0, None, None
         if residual is not None and residual.worker is not None:
-            values = values + residual.load_worker(shard or 0)
-            values -= residual.written_worker(shard or 0)
-        elif values is coded:
-            values = values.clone()
-        scaled.multiply(values.view(self.padded, self.columns), row, column, 1.0)
-        return values
+            before, after = residual.stored_worker(place), residual.fresh_worker(place)
+        values, to = coded.view(self.padded, self.columns), own.fresh_worker(place)
+        scaled.store_sent(values, row, column, before, after, to, add=self.again)
 
     # ------------------------------------------------------------------ a step
 

@@ -217,3 +217,45 @@ def error_sums(values: torch.Tensor, residual: torch.Tensor) -> tuple[float, flo
         return _C.scaled_errors(values.data_ptr(), residual.data_ptr(), in_16, numel)
     left = storage.load(residual, numel)
     return float(left.square().sum()), float((left + values).square().sum())
+
+
+def store_sent(
+    values: torch.Tensor,
+    row: torch.Tensor,
+    column: torch.Tensor,
+    before: torch.Tensor | None,
+    after: torch.Tensor | None,
+    to: torch.Tensor,
+    *,
+    add: bool = False,
+) -> None:
+    """Store what was sent of values whose coding had a residual: (x + before - after) row column.
+
+    Args:
+        values: x [rows, columns].
+        row, column: float32 [rows] and [columns].
+        before, after: the residual before and after the coding, as it is stored; see
+            `pycomm.feedback.storage`. None: there is none.
+        to: where it is stored.
+        add: add what is there.
+    """
+    numel = values.numel()
+    stored = [one for one in (before, after, to) if one is not None]
+    fits = len(stored) == 3 and not add and all(s.dtype != torch.uint8 for s in stored)
+    if fits and _native(values) and before is not None and after is not None:
+        _C.scaled_sent(
+            *_at(values, row, column),
+            *(before.data_ptr(), after.data_ptr(), before.dtype == torch.bfloat16),
+            *(to.data_ptr(), to.dtype == torch.bfloat16, torch.get_num_threads()),
+        )
+        return
+    sent = values.reshape(-1).float()
+    if before is not None and after is not None:
+        sent = sent + storage.load(before, numel)
+        sent -= storage.load(after, numel)
+    elif sent.data_ptr() == values.data_ptr():
+        sent = sent.clone()
+    multiply(sent.view(values.shape), row, column, 1.0)
+    if add:
+        sent += storage.load(to, numel)
+    storage.store(sent, to)

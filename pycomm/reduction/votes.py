@@ -79,6 +79,12 @@ class Votes(CompressionState):
 
     # ------------------------------------------------------------------ checkpoints
 
+    def adopt_state(self, previous: CompressionState | None) -> None:
+        """See `CompressionState`: a rank keeps its momentum."""
+        super().adopt_state(previous)
+        if isinstance(previous, Votes):
+            self.own = {name: value.clone() for name, value in previous.own.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """See `CompressionState`; also has what this rank keeps for itself."""
         own = {name: value.clone() for name, value in self.own.items()}

@@ -127,3 +127,34 @@ def test_threads_do_not_change_what_a_row_gets():
     assert torch.equal(sums, other)
     # Added up in another order.
     torch.testing.assert_close(column_sums, other_column, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (3, 2500)])
+def test_what_was_sent_has_the_same_bits_in_both(monkeypatch, rows, columns):
+    a = given(rows, columns)
+    x, numel = a["x"] * 3, rows * columns
+    x.view(-1)[: numel // 7] *= 1e38  # and what is too large for bfloat16
+    for form, kept in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        before, after = (a[n].reshape(-1).to(form) for n in ("g", "m"))
+        found = []
+        for native in (False, True):
+            with monkeypatch.context() as patch:
+                if not native:
+                    patch.setattr(scaled, "_native", lambda *_: False)
+                to = torch.zeros(numel, dtype=kept)
+                scaled.store_sent(x, a["row"], a["column"], before, after, to)
+                found.append(to)
+        assert torch.equal(*found)
+        wide = [t.double().view(rows, columns) for t in (before, after)]
+        want = (x.double() + wide[0] - wide[1]) * torch.outer(a["row"], a["column"]).double()
+        finite = want.abs() < 1e38
+        near_enough = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[kept]  # a rounding each
+        torch.testing.assert_close(
+            found[0].double().view(rows, columns)[finite],
+            want[finite],
+            rtol=near_enough,
+            atol=1e-5,
+        )
+        again = found[0].clone()
+        scaled.store_sent(torch.zeros_like(x), a["row"], a["column"], None, None, again, add=True)
+        assert torch.equal(again, found[0])

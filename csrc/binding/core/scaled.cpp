@@ -69,6 +69,15 @@ void move(uintptr_t x, size_t rows, size_t columns, uintptr_t row, uintptr_t col
   scaled::move({floats(x), rows, columns, floats(row), floats(column)}, by, threads);
 }
 
+void sent(uintptr_t x, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
+          uintptr_t before, uintptr_t after, bool residual_bf16, uintptr_t out, bool out_bf16,
+          int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  scaled::sent({floats(x), rows, columns, floats(row), floats(column)},
+               {pointer(before), pointer(after), residual_bf16, pointer(out), out_bf16}, threads);
+}
+
 std::pair<double, double> errors(uintptr_t x, uintptr_t residual, bool bf16, size_t numel) {
   GilReleased release;
   const DefaultArithmetic arithmetic;
@@ -85,6 +94,7 @@ void bind_scaled(py::module_& m) {
   m.def("scaled_divide", &divide);
   m.def("scaled_multiply", &multiply);
   m.def("scaled_move", &move);
+  m.def("scaled_sent", &sent);
   m.def("scaled_errors", &errors);
 }
 

@@ -130,6 +130,14 @@ MUTANTS = (
         "tests/core/test_scaled.py::test_operations_are_those_of_their_formulas",
     ),
     Mutant(
+        "what-was-sent-without-the-residual-in-it",
+        "residual",
+        "csrc/core/scaled.cpp",
+        "(x[j] + before[j] - after[j]) * row * column[j]",
+        "(x[j] - after[j]) * row * column[j]",
+        "tests/core/test_scaled.py::test_what_was_sent_has_the_same_bits_in_both",
+    ),
+    Mutant(
         "momentum-of-rows-that-have-none",
         "arithmetic",
         "csrc/core/scaled.cpp",

@@ -81,7 +81,7 @@ MUTANTS = (
         "constant",
         VOTES,
         '(13, "int4")',
-        '(14, "int4")',
+        '(20, "int4")',
         LION_TESTS + "test_means_are_counted_exactly_for_any_number_of_ranks",
     ),
     Mutant(

@@ -415,8 +415,8 @@ MUTANTS = (
     Mutant(
         "a-second-backward-forgets-what-the-first-has-sent",
         "state",
-        "pycomm/hooks/momentum.py",
-        "sent += own.written_worker(shard or 0)",
+        "pycomm/reduction/scaled.py",
+        "sent += storage.load(to, numel)",
         "pass",
         "tests/torch/optim/test_sharded_adamw.py",
     ),
@@ -432,8 +432,8 @@ MUTANTS = (
         "what-was-sent-in-the-scale-of-another-shard",
         "rank",
         "pycomm/hooks/momentum.py",
-        "moment.sent(coded, piece.residual, shard)",
-        "moment.sent(coded, piece.residual, shard or 0)",
+        "moment.store_sent(copy, piece.residual, self._own_of(piece), None)",
+        "moment.store_sent(copy, piece.residual, self._own_of(piece), 0)",
         "tests/torch/optim/test_sharded_adamw.py::test_replicas_of_shards_have_the_bits_of_ddp",
     ),
     Mutant(

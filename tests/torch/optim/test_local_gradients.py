@@ -229,6 +229,46 @@ def test_other_ranks_go_on_from_the_mean_momentum(pool):
             torch.testing.assert_close(loaded[f"{name}.own"], sum(both) / 2, rtol=1e-6, atol=1e-7)
 
 
+def adopts(rank: int, size: int, which: str) -> list[torch.Tensor]:
+    model, optimizer = make(which)
+    train(model, optimizer, rank, range(4))
+    before = kept(optimizer)
+    group = dist.new_group([0, 2], use_local_synchronization=True) if rank != 1 else None
+    if group is None:
+        return []
+    smaller = DistributedDataParallel(model.module, process_group=group, **CALM)
+    adopted = FAMILY[which](smaller.parameters(), model=smaller, **SIZES)
+    adopted.adopt_state(optimizer)
+    now = kept(adopted)
+    assert before.keys() == now.keys()
+    common = [name for name in before if "owner" not in name and "worker" not in name]
+    assert all(torch.equal(before[name], now[name]) for name in common)
+    train(smaller, adopted, rank, range(4, 6))
+    return values(smaller)
+
+
+@every
+def test_remaining_ranks_adopt_the_state(pool, which):
+    first, lost, other = pool.run(adopts, which, ranks=3)
+    assert lost == []
+    assert equal(first, other)
+
+
+def other_members(rank: int, size: int) -> str:
+    model, optimizer = make("lion")
+    train(model, optimizer, rank, range(1))
+    optimizer.compression._formed = lambda: 1  # as after pycomm.elastic.reconfigure
+    try:
+        train(model, optimizer, rank, range(1, 2))
+    except Error as error:
+        return str(error)
+    return ""
+
+
+def test_other_members_of_the_same_group_are_refused(pool):
+    assert all("adopt_state" in text for text in pool.run(other_members))
+
+
 def in_16_bits(rank: int, size: int, which: str) -> list[torch.Tensor]:
     model, optimizer = make(which, Chosen().to(torch.bfloat16))
     for step in range(4):
