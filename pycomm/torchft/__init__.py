@@ -13,5 +13,11 @@ from __future__ import annotations
 from pycomm.torchft.ddp import DistributedDataParallel
 from pycomm.torchft.group import ProcessGroupPycomm
 from pycomm.torchft.state import ManagedState
+from pycomm.torchft.transport import HandOverTransport
 
-__all__ = ["DistributedDataParallel", "ManagedState", "ProcessGroupPycomm"]
+__all__ = [
+    "DistributedDataParallel",
+    "HandOverTransport",
+    "ManagedState",
+    "ProcessGroupPycomm",
+]
