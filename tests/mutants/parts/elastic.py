@@ -122,4 +122,12 @@ MUTANTS = (
         "tests/torch/elastic/test_hand_over_sharded.py::"
         "test_members_of_a_sharded_model_hand_over_their_parts",
     ),
+    Mutant(
+        "round-that-does-not-wait-for-a-load",
+        "wait",
+        "pycomm/reduction/quorum.py",
+        "if any(rank.loads != ranks[0].loads for rank in ranks):",
+        "if False:",
+        "tests/torch/local_sgd/test_quorum.py::test_rounds_wait_for_a_rank_that_loads_late",
+    ),
 )
