@@ -26,6 +26,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -396,9 +397,20 @@ class LocalSGD:
                 f"LocalSGD's state has {len(state['fragments'])} fragments, not "
                 f"{len(self._parts)}: give the same fragments="
             )
+        with nullcontext() if self._quorum is None else self._quorum.loading():
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         for part, saved in zip(self._parts, state["fragments"], strict=True):
             part.load_state_dict(saved, self._named())
-            self._enter(part.outer.parameters)
+            new = part.outer.parameters.keys() - self.state.decisions.keys()
+            if self._quorum is None:
+                self._enter(part.outer.parameters)
+            elif new:  # to agree on them would be in the way of the quorum's thread
+                raise ValueError(
+                    f"LocalSGD's state has the parameters {', '.join(sorted(new))}, which are "
+                    "frozen here: with quorum= make them trainable before LocalSGD is made"
+                )
         self.state.load_state_dict(state["compression"])
         self._under_way = None
         if state["pending"] is not None:

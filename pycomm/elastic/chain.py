@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from pycomm.errors import Error
 
-# Tags of headers and messages, which a program will not use for its own sends.
-_HEADERS, _MESSAGES = 0x70634831, 0x70634832
+# Tags that a program will not use for its own sends: a pair for each transfer, since receives that
+# were posted for one that has failed would take messages of the next.
+_TAGS, PAIRS = 0x70630000, 0x8000
 _AHEAD = 2  # messages whose memory is ready, and messages on their way out
 _CODED, _PLAIN, _END, _FAILED = range(4)
 
@@ -32,10 +33,14 @@ class Sender:
         group: the ranks.
         peer: the rank that receives them.
         device: a device whose tensors the group moves.
+        transfer: number of the transfer, 0 to PAIRS - 1; the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, device: torch.device, transfer: int
+    ) -> None:
         self._group, self._peer, self._device = group, peer, device
+        self._tag = _TAGS + 2 * transfer
         self._announced: deque[int] = deque()
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
@@ -46,7 +51,7 @@ class Sender:
     def send(self, content: torch.Tensor) -> None:
         """Send the next message that was announced; wait for one of those before."""
         self._announced.popleft()
-        self._issue(content, _MESSAGES)
+        self._issue(content, self._tag + 1)
 
     def end(self) -> None:
         """Tell that these were all, and wait until all are sent."""
@@ -62,7 +67,7 @@ class Sender:
             self._finish()
 
     def _header(self, size: int, kind: int) -> None:
-        self._issue(torch.tensor([size, kind]), _HEADERS)
+        self._issue(torch.tensor([size, kind]), self._tag)
 
     def _issue(self, content: torch.Tensor, tag: int) -> None:
         content = content.to(self._device)
@@ -83,23 +88,31 @@ class Receiver:
         group: the ranks.
         peer: the rank that sends them.
         device: a device whose tensors the group moves.
+        transfer: see `Sender`.
         to: the sender to the next rank, or None.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, device: torch.device, to: Sender | None
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        device: torch.device,
+        transfer: int,
+        to: Sender | None,
     ) -> None:
         self._group, self._peer, self._device, self._to = group, peer, device, to
+        self._tag = _TAGS + 2 * transfer
         self._headers: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._expected = 0
+        self._coming: deque[tuple[dist.Work, torch.Tensor, int, bool]] = deque()
+        self._over = False  # nothing more comes
 
     def expect(self, headers: int) -> None:
         """Let so many more headers come, so that their memory is ready ahead."""
         self._expected += headers
         while self._expected and len(self._headers) <= _AHEAD:
             self._expected -= 1
-            header = torch.zeros(2, dtype=torch.int64, device=self._device)
-            self._headers.append((self._group.recv([header], self._peer, _HEADERS), header))
+            self._post_header()
 
     def receive(self, rooms: Iterable[int | None]) -> Iterator[Message]:
         """Yield the messages: one for each room, its bytes at the begin of a buffer of that size.
@@ -110,21 +123,17 @@ class Receiver:
         Raises:
             Error: a message does not fit, or the sender has lost its own sender.
         """
-        coming: deque[tuple[dist.Work, torch.Tensor, int, bool]] = deque()
         for room in rooms:
             size, kind = self._header()
             if kind not in (_CODED, _PLAIN) or size < 0 or (room is not None and size > room):
                 raise Error(f"rank {self._peer} announces {size} bytes (kind {kind}) for {room}")
             if self._to is not None:
                 self._to.announce(size, kind == _CODED)
-            buffer = torch.empty(size if room is None else room, dtype=torch.uint8)
-            buffer = buffer.to(self._device)
-            work = self._group.recv([buffer[:size]], self._peer, _MESSAGES)
-            coming.append((work, buffer, size, kind == _CODED))
-            if len(coming) == _AHEAD:
-                yield self._next(*coming.popleft())
-        while coming:
-            yield self._next(*coming.popleft())
+            self._post(size, size if room is None else room, kind == _CODED)
+            if len(self._coming) == _AHEAD:
+                yield self._next()
+        while self._coming:
+            yield self._next()
 
     def end(self) -> None:
         """Wait for the sender's word that it had all messages itself, and pass it on."""
@@ -134,8 +143,42 @@ class Receiver:
         if self._to is not None:
             self._to.end()
 
-    def _next(self, work: dist.Work, buffer: torch.Tensor, size: int, coded: bool) -> Message:
-        work.wait()
+    def fail(self) -> None:
+        """Tell the next rank that this one has failed, and take what is still sent to it.
+
+        So the sender does not wait for this rank until the group's deadline.
+        """
+        if self._to is not None:
+            self._to.fail()
+        with suppress(Exception):  # the sender may be what has failed
+            while not self._over:
+                while self._coming:
+                    self._wait(self._coming.popleft()[0])
+                if not self._headers:
+                    self._post_header()
+                size, kind = self._header()
+                if kind in (_CODED, _PLAIN):
+                    self._post(size, size, False)
+
+    def _post(self, size: int, room: int, coded: bool) -> None:
+        buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
+        work = self._group.recv([buffer[:size]], self._peer, self._tag + 1)
+        self._coming.append((work, buffer, size, coded))
+
+    def _post_header(self) -> None:
+        header = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self._headers.append((self._group.recv([header], self._peer, self._tag), header))
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except BaseException:
+            self._over = True
+            raise
+
+    def _next(self) -> Message:
+        work, buffer, size, coded = self._coming.popleft()
+        self._wait(work)
         content = buffer.cpu()
         if self._to is not None:
             self._to.send(content[:size])
@@ -144,8 +187,9 @@ class Receiver:
     def _header(self) -> tuple[int, int]:
         work, header = self._headers.popleft()
         self.expect(0)
-        work.wait()
+        self._wait(work)
         size, kind = header.tolist()
+        self._over = kind in (_END, _FAILED)
         if kind == _FAILED:
             raise Error(f"rank {self._peer} has lost the rank before it, or failed itself")
         return size, kind

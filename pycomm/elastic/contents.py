@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from pycomm.elastic import parts
 from pycomm.policy.names import bare
 
 Form = tuple[str, tuple[int, ...], str]
@@ -42,6 +45,7 @@ class Contents:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
         self.tensors: list[torch.Tensor] = []
+        self._sharded: list[torch.Tensor] = []
         self.lines: list[str] = []
         self.problem = ""
         names: dict[int, str] = {}
@@ -51,9 +55,11 @@ class Contents:
                 self.lines.append(f"{role} {name}, which is {known}")
                 continue
             self._check(f"{role} {name}", tensor)
-            self.tensors.append(tensor)
+            self.tensors.append(parts.local(tensor))
+            self._sharded.append(tensor)
             shape = "not known yet" if is_lazy(tensor) else list(tensor.shape)
-            self.lines.append(f"{role} {name}, {_dtype(tensor)} {shape}")
+            part = parts.describe(tensor)
+            self.lines.append(f"{role} {name}, {_dtype(tensor)} {shape}{part}")
         self.lines += [f"extra state of module {name!r}" for name in self._extra]
         self._describe_optimizer(names)
 
@@ -62,41 +68,41 @@ class Contents:
 
         Errors of the optimizer's or a module's own code become the `problem`.
         """
-        written = io.BytesIO()
-        pickler = _Pickler(written)
+        known = parts.meshes(self._sharded)
+        written, pickler = io.BytesIO(), None
         try:
             optimizer = None if self._optimizer is None else self._optimizer.state_dict()
             extra = {name: module.get_extra_state() for name, module in self._extra.items()}
+            pickler = Pickler(written)
             pickler.dump({"optimizer": optimizer, "extra": extra})
-            read(written.getvalue(), pickler.tensors)  # what the others will not read is told now
+            # What the others will not read is told now.
+            read(written.getvalue(), pickler.tensors, known)
         except Exception as error:
             self.problem = f"its state cannot be pickled: {type(error).__name__}: {error}"
-        for tensor in pickler.tensors:
+        tensors = pickler.tensors if pickler else []
+        for tensor in tensors:
             self._check("a tensor of the optimizer's state", tensor)
-        return written.getvalue(), [form(tensor) for tensor in pickler.tensors], pickler.tensors
+        return written.getvalue(), [form(tensor) for tensor in tensors], tensors
 
     @torch.no_grad()
     def take(
         self,
         values: list[torch.Tensor],
-        pickled: bytes,
-        forms: list[Form],
-        rest: list[torch.Tensor],
+        packed: tuple[bytes, list[Form], list[torch.Tensor]],
     ) -> None:
         """Take over the state of another member.
 
         Args:
             values: those of `tensors`, on the CPU.
-            pickled: what `pack` returned there.
-            forms: the same.
-            rest: the tensors that the pickle refers to, on the CPU.
+            packed: what `pack` returned there, with the tensors on the CPU.
         """
+        pickled, forms, rest = packed
         device = next((tensor.device for tensor in self.tensors), torch.device("cpu"))
         rest = [
             tensor.to(device) if kind == device.type else tensor
             for tensor, (_, _, kind) in zip(rest, forms, strict=True)
         ]
-        found = read(pickled, rest)
+        found = read(pickled, rest, parts.meshes(self._sharded))
         # The optimizer comes first, since its hooks may raise; then nothing has been changed.
         if self._optimizer is not None:
             self._optimizer.load_state_dict(found["optimizer"])
@@ -125,6 +131,10 @@ class Contents:
         """Note if the tensor is one that does not travel as its values."""
         if is_lazy(tensor):
             self.problem = f"{what} has no shape yet: run the model once before"
+        elif isinstance(tensor, DTensor):
+            if problem := parts.problem(tensor):
+                self.problem = f"{what} {problem}"
+            self._check(what, parts.local(tensor))
         elif type(tensor) not in (torch.Tensor, nn.Parameter):
             self.problem = (
                 f"{what} is a {type(tensor).__name__}, of which each rank may have another part: "
@@ -139,13 +149,22 @@ class Contents:
             self.problem = f"{what} is expanded, so it cannot be written: make it a clone()"
 
 
-def read(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+def read(
+    pickled: bytes,
+    tensors: Sequence[torch.Tensor],
+    meshes: dict[parts.Key, DeviceMesh] | None = None,
+) -> Any:
     """Read a pickle that another member has sent: containers, numbers, texts and tensors.
 
+    Args:
+        pickled: the pickle.
+        tensors: those that it refers to; of sharded ones this rank's parts.
+        meshes: of this rank's sharded tensors.
+
     Raises:
-        UnpicklingError: it has objects of other classes.
+        UnpicklingError: it has objects of other classes, or tensors on another mesh.
     """
-    return _Unpickler(io.BytesIO(pickled), tensors).load()
+    return _Unpickler(io.BytesIO(pickled), tensors, meshes or {}).load()
 
 
 def empty(form: Form) -> torch.Tensor:
@@ -161,32 +180,49 @@ def form(tensor: torch.Tensor) -> Form:
 _HARMLESS = (OrderedDict, set, frozenset, complex, torch.device, torch.Size)
 
 
-class _Pickler(pickle.Pickler):
-    """Writes the number of a tensor in its place, and collects the tensors."""
+class Pickler(pickle.Pickler):
+    """Writes the number of a tensor in its place, and collects the tensors, or their parts."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> int | tuple[int, parts.Form] | None:
         if not isinstance(obj, torch.Tensor):
             return None
         if id(obj) not in self._numbers:
             self._numbers[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return self._numbers[id(obj)]
+            self.tensors.append(parts.local(obj))
+            self._kept.append(obj)  # else another one could get its id
+        number = self._numbers[id(obj)]
+        return (number, parts.form(obj)) if isinstance(obj, DTensor) else number
 
 
 class _Unpickler(pickle.Unpickler):
     """Puts tensors in the place of their numbers, and makes no object of a class that could act."""
 
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        tensors: Sequence[torch.Tensor],
+        meshes: dict[parts.Key, DeviceMesh],
+    ) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self._tensors, self._meshes = tensors, meshes
 
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
+    def persistent_load(self, pid: int | tuple[int, parts.Form]) -> Any:
+        if isinstance(pid, int):
+            return self._tensors[pid]
+        number, form = pid
+        try:
+            return parts.assemble(self._tensors[number], form, self._meshes)
+        except KeyError:
+            raise pickle.UnpicklingError(
+                f"a tensor is sharded over a mesh with the dimensions {form[0]}, and no tensor of "
+                "this rank's own state is"
+            ) from None
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import secrets
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +14,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from pycomm import backend
 from pycomm.arguments import typed, whole
-from pycomm.elastic.chain import Message, Receiver, Sender, send_ahead
-from pycomm.elastic.chunks import Chunks
-from pycomm.elastic.contents import Contents, empty, form, read
+from pycomm.elastic import state
+from pycomm.elastic.chain import PAIRS, Receiver, Sender
+from pycomm.elastic.contents import Contents, form
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from pycomm.policy.exchange import gather, host
 
@@ -60,7 +58,8 @@ def hand_over(
 
     Args:
         model: the model, wrapped or not. Its tensors may have any dtype, device and strides, but
-            must be dense: parts of sharded models (DTensor) are refused.
+            must be dense. Of one in `fully_shard` each rank hands over its own part, so the members
+            are ranks that have the same part, such as those of the mesh's dimension "replicate".
         optimizer: the optimizer of parameters of this model; None: there is none.
         has: this rank has the state. A rank that has not is new.
         group: the members, of any backend with sends and receives; None: the default group.
@@ -106,23 +105,23 @@ def hand_over(
     chain = order(members)
     if group.rank() not in chain:
         return chain[0]
-    place = chain.index(group.rank())
-    to = Sender(group, chain[place + 1], device) if place + 1 < len(chain) else None
-    with ThreadPoolExecutor(1, "pycomm-hand-over") as coder:
-        try:
-            if place == 0:
-                assert to is not None
-                _send(to, contents, packed, (chunk_bytes, codec == "lossless"), coder)
-                return chain[0]
-            receiver = Receiver(group, chain[place - 1], device, to)
-            finish = _receive(receiver, contents, (chunk_bytes, codec == "lossless"), coder)
-        except BaseException as error:
-            if to is not None:
+    place, transfer = chain.index(group.rank()), members[chain[0]].transfer
+    to = Sender(group, chain[place + 1], device, transfer) if place + 1 < len(chain) else None
+    how = (chunk_bytes, codec == "lossless")
+    try:
+        if place == 0:
+            assert to is not None
+            try:
+                state.send(to, contents.tensors, packed, how)
+            except BaseException:
                 to.fail()
-            if not isinstance(error, RuntimeError):
                 raise
-            raise _told(error, chain, place) from error
-    finish()
+            return chain[0]
+        receiver = Receiver(group, chain[place - 1], device, transfer, to)
+        arrived = state.receive(receiver, list(map(form, contents.tensors)), how)
+    except RuntimeError as error:
+        raise _told(error, chain, place) from error
+    contents.take(*arrived)
     return chain[0]
 
 
@@ -141,6 +140,8 @@ class Member:
     """Digest of the name of its host."""
     node: int
     """Its node in a hierarchical group; -1: the group has no nodes."""
+    transfer: int = 0
+    """The number of the transfer if this rank sends."""
 
 
 def order(members: Sequence[Member]) -> list[int]:
@@ -181,11 +182,11 @@ def _meet(
         _digest("\n".join(contents.lines)),
         _digest(host()),
         levels[rank] if levels else -1,
+        secrets.randbelow(PAIRS),
     )
     rows = gather(list(map(int, astuple(mine))), group, device)
     members = [
-        Member(bool(has), bool(problem), int(digest), int(host), int(node))
-        for has, problem, digest, host, node in rows
+        Member(bool(has), bool(problem), *map(int, numbers)) for has, problem, *numbers in rows
     ]
     refusing = [r for r, member in enumerate(members) if member.problem]
     if refusing:
@@ -231,61 +232,6 @@ def _device(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> torch.
     except RuntimeError:
         return next((tensor.device for tensor in tensors), cpu)
     return cpu
-
-
-# ------------------------------------------------------------------ the transfer
-
-How = tuple[int, bool]
-"""Size of a chunk in bytes, and whether floats are coded."""
-
-
-def _send(
-    to: Sender,
-    contents: Contents,
-    packed: tuple[bytes, Any, Any],
-    how: How,
-    coder: ThreadPoolExecutor,
-) -> None:
-    pickled, forms, rest = packed
-    preface = torch.frombuffer(bytearray(pickle.dumps((pickled, forms))), dtype=torch.uint8)
-    chunks = Chunks([*contents.tensors, *rest], *how)
-    send_ahead(to, [lambda: (preface, False)])
-    send_ahead(to, _encoded(chunks, coder))
-    to.end()
-
-
-def _encoded(chunks: Chunks, coder: ThreadPoolExecutor) -> Iterator[Callable[[], Message]]:
-    """Yield functions that wait for the messages; the one after it is being made, too."""
-    following: Future[Message] | None = None
-    for chunk in chunks.all:
-        made, following = following, coder.submit(chunks.encode, chunk)
-        if made is not None:
-            yield made.result
-    if following is not None:
-        yield following.result
-
-
-def _receive(
-    receiver: Receiver, contents: Contents, how: How, coder: ThreadPoolExecutor
-) -> Callable[[], None]:
-    """Receive a state; return the function that writes it."""
-    receiver.expect(2)  # the preface, and the end
-    ((preface, _),) = receiver.receive([None])
-    pickled, forms = read(preface.numpy().tobytes(), [])
-    staged = [empty(form(tensor)) for tensor in contents.tensors]
-    rest = [empty(one) for one in forms]
-    chunks = Chunks([*staged, *rest], *how)
-    receiver.expect(len(chunks.all))
-    decoding: Future[None] | None = None
-    messages = receiver.receive([chunk.room for chunk in chunks.all])
-    for chunk, (received, coded) in zip(chunks.all, messages, strict=True):
-        if decoding is not None:
-            decoding.result()
-        decoding = coder.submit(chunks.decode, chunk, received, coded)
-    if decoding is not None:
-        decoding.result()
-    receiver.end()
-    return lambda: contents.take(staged, pickled, forms, rest)
 
 
 def _told(error: RuntimeError, chain: Sequence[int], place: int) -> Error:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -36,13 +37,15 @@ class Progress:
     """It trains no further, and waits for the others."""
     clock: float
     """Its time in seconds; only the first rank's is used."""
+    loads: int = 0
+    """How often it has loaded a state."""
 
     def row(self) -> list[float]:
-        return [float(self.offered), self.weight, float(self.finishing), self.clock]
+        return [float(self.offered), self.weight, float(self.finishing), self.clock, self.loads]
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Progress:
-        return cls(bool(row[0]), row[1], bool(row[2]), row[3])
+        return cls(bool(row[0]), row[1], bool(row[2]), row[3], int(row[4]))
 
 
 class Round:
@@ -65,6 +68,8 @@ class Round:
 
     def closes(self, ranks: Sequence[Progress]) -> bool:
         """Whether the round ends now; the ranks that have offered take part in it."""
+        if any(rank.loads != ranks[0].loads for rank in ranks):
+            return False  # some still have the state from before a checkpoint
         if all(rank.finishing and rank.offered for rank in ranks):
             return True
         if not self.is_wanted(ranks):
@@ -122,6 +127,8 @@ class Quorum:
         self._wanted = self._finishing = False
         self._outcomes: deque[Outcome] = deque()
         self._error: BaseException | None = None
+        self._loads = 0
+        self._meeting = threading.Lock()  # held by an exchange, and while a state is loaded
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -160,6 +167,14 @@ class Quorum:
                 raise self._error
             return None
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While this rank loads a state no exchange runs, and none until all have loaded theirs."""
+        with self._meeting:
+            yield
+            with self._changed:
+                self._loads += 1
+
     def join(self) -> None:
         """Wait for the thread, which ends after the last outcome."""
         if self._thread is not None:
@@ -180,9 +195,9 @@ class Quorum:
         rule = Round(self._quorum, self._grace)
         while True:
             with self._changed:
-                offer, finishing = self._offer, self._finishing
+                offer, finishing, loads = self._offer, self._finishing, self._loads
             weight = 0.0 if offer is None else offer.weight
-            mine = Progress(offer is not None, weight, finishing, time.monotonic())
+            mine = Progress(offer is not None, weight, finishing, time.monotonic(), loads)
             rows = gather(mine.row(), self._group, self._device)
             ranks = [Progress.of(row) for row in rows]
             if rule.closes(ranks):
@@ -194,7 +209,8 @@ class Quorum:
         weights = [rank.weight if rank.offered else 0.0 for rank in ranks]
         gradient = None
         if any(weights):
-            gradient = self._exchange(None if offer is None else offer.moved, weights)
+            with self._meeting:
+                gradient = self._exchange(None if offer is None else offer.moved, weights)
         last = all(rank.finishing and rank.offered for rank in ranks)
         with self._changed:
             self._wanted = False

@@ -11,7 +11,15 @@ It needs torchft 0.2 (``pip install torchft``).
 from __future__ import annotations
 
 from pycomm.torchft.ddp import DistributedDataParallel
+from pycomm.torchft.diloco import DiLoCo
 from pycomm.torchft.group import ProcessGroupPycomm
 from pycomm.torchft.state import ManagedState
+from pycomm.torchft.transport import HandOverTransport
 
-__all__ = ["DistributedDataParallel", "ManagedState", "ProcessGroupPycomm"]
+__all__ = [
+    "DiLoCo",
+    "DistributedDataParallel",
+    "HandOverTransport",
+    "ManagedState",
+    "ProcessGroupPycomm",
+]

@@ -71,4 +71,4 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 def _hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     assert isinstance(state, ManagedState)
-    return state.reduce_managed(bucket)
+    return state.reduce_bucket(bucket)

@@ -15,9 +15,10 @@ import pytest
 pytest.importorskip("torchft")
 
 from torchft import local_sgd_integ_test, manager_integ_test, process_group_test
+from torchft._test import diloco_trainer
 
 import pycomm
-from pycomm.torchft import DistributedDataParallel, ProcessGroupPycomm
+from pycomm.torchft import DiLoCo, DistributedDataParallel, ProcessGroupPycomm
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,7 +27,8 @@ INT4 = pycomm.Policy("int4", rules=(pycomm.Rule(codec="int4"),))  # however smal
 
 @pytest.fixture(autouse=True)
 def _on_pycomm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (process_group_test, manager_integ_test, local_sgd_integ_test):
+    suites = process_group_test, manager_integ_test, local_sgd_integ_test, diloco_trainer
+    for module in suites:
         monkeypatch.setattr(module, "ProcessGroupGloo", ProcessGroupPycomm)
 
 
@@ -74,3 +76,12 @@ class CompressedManager(manager_integ_test.ManagerIntegTest):
 
 class LocalSGD(local_sgd_integ_test.LocalSGDIntegTest):
     """LocalSGD, DiLoCo and Streaming DiLoCo under the Manager."""
+
+
+class CompressedLocalSGD(local_sgd_integ_test.LocalSGDIntegTest):
+    """The same with DiLoCo that sends four bits."""
+
+    @pytest.fixture(autouse=True)
+    def _compressed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (local_sgd_integ_test, diloco_trainer):
+            monkeypatch.setattr(module, "DiLoCo", partial(DiLoCo, codec=INT4))

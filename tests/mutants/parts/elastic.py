@@ -20,7 +20,7 @@ MUTANTS = (
     Mutant(
         "half-a-state-taken",
         "check",
-        "pycomm/elastic/transfer.py",
+        "pycomm/elastic/state.py",
         "    receiver.end()\n",
         "",
         HAND_OVER + "test_a_rank_that_gives_up_tells_those_after_it",
@@ -104,5 +104,30 @@ MUTANTS = (
         "if (space == std::string::npos) return {};",
         "if (space == std::string::npos) continue;",
         KEPT + "test_with_a_new_member_the_memory_is_new",
+    ),
+    Mutant(
+        "sender-left-waiting",
+        "error",
+        "pycomm/elastic/state.py",
+        "        receiver.fail()\n",
+        "",
+        HAND_OVER + "test_a_new_member_that_fails_holds_nobody_up",
+    ),
+    Mutant(
+        "part-not-compared",
+        "check",
+        "pycomm/elastic/contents.py",
+        "{shape}{part}",
+        "{shape}",
+        "tests/torch/elastic/test_hand_over_sharded.py::"
+        "test_members_of_a_sharded_model_hand_over_their_parts",
+    ),
+    Mutant(
+        "round-that-does-not-wait-for-a-load",
+        "wait",
+        "pycomm/reduction/quorum.py",
+        "if any(rank.loads != ranks[0].loads for rank in ranks):",
+        "if False:",
+        "tests/torch/local_sgd/test_quorum.py::test_rounds_wait_for_a_rank_that_loads_late",
     ),
 )

@@ -441,3 +441,41 @@ def given_up(rank: int, size: int, who: int) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_gives_up_tells_those_after_it(pool, who, backend):
     pool.run(given_up, who, ranks=3, backend=backend)
+
+
+def fails_early(rank: int, size: int, backend: str) -> None:
+    """A new member fails while most is still to come: the others end, and the group goes on."""
+    torch.manual_seed(rank)
+    model = nn.Linear(300, 300)
+    before = copy.deepcopy(model.state_dict())
+    if rank == 1:
+        from pycomm.elastic import chunks
+
+        works = chunks.Chunks.decode
+
+        def fails(self: Any, *args: Any) -> None:
+            raise MemoryError
+
+        chunks.Chunks.decode = fails
+    start = time.monotonic()
+    if rank == 0:
+        assert elastic.hand_over(model, has=True, chunk_bytes=SMALL) == 0
+    else:
+        with pytest.raises(MemoryError if rank == 1 else pycomm.Error):
+            elastic.hand_over(model, has=False, chunk_bytes=SMALL)
+    assert time.monotonic() - start < 15, "long before the group's timeout of 20 s"
+    if rank == 1:
+        chunks.Chunks.decode = works
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    if backend == "gloo":
+        return  # its group does not bear receives that are given up
+    check_sum()
+    assert elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL) == 0
+    wanted = model.weight.detach().clone()
+    dist.broadcast(wanted, 0)
+    assert torch.equal(wanted, model.weight)
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_new_member_that_fails_holds_nobody_up(pool, backend):
+    pool.run(fails_early, backend, ranks=3, backend=backend)

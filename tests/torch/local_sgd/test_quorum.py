@@ -172,6 +172,40 @@ def test_training_goes_on_after_finish(pool):
     assert len(set(pool.run(check_finish_twice))) == 1
 
 
+def check_late_load(rank: int, size: int) -> float:
+    """One rank loads long after the other, whose rounds wait for it, and threads talk meanwhile."""
+    model = nn.Linear(40, 60, bias=False)
+    nn.init.zeros_(model.weight)
+    local = pycomm.LocalSGD(model, every=1, quorum=1, grace=0.0, **PLAIN)
+
+    def train() -> None:
+        for _ in range(3):
+            with torch.no_grad():
+                model.weight += 1.0
+            local.step()
+        local.finish()
+
+    train()
+    saved, weights = local.state_dict(), model.weight.detach().clone()
+    resumed = pycomm.LocalSGD(model, every=1, quorum=1, grace=0.0, **PLAIN)
+    with torch.no_grad():
+        model.weight.copy_(weights)
+    if rank == 1:
+        time.sleep(0.5)
+    resumed.load_state_dict(saved)
+    local = resumed
+    train()
+    mine = model.weight.detach().clone()
+    dist.broadcast(mine, 0)
+    assert torch.equal(mine, model.weight)
+    return local.rounds - saved["rounds"]
+
+
+def test_rounds_wait_for_a_rank_that_loads_late(pool):
+    one, other = pool.run(check_late_load)
+    assert one == other > 0
+
+
 def check_death(rank: int, size: int) -> None:
     model = nn.Linear(40, 60, bias=False)
     local = pycomm.LocalSGD(model, every=2, quorum=2, grace=0.0, **PLAIN)
