@@ -9,8 +9,9 @@ namespace pycomm {
 
 /// Looks at the connections in windows of a collective's time. Only a window at both ends of which
 /// bytes waited to be sent says something: otherwise the rank had little to send. And what it says
-/// is a lower limit, since the bytes may have waited for one slow receiver; so the most counts. It
-/// includes frames and TLS, and no headers of TCP.
+/// is a lower limit, since the bytes may have waited for one slow receiver; so the most counts.
+/// Windows are long beside the queues of a path, whose packets may be acknowledged all at once. The
+/// rate includes frames and TLS, and no headers of TCP.
 class RateMeter {
  public:
   using Clock = std::chrono::steady_clock;
@@ -32,7 +33,9 @@ class RateMeter {
     const auto window = std::max<Clock::duration>(kWindow, kRoundTrips * round_trip);
     if (now - since_ < window) return;
     const LinkUse use = look();
-    const double took = std::chrono::duration<double>(now - since_).count();
+    // From before the first look to after the last one: wherever this thread had to wait for a
+    // processor, the rate is not taken for higher than it was.
+    const double took = std::chrono::duration<double>(Clock::now() - since_).count();
     const bool full = before_.unsent > 0 && use.unsent > 0 && use.bytes >= before_.bytes;
     // A process that was stopped looks late, and has sent all meanwhile.
     if (full && now - since_ < kLate * window) {
@@ -52,8 +55,8 @@ class RateMeter {
 
  private:
   static constexpr auto kStart = std::chrono::milliseconds(10),
-                        kWindow = std::chrono::milliseconds(100);
-  static constexpr int kRoundTrips = 2, kLate = 3;
+                        kWindow = std::chrono::milliseconds(250);
+  static constexpr int kRoundTrips = 4, kLate = 2;
 
   void open(Clock::time_point now, const LinkUse& use) {
     since_ = now;
