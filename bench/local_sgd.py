@@ -240,8 +240,10 @@ def losses(seeds: int, steps: int) -> Iterator[Row]:
             )
 
 
-def streams(rate: str, rounds: int, step_seconds: float) -> Iterator[Row]:
+def streams(rate: str, rounds: int, step_seconds: float, methods: str) -> Iterator[Row]:
     for method, options in LINKS.items():
+        if methods not in method:
+            continue
         with netlab.Netlab(2, rate) as lab:
             made = measure(
                 lab, kind="stream", options=options, rounds=rounds, step_seconds=step_seconds
@@ -299,6 +301,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=DEMO.steps, help="of losses")
     parser.add_argument("--rate", default="5mbit/20mbit", help="of each link, up/down")
     parser.add_argument("--rounds", type=int, default=2, help="of stream that are timed")
+    parser.add_argument("--method", default="", help="of stream: those with this in their names")
     parser.add_argument("--step-seconds", type=float, default=1.0, help="of stream")
     parser.add_argument("--pace", type=float, default=0.5, help="seconds of a fast rank's step")
     parser.add_argument("--duration", type=float, default=60.0, help="seconds of quorum")
@@ -311,7 +314,7 @@ def main() -> int:
         return 0
     parts = {
         "losses": lambda: losses(args.seeds, args.steps),
-        "stream": lambda: streams(args.rate, args.rounds, args.step_seconds),
+        "stream": lambda: streams(args.rate, args.rounds, args.step_seconds, args.method),
         "quorum": lambda: races(args.seeds, args.pace, args.duration),
     }
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.local_sgd", *sys.argv[1:]]))

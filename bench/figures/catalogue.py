@@ -71,6 +71,14 @@ FIGURES = (
         "python -m pycomm.bench.validate_plan --csv bench/results/plan-cpu.csv",
     ),
     Figure(
+        "wan",
+        "wan-throughput-cpu.csv",
+        charts.wan,
+        "python -m pycomm.bench.wan.throughput --csv bench/results/wan-throughput-cpu.csv",
+        "Each transfer has what the transports choose by themselves: pycomm bbr, Gloo the system's "
+        "reno.",
+    ),
+    Figure(
         "predictions",
         "predictions.csv",
         charts.predictions,

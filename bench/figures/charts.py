@@ -218,6 +218,56 @@ def predictions(rows: Sequence[Row]) -> Chart:
     return draw.chart(by_rate, by_ranks, crossovers, first["what"], titles)
 
 
+def wan(rows: Sequence[Row]) -> Chart:
+    """Plot the rate of large all-reduces against the round trip, and against the loss."""
+    rows = [r for r in rows if r["rate"] == "200mbit" and r["backend"] in WAN]
+    rows = [r for r in rows if r["operation"] == "all_reduce" or r["backend"] == "iperf3"]
+    rows = [r for r in rows if int(r["bytes"]) >= 1 << 24 or r["backend"] == "iperf3"]
+    rows = tables.newest(rows, "round_trip_ms", "loss", "backend", "bytes")
+    largest: dict[tuple[float, str, str], Row] = {}
+    for row in sorted(rows, key=lambda r: int(r["bytes"])):
+        largest[float(row["round_trip_ms"]), row["loss"], row["backend"]] = row
+    losses = sorted({loss for _, loss, _ in largest}, key=_share)
+    trips = sorted({trip for trip, _, _ in largest})
+    middle = max(trips, key=lambda t: len({(loss, b) for trip, loss, b in largest if trip == t}))
+    y = Axis("Mbit/s", limits=(0, 210))
+
+    def panel(title: str, x: Axis, places: Mapping[float, tuple[float, str]]) -> Panel:
+        series = []
+        for backend, name in WAN.items():
+            found = [
+                (at, float(largest[trip, loss, backend]["mbit_per_s"]))
+                for at, (trip, loss) in places.items()
+                if (trip, loss, backend) in largest
+            ]
+            if found:
+                xs, ys = zip(*found, strict=True)
+                hover = [f"{name}: {rate:.0f} Mbit/s" for rate in ys]
+                series.append(Series(name, xs, ys, hover, base=backend == "gloo"))
+        return Panel(x, y, series, title)
+
+    by_trip = {trip: (trip, losses[0]) for trip in trips}
+    losses = [loss for loss in losses if any(key[:2] == (middle, loss) for key in largest)]
+    by_loss = {float(i): (middle, loss) for i, loss in enumerate(losses)}
+    return Chart(
+        "All-reduce over a link of 200 Mbit/s",
+        "16 MiB or more of float32, two ranks; iperf3 fills the link both ways with its best "
+        "number of streams",
+        [
+            panel("No loss", Axis("round trip, ms", limits=(0, 1.1 * trips[-1])), by_trip),
+            panel(
+                f"Round trip of {middle:g} ms",
+                Axis("packets lost", ticks=[(float(i), loss) for i, loss in enumerate(losses)]),
+                by_loss,
+            ),
+        ],
+    )
+
+
+def _share(loss: str) -> float:
+    return float(loss.rstrip("%"))
+
+
 def _curves(rows: Sequence[Row], axis: str) -> Curves:
     mine = [r for r in rows if r["axis"] == axis]
     steps: dict[str, list[float]] = {}
@@ -248,6 +298,7 @@ BACKENDS = {
     "pycomm": "pycomm",
     "pycomm-shared": "pycomm, shared memory",
 }
+WAN = {"pycomm": "pycomm", "gloo": "Gloo", "iperf3": "iperf3"}
 
 
 def _backend_order(name: str) -> int:

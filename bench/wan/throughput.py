@@ -7,7 +7,8 @@
 In each lab (lab.py) of two nodes, pycomm and Gloo run each call in turns (transfer.py), then iperf3
 fills the link both ways with 1, 2, 4 and 8 streams; its best is kept. Medians are printed, and
 written with the command that made them. Bytes per second are those that a rank sends: for two ranks
-the whole tensor in all_reduce and, from its root, in broadcast, half of it in the others.
+the whole tensor in all_reduce (with a codec, its payload) and, from its root, in broadcast, half of
+it in the others.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pycomm import _C
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.lab.base import Unavailable, wait
@@ -33,9 +35,10 @@ from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.wan.lab import WanLab
 from pycomm.bench.wan.shape import Shape, changed, seconds
 from pycomm.bench.wan.steps import Failed
+from pycomm.bench.wan.transfer import CODEC
 
 STREAMS = (1, 2, 4, 8)
-SENT = {"all_reduce": 1.0, "broadcast": 1.0}
+SENT = {"all_reduce": 1.0, "all_reduce_int8": 1.0, "broadcast": 1.0}
 """the share of the tensor that a rank of two sends, where it is not one half"""
 
 
@@ -110,7 +113,10 @@ def rates(lab: Netlab, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for key, took in found.items():
         operation, size, backend = key.split("/")
         middle = statistics.median(took)
-        bits = 8 * int(size) * SENT.get(operation, 0.5)
+        payload = int(size)
+        if operation == "all_reduce_int8":
+            payload = _C.Codec(CODEC).encoded_bytes(payload // 4)
+        bits = 8 * payload * SENT.get(operation, 0.5)
         yield {
             "operation": operation,
             "bytes": int(size),
@@ -162,8 +168,8 @@ def main(argv: Sequence[str]) -> int:
     add("--rate", default="200mbit", help="comma-separated, of each node (200mbit)")
     add(
         "--operation",
-        default="all_reduce,broadcast,all_gather,reduce_scatter,all_to_all",
-        help="comma-separated (all five)",
+        default="all_reduce,all_reduce_int8,broadcast,all_gather,reduce_scatter,all_to_all",
+        help="comma-separated (all six)",
     )
     add("--backend", default="pycomm,gloo", help="comma-separated (pycomm,gloo)")
     add(

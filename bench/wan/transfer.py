@@ -18,7 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pycomm._build import load_c10d
 from pycomm.bench.wan.together import timed
+
+CODEC = "quant:bits=8"
+
+
+def coded(group: Any, whole: torch.Tensor) -> Callable[[], Any]:
+    """Return an all-reduce with a codec, which groups of pycomm have."""
+    native = group._get_backend(torch.device("cpu"))
+    if not hasattr(native, "compressed_all_reduce"):
+        raise NotImplementedError
+    layout = load_c10d().Layout(1)
+    layout.add(0, whole.numel(), CODEC, 0)
+    return lambda: native.compressed_all_reduce(whole, layout, [(0, 0)], 0, 0).wait()
 
 
 def calls(group: Any, size: int, ranks: int) -> dict[str, Callable[[], Any]]:
@@ -29,6 +42,7 @@ def calls(group: Any, size: int, ranks: int) -> dict[str, Callable[[], Any]]:
     inputs = [part.clone() for _ in range(ranks)]
     return {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_reduce_int8": lambda: coded(group, whole)(),
         "broadcast": lambda: dist.broadcast(whole, 0, group=group),
         "all_gather": lambda: dist.all_gather(parts, part, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter(part, inputs, group=group),
@@ -51,7 +65,7 @@ def main(
                 for backend in backends:
                     try:
                         took = timed(ops[backend][operation])
-                    except (RuntimeError, NotImplementedError):  # Gloo lacks all_to_all of lists
+                    except (RuntimeError, NotImplementedError):  # Gloo lacks some
                         continue
                     if turn > 0:
                         found.setdefault(f"{operation}/{size}/{backend}", []).append(took)

@@ -4,7 +4,8 @@
 
 In a lab (lab.py) whose nodes have these links, "sent/received" where the ways differ, one rank on
 each runs the calls in turns (unequal_rank.py): pycomm with the rates declared (PYCOMM_RATE), so
-that its shares follow them, the same with equal shares, each exact and coded, and Gloo. Medians are
+that its shares follow them, the same with equal shares, each exact and coded, with shares by the
+rates that the ranks have measured, and Gloo. Medians are
 printed as ratios to the bound that docs/networks.md derives, with the bytes of the payload.
 """
 

@@ -40,7 +40,7 @@ class PYCOMM_API Communicator final : public ParentGroup {
   void set_timeout(Milliseconds timeout);
   /// Node of each rank if collectives go node by node, else empty.
   std::vector<int> levels() const;
-  /// Begin of each rank's share of an all-reduce in 65536 parts, and 65536, if shares are not
+  /// Begin of each rank's share of a coded all-reduce in 65536 parts, and 65536, if shares are not
   /// equal; else empty. They are those of nodes where collectives go node by node.
   std::vector<uint32_t> shares() const;
   /// Human-readable summary, such as "2 ranks: shm to 1".

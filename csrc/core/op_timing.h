@@ -24,6 +24,7 @@ struct OpTiming {
 struct LinkUse {
   uint64_t bytes = 0;    ///< that the rank has acknowledged
   uint64_t busy_us = 0;  ///< while there was data to send, and the rank accepted it
+  uint64_t unsent = 0;   ///< bytes that have not left this host yet
 };
 
 }  // namespace pycomm

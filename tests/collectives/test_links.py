@@ -74,6 +74,49 @@ def test_chunks_cover_and_follow_the_shares(numel, parts, granule):
         assert abs(end - begin - numel * part / sum(parts)) <= 2 * granule + numel / 65536
 
 
+# ------------------------------------------------------------------ what is measured
+
+
+def by_links(declared: list[str], megabits: list[float]) -> tuple[list[int], list[int], str]:
+    return _C.schedule.shares_by_links(declared, [rate * MEGABIT for rate in megabits])
+
+
+NONE = ["", "", "", ""]
+THIRDS = [0, 0, 21845, 43691, 65536]
+
+
+def test_measured_rates_decide_the_shares_of_exact_sums_alone():
+    exact, coded, text = by_links(NONE, [19, 93, 97, 102])
+    assert (exact, coded) == (THIRDS, []), "the faster ones are rounded to one rate"
+    assert text == "measured 19 93 97 102 Mbit/s, exact shares 0 0.333 0.333 0.333"
+
+
+@pytest.mark.parametrize(
+    "megabits",
+    [
+        [19, 93, 97, 0],  # who was never heard of may be the slowest
+        [0, 0, 0, 0],
+        [70, 93, 97, 102],  # so far apart are measurements of equal links
+        [100, 100, 100, 100],
+    ],
+)
+def test_shares_stay_equal_unless_all_links_are_known_to_differ(megabits):
+    assert by_links(NONE, megabits)[:2] == ([], [])
+
+
+def test_what_is_declared_counts_more_than_what_is_measured():
+    declared = ["20mbit", "100mbit", "100mbit", "100mbit"]
+    assert by_links(declared, [90, 90, 90, 90])[:2] == (THIRDS, THIRDS)
+    exact, coded, text = by_links(["20mbit", "", "", ""], [90, 101, 99, 100])
+    assert exact == coded == THIRDS
+    assert "rates 20 - - - Mbit/s" in text
+    assert "exact shares" not in text
+    exact, coded, text = by_links(["100mbit", "", "", ""], [90, 101, 19, 100])
+    assert coded == [0, 0, 21845, 43691, 65536], "0 is no limit"
+    assert exact[3] == exact[2], "the third rank owns nothing"
+    assert ", exact shares " in text
+
+
 # ------------------------------------------------------------------ results
 
 
@@ -228,6 +271,17 @@ def test_a_small_operation_takes_one_way_to_a_far_rank(op, ranks):
         for size in (0, 16, 8192):
             chosen = _C.schedule.select(tag(op), ranks, size, way=way, byte=8 / 100e6)
             assert chosen == "one_shot"
+
+
+def test_between_far_ranks_neither_trees_nor_rings_are_chosen():
+    """So their order need not follow the links."""
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
+        for ranks in (2, 3, 4, 8, 16):
+            for size in (0, 16, 8192, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 26):
+                for way in (0.001, 0.015, 0.1):
+                    for rate in (5e6, 100e6, 1e9):
+                        chosen = _C.schedule.select(tag(op), ranks, size, way=way, byte=8 / rate)
+                        assert chosen not in ("tree", "ring"), (op, ranks, size, way, rate)
 
 
 def test_a_large_operation_sends_few_bytes_whatever_the_way():

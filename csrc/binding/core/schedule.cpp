@@ -4,6 +4,7 @@
 
 #include <pybind11/stl.h>
 
+#include <tuple>
 #include <utility>
 
 #include "binding/core/module.h"
@@ -83,6 +84,18 @@ void bind_schedule(py::module_& m) {
       },
       py::arg("numel"), py::arg("parts"), py::arg("granule"));
   s.def("best_shares", &best_shares, py::arg("rates"));
+  // Begins of the shares of exact and of coded sums, and what describe() says.
+  s.def(
+      "shares_by_links",
+      [](const std::vector<std::string>& declared, const std::vector<double>& measured) {
+        std::vector<LinkRate> rates;
+        for (const std::string& rate : declared) rates.push_back(parse_link_rate(rate));
+        Links links(rates);
+        links.set_measured(measured);
+        return std::make_tuple(links.exact_shares().begins(), links.shares().begins(),
+                               links.describe());
+      },
+      py::arg("declared"), py::arg("measured"));
   s.def(
       "segments",
       [](Pair chunk, size_t segment_numel) {

@@ -9,6 +9,14 @@ namespace {
 // Up to this many ranks each sends to each: one way instead of a logarithm of them.
 constexpr int kMostDirect = 64;
 
+void all_gather(CollectiveContext& context, const void* own, const Parts& rows) {
+  if (context.size() <= kMostDirect) {
+    direct::all_gather(context, own, rows);
+  } else {
+    bruck::all_gather(context, own, rows);
+  }
+}
+
 }  // namespace
 
 std::vector<uint32_t> gather_round_trips(CollectiveContext& context, const ChannelMesh& mesh) {
@@ -17,12 +25,7 @@ std::vector<uint32_t> gather_round_trips(CollectiveContext& context, const Chann
   std::vector<uint32_t> measured(size * size);
   std::vector<uint32_t> own(size);
   for (int r = 0; r < n; r++) own[static_cast<size_t>(r)] = mesh.round_trip(r);
-  const Parts rows = Parts(measured.data(), size).of(sizeof(uint32_t));
-  if (n <= kMostDirect) {
-    direct::all_gather(context, own.data(), rows);
-  } else {
-    bruck::all_gather(context, own.data(), rows);
-  }
+  all_gather(context, own.data(), Parts(measured.data(), size).of(sizeof(uint32_t)));
   std::vector<uint32_t> round_trips = measured;
   for (size_t i = 0; i < size; i++) {
     for (size_t j = 0; j < size; j++) {
@@ -32,6 +35,12 @@ std::vector<uint32_t> gather_round_trips(CollectiveContext& context, const Chann
     }
   }
   return round_trips;
+}
+
+std::vector<double> gather_rates(CollectiveContext& context, double ours) {
+  std::vector<double> rates(static_cast<size_t>(context.size()));
+  all_gather(context, &ours, Parts(rates.data(), 1).of(sizeof(double)));
+  return rates;
 }
 
 }  // namespace pycomm

@@ -34,7 +34,7 @@ class AllReduce {
         n_(context.size()),
         me_(context.rank()),
         owned_(args.pieces, pick(args, values, false), n_,
-               coded_segment(context.segment_bytes(), context.speed()), context.shares()),
+               coded_segment(context.segment_bytes(), context.speed()), context.coded_shares()),
         shown_(args.pieces, pick(args, values, true), 1,
                coded_segment(context.segment_bytes(), context.speed())),
         amax_(args, values, args.data.size),

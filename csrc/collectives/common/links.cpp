@@ -12,7 +12,17 @@ namespace {
 // for some 100 KB to 10 MB, where a wrong guess costs little either way.
 constexpr double kGuess = 100e6 / 8;
 
+// Measured rates are rounded to so many steps for each doubling, and taken for equal if the fastest
+// is less than so many times the slowest.
+constexpr double kSteps = 4, kAlike = 1.5;
+
 bool known(double rate) { return rate > 0; }
+
+std::vector<int> everyone(size_t ranks) {
+  std::vector<int> result(ranks);
+  std::iota(result.begin(), result.end(), 0);
+  return result;
+}
 
 /// Returns the time, in buffers per rate, that two shots with the best shares take.
 double two_shot_time(const std::vector<double>& rates, const std::vector<double>& shares) {
@@ -27,6 +37,18 @@ double two_shot_time(const std::vector<double>& rates, const std::vector<double>
 std::string megabits(double rate) {
   char text[32] = "-";
   if (known(rate)) std::snprintf(text, sizeof text, "%.4g", rate * 8 / 1e6);
+  return text;
+}
+
+std::string parts_of(const Shares& shares) {
+  if (shares.equal()) return " equal";
+  std::string text;
+  const std::vector<uint32_t>& begins = shares.begins();
+  for (size_t r = 0; r + 1 < begins.size(); r++) {
+    char part[32];
+    std::snprintf(part, sizeof part, " %.3g", (begins[r + 1] - begins[r]) / 65536.0);
+    text += part;
+  }
   return text;
 }
 
@@ -80,16 +102,37 @@ Links::Links(std::vector<LinkRate> rates) : rates_(std::move(rates)) {
     slower_.push_back(both ? std::min(rate.send, rate.receive) : std::max(rate.send, rate.receive));
   }
   if (std::none_of(slower_.begin(), slower_.end(), known)) slower_.clear();
-  if (slower_.empty()) return;
-  std::vector<int> everyone(slower_.size());
-  std::iota(everyone.begin(), everyone.end(), 0);
-  all_ = shares(everyone);
+  all_ = shares_of(slower_, everyone(slower_.size()));
+  use(slower_);
+}
+
+void Links::use(std::vector<double> rates) {
+  exact_ = std::move(rates);
+  exact_all_ = shares_of(exact_, everyone(exact_.size()));
   double slowest = 0;
-  for (const double rate : slower_) {
+  for (const double rate : exact_) {
     if (known(rate)) slowest = slowest == 0 ? rate : std::min(slowest, rate);
   }
-  speed_.byte = 1 / slowest;
-  speed_.shared = two_shot_time(slower_, best_shares(slower_)) * slowest;
+  speed_.byte = slowest > 0 ? 1 / slowest : far() ? 1 / kGuess : 0;
+  speed_.shared = slowest > 0 ? two_shot_time(exact_, best_shares(exact_)) * slowest : 0;
+}
+
+// Measurements differ a little where links do not. They are rounded, and if they are less apart
+// than half of the slowest one, they are taken for equal.
+void Links::set_measured(const std::vector<double>& sends) {
+  measured_ = sends;
+  std::vector<double> rates = slower_.empty() ? std::vector<double>(sends.size()) : slower_;
+  double least = 0, most = 0;
+  for (size_t r = 0; r < sends.size(); r++) {
+    if (!known(rates[r]) && known(sends[r])) {
+      rates[r] = std::exp2(std::round(kSteps * std::log2(sends[r])) / kSteps);
+    }
+    if (!known(rates[r])) return use(slower_);
+    least = r == 0 ? rates[r] : std::min(least, rates[r]);
+    most = std::max(most, rates[r]);
+  }
+  if (slower_.empty() && most < kAlike * least) rates.assign(rates.size(), least);
+  use(std::move(rates));
 }
 
 void Links::set_round_trips(std::vector<uint32_t> round_trips) {
@@ -122,10 +165,10 @@ std::vector<int> Links::sites() const {
   return first;
 }
 
-Shares Links::shares(const std::vector<int>& members) const {
-  if (slower_.empty() || members.size() < 3) return {};
+Shares Links::shares_of(const std::vector<double>& known_rates, const std::vector<int>& members) {
+  if (known_rates.empty() || members.size() < 3) return {};
   std::vector<double> rates;
-  for (const int member : members) rates.push_back(slower_[static_cast<size_t>(member)]);
+  for (const int member : members) rates.push_back(known_rates[static_cast<size_t>(member)]);
   const std::vector<double> shares = best_shares(rates);
   const bool equal = std::all_of(shares.begin(), shares.end(),
                                  [&](double share) { return share == shares.front(); });
@@ -139,20 +182,23 @@ std::string Links::describe() const {
     std::snprintf(words, sizeof words, "round trips up to %.3g ms", farthest_ / 1e3);
     text = words;
   }
-  if (slower_.empty()) return text;
-  text += (text.empty() ? "" : ", ") + std::string("rates ");
-  for (size_t r = 0; r < rates_.size(); r++) {
-    const std::string sends = megabits(rates_[r].send), receives = megabits(rates_[r].receive);
-    text += (r == 0 ? "" : " ") + sends + (sends == receives ? "" : "/" + receives);
+  const auto add = [&text](const std::string& words) {
+    text += (text.empty() ? "" : ", ") + words;
+  };
+  if (!slower_.empty()) {
+    std::string list;
+    for (const LinkRate& rate : rates_) {
+      const std::string sends = megabits(rate.send), receives = megabits(rate.receive);
+      list += " " + sends + (sends == receives ? "" : "/" + receives);
+    }
+    add("rates" + list + " Mbit/s");
+    if (!all_.equal()) add("shares" + parts_of(all_));
   }
-  text += " Mbit/s";
-  if (all_.equal()) return text;
-  text += ", shares ";
-  const std::vector<uint32_t>& begins = all_.begins();
-  for (size_t r = 0; r + 1 < begins.size(); r++) {
-    std::snprintf(words, sizeof words, "%s%.3g", r == 0 ? "" : " ",
-                  (begins[r + 1] - begins[r]) / 65536.0);
-    text += words;
+  if (std::any_of(measured_.begin(), measured_.end(), known)) {
+    std::string list;
+    for (const double rate : measured_) list += " " + megabits(rate);
+    add("measured" + list + " Mbit/s");
+    if (exact_all_.begins() != all_.begins()) add("exact shares" + parts_of(exact_all_));
   }
   return text;
 }

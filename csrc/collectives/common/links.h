@@ -2,6 +2,7 @@
 // follows from it: the shares of owners and the prices of algorithms. docs/networks.md derives
 // both.
 #pragma once
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -23,7 +24,7 @@ struct Speed {
 /// 1 + (n - 2) share(r) buffers. Shares are equal if the rates are.
 PYCOMM_API std::vector<double> best_shares(const std::vector<double>& rates);
 
-class Links {
+class PYCOMM_API Links {
  public:
   /// Nothing is known.
   Links() = default;
@@ -33,6 +34,10 @@ class Links {
   /// Sets the round trips in microseconds: those between rank i and rank j are at i * ranks + j.
   void set_round_trips(std::vector<uint32_t> round_trips);
   bool has_round_trips() const { return !round_trips_.empty(); }
+  std::chrono::microseconds farthest() const { return std::chrono::microseconds(farthest_); }
+  /// Sets the bytes per second that each rank has sent at most; 0: not known. They count for ranks
+  /// that declare nothing, once all ranks are known.
+  void set_measured(const std::vector<double>& sends);
   /// True if a round trip takes a millisecond or more.
   bool far() const { return farthest_ >= kFar; }
 
@@ -40,9 +45,12 @@ class Links {
   /// hosts within two milliseconds of each other, if all others are eight or more away.
   std::vector<int> sites() const;
 
-  /// Returns the shares of some ranks, or of all of them.
-  Shares shares(const std::vector<int>& members) const;
+  /// Returns the shares of some ranks, or of all of them, by the rates that they declare.
+  Shares shares(const std::vector<int>& members) const { return shares_of(slower_, members); }
   const Shares& shares() const { return all_; }
+  /// The same by measured rates, too; these change while a group lives.
+  Shares exact_shares(const std::vector<int>& members) const { return shares_of(exact_, members); }
+  const Shares& exact_shares() const { return exact_all_; }
   const Speed& speed() const { return speed_; }
 
   /// Returns words for people, such as "round trips up to 61 ms, rates 20/100/100 Mbit/s"; empty if
@@ -52,11 +60,16 @@ class Links {
  private:
   static constexpr uint32_t kFar = 1000;  // microseconds
 
+  static Shares shares_of(const std::vector<double>& rates, const std::vector<int>& members);
+  void use(std::vector<double> rates);
+
   std::vector<double> slower_;  // direction of each rank; empty: none is known
+  std::vector<double> exact_;   // the same, with what is measured
+  std::vector<double> measured_;
   std::vector<LinkRate> rates_;
   std::vector<uint32_t> round_trips_;
   uint32_t farthest_ = 0;
-  Shares all_;
+  Shares all_, exact_all_;
   Speed speed_;
 };
 

@@ -130,6 +130,7 @@ LinkUse TcpChannel::use() const {
     const LinkUse use = link_use(socket->sock.get());
     sum.bytes += use.bytes;
     sum.busy_us += use.busy_us;
+    sum.unsent += use.unsent;
   }
   // The sockets are busy at the same time, each with its part.
   if (!sockets_.empty()) sum.busy_us /= sockets_.size();

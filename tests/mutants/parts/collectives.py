@@ -8,6 +8,23 @@ CODED = "tests/collectives/coded/test_collectives.py::"
 ODD = "tests/collectives/test_point_to_point_odd.py::"
 
 MUTANTS = (
+    # ------------------------------------------------------------------ rates of links
+    Mutant(
+        "coded-shares-follow-measurements",
+        "state",
+        "csrc/collectives/coded/all_reduce.cpp",
+        "context.coded_shares()",
+        "context.shares()",
+        "tests/processes/test_measured_rates.py",
+    ),
+    Mutant(
+        "unknown-rank-taken-for-fast",
+        "check",
+        "csrc/collectives/common/links.cpp",
+        "if (!known(rates[r])) return use(slower_);",
+        "",
+        "tests/collectives/test_links.py::test_shares_stay_equal_unless_all_links_are_known_to_differ",
+    ),
     # ------------------------------------------------------------------ coded
     Mutant(
         "coded-average-not-divided",

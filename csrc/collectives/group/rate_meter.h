@@ -1,0 +1,71 @@
+// RateMeter: the most bytes per second that this rank has sent, measured from its traffic.
+#pragma once
+#include <algorithm>
+#include <chrono>
+
+#include "core/op_timing.h"
+
+namespace pycomm {
+
+/// Looks at the connections in windows of a collective's time. Only a window at both ends of which
+/// bytes waited to be sent says something: otherwise the rank had little to send. And what it says
+/// is a lower limit, since the bytes may have waited for one slow receiver; so the most counts.
+/// Windows are long beside the queues of a path, whose packets may be acknowledged all at once. The
+/// rate includes frames and TLS, and no headers of TCP.
+class RateMeter {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// A collective begins. What happens between two of them is not measured.
+  void begin() {
+    since_ = {};
+    begun_ = Clock::now();
+  }
+
+  /// To be called often. `look()` returns the sums over all connections, at `round_trip` at most.
+  template <typename Look>
+  void look(const Look& look, std::chrono::microseconds round_trip) {
+    const auto now = Clock::now();
+    if (since_ == Clock::time_point()) {
+      if (now - begun_ >= kStart) open(now, look());
+      return;
+    }
+    const auto window = std::max<Clock::duration>(kWindow, kRoundTrips * round_trip);
+    if (now - since_ < window) return;
+    const LinkUse use = look();
+    // From before the first look to after the last one: wherever this thread had to wait for a
+    // processor, the rate is not taken for higher than it was.
+    const double took = std::chrono::duration<double>(Clock::now() - since_).count();
+    const bool full = before_.unsent > 0 && use.unsent > 0 && use.bytes >= before_.bytes;
+    // A process that was stopped looks late, and has sent all meanwhile.
+    if (full && now - since_ < kLate * window) {
+      most_ = std::max(most_, static_cast<double>(use.bytes - before_.bytes) / took);
+    }
+    open(now, use);
+  }
+
+  /// Returns the most bytes per second since the last report or the one before, so that a link that
+  /// has become slower is known some time later; 0 if nothing was measured.
+  double report() {
+    const double most = std::max(most_, reported_);
+    if (most_ > 0) reported_ = most_;
+    most_ = 0;
+    return most;
+  }
+
+ private:
+  static constexpr auto kStart = std::chrono::milliseconds(10),
+                        kWindow = std::chrono::milliseconds(250);
+  static constexpr int kRoundTrips = 4, kLate = 2;
+
+  void open(Clock::time_point now, const LinkUse& use) {
+    since_ = now;
+    before_ = use;
+  }
+
+  Clock::time_point begun_, since_;
+  LinkUse before_;
+  double most_ = 0, reported_ = 0;
+};
+
+}  // namespace pycomm
