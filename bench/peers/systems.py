@@ -183,9 +183,9 @@ def torchft_diloco(shared: Shared) -> Training:
         diloco.__exit__(None, None, None)
         manager.shutdown()
         group.shutdown()
-        del lighthouse_kept[:]
+        kept.clear()
 
-    lighthouse_kept = [lighthouse]
+    kept = [lighthouse, store]  # servers, which live as long as their objects
     return Training(shared.net, inner, close=close)
 
 

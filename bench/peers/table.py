@@ -39,7 +39,7 @@ from pycomm.bench.wan.shape import Shape
 RANKS = 2
 REFERENCE = PEERS[0].name
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
-PATIENCE = 240.0  # seconds of one training
+PATIENCE = 180.0  # seconds of one system's training, or of its steps on a link
 
 
 class Failed(RuntimeError):
@@ -134,7 +134,7 @@ def steps(
         words = [*model_words(options), "--steps-only", str(options.seconds)]
         try:
             with WanLab(RANKS, rate, shape=shape) if delay else netlab.Netlab(RANKS, rate) as lab:
-                (found,) = run(lab, peer, words, 60 + 6 * options.seconds)
+                (found,) = run(lab, peer, words, PATIENCE)
             row |= {"ms": f"{1e3 * found['seconds']:.2f}", "bytes": f"{found['bytes']:.0f}"}
         except Failed as error:
             row["broke"] = str(error)
