@@ -168,6 +168,9 @@ def torchft_diloco(shared: Shared) -> Training:
         state_dict=lambda: {},
         min_replica_size=shared.ranks,
         use_async_quorum=False,
+        # All begin with the same weights; else one fetches them from the other's host by its name,
+        # which all namespaces of a machine share.
+        init_sync=False,
         timeout=timedelta(seconds=60),
         rank=0,
         world_size=1,
