@@ -15,6 +15,7 @@ from importlib import import_module
 # Subcommands, and what they do; the rest are collectives.
 SUBCOMMANDS = {
     "codecs": ("ops.codecs", "each codec on one core, beside memcpy"),
+    "peers": ("peers.table", "time to a loss beside other systems, over the same links"),
     "report": ("figures.page", "all figures as one interactive page, from bench/results"),
     "training": (
         "training.time_to_loss",

@@ -65,6 +65,12 @@ FIGURES = (
         "python -m pycomm.bench.distortion --csv bench/results/distortion-cpu.csv",
     ),
     Figure(
+        "wan",
+        "wan-cpu.csv",
+        charts.wan,
+        "python -m pycomm.bench.wan --csv bench/results/wan-cpu.csv",
+    ),
+    Figure(
         "planner",
         "plan-cpu.csv",
         charts.planner,

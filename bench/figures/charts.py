@@ -97,6 +97,34 @@ def steps(rows: Sequence[Row]) -> Chart:
     )
 
 
+def wan(rows: Sequence[Row]) -> Chart:
+    """Plot the round trips of groups far apart against the number of nodes, by backend."""
+    rows = tables.newest(rows, "nodes", "round_trip_ms", "rate", "step", "backend")
+    panels = []
+    for step, title in (("init", "init_process_group"), ("operation", "A small all_reduce")):
+        series = []
+        for backend in ("pycomm", "gloo"):
+            mine = sorted(
+                (int(r["nodes"]), float(r["round_trips"]))
+                for r in rows
+                if (r["step"], r["backend"]) == (step, backend)
+            )
+            nodes, trips = zip(*mine, strict=True)
+            name = BACKENDS.get(backend, backend)
+            hover = [f"{name}, {count} nodes: {trip:g} round trips" for count, trip in mine]
+            series.append(Series(name, nodes, trips, hover, base=backend == "gloo"))
+        most = max(value for line in series for value in line.y)
+        places = [(count, str(count)) for count in sorted({int(r["nodes"]) for r in rows})]
+        x = Axis("nodes", True, places)
+        panels.append(Panel(x, Axis("round trips", limits=(0, 1.1 * most)), series, title))
+    return Chart(
+        "Round trips of groups far apart",
+        f"Nodes {rows[0]['round_trip_ms']} ms from each other, links of {_link(rows[0]['rate'])}; "
+        "time divided by the time of a round trip",
+        panels,
+    )
+
+
 def losses(rows: Sequence[Row]) -> Chart:
     """Plot the loss against steps, as the mean over the seeds, by method."""
     rows = [r for r in rows if r["kind"] == "loss" and r["model"] == "demo"]

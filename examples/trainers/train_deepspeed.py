@@ -4,6 +4,7 @@ DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/trainers/train_deepspeed
 """
 
 import argparse
+import gc
 import json
 
 import deepspeed
@@ -68,6 +69,9 @@ def main() -> None:
             print(state.summary())
         group = find()
         print("group", group.describe() if group else "not pycomm's")
+    # Gloo's threads must not outlive the interpreter, and the engine is in cycles that hold them.
+    del engine, loss
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -75,6 +75,7 @@ def tiny():
     config.training.steps = 6
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
+    config.debug.seed = 0
     config.checkpoint.enable = False
     # In chunks the loss calls the last layer's backward alone: its unit would travel exactly.
     config.loss = config.loss.loss_fn

@@ -36,6 +36,8 @@ class Trainer:
     """the package that must be installed, if it has another name"""
     variants: tuple[str, ...] = ("",)
     """arguments of the example, which runs with each"""
+    on_gloo: bool = True
+    """it runs on Gloo"""
     warns: tuple[tuple[str, str], ...] = ()
     """variants in which `pycomm.run --codec` cannot compress, and what it says there"""
 
@@ -64,10 +66,12 @@ TRAINERS = [
         needs="megatron.core",
         variants=("", "--distributed-optimizer --overlap --accumulate 2", "--bf16"),
     ),
-    # CUDA is a stand-in there, too: the example lets it choose the CPU.
+    # CUDA is a stand-in there, too: the example lets it choose the CPU. Gloo has no PREMUL_SUM, by
+    # which it reduces.
     Trainer(
         "torchtitan",
         by_name=False,
+        on_gloo=False,
         environment={"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"},
     ),
     # Its interface is pycomm's own; the script has the shape of Horovod's example.
@@ -149,7 +153,7 @@ def name(value: Trainer | str) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("trainer", "variant"), RUNS, ids=name)
+@pytest.mark.parametrize(("trainer", "variant"), [r for r in RUNS if r[0].on_gloo], ids=name)
 def test_losses_are_those_of_gloo(trainer, variant, tmp_path):
     skip_without(trainer)
     theirs, not_ours = train(trainer, "gloo", tmp_path, variant.split())
@@ -213,6 +217,18 @@ def test_the_exact_codec_in_place_of_their_reductions_changes_no_loss(package, v
     ours, _ = train(trainer, "gloo", tmp_path, [*variant.split(), "--codec", "fp32"])
     assert len(ours) >= 6
     assert ours == theirs
+
+
+@pytest.mark.timeout(600)
+def test_torchtitan_has_the_same_losses_with_the_exact_codec(tmp_path):
+    trainer = next(t for t in TRAINERS if t.package == "torchtitan")
+    skip_without(trainer)
+    plain, group = train(trainer, "pycomm", tmp_path, [])
+    assert group.startswith("2 ranks: shm")
+    output = output_of(trainer, "gloo", tmp_path, "--codec fp32")
+    coded = re.findall(r"^loss ([0-9.e-]+)$", output, re.MULTILINE)
+    assert len(plain) >= 6
+    assert plain == [float(loss) for loss in coded]
 
 
 def test_the_script_for_horovod_learns_with_four_bits(tmp_path):

@@ -1,0 +1,251 @@
+"""The peers' table: time to a loss, bytes and lines of other systems and of pycomm.
+
+    python -m pycomm.bench peers --csv bench/results/peers-cpu.csv
+
+All train one model, with their own defaults, on two ranks. The loss after a step does not depend on
+the link, so losses and times are measured separately, as in `bench training`: each system trains
+once without a limit, for a quarter more steps than the schedule has; and it takes steps on each
+link (network namespaces; delay by a program in user space). The time to the loss is the number of
+steps after which its loss has come down to that of DDP in float32 at the end of the schedule, times
+its mean step. A system that fails gets a row with the last line of its output.
+
+Rows that the file holds already are not measured again, so the command goes on where it was ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pycomm.bench import netlab
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.peers.systems import FAILS, PEERS, Peer
+from pycomm.bench.training.results import parse_curve, steps_to_loss
+from pycomm.bench.wan.lab import WanLab
+from pycomm.bench.wan.shape import Shape
+
+RANKS = 2
+REFERENCE = PEERS[0].name
+RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
+PATIENCE = 180.0  # seconds of one system's training, or of its steps on a link
+
+
+class Failed(RuntimeError):
+    """A rank failed or took too long; the text is the last line of its output."""
+
+
+def run(lab: netlab.Lab, peer: Peer, words: Sequence[str], limit: float) -> list[dict[str, float]]:
+    """Run a system's ranks; return what the first one has written.
+
+    Raises:
+        Failed: a rank has failed, or none has ended in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log, output = Path(folder, "log"), Path(folder, "output")
+        command = [sys.executable, "-m", "pycomm.bench.peers.rank", "--peer", peer.name]
+        command += [*words, "--log", str(log)]
+        until = time.monotonic() + limit
+
+        def watch() -> None:
+            if time.monotonic() > until:
+                raise Failed(f"it has not ended after {limit:.0f} s: {last_line(output)}")
+
+        with output.open("wb") as out:
+            ranks = lab.start(
+                command,
+                env={**os.environ, **peer.environment},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                status = netlab.wait(ranks, watch=watch)
+            finally:
+                lab.stop()
+        if status or not log.exists():
+            raise Failed(last_line(output))
+        rows: list[dict[str, float]] = json.loads(log.read_text())
+        return rows
+
+
+def last_line(output: Path) -> str:
+    """Return the line of an output that says why it ended."""
+    lines = [line.strip() for line in output.read_text(errors="replace").splitlines()]
+    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b:", line)]
+    return ([*filter(None, lines), *errors] or ["no output"])[-1][:200]
+
+
+def installs(package: str) -> str:
+    """Return what breaks when a package is installed here; "": it can be."""
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*pip, folder, package], capture_output=True, text=True, timeout=PATIENCE
+        )
+    if done.returncode == 0:
+        return ""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    told = [line for line in lines if "rror" in line] or lines or ["pip failed"]
+    return told[0][:200]
+
+
+# ------------------------------------------------------------------------ measurements
+
+
+def losses(peers: Iterable[Peer], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train each system once, without a limit."""
+    for peer in peers:
+        row = blank("loss", peer)
+        try:
+            row["version"] = peer.version()
+            with netlab.Paced(RANKS, netlab.UNLIMITED) as lab:
+                rows = run(lab, peer, model_words(options), PATIENCE)
+            row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in rows)
+        except importlib.metadata.PackageNotFoundError as error:
+            row["broke"] = f'{error}: pip install "pycomm[peers]"'
+        except Failed as error:
+            row["broke"] = str(error)
+        yield row
+
+
+def steps(
+    peers: Iterable[Peer], rate: str, delay: float, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Let each system take steps on one link.
+
+    Raises:
+        Unavailable: there are no network namespaces here.
+    """
+    # A delay is that of a round trip; each way has a half.
+    shape = Shape(delay=delay / 2e3)
+    for peer in peers:
+        row = blank("step", peer) | {"rate": rate, "delay_ms": f"{delay:g}"}
+        words = [*model_words(options), "--steps-only", str(options.seconds)]
+        try:
+            with WanLab(RANKS, rate, shape=shape) if delay else netlab.Netlab(RANKS, rate) as lab:
+                (found,) = run(lab, peer, words, PATIENCE)
+            row |= {"ms": f"{1e3 * found['seconds']:.2f}", "bytes": f"{found['bytes']:.0f}"}
+        except Failed as error:
+            row["broke"] = str(error)
+        yield row
+
+
+def model_words(options: argparse.Namespace) -> list[str]:
+    return [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
+
+
+def blank(kind: str, peer: Peer) -> dict[str, Any]:
+    """Return a row without measurements."""
+    row = dict.fromkeys(("kind", "system", "version", "lines", "rate", "delay_ms"), "")
+    row |= dict.fromkeys(("ms", "bytes", "curve", "broke", "note"), "")
+    return row | {"kind": kind, "system": peer.name, "lines": str(peer.lines), "note": peer.note}
+
+
+# ---------------------------------------------------------------------------- results
+
+
+def link(row: tables.Row) -> tuple[str, str]:
+    return row["rate"], row["delay_ms"]
+
+
+def seconds_to_loss(rows: Sequence[tables.Row], target_step: int) -> dict[Any, float | None]:
+    """Return the seconds to the reference's loss, by system and link; None: never, or broken."""
+    rows = tables.newest(rows, "kind", "system", "rate", "delay_ms")
+    curves = {r["system"]: parse_curve(r["curve"]) for r in rows if r["curve"]}
+    if REFERENCE not in curves:
+        return {}
+    target = curves[REFERENCE][target_step]
+    counts = {name: steps_to_loss([curve], target) for name, curve in curves.items()}
+    found: dict[Any, float | None] = {}
+    for row in rows:
+        if row["kind"] == "step":
+            count = counts.get(row["system"])
+            known = count is not None and row["ms"]
+            found[row["system"], link(row)] = count * float(row["ms"]) / 1e3 if known else None
+    return found
+
+
+def markdown(rows: Sequence[tables.Row], target_step: int) -> str:
+    """Return the table of seconds to the loss, with the times of the first in each column bold."""
+    found = seconds_to_loss(rows, target_step)
+    links = list(dict.fromkeys(link(r) for r in rows if r["kind"] == "step"))
+    best = {}
+    for place in links:
+        times = [t for (_, where), t in found.items() if where == place and t is not None]
+        best[place] = min(times, default=None)
+    names = [f"{rate}, {delay} ms" for rate, delay in links]
+    lines = ["| system | lines | " + " | ".join([*names, "MB a step", "what broke"]) + " |"]
+    lines.append("| --- " * (len(links) + 4) + "|")
+    for name in dict.fromkeys(row["system"] for row in rows):
+        mine = tables.newest([r for r in rows if r["system"] == name], "kind", "rate", "delay_ms")
+        cells = []
+        for place in links:
+            seconds = found.get((name, place))
+            text = "" if seconds is None else f"{seconds:.1f}"
+            cells.append(f"**{text}**" if text and seconds == best[place] else text or "-")
+        sent = [float(r["bytes"]) for r in mine if r["bytes"]]
+        cells.append(f"{min(sent) / 1e6:.3f}" if sent else "-")
+        cells.append("; ".join(dict.fromkeys(r["broke"] for r in mine if r["broke"])))
+        lines.append(f"| {name} | {mine[0]['lines']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rates", default=RATES, help=f"of links, joined by commas ({RATES})")
+    add("--delays", default=DELAYS, help=f"of round trips, in ms ({DELAYS})")
+    add("--peers", default="", help="only those in whose name this pattern is found")
+    add("--seconds", type=float, default=6.0, help="of timed steps on each link (6)")
+    add("--steps", type=int, default=200, help="of the learning rate's schedule (200)")
+    add("--layers", type=int, default=2, help="of the model (2)")
+    add("--width", type=int, default=224, help="of the model (224)")
+    add("--csv", type=Path, default=None, help="file to which rows are added, and from which it "
+        "goes on")  # fmt: skip
+    add("--show", action="store_true", help="measure nothing: print the table of --csv")
+    options = parser.parse_args(argv)
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "peers", *argv]))
+    rows = tables.read(options.csv) if options.csv and options.csv.exists() else []
+
+    def keep(found: Iterable[dict[str, Any]]) -> None:
+        for row in found:
+            what = row["broke"] or row["curve"].rpartition(" ")[2] or f"{row['ms']} ms a step"
+            print(f"{row['kind']} {row['rate']} {row['delay_ms']} {row['system']}: {what}",
+                  flush=True)  # fmt: skip
+            rows.append(row)
+            if options.csv:
+                tables.append(options.csv, [row | vars(origin)])
+
+    def missing(kind: str, rate: str = "", delay: str = "") -> list[Peer]:
+        done = {r["system"] for r in rows if (r["kind"], *link(r)) == (kind, rate, delay)}
+        chosen = [p for p in PEERS if re.search(options.peers, p.name) and p.name not in done]
+        broken = {r["system"] for r in rows if r["kind"] == "loss" and r["broke"]}
+        return [p for p in chosen if p.name not in broken]
+
+    if not options.show:
+        keep(losses(missing("loss"), options))
+        known = {row["system"] for row in rows}
+        for name, package, _ in FAILS:
+            if name not in known and re.search(options.peers, name):
+                row = blank("loss", Peer(name, PEERS[0].start, 0))
+                keep([row | {"lines": "-", "broke": installs(package) or "not tried"}])
+        for delay in options.delays.split(","):
+            for rate in options.rates.split(","):
+                keep(steps(missing("step", rate, delay), rate, float(delay), options))
+    print(markdown([{k: str(v) for k, v in row.items()} for row in rows], options.steps))
+    return 0

@@ -1,0 +1,78 @@
+"""The peers' table: times to the loss, what broke, and a run that goes on where it was ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from pycomm.bench.peers import table
+from pycomm.bench.peers.systems import PEERS
+
+REFERENCE, OURS = PEERS[0].name, "pycomm, int4"
+
+
+def row(kind, system, **more):
+    peer = next(peer for peer in PEERS if peer.name == system)
+    return {**table.blank(kind, peer), "time": "2026-01-01", **more}
+
+
+ROWS = [
+    row("loss", REFERENCE, curve="10:4.0 20:3.0 30:2.9"),
+    row("loss", OURS, curve="10:3.5 20:2.5 30:2.4"),
+    row("loss", "hivemind", curve="10:4.0 20:3.9 30:3.8"),
+    row("loss", "detonation DeMo", broke="ModuleNotFoundError: No module named 'x'"),
+    row("step", REFERENCE, rate="1gbit", delay_ms="0", ms="100.00", bytes="4000000"),
+    row("step", OURS, rate="1gbit", delay_ms="0", ms="50.00", bytes="500000"),
+    row("step", "hivemind", rate="1gbit", delay_ms="0", ms="10.00", bytes="100000"),
+]
+
+
+def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
+    found = table.seconds_to_loss(ROWS, 20)
+    place = ("1gbit", "0")
+    assert found[REFERENCE, place] == 2.0  # 20 steps of 0.1 s
+    assert found[OURS, place] == pytest.approx(15 * 0.05)  # its curve passes 3.0 at step 15
+    assert found["hivemind", place] is None  # it never comes so far
+
+
+def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
+    lines = table.markdown(ROWS, 20).splitlines()
+    assert "| 1gbit, 0 ms |" in lines[0]
+    by_name = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
+    assert "| **0.8** | 0.500 |" in by_name[OURS]
+    assert "| 2.0 | 4.000 |" in by_name[REFERENCE]
+    assert "| - | 0.100 |" in by_name["hivemind"]
+    assert "No module named 'x'" in by_name["detonation DeMo"]
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+
+
+def test_rows_that_the_file_holds_are_not_measured_again(tmp_path, monkeypatch, capsys):
+    measured = []
+
+    def run(lab, peer, words, limit):
+        measured.append(peer.name)
+        return [{"step": 10, "held_out": 3.0}, {"step": 20, "held_out": 2.0}]
+
+    monkeypatch.setattr(table, "run", run)
+    words = ["--peers", "fp32|exact", "--rates", "", "--csv", str(tmp_path / "peers.csv")]
+    monkeypatch.setattr(table, "steps", lambda *_: iter(()))
+    assert table.main([*words, "--steps", "20"]) == 0
+    assert measured == [REFERENCE, "pycomm, exact"]
+    assert table.main([*words, "--steps", "20"]) == 0
+    assert len(measured) == 2
+    assert REFERENCE in capsys.readouterr().out
+
+
+def test_a_failed_rank_is_a_row_with_its_error(tmp_path, monkeypatch):
+    output = tmp_path / "output"
+    output.write_text("begin\nValueError: the cause\nsomething after it\n")
+    assert table.last_line(output) == "ValueError: the cause"
+    output.write_text("no error here\n\n")
+    assert table.last_line(output) == "no error here"
+
+    def run(*_):
+        raise table.Failed("ValueError: the cause")
+
+    monkeypatch.setattr(table, "run", run)
+    options = table.argparse.Namespace(steps=20, layers=1, width=64)
+    (found,) = table.losses(PEERS[:1], options)
+    assert (found["curve"], found["broke"]) == ("", "ValueError: the cause")
