@@ -65,9 +65,9 @@ FIGURES = (
         "python -m pycomm.bench.distortion --csv bench/results/distortion-cpu.csv",
     ),
     Figure(
-        "wan",
+        "round-trips",
         "wan-cpu.csv",
-        charts.wan,
+        charts.round_trips,
         "python -m pycomm.bench.wan --csv bench/results/wan-cpu.csv",
     ),
     Figure(

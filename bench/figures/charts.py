@@ -97,7 +97,7 @@ def steps(rows: Sequence[Row]) -> Chart:
     )
 
 
-def wan(rows: Sequence[Row]) -> Chart:
+def round_trips(rows: Sequence[Row]) -> Chart:
     """Plot the round trips of groups far apart against the number of nodes, by backend."""
     rows = tables.newest(rows, "nodes", "round_trip_ms", "rate", "step", "backend")
     panels = []
