@@ -143,19 +143,18 @@ def check_decode(codec: Codec, run, device: str, payload: torch.Tensor, numel: i
 def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
     """Yield every spec on every implementation, with the cases that it runs.
 
-    Emulation takes most of the time. Triton's interpreter runs every third case with the first spec
-    of a codec, and every ninth with the others, and with topk and lossless, which have many
+    Emulation takes most of the time. Triton's interpreter runs every fourth case with the first
+    spec of a codec, and every twelfth with the others, and with topk and lossless, which have many
     kernels; with rotations, which are slow there, a third of these. Emulated CUDA runs all with the
     first spec, and every third with the others. The next spec begins at the next case, so that
-    a codec meets all. The full extent is three times as many.
+    a codec meets all. The full extent is three or four times as many.
     """
     seen = set()
     for number, spec in enumerate(SPECS):
         name = pycomm.codec(spec).name
-        every = 1 if FULL else 3
         step = {
-            "emulated-cuda": every if name in seen else 1,
-            "triton": every
+            "emulated-cuda": 1 if FULL or name not in seen else 3,
+            "triton": (1 if FULL else 4)
             * (3 if name in seen | {"topk", "lossless"} else 1)
             * (3 if name in ROTATED else 1),
         }
@@ -165,18 +164,22 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
         seen.add(name)
 
 
-def for_drawn() -> Iterator[tuple[str, str, str]]:
-    """Yield every spec on every implementation; in Triton's interpreter one rotation per codec."""
+def on_each() -> Iterator[tuple[str, str, str]]:
+    """Yield every spec on every implementation; for Triton's interpreter each codec's first one,
+    and every third of the others but for rotations."""
     seen = set()
+    others = SPECS
+    if not FULL:
+        others = part([spec for spec in SPECS if pycomm.codec(spec).name not in ROTATED], 3)
     for spec in SPECS:
         name = pycomm.codec(spec).name
         for kind, device in IMPLEMENTATIONS:
-            if not ((kind, device) == ("triton", "cpu") and name in seen & ROTATED):
+            if (kind, device) != ("triton", "cpu") or name not in seen or spec in others:
                 yield spec, kind, device
         seen.add(name)
 
 
-every_drawn = pytest.mark.parametrize(("spec", "kind", "device"), list(for_drawn()))
+every_spec_everywhere = pytest.mark.parametrize(("spec", "kind", "device"), list(on_each()))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +216,7 @@ def drawn(draw):
     return x, residual
 
 
-@every_drawn
+@every_spec_everywhere
 def test_same_bytes_of_drawn_values(spec, kind, device):
     interpreted = (kind, device) == ("triton", "cpu")
     if interpreted and spec in SPECS_OF_TOPK[1:]:
@@ -301,7 +304,7 @@ def test_every_kind_of_rotation(spec, kind, device):
     check(spec, kind, device, *CASES["normal-5001"])
 
 
-@every_drawn
+@every_spec_everywhere
 def test_any_payload_decodes_the_same(spec, kind, device):
     codec = pycomm.codec(spec)
     run = runner(codec, kind, device)
@@ -323,8 +326,7 @@ def shifted(x: torch.Tensor, device: str) -> torch.Tensor:
     return torch.cat((x[:step], x)).to(device)[step:]
 
 
-@everywhere
-@every_spec
+@every_spec_everywhere
 def test_alignment_does_not_matter(spec, kind, device):
     codec = pycomm.codec(spec)
     run = runner(codec, kind, device)
@@ -345,8 +347,7 @@ def test_alignment_does_not_matter(spec, kind, device):
     assert same(got, want_sum)
 
 
-@everywhere
-@every_spec
+@every_spec_everywhere
 def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
     codec = pycomm.codec(spec)
     if codec.granule == 0:
