@@ -157,7 +157,7 @@ def check_hook(rank: int, size: int) -> None:
     assert request.is_completed()
     found = {str(info.op_type).removeprefix("OpType."): info.seq for info in seen}
     # Point to point is counted separately, and may end before a collective that was issued earlier.
-    assert found == {"ALLREDUCE": 2, "BROADCAST": 3, "SEND" if rank == 0 else "RECV": 1}
+    assert found == {"ALLREDUCE": 2, "BROADCAST": 3, "SEND" if rank == 0 else "RECV": 1}, found
     assert len(seen) == 3
     for info in seen:
         assert datetime.timedelta(0) < info.active_duration < seconds(20)
