@@ -2,6 +2,7 @@
 // thread, asynchronous ones in order on the group's own. A part of _c10d.
 #pragma once
 #include <atomic>
+#include <future>
 #include <map>
 #include <mutex>
 
@@ -142,6 +143,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     timed_ = true;
   }
   void report(const Work& work) noexcept {
+    const InHook in_hook;
     try {
       // An operation that began before there was a hook was not timed, and may end while one is
       // set.
@@ -234,6 +236,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
     }
   };
   WorkPtr keep(intrusive_ptr<PeerWork> work, Communicator::Request& request);
+  struct Posted {
+    std::weak_ptr<KeptWork> kept;
+    std::shared_future<void> reported;  ///< valid if there was a hook when it was posted
+  };
+  /// Marks a thread that may be in a hook, which must not wait for its own end.
+  struct InHook {
+    InHook() { depth()++; }
+    ~InHook() { depth()--; }
+    static int& depth() {
+      thread_local int depth = 0;
+      return depth;
+    }
+  };
   void warn_of_hook(const std::string& what) noexcept;
   /// Orders the lane after deliveries of earlier operations whose output this operation may read
   /// without a wait in between.
@@ -253,7 +268,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex children_mutex_;
   std::map<std::pair<std::string, std::vector<int>>, int64_t> children_;
   std::mutex posted_mutex_;
-  std::vector<std::weak_ptr<KeptWork>> posted_;  ///< some may be done already
+  std::vector<Posted> posted_;                   ///< some may be done already
   std::vector<intrusive_ptr<PeerWork>> wanted_;  ///< peer_waiter_ waits for these
 
   Communicator comm_;

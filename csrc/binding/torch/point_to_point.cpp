@@ -39,12 +39,17 @@ WorkPtr Engine::keep(intrusive_ptr<PeerWork> work, Communicator::Request& reques
   work->set_engine(weak_from_this());
   work->start();
   std::shared_ptr<KeptWork> kept(new KeptWork{work});
+  Posted posted{kept, {}};
+  if (timed_) posted.reported = work->expect_report();
+  const auto ended = [](const Posted& earlier) {
+    return earlier.kept.expired() &&
+           (!earlier.reported.valid() ||
+            earlier.reported.wait_for(Milliseconds(0)) == std::future_status::ready);
+  };
   {
     const std::lock_guard<std::mutex> lock(posted_mutex_);
-    posted_.erase(std::remove_if(posted_.begin(), posted_.end(),
-                                 [](const auto& posted) { return posted.expired(); }),
-                  posted_.end());
-    posted_.push_back(kept);
+    posted_.erase(std::remove_if(posted_.begin(), posted_.end(), ended), posted_.end());
+    posted_.push_back(std::move(posted));
   }
   request.keep(std::move(kept));
   return work;
@@ -123,12 +128,18 @@ void Engine::settle_later(intrusive_ptr<PeerWork> work) {
 void Engine::settle_all() {
   drain();
   std::vector<intrusive_ptr<PeerWork>> posted;
+  std::vector<std::shared_future<void>> reports;
   {
     const std::lock_guard<std::mutex> lock(posted_mutex_);
-    for (const auto& weak : posted_)
-      if (const auto kept = weak.lock()) posted.push_back(kept->work);
+    for (const auto& each : posted_) {
+      if (const auto kept = each.kept.lock()) posted.push_back(kept->work);
+      if (each.reported.valid()) reports.push_back(each.reported);
+    }
   }
   for (const auto& work : posted) work->wait_until_settled();
+  // A work is complete before its hook is called, perhaps by a thread that still is about to.
+  if (InHook::depth() == 0)
+    for (const auto& report : reports) report.wait();
 }
 
 void Engine::finish() {
@@ -189,6 +200,7 @@ void PeerWork::settle() {
   if (error && InterpreterEnd::has_begun()) return;  // threads that wait in torch stay there
   end(error);
   if (engine) engine->report(*this);
+  if (reported_) reported_->set_value();
 }
 
 intrusive_ptr<Future> PeerWork::ended() {

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 
 #include <atomic>
+#include <future>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -246,6 +247,12 @@ class PeerWork : public Work {
 
   /// Waits for the request and completes the work, unless another thread does that already.
   void settle();
+  /// Returns what is ready when the hooks have been called for this work, or never will be. Called
+  /// before another thread can settle it.
+  std::shared_future<void> expect_report() {
+    reported_.emplace();
+    return reported_->get_future().share();
+  }
   /// Settles the work, or waits for the thread that does. An error is the work's.
   void wait_until_settled() {
     settle();
@@ -261,6 +268,7 @@ class PeerWork : public Work {
   std::optional<Flat> flat_;  ///< until it is settled
   std::shared_ptr<Communicator::Request> request_;
   std::atomic<bool> settled_{false};  ///< true also while a thread is about to
+  std::optional<std::promise<void>> reported_;
 };
 
 /// Several operations that are waited for as one.

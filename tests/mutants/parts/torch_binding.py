@@ -11,6 +11,14 @@ PYTHON = "tests/torch/backend/test_python_backend.py::"
 
 MUTANTS = (
     Mutant(
+        "pending-works-without-their-hooks",
+        "wait",
+        "csrc/binding/torch/point_to_point.cpp",
+        "for (const auto& report : reports) report.wait();",
+        ";",
+        GROUPS + "test_pending_works_include_the_hooks_of_sends_and_receives",
+    ),
+    Mutant(
         "result-not-copied-to-a-tensor-with-gaps",
         "state",
         "csrc/binding/torch/support.h",

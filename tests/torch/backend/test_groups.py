@@ -138,6 +138,31 @@ def test_the_first_timeout_that_is_named_wins(monkeypatch, variable, want):
 # ------------------------------------------------------------------ hooks, timing, state
 
 
+def check_slow_hook(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    seen: list[Any] = []
+
+    def hook(info: Any) -> None:
+        time.sleep(0.2)  # the operation is complete meanwhile
+        seen.append(info.op_type)
+        group._wait_for_pending_works()  # does not wait for itself
+
+    group._register_on_completion_hook(hook)
+    x = torch.ones(100)
+    for _ in range(3):
+        request = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+        if rank == 0:
+            request.wait()
+        else:
+            time.sleep(0.05)  # the group's thread has begun with the hook
+        group._wait_for_pending_works()
+    assert len(seen) == 3, seen
+
+
+def test_pending_works_include_the_hooks_of_sends_and_receives(pool):
+    pool.run(check_slow_hook)
+
+
 def check_hook(rank: int, size: int) -> None:
     group = dist.group.WORLD
     work = group.allreduce([torch.ones(1)])
