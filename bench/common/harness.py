@@ -92,6 +92,8 @@ class Origin:
         from pycomm import _C
 
         ours = {k: v for k, v in given().items() if k not in UNTOLD}
+        # Whoever repeats the command has another folder.
+        command = re.sub(r"(?<=[ =])/\S*/(?=bench/results/)", "", command)
         return cls(
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             command=" ".join([*(f"{k}={shlex.quote(v)}" for k, v in ours.items()), command]),

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
     except re.error as error:
         parser.error(f"--methods {options.methods!r} is no pattern: {error}")
+    if any(m.update == "detonation" for m in options.methods) and not find_spec("detonation"):
+        print("left out: detonation, DeMo; pip install 'pycomm[peers]' has it", file=sys.stderr)
+        options.methods = [m for m in options.methods if m.update != "detonation"]
     if not options.methods:
         labels = "; ".join(method.label for method in METHODS)
         parser.error(f"--methods fits none of these: {labels}")

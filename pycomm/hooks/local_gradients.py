@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.errors import Error
-from pycomm.reduction.reducer import _done
+from pycomm.reduction.reducer import completed
 
 
 class LocalGradients:
@@ -46,7 +46,7 @@ class LocalGradients:
                 self._overflows = False
                 if float(flag):
                     values.fill_(torch.inf)
-        return _done(values)
+        return completed(values)
 
 
 def keep_local(state: LocalGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

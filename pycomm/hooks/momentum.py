@@ -26,7 +26,7 @@ from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Bucket, Piece
 from pycomm.reduction.moment import CodedMoment
-from pycomm.reduction.reducer import _done
+from pycomm.reduction.reducer import completed
 from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.single_coding import SingleCoding, is_coarse
 from pycomm.reduction.state import CompressionState
@@ -313,7 +313,7 @@ class Momenta(CompressionState):
         self._finite.append(lambda: bool(finite))
         if values is not tensor:
             tensor.copy_(values)
-        return _done(tensor)
+        return completed(tensor)
 
     # ------------------------------------------------------------------ checkpoints
 

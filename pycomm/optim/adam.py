@@ -10,6 +10,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from pycomm.optim.base import Part
+from pycomm.reduction.moment import local
 
 States = Mapping[torch.Tensor, dict[str, Any]]
 """The state of each parameter, which torch makes at the first look."""
@@ -38,25 +39,45 @@ def step_exactly(
     for part in parts:
         groups[id(part.group)].append(part)
     for members in groups.values():
-        settings = members[0].group
-        beta1, beta2 = settings["betas"]
-        found = [states[part.parameter] for part in members]
-        adamw(
+        step_by_adamw(
+            members[0].group,
             [part.parameter for part in members],
             [gradients[p.name].view_as(p.parameter).to(p.parameter.dtype) for p in members],
-            [state["exp_avg"] for state in found],
-            [state["exp_avg_sq"] for state in found],
-            [],
-            [state["step"] for state in found],
-            foreach=True,
-            amsgrad=False,
-            beta1=float(beta1),
-            beta2=float(beta2),
-            lr=float(settings["lr"]),
-            weight_decay=float(settings["weight_decay"]),
-            eps=float(settings["eps"]),
-            maximize=False,
+            [states[part.parameter] for part in members],
         )
+
+
+def step_by_adamw(
+    settings: Mapping[str, Any],
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, Any]],
+) -> None:
+    """Take a step of torch's AdamW with parameters of one group.
+
+    Args:
+        settings: the group.
+        parameters: the parameters, or this rank's shards.
+        gradients: one for each parameter.
+        states: likewise.
+    """
+    beta1, beta2 = settings["betas"]
+    adamw(
+        list(parameters),
+        list(gradients),
+        [local(state["exp_avg"]) for state in states],
+        [local(state["exp_avg_sq"]) for state in states],
+        [],
+        [state["step"] for state in states],
+        foreach=True,  # torch's fused kernel has other bits at the ends of shards
+        amsgrad=False,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        lr=float(settings["lr"]),
+        weight_decay=float(settings["weight_decay"]),
+        eps=float(settings["eps"]),
+        maximize=False,
+    )
 
 
 def denominator(state: Mapping[str, Any], part: Part, updates: int) -> torch.Tensor:

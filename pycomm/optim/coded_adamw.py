@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.adamw import adamw
 
 from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
@@ -18,6 +17,7 @@ from pycomm.compress import attach
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
+from pycomm.optim.adam import step_by_adamw
 from pycomm.optim.settings import (
     check_dense,
     check_parameters,
@@ -251,22 +251,11 @@ class CodedAdamW(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        adamw(
+        step_by_adamw(
+            group,
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=True,  # torch's fused kernel has other bits at the ends of shards
-            amsgrad=False,
-            beta1=float(beta1),
-            beta2=float(beta2),
-            lr=float(group["lr"]),
-            weight_decay=float(group["weight_decay"]),
-            eps=float(group["eps"]),
-            maximize=False,
+            states,
         )
 
     def _unit(self) -> float:

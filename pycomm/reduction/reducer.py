@@ -149,7 +149,7 @@ class BucketReducer:
         """
         self._weigh(tensor)
         if self.process_group.size() == 1 and not self._is_fed(names):
-            return _done(tensor)
+            return completed(tensor)
         if tensor.dtype not in CODED or tensor.is_sparse:
             return self._reduce_plain(tensor)
         bucket = self._bucket(tuple(names), tensor.device)
@@ -172,7 +172,7 @@ class BucketReducer:
         self._use(taken, bucket, tensor)
         probe = self.plan.probe(tensor, taken, self._residual_of)
         places = [tensor[p.offset : p.offset + p.numel] for p in others]
-        coded = _done(tensor)
+        coded = completed(tensor)
         if others:
             names = tuple(piece.name for piece in others)
             coded = self._reduce_coded(torch.cat(places), self._bucket(names, tensor.device))
@@ -223,7 +223,7 @@ class BucketReducer:
             tensor.copy_(values)
         if probe is not None:
             probe.finish(tensor)
-        return _done(tensor)
+        return completed(tensor)
 
     def scatter(
         self,
@@ -379,7 +379,8 @@ class BucketReducer:
             del self._buckets[bucket]
 
 
-def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a completed future of a tensor, for hooks that have nothing to wait for."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future

@@ -18,7 +18,7 @@ from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy import Policy
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.reducer import _done
+from pycomm.reduction.reducer import completed
 from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.state import CompressionState
 
@@ -69,7 +69,7 @@ class Votes(CompressionState):
             tensor.sign_()
         else:
             self._count(tensor)
-        return _done(tensor)
+        return completed(tensor)
 
     def _count(self, means: torch.Tensor) -> None:
         """Round decoded means to the counts that are possible, n, n - 2, ... -n, of n."""

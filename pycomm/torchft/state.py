@@ -12,6 +12,7 @@ from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import WireMismatch
 from pycomm.policy import Policy
+from pycomm.reduction.reducer import completed
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import factors
 from pycomm.torchft.group import ProcessGroupPycomm
@@ -94,7 +95,7 @@ class ManagedState(CompressionState):
                 self._goes = self._begin()
             if not self._goes or self._manager.errored():
                 self._give_up()
-                return _done(tensor)
+                return completed(tensor)
             future = self.reduce(tensor, names)
             if last:
                 self.end_step()
@@ -103,7 +104,7 @@ class ManagedState(CompressionState):
             self._give_up()
             if isinstance(error, WireMismatch) and (self._heals or self._loaded):
                 raise  # another model or codec: the others go on without this replica
-            return _done(tensor)
+            return completed(tensor)
         managed: torch.futures.Future[torch.Tensor]
         managed = self._manager.wrap_future(future, tensor)
         return managed
@@ -140,9 +141,3 @@ class ManagedState(CompressionState):
         self._goes = False
         self._exchanges.forget()  # else the backward would wait for their futures
         self._members.abort(errored=False)
-
-
-def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(tensor)
-    return future

@@ -50,6 +50,14 @@ def test_quantiles_are_samples():
     assert harness.quantile(samples, 0.0) == 1.0
 
 
+def test_the_command_of_a_row_names_no_checkout():
+    command = (
+        "python -m pycomm.bench links --csv /a/b/bench/results/x.csv --json=/c/bench/results/y -n 1"
+    )
+    told = Origin.here(command).command
+    assert told.endswith("links --csv bench/results/x.csv --json=bench/results/y -n 1")
+
+
 def test_csv_is_appended_to_under_one_header(tmp_path):
     path, origin = tmp_path / "results" / "x.csv", Origin.here("command")
     harness.append_csv(path, [harness.record(ROW, origin)])
