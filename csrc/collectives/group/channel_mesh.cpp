@@ -96,10 +96,11 @@ void ChannelMesh::measure_rate() {
       const LinkUse use = link(Lane::collective, peer).channel->use();
       sum.bytes += use.bytes;
       sum.unsent += use.unsent;
+      sum.round_trip_us = std::max(sum.round_trip_us, use.round_trip_us);
     }
     return sum;
   };
-  meter_.look(look, links_between_.farthest());
+  meter_.look(look);
 }
 
 std::shared_ptr<SharedHeap> ChannelMesh::heap() const {

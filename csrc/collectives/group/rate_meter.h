@@ -10,8 +10,9 @@ namespace pycomm {
 /// Looks at the connections in windows of a collective's time. Only a window at both ends of which
 /// bytes waited to be sent says something: otherwise the rank had little to send. And what it says
 /// is a lower limit, since the bytes may have waited for one slow receiver; so the most counts.
-/// Windows are long beside the queues of a path, whose packets may be acknowledged all at once. The
-/// rate includes frames and TLS, and no headers of TCP.
+/// A window lasts many round trips as they are while the queues of the paths are full, since the
+/// acknowledgements of a whole queue may arrive at once: in a shorter window, a link of 20 Mbit/s was
+/// taken for one of 42. The rate includes frames and TLS, and no headers of TCP.
 class RateMeter {
  public:
   using Clock = std::chrono::steady_clock;
@@ -22,17 +23,21 @@ class RateMeter {
     begun_ = Clock::now();
   }
 
-  /// To be called often. `look()` returns the sums over all connections, at `round_trip` at most.
+  /// To be called often. `look()` returns the sums over all connections.
   template <typename Look>
-  void look(const Look& look, std::chrono::microseconds round_trip) {
+  void look(const Look& look) {
     const auto now = Clock::now();
     if (since_ == Clock::time_point()) {
       if (now - begun_ >= kStart) open(now, look());
       return;
     }
-    const auto window = std::max<Clock::duration>(kWindow, kRoundTrips * round_trip);
-    if (now - since_ < window) return;
+    if (now - since_ < window_) return;
     const LinkUse use = look();
+    const Clock::duration window = std::max(window_, window_for(use));
+    if (now - since_ < window) {  // the queues have grown
+      window_ = window;
+      return;
+    }
     // From before the first look to after the last one: wherever this thread had to wait for a
     // processor, the rate is not taken for higher than it was.
     const double took = std::chrono::duration<double>(Clock::now() - since_).count();
@@ -56,14 +61,21 @@ class RateMeter {
  private:
   static constexpr auto kStart = std::chrono::milliseconds(10),
                         kWindow = std::chrono::milliseconds(250);
-  static constexpr int kRoundTrips = 4, kLate = 2;
+  static constexpr int kRoundTrips = 8, kLate = 2;
+
+  static Clock::duration window_for(const LinkUse& use) {
+    const std::chrono::microseconds round_trip(use.round_trip_us);
+    return std::max<Clock::duration>(kWindow, kRoundTrips * round_trip);
+  }
 
   void open(Clock::time_point now, const LinkUse& use) {
     since_ = now;
     before_ = use;
+    window_ = window_for(use);
   }
 
   Clock::time_point begun_, since_;
+  Clock::duration window_{};
   LinkUse before_;
   double most_ = 0, reported_ = 0;
 };

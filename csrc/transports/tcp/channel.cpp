@@ -131,6 +131,7 @@ LinkUse TcpChannel::use() const {
     sum.bytes += use.bytes;
     sum.busy_us += use.busy_us;
     sum.unsent += use.unsent;
+    sum.round_trip_us = std::max(sum.round_trip_us, use.round_trip_us);
   }
   // The sockets are busy at the same time, each with its part.
   if (!sockets_.empty()) sum.busy_us /= sockets_.size();

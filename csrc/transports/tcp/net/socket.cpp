@@ -204,7 +204,7 @@ LinkUse link_use(int fd) {
   if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
   // While the other end's buffer is full, the link is not the bottleneck.
   return {info.tcpi_bytes_acked, info.tcpi_busy_time - info.tcpi_rwnd_limited,
-          info.tcpi_notsent_bytes};
+          info.tcpi_notsent_bytes, info.tcpi_rtt};
 }
 
 std::chrono::milliseconds round_trip(int fd) {
