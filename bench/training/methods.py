@@ -88,8 +88,9 @@ class Method:
             betas: AdamW's.
             steps: steps of the training, of which a fifth is warm-up where there is one.
         """
+        lr *= self.rate
         if self.update:
-            return _optimizer(self.update, model, lr * self.rate, betas, steps // 5)
+            return _optimizer(self.update, model, lr, betas, steps // 5)
         if self.momentum:
             import pycomm
 
