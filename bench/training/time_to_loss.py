@@ -239,6 +239,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--methods", default="", help="only those in whose label this pattern is found")
     add("--only", choices=("losses", "steps", "totals"), help="totals: from what --csv holds")
     add(
+        "--losses-of",
+        type=arguments.one_of("model", MODELS),
+        default="",
+        help="estimate: take the steps to the loss from this model's trainings, and only the time "
+        "of a step from the models'",
+    )
+    add(
         "--rate-factors",
         type=arguments.factors,
         default=[],
@@ -268,6 +275,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
     except re.error as error:
         parser.error(f"--methods {options.methods!r} is no pattern: {error}")
+    if options.losses_of and (options.only != "steps" or not options.csv):
+        parser.error("--losses-of goes with --only steps and the --csv that holds those trainings")
     if options.rate_factors:
         if options.only != "losses":
             parser.error("--rate-factors is for trainings: --only losses")
@@ -331,7 +340,7 @@ def main(argv: Sequence[str]) -> int:
             steady = [m for m in methods if not m.scheduled and m.update != "detonation"]
             for rate in options.rates if steady else ():
                 measure(step_times(model, steady, rate, options.rounds, options.turn_seconds))
-    final = list(totals(rows))
+    final = list(totals(rows, options.losses_of))
     show(final)
     if options.only == "totals":
         for row in final:
