@@ -241,7 +241,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--losses-of",
         type=arguments.one_of("model", MODELS),
-        default="",
         help="estimate: take the steps to the loss from this model's trainings, and only the time "
         "of a step from the models'",
     )
@@ -340,7 +339,7 @@ def main(argv: Sequence[str]) -> int:
             steady = [m for m in methods if not m.scheduled and m.update != "detonation"]
             for rate in options.rates if steady else ():
                 measure(step_times(model, steady, rate, options.rounds, options.turn_seconds))
-    final = list(totals(rows, options.losses_of))
+    final = list(totals(rows, options.losses_of or ""))
     show(final)
     if options.only == "totals":
         for row in final:
