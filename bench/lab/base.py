@@ -42,6 +42,8 @@ class Lab(ABC):
     interface: str
     master: str
     congestion: str
+    timed = True
+    """Times are measured, so that no processor may idle. Else ranks leave the machine to others."""
 
     def __init__(self, nodes: int, rate: str) -> None:
         self.nodes, self.rate = nodes, rate
@@ -110,8 +112,8 @@ class Lab(ABC):
         return rank
 
     def _keep_cores_busy(self) -> None:
-        """Keep all processors from idling until the ranks are stopped."""
-        if self._busy is None:
+        """Keep all processors from idling until the ranks are stopped, if their time counts."""
+        if self.timed and self._busy is None:
             command = [sys.executable, "-I", "-S", busy_cores.__file__, str(os.getpid())]
             self._busy = subprocess.Popen(command)
 

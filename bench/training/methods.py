@@ -1,7 +1,7 @@
 """Methods of averaging gradients for comparisons: pycomm's, and torch's own hooks."""
 
 # No `from __future__ import annotations` here: DDP checks a hook's annotations, as types.
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class Method:
     """The feedback for `pycomm.compress`: a kind, or "none"; empty: the default."""
     momentum: str = ""
     """The codec of the momentum, which travels instead of the gradients (`pycomm.CodedAdamW`)."""
+    small: str = ""
+    """With `momentum`: the codec of gradients of one dimension; empty: they travel exactly."""
     hook: str = ""
     """One of torch's own communication hooks, as in `HOOKS`, or `late_hook`."""
     bucket_mb: float = 25.0
@@ -88,13 +90,17 @@ class Method:
             betas: AdamW's.
             steps: steps of the training, of which a fifth is warm-up where there is one.
         """
+        lr *= self.rate
         if self.update:
-            return _optimizer(self.update, model, lr * self.rate, betas, steps // 5)
+            return _optimizer(self.update, model, lr, betas, steps // 5)
         if self.momentum:
             import pycomm
 
-            parameters = model.parameters()
-            return pycomm.CodedAdamW(parameters, lr, betas, model=model, codec=self.momentum)
+            policy = pycomm.Policy.of(self.momentum)
+            if self.small:
+                rule = pycomm.Rule(codec=self.small, max_dims=1, reason="norms and biases")
+                policy = replace(policy, rules=(rule, *policy.rules))
+            return pycomm.CodedAdamW(model.parameters(), lr, betas, model=model, codec=policy)
         return torch.optim.AdamW(model.parameters(), lr, betas)
 
 
@@ -189,6 +195,7 @@ def late_hook(state: Late, bucket: dist.GradBucket) -> torch.futures.Future[torc
 ONE_BUCKET = 1000.0
 # One bit while the second moments and the loss change fast, then one value of a hundred.
 TOP_1 = "sign 21:topk:density=0.01,values=int8,indices=int12"
+TOP_1_BINS = TOP_1.replace("int8", "bins2")  # values of two bits
 METHODS = (
     Method("Gloo, fp32", "gloo"),
     Method("Gloo, fp16 hook", "gloo", hook="fp16"),
@@ -213,6 +220,8 @@ METHODS = (
     Method("pycomm, coded momentum, 1 bit", momentum="eden:bits=1,scale=mmse"),
     Method("pycomm, coded momentum, sign", momentum="sign"),
     Method("pycomm, coded momentum, top-k 1 %", momentum=TOP_1),
+    Method("pycomm, coded momentum, lean top-k 1 %", momentum=TOP_1, small="int8"),
+    Method("pycomm, coded momentum, 2-bit top-k 1 %", momentum=TOP_1_BINS, small="int8"),
     Method("pycomm, Distributed Lion, majority", update="lion", rate=0.2),
     Method("pycomm, Distributed Lion, mean", update="lion-mean", rate=0.2),
     Method("pycomm, 1-bit Adam", update="one-bit"),

@@ -30,11 +30,16 @@ def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | 
     return None
 
 
-def totals(rows: Sequence[Row]) -> Iterable[Row]:
-    """Combine the rows of losses and of steps; of repeated measurements the last counts."""
+def totals(rows: Sequence[Row], losses_of: str = "") -> Iterable[Row]:
+    """Combine the rows of losses and of steps; of repeated measurements the last counts.
+
+    Args:
+        rows: rows of both kinds.
+        losses_of: the model whose trainings count for all; empty: each model's own.
+    """
     for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
         steps = {r.method: r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)}
-        done = [with_loss(row, rows) for row in steps.values()]
+        done = [with_loss(row, rows, losses_of) for row in steps.values()]
         theirs = {r.hook: r.seconds_to_loss for r in done if r.backend == "gloo"}
         best = min((t for t in theirs.values() if t is not None), default=None)
         for row in done:
@@ -72,9 +77,10 @@ def changes(method: str, model: str, rows: Iterable[Row], ranks: int = RANKS) ->
     ]
 
 
-def with_loss(row: Row, rows: Sequence[Row]) -> Row:
+def with_loss(row: Row, rows: Sequence[Row], losses_of: str = "") -> Row:
     """Return a row of steps with the results of its method's trainings against exact ones."""
-    trained = pairs(row.method, row.model, rows, row.ranks)
+    model = losses_of or row.model
+    trained = pairs(row.method, model, rows, row.ranks)
     if not trained:
         return replace(row, kind="total")
     # These are from the curves, which use less text than the final loss.
@@ -83,7 +89,7 @@ def with_loss(row: Row, rows: Sequence[Row]) -> Row:
     return replace(
         row,
         kind="total",
-        change=statistics.fmean(changes(row.method, row.model, rows, row.ranks)),
+        change=statistics.fmean(changes(row.method, model, rows, row.ranks)),
         steps_to_loss=count,
         seconds_to_loss=None if count is None or row.seconds is None else count * row.seconds,
     )

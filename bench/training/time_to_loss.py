@@ -81,6 +81,7 @@ def train(config: Config, method: Method, ranks: int) -> list[dict[str, float]]:
     for name, value in arguments.items():
         command += [f"--{name.replace('_', '-')}={value}"]
     with tempfile.TemporaryDirectory() as folder, netlab.Paced(ranks, netlab.UNLIMITED) as lab:
+        lab.timed = False  # losses do not depend on it
         log = Path(folder, "log")
         what = f"training {method.label}, seed {config.seed}"
         with progress.following(what, log, config.steps):
@@ -237,6 +238,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rates", type=arguments.rates, default="100mbit,1gbit", help="of links, as tc has them")
     add("--methods", default="", help="only those in whose label this pattern is found")
     add("--only", choices=("losses", "steps", "totals"), help="totals: from what --csv holds")
+    add(
+        "--losses-of",
+        type=arguments.one_of("model", MODELS),
+        help="estimate: take the steps to the loss from this model's trainings, and only the time "
+        "of a step from the models'",
+    )
+    add(
+        "--rate-factors",
+        type=arguments.factors,
+        default=[],
+        help="sweep: what a method's learning rate is, beside AdamW's; by default its own",
+    )
     add("--ranks", default="2", help="of the trainings; each rank has a batch of its own")
     add("--seeds", default="0,1,2", help="of the trainings")
     add("--rounds", type=arguments.count, default=3, help="turns of every method on a link")
@@ -261,6 +274,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
     except re.error as error:
         parser.error(f"--methods {options.methods!r} is no pattern: {error}")
+    if options.losses_of and (options.only != "steps" or not options.csv):
+        parser.error("--losses-of goes with --only steps and the --csv that holds those trainings")
+    if options.rate_factors:
+        if options.only != "losses":
+            parser.error("--rate-factors is for trainings: --only losses")
+        options.methods = [
+            replace(m, label=f"{m.label}, rate x {factor:g}", rate=factor)
+            for m in options.methods
+            for factor in options.rate_factors
+        ]
     if any(m.update == "detonation" for m in options.methods) and not find_spec("detonation"):
         print("left out: detonation, DeMo; pip install 'pycomm[peers]' has it", file=sys.stderr)
         options.methods = [m for m in options.methods if m.update != "detonation"]
@@ -316,7 +339,7 @@ def main(argv: Sequence[str]) -> int:
             steady = [m for m in methods if not m.scheduled and m.update != "detonation"]
             for rate in options.rates if steady else ():
                 measure(step_times(model, steady, rate, options.rounds, options.turn_seconds))
-    final = list(totals(rows))
+    final = list(totals(rows, options.losses_of or ""))
     show(final)
     if options.only == "totals":
         for row in final:

@@ -193,6 +193,7 @@ def main() -> int:
     parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
     parser.add_argument("--feedback", default="", help="its feedback, or none")
     parser.add_argument("--momentum", default="", help="compress the momentum instead: sign, ...")
+    parser.add_argument("--small", default="", help="with --momentum: of norms and biases, int8")
     parser.add_argument("--update", default="", help=f"in AdamW's place: {', '.join(OPTIMIZERS)}")
     parser.add_argument("--rate", type=float, default=Method.rate, help="times the learning rate")
     parser.add_argument("--hook", default="", help=f"torch's own: {', '.join(HOOKS)}")

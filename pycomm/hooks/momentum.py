@@ -126,13 +126,18 @@ class Momenta(CompressionState):
             assert self._sums is not None
             received = self._total(self._sums.div_(self.process_group.size()))
             self._sent = self._sums = None
-        at, touched = 0, self._touched_moments
+        finite = received is not None and bool(received.isfinite().all())
+        at, touched, waiting = 0, self._touched_moments, []
         for name, moment in self.moments.items():
             part = None
             if received is not None:
                 part = received[at : at + moment.sums_numel]
                 at += moment.sums_numel
-            moment.commit(part, used=name in touched)
+                if not finite and not part.isfinite().all():
+                    part = None
+            if moment.commit(part, used=name in touched):
+                waiting.append(moment)
+        CodedMoment.wait(waiting)
         self._pending = False
         self.steps += 1
 

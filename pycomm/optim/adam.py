@@ -1,16 +1,21 @@
-"""Parts of Adam that its relatives share: the state, an exact step, and the denominator."""
+"""Parts of Adam that its relatives share: the state, steps, the denominator, and a base class."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
-from pycomm.optim.base import Part
+from pycomm.codecs import Codec
+from pycomm.feedback import Feedback
+from pycomm.optim.base import LocalGradientOptimizer, Part
+from pycomm.optim.settings import policy_of, rule_of
+from pycomm.policy import Policy
 from pycomm.reduction.moment import local
+from pycomm.reduction.state import CompressionState
 
 States = Mapping[torch.Tensor, dict[str, Any]]
 """The state of each parameter, which torch makes at the first look."""
@@ -85,3 +90,56 @@ def denominator(state: Mapping[str, Any], part: Part, updates: int) -> torch.Ten
     beta2, eps = float(part.group["betas"][1]), float(part.group["eps"])
     root: torch.Tensor = state["exp_avg_sq"].sqrt()
     return root.div_((1 - beta2**updates) ** 0.5).add_(eps)
+
+
+def step_by_momentum(states: States, part: Part, updates: int) -> None:
+    """Take a step by the momentum in a state, which counts it.
+
+    Args:
+        states: states that `start` has filled.
+        part: the parameter.
+        updates: how many times its second moment was updated.
+    """
+    state = states[part.parameter]
+    state["step"] += 1
+    lr, weight_decay = float(part.group["lr"]), float(part.group["weight_decay"])
+    correction = 1 - float(part.group["betas"][0]) ** float(state["step"])
+    part.parameter.mul_(1 - lr * weight_decay)
+    divisor = denominator(state, part, updates)
+    part.parameter.addcdiv_(state["exp_avg"], divisor, value=-lr / correction)
+
+
+class CodedAdam(LocalGradientOptimizer):
+    """Base class of Adam's relatives whose momentum travels coded over second moments that stay.
+
+    A subclass implements `_take`.
+
+    Args:
+        params: parameters or groups.
+        settings: lr, betas, eps and weight_decay of groups.
+        codec: codec of what travels, its text, or a `pycomm.Policy`.
+        feedback: its feedback, of the kind residual.
+        seed: seed of random rounding; equal on all ranks.
+        options: model, scaler and terms; see `LocalGradientOptimizer`.
+
+    Raises:
+        ValueError: the codec or the feedback cannot be used so.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        settings: dict[str, Any],
+        *,
+        codec: str | Codec | Policy,
+        feedback: str | Feedback,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        who = type(self).__name__
+        self._policy = policy_of(who, codec, biased=True)
+        self._coding: dict[str, Any] = {"feedback": rule_of(who, feedback), "seed": seed}
+        super().__init__(params, settings, **options)
+
+    def _make_state(self) -> CompressionState:
+        return CompressionState(self._policy, process_group=self.process_group, **self._coding)

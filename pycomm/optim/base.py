@@ -19,7 +19,7 @@ from pycomm.optim.settings import (
     check_dense,
     check_parameters,
     check_settings,
-    is_ready,
+    prepare,
     settings_terms,
 )
 from pycomm.policy import agree_on_options
@@ -146,11 +146,8 @@ class LocalGradientOptimizer(torch.optim.Optimizer):
         Raises:
             Error: a GradScaler scaled the gradients, and the optimizer was made without it.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not is_ready(self, self._scaler):
+        ready, loss = prepare(self, self._scaler, closure)
+        if not ready:
             return loss
         self.compression.follow_members()  # raises if they have changed
         parts = [

@@ -22,8 +22,8 @@ from pycomm.optim.settings import (
     check_dense,
     check_parameters,
     check_settings,
-    is_ready,
     policy_of,
+    prepare,
     rule_of,
     settings_terms,
 )
@@ -141,11 +141,8 @@ class CodedAdamW(torch.optim.Optimizer):
         Raises:
             Error: a GradScaler scaled the gradients, and the optimizer was made without it.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not is_ready(self, self._scaler):
+        ready, loss = prepare(self, self._scaler, closure)
+        if not ready:
             return loss
         self.compression.take_sums()
         coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}

@@ -11,14 +11,12 @@ from torch import nn
 from pycomm.arguments import whole
 from pycomm.codecs import Codec
 from pycomm.feedback import Feedback
-from pycomm.optim.adam import denominator, start, step_exactly
-from pycomm.optim.base import LocalGradientOptimizer, Part
-from pycomm.optim.settings import policy_of, rule_of
+from pycomm.optim.adam import CodedAdam, start, step_by_momentum, step_exactly
+from pycomm.optim.base import Part
 from pycomm.policy import Policy
-from pycomm.reduction.state import CompressionState
 
 
-class OneBitAdam(LocalGradientOptimizer):
+class OneBitAdam(CodedAdam):
     """1-bit Adam: exact AdamW for some steps, then a coded momentum over frozen second moments.
 
     After `warmup` steps of a parameter its second moment v remains as it is, and
@@ -77,13 +75,10 @@ class OneBitAdam(LocalGradientOptimizer):
         seed: int = 0,
     ) -> None:
         self._warmup = whole("warmup", warmup, 1)
-        self._policy = policy_of("OneBitAdam", codec, biased=True)
-        self._options: dict[str, Any] = {"feedback": rule_of("OneBitAdam", feedback), "seed": seed}
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, model=model, scaler=scaler, terms=[f"warmup={warmup}"])
-
-    def _make_state(self) -> CompressionState:
-        return CompressionState(self._policy, process_group=self.process_group, **self._options)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        coding: dict[str, Any] = {"codec": codec, "feedback": feedback, "seed": seed}
+        terms = [f"warmup={warmup}"]
+        super().__init__(params, settings, model=model, scaler=scaler, terms=terms, **coding)
 
     def _take(self, parts: list[Part]) -> None:
         warming: list[Part] = []
@@ -102,13 +97,7 @@ class OneBitAdam(LocalGradientOptimizer):
         for part in coded:
             state, momentum = self.state[part.parameter], momenta[part.name]
             state["exp_avg"].copy_(momentum.view_as(state["exp_avg"]))
-            state["step"] += 1
-            lr, weight_decay = float(part.group["lr"]), float(part.group["weight_decay"])
-            correction = 1 - float(part.group["betas"][0]) ** float(state["step"])
-            part.parameter.mul_(1 - lr * weight_decay)
-            part.parameter.addcdiv_(
-                state["exp_avg"], denominator(state, part, self._warmup), value=-lr / correction
-            )
+            step_by_momentum(self.state, part, self._warmup)
 
     def _momentum(self, part: Part) -> torch.Tensor:
         beta1 = float(part.group["betas"][0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +126,27 @@ def rule_of(who: str, feedback: str | Feedback) -> Feedback:
             f"{who}: feedback={feedback!r}: the momentum has feedback of the kind residual"
         )
     return rule
+
+
+def prepare(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    closure: Callable[[], float] | None,
+) -> tuple[bool, float | None]:
+    """Do what every step begins with.
+
+    Args:
+        optimizer, scaler: as for `is_ready`, whose error this raises.
+        closure: function that computes the gradients again and returns the loss.
+
+    Returns:
+        Whether to take the step, and the closure's loss.
+    """
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    return is_ready(optimizer, scaler), loss
 
 
 def is_ready(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:

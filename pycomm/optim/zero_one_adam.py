@@ -13,14 +13,12 @@ from pycomm.arguments import whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.optim.adam import denominator, start
-from pycomm.optim.base import LocalGradientOptimizer, Part
-from pycomm.optim.settings import policy_of, rule_of
+from pycomm.optim.adam import CodedAdam, denominator, start, step_by_momentum
+from pycomm.optim.base import Part
 from pycomm.policy import Policy
-from pycomm.reduction.state import CompressionState
 
 
-class ZeroOneAdam(LocalGradientOptimizer):
+class ZeroOneAdam(CodedAdam):
     """0/1 Adam: one bit a value in some steps, none in the others.
 
     With a rank's gradient g, a step of a parameter whose common start was x0 is
@@ -93,12 +91,11 @@ class ZeroOneAdam(LocalGradientOptimizer):
         self._variance_steps = whole("variance_steps", variance_steps, 1)
         self._local_steps = whole("local_steps", local_steps, 0)
         self._most_local = whole("most_local", most_local, 1)
-        self._policy = policy_of("ZeroOneAdam", codec, biased=True)
-        self._options: dict[str, Any] = {"feedback": rule_of("ZeroOneAdam", feedback), "seed": seed}
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        coding: dict[str, Any] = {"codec": codec, "feedback": feedback, "seed": seed}
         terms = [f"freeze={freeze}", f"variance_steps={variance_steps}"]
         terms += [f"local_steps={local_steps}", f"most_local={most_local}"]
-        super().__init__(params, defaults, model=model, scaler=scaler, terms=terms)
+        super().__init__(params, settings, model=model, scaler=scaler, terms=terms, **coding)
         for group in self.param_groups:
             group.setdefault("steps", 0)
         self._apart: dict[str, _Apart] = {}
@@ -161,9 +158,6 @@ class ZeroOneAdam(LocalGradientOptimizer):
 
     # ------------------------------------------------------------------ a step
 
-    def _make_state(self) -> CompressionState:
-        return CompressionState(self._policy, process_group=self.process_group, **self._options)
-
     def _take(self, parts: list[Part]) -> None:
         step = self.steps + 1
         parts = [part for part in parts if float(part.group["lr"]) > 0]
@@ -203,12 +197,7 @@ class ZeroOneAdam(LocalGradientOptimizer):
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
         state["updates"] += 1
-        state["step"] += 1
-        lr, weight_decay = float(part.group["lr"]), float(part.group["weight_decay"])
-        correction = 1 - beta1 ** float(state["step"])
-        divisor = denominator(state, part, int(state["updates"]))
-        part.parameter.mul_(1 - lr * weight_decay)
-        part.parameter.addcdiv_(state["exp_avg"], divisor, value=-lr / correction)
+        step_by_momentum(self.state, part, int(state["updates"]))
 
 
 @dataclass

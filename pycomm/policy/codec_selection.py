@@ -35,6 +35,8 @@ AUTO_CANDIDATES = (
     *("fp32", "bf16", "int8", "int4", "eden:bits=2,size=128", "eden:bits=1"),
     *("sign", "topk:0.01", "powersgd:4"),
 )
+OTHER = "with torch's AdamW, pycomm.code_optimizer(optimizer, model, 'sign')"
+"""What "auto" cannot try by itself, since the optimizer takes part in it."""
 BIT_CANDIDATES = tuple(f"quant:bits={b}" for b in range(2, 9))
 BUDGET_CANDIDATES = tuple(f"eden:bits={b}" for b in range(1, 9))
 """At equal bits EDEN has the least error of all, and no bias that feedback must correct."""
@@ -136,7 +138,8 @@ class Fastest(CodecSelection):
         if self._auto is None:
             by_size = {sizes(codec): spec for spec, codec in self._codecs.items()}
             candidates = [Candidate(spec, size) for size, spec in by_size.items()]
-            self._auto = Auto(candidates, self._trial)
+            other = Candidate(OTHER, sizes(parse_codec("sign")))
+            self._auto = Auto(candidates, self._trial, other)
             if self._saved is not None:
                 self._auto.load_state_dict(self._saved)
             return True

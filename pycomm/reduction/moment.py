@@ -21,7 +21,8 @@ all ranks, and the momentum in the optimizer's state is that of the own rows.
 
 from __future__ import annotations
 
-from math import floor
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ class CodedMoment:
         self._since = self._zeros()  # sums of the steps since the last exchange
         self._steps = 0  # steps in `_since`
         self._scale: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._reciprocals: tuple[float, torch.Tensor, torch.Tensor] | None = None
+        """Of the second moments of now: eps, and the denominators' reciprocal factors."""
 
     def _zeros(self) -> torch.Tensor:
         device = local(self.parameter).device
@@ -116,7 +119,7 @@ class CodedMoment:
         """Use another state, for example after a checkpoint was loaded."""
         self.settings, self.state = settings, state
         self._codec = None  # the error in the state belongs to the codec that comes
-        self._scale = None
+        self._scale = self._reciprocals = None
         self._since.zero_()
         self._steps = 0
 
@@ -167,7 +170,7 @@ class CodedMoment:
         """
         beta1 = float(self.settings["betas"][0])
         error = min(0.99, float(self.state["coding_error"]))
-        return max(0.0, floor(_STEPS * (beta1 - error) / (1 - error)) / _STEPS)
+        return max(0.0, math.floor(_STEPS * (beta1 - error) / (1 - error)) / _STEPS)
 
     # ------------------------------------------------------------------ a backward
 
@@ -318,55 +321,52 @@ class CodedMoment:
 
     # ------------------------------------------------------------------ a step
 
-    def commit(self, sums: torch.Tensor | None, *, used: bool) -> None:
+    def commit(self, sums: torch.Tensor | None, *, used: bool) -> bool:
         """Fold the ranks' sums into the second moment, before a step of the optimizer.
 
         Args:
-            sums: the ranks' mean of `local_sums`; None: they were not exchanged.
+            sums: the ranks' mean of `local_sums`; None: they were not exchanged, or are not finite.
             used: the parameter takes part in the step.
+
+        Returns:
+            Whether this step's sums wait for the next exchange: `wait` is to be called.
         """
-        self.base, self.looked, self._again = None, False, False
+        self.base, self.looked = None, False
         if not used:
-            return
+            return False
         self.start()
-        if sums is not None and bool(sums.isfinite().all()):
+        if sums is not None:
             steps = self._steps + 1
             decay = float(self.settings["betas"][1]) ** steps
             state = self.state
             state["row"].mul_(decay).add_(sums[: self.rows], alpha=1 - decay)
             state["column"].mul_(decay).add_(sums[self.rows : -EXTRA], alpha=1 - decay)
             state["moment_weight"].mul_(decay).add_(1 - decay)
-            left, coded = (float(x) for x in sums[-EXTRA:])
+            left, coded = sums[-EXTRA:].tolist()
             if left > 0 and coded > 0:
                 measured = min(1.0, left / coded)
                 state["coding_error"].mul_(0.75).add_(0.25 * measured)
             self._since.zero_()
             self._steps = 0
-            self._scale = None
-        elif bool(self._fresh.isfinite().all()):
-            self._since += self._fresh
-            self._steps += 1
+            self._scale = self._reciprocals = None
+            return False
+        return True
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Move the parameter by its momentum, which is its gradient, and keep the momentum."""
         state = self.state
         beta1 = self.settings["betas"][0]
         assert self.parameter.grad is not None
-        state["step"] += 1
-        correction = 1 - float(beta1) ** float(state["step"])
-        weight = float(state["moment_weight"])
-        gradient, momentum, matrix = (
-            local(tensor).view(-1, self.columns)
-            for tensor in (self.parameter.grad, state["exp_avg"], self.parameter)
-        )
+        steps = state["step"].add_(1).item()
+        correction = 1 - float(beta1) ** steps
+        weight = state["moment_weight"].item()
+        gradient = local(self.parameter.grad).view(-1, self.columns)
+        momentum = local(state["exp_avg"]).view(-1, self.columns)
+        matrix = local(self.parameter).view(-1, self.columns)
         if weight == 0:
             momentum.copy_(gradient)
             return
-        # eps^2 is added to every square, so that no denominator is below eps and all of them are
-        # products of a row's and a column's factor (Shazeer and Stern 2018, algorithm 4).
-        least = weight * max(float(self.settings["eps"]), 1e-12) ** 2
-        row, column = state["row"][self._own], state["column"]
-        by_row, by_column = scaled.reciprocal_factors(row, column, weight, self.rows, least)
+        by_row, by_column = self._reciprocals_for(float(self.settings["eps"]), weight)
         limit = LIMIT * correction if self._steps else 0.0  # second moments of an earlier step
         scaled.move(
             *(matrix, gradient, momentum, by_row, by_column),
@@ -374,3 +374,28 @@ class CodedMoment:
             keep=1 - lr * weight_decay,
             limit=limit,
         )
+
+    def _reciprocals_for(self, eps: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the reciprocals of the denominators' factors, of the own rows and the columns."""
+        if self._reciprocals is None or self._reciprocals[0] != eps:
+            # eps^2 is added to every square, so that no denominator is below eps and all of them
+            # are products of a row's and a column's factor (Shazeer and Stern 2018, algorithm 4).
+            least = weight * max(eps, 1e-12) ** 2
+            row, column = self.state["row"][self._own], self.state["column"]
+            made = scaled.reciprocal_factors(row, column, weight, self.rows, least)
+            self._reciprocals = (eps, *made)
+        return self._reciprocals[1:]
+
+    @staticmethod
+    def wait(moments: Sequence[CodedMoment]) -> None:
+        """Add this step's sums to those since the last exchange, where they are finite."""
+        if not moments:
+            return
+        largest = torch._foreach_norm([moment._fresh for moment in moments], math.inf)
+        device = largest[0].device
+        finite = torch.stack([one.to(device) for one in largest]).isfinite().tolist()
+        chosen = [moment for moment, one in zip(moments, finite, strict=True) if one]
+        if chosen:
+            torch._foreach_add_([m._since for m in chosen], [m._fresh for m in chosen])
+        for moment in chosen:
+            moment._steps += 1

@@ -55,6 +55,23 @@ def test_a_slow_link_gets_the_smallest_after_a_few_exact_steps():
     assert "fp32 " in auto.reason
 
 
+def test_the_reason_says_what_another_optimizer_would_win():
+    other = Candidate("AdamW with sign", 3 * MB)
+    for rate, wins in ((12.5 * MB, True), (1e12, False)):
+        auto = Auto(CANDIDATES, Trial(), other)
+        run(auto, Clock(rate), 200)
+        assert ("AdamW with sign would send 3.15 instead of 13.6 MB" in auto.reason) == wins
+    # The smallest candidate's step, less the time of the bytes by what they have cost.
+    auto, clock = Auto(CANDIDATES, Trial(), other), Clock(12.5 * MB)
+    run(auto, clock, 200)
+    whole, chosen = clock.step("fp32"), clock.step("int4")
+    least = chosen - (whole - chosen) / 87 * 10
+    assert float(auto.reason.split("at least ")[1].split()[0]) == pytest.approx(least, rel=0.01)
+    auto = Auto(CANDIDATES, Trial(), Candidate("AdamW with more bytes", 20 * MB))
+    run(auto, Clock(12.5 * MB), 200)
+    assert "with more bytes" not in auto.reason
+
+
 def test_a_link_on_which_bytes_are_free_goes_back_to_exact():
     auto = Auto(CANDIDATES, Trial())
     run(auto, Clock(1e12), 200)

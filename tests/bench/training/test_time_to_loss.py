@@ -20,7 +20,7 @@ from pycomm.bench.training.results import (
     steps_to_loss,
     totals,
 )
-from pycomm.bench.training.time_to_loss import describe
+from pycomm.bench.training.time_to_loss import describe, parse
 
 FP16 = next(method for method in METHODS if method.hook == "fp16")
 INT4 = next(method for method in METHODS if method.codec == "int4")
@@ -51,6 +51,31 @@ def test_totals_hold_each_method_against_the_float32_run():
     assert found[INT4.label].vs_fp16_hook == pytest.approx(4.0)
     assert found[INT4.label].vs_best_of_gloo == pytest.approx(4.0)
     assert found[INT4.label].change == pytest.approx(0.05)
+
+
+def test_an_estimate_takes_the_steps_of_another_model():
+    rows = [
+        row("loss", EXACT, seed=0, steps=20, loss=2.0, curve="10:3.0 20:2.0"),
+        row("loss", INT4, seed=0, steps=20, loss=2.1, curve="10:3.0 20:2.1 30:1.9"),
+        replace(row("step", INT4, rate="1gbit", seconds=0.1), model="25m"),
+    ]
+    (found,) = totals(rows, "demo")
+    assert (found.model, found.seconds_to_loss) == ("25m", pytest.approx(2.5))
+    (found,) = totals(rows)
+    assert found.seconds_to_loss is None
+
+
+def test_a_sweep_gives_each_method_each_rate():
+    given = ["--only", "losses", "--methods", "pycomm, DeMo", "--rate-factors", "0.1,2"]
+    found = [(method.label, method.rate) for method in parse(given).methods]
+    assert found == [("pycomm, DeMo, rate x 0.1", 0.1), ("pycomm, DeMo, rate x 2", 2.0)]
+    for wrong in (["--rate-factors", "0"], ["--rate-factors", "a"]):
+        with pytest.raises(SystemExit):
+            parse(["--only", "losses", *wrong])
+    with pytest.raises(SystemExit):
+        parse(["--rate-factors", "1"])
+    with pytest.raises(SystemExit):
+        parse(["--losses-of", "demo"])
 
 
 def test_losses_are_compared_on_the_same_text():

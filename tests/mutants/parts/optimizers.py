@@ -96,8 +96,8 @@ MUTANTS = (
         "frozen-second-moments-corrected-on",
         "arithmetic",
         "pycomm/optim/one_bit_adam.py",
-        "denominator(state, part, self._warmup)",
-        'denominator(state, part, int(state["step"]))',
+        "step_by_momentum(self.state, part, self._warmup)",
+        'step_by_momentum(self.state, part, int(state["step"]))',
         ADAM_TESTS + "test_a_step_of_one_bit_adam_is_that_of_the_formula",
     ),
     Mutant(
