@@ -18,9 +18,10 @@ from torchft.process_group import create_store_client
 
 from pycomm.errors import Error, PeerLost, Timeout
 
-PATIENCE = 2.0
-"""Seconds that replicas of one quorum, which all hear of it at the same time, wait for each other
-at first. It doubles with each meeting that fails, so that slow replicas meet in the end."""
+PATIENCE = 5.0
+"""Seconds that members of a former group wait at first for a replica that they do not know. All of
+one quorum hear of it at the same time. It doubles with each meeting that fails, so that slow
+replicas meet in the end."""
 _SUCCESSOR = 0.5  # seconds for a replica that has taken the place of one that is gone
 _LOOK = 0.1  # seconds between two looks for former members that are gone
 _PAUSES = (0.001, 0.05)  # seconds between two polls of the store, at first and at most
@@ -37,13 +38,14 @@ class Meeting:
 
     def __init__(self, handle: str, is_gone: Callable[[str], bool]) -> None:
         self._handle, self._is_gone = handle, is_gone
-        self._known: set[str] = set()  # handles of the last group that was formed
+        self._known: set[str] = set()  # handles of the others of the last group that was formed
+        self._new = True  # no group was formed yet
         self._failed = 0  # meetings in a row
 
     def formed(self, handles: Iterable[str]) -> None:
         """Note the members of the group that was formed."""
         self._known = set(handles) - {self._handle}
-        self._failed = 0
+        self._failed, self._new = 0, False
 
     def handles(self, store_addr: str, rank: int, size: int, timeout: timedelta) -> list[str]:
         """Publish this replica's handle, and return all, by rank.
@@ -95,17 +97,20 @@ class Meeting:
     def _problem(
         self, found: dict[int, str], rank: int, size: int, waited: float, limit: float
     ) -> Error | None:
+        if waited < _SUCCESSOR:
+            return None
         absent = [r for r in range(size) if r not in found]
+        former = self._known - set(found.values())
         who = f"rank {rank}: replica {absent[0]} of {size} in this quorum"
-        if waited >= _SUCCESSOR:
-            for handle in self._known - set(found.values()):
-                if self._is_gone(handle):
-                    return PeerLost(
-                        f"{who} has published no handle, and the process of a former member is "
-                        "gone; the next quorum is without it",
-                        absent[0],
-                    )
+        if any(map(self._is_gone, former)):
+            return PeerLost(
+                f"{who} has published no handle, and the process of a former member is gone; the "
+                "next quorum is without it",
+                absent[0],
+            )
         patience = min(PATIENCE * 2 ** min(self._failed - 1, 10), limit)
+        if self._new or len(absent) <= len(former):  # they are alive, as far as can be told
+            patience = limit
         if waited < patience:
             return None
         return Timeout(

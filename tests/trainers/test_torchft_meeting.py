@@ -117,6 +117,7 @@ def test_all_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one publishes at the moment at which the others lose patience, again and again."""
     monkeypatch.setattr(meeting, "PATIENCE", 0.05)
     monkeypatch.setattr(meeting, "_LOOK", 0.0)
+    monkeypatch.setattr(meeting, "_SUCCESSOR", 0.0)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     outcomes: list[set[str]] = []
     for turn in range(30):
@@ -124,6 +125,7 @@ def test_all_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def meet(rank: int, address: str = address, begin: threading.Barrier = begin) -> str:
             one = meeting.Meeting(f"handle {rank}", lambda _: False)
+            one.formed([f"handle {rank}"])
             begin.wait()
             time.sleep(0.05 * (rank == 2))
             try:
