@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
-from torchft.process_group import ProcessGroupWrapper, create_store_client
+from torchft.process_group import ProcessGroupWrapper
 
 from pycomm import backend, elastic
 from pycomm._build import load_c10d
 from pycomm.errors import Error
+from pycomm.torchft.meeting import Meeting
 
 if TYPE_CHECKING:
     from pycomm._c10d import Backend, Options
@@ -45,6 +46,7 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
         self._options.group_name = NAME
         self._group: dist.ProcessGroup | None = None
         self._backend: Backend | None = None
+        self._meeting: Meeting | None = None
 
     def getBackendName(self) -> str:
         """Return the name under which torchft registers the group."""
@@ -89,6 +91,9 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
     ) -> None:
         """Form the group anew; see torchft. `store_addr` has a prefix that was never used before.
 
+        A replica of the quorum that is gone, or publishes nothing, is waited for much shorter than
+        the timeout: torchft then finds another quorum.
+
         Raises:
             Error: a replica is missing, or is gone; the text names it.
         """
@@ -98,13 +103,11 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
         self.abort(errored=False)
         group, ours = self.group, self._ours()
         ours.set_timeout(self._timeout)
-        handles = [ours.handle()]
-        if world_size > 1:
-            store = create_store_client(store_addr, timeout=self._timeout)
-            keys = [f"pycomm/handle/{r}" for r in range(world_size)]
-            store.set(keys[rank], handles[0])
-            handles = [store.get(key).decode() for key in keys]
+        if self._meeting is None:
+            self._meeting = Meeting(ours.handle(), ours.is_gone)
+        handles = self._meeting.handles(store_addr, rank, world_size, self._timeout)
         ours.form(_uuid(store_addr), handles, self._timeout)
+        self._meeting.formed(handles)
         elastic.fit(group, ours)
         self._pg = group
 
@@ -117,7 +120,7 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave the group for good."""
         ours = self._backend
-        self._backend, self._group = None, None
+        self._backend, self._group, self._meeting = None, None, None
         self._pg = None
         if ours is not None:
             ours.shutdown()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,9 @@ from pycomm.torchft.group import ProcessGroupPycomm
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
     from torchft.manager import Manager
+
+
+logger = logging.getLogger("pycomm")
 
 
 class ManagedState(CompressionState):
@@ -106,8 +110,28 @@ class ManagedState(CompressionState):
                 raise  # another model or codec: the others go on without this replica
             return completed(tensor)
         managed: torch.futures.Future[torch.Tensor]
-        managed = self._manager.wrap_future(future, tensor)
+        managed = self._manager.wrap_future(future.then(self._reporting(tensor)), tensor)
         return managed
+
+    def _reporting(
+        self, tensor: torch.Tensor
+    ) -> Callable[[torch.futures.Future[torch.Tensor]], torch.Tensor]:
+        """Return a callback that hands an error to the Manager.
+
+        The Manager's own would keep the error for ever: its traceback has the frame of that
+        callback, which has the future, which has the error, and Python cannot see that cycle, since
+        it goes through C++.
+        """
+
+        def report(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            try:
+                return future.value()
+            except Exception as error:
+                logger.warning("this step is not committed: %s", error)
+                self._manager.report_error(error.with_traceback(None))
+                return tensor
+
+        return report
 
     def follow_members(self) -> None:
         """See `CompressionState`. A replica that heals brings nothing."""

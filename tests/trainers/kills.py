@@ -32,9 +32,7 @@ TRAINS = 20  # steps with all three before the next kill
 SETTLED = 0.25  # the share of the kills in which everything that is made once has been made
 LAST = 5  # samples: what is left behind is in all of them, and what is being closed is not
 GROWTH = 1024.0
-"""KiB of memory per 100 kills, besides STEP. A group that is not given back holds far more."""
-STEP = 1.5
-"""KiB that torchft 0.2 keeps of every step, killed or not: 1.35 on its Gloo group, with its DDP."""
+"""KiB of memory per 100 kills. A group that is not given back holds far more."""
 TELLS = 25  # kills after which a line says that it goes on
 
 
@@ -53,10 +51,18 @@ class Outcome:
     samples: list[dict[str, int]] = field(default_factory=list)
 
     def growth(self) -> float:
-        """KiB of resident memory per 100 kills, without torchft's, when it has settled."""
+        """KiB of private memory per 100 kills, when it has settled.
+
+        How many pages of the group's shared memory are in use depends on the moment; that none of
+        it is left behind is told by the number of mappings.
+        """
         first = int(SETTLED * len(self.samples))
-        late = [sample["rss_kib"] - STEP * sample["steps"] for sample in self.samples[first:]]
+        late = list(map(float, self.private()[first:]))
         return 100 * slope(list(map(float, range(len(late)))), late)
+
+    def private(self) -> list[int]:
+        """KiB of private memory at each kill."""
+        return [sample["rss_kib"] - sample["shared_kib"] for sample in self.samples]
 
     def breaches(self) -> list[str]:
         """Everything that has grown."""
@@ -150,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("steps", "rss_kib", *COUNTS):
         print(f"{name:<10} {first[name]:>8} {last[name]:>8}")
     print(
-        f"memory: {outcome.growth():.0f} KiB in 100 kills when it has settled, besides {STEP} KiB "
-        "in each step that torchft keeps"
+        f"memory: {outcome.growth():.0f} KiB in 100 kills when it has settled\n"
+        f"private memory, every tenth kill: {outcome.private()[::10]}"
     )
     for one in wrong:
         print(f"not flat: {one}")

@@ -7,6 +7,7 @@ groups, models and collectives are real.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -174,6 +175,20 @@ def divides(rank: int, size: int, store: Any, participants: int) -> None:
 @pytest.mark.parametrize("participants", [1, 2, 3])
 def test_the_average_is_over_the_participants(pool, participants):
     pool.run(divides, participants, ranks=3, backend=None)
+
+
+# ------------------------------------------------------------------ what is left behind
+
+
+def test_no_step_leaves_a_work_of_ddps_own_group_behind():
+    manager = Manager(0, dist.HashStore())
+    model = DistributedDataParallel(manager, network(), codec="int4")
+    manager.configure("first", [0])
+    for manager.step in range(3):
+        backward(model, 0, manager.step)
+        assert manager.error is None
+    works = [one for one in gc.get_objects() if type(one).__name__ == "_DummyWork"]
+    assert len(works) <= 1  # that of the last step
 
 
 # ------------------------------------------------------------------ what was not committed

@@ -188,6 +188,7 @@ void bind(py::module_& m) {
       .def_property_readonly("compares", &Backend::compares_digests)
       .def("get_error", &Backend::getError)
       .def("handle", &Backend::handle)
+      .def("is_gone", &Backend::is_gone, py::arg("handle"))
       .def(
           "form",
           py::overload_cast<int64_t, const std::vector<std::string>&, Milliseconds>(&Backend::form),

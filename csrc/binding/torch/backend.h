@@ -10,6 +10,7 @@
 #include "binding/torch/engine.h"
 #include "binding/torch/layout.h"
 #include "binding/torch/open_group.h"
+#include "transports/tcp/endpoint/connection.h"
 #include "transports/tcp/endpoint/gathering.h"
 
 namespace pycomm::torch_binding {
@@ -163,6 +164,8 @@ class Backend final : public c10d::Backend {
 
   /// What others need to form a group with this process.
   std::string handle() const;
+  /// Whether the process of a handle of this group has ended, as far as its machine tells at once.
+  bool is_gone(const std::string& handle) const;
   /// Forms the group of the processes with these handles, in this order. All of them call it, with
   /// the same new uuid. Operations that were issued before end first, or are aborted. If it throws,
   /// the group is as it was, and may be reconfigured with another uuid.

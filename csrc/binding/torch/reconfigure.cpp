@@ -55,6 +55,14 @@ std::string Backend::handle() const {
   return endpoint_->handle().text();
 }
 
+bool Backend::is_gone(const std::string& handle) const {
+  const WithoutGil without_gil;
+  return with_python_errors([&] {
+    const tcp::Handle parsed = tcp::Handle::parse(handle);
+    return tcp::is_gone(parsed, communicator_options().secret, &check_signals);
+  });
+}
+
 void Backend::form(int64_t uuid, const std::vector<std::string>& handles, Milliseconds timeout) {
   handle();  // raises in a group that has none
   const WithoutGil without_gil;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -54,6 +55,7 @@ class Engine:
         self.queue = _C.Queue()
         self._peer_waiter = _C.Queue()
         self._posted: list[PeerWork] = []
+        self._posted_lock = threading.Lock()  # never held while a work is completed
         self._prune_at = 16
         self._wanted: set[PeerWork] = set()  # the peer waiter waits for these
         self._children: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -167,11 +169,19 @@ class Engine:
 
         work = PeerWork(self, name, self._peer_seq, [tensor], request, finish)
         # The core uses the memory until the request is done, even if the caller drops the work.
-        if len(self._posted) >= self._prune_at:
-            self._posted = [posted for posted in self._posted if posted.needs_its_buffer()]
-            self._prune_at = max(16, 2 * len(self._posted))
-        self._posted.append(work)
+        with self._posted_lock:
+            self._posted.append(work)
+            full = len(self._posted) > self._prune_at
+        if full:
+            self._prune()
         return work
+
+    def _prune(self) -> None:
+        """Forget what is done, also its copy to the tensor: callbacks of futures may run here."""
+        done = {work for work in list(self._posted) if work.is_completed()}
+        with self._posted_lock:
+            self._posted = [work for work in self._posted if work not in done]
+            self._prune_at = max(16, 2 * len(self._posted))
 
     def settle_later(self, work: PeerWork) -> None:
         """Complete the work on a separate thread when its request is done."""
@@ -186,7 +196,10 @@ class Engine:
         self._peer_waiter.submit(settle)
 
     def settle_all(self) -> None:
-        """Wait for the collectives, and for every send and receive."""
+        """Wait for the collectives, and for every send and receive, also those that were dropped.
+
+        There are no hooks of completion to wait for: this backend has none.
+        """
         self.queue.drain()
         for work in list(self._posted):
             with suppress(Error):  # it is the work's
@@ -219,7 +232,8 @@ class Engine:
             self.abort("left while sends or receives were under way")
         self.core.end_requests()
         self._peer_waiter.drain()
-        self._posted.clear()
+        with self._posted_lock:
+            self._posted.clear()
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -8,6 +8,7 @@ FRAMES = "tests/transports/tcp/test_frames.py::"
 HEALS = "tests/transports/tcp/test_reconnect.py::"
 HANDSHAKE = "tests/transports/tcp/test_handshake.py"
 
+KILLED = "tests/torch/elastic/test_killed_while_forming.py"
 PATHS = "tests/processes/test_paths.py::"
 
 MUTANTS = (
@@ -114,6 +115,14 @@ MUTANTS = (
         "released(socket.proving)",
         FRAMES + "test_what_is_sent_has_a_checksum_of_every_payload "
         "tests/transports/test_channels.py",
+    ),
+    Mutant(
+        "member-that-dies-while-the-group-is-formed-not-noticed",
+        "wait",
+        "csrc/transports/tcp/endpoint/endpoint.cpp",
+        "if (caller.over && caller.space) caller.space->left(caller.rank);",
+        "",
+        KILLED,
     ),
     Mutant(
         "silence-of-the-first-member-not-told",

@@ -240,4 +240,12 @@ MUTANTS = (
         "            pass\n        return self._outputs\n",
         PYTHON + "test_an_error_keeps_its_type_in_every_wait_and_is_the_futures_too",
     ),
+    Mutant(
+        "python-receive-forgotten-before-its-copy",
+        "wait",
+        "pycomm/backend/python/engine.py",
+        "if work.is_completed()}",
+        "if not work.needs_its_buffer()}",
+        PYTHON + "test_pending_works_include_receives_that_were_dropped",
+    ),
 )

@@ -86,7 +86,8 @@ def test_a_callback_may_wait_for_a_later_operation(engine):
     assert order == ["later", "callback"]
 
 
-def test_what_a_dropped_send_reads_is_kept_until_it_is_sent():
+@pytest.fixture
+def pair():
     """Two ranks in one process, with a store of torch between them."""
     store, engines = dist.HashStore(), [None, None]
 
@@ -102,15 +103,49 @@ def test_what_a_dropped_send_reads_is_kept_until_it_is_sent():
         thread.start()
     for thread in threads:
         thread.join()
+    yield engines
+    for engine in engines:
+        engine.finish()
+
+
+def test_what_a_dropped_send_reads_is_kept_until_it_is_sent(pair):
     got = torch.zeros(1 << 20)
-    engines[0].post("send", torch.full((1 << 20,), 7.0), 1, 0)  # the handle is dropped
+    pair[0].post("send", torch.full((1 << 20,), 7.0), 1, 0)  # the handle is dropped
     torch.full((1 << 20,), 9.0)  # would get the memory
-    work = engines[1].post("recv", got, 0, 0)
+    work = pair[1].post("recv", got, 0, 0)
     assert work.get_future().wait() == [got]
     assert work.source_rank() == 0
     assert torch.equal(got, torch.full((1 << 20,), 7.0))
-    for engine in engines:
-        engine.finish()
+
+
+def test_pending_works_include_receives_that_were_dropped(pair):
+    """Forty of them, so that the engine forgets some before anyone waits."""
+    grid = torch.zeros(3, 40)
+    for column in range(40):
+        pair[0].post("send", torch.full((3,), 1.0 + column), 1, 0)
+        pair[1].post("recv", grid[:, column], 0, 0)._request.wait()  # received, and not yet copied
+    pair[1].settle_all()
+    assert grid.tolist() == [[1.0 + column for column in range(40)]] * 3
+
+
+def test_what_another_thread_posts_meanwhile_is_not_forgotten(pair):
+    grid = torch.zeros(3, 18)
+    for column in range(18):
+        pair[0].post("send", torch.full((3,), 1.0 + column), 1, 0)
+
+    def post_another() -> bool:  # while the engine looks which of its works are done
+        first.is_completed = first.needs_its_buffer = lambda: False
+        thread = threading.Thread(target=pair[1].post, args=("recv", grid[:, 17], 0, 0))
+        thread.start()
+        thread.join(20)
+        return False
+
+    first = pair[1].post("recv", grid[:, 0], 0, 0)
+    first.is_completed = first.needs_its_buffer = post_another
+    for column in range(1, 17):
+        pair[1].post("recv", grid[:, column], 0, 0)
+    pair[1].settle_all()
+    assert grid.tolist() == [[1.0 + column for column in range(18)]] * 3
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -13,6 +13,8 @@ namespace {
 
 // How often a wait looks whether this rank is to stop.
 constexpr Milliseconds kInterruptCheck(50);
+// Time that a process has to answer before nothing is known of it.
+constexpr Milliseconds kSign(1000);
 
 }  // namespace
 
@@ -110,6 +112,16 @@ std::string EndpointConnection::receive(const Deadline& deadline) {
     }
   }
   return message;
+}
+
+bool is_gone(const Handle& handle, const std::string& given, std::function<void()> interrupt) {
+  try {
+    EndpointConnection(handle, given, Deadline::after(kSign), std::move(interrupt));
+  } catch (const Refused&) {
+    return true;
+  } catch (const Error&) {  // it does not answer, or there is no way to it
+  }
+  return false;
 }
 
 }  // namespace pycomm::tcp

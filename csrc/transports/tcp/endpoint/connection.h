@@ -42,4 +42,9 @@ class EndpointConnection {
   std::chrono::microseconds round_trip_{0};
 };
 
+/// Whether the process of a handle has ended, as far as its machine can tell at once: its port is
+/// refused. `given`: as above.
+PYCOMM_API bool is_gone(const Handle& handle, const std::string& given,
+                        std::function<void()> interrupt);
+
 }  // namespace pycomm::tcp

@@ -29,6 +29,7 @@ struct Endpoint::Caller {
   SecureSocket socket;
   std::string in, out;
   std::shared_ptr<Space> space;
+  int rank = -1;  ///< in the space
   bool over = false;
 
   int descriptor() const { return greeting ? fd.get() : socket.get(); }
@@ -130,6 +131,7 @@ void Endpoint::run() {
       const bool late = caller.greeting && Deadline::Clock::now() >= caller.wake;
       if (fds[i++].revents != 0) serve(caller);
       caller.over = caller.over || (late && caller.greeting);
+      if (caller.over && caller.space) caller.space->left(caller.rank);
     }
     callers_.remove_if([](const Caller& caller) { return caller.over; });
     for (const Fd& listener : listeners_) {
@@ -221,6 +223,7 @@ void Endpoint::obey(Caller& caller, const std::string& text) {
     request.size = message.number<int32_t>();
     request.list = message.number<Digest>();
     caller.space = spaces_.space(request.uuid);
+    caller.rank = request.rank;
     caller.space->join(request);
     return;
   }
@@ -241,6 +244,8 @@ void Endpoint::obey(Caller& caller, const std::string& text) {
       const std::string key = message.string();
       return caller.space->append(key, message.string());
     }
+    case MessageKind::formed:
+      return caller.space->formed(caller.rank);
     case MessageKind::find:
       return answer([&] {
         const auto value = caller.space->find(message.string());
@@ -251,11 +256,13 @@ void Endpoint::obey(Caller& caller, const std::string& text) {
       });
     case MessageKind::present:
       return answer([&] {
-        const std::set<int> present = caller.space->present();
-        MessageWriter ranks(MessageKind::ranks);
-        ranks.number(static_cast<uint32_t>(present.size()));
-        for (const int rank : present) ranks.number(static_cast<int32_t>(rank));
-        return ranks.finished();
+        const Attendance attendance = caller.space->attendance();
+        MessageWriter answer(MessageKind::ranks);
+        for (const auto& ranks : {attendance.present, attendance.lost}) {
+          answer.number(static_cast<uint32_t>(ranks.size()));
+          for (const int rank : ranks) answer.number(static_cast<int32_t>(rank));
+        }
+        return answer.finished();
       });
     default:
       throw Error("endpoint: a caller asks what is not known");

@@ -53,7 +53,7 @@ class Gathering::LentStore final : public Store {
   void append(const std::string& key, const std::string& value) override {
     space_->append(key, value);
   }
-  std::set<int> present() { return space_->present(); }
+  Attendance attendance() { return space_->attendance(); }
 
  private:
   const std::shared_ptr<Space> space_;
@@ -97,13 +97,21 @@ class Gathering::RemoteStore final : public Store {
     return std::chrono::microseconds(round_trip_.load());
   }
   /// The group was formed: later requests have their own time.
-  void formed() { formed_ = true; }
-  std::set<int> present() {
-    MessageReader ranks = ask(MessageWriter(MessageKind::present), MessageKind::ranks);
-    std::set<int> present;
-    for (auto count = ranks.number<uint32_t>(); count > 0; count--)
-      present.insert(ranks.number<int32_t>());
-    return present;
+  void formed() noexcept {
+    formed_ = true;
+    try {
+      tell(MessageWriter(MessageKind::formed));
+    } catch (const std::exception&) {  // whoever has lost us or rank 0 notices it in the group
+    }
+  }
+  Attendance attendance() {
+    MessageReader answer = ask(MessageWriter(MessageKind::present), MessageKind::ranks);
+    Attendance attendance;
+    for (auto* ranks : {&attendance.present, &attendance.lost}) {
+      for (auto count = answer.number<uint32_t>(); count > 0; count--)
+        ranks->insert(answer.number<int32_t>());
+    }
+    return attendance;
   }
 
  private:
@@ -230,19 +238,22 @@ std::shared_ptr<Store> Gathering::store() {
 
 void Gathering::look_for_absent() {
   if (!next_look_.expired() || request_.size == 1) return;
-  const std::set<int> present = lent_ ? lent_->present() : remote_->present();
+  const Attendance now = attendance();
+  for (const int rank : now.lost) ask(rank, true);
   for (int i = 1; i <= request_.size; i++) {
     const int rank = (last_asked_ + i) % request_.size;
-    if (present.count(rank)) continue;
+    if (now.present.count(rank)) continue;
     last_asked_ = rank;
-    ask(rank);
+    ask(rank, false);
     break;
   }
   next_look_ = Deadline::after(kLook);
 }
 
-void Gathering::ask(int rank) {
-  const auto here = [&] { return (lent_ ? lent_->present() : remote_->present()).count(rank) > 0; };
+Attendance Gathering::attendance() { return lent_ ? lent_->attendance() : remote_->attendance(); }
+
+void Gathering::ask(int rank, bool lost) {
+  const auto here = [&] { return !lost && attendance().present.count(rank) > 0; };
   const std::string who = name_of(rank);
   int& refusals = refusals_[static_cast<size_t>(rank)];
   Standing standing = Standing::unknown;
@@ -259,13 +270,15 @@ void Gathering::ask(int rank) {
     failure = answer.string();
     refusals = 0;
   } catch (const Refused& gone) {
-    if (++refusals < kRefusals || here()) return;
+    // One that was here has no listener that is only about to begin.
+    if (!lost && (++refusals < kRefusals || here())) return;
     throw PeerLost(rank, who + " is gone: " + gone.what() +
                              "; its process has ended, leave its handle out of the list");
   } catch (const Timeout&) {  // it is slow, or stopped: the deadline decides
     return;
   }
   if (standing == Standing::unknown || here()) return;
+  if (lost && standing == Standing::formed) return;
   if (standing == Standing::formed)
     throw Error("the uuid " + std::to_string(request_.uuid) + " was already used by " + who +
                 "; give each reconfigure a new one, on all ranks");
@@ -273,6 +286,8 @@ void Gathering::ask(int rank) {
     throw WireMismatch(who + " names different handles, or another order, for the group with " +
                        "uuid " + std::to_string(request_.uuid) + " than rank " +
                        std::to_string(request_.rank) + "; pass the same list on all ranks");
+  // A member that gives up says more of its reason in the store, which is looked at next.
+  if (lost && gave_up_.insert(rank).second) return;
   if (standing == Standing::failed) throw Error(who + " has given up: " + failure);
 }
 

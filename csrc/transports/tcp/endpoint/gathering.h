@@ -3,6 +3,7 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -27,9 +28,9 @@ class PYCOMM_API Gathering {
   /// Returns the store. The other members need the connection to the first one's endpoint for it.
   /// Throws PeerLost if the first member is gone, and Timeout.
   std::shared_ptr<Store> store();
-  /// Asks a member that has not come what it does, if it is time to. Throws PeerLost if its process
-  /// is gone, WireMismatch if it forms a group of other handles by this uuid, Error if it has used
-  /// the uuid, or has failed for another reason.
+  /// Asks a member that has not come, and those whose connections are lost, what they do, if it is
+  /// time to. Throws PeerLost if a process is gone, WireMismatch if it forms a group of other
+  /// handles by this uuid, Error if it has used the uuid, or has failed for another reason.
   void look_for_absent();
   /// Must be called at the end, with the reason if the group could not be formed.
   void end(const std::string& failure = "");
@@ -38,7 +39,8 @@ class PYCOMM_API Gathering {
   class LentStore;
   class RemoteStore;
 
-  void ask(int rank);
+  void ask(int rank, bool lost);
+  Attendance attendance();
   std::string name_of(int rank) const;
 
   Endpoint& endpoint_;
@@ -52,6 +54,7 @@ class PYCOMM_API Gathering {
   Deadline next_look_;
   int last_asked_ = 0;
   std::vector<int> refusals_;  ///< in a row, by rank
+  std::set<int> gave_up_;      ///< ranks that are lost though their process is not
 };
 
 }  // namespace pycomm::tcp

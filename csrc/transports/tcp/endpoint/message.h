@@ -5,7 +5,8 @@
 //   Set       key, value                    no answer
 //   Append    key, value                    no answer
 //   Find      key                           Value (0 or 1, value) or Problem (text)
-//   Present                                 Ranks (count, ranks) or Problem
+//   Present                                 Ranks (count, ranks here, count, ranks lost) or Problem
+//   Formed                                  no answer; from now on the connection may end
 //   Question  uuid                          Answer (standing, list, text)
 #pragma once
 #include <cstring>
@@ -26,7 +27,8 @@ enum class MessageKind : uint8_t {
   value,
   ranks,
   problem,
-  answer
+  answer,
+  formed
 };
 
 /// What an endpoint knows of a uuid: its process has never heard of it, forms the group now, has

@@ -22,7 +22,17 @@ void Space::join(const GroupRequest& request) {
                " name different handles, or another order, for the group with uuid " +
                std::to_string(request.uuid) + "; pass the same list on all ranks";
   }
-  present_.insert(request.rank);
+  attendance_.present.insert(request.rank);
+}
+
+void Space::formed(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  formed_.insert(rank);
+}
+
+void Space::left(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (formed_.count(rank) == 0) attendance_.lost.insert(rank);
 }
 
 void Space::check() const {
@@ -51,10 +61,10 @@ std::optional<std::string> Space::find(const std::string& key) const {
   return found->second;
 }
 
-std::set<int> Space::present() const {
+Attendance Space::attendance() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   check();
-  return present_;
+  return attendance_;
 }
 
 std::shared_ptr<Space> Spaces::space(int64_t uuid) {

@@ -22,15 +22,25 @@ struct GroupRequest {
   Digest list = {};  ///< hash of the handles, in their order
 };
 
+/// Which ranks have come, and which of them have lost their connection before they had formed the
+/// group: the operating system closes it when a process ends, however it ends.
+struct Attendance {
+  std::set<int> present, lost;
+};
+
 class Space {
  public:
   /// Notes that a rank is here. One that names other handles than the first spoils the space.
   void join(const GroupRequest& request);
+  /// Notes that a rank has formed the group.
+  void formed(int rank);
+  /// Notes that the connection of a rank has ended.
+  void left(int rank);
   void set(const std::string& key, const std::string& value);
   void append(const std::string& key, const std::string& value);
   /// These throw WireMismatch if members have named different handles.
   std::optional<std::string> find(const std::string& key) const;
-  std::set<int> present() const;
+  Attendance attendance() const;
 
  private:
   void check() const;
@@ -38,7 +48,8 @@ class Space {
   mutable std::mutex mutex_;
   std::map<std::string, std::string> values_;
   size_t bytes_ = 0;
-  std::set<int> present_;
+  Attendance attendance_;
+  std::set<int> formed_;
   std::optional<GroupRequest> first_;
   std::string problem_;
 };

@@ -1,0 +1,90 @@
+"""A member that dies at one of its calls of the kernel, in the middle of `reconfigure`.
+
+    LD_PRELOAD=kernel.so python -m tests.torch.elastic.killed_while_forming tcp 1 5 6 7
+
+Three processes form a group; the one that is to be rank 1 is killed by SIGKILL at its fifth, sixth
+and seventh call, by the library that `KERNEL` is the source of. The other two must name it, in
+`reconfigure` or in the first operation, and then form a group without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import pycomm
+from tests.torch.elastic.member import LIMIT, Member, check_sum
+
+KERNEL = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+static int left;
+void die_at(int call) { left = call; }
+static void count(void) {
+  if (__atomic_load_n(&left, __ATOMIC_SEQ_CST) > 0 &&
+      __atomic_sub_fetch(&left, 1, __ATOMIC_SEQ_CST) == 0)
+    kill(getpid(), SIGKILL);
+}
+#define COUNTED(type, name, parameters, arguments) \
+  type name parameters { \
+    count(); \
+    return ((type (*) parameters)dlsym(RTLD_NEXT, #name)) arguments; \
+  }
+COUNTED(int, connect, (int fd, const struct sockaddr* to, socklen_t size), (fd, to, size))
+COUNTED(int, listen, (int fd, int backlog), (fd, backlog))
+COUNTED(ssize_t, send, (int fd, const void* from, size_t size, int flags), (fd, from, size, flags))
+COUNTED(ssize_t, sendmsg, (int fd, const struct msghdr* message, int flags), (fd, message, flags))
+COUNTED(int, memfd_create, (const char* name, unsigned flags), (name, flags))
+"""
+SIZE = 3
+
+
+def play(rank: int, path: str, transport: str, killed: int, call: int) -> None:
+    member = Member(rank, SIZE, dist.FileStore(path, SIZE), transport=transport)
+    handles = member.handles("all")
+    if rank == killed:
+        ctypes.CDLL(None).die_at(call)
+
+    def form_and_use() -> None:
+        member.form(1, handles)
+        if rank == killed:  # it makes fewer calls than that
+            os.kill(os.getpid(), signal.SIGKILL)
+        check_sum()
+
+    with pytest.raises(pycomm.PeerLost) as caught:
+        form_and_use()
+    assert caught.value.rank == killed
+    rest = [handle for r, handle in enumerate(handles) if r != killed]
+    pycomm.elastic.reconfigure(2, rest, timeout=LIMIT)
+    check_sum()
+    dist.destroy_process_group()
+
+
+def main(transport: str, killed: int, calls: list[int]) -> None:
+    for call in calls:
+        with tempfile.TemporaryDirectory() as folder:
+            processes = []
+            for rank in range(SIZE):
+                process = os.fork()
+                if process == 0:
+                    play(rank, str(Path(folder) / "store"), transport, killed, call)
+                    sys.exit()
+                processes.append(process)
+            ends = [os.waitstatus_to_exitcode(os.waitpid(p, 0)[1]) for p in processes]
+        want = [-signal.SIGKILL if rank == killed else 0 for rank in range(SIZE)]
+        assert ends == want, f"rank {killed} killed at its call {call}: {ends}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), list(map(int, sys.argv[3:])))

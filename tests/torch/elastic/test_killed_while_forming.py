@@ -1,0 +1,32 @@
+"""A member that is killed in the middle of `reconfigure` is named long before the deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.extent import part
+from tests.preload import library
+from tests.torch.elastic.killed_while_forming import KERNEL
+from tests.torch.interpreter import ROOT
+
+CALLS = range(1, 25)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("transport", "killed"), [("shm", 1), ("tcp", 2), ("tcp", 0)])
+def test_one_that_is_killed_at_any_call_is_named_and_the_others_go_on(transport, killed, tmp_path):
+    """At a timeout they would raise `Timeout`; the deadline is twenty seconds."""
+    calls = part(CALLS, 6, offset=killed)
+    command = ["-m", "tests.torch.elastic.killed_while_forming", transport, str(killed)]
+    ended = subprocess.run(
+        [sys.executable, *command, *map(str, calls)],
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": library(KERNEL, tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
