@@ -7,9 +7,11 @@ the link, so losses and times are measured separately, as in `bench training`: e
 once without a limit, for a quarter more steps than the schedule has; and it takes steps on each
 link (network namespaces; delay by a program in user space). The time to the loss is the number of
 steps after which its loss has come down to that of DDP in float32 at the end of the schedule, times
-its mean step. A system that fails gets a row with the last line of its output.
+its mean step. A system that fails gets a row with the line of its output that says why.
 
-Rows that the file holds already are not measured again, so the command goes on where it was ended.
+Rows that the file holds with the same settings are not measured again, so the command goes on where
+it was ended; after `--minutes` it begins no other row. Systems without a wheel come last: what ends
+their build is their row.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from typing import Any
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.peers.systems import FAILS, PEERS, Peer
+from pycomm.bench.peers.builds import BUILD, BUILDS, Build
+from pycomm.bench.peers.systems import PEERS, Peer
 from pycomm.bench.training.results import parse_curve, steps_to_loss
 from pycomm.bench.wan.lab import WanLab
 from pycomm.bench.wan.shape import Shape
@@ -39,7 +42,8 @@ from pycomm.bench.wan.shape import Shape
 RANKS = 2
 REFERENCE = PEERS[0].name
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
-PATIENCE = 180.0  # seconds of one system's training, or of its steps on a link
+PATIENCE = 240.0  # seconds of one system's training, or of its steps on a link
+BUILD_LIMIT = 600.0  # seconds
 
 
 class Failed(RuntimeError):
@@ -86,27 +90,13 @@ def last_line(output: Path) -> str:
     return ([*filter(None, lines), *errors] or ["no output"])[-1][:200]
 
 
-def installs(package: str) -> str:
-    """Return what breaks when a package is installed here; "": it can be."""
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest"]
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [*pip, folder, package], capture_output=True, text=True, timeout=PATIENCE
-        )
-    if done.returncode == 0:
-        return ""
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    told = [line for line in lines if "rror" in line] or lines or ["pip failed"]
-    return told[0][:200]
-
-
 # ------------------------------------------------------------------------ measurements
 
 
 def losses(peers: Iterable[Peer], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Train each system once, without a limit."""
     for peer in peers:
-        row = blank("loss", peer)
+        row = blank("loss", peer) | {"settings": settings("loss", options)}
         try:
             row["version"] = peer.version()
             with netlab.Paced(RANKS, netlab.UNLIMITED) as lab:
@@ -131,6 +121,7 @@ def steps(
     shape = Shape(delay=delay / 2e3)
     for peer in peers:
         row = blank("step", peer) | {"rate": rate, "delay_ms": f"{delay:g}"}
+        row["settings"] = settings("step", options)
         words = [*model_words(options), "--steps-only", str(options.seconds)]
         try:
             with WanLab(RANKS, rate, shape=shape) if delay else netlab.Netlab(RANKS, rate) as lab:
@@ -145,10 +136,18 @@ def model_words(options: argparse.Namespace) -> list[str]:
     return [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
 
 
+def settings(kind: str, options: argparse.Namespace) -> str:
+    """Return the settings on which a row's measurements depend."""
+    names = (
+        ("steps", "layers", "width", "seconds") if kind == "step" else ("steps", "layers", "width")
+    )
+    return " ".join(f"{name}={getattr(options, name):g}" for name in names)
+
+
 def blank(kind: str, peer: Peer) -> dict[str, Any]:
     """Return a row without measurements."""
     row = dict.fromkeys(("kind", "system", "version", "lines", "rate", "delay_ms"), "")
-    row |= dict.fromkeys(("ms", "bytes", "curve", "broke", "note"), "")
+    row |= dict.fromkeys(("settings", "ms", "bytes", "curve", "broke", "note"), "")
     return row | {"kind": kind, "system": peer.name, "lines": str(peer.lines), "note": peer.note}
 
 
@@ -201,6 +200,28 @@ def markdown(rows: Sequence[tables.Row], target_step: int) -> str:
     return "\n".join(lines)
 
 
+def verdicts(rows: Sequence[tables.Row], target_step: int) -> list[str]:
+    """Return a sentence for each link: which system is first, and how far pycomm is from it."""
+    found = seconds_to_loss(rows, target_step)
+    ours = {peer.name for peer in PEERS if peer.ours}
+    sentences = []
+    for place in dict.fromkeys(link(r) for r in rows if r["kind"] == "step"):
+        times = {name: t for (name, where), t in found.items() if where == place and t is not None}
+        mine = {name: t for name, t in times.items() if name in ours}
+        if not mine or len(times) == len(mine):
+            continue
+        first, own = min(times, key=times.__getitem__), min(mine, key=mine.__getitem__)
+        other = min(t for name, t in times.items() if name not in ours)
+        where = f"{place[0]}, {place[1]} ms"
+        if first in ours:
+            sentences.append(f"{where}: {first} is first, {other / times[first]:.2f} times as fast "
+                             "as the best of the others.")  # fmt: skip
+        else:
+            ratio = mine[own] / other
+            sentences.append(f"{where}: {first} is first; {own} takes {ratio:.2f} times as long.")
+    return sentences
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.bench peers",
@@ -217,35 +238,84 @@ def main(argv: Sequence[str]) -> int:
     add("--width", type=int, default=224, help="of the model (224)")
     add("--csv", type=Path, default=None, help="file to which rows are added, and from which it "
         "goes on")  # fmt: skip
+    add("--again", action="store_true", help="measure also what the file holds")
+    add("--minutes", type=float, default=30.0, help="after which no other row begins (30)")
     add("--show", action="store_true", help="measure nothing: print the table of --csv")
     options = parser.parse_args(argv)
-    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "peers", *argv]))
     rows = tables.read(options.csv) if options.csv and options.csv.exists() else []
+    found = [] if options.again else list(rows)
+    left = 0
+    if not options.show:
+        origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "peers", *argv]))
+        until = time.monotonic() + 60 * options.minutes
+        left = measure(options, found, vars(origin), until)
+        rows = rows + found if options.again else found
+    same = {settings(kind, options) for kind in ("loss", "step")} | {BUILD}
+    shown = [{k: str(v) for k, v in row.items()} for row in rows if row["settings"] in same]
+    print(markdown(shown, options.steps))
+    print("\n".join(["", *verdicts(shown, options.steps)]))
+    if left:
+        print(f"{left} rows are left: run the same command again", file=sys.stderr)
+    return 3 if left else 0
 
-    def keep(found: Iterable[dict[str, Any]]) -> None:
-        for row in found:
-            what = row["broke"] or row["curve"].rpartition(" ")[2] or f"{row['ms']} ms a step"
-            print(f"{row['kind']} {row['rate']} {row['delay_ms']} {row['system']}: {what}",
-                  flush=True)  # fmt: skip
-            rows.append(row)
-            if options.csv:
-                tables.append(options.csv, [row | vars(origin)])
+
+def measure(
+    options: argparse.Namespace, rows: list[tables.Row], origin: dict[str, Any], until: float
+) -> int:
+    """Measure what the rows lack, and add it to them and to the file.
+
+    Returns:
+        The number of rows that no time was left for; those of systems that are broken do not count.
+    """
+    left = 0
 
     def missing(kind: str, rate: str = "", delay: str = "") -> list[Peer]:
-        done = {r["system"] for r in rows if (r["kind"], *link(r)) == (kind, rate, delay)}
-        chosen = [p for p in PEERS if re.search(options.peers, p.name) and p.name not in done]
-        broken = {r["system"] for r in rows if r["kind"] == "loss" and r["broke"]}
-        return [p for p in chosen if p.name not in broken]
+        mine = [r for r in rows if r["settings"] == settings(kind, options)]
+        done = {r["system"] for r in mine if (r["kind"], *link(r)) == (kind, rate, delay)}
+        losses = settings("loss", options)
+        broken = {
+            r["system"]
+            for r in rows
+            if r["kind"] == "loss" and r["broke"] and r["settings"] == losses
+        }
+        chosen = [p for p in PEERS if re.search(options.peers, p.name)]
+        return [p for p in chosen if p.name not in done | broken]
 
-    if not options.show:
-        keep(losses(missing("loss"), options))
-        known = {row["system"] for row in rows}
-        for name, package, _ in FAILS:
-            if name not in known and re.search(options.peers, name):
-                row = blank("loss", Peer(name, PEERS[0].start, 0))
-                keep([row | {"lines": "-", "broke": installs(package) or "not tried"}])
-        for delay in options.delays.split(","):
-            for rate in options.rates.split(","):
-                keep(steps(missing("step", rate, delay), rate, float(delay), options))
-    print(markdown([{k: str(v) for k, v in row.items()} for row in rows], options.steps))
-    return 0
+    def keep(found: Iterator[dict[str, Any]], count: int) -> None:
+        nonlocal left
+        for kept in range(count):
+            if time.monotonic() > until:
+                left += count - kept
+                return
+            row = next(found)
+            what = row["broke"] or row["curve"].rpartition(" ")[2] or f"{row['ms']} ms a step"
+            where = " ".join(filter(None, link(row)))
+            print(f"{row['kind']} {where} {row['system']}: {what}", flush=True)
+            row |= {"time": origin["time"]}
+            rows.append(row)
+            if options.csv:
+                tables.append(options.csv, [row | origin])
+
+    peers = missing("loss")
+    keep(losses(peers, options), len(peers))
+    for delay in options.delays.split(","):
+        for rate in options.rates.split(","):
+            peers = missing("step", rate, delay)
+            keep(steps(peers, rate, float(delay), options), len(peers))
+    known = {row["system"] for row in rows}
+    chosen = [b for b in BUILDS if b.name not in known and re.search(options.peers, b.name)]
+    keep(builds(chosen, until), len(chosen))
+    return left
+
+
+def builds(chosen: Iterable[Build], until: float) -> Iterator[dict[str, Any]]:
+    """Build systems that have no wheel; a system that builds says so, and is not measured."""
+    for build in chosen:
+        limit = max(60.0, min(BUILD_LIMIT, until - time.monotonic()))
+        row = blank("build", Peer(build.name, PEERS[0].start, 0))
+        row |= {"lines": "-", "settings": BUILD, "note": build.note}
+        yield row | {"broke": build.attempt(limit) or "it builds, and has no row here yet"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
