@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pycomm.bench.peers import builds, rank, table
+from pycomm.bench.figures import charts
+from pycomm.bench.peers import builds, rank, results, table
 from pycomm.bench.peers.systems import PEERS, Training
 
 REFERENCE, OURS = PEERS[0].name, "pycomm, int4"
@@ -27,7 +28,7 @@ ROWS = [
 
 
 def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
-    found = table.seconds_to_loss(ROWS, 20)
+    found = results.seconds_to_loss(ROWS, 20)
     place = ("1gbit", "0")
     assert found[REFERENCE, place] == 2.0  # 20 steps of 0.1 s
     assert found[OURS, place] == pytest.approx(15 * 0.05)  # its curve passes 3.0 at step 15
@@ -35,7 +36,7 @@ def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
 
 
 def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
-    lines = table.markdown(ROWS, 20).splitlines()
+    lines = results.markdown(ROWS, 20).splitlines()
     assert "| 1gbit, 0 ms |" in lines[0]
     by_name = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
     assert "| **0.8** | 0.500 |" in by_name[OURS]
@@ -90,10 +91,25 @@ def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():
         row("step", REFERENCE, **place, ms="10.00", bytes="1"),
         row("step", OURS, **place, ms="20.00", bytes="1"),
     ]
-    assert table.verdicts(ROWS + slow, 20) == [
+    assert results.verdicts(ROWS + slow, 20) == [
         "1gbit, 0 ms: pycomm, int4 is first, 2.67 times as fast as the best of the others.",
         "100mbit, 50 ms: DDP on Gloo, fp32 is first; pycomm, int4 takes 1.50 times as long.",
     ]
+
+
+def test_the_figure_has_a_panel_for_each_delay_and_the_systems_that_reach_the_loss():
+    more = [
+        row("step", name, rate=rate, delay_ms=delay, ms="10.00", bytes="1", settings="steps=20")
+        for name in (REFERENCE, OURS, "hivemind", "detonation DeMo")
+        for rate, delay in (("10gbit", "0"), ("1gbit", "50"), ("100mbit", "50"))
+    ]
+    chart = charts.peers(ROWS + more)
+    assert [panel.title for panel in chart.panels] == ["Round trip of 0 ms", "Round trip of 50 ms"]
+    for panel in chart.panels:
+        assert [line.label for line in panel.series] == [REFERENCE, OURS]
+    first = chart.panels[0].series[0]  # its rates are in bytes a second
+    assert list(zip(first.x, first.y, strict=True)) == [(1.25e8, 2.0), (1.25e9, 0.2)]
+    assert first.base
 
 
 def test_a_build_is_told_by_its_first_error(monkeypatch):
