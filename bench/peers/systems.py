@@ -89,7 +89,8 @@ def ddp(method: Method) -> Callable[[Shared], Training]:
     def start(shared: Shared) -> Training:
         dist.init_process_group(method.backend)
         model = method.wrap(shared.net)
-        optimizer = method.optimizer(model, shared.config.learning_rate, (0.9, 0.95))
+        config = shared.config
+        optimizer = method.optimizer(model, config.learning_rate, (0.9, 0.95), config.steps)
         return Training(model, optimizer, close=dist.destroy_process_group)
 
     return start
