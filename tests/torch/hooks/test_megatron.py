@@ -255,6 +255,7 @@ def leaves(rank, ranks):
     assert max(float(sum_.abs().max()) for sum_ in total) < 1e-5  # sums of a few float32
     assert not any(group.exact for group in model.bucket_groups)
     model.backward(drawn(rank, 3))
+    assert not any("start_grad_sync" in vars(group) for group in model.bucket_groups)
     assert all(group.exact for group in model.bucket_groups)
     assert pycomm.state_of(model) is None
 
