@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 
 from pycomm.bench import distortion
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
+from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
 from pycomm.charts import Axis, Chart, Panel, Series
 from pycomm.plan import draw
 from pycomm.plan.sweep import Curves
@@ -289,6 +291,36 @@ def wan(rows: Sequence[Row]) -> Chart:
                 by_loss,
             ),
         ],
+    )
+
+
+def peers(rows: Sequence[Row]) -> Chart:
+    """Plot the seconds to a loss against the rate of the link, by system."""
+    steps = [r for r in rows if r["kind"] == "step"]
+    target = int(re.findall(r"steps=(\d+)", steps[-1]["settings"])[0])
+    found = seconds_to_loss(rows, target)
+    delays = sorted({delay for _, (_, delay) in found}, key=float)
+    rates = sorted({rate for _, (rate, _) in found}, key=lambda rate: parse_rate(rate)[0])
+    times = [t for t in found.values() if t is not None]
+    y = Axis("time to the loss", True, draw.ticks(min(times), max(times), format_time))
+    x = Axis("link", True, [(parse_rate(rate)[0], _link(rate)) for rate in rates])
+    panels = []
+    for delay in delays:
+        series = []
+        for name in dict.fromkeys(name for name, _ in found):
+            mine = [(rate, found.get((name, (rate, delay)))) for rate in rates]
+            points = [(rate, t) for rate, t in mine if t is not None]
+            if points:
+                hover = [f"{name}, {_link(rate)}: {format_time(t)}" for rate, t in points]
+                at = [parse_rate(rate)[0] for rate, _ in points]
+                base = name == REFERENCE
+                series.append(Series(name, at, [t for _, t in points], hover, base=base))
+        panels.append(Panel(x, y, series, f"Round trip of {delay} ms"))
+    return Chart(
+        "Time to a loss, beside other systems",
+        "Until the held-out loss is that of DDP in float32 at its end; 2 ranks, each system as its "
+        "documentation has it; lower is better",
+        panels,
     )
 
 

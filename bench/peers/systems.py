@@ -7,10 +7,13 @@ lines that a script with DistributedDataParallel changes for it are counted in `
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +51,8 @@ class Training:
     """Takes a step on sequences and returns the loss; None: backward and the optimizer."""
     scheduled: bool = True
     """The learning rate follows the schedule of all."""
+    averages: Callable[[], int] | None = None
+    """How often the peers have averaged, where they do not step together; None: they do."""
     close: Callable[[], None] = lambda: None
 
 
@@ -84,7 +89,8 @@ def ddp(method: Method) -> Callable[[Shared], Training]:
     def start(shared: Shared) -> Training:
         dist.init_process_group(method.backend)
         model = method.wrap(shared.net)
-        optimizer = method.optimizer(model, shared.config.learning_rate, (0.9, 0.95))
+        config = shared.config
+        optimizer = method.optimizer(model, config.learning_rate, (0.9, 0.95), config.steps)
         return Training(model, optimizer, close=dist.destroy_process_group)
 
     return start
@@ -196,6 +202,9 @@ def hivemind(shared: Shared) -> Training:
     """hivemind's local updates, with an average of the parameters now and then."""
     import hivemind
 
+    log = logging.getLogger("hivemind.optim.state_averager")
+    averaged = _Averaged()
+    log.addHandler(averaged)
     where = f"/ip4/{shared.address}/tcp/0"
     if shared.rank == 0:
         dht = hivemind.DHT(host_maddrs=[where], start=True)
@@ -212,13 +221,21 @@ def hivemind(shared: Shared) -> Training:
         use_local_updates=True,
         # By default averages are not waited for, and this short training ends before the first.
         delay_state_averaging=False,
+        verbose=True,  # for _Averaged
     )
+    averages = partial(getattr, averaged, "count")
+    return Training(shared.net, optimizer, scheduled=False, averages=averages)
 
-    def close() -> None:
-        optimizer.shutdown()
-        dht.shutdown()
 
-    return Training(shared.net, optimizer, scheduled=False, close=close)
+class _Averaged(logging.Handler):
+    """Counts hivemind's averages by its log, since it goes on silently when one has failed."""
+
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = re.fullmatch(r"Averaged parameters with (\d+) peers", record.getMessage())
+        if found and int(found[1]) > 1:
+            self.count += 1
 
 
 def local_sgd(shared: Shared) -> Training:
@@ -288,8 +305,3 @@ PEERS = (
     Peer("pycomm, coded momentum, top-k 1 %", ddp(Method("", momentum=TOP_1)), 2),
     Peer("pycomm, LocalSGD int4", local_sgd, 3, every=EVERY, note="every 32 steps"),
 )
-FAILS = (
-    ("Horovod", "horovod", "its build"),
-    ("Bagua", "bagua", "its build"),
-)
-"""Systems that have no wheel for this Python: what `pip install` says is their row."""

@@ -7,9 +7,11 @@ the link, so losses and times are measured separately, as in `bench training`: e
 once without a limit, for a quarter more steps than the schedule has; and it takes steps on each
 link (network namespaces; delay by a program in user space). The time to the loss is the number of
 steps after which its loss has come down to that of DDP in float32 at the end of the schedule, times
-its mean step. A system that fails gets a row with the last line of its output.
+its mean step. A system that fails gets a row with the line of its output that says why.
 
-Rows that the file holds already are not measured again, so the command goes on where it was ended.
+Rows that the file holds with the same settings are not measured again, so the command goes on where
+it was ended; after `--minutes` it begins no other row. Systems without a wheel come last: what ends
+their build is their row.
 """
 
 from __future__ import annotations
@@ -31,15 +33,16 @@ from typing import Any
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.peers.systems import FAILS, PEERS, Peer
-from pycomm.bench.training.results import parse_curve, steps_to_loss
+from pycomm.bench.peers.builds import BUILD, BUILDS, Build
+from pycomm.bench.peers.results import link, markdown, verdicts
+from pycomm.bench.peers.systems import PEERS, Peer
 from pycomm.bench.wan.lab import WanLab
 from pycomm.bench.wan.shape import Shape
 
 RANKS = 2
-REFERENCE = PEERS[0].name
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
-PATIENCE = 180.0  # seconds of one system's training, or of its steps on a link
+PATIENCE = 240.0  # seconds of one system's training, or of its steps on a link
+BUILD_LIMIT = 600.0  # seconds
 
 
 class Failed(RuntimeError):
@@ -86,27 +89,13 @@ def last_line(output: Path) -> str:
     return ([*filter(None, lines), *errors] or ["no output"])[-1][:200]
 
 
-def installs(package: str) -> str:
-    """Return what breaks when a package is installed here; "": it can be."""
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest"]
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [*pip, folder, package], capture_output=True, text=True, timeout=PATIENCE
-        )
-    if done.returncode == 0:
-        return ""
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    told = [line for line in lines if "rror" in line] or lines or ["pip failed"]
-    return told[0][:200]
-
-
 # ------------------------------------------------------------------------ measurements
 
 
 def losses(peers: Iterable[Peer], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Train each system once, without a limit."""
     for peer in peers:
-        row = blank("loss", peer)
+        row = blank("loss", peer) | {"settings": settings("loss", options)}
         try:
             row["version"] = peer.version()
             with netlab.Paced(RANKS, netlab.UNLIMITED) as lab:
@@ -131,6 +120,7 @@ def steps(
     shape = Shape(delay=delay / 2e3)
     for peer in peers:
         row = blank("step", peer) | {"rate": rate, "delay_ms": f"{delay:g}"}
+        row["settings"] = settings("step", options)
         words = [*model_words(options), "--steps-only", str(options.seconds)]
         try:
             with WanLab(RANKS, rate, shape=shape) if delay else netlab.Netlab(RANKS, rate) as lab:
@@ -145,60 +135,19 @@ def model_words(options: argparse.Namespace) -> list[str]:
     return [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
 
 
+def settings(kind: str, options: argparse.Namespace) -> str:
+    """Return the settings on which a row's measurements depend."""
+    names = (
+        ("steps", "layers", "width", "seconds") if kind == "step" else ("steps", "layers", "width")
+    )
+    return " ".join(f"{name}={getattr(options, name):g}" for name in names)
+
+
 def blank(kind: str, peer: Peer) -> dict[str, Any]:
     """Return a row without measurements."""
     row = dict.fromkeys(("kind", "system", "version", "lines", "rate", "delay_ms"), "")
-    row |= dict.fromkeys(("ms", "bytes", "curve", "broke", "note"), "")
+    row |= dict.fromkeys(("settings", "ms", "bytes", "curve", "broke", "note"), "")
     return row | {"kind": kind, "system": peer.name, "lines": str(peer.lines), "note": peer.note}
-
-
-# ---------------------------------------------------------------------------- results
-
-
-def link(row: tables.Row) -> tuple[str, str]:
-    return row["rate"], row["delay_ms"]
-
-
-def seconds_to_loss(rows: Sequence[tables.Row], target_step: int) -> dict[Any, float | None]:
-    """Return the seconds to the reference's loss, by system and link; None: never, or broken."""
-    rows = tables.newest(rows, "kind", "system", "rate", "delay_ms")
-    curves = {r["system"]: parse_curve(r["curve"]) for r in rows if r["curve"]}
-    if REFERENCE not in curves:
-        return {}
-    target = curves[REFERENCE][target_step]
-    counts = {name: steps_to_loss([curve], target) for name, curve in curves.items()}
-    found: dict[Any, float | None] = {}
-    for row in rows:
-        if row["kind"] == "step":
-            count = counts.get(row["system"])
-            known = count is not None and row["ms"]
-            found[row["system"], link(row)] = count * float(row["ms"]) / 1e3 if known else None
-    return found
-
-
-def markdown(rows: Sequence[tables.Row], target_step: int) -> str:
-    """Return the table of seconds to the loss, with the times of the first in each column bold."""
-    found = seconds_to_loss(rows, target_step)
-    links = list(dict.fromkeys(link(r) for r in rows if r["kind"] == "step"))
-    best = {}
-    for place in links:
-        times = [t for (_, where), t in found.items() if where == place and t is not None]
-        best[place] = min(times, default=None)
-    names = [f"{rate}, {delay} ms" for rate, delay in links]
-    lines = ["| system | lines | " + " | ".join([*names, "MB a step", "what broke"]) + " |"]
-    lines.append("| --- " * (len(links) + 4) + "|")
-    for name in dict.fromkeys(row["system"] for row in rows):
-        mine = tables.newest([r for r in rows if r["system"] == name], "kind", "rate", "delay_ms")
-        cells = []
-        for place in links:
-            seconds = found.get((name, place))
-            text = "" if seconds is None else f"{seconds:.1f}"
-            cells.append(f"**{text}**" if text and seconds == best[place] else text or "-")
-        sent = [float(r["bytes"]) for r in mine if r["bytes"]]
-        cells.append(f"{min(sent) / 1e6:.3f}" if sent else "-")
-        cells.append("; ".join(dict.fromkeys(r["broke"] for r in mine if r["broke"])))
-        lines.append(f"| {name} | {mine[0]['lines']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -217,35 +166,84 @@ def main(argv: Sequence[str]) -> int:
     add("--width", type=int, default=224, help="of the model (224)")
     add("--csv", type=Path, default=None, help="file to which rows are added, and from which it "
         "goes on")  # fmt: skip
+    add("--again", action="store_true", help="measure also what the file holds")
+    add("--minutes", type=float, default=30.0, help="after which no other row begins (30)")
     add("--show", action="store_true", help="measure nothing: print the table of --csv")
     options = parser.parse_args(argv)
-    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "peers", *argv]))
     rows = tables.read(options.csv) if options.csv and options.csv.exists() else []
+    found = [] if options.again else list(rows)
+    left = 0
+    if not options.show:
+        origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "peers", *argv]))
+        until = time.monotonic() + 60 * options.minutes
+        left = measure(options, found, vars(origin), until)
+        rows = rows + found if options.again else found
+    same = {settings(kind, options) for kind in ("loss", "step")} | {BUILD}
+    shown = [{k: str(v) for k, v in row.items()} for row in rows if row["settings"] in same]
+    print(markdown(shown, options.steps))
+    print("\n".join(["", *verdicts(shown, options.steps)]))
+    if left:
+        print(f"{left} rows are left: run the same command again", file=sys.stderr)
+    return 3 if left else 0
 
-    def keep(found: Iterable[dict[str, Any]]) -> None:
-        for row in found:
-            what = row["broke"] or row["curve"].rpartition(" ")[2] or f"{row['ms']} ms a step"
-            print(f"{row['kind']} {row['rate']} {row['delay_ms']} {row['system']}: {what}",
-                  flush=True)  # fmt: skip
-            rows.append(row)
-            if options.csv:
-                tables.append(options.csv, [row | vars(origin)])
+
+def measure(
+    options: argparse.Namespace, rows: list[tables.Row], origin: dict[str, Any], until: float
+) -> int:
+    """Measure what the rows lack, and add it to them and to the file.
+
+    Returns:
+        The number of rows that no time was left for; those of systems that are broken do not count.
+    """
+    left = 0
 
     def missing(kind: str, rate: str = "", delay: str = "") -> list[Peer]:
-        done = {r["system"] for r in rows if (r["kind"], *link(r)) == (kind, rate, delay)}
-        chosen = [p for p in PEERS if re.search(options.peers, p.name) and p.name not in done]
-        broken = {r["system"] for r in rows if r["kind"] == "loss" and r["broke"]}
-        return [p for p in chosen if p.name not in broken]
+        mine = [r for r in rows if r["settings"] == settings(kind, options)]
+        done = {r["system"] for r in mine if (r["kind"], *link(r)) == (kind, rate, delay)}
+        losses = settings("loss", options)
+        broken = {
+            r["system"]
+            for r in rows
+            if r["kind"] == "loss" and r["broke"] and r["settings"] == losses
+        }
+        chosen = [p for p in PEERS if re.search(options.peers, p.name)]
+        return [p for p in chosen if p.name not in done | broken]
 
-    if not options.show:
-        keep(losses(missing("loss"), options))
-        known = {row["system"] for row in rows}
-        for name, package, _ in FAILS:
-            if name not in known and re.search(options.peers, name):
-                row = blank("loss", Peer(name, PEERS[0].start, 0))
-                keep([row | {"lines": "-", "broke": installs(package) or "not tried"}])
-        for delay in options.delays.split(","):
-            for rate in options.rates.split(","):
-                keep(steps(missing("step", rate, delay), rate, float(delay), options))
-    print(markdown([{k: str(v) for k, v in row.items()} for row in rows], options.steps))
-    return 0
+    def keep(found: Iterator[dict[str, Any]], count: int) -> None:
+        nonlocal left
+        for kept in range(count):
+            if time.monotonic() > until:
+                left += count - kept
+                return
+            row = next(found)
+            what = row["broke"] or row["curve"].rpartition(" ")[2] or f"{row['ms']} ms a step"
+            where = " ".join(filter(None, link(row)))
+            print(f"{row['kind']} {where} {row['system']}: {what}", flush=True)
+            row |= {"time": origin["time"]}
+            rows.append(row)
+            if options.csv:
+                tables.append(options.csv, [row | origin])
+
+    peers = missing("loss")
+    keep(losses(peers, options), len(peers))
+    for delay in options.delays.split(","):
+        for rate in options.rates.split(","):
+            peers = missing("step", rate, delay)
+            keep(steps(peers, rate, float(delay), options), len(peers))
+    known = {row["system"] for row in rows}
+    chosen = [b for b in BUILDS if b.name not in known and re.search(options.peers, b.name)]
+    keep(builds(chosen, until), len(chosen))
+    return left
+
+
+def builds(chosen: Iterable[Build], until: float) -> Iterator[dict[str, Any]]:
+    """Build systems that have no wheel; a system that builds says so, and is not measured."""
+    for build in chosen:
+        limit = max(60.0, min(BUILD_LIMIT, until - time.monotonic()))
+        row = blank("build", Peer(build.name, PEERS[0].start, 0))
+        row |= {"lines": "-", "settings": BUILD, "note": build.note}
+        yield row | {"broke": build.attempt(limit) or "it builds, and has no row here yet"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

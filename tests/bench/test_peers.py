@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pycomm.bench.peers import table
-from pycomm.bench.peers.systems import PEERS
+from pycomm.bench.figures import charts
+from pycomm.bench.peers import builds, rank, results, table
+from pycomm.bench.peers.systems import PEERS, Training
 
 REFERENCE, OURS = PEERS[0].name, "pycomm, int4"
 
@@ -27,7 +28,7 @@ ROWS = [
 
 
 def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
-    found = table.seconds_to_loss(ROWS, 20)
+    found = results.seconds_to_loss(ROWS, 20)
     place = ("1gbit", "0")
     assert found[REFERENCE, place] == 2.0  # 20 steps of 0.1 s
     assert found[OURS, place] == pytest.approx(15 * 0.05)  # its curve passes 3.0 at step 15
@@ -35,7 +36,7 @@ def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
 
 
 def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
-    lines = table.markdown(ROWS, 20).splitlines()
+    lines = results.markdown(ROWS, 20).splitlines()
     assert "| 1gbit, 0 ms |" in lines[0]
     by_name = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
     assert "| **0.8** | 0.500 |" in by_name[OURS]
@@ -53,13 +54,89 @@ def test_rows_that_the_file_holds_are_not_measured_again(tmp_path, monkeypatch, 
         return [{"step": 10, "held_out": 3.0}, {"step": 20, "held_out": 2.0}]
 
     monkeypatch.setattr(table, "run", run)
-    words = ["--peers", "fp32|exact", "--rates", "", "--csv", str(tmp_path / "peers.csv")]
-    monkeypatch.setattr(table, "steps", lambda *_: iter(()))
-    assert table.main([*words, "--steps", "20"]) == 0
-    assert measured == [REFERENCE, "pycomm, exact"]
-    assert table.main([*words, "--steps", "20"]) == 0
-    assert len(measured) == 2
-    assert REFERENCE in capsys.readouterr().out
+
+    def steps(peers, rate, delay, options):
+        for peer in peers:
+            measured.append((peer.name, rate, delay))
+            place = {"rate": rate, "delay_ms": f"{delay:g}", "ms": "5.00", "bytes": "7"}
+            yield {
+                **table.blank("step", peer),
+                **place,
+                "settings": table.settings("step", options),
+            }
+
+    monkeypatch.setattr(table, "steps", steps)
+    words = ["--peers", "fp32|exact", "--rates", "1gbit", "--delays", "0", "--steps", "20"]
+    words += ["--csv", str(tmp_path / "peers.csv")]
+    both = [REFERENCE, "pycomm, exact"]
+    everything = [*both, *((name, "1gbit", 0.0) for name in both)]
+    assert table.main([*words, "--minutes", "0"]) == 3  # no row was begun, and it says so
+    assert not measured
+    assert table.main(words) == 0
+    assert measured == everything
+    assert table.main(words) == 0
+    assert measured == everything
+    assert table.main([*words, "--seconds", "1"]) == 0  # the trainings are the same
+    assert measured == [*everything, *everything[2:]]
+    measured.clear()
+    assert table.main([*words, "--again"]) == 0
+    assert measured == everything
+    out = capsys.readouterr().out
+    assert f"| {REFERENCE} | 0 | **0.1** |" in out
+
+
+def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():
+    place = {"rate": "100mbit", "delay_ms": "50"}
+    slow = [
+        row("step", REFERENCE, **place, ms="10.00", bytes="1"),
+        row("step", OURS, **place, ms="20.00", bytes="1"),
+    ]
+    assert results.verdicts(ROWS + slow, 20) == [
+        "1gbit, 0 ms: pycomm, int4 is first, 2.67 times as fast as the best of the others.",
+        "100mbit, 50 ms: DDP on Gloo, fp32 is first; pycomm, int4 takes 1.50 times as long.",
+    ]
+
+
+def test_the_figure_has_a_panel_for_each_delay_and_the_systems_that_reach_the_loss():
+    more = [
+        row("step", name, rate=rate, delay_ms=delay, ms="10.00", bytes="1", settings="steps=20")
+        for name in (REFERENCE, OURS, "hivemind", "detonation DeMo")
+        for rate, delay in (("10gbit", "0"), ("1gbit", "50"), ("100mbit", "50"))
+    ]
+    chart = charts.peers(ROWS + more)
+    assert [panel.title for panel in chart.panels] == ["Round trip of 0 ms", "Round trip of 50 ms"]
+    for panel in chart.panels:
+        assert [line.label for line in panel.series] == [REFERENCE, OURS]
+    first = chart.panels[0].series[0]  # its rates are in bytes a second
+    assert list(zip(first.x, first.y, strict=True)) == [(1.25e8, 2.0), (1.25e9, 0.2)]
+    assert first.base
+
+
+def test_a_build_is_told_by_its_first_error(monkeypatch):
+    pip = "Collecting x\n  error: subprocess-exited-with-error\n"
+    said = pip + " a.cpp:3: error: no header\nmake: Error 2\n"
+    assert builds.first_error(said) == "a.cpp:3: error: no header"
+    assert builds.first_error("error: subprocess-exited-with-error\n") != ""
+    assert builds.first_error("one\ntwo\n") == "two"
+    monkeypatch.setattr(builds.sys, "executable", "false")
+    assert builds.Build("x", "x").attempt(60) == "no output"
+
+
+def test_peers_that_average_by_themselves_are_timed_from_one_average_to_the_next(monkeypatch):
+    taken = []
+    averaged = [0]
+
+    def step(sequences):
+        taken.append(sequences)
+        averaged[0] += len(taken) % 5 == 0
+        return 0.0
+
+    training = Training(None, None, step, averages=lambda: averaged[0])
+    assert rank.average_is_made(training, iter(range(100))) == 5
+    assert rank.average_is_made(training, iter(range(100))) == 5
+    monkeypatch.setattr(rank, "AVERAGE_LIMIT", -1.0)
+    with pytest.raises(RuntimeError, match="averaged 2 times, and not again"):
+        rank.average_is_made(training, iter(range(100)))
 
 
 def test_a_failed_rank_is_a_row_with_its_error(tmp_path, monkeypatch):
@@ -73,6 +150,6 @@ def test_a_failed_rank_is_a_row_with_its_error(tmp_path, monkeypatch):
         raise table.Failed("ValueError: the cause")
 
     monkeypatch.setattr(table, "run", run)
-    options = table.argparse.Namespace(steps=20, layers=1, width=64)
+    options = table.argparse.Namespace(steps=20, layers=1, width=64, seconds=1)
     (found,) = table.losses(PEERS[:1], options)
     assert (found["curve"], found["broke"]) == ("", "ValueError: the cause")

@@ -1,0 +1,264 @@
+"""Megatron-Core's DistributedDataParallel, compressed: what pycomm replaces, on fakes.
+
+A fake has only what is replaced or read: flat buffers, their buckets, and the two methods of a
+bucket group. `make trainers` does the same with the package.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import pycomm
+from pycomm.errors import Error
+
+SHAPES = ((61, 37), (33,), (64, 41))  # two buckets: the first parameter, and the others
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        pairs = zip(self.weights, gradients, strict=True)
+        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+
+
+class BucketGroup:
+    """As Megatron's: begins to reduce its buckets, and waits for them."""
+
+    def __init__(self, buckets: list[SimpleNamespace], config: SimpleNamespace) -> None:
+        self.buckets, self.ddp_config = buckets, config
+        self.is_first_batch, self.grad_reduce_handle = False, None
+        self.exact, self.checked = 0, 0
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        self.exact += 1
+        for bucket in self.buckets:
+            bucket.grad_data *= bucket.gradient_scaling_factor
+            dist.all_reduce(bucket.grad_data)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        self.start_grad_sync()
+
+    def check_grads(self, **_: bool) -> None:
+        self.checked += 1
+
+
+class DistributedDataParallel(nn.Module):
+    """As Megatron's: parameters have main_grad, a view into a buffer."""
+
+    def __init__(
+        self, padding: int = 0, factor: float = 0.5, alone: bool = False, **config: object
+    ) -> None:
+        super().__init__()
+        self.module = Net()
+        self.ddp_config = SimpleNamespace(
+            num_distributed_optimizer_instances=1,
+            check_for_nan_in_grad=False,
+            check_for_large_grads=False,
+            overlap_grad_reduce=True,
+            average_in_collective=False,
+        )
+        vars(self.ddp_config).update(config)
+        self.intra_dp_cp_group = dist.group.WORLD
+        self.expert_parallel_bucket_groups: list[SimpleNamespace] = []
+        weights = list(self.module.weights)
+        self.bucket_groups = [
+            BucketGroup([bucket(part, padding, factor)], self.ddp_config)
+            for part in ([[each] for each in weights] if alone else (weights[:1], weights[1:]))
+        ]
+
+    def backward(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Write the gradients, and reduce them as Megatron does; return what there is then."""
+        for weight, gradient in zip(self.module.weights, gradients, strict=True):
+            weight.main_grad.copy_(gradient)
+        for group in reversed(self.bucket_groups):
+            group.start_grad_sync()
+        for group in self.bucket_groups:
+            group.finish_grad_sync()
+        return [weight.main_grad.clone() for weight in self.module.weights]
+
+
+DistributedDataParallel.__module__ = "megatron.core.distributed.distributed_data_parallel"
+
+
+def bucket(weights: list[nn.Parameter], padding: int, factor: float) -> SimpleNamespace:
+    data = torch.full((sum(w.numel() + padding for w in weights),), 9.0)
+    at = 0
+    for weight in weights:
+        weight.main_grad = data[at : at + weight.numel()].view(weight.shape)
+        at += weight.numel() + padding
+    return SimpleNamespace(params_list=weights, grad_data=data, gradient_scaling_factor=factor)
+
+
+def drawn(rank: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def by_torch(rank: int, codec: str, steps: int) -> list[list[torch.Tensor]]:
+    """Return what torch's DDP makes of the same gradients."""
+    model = TorchDDP(Net(), bucket_cap_mb=1e-6)  # each parameter has a bucket, as with `alone`
+    model(drawn(rank, 0)).backward()  # in its first step DDP has one bucket
+    pycomm.compress(model, codec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(drawn(rank, step)).backward()
+        optimizer.step()  # else the gradients count as thrown away
+        found.append([weight.grad.clone() for weight in model.module.weights])
+    return found
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def as_ddp(rank, ranks, codec, padding):
+    # A bucket is cut among the owners, and what is coded together depends on where.
+    model = DistributedDataParallel(padding, alone=codec != "fp32")
+    pycomm.compress(model, codec)
+    wanted = by_torch(rank, codec, 4)
+    assert all(same(model.backward(drawn(rank, step)), wanted[step]) for step in range(4))
+    assert not any(group.exact for group in model.bucket_groups)
+    if codec == "int4":  # else nothing would be lost, and this would say nothing of residuals
+        exact = DistributedDataParallel(padding).backward(drawn(rank, 0))
+        assert not same(wanted[0], exact)
+    if padding:
+        flat = model.bucket_groups[0].buckets[0].grad_data
+        assert torch.equal(flat[-padding:], torch.full((padding,), 9.0))
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_buckets_have_the_bits_of_torchs_ddp_step_by_step(pool, codec, padding):
+    pool.run(as_ddp, codec, padding)
+
+
+def scaled(rank, ranks):
+    for factor, averages, wanted in ((0.5, False, 0.5), (1.0, False, 1.0), (1.0, True, 0.5)):
+        model = DistributedDataParallel(factor=factor, average_in_collective=averages)
+        pycomm.compress(model, "fp32")
+        found = model.backward(drawn(rank, 0))
+        total = [sum(pair) for pair in zip(*(drawn(r, 0) for r in range(ranks)), strict=True)]
+        assert same(found, [wanted * each for each in total])
+
+
+def test_sums_and_averages_are_those_that_megatron_is_configured_for(pool):
+    pool.run(scaled)
+
+
+def checks(rank, ranks):
+    model = DistributedDataParallel(check_for_nan_in_grad=True)
+    pycomm.compress(model, "int4")
+    model.backward(drawn(rank, 0))
+    assert [group.checked for group in model.bucket_groups] == [1, 1]
+
+    model = DistributedDataParallel(overlap_grad_reduce=False)
+    pycomm.compress(model, "fp32")
+    wanted = by_torch(rank, "fp32", 1)[0]
+    for weight, gradient in zip(model.module.weights, drawn(rank, 0), strict=True):
+        weight.main_grad.copy_(gradient)
+    for group in model.bucket_groups:  # without overlap, waiting begins
+        group.finish_grad_sync()
+    assert same([weight.main_grad for weight in model.module.weights], wanted)
+
+    first = model.bucket_groups[0]
+    first.start_grad_sync()
+    first.start_grad_sync()  # the first batch of Megatron begins twice
+    model.bucket_groups[1].start_grad_sync()
+    for group in model.bucket_groups:
+        group.finish_grad_sync()
+
+    model = DistributedDataParallel()
+    pycomm.compress(model, "fp32")
+    with pytest.raises(Error, match=r"got no gradient.*overlap_grad_reduce=False"):
+        model.bucket_groups[0].finish_grad_sync()
+    model.bucket_groups[0].start_grad_sync()
+    with pytest.raises(Error, match="reduced twice before they are waited for"):
+        model.bucket_groups[0].start_grad_sync()
+    model.bucket_groups[1].start_grad_sync()
+    for group in model.bucket_groups:
+        group.finish_grad_sync()
+
+
+def test_the_order_of_megatrons_calls_is_followed_or_refused(pool):
+    pool.run(checks)
+
+
+def refusals(rank, ranks):
+    with pytest.raises(ValueError, match="num_distributed_optimizer_instances=2"):
+        pycomm.compress(DistributedDataParallel(num_distributed_optimizer_instances=2), "int4")
+    with pytest.raises(ValueError, match="weights= is for fully_shard"):
+        pycomm.compress(DistributedDataParallel(), "int4", weights="bf16")
+    model = DistributedDataParallel()
+    pycomm.compress(model, "int4")
+    with pytest.raises(Error, match="compressed already"):
+        pycomm.compress(model, "int8")
+    model = DistributedDataParallel()
+    for group in model.bucket_groups:
+        group.finish_grad_sync = None
+    with pytest.raises(Error, match="BucketGroup has no finish_grad_sync"):
+        pycomm.compress(model, "int4")
+
+
+def test_what_cannot_be_compressed_is_refused_with_the_reason(pool):
+    pool.run(refusals)
+
+
+def experts(rank, ranks):
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pycomm").addHandler(handler)
+    try:
+        model = DistributedDataParallel()
+        (*_, last) = model.module.weights
+        group = model.bucket_groups.pop()
+        model.expert_parallel_bucket_groups = [SimpleNamespace(params=[last])]
+        pycomm.compress(model, "int4")
+        model.bucket_groups.append(group)
+    finally:
+        logging.getLogger("pycomm").removeHandler(handler)
+    found = [text for text in said if "experts" in text]
+    assert len(found) == (rank == 0)
+    assert all("1 parameters of experts, from weights.2 on" in text for text in found)
+
+
+def test_experts_that_travel_exactly_are_named_once(pool):
+    pool.run(experts)
+
+
+def leaves(rank, ranks):
+    model = DistributedDataParallel()
+    state = pycomm.compress(model, "int4")
+    assert pycomm.state_of(model) is state
+    total = [torch.zeros(shape) for shape in SHAPES]
+    for step in range(3):
+        if step == 2:
+            state.remove()
+        for sum_, found in zip(total, model.backward(drawn(rank, step)), strict=True):
+            sum_ += found
+    # The step after remove() is exact and has the residuals: what was lost has come by then.
+    for step in range(3):
+        for sum_, *parts in zip(total, *(drawn(r, step) for r in range(ranks)), strict=True):
+            sum_ -= torch.stack(parts).mean(0)
+    assert max(float(sum_.abs().max()) for sum_ in total) < 1e-5  # sums of a few float32
+    assert not any(group.exact for group in model.bucket_groups)
+    model.backward(drawn(rank, 3))
+    assert not any("start_grad_sync" in vars(group) for group in model.bucket_groups)
+    assert all(group.exact for group in model.bucket_groups)
+    assert pycomm.state_of(model) is None
+
+
+def test_after_remove_the_residuals_have_come_and_megatrons_methods_are_back(pool):
+    pool.run(leaves)
