@@ -11,8 +11,8 @@ namespace pycomm {
 /// bytes waited to be sent says something: otherwise the rank had little to send. And what it says
 /// is a lower limit, since the bytes may have waited for one slow receiver; so the most counts.
 /// A window lasts many round trips as they are while the queues of the paths are full, since the
-/// acknowledgements of a whole queue may arrive at once: in a shorter window, a link of 20 Mbit/s was
-/// taken for one of 42. The rate includes frames and TLS, and no headers of TCP.
+/// acknowledgements of a whole queue may arrive at once: in a shorter window, a link of 20 Mbit/s
+/// was taken for one of 42. The rate includes frames and TLS, and no headers of TCP.
 class RateMeter {
  public:
   using Clock = std::chrono::steady_clock;

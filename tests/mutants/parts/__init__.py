@@ -17,6 +17,7 @@ from tests.mutants.parts import (
     shared_memory,
     tcp,
     torch_binding,
+    trainers,
 )
 
 PARTS: dict[str, tuple[Mutant, ...]] = {
@@ -29,6 +30,7 @@ PARTS: dict[str, tuple[Mutant, ...]] = {
     "tcp": tcp.MUTANTS,
     "torch_binding": torch_binding.MUTANTS,
     "reduction": reduction.MUTANTS,
+    "trainers": trainers.MUTANTS,
     "optimizers": optimizers.MUTANTS,
     "elastic": elastic.MUTANTS,
     "package": package.MUTANTS,
