@@ -132,23 +132,24 @@ $(VENV)/python.stamp:
 	.ci/venv $(PYTHON) $(VENV)
 	@touch $@
 
-# The CPU build of torch is installed first, so that later packages do not pull a CUDA build.
+# The CPU build of torch is installed first, so that later packages do not pull a CUDA build. The core needs no torch, and
+# compiles while pip fetches and unpacks it on one processor; if that fails, the build after it says so.
 $(VENV)/torch.stamp: $(VENV)/python.stamp
-	@echo "installing torch $(TORCH) for CPU"
-	@$(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH) --index-url $(TORCH_INDEX) \
-	  || { echo "torch $(TORCH) was not found at $(TORCH_INDEX); set TORCH_INDEX or TORCH"; exit 1; }
+	@echo "installing torch $(TORCH) for CPU, and compiling the core meanwhile"
+	@$(PIP) $(BUILD_TOOLS)
+	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace >/dev/null 2>&1 & \
+	$(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH) --index-url $(TORCH_INDEX) \
+	  || { echo "torch $(TORCH) was not found at $(TORCH_INDEX); set TORCH_INDEX or TORCH"; wait; exit 1; }; wait
 	@touch $@
 
 $(VENV)/run.stamp: $(VENV)/torch.stamp pyproject.toml
-	@echo "installing pycomm in place (compiles the core, and one file against torch)"
-	@$(PIP) $(BUILD_TOOLS)
+	@echo "installing pycomm in place (compiles one file against torch)"
 	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench]"
 	@touch $@
 
 # This one holds what the other does, so a fresh clone that is tested is installed once.
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 	@echo "installing pycomm in place, with the tools of tests, lint and docs"
-	@$(PIP) $(BUILD_TOOLS)
 	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench,dev]"
 	@touch $(VENV)/run.stamp $@
 

@@ -85,6 +85,13 @@ FIGURES = (
         "reno.",
     ),
     Figure(
+        "peers",
+        "peers-cpu.csv",
+        charts.peers,
+        "python -m pycomm.bench peers --csv bench/results/peers-cpu.csv",
+        "A system that never comes down to that loss, or broke, has no line.",
+    ),
+    Figure(
         "predictions",
         "predictions.csv",
         charts.predictions,

@@ -62,14 +62,17 @@ class Build:
 
 
 def first_error(output: str) -> str:
-    """Return the first line of an output that names an error, or its last line.
+    """Return the first line of an output that tells an error, or its last line.
 
-    pip's own line says only that there was one in a process.
+    pip's own line says only that there was one in a process, and a traceback has lines of source
+    that name exceptions. Folders of this machine are left out.
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    named = [line for line in lines if re.search(r"\w*Error\b|\berror:", line)]
-    told = [line for line in named if "subprocess-exited-with-error" not in line]
-    return (told or named or lines[-1:] or ["no output"])[0][:300]
+    told = [line for line in lines if re.search(r"^[\w.]*(Error|Exception): |\berror:", line)]
+    told = [line for line in told if "subprocess-exited-with-error" not in line]
+    named = [line for line in lines if "Error" in line]
+    line = (told or named or lines[-1:] or ["no output"])[0]
+    return re.sub(r"/\S*/site-packages/| -> '/.*", "", line)[:300]
 
 
 BUILDS = (

@@ -8,6 +8,7 @@ from typing import Any
 from pycomm.bench.common import tables
 from pycomm.bench.peers.systems import PEERS
 from pycomm.bench.training.results import parse_curve, steps_to_loss
+from pycomm.bench.wan.shape import bits
 
 REFERENCE = PEERS[0].name
 
@@ -33,10 +34,16 @@ def seconds_to_loss(rows: Sequence[tables.Row], target_step: int) -> dict[Any, f
     return found
 
 
+def links_of(rows: Sequence[tables.Row]) -> list[tuple[str, str]]:
+    """Return the links of the rows' steps, by their round trip and then by their rate."""
+    links = {link(row) for row in rows if row["kind"] == "step"}
+    return sorted(links, key=lambda place: (float(place[1]), bits(place[0])))
+
+
 def markdown(rows: Sequence[tables.Row], target_step: int) -> str:
     """Return the table of seconds to the loss, with the times of the first in each column bold."""
     found = seconds_to_loss(rows, target_step)
-    links = list(dict.fromkeys(link(r) for r in rows if r["kind"] == "step"))
+    links = links_of(rows)
     best = {}
     for place in links:
         times = [t for (_, where), t in found.items() if where == place and t is not None]
@@ -63,7 +70,7 @@ def verdicts(rows: Sequence[tables.Row], target_step: int) -> list[str]:
     found = seconds_to_loss(rows, target_step)
     ours = {peer.name for peer in PEERS if peer.ours}
     sentences = []
-    for place in dict.fromkeys(link(r) for r in rows if r["kind"] == "step"):
+    for place in links_of(rows):
         times = {name: t for (name, where), t in found.items() if where == place and t is not None}
         mine = {name: t for name, t in times.items() if name in ours}
         if not mine or len(times) == len(mine):

@@ -288,7 +288,7 @@ PEERS = (
         6,
         ("deepspeed",),
         environment={"DS_ACCELERATOR": "cpu"},
-        note="exact; its 1-bit optimizers need NCCL or MPI",
+        note="float32; its 1-bit optimizers need NCCL or MPI",
     ),
     Peer("detonation DeMo", detonation, 5, ("detonation",), note="SGD by signs, lr 1e-3"),
     Peer("torchft DiLoCo", torchft_diloco, 14, ("torchft",), every=EVERY, note="every 32 steps"),
