@@ -114,8 +114,9 @@ class Meeting:
         if waited < patience:
             return None
         return Timeout(
-            f"{who} has published no handle within {patience:g} s (timeout: {limit:g} s): it died "
-            "as the quorum was found, or is slow; the next quorum is waited for longer"
+            f"{who} has published no handle: timeout after {1000 * patience:g}ms (of at most "
+            f"{1000 * limit:g}ms): it died as the quorum was found, or is slow; the next quorum is "
+            "waited for longer"
         )
 
 
@@ -133,6 +134,12 @@ def _open(store_addr: str, timeout: timedelta) -> Any:
                 return create_store_client(store_addr, timeout=timeout)
         except ConnectionRefusedError as error:
             refused = error
+        except TimeoutError as error:
+            raise Timeout(
+                f"{host}:{port}, where the replica that lends its store for this quorum should "
+                f"be, does not answer: timeout after {1000 * timeout.total_seconds():g}ms; its "
+                "machine may be gone, or the network"
+            ) from error
     raise Error(
         f"nobody listens at {host}:{port}, where the replica that lends its store for this quorum "
         "should be: its process is gone; the next quorum is without it"

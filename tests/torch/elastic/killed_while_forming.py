@@ -1,10 +1,10 @@
 """A member that dies at one of its calls of the kernel, in the middle of `reconfigure`.
 
-    LD_PRELOAD=kernel.so python -m tests.torch.elastic.killed_while_forming tcp 1 5 6 7
+    LD_PRELOAD=kernel.so python -m tests.torch.elastic.killed_while_forming tcp,1,5,6,7 shm,1,2
 
 Three processes form a group; the one that is to be rank 1 is killed by SIGKILL at its fifth, sixth
-and seventh call, by the library that `KERNEL` is the source of. The other two must name it, in
-`reconfigure` or in the first operation, and then form a group without it.
+and seventh call, by the library that `KERNEL` is the source of; and so on for each case. The other
+two must name it, in `reconfigure` or in the first operation, and then form a group without it.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ def main(transport: str, killed: int, calls: list[int]) -> None:
                 processes.append(process)
             ends = [os.waitstatus_to_exitcode(os.waitpid(p, 0)[1]) for p in processes]
         want = [-signal.SIGKILL if rank == killed else 0 for rank in range(SIZE)]
-        assert ends == want, f"rank {killed} killed at its call {call}: {ends}"
+        assert ends == want, f"{transport}: rank {killed} killed at its call {call}: {ends}"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), list(map(int, sys.argv[3:])))
+    for case in sys.argv[1:]:
+        transport, killed, *calls = case.split(",")
+        main(transport, int(killed), list(map(int, calls)))
