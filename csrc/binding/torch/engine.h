@@ -29,6 +29,15 @@ struct GroupHooks {
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+  /// Marks a thread that may be in a hook or a callback, which must not wait for its own end.
+  struct InHook {
+    InHook() { depth()++; }
+    ~InHook() { depth()--; }
+    static int& depth() {
+      thread_local int depth = 0;
+      return depth;
+    }
+  };
 
   Engine(const std::shared_ptr<Store>& store, int rank, int size,
          const CommunicatorOptions& options, DeviceOptions device_options,
@@ -229,25 +238,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// caller drops it. (A weak reference of torch's would keep the work's memory.)
   struct KeptWork {
     intrusive_ptr<PeerWork> work;
-    /// A hook is called for every operation, also for those that no caller waits for.
+    /// A hook is called for every operation, and data get into their tensor, also if no caller
+    /// waits for the work.
     ~KeptWork() {
       const auto engine = work->engine();
-      if (engine && engine->timed_) work->settle();
+      if (engine && (engine->timed_ || work->copies())) work->settle();
     }
   };
   WorkPtr keep(intrusive_ptr<PeerWork> work, Communicator::Request& request);
   struct Posted {
     std::weak_ptr<KeptWork> kept;
-    std::shared_future<void> reported;  ///< valid if there was a hook when it was posted
-  };
-  /// Marks a thread that may be in a hook, which must not wait for its own end.
-  struct InHook {
-    InHook() { depth()++; }
-    ~InHook() { depth()--; }
-    static int& depth() {
-      thread_local int depth = 0;
-      return depth;
-    }
+    std::shared_future<void> reported;  ///< valid if a hook or a copy follows its request
   };
   void warn_of_hook(const std::string& what) noexcept;
   /// Orders the lane after deliveries of earlier operations whose output this operation may read

@@ -40,7 +40,7 @@ WorkPtr Engine::keep(intrusive_ptr<PeerWork> work, Communicator::Request& reques
   work->start();
   std::shared_ptr<KeptWork> kept(new KeptWork{work});
   Posted posted{kept, {}};
-  if (timed_) posted.reported = work->expect_report();
+  if (timed_ || work->copies()) posted.reported = work->expect_report();
   const auto ended = [](const Posted& earlier) {
     return earlier.kept.expired() &&
            (!earlier.reported.valid() ||
@@ -137,7 +137,8 @@ void Engine::settle_all() {
     }
   }
   for (const auto& work : posted) work->wait_until_settled();
-  // A work is complete before its hook is called, perhaps by a thread that still is about to.
+  // A work is complete before its hook is called, and its request before data are copied, perhaps
+  // by a thread that still is about to.
   if (InHook::depth() == 0)
     for (const auto& report : reports) report.wait();
 }
@@ -198,7 +199,10 @@ void PeerWork::settle() {
   flat_.reset();
   stop();
   if (error && InterpreterEnd::has_begun()) return;  // threads that wait in torch stay there
-  end(error);
+  {
+    const Engine::InHook in_callback;
+    end(error);
+  }
   if (engine) engine->report(*this);
   if (reported_) reported_->set_value();
 }

@@ -180,9 +180,11 @@ class Flat {
   const at::Tensor& tensor() const { return tensor_; }
   size_t numel() const { return static_cast<size_t>(flat_.numel()); }
   size_t bytes() const { return flat_.nbytes(); }
+  /// True if out() is not the tensor's own memory.
+  bool is_copy() const { return !flat_.is_same(tensor_); }
   /// Copies what was written to out() into the tensor.
   void finish() const {
-    if (!flat_.is_same(tensor_)) tensor_.copy_(flat_);
+    if (is_copy()) tensor_.copy_(flat_);
   }
 
  private:

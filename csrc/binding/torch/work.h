@@ -230,12 +230,17 @@ class PeerWork : public Work {
  public:
   PeerWork(int rank, const Call& call, uint64_t seq, const at::Tensor& tensor, Flat flat,
            std::shared_ptr<Communicator::Request> request)
-      : Work(rank, call, seq, {tensor}), flat_(std::move(flat)), request_(std::move(request)) {
+      : Work(rank, call, seq, {tensor}),
+        copies_(call.type != OpType::SEND && flat.is_copy()),
+        flat_(std::move(flat)),
+        request_(std::move(request)) {
     make_future();
   }
 
   /// True if its buffer is not needed any more.
   bool done() const { return request_->done(); }
+  /// True if what is received has to be copied into the tensor.
+  bool copies() const { return copies_; }
   bool isCompleted() override {
     // The first thread that sees that the request is done completes the work. Others must not wait
     // for it here: they may hold the interpreter that it needs.
@@ -265,6 +270,7 @@ class PeerWork : public Work {
   virtual void finish() { flat_->finish(); }
 
  private:
+  const bool copies_;
   std::optional<Flat> flat_;  ///< until it is settled
   std::shared_ptr<Communicator::Request> request_;
   std::atomic<bool> settled_{false};  ///< true also while a thread is about to

@@ -163,6 +163,24 @@ def test_pending_works_include_the_hooks_of_sends_and_receives(pool):
     pool.run(check_slow_hook)
 
 
+def check_dropped_receives(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    grid = torch.zeros(3, 40)
+    for column in range(40):
+        if rank == 0:
+            dist.send(torch.full((3,), 1.0 + column), 1)
+        else:
+            dist.irecv(grid[:, column], 0)  # nobody has the handle
+    dist.barrier()
+    group._wait_for_pending_works()
+    if rank == 1:
+        assert grid.tolist() == [[1.0 + column for column in range(40)]] * 3
+
+
+def test_pending_works_include_receives_that_were_dropped(pool):
+    pool.run(check_dropped_receives)
+
+
 def check_hook(rank: int, size: int) -> None:
     group = dist.group.WORLD
     work = group.allreduce([torch.ones(1)])
