@@ -143,7 +143,8 @@ def main() -> int:
     rows = load(TRAINING)
     for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
         write(PAGE, f"steps {model} {rate}", training(rows, model, rate))
-    write(PAGE, "losses demo", losses(rows, "demo"))  # other models are sweeps of its settings
+    for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
+        write(PAGE, f"losses {model}", losses(rows, model))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(README, "demo", demo(DEMO))

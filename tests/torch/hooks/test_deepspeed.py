@@ -17,19 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
+from tests.torch.hooks.given_gradients import SHAPES, Net
 
-SHAPES = ((61, 37), (33,), (64, 41))  # of odd sizes, and one that stays exact
 STAGES = (0, 2)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        pairs = zip(self.weights, gradients, strict=True)
-        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
 
 
 class DeepSpeedZeroOptimizer:

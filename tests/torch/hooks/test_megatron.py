@@ -17,18 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import pycomm
 from pycomm.errors import Error
-
-SHAPES = ((61, 37), (33,), (64, 41))  # two buckets: the first parameter, and the others
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        pairs = zip(self.weights, gradients, strict=True)
-        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+from tests.torch.hooks.given_gradients import SHAPES, Net
 
 
 class BucketGroup:
