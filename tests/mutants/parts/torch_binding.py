@@ -23,7 +23,7 @@ MUTANTS = (
         "state",
         "csrc/binding/torch/engine.h",
         "engine->timed_ || work->copies()",
-        "engine->timed_",
+        "engine->timed_ || false",
         GROUPS + "test_pending_works_include_receives_that_were_dropped",
     ),
     Mutant(
