@@ -84,7 +84,8 @@ def test_a_rank_that_sends_slowly_owns_little_of_later_exact_sums(tmp_path):
     assert shares, text
     # None at all, unless a busy machine kept the other two from sending at their rates.
     slow, *others = map(float, shares.groups())
-    assert slow < 0.2 and slow <= min(others), text
+    assert slow < 0.2, text
+    assert slow <= min(others), text
     for rank, line in enumerate(lines):
         assert line.startswith(f"{rank} False "), text
         assert " [] 3 ranks: " in line, text

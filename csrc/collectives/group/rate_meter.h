@@ -53,7 +53,8 @@ class RateMeter {
 
   /// Returns the most bytes per second since the last report or the one before, so that a link that
   /// has become slower is known some time later; 0 if too little was measured. With the first
-  /// windows of two calls alone, a link of 60 Mbit/s was taken for one of 20, and its equals for 40.
+  /// windows of two calls alone, a link of 60 Mbit/s was taken for one of 20, and its equals
+  /// for 40.
   double report() {
     if (windows_ < kEnough) return 0;
     const double most = std::max(most_, reported_);
