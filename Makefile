@@ -40,10 +40,12 @@ AT_A_TIME := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-.NOTPARALLEL:
+# Two recipes at once: the core compiles while pip fetches torch, and _c10d while mypy reads.
+MAKEFLAGS += --jobs=2
+unexport MAKEFLAGS
 .PHONY: build demo test lint soak mutants bench conformance portable trainers world gpu wheel cuda-wheel torches docs asan tsan clean
 
-build: $(VENV)/run.stamp
+build: $(VENV)/core.stamp $(VENV)/run.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
 
 demo: build
@@ -130,28 +132,31 @@ clean:
 
 $(VENV)/python.stamp:
 	.ci/venv $(PYTHON) $(VENV)
-	@touch $@
-
-# The CPU build of torch is installed first, so that later packages do not pull a CUDA build. The core needs no torch, and
-# compiles while pip fetches and unpacks it on one processor; if that fails, the build after it says so.
-$(VENV)/torch.stamp: $(VENV)/python.stamp
-	@echo "installing torch $(TORCH) for CPU, and compiling the core meanwhile"
 	@$(PIP) $(BUILD_TOOLS)
-	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace >/dev/null 2>&1 & \
-	$(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH) --index-url $(TORCH_INDEX) \
-	  || { echo "torch $(TORCH) was not found at $(TORCH_INDEX); set TORCH_INDEX or TORCH"; wait; exit 1; }; wait
 	@touch $@
 
+# The core needs no torch, and compiles while pip fetches and unpacks it.
+$(VENV)/core.stamp: $(VENV)/python.stamp
+	@echo "compiling the core"
+	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+# The CPU build of torch is installed first, so that later packages do not pull a CUDA build.
+$(VENV)/torch.stamp: $(VENV)/python.stamp
+	@echo "installing torch $(TORCH) for CPU"
+	@$(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH) --index-url $(TORCH_INDEX) \
+	  || { echo "torch $(TORCH) was not found at $(TORCH_INDEX); set TORCH_INDEX or TORCH"; exit 1; }
+	@touch $@
+
+# The package in place; its binaries are made by the target build.
 $(VENV)/run.stamp: $(VENV)/torch.stamp pyproject.toml
-	@echo "installing pycomm in place (compiles one file against torch)"
-	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench]"
+	@PYCOMM_BUILD=OFF $(PIP) --no-build-isolation --editable ".[bench]"
 	@touch $@
 
-# This one holds what the other does, so a fresh clone that is tested is installed once.
-$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
-	@echo "installing pycomm in place, with the tools of tests, lint and docs"
-	@$(IN_VENV) $(PIP) --no-build-isolation --editable ".[bench,dev]"
-	@touch $(VENV)/run.stamp $@
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	@echo "installing the tools of tests, lint and docs"
+	@PYCOMM_BUILD=OFF $(PIP) --no-build-isolation --editable ".[bench,dev]"
+	@touch $@
 
 # The trainers' many packages have a separate environment, which uses the first one's torch.
 $(TRAINERS)/stamp: $(VENV)/dev.stamp pyproject.toml

@@ -1,7 +1,8 @@
 """Build script: runs CMake with Ninja and puts the binaries in the package.
 
 PYCOMM_CUDA (AUTO, ON, OFF), PYCOMM_CUDA_ARCH, PYCOMM_TORCH, PYCOMM_TORCHES and PYCOMM_SANITIZE
-are passed on to CMake. All flags are in CMakeLists.txt.
+are passed on to CMake. All flags are in CMakeLists.txt. With PYCOMM_BUILD=OFF nothing is compiled:
+the Makefile installs the package in place while another process compiles it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class CMakeBuild(build_ext):
     """An incremental build, in a folder for each interpreter and set of options."""
 
     def run(self) -> None:
+        if os.environ.get("PYCOMM_BUILD") == "OFF":
+            return
         in_place = self.inplace or self.editable_mode
         package = ROOT / "pycomm" if in_place else Path(self.build_lib).absolute() / "pycomm"
         chosen = {name: os.environ[name] for name in OPTIONS if os.environ.get(name)}

@@ -26,7 +26,7 @@ requests.add("begun", 1)  # its time says that the store is far away
 group = Communicator(Store.of(requests), rank, ranks, transport="tcp", timeout=120)
 
 def values(seed):
-    return np.random.default_rng(seed).standard_normal(5 << 18).astype(np.float32)
+    return np.random.default_rng(seed).standard_normal(5 << 16).astype(np.float32)
 
 def check(x, turn):
     expected = values(turn)
@@ -63,7 +63,7 @@ group.close()
 
 def test_a_rank_that_sends_slowly_owns_little_of_later_exact_sums(tmp_path):
     """It sends less than 4/3 of a buffer, and all sums keep their bits; coded shares stay equal."""
-    rates = {0: "20mbit/60mbit", 1: "60mbit", 2: "60mbit"}
+    rates = {0: "5mbit/15mbit", 1: "15mbit", 2: "15mbit"}
     try:
         lab = WanLab(3, "unlimited", shape=Shape(delay=0.01), node_rates=rates)
     except netlab.Unavailable as error:

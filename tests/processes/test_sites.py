@@ -10,6 +10,7 @@ import pytest
 from pycomm.bench import netlab
 from pycomm.bench.wan.lab import WanLab
 from pycomm.bench.wan.shape import Shape
+from tests.extent import part
 
 JOB = """
 import torch, torch.distributed as dist
@@ -28,13 +29,13 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    ("matrix", "levels", "told"),
-    [
-        ("0-2 delay=100us\n1-3 delay=100us", [0, 1, 0, 1], "; 2 sites: 0,2 | 1,3"),
-        ("0-2 delay=2ms", [], " ms\n"),  # between near and far, so there are no sites
-    ],
-)
+CASES = [
+    ("0-2 delay=100us\n1-3 delay=100us", [0, 1, 0, 1], "; 2 sites: 0,2 | 1,3"),
+    ("0-2 delay=2ms", [], " ms\n"),  # between near and far, so there are no sites
+]
+
+
+@pytest.mark.parametrize(("matrix", "levels", "told"), part(CASES, 2))
 def test_sites_are_found_by_round_trips(tmp_path, matrix, levels, told):
     try:
         lab = WanLab(4, "unlimited", shape=Shape(delay=0.03), matrix_text=matrix)

@@ -24,7 +24,7 @@ def test_one_that_is_killed_at_any_call_is_named_and_the_others_go_on(tmp_path):
     """At a timeout they would raise `Timeout`; the deadline is twenty seconds."""
     command = ["-m", "tests.torch.elastic.killed_while_forming"]
     for transport, killed in CASES:
-        calls = part(CALLS, 6, offset=4)
+        calls = part(CALLS, 12, offset=4)
         command.append(",".join(map(str, [transport, killed, *calls])))
     ended = subprocess.run(
         [sys.executable, *command],
