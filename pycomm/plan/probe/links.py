@@ -16,7 +16,7 @@ from pycomm.plan.probe.ranks import PAUSE, Ranks, all_reduces, coded_all_reduces
 from pycomm.plan.probe.result import Crowd, Probe
 from pycomm.plan.sim import simulate
 
-SHORT, FIRST, LONGEST = 8, 1 << 20, 64 << 20  # bytes of messages
+SHORT, FIRST, OF_FAR, LONGEST = 8, 1 << 20, 4 << 20, 64 << 20  # bytes of messages
 SMALL = 64 << 10  # bytes of a buffer whose messages from all ranks fit the queues of a switch
 WHOLE = CODINGS["topk:0.01"]
 SHORT_CODINGS = CODINGS["int8"], CODINGS["int4"]
@@ -40,8 +40,12 @@ def measure(
     group = groups["two_shot"]
     seconds, core = all_reduces(group, FIRST, 4)
     # The planner's formulas count the longer of link and core for each size, so buffers are long.
+    # Where round trips are a good part of the first one's time, a longer one is needed at any rate.
+    far = 2 * short >= FAR
     length, times = FIRST, max(3, min(20, round(budget / 4 / seconds)))
-    while length < LONGEST and 3 * seconds * (2 * length / FIRST) < budget / 2:
+    while length < LONGEST and (
+        3 * seconds * (2 * length / FIRST) < budget / 2 or (far and length < OF_FAR)
+    ):
         length *= 2
     seconds, core = all_reduces(group, FIRST, times)
     longer, longer_core = all_reduces(group, length, 5) if length > FIRST else (seconds, core)
@@ -56,7 +60,7 @@ def measure(
         name="probed",
         rate=rate,
         latency=max(0.0, short - message),
-        far=2 * short >= FAR,
+        far=far,
         message=message if level == "inter" else 0.0,
         byte=max(0.0, per_byte - 1 / memory) if level == "inter" else 0.0,
         burst=max(0.0, seconds - rested) * rate if level == "inter" else 0.0,
