@@ -291,6 +291,7 @@ class CommunicatorOptions:
     rate: str
     secret: str
     tls: bool
+    agreed: str
     description: str
     global_ranks: list[int]
     trace_size: int

@@ -1,6 +1,7 @@
 // Public face of the collectives: checks arguments, numbers each call, runs an algorithm for it,
 // and makes sure that an error on one rank is an error on all.
 #include <algorithm>
+#include <cstdio>
 #include <numeric>
 
 #include "collectives/algorithms/direct.h"
@@ -209,6 +210,20 @@ void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Mil
       tag, timeout,
       [&](CollectiveContext& context) { dispatch::all_gather(context, impl_->algo(), in, parts); },
       {parts, size()});
+}
+
+void Communicator::exchange_paths(const void* in, void* out, size_t bytes) {
+  OpTag tag = make_tag(Op::all_gather, bytes, DType::uint8);
+  std::snprintf(tag.label, sizeof tag.label, "%s", kPathsLabel);
+  const Parts parts = Parts(out, bytes).of(1);
+  if (Window* window = impl_->window()) {
+    return impl_->run(tag, {}, [&](const Deadline& deadline) {
+      shared::all_gather(*window, tag, in, parts, deadline);
+    });
+  }
+  impl_->exchange(tag, {}, [&](CollectiveContext& context) {
+    dispatch::all_gather(context, impl_->algo(), in, parts);
+  });
 }
 
 void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtype,

@@ -85,6 +85,9 @@ class PYCOMM_API Communicator final : public ParentGroup {
   /// Part r of `out` gets the `in` of rank r, which has its size: equal on all ranks, but parts may
   /// differ. `in` may be our part of `out`.
   void all_gather(const void* in, const Parts& out, DType dtype, Milliseconds timeout = {});
+  /// Gathers `bytes` of each rank, by which ranks agree on the path of tensors on accelerators. A
+  /// rank that makes another call meanwhile, since its tensors are on the CPU, is told so.
+  void exchange_paths(const void* in, void* out, size_t bytes);
   void all_gather(const void* in, void* out, size_t numel, DType dtype, Milliseconds timeout = {}) {
     all_gather(in, Parts(out, numel), dtype, timeout);
   }

@@ -63,6 +63,9 @@ inline bool sizes_differ(Op op) {
   return op == Op::all_to_all || op == Op::gather || op == Op::scatter;
 }
 
+/// Label of the exchange by which ranks agree on the path of tensors on accelerators.
+constexpr char kPathsLabel[] = "path of device tensors";
+
 PYCOMM_API const char* name(Op op);
 PYCOMM_API const char* name(DType dtype);
 PYCOMM_API const char* name(ReduceOp op);

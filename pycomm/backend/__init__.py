@@ -37,8 +37,11 @@ def create(given: Any, options: Options | None) -> Backend:
         Timeout: some ranks did not join; the text names them.
     """
     c10d = load()
+    parent = find()
     if options is None:
         options = c10d.Options()
+        if parent is not None and _is_mixed(parent):
+            options.device_path = "mixed"
     elif not isinstance(options, c10d.Options):
         raise TypeError(
             f"pg_options of the pycomm backend must be pycomm.Options, not {type(options).__name__}"
@@ -50,7 +53,6 @@ def create(given: Any, options: Options | None) -> Backend:
     if getattr(given, "enable_reconfigure", False):  # torch 2.14 and later
         options.enable_reconfigure = True
     let_groups_allocate_buckets()
-    parent = find()
     made: Backend = c10d.Backend(
         given.store,
         given.group_rank,
@@ -124,8 +126,18 @@ def find(
 def find_native(
     group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> _c10d.Backend | None:
-    """Return the backend of `find` if it is the one in C++, which has compressed collectives."""
-    return _found(group, device, ("pycomm._c10d",))
+    """Return the backend of `find` if it is the one in C++, and runs compressed collectives.
+
+    In a group with ``device_path="mixed"`` it does not: some ranks encode on their devices, so all
+    of them exchange payloads as on any other backend.
+    """
+    found = _found(group, device, ("pycomm._c10d",))
+    return None if found is None or _is_mixed(found) else found
+
+
+def _is_mixed(backend: Backend) -> bool:
+    """Return whether some ranks of a group may have tensors on the CPU, and others on devices."""
+    return getattr(backend.options, "device_path", "auto") == "mixed"
 
 
 def _found(

@@ -103,6 +103,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("rate", &Options::rate)
       .def_readwrite("secret", &Options::secret)
       .def_readwrite("tls", &Options::tls)
+      .def_readwrite("agreed", &Options::agreed)
       .def_readwrite("description", &Options::description)
       .def_readwrite("global_ranks", &Options::global_ranks)
       .def_readwrite("trace_size", &Options::trace_size)

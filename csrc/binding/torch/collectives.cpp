@@ -116,7 +116,8 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   const auto [dtype, reduction] = arguments_.reducible(call, given, opts.reduceOp);
   Staging staging(*this, call);
   const at::Tensor tensor = staging.in_out(given);
-  if (staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
+  const bool cuts = options_->device.path != "mixed";  // other ranks' tensors may be on the CPU
+  if (cuts && staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
     return all_reduce_in_parts(call, tensors[0], tensor, dtype, reduction);
   return issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
     const Flat data(tensor);

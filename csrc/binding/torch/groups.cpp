@@ -35,6 +35,7 @@ CommunicatorOptions Backend::communicator_options() const {
   communicator.timeout = unwrapped(options_->timeout);
   communicator.description = options_->group_desc;
   communicator.interrupt = &check_signals;
+  if (options_->device.path == "mixed") communicator.agreed = "device_path=mixed";
   return communicator;
 }
 

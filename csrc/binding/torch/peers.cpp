@@ -174,11 +174,11 @@ void Engine::interrupt_check() {
 
 std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kind kind) {
   constexpr size_t kWord = 96;
-  if (device_options_.path == "host" || comm_.size() == 1) return nullptr;
+  if (device_options_.path != "auto" || comm_.size() == 1) return nullptr;
   const auto exchange = [&](std::string word) {
     word.resize(kWord);
     std::string words(kWord * comm_.size(), 0);
-    queue_.run([&] { comm_.all_gather(word.data(), words.data(), kWord, DType::uint8); });
+    queue_.run([&] { comm_.exchange_paths(word.data(), words.data(), kWord); });
     for (int r = 0; r < comm_.size(); r++)
       if (words.compare(r * kWord, kWord, word) != 0) return std::string();
     return word.substr(0, word.find('\0'));

@@ -53,6 +53,7 @@ struct CommunicatorOptions {
   std::string rate = env().rate;  ///< of the host's link, as PYCOMM_RATE
   std::string secret = env().secret;
   bool tls = env().tls;  ///< TCP connections are encrypted
+  std::string agreed;    ///< more that must be equal on all ranks, such as "device_path=mixed"
   /// Purpose of the group, for the trace, and its members' numbers among all processes; empty: as
   /// in the group.
   std::string description;

@@ -46,6 +46,7 @@ std::string hello(const Rendezvous& rendezvous, const CommunicatorOptions& optio
     text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
             " tls=" + (options.tls ? "on" : "off");
   }
+  if (!options.agreed.empty()) text += " " + options.agreed;
   if (!options.sites.empty()) text += " sites=" + numbers(options.sites);
   if (options.nodes.empty()) return text;
   return text + " nodes=" + numbers(options.nodes);

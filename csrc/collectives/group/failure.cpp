@@ -20,6 +20,16 @@ std::vector<int> all_gone(const PeerLost& lost, const std::vector<PeerStatus>& r
   return gone;
 }
 
+/// Adds what to do about a mismatch of two calls, if that is known.
+std::string with_advice(std::string text) {
+  if (text.find(kPathsLabel) == std::string::npos || text.find("device_path") != std::string::npos)
+    return text;
+  return text +=
+         "; this is the first collective whose tensor is on an accelerator, and the other rank's "
+         "may be on the CPU: make the group with pycomm.Options(device_path=\"mixed\") on all "
+         "ranks";
+}
+
 }  // namespace
 
 void Failure::set(std::exception_ptr error) {
@@ -87,7 +97,7 @@ std::exception_ptr explained(const std::exception_ptr& error, ChannelMesh& mesh,
     return std::make_exception_ptr(Timeout(text(e.what()), e.waited_for));
   } catch (const WireMismatch& e) {
     report.mismatch = true;
-    const std::string calls = text(e.what());
+    const std::string calls = text(with_advice(e.what()));
     std::string results;
     if (result_checksums && e.peer >= 0) {
       report.ranks[e.peer].rank_state.call = e.theirs;  // by now it may be in its next call

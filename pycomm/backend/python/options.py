@@ -64,13 +64,13 @@ class Options(_distributed_c10d.Backend.Options):
 
     @property
     def device_path(self) -> str:
-        """Kept for scripts: tensors of devices always go through the host here."""
+        """Kept for scripts: tensors of devices always go through the host here, as "mixed" asks."""
         return self._device_path
 
     @device_path.setter
     def device_path(self, path: str) -> None:
-        if path not in ("auto", "host"):
-            raise Error(f'unknown device_path "{path}"; use one of auto, host')
+        if path not in ("auto", "host", "mixed"):
+            raise Error(f'unknown device_path "{path}"; use one of auto, host, mixed')
         self._device_path = path
 
     def core(self) -> _C.CommunicatorOptions:
@@ -78,6 +78,8 @@ class Options(_distributed_c10d.Backend.Options):
         made = _C.CommunicatorOptions()
         for name in NAMES:
             setattr(made, name, getattr(self._core, name))
+        if self._device_path == "mixed":
+            made.agreed = "device_path=mixed"
         return made
 
     def __copy__(self) -> Options:
