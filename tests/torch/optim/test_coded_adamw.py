@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
+from pycomm.reduction import agreement
 from pycomm.reduction.moment import FLOOR
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
 
@@ -66,6 +67,28 @@ def alike(a: pycomm.CodedAdamW, b: pycomm.CodedAdamW) -> bool:
 # ---------------------------------------------------------------- the formula
 
 
+class Agreement:
+    """What share of the gradients' squares is that of their mean, from one random number a row."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.stride, self.columns = max(1, -(-rows // agreement.ROWS)), columns
+        self.steps, self.energies = 0, [0.0, 0.0]
+
+    def share(self, gs: list[torch.Tensor], beta2: float) -> float:
+        signs = agreement.signs_of(self.columns, self.steps, torch.device("cpu"))
+        matrices = [g.view(-1, self.columns)[self.steps % self.stride :: self.stride] for g in gs]
+        found = [matrix @ signs for matrix in matrices]
+        mean = sum(found) / len(gs)
+        squares = mean.square().sum(), sum(z.square().sum() for z in found) / len(gs)
+        self.energies = [
+            beta2 * before + (1 - beta2) * float(now)
+            for before, now in zip(self.energies, squares, strict=True)
+        ]
+        self.steps += 1
+        of_mean, own = self.energies
+        return round(256 * min(1.0, max(1 / len(gs), of_mean / own))) / 256
+
+
 class Plain:
     """The algorithm for one matrix on all ranks, written down from its description."""
 
@@ -77,7 +100,7 @@ class Plain:
         self.row, self.column = torch.zeros(start.shape[0]), torch.zeros(start.shape[1])
         self.weight = torch.tensor(0.0)
         self.v = torch.tensor(pycomm.policy.quality.nominal_error(self.codec) ** 2)
-        self.t = 0
+        self.t, self.agreement = 0, Agreement(len(start), start.shape[1])
 
     def step(self, gs: list[torch.Tensor]) -> None:
         beta1, beta2 = SIZES["betas"]
@@ -103,8 +126,9 @@ class Plain:
             self.o[rank] = q.view_as(self.m) * scales[0][:, None] * scales[1]
             decoded.append(q)
         self.m = (sum(decoded) / ranks).view_as(self.m) * scales[0][:, None] * scales[1]
-        self.row = beta2 * self.row + (1 - beta2) * row
-        self.column = beta2 * self.column + (1 - beta2) * column
+        share = self.agreement.share(gs, SIZES["betas"][1])
+        self.row = beta2 * self.row + (1 - beta2) * share * row
+        self.column = beta2 * self.column + (1 - beta2) * share * column
         self.weight = beta2 * self.weight + (1 - beta2)
         if left > 0:
             self.v = 0.75 * self.v + 0.25 * left / coded
