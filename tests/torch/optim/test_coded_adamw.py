@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
-from pycomm.reduction import agreement
 from pycomm.reduction.moment import FLOOR
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
+from tests.torch.optim.plain_agreement import Agreement
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 EDEN = "eden:bits=1,scale=mmse"
@@ -65,28 +65,6 @@ def alike(a: pycomm.CodedAdamW, b: pycomm.CodedAdamW) -> bool:
 
 
 # ---------------------------------------------------------------- the formula
-
-
-class Agreement:
-    """What share of the gradients' squares is that of their mean, from one random number a row."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        self.stride, self.columns = max(1, -(-rows // agreement.ROWS)), columns
-        self.steps, self.energies = 0, [0.0, 0.0]
-
-    def share(self, gs: list[torch.Tensor], beta2: float) -> float:
-        signs = agreement.signs_of(self.columns, self.steps, torch.device("cpu"))
-        matrices = [g.view(-1, self.columns)[self.steps % self.stride :: self.stride] for g in gs]
-        found = [matrix @ signs for matrix in matrices]
-        mean = sum(found) / len(gs)
-        squares = mean.square().sum(), sum(z.square().sum() for z in found) / len(gs)
-        self.energies = [
-            beta2 * before + (1 - beta2) * float(now)
-            for before, now in zip(self.energies, squares, strict=True)
-        ]
-        self.steps += 1
-        of_mean, own = self.energies
-        return round(256 * min(1.0, max(1 / len(gs), of_mean / own))) / 256
 
 
 class Plain:

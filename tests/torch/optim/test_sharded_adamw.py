@@ -27,7 +27,7 @@ from pycomm.feedback import storage
 from pycomm.reduction.moment import FLOOR
 from tests.torch.fsdp.test_compress import SHAPES, gradients, whole
 from tests.torch.hooks.test_ddp_compress import equal
-from tests.torch.optim.test_coded_adamw import Agreement
+from tests.torch.optim.plain_agreement import Agreement
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 EXACTLY = "residual:storage=float32"
