@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
-OPTIMIZERS = ("lion", "lion-mean", "one-bit", "zero-one", "demo", "detonation")
+OPTIMIZERS = ("lion", "lion-mean", "one-bit", "zero-one", "demo", "shared-mask", "detonation")
 """pycomm's family, and the DeMo of PyPI's package detonation."""
 
 
@@ -125,6 +125,8 @@ def _optimizer(
         )
     if name == "demo":
         return pycomm.DeMo(parameters, lr, model=model)
+    if name == "shared-mask":
+        return pycomm.SharedMaskAdamW(parameters, lr, betas, model=model, warmup=warmup // 2)
     if name == "detonation":
         from detonation.optim.demo import DeMo
 
@@ -227,6 +229,7 @@ METHODS = (
     Method("pycomm, 1-bit Adam", update="one-bit"),
     Method("pycomm, 0/1 Adam", update="zero-one"),
     Method("pycomm, DeMo", update="demo", rate=0.2),
+    Method("pycomm, shared mask 1 %", update="shared-mask"),
     Method("detonation, DeMo", "gloo", update="detonation", rate=0.2),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),

@@ -99,7 +99,12 @@ class Momenta(CompressionState):
             return None
         settings, kept = found
         shard, shards = self._shard_of(parameter)
-        made = CodedMoment(parameter, settings, kept, decision.codec, shard=shard, shards=shards)
+        made = CodedMoment(
+            *(parameter, settings, kept, decision.codec),
+            shard=shard,
+            shards=shards,
+            ranks=self.process_group.size(),
+        )
         self.moments[name] = made
         return made
 
@@ -124,7 +129,11 @@ class Momenta(CompressionState):
         if self._sent is not None:
             self._sent.wait()
             assert self._sums is not None
-            received = self._total(self._sums.div_(self.process_group.size()))
+            means = self._sums.div_(self.process_group.size())
+            sizes = [moment.sums_numel for moment in self.moments.values()]
+            for one in torch.split(means, sizes):
+                CodedMoment.condense(one)
+            received = self._total(means)
             self._sent = self._sums = None
         finite = received is not None and bool(received.isfinite().all())
         at, touched, waiting = 0, self._touched_moments, []

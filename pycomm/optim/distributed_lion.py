@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pycomm.optim.base import LocalGradientOptimizer, Part
-from pycomm.reduction.votes import Votes
+from pycomm.optim.votes import Votes
 
 Result = Literal["majority", "mean"]
 

@@ -10,9 +10,11 @@ p <- (b + v (1 - b)) p + (1 - b) g for a codec that leaves a share v of its inpu
 one pole instead of the two of a residual followed by momentum. b = (b1 - v) / (1 - v) gives it
 Adam's horizon.
 
-The second moment of an n x m matrix is the outer product of its row and column sums, divided by
-their total (Shazeer and Stern 2018, "Adafactor", section 3): n + m numbers, which travel exactly.
-Division by d before coding makes all values of a block equally large, as they are in the update.
+The second moment is that of the mean gradient, as Adam's: the ranks' own squares, which have more
+noise, times the share of them that `pycomm.reduction.agreement` measures. Of an n x m matrix it is
+the outer product of its row and column sums, divided by their total (Shazeer and Stern 2018,
+"Adafactor", section 3): n + m numbers, which travel exactly. Division by d before coding makes all
+values of a block equally large, as they are in the update.
 Sources: Tang et al. 2021, "1-bit Adam", algorithm 1, for a coded momentum with feedback.
 
 Ranks may share the parameter by rows (FSDP2). Its sums are then those of the whole parameter, on
@@ -31,9 +33,11 @@ from torch.distributed.tensor import DTensor
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual
 from pycomm.policy.quality import nominal_error
-from pycomm.reduction import scaled
+from pycomm.reduction import agreement, scaled
 
-EXTRA = 2  # numbers besides the sums: squares of what the last coding has left, and of its input
+EXTRA = 3 + agreement.ROWS
+"""Numbers besides the sums: squares of what the last coding has left, of its input, of this rank's
+projections, and these projections, whose mean over the ranks makes place for its squares."""
 FLOOR = 0.1
 """Least scale of a row or column, relative to their root mean square. Rows that had no gradient
 for long would otherwise dominate the block in which they are coded."""
@@ -64,6 +68,7 @@ class CodedMoment:
         codec: codec of the momentum.
         shard: number of this rank's shard.
         shards: number of shards; 1: each rank has the whole parameter.
+        ranks: number of ranks that average their momenta.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class CodedMoment:
         *,
         shard: int = 0,
         shards: int = 1,
+        ranks: int = 1,
     ) -> None:
         self.parameter, self.settings, self.state = parameter, settings, state
         self.rows = parameter.shape[0]
@@ -82,7 +88,7 @@ class CodedMoment:
         self.sums_numel = self.rows + self.columns + EXTRA
         self.padded = -(-self.rows // shards)
         """Rows of a shard, with padding."""
-        self._shards, self._shard = shards, shard
+        self._shards, self._shard, self._ranks = shards, shard, ranks
         begin = min(self.rows, shard * self.padded)
         self._own = slice(begin, min(self.rows, begin + self.padded))
         self.base: torch.Tensor | None = None
@@ -114,6 +120,8 @@ class CodedMoment:
             state["column"] = torch.zeros(self.columns, dtype=torch.float32, device=device)
             state["moment_weight"] = torch.zeros((), dtype=torch.float32)
             state["coding_error"] = torch.tensor(self._error, dtype=torch.float32)
+            state["mean_energy"] = torch.zeros((), dtype=torch.float32)
+            state["own_energy"] = torch.zeros((), dtype=torch.float32)
 
     def rebind(self, settings: dict[str, Any], state: dict[str, Any]) -> None:
         """Use another state, for example after a checkpoint was loaded."""
@@ -146,6 +154,8 @@ class CodedMoment:
             "column": sums[self.rows : -EXTRA].clone(),
             "moment_weight": torch.tensor(weight, dtype=torch.float32),
             "coding_error": torch.tensor(self._error, dtype=torch.float32),
+            "mean_energy": torch.zeros((), dtype=torch.float32),
+            "own_energy": torch.zeros((), dtype=torch.float32),
         }
 
     def unfactored(self) -> dict[str, Any]:
@@ -227,7 +237,18 @@ class CodedMoment:
 
     def local_sums(self) -> torch.Tensor:
         """Return this rank's mean sums of the steps since the last exchange, to be averaged."""
-        return (self._since + self._fresh) / (self._steps + 1)
+        sums = (self._since + self._fresh) / (self._steps + 1)
+        projections = self._fresh[-agreement.ROWS :]  # those of this step alone
+        sums[-agreement.ROWS :] = projections
+        sums[-agreement.ROWS - 1] = projections.dot(projections)
+        return sums
+
+    @staticmethod
+    def condense(sums: torch.Tensor) -> None:
+        """Replace the ranks' mean of projections by its squares, which add up over shards."""
+        projections = sums[-agreement.ROWS :]
+        squares = projections.dot(projections)
+        projections.zero_()[0] = squares
 
     def provide(self, sums: torch.Tensor) -> None:
         """Take the ranks' mean of `local_sums` as the scale of the first coding."""
@@ -275,6 +296,8 @@ class CodedMoment:
         """
         row, column = self._scale_of(shard)
         matrix = values.view(self.padded, self.columns)
+        if looks:
+            self._project(matrix, scale, shard)
         if momentum is None:
             momentum = local(self.state["exp_avg"])
         rows = self._rows_of(shard)
@@ -291,8 +314,17 @@ class CodedMoment:
         )
         if looks and residual is not None and residual.worker is not None:
             left, coded = scaled.error_sums(values, residual.stored_worker(shard or 0))
-            self._fresh[-2] += left
-            self._fresh[-1] += coded
+            self._fresh[-EXTRA] += left
+            self._fresh[1 - EXTRA] += coded
+
+    def _project(self, matrix: torch.Tensor, scale: float, shard: int | None) -> None:
+        rows = self._rows_of(shard)
+        found = torch.zeros(agreement.ROWS, dtype=torch.float32, device=matrix.device)
+        step = int(self.state["step"])
+        agreement.add_projections(
+            matrix[: rows.stop - rows.start], rows.start, self.rows, step, found
+        )
+        self._fresh[-agreement.ROWS :].add_(found, alpha=1 / scale)
 
     def decode(self, values: torch.Tensor, scale: float) -> None:
         """Replace the ranks' mean, of the own shard, by the momentum, times the loss scale."""
@@ -339,10 +371,16 @@ class CodedMoment:
             steps = self._steps + 1
             decay = float(self.settings["betas"][1]) ** steps
             state = self.state
-            state["row"].mul_(decay).add_(sums[: self.rows], alpha=1 - decay)
-            state["column"].mul_(decay).add_(sums[self.rows : -EXTRA], alpha=1 - decay)
+            left, coded, own, of_mean = sums[-EXTRA : len(sums) - agreement.ROWS + 1].tolist()
+            for key, energy in (("mean_energy", of_mean), ("own_energy", own)):
+                if key not in state:  # saved by an earlier version
+                    state[key] = torch.zeros((), dtype=torch.float32)
+                state[key].mul_(decay).add_((1 - decay) * energy)
+            energies = float(state["mean_energy"]), float(state["own_energy"])
+            weight = (1 - decay) * agreement.share(*energies, self._ranks)
+            state["row"].mul_(decay).add_(sums[: self.rows], alpha=weight)
+            state["column"].mul_(decay).add_(sums[self.rows : -EXTRA], alpha=weight)
             state["moment_weight"].mul_(decay).add_(1 - decay)
-            left, coded = sums[-EXTRA:].tolist()
             if left > 0 and coded > 0:
                 measured = min(1.0, left / coded)
                 state["coding_error"].mul_(0.75).add_(0.25 * measured)

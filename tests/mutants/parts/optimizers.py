@@ -5,11 +5,14 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 LION = "pycomm/optim/distributed_lion.py"
-VOTES = "pycomm/reduction/votes.py"
+OWN = "pycomm/optim/own_state.py"
+VOTES = "pycomm/optim/votes.py"
 ZERO_ONE = "pycomm/optim/zero_one_adam.py"
 FAMILY = "tests/torch/optim/test_local_gradients.py::"
 LION_TESTS = "tests/torch/optim/test_distributed_lion.py::"
 ADAM_TESTS = "tests/torch/optim/test_one_bit_adam.py::"
+MASKS = "pycomm/optim/shared_mask.py"
+MASK_TESTS = "tests/torch/optim/test_shared_mask.py::"
 
 MUTANTS = (
     Mutant(
@@ -87,7 +90,7 @@ MUTANTS = (
     Mutant(
         "other-ranks-go-on-from-one-momentum",
         "state",
-        VOTES,
+        OWN,
         "parts = [saved[key][1] for key in keys]",
         "parts = [saved[key][1] for key in keys[:1]]",
         FAMILY + "test_other_ranks_go_on_from_the_mean_momentum",
@@ -131,5 +134,77 @@ MUTANTS = (
         "state.averages_senders = True",
         "state.averages_senders = False",
         "tests/torch/optim/test_demo.py::test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "second-moments-of-own-gradients",
+        "arithmetic",
+        "pycomm/reduction/moment.py",
+        "weight = (1 - decay) * agreement.share(*energies, self._ranks)",
+        "weight = 1 - decay",
+        "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "squares-of-projections-not-condensed",
+        "arithmetic",
+        "pycomm/hooks/momentum.py",
+        "CodedMoment.condense(one)",
+        "pass",
+        "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "own-squares-of-projections-left-out",
+        "arithmetic",
+        "pycomm/reduction/moment.py",
+        "projections.dot(projections)\n        return sums",
+        "0\n        return sums",
+        "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "rows-of-a-shard-begin-at-the-first",
+        "arithmetic",
+        "pycomm/reduction/agreement.py",
+        "first = (step - begin) % stride",
+        "first = step % stride",
+        "tests/torch/reduction/test_agreement.py::test_shards_have_the_projections_of_the_whole",
+    ),
+    Mutant(
+        "the-share-is-not-bounded-by-the-ranks",
+        "arithmetic",
+        "pycomm/reduction/agreement.py",
+        "max(1 / ranks, of_mean / own)",
+        "of_mean / own",
+        "tests/torch/reduction/test_agreement.py::test_bounds",
+    ),
+    Mutant(
+        "one-rank-chooses-for-all",
+        "rank",
+        MASKS,
+        "(torch.arange(one.chunks) + at) % size",
+        "torch.arange(one.chunks) * 0",
+        MASK_TESTS + "test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "a-chunk-keeps-its-rank",
+        "rank",
+        MASKS,
+        "dealt, at = {}, state.step",
+        "dealt, at = {}, 0",
+        MASK_TESTS + "test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "what-was-sent-stays-in-the-residual",
+        "state",
+        MASKS,
+        "rows[name].scatter_(1, mask, 0.0)",
+        "rows[name]",
+        MASK_TESTS + "test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "the-residual-of-a-mask-is-dropped",
+        "state",
+        MASKS,
+        "state.own.get(p.name, torch.zeros(()))",
+        "torch.zeros(())",
+        MASK_TESTS + "test_a_step_is_that_of_the_formula",
     ),
 )

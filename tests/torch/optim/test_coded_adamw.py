@@ -16,6 +16,7 @@ import pycomm
 from pycomm.errors import Error
 from pycomm.reduction.moment import FLOOR
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
+from tests.torch.optim.plain_agreement import Agreement
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 EDEN = "eden:bits=1,scale=mmse"
@@ -77,7 +78,7 @@ class Plain:
         self.row, self.column = torch.zeros(start.shape[0]), torch.zeros(start.shape[1])
         self.weight = torch.tensor(0.0)
         self.v = torch.tensor(pycomm.policy.quality.nominal_error(self.codec) ** 2)
-        self.t = 0
+        self.t, self.agreement = 0, Agreement(len(start), start.shape[1])
 
     def step(self, gs: list[torch.Tensor]) -> None:
         beta1, beta2 = SIZES["betas"]
@@ -103,8 +104,9 @@ class Plain:
             self.o[rank] = q.view_as(self.m) * scales[0][:, None] * scales[1]
             decoded.append(q)
         self.m = (sum(decoded) / ranks).view_as(self.m) * scales[0][:, None] * scales[1]
-        self.row = beta2 * self.row + (1 - beta2) * row
-        self.column = beta2 * self.column + (1 - beta2) * column
+        share = self.agreement.share(gs, SIZES["betas"][1])
+        self.row = beta2 * self.row + (1 - beta2) * share * row
+        self.column = beta2 * self.column + (1 - beta2) * share * column
         self.weight = beta2 * self.weight + (1 - beta2)
         if left > 0:
             self.v = 0.75 * self.v + 0.25 * left / coded

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.reduction.votes import Votes
+from pycomm.optim.votes import Votes
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
 from tests.torch.optim.test_coded_adamw import train, values
 

@@ -26,6 +26,7 @@ FAMILY: dict[str, Callable[..., Any]] = {
     "one-bit": lambda *a, **o: pycomm.OneBitAdam(*a, **{"warmup": 2, **o}),
     "zero-one": lambda *a, **o: pycomm.ZeroOneAdam(*a, **{"freeze": 3, "variance_steps": 1, **o}),
     "demo": pycomm.DeMo,
+    "shared-mask": lambda *a, **o: pycomm.SharedMaskAdamW(*a, **{"warmup": 2, **o}),
 }
 every = pytest.mark.parametrize("which", FAMILY)
 
@@ -333,8 +334,13 @@ def refused(rank: int, size: int, which: str) -> dict[str, str]:
         found["factors"] = attempt(codec="powersgd:4")
         found["auto"] = attempt(codec="auto")
         found["feedback"] = attempt(feedback="ef21")
-    if which == "one-bit":
+    if which in ("one-bit", "shared-mask"):
         found["warmup"] = attempt(warmup=0)
+    if which == "shared-mask":
+        found["density"] = attempt(density=0.0)
+        found["of a few"] = attempt(values="topk:0.01")
+        found["coarse"] = attempt(values="sign")
+        found["no codec"] = attempt(values=8)
     if which == "zero-one":
         found["freeze"] = attempt(freeze=0)
     if which == "lion":
@@ -363,6 +369,10 @@ def test_what_cannot_work_is_refused(pool, which):
         "feedback": "kind residual",
         "warmup": "warmup=0",
         "freeze": "freeze=0",
+        "density": "density=0.0",
+        "of a few": "no feedback",
+        "coarse": "no feedback",
+        "no codec": "TypeError",
         "result": "result='median'",
     }
     for found in pool.run(refused, which):
@@ -391,6 +401,9 @@ def differ(rank: int, size: int, which: str, what: dict[str, Any]) -> str:
         ("zero-one", {"variance_steps": (1, 2)}),
         ("zero-one", {"local_steps": (1, 2)}),
         ("zero-one", {"most_local": (1, 2)}),
+        ("shared-mask", {"density": (0.25, 0.5)}),
+        ("shared-mask", {"values": ("int8", "bf16")}),
+        ("shared-mask", {"warmup": (1, 2)}),
         ("demo", {"beta": (0.5, 0.25)}),
         ("demo", {"largest": (1, 2)}),
         ("demo", {"chunk": (8, 16)}),

@@ -27,6 +27,7 @@ from pycomm.feedback import storage
 from pycomm.reduction.moment import FLOOR
 from tests.torch.fsdp.test_compress import SHAPES, gradients, whole
 from tests.torch.hooks.test_ddp_compress import equal
+from tests.torch.optim.plain_agreement import Agreement
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 EXACTLY = "residual:storage=float32"
@@ -99,7 +100,7 @@ class Plain:
         self.row, self.column = torch.zeros(start.shape[0]), torch.zeros(start.shape[1])
         self.weight = 0.0
         self.v = pycomm.policy.quality.nominal_error(self.codec) ** 2
-        self.t = 0
+        self.t, self.agreement = 0, Agreement(*start.shape)
 
     def step(self, gs: list[torch.Tensor]) -> None:
         beta1, beta2 = SIZES["betas"]
@@ -127,8 +128,9 @@ class Plain:
                 rows.append(q[: part.numel()].view_as(part))
             self.o[rank] = torch.cat(rows) * d
         m = sum(self.o) / self.ranks
-        self.row = beta2 * self.row + (1 - beta2) * row
-        self.column = beta2 * self.column + (1 - beta2) * column
+        share = self.agreement.share(gs, beta2)
+        self.row = beta2 * self.row + (1 - beta2) * share * row
+        self.column = beta2 * self.column + (1 - beta2) * share * column
         self.weight = beta2 * self.weight + 1 - beta2
         if left > 0:
             self.v = 0.75 * self.v + 0.25 * left / coded
@@ -373,7 +375,8 @@ def totals(optimizer: pycomm.CodedAdamW) -> dict[str, Any]:
     compression = optimizer.compression
     for name, moment in compression.moments.items():
         found[f"{name}.momentum"] = whole(moment.state["exp_avg"]).clone()
-        for key in ("row", "column", "moment_weight", "coding_error"):
+        kept = ("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy")
+        for key in kept:
             found[f"{name}.{key}"] = moment.state[key].clone()
         for kind, kept in (("sent", compression.own), ("owed", compression.residuals)):
             total = torch.zeros(SHAPES[name]).flatten()

@@ -8,19 +8,16 @@ and one in 8 bits for 253. All ranks get the same bits, which do not depend on t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
+from pycomm.optim.own_state import OwnState
 from pycomm.policy import Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import completed
 from pycomm.reduction.single_coding import SingleCoding
-from pycomm.reduction.state import CompressionState
 
 BALLOT = "sign"
 """Codec of the votes: blocks of values of magnitude 1 have the scale 1, so that all are exact."""
@@ -28,8 +25,8 @@ BALLOT = "sign"
 _EXACT_COUNTS = ((13, "int4"), (253, "int8"))  # most ranks whose counts a codec tells apart
 
 
-class Votes(CompressionState):
-    """The exchange of votes, and what each rank keeps for itself.
+class Votes(OwnState):
+    """The exchange of votes; each rank keeps its momentum for itself.
 
     Args:
         majority: the result is the sign of the average, and 0 for equally many votes; else it is
@@ -41,8 +38,6 @@ class Votes(CompressionState):
         policy = Policy(BALLOT, rules=(), guard=None)
         super().__init__(policy, process_group=process_group, feedback=None)
         self._majority = majority
-        self.own: dict[str, torch.Tensor] = {}
-        """Momentum of this rank, by parameter name: float32 [shape]."""
 
     @property
     def answer(self) -> Codec:
@@ -76,37 +71,3 @@ class Votes(CompressionState):
         ranks = self.process_group.size()
         means.add_(1).mul_(ranks / 2).round_()  # votes for +1
         means.mul_(2).sub_(ranks).div_(ranks)
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def adopt_state(self, previous: CompressionState | None) -> None:
-        """See `CompressionState`: a rank keeps its momentum."""
-        super().adopt_state(previous)
-        if isinstance(previous, Votes):
-            self.own = {name: value.clone() for name, value in previous.own.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `CompressionState`; also has what this rank keeps for itself."""
-        own = {name: value.clone() for name, value in self.own.items()}
-        return {**super().state_dict(), f"own{dist.get_rank()}": (self.step, own)}
-
-    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
-        """See `CompressionState`. On another number of ranks each takes the mean of the momenta."""
-        super().load_state_dict(*states)
-        saved = {key: value for state in states for key, value in state.items()}
-        (about,) = saved["about"]
-        keys = self._needed_besides(about["world_size"])
-        if missing := [key for key in keys if key not in saved]:
-            raise ValueError(
-                f"each rank has a momentum of its own, and this state has no {', '.join(missing)}"
-            )
-        parts = [saved[key][1] for key in keys]
-        self.own = {
-            name: torch.stack([part[name] for part in parts if name in part]).mean(0)
-            for name in dict.fromkeys(name for part in parts for name in part)
-        }
-
-    def _needed_besides(self, before: int) -> list[str]:
-        if before == self.process_group.size():
-            return [f"own{dist.get_rank()}"]
-        return [f"own{rank}" for rank in range(before)]

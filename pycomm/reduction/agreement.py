@@ -1,0 +1,72 @@
+"""How much of the ranks' gradients agrees: the squares of their mean, beside the mean of squares.
+
+Adam's second moment is that of the mean gradient. Ranks that exchange sums of the squares of their
+own gradients get more: noise of n ranks, of which the mean has 1 / n in squares. The two are
+compared on one random number of some rows of a matrix, the row times random signs, whose square is
+that of the row in expectation (Alon et al. 1996). Every rank takes the same rows and signs, so that
+equal gradients agree exactly.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from pycomm.codecs.args import RandomKey
+from pycomm.codecs.philox import random_words
+
+ROWS = 64
+"""Most rows that are taken in a step; in other steps it is others' turn."""
+_SEED = 0x5EED_0F_A6EE
+_TURNS = 1021  # a prime number of places at which the signs of a step begin
+_STRIDE = 389
+
+
+def add_projections(
+    matrix: torch.Tensor, begin: int, rows: int, step: int, to: torch.Tensor
+) -> None:
+    """Add the random numbers of a matrix, or of some of its rows.
+
+    Args:
+        matrix: floats [some rows, columns].
+        begin: number of its first row in the whole matrix.
+        rows: number of rows of the whole matrix.
+        step: number of the step.
+        to: float32 [ROWS].
+    """
+    stride = max(1, -(-rows // ROWS))
+    first = (step - begin) % stride
+    chosen = matrix[first::stride]
+    if not chosen.numel():
+        return
+    signs = signs_of(matrix.shape[1], step, matrix.device)
+    at = (begin + first) // stride
+    to[at : at + len(chosen)] += (chosen.float() * signs).sum(1)
+
+
+def signs_of(columns: int, step: int, device: torch.device) -> torch.Tensor:
+    """Return the random signs of a step, float32 [columns]."""
+    begin = step * _STRIDE % _TURNS
+    return _table(columns + _TURNS, device)[begin : begin + columns]
+
+
+@lru_cache(maxsize=64)
+def _table(count: int, device: torch.device) -> torch.Tensor:
+    words = random_words(RandomKey(_SEED, 0, 0), 0, count, device)
+    return 1.0 - 2.0 * (words >> 31).float()
+
+
+def share(of_mean: float, own: float, ranks: int) -> float:
+    """Return the square of the mean gradient over the mean of squares, between 1 / ranks and 1.
+
+    It is rounded, so that the order in which squares were added up does not matter.
+
+    Args:
+        of_mean: squares of the ranks' mean.
+        own: mean of the ranks' squares.
+        ranks: their number.
+    """
+    if not own > 0:
+        return 1.0
+    return round(256 * min(1.0, max(1 / ranks, of_mean / own))) / 256
