@@ -384,8 +384,8 @@ MUTANTS = (
         "second-moments-are-sums-over-ranks",
         "arithmetic",
         "pycomm/hooks/momentum.py",
-        "self._total(self._sums.div_(self.process_group.size()))",
-        "self._total(self._sums)",
+        "means = self._sums.div_(self.process_group.size())",
+        "means = self._sums",
         "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
     ),
     Mutant(
