@@ -136,7 +136,10 @@ def write(page: Path, name: str, text: str) -> None:
     old = page.read_text()
     if not marks.search(old):
         raise ValueError(f"{page} has no place for the table {name!r}")
-    page.write_text(marks.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", old))
+    # At once, so that a run that is stopped leaves the old page or the new one.
+    partial = page.with_suffix(".partial")
+    partial.write_text(marks.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", old))
+    partial.replace(page)
 
 
 def main() -> int:
