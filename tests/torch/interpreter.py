@@ -83,7 +83,8 @@ class Interpreter:
             letter.flush()
             socket.send_fds(_server(), [b"x"], [letter.fileno(), *passed])
         there.close()
-        self.pid = int(self._answer(60.0))
+        # The first one waits until the server has imported torch: long, on a busy machine.
+        self.pid = int(self._answer(110.0))
 
     def _answer(self, seconds: float | None) -> bytes:
         ready, _, _ = select.select([self._link], [], [], seconds)
