@@ -242,15 +242,23 @@ void factors(const Sums& sums, float floor, float* row, float* column) {
   }
 }
 
-void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float* row, float* column) {
+void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float floor, float* row,
+                        float* column) {
   const float by_column = least * static_cast<float>(all_rows);
   const float by_row = least * static_cast<float>(sums.columns);
-  const double columns_total = plain_sum(sums.column, sums.columns);
-  const auto total = static_cast<float>(
-      (columns_total + static_cast<double>(by_column) * static_cast<double>(sums.columns)) *
-      sums.weight);
-  for (size_t i = 0; i < sums.rows; ++i) row[i] = std::sqrt(total / (sums.row[i] + by_row));
-  for (size_t j = 0; j < sums.columns; ++j) column[j] = 1 / std::sqrt(sums.column[j] + by_column);
+  const double columns_total = plain_sum(sums.column, sums.columns) +
+                               static_cast<double>(by_column) * static_cast<double>(sums.columns);
+  const auto total = static_cast<float>(columns_total * sums.weight);
+  const auto mean_row = static_cast<float>(columns_total / static_cast<double>(all_rows));
+  const auto mean_column =
+      static_cast<float>(columns_total / static_cast<double>(std::max<size_t>(1, sums.columns)));
+  const float least_row = floor * floor * mean_row, least_column = floor * floor * mean_column;
+  for (size_t i = 0; i < sums.rows; ++i) {
+    row[i] = std::sqrt(total / std::max(least_row, sums.row[i] + by_row));
+  }
+  for (size_t j = 0; j < sums.columns; ++j) {
+    column[j] = 1 / std::sqrt(std::max(least_column, sums.column[j] + by_column));
+  }
 }
 
 void add_squares(const Matrix& x, const Squares& sums, int threads) {

@@ -42,8 +42,8 @@ PYCOMM_API void factors(const Sums& sums, float floor, float* row, float* column
 
 /// Writes the reciprocals of such factors, after `least` was added to every second moment.
 /// The rows are some of `all_rows`.
-PYCOMM_API void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float* row,
-                                   float* column);
+PYCOMM_API void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float floor,
+                                   float* row, float* column);
 
 struct Divide {
   const float* momentum = nullptr;  // m of the first rows; nullptr: none

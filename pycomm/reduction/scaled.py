@@ -81,13 +81,18 @@ def factors(
 
 
 def reciprocal_factors(
-    row: torch.Tensor, column: torch.Tensor, weight: float, all_rows: int, least: float
+    row: torch.Tensor,
+    column: torch.Tensor,
+    weight: float,
+    all_rows: int,
+    least: float,
+    floor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the reciprocals of such factors, after `least` was added to every second moment.
 
     Args:
         row: the sums of some rows.
-        column, weight: as for `factors`.
+        column, weight, floor: as for `factors`.
         all_rows: number of all rows.
         least: above 0.
     """
@@ -96,12 +101,15 @@ def reciprocal_factors(
         by_row, by_column = room[: row.numel()], room[row.numel() :]
         _C.scaled_reciprocal_factors(
             *(row.data_ptr(), row.numel(), column.data_ptr(), column.numel(), weight),
-            *(all_rows, least, by_row.data_ptr(), by_column.data_ptr()),
+            *(all_rows, least, floor, by_row.data_ptr(), by_column.data_ptr()),
         )
         return by_row, by_column
     by_column = column + least * all_rows
     by_row = row + least * column.numel()
-    return (by_column.sum() * weight / by_row).sqrt_(), by_column.rsqrt_()
+    total = by_column.sum()
+    by_row.clamp_min_(floor**2 * total / all_rows)
+    by_column.clamp_min_(floor**2 * total / column.numel())
+    return (total * weight / by_row).sqrt_(), by_column.rsqrt_()
 
 
 def divide(

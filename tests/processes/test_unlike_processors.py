@@ -85,7 +85,7 @@ _C.scaled_divide(at(g), *by, at(m), rows - 1, 0.7, 2.0, at(r), at(c), 0.5, 1)
 _C.scaled_multiply(at(g), *by, 1.5, 1)
 _C.scaled_factors(*sums, 0.1, at(row), at(column))
 _C.scaled_move(at(x), *by, at(g), at(m), 0.1, 0.9, 3.0, 1)
-_C.scaled_reciprocal_factors(*sums, rows, 0.01, at(row), at(column))
+_C.scaled_reciprocal_factors(*sums, rows, 0.01, 0.1, at(row), at(column))
 errors = _C.scaled_errors(at(g), at(x), False, rows * columns)
 print("scaled", *(digest(v).hexdigest() for v in (g, m, x, *made)), errors)
 """

@@ -29,10 +29,11 @@ void factors(uintptr_t row, size_t rows, uintptr_t column, size_t columns, float
 }
 
 void reciprocal_factors(uintptr_t row, size_t rows, uintptr_t column, size_t columns, float weight,
-                        size_t all_rows, float least, uintptr_t out_row, uintptr_t out_column) {
+                        size_t all_rows, float least, float floor, uintptr_t out_row,
+                        uintptr_t out_column) {
   const DefaultArithmetic arithmetic;
   scaled::reciprocal_factors({floats(row), rows, floats(column), columns, weight}, all_rows, least,
-                             floats(out_row), floats(out_column));
+                             floor, floats(out_row), floats(out_column));
 }
 
 void divide(uintptr_t g, size_t rows, size_t columns, uintptr_t row, uintptr_t column,

@@ -144,6 +144,14 @@ MUTANTS = (
         "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
     ),
     Mutant(
+        "denominators-without-the-least-factor-of-the-coding",
+        "arithmetic",
+        "pycomm/reduction/moment.py",
+        "self.rows, least, FLOOR)",
+        "self.rows, least, 0.0)",
+        "tests/torch/optim/test_coded_adamw.py::test_coding_errors_do_not_move_rows_of_faint_gradients",
+    ),
+    Mutant(
         "squares-of-projections-not-condensed",
         "arithmetic",
         "pycomm/hooks/momentum.py",

@@ -135,7 +135,8 @@ class Plain:
         if left > 0:
             self.v = 0.75 * self.v + 0.25 * left / coded
         self.t += 1
-        full = torch.outer(self.row, self.column) / self.row.sum() / self.weight
+        row, column = (s.clamp_min(FLOOR**2 * s.mean()) for s in (self.row, self.column))
+        full = torch.outer(row, column) / self.row.sum() / self.weight
         moved = m / (1 - beta1**self.t) / full.sqrt()
         self.x = self.x * (1 - SIZES["lr"] * SIZES["weight_decay"]) - SIZES["lr"] * moved
 
