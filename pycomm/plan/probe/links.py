@@ -100,9 +100,9 @@ def crowd(
     """Measure a crowd by all-reduces of more ranks of a machine than it has cores.
 
     The core's time in a longer buffer, less folding, gives its cost of a byte; the time of short
-    ones beyond the planner's prediction is the wait for a core, in each round. A codec that works
-    on segments still finds them in caches; one that takes whole buffers does not, and delays the
-    other ranks.
+    ones beyond the planner's prediction is the wait for a core, in each round. Codecs are slower
+    than on a core of their own, since ranks change on it in the middle of their work: those that
+    work on segments less than one that takes whole buffers, which caches no longer hold.
 
     Args:
         ranks: all of them call this.
@@ -132,17 +132,23 @@ def crowd(
             waits.append((coding, near.numel, wall))
     numel = min(far.numel, length)  # payloads are far smaller
     far_whole, _ = coded_all_reduces(group, far.values, numel, WHOLE, 3)
+    segmented = [
+        (coding, coded_all_reduces(group, far.values, numel, coding, 3)[0])
+        for coding in SHORT_CODINGS
+    ]
     if found is None or found.inter is None:
         return None
     here = Crowd(members, found.inter.byte)
     if length > FIRST:
         here = moving(found, here, length, long[0], (long[1] - first[1]) / (length - FIRST))
+    factors = [longer(found, here, coding, numel, wall) for coding, wall in segmented]
+    here = replace(here, segmented=statistics.mean(factors))
     late = [(wall - expected(found, here, coding, short)) / 2 for coding, short, wall in waits]
     here = replace(here, delay=max(0.0, statistics.median(late)))
     return replace(
         here,
-        whole=longer(found, here, near.numel, statistics.median(whole)),
-        far_whole=longer(found, here, numel, far_whole),
+        whole=longer(found, here, WHOLE, near.numel, statistics.median(whole)),
+        far_whole=longer(found, here, WHOLE, numel, far_whole),
     )
 
 
@@ -159,11 +165,11 @@ def moving(found: Probe, crowd: Crowd, length: int, wall: float, core: float) ->
     return replace(crowd, byte=crowd.byte + share * (costly.byte - crowd.byte))
 
 
-def longer(found: Probe, crowd: Crowd, numel: int, wall: float) -> float:
-    """Return the factor by which a codec of whole buffers is slower, from its all-reduce's time."""
+def longer(found: Probe, crowd: Crowd, coding: Coding, numel: int, wall: float) -> float:
+    """Return the factor by which a codec is slower in a crowd, from its all-reduce's time."""
     once, twice = (
-        expected(found, replace(crowd, whole=times, far_whole=times), WHOLE, numel)
-        for times in (1.0, 2.0)
+        expected(found, replace(crowd, whole=f, far_whole=f, segmented=f), coding, numel)
+        for f in (1.0, 2.0)
     )
     return min(4.0, max(1.0, 1 + (wall - once) / (twice - once)))
 

@@ -28,6 +28,8 @@ class Crowd:
     """Factor by which codecs without segments are slower."""
     far_whole: float = 1.0
     """The same factor on larger buffers."""
+    segmented: float = 1.0
+    """Factor by which codecs with segments are slower."""
 
     def toward(self, other: Crowd, ranks: int) -> Crowd:
         """Return a crowd of `ranks` between the two, or beyond, never below the physical limits,
@@ -43,6 +45,7 @@ class Crowd:
             max(0.0, between(self.delay, other.delay)),
             max(1.0, between(self.whole, other.whole)),
             max(1.0, between(self.far_whole, other.far_whole)),
+            max(1.0, between(self.segmented, other.segmented)),
         )
 
 
@@ -141,8 +144,11 @@ class Probe:
         if crowd:
             inter = replace(inter, byte=crowd.byte, latency=inter.latency + crowd.delay)
             for coding in CODINGS.values():
-                if coding.whole and coding.name in processor.rates:
-                    processor = processor.slower(coding.name, crowd.whole, crowd.far_whole)
+                if coding.name in processor.rates:
+                    factors = crowd.whole, crowd.far_whole
+                    if not coding.whole:
+                        factors = crowd.segmented, crowd.segmented
+                    processor = processor.slower(coding.name, *factors)
         return Cluster(
             ranks=ranks,
             ranks_per_node=ranks_per_node,

@@ -8,8 +8,50 @@ OPS = "tests/torch/backend/test_ops.py::"
 ARGUMENTS = "tests/torch/backend/test_arguments.py::"
 GROUPS = "tests/torch/backend/test_groups.py::"
 PYTHON = "tests/torch/backend/test_python_backend.py::"
+MIXED = "tests/torch/device/test_mixed_ranks.py::"
 
 MUTANTS = (
+    # ------------------------------------------------------------------ CPU and device ranks
+    Mutant(
+        "device-ranks-of-a-mixed-group-cut-large-sums",
+        "check",
+        "csrc/binding/torch/collectives.cpp",
+        'options_->device.path != "mixed"',
+        "true",
+        MIXED + "test_every_operation_has_the_bits_of_ranks_on_the_cpu",
+    ),
+    Mutant(
+        "mixed-groups-not-compared-when-they-are-made",
+        "check",
+        "csrc/binding/torch/groups.cpp",
+        'if (options_->device.path == "mixed") communicator.agreed = "device_path=mixed";',
+        "",
+        MIXED + "test_a_rank_that_alone_has_the_option_is_refused",
+    ),
+    Mutant(
+        "groups-of-a-mixed-group-are-not-mixed",
+        "state",
+        "pycomm/backend/__init__.py",
+        "if parent is not None and _is_mixed(parent):",
+        "if False:",
+        MIXED + "test_groups_made_from_a_mixed_one_are_mixed",
+    ),
+    Mutant(
+        "buckets-of-a-mixed-group-compressed-in-the-backend",
+        "check",
+        "pycomm/backend/__init__.py",
+        "None if found is None or _is_mixed(found) else found",
+        "found",
+        MIXED + "test_compressed_gradients_have_the_bits_of_ranks_on_the_cpu",
+    ),
+    Mutant(
+        "mismatch-of-paths-without-advice",
+        "check",
+        "csrc/collectives/group/failure.cpp",
+        "text.find(kPathsLabel) == std::string::npos ||",
+        "true ||",
+        MIXED + "test_without_the_option_every_rank_reads_what_to_do",
+    ),
     Mutant(
         "pending-works-without-their-hooks",
         "wait",
