@@ -85,6 +85,14 @@ FIGURES = (
         "reno.",
     ),
     Figure(
+        "unequal",
+        "wan-unequal-cpu.csv",
+        charts.unequal,
+        "python -m pycomm.bench.wan.unequal --csv bench/results/wan-unequal-cpu.csv",
+        "A link that is given as 20/50 sends 20 and receives 50 Mbit/s. The bound counts payload "
+        "alone; headers add some 7 %.",
+    ),
+    Figure(
         "peers",
         "peers-cpu.csv",
         charts.peers,

@@ -13,7 +13,7 @@ from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
 from pycomm.charts import Axis, Chart, Panel, Series
 from pycomm.plan import draw
 from pycomm.plan.sweep import Curves
-from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate
+from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate, parse_time
 
 
 def loss(rows: Sequence[Row]) -> Chart:
@@ -290,6 +290,50 @@ def wan(rows: Sequence[Row]) -> Chart:
                 Axis("packets lost", ticks=[(float(i), loss) for i, loss in enumerate(losses)]),
                 by_loss,
             ),
+        ],
+    )
+
+
+SHARES = {
+    "gloo": "Gloo",
+    "equal": "equal shares",
+    "measured": "measured",
+    "declared": "declared",
+    "equal, coded": "equal, int8",
+    "declared, coded": "declared, int8",
+}
+"""Calls of `bench.wan.unequal`, by how owners' shares follow the links, and their labels."""
+
+
+def unequal(rows: Sequence[Row]) -> Chart:
+    """Plot the times of all-reduces over unequal links as multiples of the bound."""
+    rows = tables.newest(rows, "rates", "call")
+    series = []
+    for rates in dict.fromkeys(r["rates"] for r in rows):
+        ratios = {r["call"]: float(r["ratio"]) for r in rows if r["rates"] == rates}
+        found = [(float(i), ratios[call]) for i, call in enumerate(SHARES) if call in ratios]
+        xs, ys = zip(*found, strict=True)
+        # What a node sends and receives, equal ones once.
+        links = dict.fromkeys(rate.replace("mbit", "") for rate in rates.split(","))
+        counts = [rates.replace("mbit", "").split(",").count(link) for link in links]
+        label = ", ".join(
+            f"{count} x {link}" if count > 1 else link
+            for link, count in zip(links, counts, strict=True)
+        )
+        hover = [f"{label} Mbit/s: {ratio:.2f} times the bound" for ratio in ys]
+        series.append(Series(f"{label} Mbit/s", xs, ys, hover, kind="points"))
+    ticks = [(float(i), label) for i, label in enumerate(SHARES.values())]
+    most = max(max(line.y) for line in series)
+    return Chart(
+        "All-reduces over unequal links",
+        f"{_size(1 << 24)} of float32, four ranks, a round trip of "
+        f"{format_time(parse_time(rows[0]['round_trip']))}; time / the least that links allow",
+        [
+            Panel(
+                Axis("shares of the owners", ticks=ticks, limits=(-0.5, len(ticks) - 0.5)),
+                Axis("time / bound", limits=(0, 1.1 * most)),
+                series,
+            )
         ],
     )
 
