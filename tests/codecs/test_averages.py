@@ -3,6 +3,8 @@ any values and any distribution of the energy over them."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from pycomm.codecs import CODECS
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from tests.codecs.cases import SPECS, amax_of
+from tests.extent import part
 
 SIZE = 2048
 # Deviations of the mean, in sigma, that occur by chance once in 10^7 projections.
@@ -76,11 +79,10 @@ def directions(x: torch.Tensor) -> torch.Tensor:
     rest[x.abs().argmax()] = 0
     small = torch.where(x.abs() <= x.abs().median(), x, torch.zeros_like(x))
     signs = torch.randint(0, 2, x.shape, generator=g) * 2 - 1
-    return torch.stack([part for part in (x, rest, small, rest * signs) if part.norm() > 0])
+    return torch.stack([one for one in (x, rest, small, rest * signs) if one.norm() > 0])
 
 
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("spec", BIAS)
+@pytest.mark.parametrize(("spec", "values"), part(list(product(BIAS, VALUES)), 3))
 def test_the_mean_over_keys_is_the_value(spec, values):
     codec, x, keys = pycomm.codec(spec), VALUES[values], 1000
     parts = directions(x)

@@ -119,11 +119,11 @@ RECORDS = [(spec, case) for spec, cases in ON_GPUS.items() for case in cases]
 
 
 def on_gpus() -> Iterator[tuple[str, str, str, str]]:
-    """Yield all records for all, and every third for Triton's interpreter: a second each."""
+    """Yield all records for all, and every sixth for Triton's interpreter: a second each."""
     for kind, device in IMPLEMENTATIONS:
         if kind != "native":
             slow = (kind, device) == ("triton", "cpu")
-            for record in part(RECORDS, 3) if slow else RECORDS:
+            for record in part(RECORDS, 6) if slow else RECORDS:
                 yield *record, kind, device
 
 
