@@ -45,7 +45,7 @@ TRITON_SPECS = part(
         "randomk:100",
         "randomk:10,block=256,scale=unbiased",
     ],
-    3,
+    5,
     2,
 )
 INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][a-z0-9_]*(?:\.[a-z0-9_:]+)+)\s", re.MULTILINE)
