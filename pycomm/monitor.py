@@ -205,6 +205,35 @@ class Collector:
         yield from metrics.collect()
 
 
+def publish_to_ray() -> int:
+    """Set Ray's metrics to the present values; Ray shows them as ``ray_pycomm_...``.
+
+    Each worker calls it now and then, such as with each `ray.train.report`. Every metric of
+    `Collector` becomes a gauge with the same labels; Ray adds the worker and the node.
+
+    Returns:
+        How many values were set.
+
+    Raises:
+        ImportError: ray or prometheus-client is not installed.
+    """
+    from ray.util.metrics import Gauge
+
+    count = 0
+    for metric in Collector().collect():
+        for sample in metric.samples:
+            gauge = _ray_gauges.get(sample.name)
+            if gauge is None:
+                gauge = Gauge(sample.name, metric.documentation, tuple(sample.labels))
+                _ray_gauges[sample.name] = gauge
+            gauge.set(float(sample.value), dict(sample.labels))
+            count += 1
+    return count
+
+
+_ray_gauges: dict[str, Any] = {}
+
+
 def serve(port: int, address: str = "127.0.0.1") -> Any:
     """Serve Prometheus metrics at ``http://address:port/metrics``, in a thread of this process.
 
