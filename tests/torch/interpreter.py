@@ -32,12 +32,16 @@ PRELOADED = "torch.distributed.fsdp, torch._dynamo, torch.distributed.checkpoint
 # One thread, since a fork copies none: the libraries that torch loads start theirs at import.
 SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 SERVER = f"""
-import sys
+import gc, sys
 sys.path[0] = {str(ROOT)!r}
+gc.disable()
 import torch, {PRELOADED}
 from tests.torch.forked import serve
+# A collection goes over half a million objects of torch, and writes to each one's page.
+gc.freeze()
+gc.enable()
 command = serve(int(sys.argv[1]))
-del sys.path[0], sys, torch, serve
+del sys.path[0], gc, sys, torch, serve
 command.prepare()
 exec(command.code(), globals())
 """

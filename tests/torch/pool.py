@@ -5,6 +5,7 @@ Each test sends the ranks a function, which runs on every rank in a new process 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -78,6 +79,7 @@ def serve(descriptor: int) -> None:
     importlib.import_module("pycomm.backend")  # registers the name where pycomm is not installed
 
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
             job = link.recv()

@@ -149,7 +149,7 @@ MUTANTS = (
         "pycomm/reduction/moment.py",
         "self.rows, least, FLOOR)",
         "self.rows, least, 0.0)",
-        "tests/torch/optim/test_coded_adamw.py::test_coding_errors_do_not_move_rows_of_faint_gradients",
+        "tests/torch/optim/test_faint_rows.py",
     ),
     Mutant(
         "squares-of-projections-not-condensed",

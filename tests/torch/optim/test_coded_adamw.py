@@ -140,28 +140,6 @@ def test_a_step_is_that_of_the_formula(pool, codec, ranks):
     pool.run(against_the_formula, codec, ranks=ranks)
 
 
-def with_faint_rows(rank: int, size: int, codec: str) -> float:
-    """Train with rows whose gradients fade, as those of bytes that a text no longer has."""
-    model, optimizer = make(codec, betas=(0.9, 0.8))
-    most = 0.0
-    for step in range(60):
-        faint = gradients(rank, step)
-        faint["big"][3:9] *= 0.5**step
-        before = model.module.big.detach().clone()
-        optimizer.zero_grad()
-        model(faint).backward()
-        optimizer.step()
-        kept = before * (1 - SIZES["lr"] * SIZES["weight_decay"])
-        most = max(most, float((model.module.big.detach() - kept).abs().max()) / SIZES["lr"])
-    return most
-
-
-@pytest.mark.parametrize("codec", ["sign", EDEN])
-def test_coding_errors_do_not_move_rows_of_faint_gradients(pool, codec):
-    # Adam's coordinates move by a learning rate or two, and codes of one bit add some.
-    assert max(pool.run(with_faint_rows, codec)) < 6
-
-
 def exactly(rank: int, size: int) -> None:
     model, optimizer = make("fp32")
     plain = DistributedDataParallel(Chosen(), **CALM)
