@@ -53,7 +53,10 @@ void Window::wait_long(int rank, uint32_t stage) {
     driven = drive_ && drive_();
     compare_tags(stage);
     if (!detector_.aborted() || aborted_here()) detector_.check();
-    if (detector_.left(rank) && !ready()) detector_.throw_left(rank);
+    if (detector_.left(rank) && !ready()) {
+      compare_tags(stage);  // it may have left because of a mismatch, since the comparison above
+      detector_.throw_left(rank);
+    }
     if (deadline_.expired()) throw_timeout(stage);
   };
   const auto sleep = [&](std::chrono::microseconds limit) {
