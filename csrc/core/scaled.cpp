@@ -93,6 +93,18 @@ PYCOMM_SIMD void divide_row(float* g, const float* momentum, const float* column
   }
 }
 
+/// Leaves a share of the gradient in one row of what `divide_row` has made of it.
+PYCOMM_SIMD void keep_row(float* x, const float* momentum, const float* column, size_t columns,
+                          float share, float other_share, float row) {
+  for (size_t j = 0; j < columns; ++j) {
+    x[j] = x[j] * share + momentum[j] * other_share * row * column[j];
+  }
+}
+
+PYCOMM_SIMD void scale_row(float* x, size_t columns, float share) {
+  for (size_t j = 0; j < columns; ++j) x[j] *= share;
+}
+
 PYCOMM_SIMD void multiply_row(float* x, const float* column, size_t columns, float row) {
   for (size_t j = 0; j < columns; ++j) x[j] = x[j] * row * column[j];
 }
@@ -213,10 +225,14 @@ class ColumnSums {
     for (size_t j = 0; j < columns_; ++j) part[j] += block[j];
   }
 
-  void finish(const Squares& to) const {
+  /// Returns the total of all squares.
+  double finish(const Squares& to) const {
+    double total = 0;
     for (const std::vector<float>& part : parts_) {
       for (size_t j = 0; j < part.size(); ++j) to.column[j] += part[j] * to.unit;
+      total += plain_sum(part.data(), part.size());
     }
+    return total * static_cast<double>(to.unit);
   }
 
  private:
@@ -289,7 +305,19 @@ void divide(const Matrix& g, const Divide& by, int threads) {
       sums.add(g, i, std::min(end, i + kBlock), thread, by.squares, divide_one);
     }
   });
-  if (by.squares.row) sums.finish(by.squares);
+  if (!by.squares.row) return;
+  const double energy = sums.finish(by.squares);
+  if (by.most == 0 || energy <= static_cast<double>(by.most)) return;
+  const auto share = static_cast<float>(std::sqrt(static_cast<double>(by.most) / energy));
+  for (size_t i = 0; i < g.rows; ++i) {
+    float* const values = g.values + i * g.columns;
+    if (by.momentum && i < by.known) {
+      keep_row(values, by.momentum + i * g.columns, column.data(), g.columns, share,
+               (1 - share) * by.beta, 1.0f / g.row[i]);
+    } else {
+      scale_row(values, g.columns, share);
+    }
+  }
 }
 
 void multiply(const Matrix& x, float unit, int threads) {

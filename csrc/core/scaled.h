@@ -51,9 +51,11 @@ struct Divide {
   float beta = 0;
   float unit = 1;   // what the gradient is multiplied by
   Squares squares;  // of the gradient; without row: not wanted
+  float most = 0;   // of the sum of these squares; 0: any
 };
 
-/// Replaces a gradient g by (beta m + (1 - beta) unit g) / (row column).
+/// Replaces a gradient g by (beta m + (1 - beta) unit g) / (row column). A gradient whose squares
+/// add up to more than `most` is scaled down to it; its squares are written as they are.
 PYCOMM_API void divide(const Matrix& g, const Divide& by, int threads);
 
 /// Multiplies by unit row column.

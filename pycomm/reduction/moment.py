@@ -45,6 +45,11 @@ FLOOR = 0.1
 for long would otherwise dominate the block in which they are coded. The denominators have the same:
 with smaller ones, the coding errors of such rows moved an embedding by 50 learning rates a step,
 and a run of 2,000 steps diverged."""
+BOUND = 3.0
+"""Most that a rank's gradient counts in a step, as a multiple of its root second moment, over all
+values of a matrix. Second moments are known after the coding, up to some steps later: without a
+bound, one gradient that is a hundred times too large moves all values by dozens of learning rates,
+and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
 _TINY = 1e-30
 _STEPS = 1024  # of b, from 0 to 1
 LIMIT = 50.0
@@ -306,20 +311,37 @@ class CodedMoment:
             momentum = local(self.state["exp_avg"])
         rows = self._rows_of(shard)
         momentum = momentum.reshape(-1, self.columns)[: rows.stop - rows.start]  # not of padding
-        squares = None
+        squares = most = None
         if not entered and matrix.shape[0] == rows.stop - rows.start:
-            squares = (*self._sums_of(rows), scale**-2)
+            squares, most = (*self._sums_of(rows), scale**-2), self._most(rows)
         elif not entered:
+            sums, most = self._sums_of(rows)[0], self._most(rows)
+            before = sums.sum()
             self.enter(values, scale, shard)
+            if most is not None:
+                scaled.bound(matrix, sums.sum() - before, most)
+            most = None
         scaled.divide(
             *(matrix, momentum, row, column, self.beta, 1 / scale),
             add=not self.again,
             squares=squares,
+            most=most,
         )
         if looks and residual is not None and residual.worker is not None:
             left, coded = scaled.error_sums(values, residual.stored_worker(shard or 0))
             self._fresh[-EXTRA] += left
             self._fresh[1 - EXTRA] += coded
+
+    def _most(self, rows: slice) -> torch.Tensor | None:
+        """Return the most that the squares of this rank's gradient in some rows may add up to."""
+        state = self.state
+        weight = float(state["moment_weight"])
+        if weight == 0 or "own_energy" not in state:
+            return None
+        energies = float(state["mean_energy"]), float(state["own_energy"])
+        own = weight * agreement.share(*energies, self._ranks)
+        most: torch.Tensor = state["row"][rows].sum() * (BOUND**2 / own)
+        return most.clamp_min_(_TINY)
 
     def _project(self, matrix: torch.Tensor, scale: float, shard: int | None) -> None:
         rows = self._rows_of(shard)

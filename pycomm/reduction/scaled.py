@@ -112,6 +112,13 @@ def reciprocal_factors(
     return (total * weight / by_row).sqrt_(), by_column.rsqrt_()
 
 
+def bound(gradient: torch.Tensor, energy: torch.Tensor, most: torch.Tensor) -> None:
+    """Scale a gradient, whose squares add up to `energy`, down to `most`."""
+    # Without a look at the numbers, for which the processor would wait for the device.
+    share = (most / energy.clamp_min(_TINY)).sqrt_().clamp_max_(1.0)
+    gradient.mul_(share.to(gradient.dtype))
+
+
 def divide(
     gradient: torch.Tensor,
     momentum: torch.Tensor,
@@ -122,6 +129,7 @@ def divide(
     *,
     add: bool,
     squares: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    most: torch.Tensor | None = None,
 ) -> None:
     """Replace a gradient g by (beta m + (1 - beta) unit g) / (row column).
 
@@ -133,6 +141,8 @@ def divide(
         unit: what the gradient is multiplied by.
         add: False: leave the momentum out.
         squares: sums by row and column to which g's squares are added, as `add_squares` does.
+        most: float32 without dimensions, above 0, with `squares`: a gradient whose squares add up
+            to more is scaled down to it, after they were added.
     """
     if _native(gradient, momentum):
         known = momentum.shape[0] if add and beta > 0 else 0
@@ -141,11 +151,15 @@ def divide(
             *_at(gradient, row, column),
             *(momentum.data_ptr() if known else 0, known, beta, unit),
             *(0 if sums is None else sums.data_ptr() for sums in (row_sums, column_sums)),
-            *(sums_unit, torch.get_num_threads()),
+            *(sums_unit, 0.0 if most is None else float(most), torch.get_num_threads()),
         )
         return
     if squares is not None:
-        add_squares(gradient, *squares)
+        own_row = torch.zeros_like(squares[0])
+        add_squares(gradient, own_row, *squares[1:])
+        squares[0].add_(own_row)
+        if most is not None:
+            bound(gradient, own_row.sum(), most)
     by_row, by_column = row.reciprocal()[:, None], column.reciprocal()
     known = momentum.shape[0]
     for rows in _blocks(gradient):

@@ -95,6 +95,28 @@ def test_factors_are_roots_of_the_second_moments(rows, columns):
     assert near(torch.outer(by_row, by_column), (torch.outer(r, c) / total / 0.5).rsqrt())
 
 
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("known", [0, 2, 1000])
+def test_a_gradient_above_the_bound_is_scaled_down_to_it(rows, columns, known):
+    a = given(rows, columns)
+    wide = {key: value.double() for key, value in a.items()}
+    energy = 0.25 * wide["g"].square().sum()
+    m = wide["m"].clone()
+    m[known:] = 0
+    for most, share in ((energy / 9, 1 / 3), (2 * energy, 1.0)):
+        values, row, column = a["g"].clone(), torch.zeros(rows), torch.zeros(columns)
+        scaled.divide(
+            *(values, a["m"][:known], a["row"], a["column"], 0.75, 2.0),
+            add=True,
+            squares=(row, column, 0.25),
+            most=most.float().clamp_min(1e-30),
+        )
+        d = torch.outer(wide["row"], wide["column"])
+        assert near(values, (0.75 * m + 0.25 * 2 * share * wide["g"]) / d)
+        assert near(row, 0.25 * wide["g"].square().sum(1))  # the whole gradient's
+        assert near(column, 0.25 * wide["g"].square().sum(0))
+
+
 def test_errors_are_those_of_the_stored_residual():
     x, e = torch.randn(5003), torch.randn(5003)
     for stored in (e, e.bfloat16()):

@@ -38,7 +38,7 @@ void reciprocal_factors(uintptr_t row, size_t rows, uintptr_t column, size_t col
 
 void divide(uintptr_t g, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
             uintptr_t momentum, size_t known, float beta, float unit, uintptr_t row_sums,
-            uintptr_t column_sums, float sums_unit, int threads) {
+            uintptr_t column_sums, float sums_unit, float most, int threads) {
   GilReleased release;
   const DefaultArithmetic arithmetic;
   scaled::Divide by;
@@ -47,6 +47,7 @@ void divide(uintptr_t g, size_t rows, size_t columns, uintptr_t row, uintptr_t c
   by.beta = beta;
   by.unit = unit;
   by.squares = {floats(row_sums), floats(column_sums), sums_unit};
+  by.most = most;
   scaled::divide({floats(g), rows, columns, floats(row), floats(column)}, by, threads);
 }
 

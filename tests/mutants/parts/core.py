@@ -144,5 +144,6 @@ MUTANTS = (
         "i < by.known",
         "true",
         "tests/core/test_scaled.py::test_operations_are_those_of_their_formulas",
+        within="const bool known = by.momentum && i < by.known;",
     ),
 )

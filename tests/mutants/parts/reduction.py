@@ -457,8 +457,8 @@ MUTANTS = (
         "squares-in-the-unit-of-the-loss",
         "arithmetic",
         "pycomm/reduction/moment.py",
-        "squares = (*self._sums_of(rows), scale**-2)",
-        "squares = (*self._sums_of(rows), 1.0)",
+        "(*self._sums_of(rows), scale**-2), self._most(rows)",
+        "(*self._sums_of(rows), 1.0), self._most(rows)",
         "tests/torch/optim/test_coded_adamw.py::test_a_step_that_overflows_leaves_no_trace",
     ),
     # ------------------------------------------------------------------ change of members

@@ -1,0 +1,58 @@
+"""How far CodedAdamW moves a value where gradients fade in some rows, or jump in one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch.hooks.test_ddp_compress import gradients
+from tests.torch.optim.test_coded_adamw import EDEN, SIZES, make
+
+
+def moves(optimizer: Any, model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Take a step, and return by how many learning rates the values of a matrix have moved."""
+    parameter = model.module.big
+    before = parameter.detach().clone()
+    optimizer.zero_grad()
+    model(given).backward()
+    optimizer.step()
+    kept = before * (1 - SIZES["lr"] * SIZES["weight_decay"])
+    return (parameter.detach() - kept) / SIZES["lr"]
+
+
+def with_faint_rows(rank: int, size: int, codec: str) -> float:
+    """Return the most that a value moves in a step, while rows fade."""
+    model, optimizer = make(codec, betas=(0.9, 0.8))
+    most = 0.0
+    for step in range(60):
+        faint = gradients(rank, step)
+        faint["big"][3:9] *= 0.5**step
+        most = max(most, float(moves(optimizer, model, faint).abs().max()))
+    return most
+
+
+@pytest.mark.parametrize("codec", ["sign", EDEN])
+def test_coding_errors_do_not_move_rows_of_faint_gradients(pool, codec):
+    # Adam's coordinates move by a learning rate or two, and codes of one bit add some.
+    assert max(pool.run(with_faint_rows, codec)) < 6
+
+
+def with_a_jump(rank: int, size: int, codec: str, refresh: int) -> float:
+    """Return how far the values move in all after a step whose gradients were 1000 times larger."""
+    model, optimizer = make(codec, refresh=refresh)
+    moved = []
+    for step in range(30):
+        given = gradients(rank, step)
+        if step == 10:
+            given = {name: 1000 * gradient for name, gradient in given.items()}
+        moved.append(moves(optimizer, model, given))
+    return float(sum(moved[10:]).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("codec", ["sign", "topk:0.05", "int4"])
+def test_a_jump_of_the_gradients_moves_values_little(pool, codec):
+    # Without a bound it is hundreds of learning rates.
+    for refresh in (1, 16):
+        assert max(pool.run(with_a_jump, codec, refresh)) < 6
