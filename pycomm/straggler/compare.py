@@ -78,10 +78,15 @@ class Health:
 
 
 def compare(all_stats: Sequence[RankStats]) -> Health | None:
-    """Compare the statistics of a group's ranks; return None if they share no operation."""
-    if len(all_stats) < 2:
+    """Compare the statistics of a group's ranks; return None if they share no operation.
+
+    Of a rank that is there twice the last ones count: replicas of torchft may put down groups of
+    the same name and ranks.
+    """
+    by_rank = {a.rank: a for a in all_stats}
+    if len(by_rank) < 2:
         return None
-    all_stats = sorted(all_stats, key=lambda a: a.rank)
+    all_stats = [by_rank[rank] for rank in sorted(by_rank)]
     common = sorted(set.intersection(*(set(a.operations) for a in all_stats)))
     if not common:
         return None

@@ -182,6 +182,12 @@ def test_a_rank_that_waits_for_another_group_is_not_blamed():
     assert finding((50, 0, 50, 0, 0), (50, 50, 0, 0, 0), (50, 0, 50, 0, 0)) is None
 
 
+def test_a_rank_that_is_there_twice_is_compared_once():
+    one, two = all_stats((90, 0, 8, 0, 2), (50, 0, 48, 0, 2))
+    assert compare([one, one]) is None
+    assert compare([two, one, two]) == compare([one, two])
+
+
 def test_one_long_pause_is_not_spoken_of():
     ranks = all_stats((90, 0, 8, 0, 2), (90, 0, 8, 0, 2), (90, 0, 8, 0, 2))
     ranks[0].operations[7] = TimeShares(60.0, 0, 0, 0, 0)  # it wrote a checkpoint

@@ -152,6 +152,8 @@ def test_what_fails_is_told_and_holds_nobody_up(pool, what):
 
 def test_torchfts_own_test_of_transports():
     """torchft's (BSD licence), with threads as replicas, a sharded tensor and a timeout."""
+    if dist.is_initialized():  # by tests of torchft that ran before, and the one here makes its own
+        dist.destroy_process_group()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def init(rank: int, size: int) -> Any:
