@@ -35,12 +35,8 @@ AUTO_CANDIDATES = (
     *("fp32", "bf16", "int8", "int4", "eden:bits=2,size=128", "eden:bits=1"),
     *("sign", "topk:0.01", "powersgd:4"),
 )
-OTHER = (
-    "with torch's AdamW, in runs of a few hundred steps, "
-    "pycomm.code_optimizer(optimizer, model, 'sign')"
-)
-"""What "auto" cannot try by itself, since the optimizer takes part in it. A run of 2,000 steps has
-diverged with it: docs/optimizers.md, "Long runs"."""
+OTHER = "with torch's AdamW, pycomm.code_optimizer(optimizer, model, 'sign')"
+"""What "auto" cannot try by itself, since the optimizer takes part in it."""
 BIT_CANDIDATES = tuple(f"quant:bits={b}" for b in range(2, 9))
 BUDGET_CANDIDATES = tuple(f"eden:bits={b}" for b in range(1, 9))
 """At equal bits EDEN has the least error of all, and no bias that feedback must correct."""
