@@ -12,7 +12,8 @@
 #   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train, DeepSpeed, Megatron-Core, torchtitan and a script
 #                     for Horovod, on pycomm and on Gloo; replicas under torchft that are killed and come back; a node that joins under torchrun
 #   make world        test the files for Slurm (which it starts and stops: root, slurm-wlm, munge), Kubernetes,
-#                     SkyPilot and Ray clusters: their schemas, and their commands in network namespaces
+#                     SkyPilot and Ray clusters: their schemas, and their commands in network namespaces; Ray Train
+#                     with nodes that come and go
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
 #   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
 #                     for each minor version of torch from 2.11 to 2.15, of which it fetches the headers

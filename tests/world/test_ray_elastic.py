@@ -29,7 +29,7 @@ SAVED = re.compile(r"saved step (\d+) on (\d) workers")
 
 def start_nodes() -> Any:
     """Start a head and another node, of one processor each."""
-    utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed: make trainers")
+    utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed: make world")
     return utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 
 
