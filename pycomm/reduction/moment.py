@@ -16,7 +16,8 @@ the outer product of its row and column sums, divided by their total (Shazeer an
 "Adafactor", section 3): n + m numbers, which travel exactly. Division by d before coding makes all
 values of a block equally large, as they are in the update. No factor of d is below a tenth of the
 root mean square of all, where the gradient is divided as where the parameter moves: what the coding
-of a row errs by would else be multiplied by their quotient in the update.
+of a row errs by would else be multiplied by their quotient in the update. A rank's gradient counts
+at most `BOUND` times its root second moment.
 Sources: Tang et al. 2021, "1-bit Adam", algorithm 1, for a coded momentum with feedback.
 
 Ranks may share the parameter by rows (FSDP2). Its sums are then those of the whole parameter, on
@@ -292,7 +293,10 @@ class CodedMoment:
         entered: bool = False,
         looks: bool = True,
     ) -> None:
-        """Replace a gradient by what is coded: (b m + (1 - b) g) / d.
+        """Replace a gradient by what is coded: (b o + (1 - b) g) / d.
+
+        A gradient above `BOUND` root second moments is scaled down to that, and is so nowhere else:
+        its squares are added as they are.
 
         Args:
             values: the gradient, as for `enter`.
