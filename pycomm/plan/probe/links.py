@@ -142,7 +142,7 @@ def crowd(
     if length > FIRST:
         here = moving(found, here, length, long[0], (long[1] - first[1]) / (length - FIRST))
     factors = [longer(found, here, coding, numel, wall) for coding, wall in segmented]
-    here = replace(here, segmented=statistics.mean(factors))
+    here = replace(here, segmented=min(factors))  # other programs only make it larger
     late = [(wall - expected(found, here, coding, short)) / 2 for coding, short, wall in waits]
     here = replace(here, delay=max(0.0, statistics.median(late)))
     return replace(
