@@ -102,7 +102,11 @@ class Meeting:
         absent = [r for r in range(size) if r not in found]
         former = self._known - set(found.values())
         who = f"rank {rank}: replica {absent[0]} of {size} in this quorum"
-        if any(map(self._is_gone, former)):
+        gone = sum(map(self._is_gone, former))
+        successors = len(set(found.values()) - self._known)
+        # Those who are absent may be the former members that live, if each that is gone has been
+        # replaced by one that has come.
+        if gone and (len(absent) > len(former) - gone or gone > successors):
             return PeerLost(
                 f"{who} has published no handle, and the process of a former member is gone; the "
                 "next quorum is without it",

@@ -87,6 +87,15 @@ def test_one_that_takes_the_place_of_a_member_that_is_gone_is_waited_for(
     assert replicas.configure(3, [0, 1, 2], 3, delay=1.5) == ["formed"] * 3
 
 
+def test_a_late_former_member_is_waited_for_once_the_gone_one_is_replaced(
+    replicas: Replicas,
+) -> None:
+    assert replicas.configure(1, [0, 1, 2], 3) == ["formed"] * 3
+    replicas.groups[2].shutdown()
+    replicas.groups[2] = ProcessGroupPycomm(LIMIT)
+    assert replicas.configure(2, [0, 2, 1], 3, delay=1.5) == ["formed"] * 3
+
+
 def test_one_that_nobody_knows_is_waited_for_longer_each_time(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
