@@ -160,6 +160,14 @@ MUTANTS = (
         "tests/torch/optim/test_steps_stay_small.py",
     ),
     Mutant(
+        "gradients-of-padded-shards-not-bounded",
+        "check",
+        "pycomm/reduction/moment.py",
+        "scaled.bound(matrix, sums.sum() - before, most)",
+        "pass",
+        "tests/torch/optim/test_steps_stay_small.py",
+    ),
+    Mutant(
         "bound-keeps-less-of-the-momentum",
         "arithmetic",
         "csrc/core/scaled.cpp",

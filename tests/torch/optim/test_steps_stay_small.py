@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.torch.hooks.test_ddp_compress import gradients
+from tests.torch.optim import test_sharded_adamw as sharded
 from tests.torch.optim.test_coded_adamw import EDEN, SIZES, make
 
 
@@ -56,3 +57,22 @@ def test_a_jump_of_the_gradients_moves_values_little(pool, codec):
     # Without a bound it is hundreds of learning rates.
     for refresh in (1, 16):
         assert max(pool.run(with_a_jump, codec, refresh)) < 6
+
+
+def with_a_jump_in_shards(rank: int, size: int) -> float:
+    """The same for shards of rows, of which the last rank's has padding."""
+    model, optimizer = sharded.make(size)
+    moved = []
+    for step in range(30):
+        given = sharded.gradients(rank, step)
+        if step == 10:
+            given = {name: 1000 * gradient for name, gradient in given.items()}
+        before = sharded.values(model)[0]
+        sharded.step(model, optimizer, given)
+        kept = before * (1 - SIZES["lr"] * SIZES["weight_decay"])
+        moved.append((sharded.values(model)[0] - kept) / SIZES["lr"])
+    return float(sum(moved[10:]).square().mean().sqrt())
+
+
+def test_a_jump_of_the_gradients_of_shards_moves_values_little(pool):
+    assert max(pool.run(with_a_jump_in_shards, ranks=3)) < 6
