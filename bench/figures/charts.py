@@ -322,11 +322,12 @@ def unequal(rows: Sequence[Row]) -> Chart:
         )
         hover = [f"{label} Mbit/s: {ratio:.2f} times the bound" for ratio in ys]
         series.append(Series(f"{label} Mbit/s", xs, ys, hover, kind="points"))
+    size = _size(max(int(r["bytes"]) for r in rows))  # coded calls count their payloads
     ticks = [(float(i), label) for i, label in enumerate(SHARES.values())]
     most = max(max(line.y) for line in series)
     return Chart(
         "All-reduces over unequal links",
-        f"{_size(1 << 24)} of float32, four ranks, a round trip of "
+        f"{size} of float32, a link for each rank, a round trip of "
         f"{format_time(parse_time(rows[0]['round_trip']))}; time / the least that links allow",
         [
             Panel(
