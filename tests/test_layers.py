@@ -191,6 +191,28 @@ def modules_in_circles(root: Path) -> list[str]:
     return [" <-> ".join(circle) for circle in circles(arrows)]
 
 
+def names_that_submodules_take(root: Path) -> list[str]:
+    """Return names that a package imports from elsewhere and that one of its own modules has.
+
+    Importing a submodule binds its name in the package: with a module `cast` in it,
+    ``from typing import cast`` leaves a package whose functions call a module.
+    """
+    wrong = []
+    for file, name in python_files(root):
+        if file.name != "__init__.py":
+            continue
+        own = {p.stem for p in file.parent.iterdir() if p.suffix == ".py" or p.is_dir()}
+        package = ".".join(name[:-1])
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.level:
+                continue
+            for alias in node.names:
+                bound = alias.asname or alias.name
+                if bound in own and node.module not in (package, f"{package}.{bound}"):
+                    wrong.append(f"{package}: {node.module}.{alias.name}")
+    return wrong
+
+
 def readers_of_the_environment(root: Path) -> list[str]:
     wrong = [
         str(f.relative_to(root))
@@ -253,6 +275,10 @@ def test_no_two_types_have_one_name():
 
 def test_modules_stand_in_no_circle():
     assert modules_in_circles(ROOT) == []
+
+
+def test_no_submodule_takes_a_name_of_its_package():
+    assert names_that_submodules_take(ROOT) == []
 
 
 def test_only_c10d_cpp_knows_torch():
@@ -385,6 +411,10 @@ SEVERAL = {
             "pycomm/codecs/base.py": 'x = import_module("pycomm.codecs.quant")\n',
             "pycomm/codecs/quant.py": "from pycomm.codecs import base\n",
         },
+    ),
+    "a-submodule-takes-an-import's-name": (
+        names_that_submodules_take,
+        {"pycomm/codecs/__init__.py": "from typing import cast\n", "pycomm/codecs/cast.py": ""},
     ),
     "up-by-a-string": (
         imports_that_point_up,

@@ -6,7 +6,7 @@ from dataclasses import fields
 from fractions import Fraction
 from functools import cache
 from importlib import import_module
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 from pycomm.arguments import typed
 from pycomm.codecs import implementations
@@ -49,7 +49,8 @@ __all__ = [
 
 def _nvrtc() -> implementations.Implementation:
     """Import CuPy only when a codec first needs it, since it may be missing."""
-    return cast(implementations.Implementation, import_module("pycomm.codecs.cuda.nvrtc"))
+    launches: Any = import_module("pycomm.codecs.cuda.nvrtc")
+    return launches  # type: ignore[no-any-return]
 
 
 implementations.nvrtc = _nvrtc

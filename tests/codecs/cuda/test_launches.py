@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from itertools import product
 
 import pytest
@@ -12,6 +14,7 @@ from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.cuda.launches import encode_launches, recorded
 from pycomm.codecs.cuda.sources import has_kernels
+from pycomm.codecs.implementations import implementation
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.sign import Sign
 from tests.codecs.cases import ROTATIONS, SPECS
@@ -92,3 +95,11 @@ def test_arguments_are_checked_as_everywhere():
     args = EncodeArgs(x, payload, None, None, RandomKey(), 3)
     with pytest.raises(pycomm.Error, match="is not a multiple of"):
         encode_launches(codec, args, payload)
+
+
+def test_nvrtc_is_an_implementation_where_cupy_is_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.delitem(sys.modules, "pycomm.codecs.cuda.nvrtc", raising=False)
+    run = implementation("quant", "nvrtc", "cuda")
+    assert run.encode.__module__ == "pycomm.codecs.cuda.nvrtc"
+    monkeypatch.delitem(sys.modules, "pycomm.codecs.cuda.nvrtc")
