@@ -276,7 +276,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   };
   pending_.push_back({written, delivered, c10::weak_intrusive_ptr<DeviceWork>(work)});
   if (queue_.inside()) lock.unlock();  // it runs now, and callbacks of its own may come here
-  submit(intrusive_ptr<Work>(work), std::move(run));
+  submit(intrusive_ptr<Work>(work), std::move(run), /*on_device=*/true);
   return work;
 }
 

@@ -128,6 +128,7 @@ class DevicePeerWork final : public PeerWork {
     return delivery_.future();
   }
   bool isCompleted() override { return PeerWork::isCompleted() && delivery_.is_done(); }
+  bool on_device() const override { return true; }
   bool wait(Milliseconds timeout = kNoTimeout) override {
     PeerWork::wait(timeout);
     delivery_.block_current_stream();

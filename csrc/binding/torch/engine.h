@@ -85,22 +85,39 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   /// Runs op(communicator) on the group's thread. A callback of another operation runs there
   /// already: an operation that it issues runs at once, so that it comes before all later
-  /// operations on every rank.
+  /// operations on every rank. `on_device`: the operation is disposed of on another thread.
   template <typename F>
-  void submit(const intrusive_ptr<Work>& work, F op) {
+  void submit(const intrusive_ptr<Work>& work, F op, bool on_device = false) {
     work->set_engine(weak_from_this());
-    auto run = [self = shared_from_this(), work, op = std::move(op)] {
+    struct Operation {
+      intrusive_ptr<Work> work;
+      F op;
+    };
+    auto run = [self = shared_from_this(), on_device,
+                operation = std::make_shared<Operation>(Operation{work, std::move(op)})]() mutable {
       std::exception_ptr error;
       try {
-        self->perform(*work, op);
+        self->perform(*operation->work, operation->op);
       } catch (...) {
         error = std::current_exception();
       }
-      work->end(error);
-      self->report(*work);
+      operation->work->end(error);
+      self->report(*operation->work);
+      if (on_device) self->dispose(std::move(operation));
     };
     if (queue_.inside()) return run();
     queue_.submit(std::move(run));
+  }
+  /// Destroys something on a thread of its own, if this was the last reference. Destructors of what
+  /// devices use call the driver: torch's allocators record an event for a tensor that a stream
+  /// uses. Another thread may hold the driver's lock, in a copy to memory that is not pinned, until
+  /// our next operation has ended: so no thread that ends operations may wait for the lock.
+  template <typename T>
+  void dispose(T thing) noexcept {
+    try {
+      disposal_.submit([thing = std::move(thing)] {});
+    } catch (...) {  // in a forked child, which has no such thread: it is destroyed by now
+    }
   }
 
   /// Queues a comparison after all operations that were issued before, so that it comes between the
@@ -243,6 +260,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     ~KeptWork() {
       const auto engine = work->engine();
       if (engine && (engine->timed_ || work->copies())) work->settle();
+      if (engine && work->on_device()) engine->dispose(std::move(work));
     }
   };
   WorkPtr keep(intrusive_ptr<PeerWork> work, Communicator::Request& request);
@@ -308,6 +326,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 #endif
 
+  Queue disposal_;     ///< destroys what operations on devices leave behind
   Queue leaving_;      ///< posts sends when they have left their device
   Queue peer_waiter_;  ///< waits for posted requests whose futures are wanted
   Queue queue_;        ///< the last member: it finishes before the others are destroyed

@@ -81,13 +81,19 @@ WorkPtr Engine::post(const Call& call, const at::Tensor& tensor, const Staging& 
     std::shared_ptr<Communicator::Request> request;
     if (call.type == OpType::SEND) {
       const auto late = std::make_shared<LateSend>();
-      leaving_.submit([=, self = shared_from_this(), device = tensor.device()] {
+      struct Leaving {
+        std::shared_ptr<c10::Event> fetched;
+        Flat flat;
+      };
+      leaving_.submit([=, self = shared_from_this(), device = tensor.device(),
+                       leaving = std::make_shared<Leaving>(Leaving{fetched, flat})]() mutable {
         try {
-          self->await(*fetched, call, device);
-          late->set(self->request(call, flat, peer, tag));
+          self->await(*leaving->fetched, call, device);
+          late->set(self->request(call, leaving->flat, peer, tag));
         } catch (...) {
           late->fail(std::current_exception());
         }
+        self->dispose(std::move(leaving));
       });
       request = late;
     } else {
@@ -161,6 +167,7 @@ void Engine::finish() {
   // of C++.
   leaving_.run([] {});
   peer_waiter_.run([] {});
+  disposal_.run([] {});
 }
 
 void Engine::finish_within(Milliseconds limit, const std::string& why) {

@@ -225,12 +225,14 @@ void DeviceGroup::Impl::abort(const Notice& notice) noexcept {
 
 // Peers read our memory until they have ended their last operation. Kernels of a rank that has not
 // reported that end by then may still run, or wait for others until their deadline. Memory is not
-// freed under them: it is kept until the process ends.
+// freed under them: it is kept until the process ends. Kernels read copies of host memory's address
+// of their own process, but giving that up waits for the kernels of this process, with the driver's
+// lock: of ranks that share it, one could never start the kernel for which another's waits.
 void DeviceGroup::Impl::leave() noexcept {
   constexpr Milliseconds kCloseTimeout(2000);
   if (fork_.in_child()) return workspace_.keep();
   __atomic_store_n(&workspace_.control(rank_).left, 1u, __ATOMIC_RELEASE);
-  if (workspace_.on_host()) return;
+  if (workspace_.on_host() && index_ < 0) return;
   const Deadline deadline = Deadline::after(kCloseTimeout);
   for (int r = 0; r < size_; r++) {
     while (load(workspace_.control(r).left) == 0) {

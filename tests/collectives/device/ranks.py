@@ -62,6 +62,8 @@ class Rank:
             self.stream = self.torch_stream.cuda_stream
             # Memory is allocated before the rendezvous: allocations may wait for peers' kernels.
             self.arena, self.used = torch.zeros(ARENA, dtype=torch.uint8, device="cuda"), 0
+            # So may a copy of memory that is not pinned, while it holds the driver's lock.
+            self.pinned = torch.empty(ARENA, dtype=torch.uint8, pin_memory=True)
             torch.cuda.synchronize()
         index = 0 if cuda else -1
         self.group = _C.DeviceGroup(store, rank, size, index, **{**OPTIONS, **options})
@@ -75,17 +77,27 @@ class Rank:
         assert self.used <= ARENA, "the job needs a larger arena"
         return self.arena[begin : begin + size]
 
+    def pinned_for(self, tensor: Any) -> Any:
+        """Return pinned memory with the place of a tensor in the arena."""
+        begin = tensor.data_ptr() - self.arena.data_ptr()
+        return self.pinned[begin : begin + tensor.numel()]
+
     def copy(self, to: Any, array: np.ndarray) -> None:
         import torch
 
+        pinned = self.pinned_for(to)
+        pinned.copy_(torch.from_numpy(array))
         with torch.cuda.stream(self.torch_stream):
-            to.copy_(torch.from_numpy(array))
+            to.copy_(pinned, non_blocking=True)
 
     def fetch(self, tensor: Any) -> np.ndarray:
         import torch
 
+        pinned = self.pinned_for(tensor)
         with torch.cuda.stream(self.torch_stream):
-            return tensor.cpu().numpy()
+            pinned.copy_(tensor, non_blocking=True)
+        self.torch_stream.synchronize()
+        return pinned.numpy().copy()
 
     def call(self, op: str, *args: Any, **kwargs: Any) -> None:
         getattr(self.group, op)(*args, **kwargs, stream=self.stream)

@@ -13,6 +13,14 @@ MIXED = "tests/torch/device/test_mixed_ranks.py::"
 MUTANTS = (
     # ------------------------------------------------------------------ CPU and device ranks
     Mutant(
+        "operations-on-devices-destroyed-by-the-thread-that-ends-them",
+        "wait",
+        "csrc/binding/torch/engine.h",
+        "if (on_device) self->dispose(std::move(operation));",
+        "",
+        "tests/torch/device/test_fake_device.py::test_operations_are_in_the_order_of_streams",
+    ),
+    Mutant(
         "device-ranks-of-a-mixed-group-cut-large-sums",
         "check",
         "csrc/binding/torch/collectives.cpp",

@@ -1,7 +1,10 @@
 // Simulated accelerator for tests, made of threads: "fakegpu", torch's PrivateUse1. Streams run
 // queued work later, in order and after random pauses; memory is poisoned as soon as no announced
 // use of it is left. So an operation that does not wait for an event, or does not announce the
-// stream on which it uses memory, produces wrong values, as on a GPU, but every time.
+// stream on which it uses memory, produces wrong values, as on a GPU, but every time. Calls that
+// queue work take the driver's lock, and a copy to or from memory that is not pinned keeps it until
+// the copy is done, as seen with CUDA: a thread that must go on to end what the copy waits for must
+// not call the driver.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -162,6 +165,12 @@ Capture& capture() {
   return capture;
 }
 
+/// The driver's lock. It is held during every call that queues work.
+std::mutex& driver() {
+  static auto& mutex = *new std::mutex;
+  return mutex;
+}
+
 // ------------------------------------------------------------------ memory
 
 /// Device memory or pinned memory. A freed block is poisoned when all announced uses are over, and
@@ -196,6 +205,9 @@ class Memory {
     blocks_.erase(found);
     lock.unlock();
     auto marks = std::make_shared<std::vector<MarkPtr>>();
+    if (block.users.size() > 1) {  // torch's allocators record events then
+      const std::lock_guard<std::mutex> call(driver());
+    }
     // Pinned memory is freed at once by a host thread, device memory in stream order.
     for (size_t i = block.pinned ? 1 : 0; i < block.users.size(); i++)
       marks->push_back(worker(block.users[i]).mark());
@@ -283,11 +295,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    const std::lock_guard<std::mutex> call(driver());
     if (!*event) *event = new MarkPtr;
     *static_cast<MarkPtr*>(*event) = worker(s).mark();
     capture().record(*event, s);
   }
   void block(void* event, const c10::Stream& s) const override {
+    const std::lock_guard<std::mutex> call(driver());
     worker(s).queue([mark = *static_cast<MarkPtr*>(event)] { mark->wait(); });
     capture().block(event, s);
   }
@@ -356,6 +370,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const c10::Device device = from.is_cpu() ? to.device() : from.device();
   const c10::Stream stream = current_stream(device.index());
   const at::Tensor source = from.is_conj() || from.is_neg() ? view_of(from).clone() : view_of(from);
+  const std::lock_guard<std::mutex> call(driver());
   worker(stream).queue([source, target = view_of(to)] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     target.copy_(source);
