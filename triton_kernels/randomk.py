@@ -6,7 +6,6 @@ with an Inf or NaN anywhere is sent as NaN.
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from pycomm.triton_kernels._math import (
 )
 
 TILE = 1024  # values that a program holds at once
-HEADER = struct.Struct("<QQII")  # seed, number of the first stretch, step, tensor
+HEADER = 24  # bytes: seed and number of the first stretch, 8 each, then step and tensor
 
 # ---------------------------------------------------------------- kernels
 
@@ -72,11 +71,18 @@ def lengths(numel, row, EVERY: tl.constexpr, BLOCK: tl.constexpr):
     do_not_specialize=["seed_low", "seed_high", "step", "tensor", "first_low", "first_high"]
 )
 def encode_kernel(
-    x_ptr, residual_ptr, new_residual_ptr, value_ptr, numel,
+    x_ptr, residual_ptr, new_residual_ptr, header_ptr, value_ptr, numel,
     seed_low, seed_high, step, tensor, first_low, first_high,
     EVERY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
     SCALES: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
+    if tl.program_id(0) == 0:  # not copied from the host, which a CUDA graph could not capture
+        tl.store(header_ptr, seed_low)
+        tl.store(header_ptr + 1, seed_high)
+        tl.store(header_ptr + 2, first_low)
+        tl.store(header_ptr + 3, first_high)
+        tl.store(header_ptr + 4, step)
+        tl.store(header_ptr + 5, tensor)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     length = lengths(numel, row, EVERY, BLOCK)
     blocks, begin, end = choose(
@@ -162,14 +168,13 @@ def encode(codec: Any, args: Any) -> None:
         return
     programs, constants = _shape(codec, numel)
     key, first = args.key, args.index // codec.granule
-    header = bytearray(HEADER.pack(key.seed, first, key.step, key.tensor))
-    args.out[: HEADER.size].copy_(torch.frombuffer(header, dtype=torch.uint8))
     words = (key.seed & 0xFFFFFFFF, key.seed >> 32, key.step, key.tensor)
     launch(
         encode_kernel,
         programs,
         *(args.x, args.residual, args.new_residual),
-        *(args.out[HEADER.size :].view(torch.float32), numel),
+        args.out[:HEADER].view(torch.int32),
+        *(args.out[HEADER:].view(torch.float32), numel),
         *(as_int32(word) for word in (*words, first & 0xFFFFFFFF, first >> 32)),
         **constants,
         SCALES=codec.scale == "unbiased" and not args.summed,
@@ -186,8 +191,8 @@ def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -
     launch(
         decode_kernel,
         programs,
-        payload[: HEADER.size].view(torch.int32),
-        payload[HEADER.size :].view(torch.float32),
+        payload[:HEADER].view(torch.int32),
+        payload[HEADER:].view(torch.float32),
         out,
         numel,
         **constants,

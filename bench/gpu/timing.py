@@ -77,6 +77,7 @@ def topk_of_torch(numel: int) -> Callable[[], Any]:
 def measure(calls: list[Callable[[], None]]) -> tuple[float, str]:
     """Return the median seconds per call, and the method of timing."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still fill the calls' buffers
     with torch.cuda.stream(stream):
         for call in calls:  # compiles, loads and warms up
             call()

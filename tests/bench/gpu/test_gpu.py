@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from pycomm.bench.gpu import results as gpu_results
 from pycomm.bench.gpu import tasks as gpu_tasks
 from pycomm.bench.gpu import workers as gpu_workers
 from pycomm.bench.gpu.timing import bytes_moved, sets_needed
+from pycomm.codecs import CODECS
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs.test_contract import CUDA
 
@@ -272,6 +274,17 @@ def test_a_suite_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     assert gpu_checks.run([suite], time.monotonic() + 2) == {"slow": gpu_checks.Counts(failed=1)}
     time.sleep(2)
     assert not alive.exists()
+
+
+def test_sanitizers_get_every_codec():
+    """The expression must select tests: one that selected none passed as long as nobody ran it."""
+    chosen = gpu_checks.SANITIZED.replace("cuda", "cpu")
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-o", "addopts="]
+    listed = subprocess.run(
+        [*command, gpu_checks.CONTRACT, "-k", chosen], capture_output=True, text=True, check=True
+    ).stdout
+    specs = re.findall(r"\[(\S+)-native-cpu\]", listed)
+    assert {pycomm.codec(spec).name for spec in specs} == set(CODECS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
