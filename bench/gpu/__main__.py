@@ -99,8 +99,7 @@ def main(arguments: list[str]) -> int:
     with Table(options.results, here) as table:
         run = Run(table, options.minutes)
         if not options.no_checks:
-            kinds = options.kinds
-            run.check([gpu_checks.contract(kind, len(kinds)) for kind in kinds])
+            run.check(gpu_checks.contract(options.kinds))
             for suite in gpu_checks.ranks():
                 run.check([suite])
         if not options.no_times:

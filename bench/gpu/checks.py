@@ -59,8 +59,10 @@ class Suite:
     def start(self, folder: Path) -> tuple[subprocess.Popen[bytes], Path, Path]:
         stem = self.name.replace(" ", "-")
         junit, log = folder / f"{stem}.xml", folder / f"{stem}.log"
-        # The project's own options are omitted: they are strict about plugins that may be missing.
-        plain = ["-q", "--tb=short", "--maxfail=20", "-o", "addopts=", f"--junitxml={junit}"]
+        # The project's own options are omitted: they are strict about plugins that may be missing,
+        # and their time limit of a test is short for Triton's compiler.
+        plain = ["-q", "--tb=short", "--maxfail=20", "-o", "addopts=", "-o", "timeout=0"]
+        plain.append(f"--junitxml={junit}")
         command = [*self.tool, sys.executable, "-m", "pytest", *self.arguments, *plain]
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -73,13 +75,21 @@ class Suite:
         return process, junit, log
 
 
-def contract(kind: str, kinds: int = 1) -> Suite:
-    """Return the contract test of an implementation, one of so many that run side by side."""
-    workers = []
-    if importlib.util.find_spec("xdist"):
-        cores = len(os.sched_getaffinity(0))
-        workers = ["-n", str(max(1, cores // kinds))]
-    return Suite(f"contract {kind}", [CONTRACT, CONVERT, "-k", f"{kind}-cuda", *workers])
+def contract(kinds: Sequence[str]) -> list[Suite]:
+    """Return the contract test of each implementation; they run side by side.
+
+    Triton compiles a kernel for each set of constants, which takes most of the time, so its suite
+    gets the cores that an eighth for each of the others leaves.
+    """
+    cores = len(os.sched_getaffinity(0))
+    few = max(1, cores // 8)
+    suites = []
+    for kind in kinds:
+        many = kind == "triton" or len(kinds) == 1
+        workers = max(1, cores - few * (len(kinds) - 1)) if many else few
+        split = ["-n", str(workers)] if importlib.util.find_spec("xdist") else []
+        suites.append(Suite(f"contract {kind}", [CONTRACT, CONVERT, "-k", f"{kind}-cuda", *split]))
+    return suites
 
 
 def ranks() -> list[Suite]:
