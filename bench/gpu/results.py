@@ -27,7 +27,7 @@ class Machine:
     python: str
     pycomm: str
     commit: str
-    date: str
+    time: str
     command: str
 
 
@@ -104,7 +104,7 @@ def this_machine(command: str) -> Machine:
         python=platform.python_version(),
         pycomm=_pycomm_version(),
         commit=output("git", "describe", "--always", "--dirty"),
-        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        time=time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         command=command,
     )
 

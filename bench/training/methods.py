@@ -11,7 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
-OPTIMIZERS = ("lion", "lion-mean", "one-bit", "zero-one", "demo", "shared-mask", "detonation")
+OPTIMIZERS = (
+    *("lion", "lion-mean", "one-bit", "zero-one", "demo", "shared-mask", "detonation"),
+    "sgd",  # with momentum, which is coded if `momentum` names a codec
+)
 """pycomm's family, and the DeMo of PyPI's package detonation."""
 
 
@@ -26,7 +29,8 @@ class Method:
     feedback: str = ""
     """The feedback for `pycomm.compress`: a kind, or "none"; empty: the default."""
     momentum: str = ""
-    """The codec of the momentum, which travels instead of the gradients (`pycomm.CodedAdamW`)."""
+    """The codec of the momentum, which travels instead of the gradients (`pycomm.CodedAdamW`, and
+    `pycomm.CodedSGD` for the optimizer sgd)."""
     small: str = ""
     """With `momentum`: the codec of gradients of one dimension; empty: they travel exactly."""
     hook: str = ""
@@ -91,6 +95,8 @@ class Method:
             steps: steps of the training, of which a fifth is warm-up where there is one.
         """
         lr *= self.rate
+        if self.update == "sgd":
+            return _sgd(model, lr, betas[0], self.momentum)
         if self.update:
             return _optimizer(self.update, model, lr, betas, steps // 5)
         if self.momentum:
@@ -102,6 +108,16 @@ class Method:
                 policy = replace(policy, rules=(rule, *policy.rules))
             return pycomm.CodedAdamW(model.parameters(), lr, betas, model=model, codec=policy)
         return torch.optim.AdamW(model.parameters(), lr, betas)
+
+
+def _sgd(
+    model: DistributedDataParallel, lr: float, momentum: float, codec: str
+) -> torch.optim.Optimizer:
+    if not codec:
+        return torch.optim.SGD(model.parameters(), lr, momentum)
+    import pycomm
+
+    return pycomm.CodedSGD(model.parameters(), lr, momentum, model=model, codec=codec)
 
 
 def _optimizer(
@@ -198,6 +214,8 @@ ONE_BUCKET = 1000.0
 # One bit while the second moments and the loss change fast, then one value of a hundred.
 TOP_1 = "sign 21:topk:density=0.01,values=int8,indices=int12"
 TOP_1_BINS = TOP_1.replace("int8", "bins2")  # values of two bits
+# The learning rate of SGD with momentum beside AdamW's: of 8, 15, 25, 50 the best for exact gradients.
+SGD_RATE = 25.0
 METHODS = (
     Method("Gloo, fp32", "gloo"),
     Method("Gloo, fp16 hook", "gloo", hook="fp16"),
@@ -230,6 +248,21 @@ METHODS = (
     Method("pycomm, 0/1 Adam", update="zero-one"),
     Method("pycomm, DeMo", update="demo", rate=0.2),
     Method("pycomm, shared mask 1 %", update="shared-mask"),
+    Method("pycomm, exact SGD", update="sgd", rate=SGD_RATE),
+    Method("pycomm, SGD, int8", codec="int8", update="sgd", rate=SGD_RATE),
+    Method("pycomm, SGD, int4", codec="int4", update="sgd", rate=SGD_RATE),
+    Method("pycomm, SGD, EDEN 2 bits", codec="eden:bits=2", update="sgd", rate=SGD_RATE),
+    Method("pycomm, SGD, EDEN 1 bit", codec="eden:bits=1", update="sgd", rate=SGD_RATE),
+    *(
+        Method(f"pycomm, SGD, coded momentum, {name}", momentum=text, update="sgd", rate=SGD_RATE)
+        for name, text in (
+            ("int4", "int4"),
+            ("2 bits", "eden:bits=2,scale=mmse"),
+            ("1 bit", "eden:bits=1,scale=mmse"),
+            ("sign", "sign"),
+            ("top-k 1 %", TOP_1),
+        )
+    ),
     Method("detonation, DeMo", "gloo", update="detonation", rate=0.2),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),

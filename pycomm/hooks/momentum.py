@@ -23,18 +23,16 @@ from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
+from pycomm.hooks.coded_once import CodedOnce
 from pycomm.policy import CODED
-from pycomm.reduction.bucket import Bucket, Piece
+from pycomm.reduction.bucket import Piece
 from pycomm.reduction.moment import CodedMoment
-from pycomm.reduction.reducer import completed
 from pycomm.reduction.saved import known, residuals_of
-from pycomm.reduction.single_coding import SingleCoding, is_coarse
-from pycomm.reduction.state import CompressionState
 
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 
 
-class Momenta(CompressionState):
+class Momenta(CodedOnce):
     """The part of a state whose coded parameters exchange momentum, whatever wraps the model.
 
     A subclass calls `_begin_momenta` after it has entered its parameters.
@@ -309,25 +307,6 @@ class Momenta(CompressionState):
         parts = torch.split(self._total(sums), [moment.sums_numel for moment in moments])
         for moment, part in zip(moments, parts, strict=True):
             moment.provide(part)
-
-    def _reduce_coded(
-        self, tensor: torch.Tensor, bucket: Bucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        if self.process_group.size() == 1 or not any(is_coarse(p.codec) for p in bucket.pieces):
-            return super()._reduce_coded(tensor, bucket)
-        if bucket.single is None:
-            bucket.single = SingleCoding(bucket, self.process_group)
-        single: SingleCoding = bucket.single
-        dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
-        if single.gathers and not any(is_coarse(p.codec) for p in dense):
-            return super()._reduce_coded(tensor, bucket)  # payloads are gathered there, too
-        self._use(bucket.pieces, bucket, tensor)
-        values = tensor.contiguous()
-        finite = single.average(values, bucket, seed=self.seed, step=self.step)
-        self._finite.append(lambda: bool(finite))
-        if values is not tensor:
-            tensor.copy_(values)
-        return completed(tensor)
 
     # ------------------------------------------------------------------ checkpoints
 

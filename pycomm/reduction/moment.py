@@ -63,6 +63,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def shortened(momentum: float, error: float) -> float:
+    """Return the coefficient b of a coded momentum that has the horizon of an exact one.
+
+    It is rounded down, so that the order in which errors were added up does not matter.
+
+    Args:
+        momentum: coefficient of the exact momentum, from 0 to below 1.
+        error: share of its squares that the coding leaves to the next step.
+    """
+    if error == 0:
+        return momentum
+    error = min(0.99, error)
+    return max(0.0, math.floor(_STEPS * (momentum - error) / (1 - error)) / _STEPS)
+
+
 class CodedMoment:
     """The momentum of one parameter of two or more dimensions.
 
@@ -184,13 +199,8 @@ class CodedMoment:
 
     @property
     def beta(self) -> float:
-        """The coefficient b for the horizon of betas[0], whose delay the codec takes part in.
-
-        It is rounded down, so that the order in which errors were added up does not matter.
-        """
-        beta1 = float(self.settings["betas"][0])
-        error = min(0.99, float(self.state["coding_error"]))
-        return max(0.0, math.floor(_STEPS * (beta1 - error) / (1 - error)) / _STEPS)
+        """The coefficient b for the horizon of betas[0], whose delay the codec takes part in."""
+        return shortened(float(self.settings["betas"][0]), float(self.state["coding_error"]))
 
     # ------------------------------------------------------------------ a backward
 

@@ -13,6 +13,7 @@ LION_TESTS = "tests/torch/optim/test_distributed_lion.py::"
 ADAM_TESTS = "tests/torch/optim/test_one_bit_adam.py::"
 MASKS = "pycomm/optim/shared_mask.py"
 MASK_TESTS = "tests/torch/optim/test_shared_mask.py::"
+SGD = "tests/torch/optim/test_coded_sgd.py::"
 
 MUTANTS = (
     Mutant(
@@ -238,5 +239,30 @@ MUTANTS = (
         "state.own.get(p.name, torch.zeros(()))",
         "torch.zeros(())",
         MASK_TESTS + "test_a_step_is_that_of_the_formula",
+    ),
+    # ------------------------------------------------------------------ SGD
+    Mutant(
+        "coded-sgd-goes-on-from-the-mean",
+        "residual",
+        "pycomm/optim/coded_sgd.py",
+        "if before is None:",
+        "if True:",
+        SGD + "test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "coded-sgd-with-the-exact-horizon",
+        "constant",
+        "pycomm/optim/coded_sgd.py",
+        'beta = shortened(momentum, float(state["coding_error"]))',
+        "beta = momentum",
+        SGD + "test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "coded-sgd-keeps-what-overflowed",
+        "check",
+        "pycomm/optim/coded_sgd.py",
+        "        if means is None:\n            return\n",
+        "        if means is None:\n            own.update(momenta)\n            return\n",
+        SGD + "test_a_step_that_overflows_on_one_rank_leaves_no_trace",
     ),
 )

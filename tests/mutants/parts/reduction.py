@@ -376,8 +376,8 @@ MUTANTS = (
         "momentum-and-delay-in-series",
         "arithmetic",
         "pycomm/reduction/moment.py",
-        "max(0.0, math.floor(_STEPS * (beta1 - error) / (1 - error)) / _STEPS)",
-        "beta1",
+        "max(0.0, math.floor(_STEPS * (momentum - error) / (1 - error)) / _STEPS)",
+        "momentum",
         "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
     ),
     Mutant(

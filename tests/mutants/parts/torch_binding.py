@@ -177,8 +177,8 @@ MUTANTS = (
         "",
         "tests/torch/backend/test_callbacks.py::"
         "test_what_a_callback_issues_comes_before_what_is_queued",
-        within="if (queue_.inside()) return run();\n    queue_.submit(std::move(run));\n  }\n\n"
-        "  /// Queues a comparison",
+        within="if (queue_.inside()) return run();\n    queue_.submit(std::move(run));\n  }\n"
+        "  /// Destroys something",
     ),
     Mutant(
         "compressed-bucket-of-16-bits-not-narrowed",

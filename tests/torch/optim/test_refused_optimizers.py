@@ -28,7 +28,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
         return text(lambda: pycomm.CodedAdamW(**given))
 
     ddp = DistributedDataParallel(Chosen())
-    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    rmsprop = torch.optim.RMSprop(ddp.parameters(), lr=0.1)
     amsgrad = torch.optim.AdamW(ddp.parameters(), amsgrad=True)
     sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(9, 4, sparse=True)))
     compressed = DistributedDataParallel(Chosen())
@@ -49,7 +49,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "bare": attempt(nn.Linear(4, 4)),
         "foreign": attempt(params=nn.Linear(4, 4).parameters()),
         "twice": attempt(compressed),
-        "sgd": text(lambda: pycomm.code_optimizer(sgd, ddp)),
+        "rmsprop": text(lambda: pycomm.code_optimizer(rmsprop, ddp)),
         "amsgrad": text(lambda: pycomm.code_optimizer(amsgrad, ddp)),
     }
 
@@ -71,7 +71,7 @@ def test_what_cannot_work_is_refused(pool):
         "bare": "TypeError: CodedAdamW takes a model wrapped",
         "foreign": "does not belong",
         "twice": "Error: the model has the communication hook",
-        "sgd": "TypeError: code_optimizer takes torch.optim.AdamW, not SGD",
+        "rmsprop": "TypeError: code_optimizer takes torch.optim.AdamW or SGD, not RMSprop",
         "amsgrad": "ValueError: code_optimizer: CodedAdamW has no amsgrad",
     }
     for found in pool.run(refused):

@@ -1,0 +1,37 @@
+"""The exchange of values that must not be coded twice with residuals on the way."""
+
+from __future__ import annotations
+
+import torch
+
+from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.reducer import completed
+from pycomm.reduction.single_coding import SingleCoding, is_coarse
+from pycomm.reduction.state import CompressionState
+
+
+class CodedOnce(CompressionState):
+    """The part of a state whose coarse payloads are gathered, or answered without a residual.
+
+    See `pycomm.reduction.single_coding`: a second residual would be a second delay, which momentum
+    does not tolerate. Finer codecs travel as gradients do.
+    """
+
+    def _reduce_coded(
+        self, tensor: torch.Tensor, bucket: Bucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        if self.process_group.size() == 1 or not any(is_coarse(p.codec) for p in bucket.pieces):
+            return super()._reduce_coded(tensor, bucket)
+        if bucket.single is None:
+            bucket.single = SingleCoding(bucket, self.process_group)
+        single: SingleCoding = bucket.single
+        dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
+        if single.gathers and not any(is_coarse(p.codec) for p in dense):
+            return super()._reduce_coded(tensor, bucket)  # payloads are gathered there, too
+        self._use(bucket.pieces, bucket, tensor)
+        values = tensor.contiguous()
+        finite = single.average(values, bucket, seed=self.seed, step=self.step)
+        self._finite.append(lambda: bool(finite))
+        if values is not tensor:
+            tensor.copy_(values)
+        return completed(tensor)

@@ -1,0 +1,232 @@
+"""SGD for data-parallel models whose momentum travels coded; docs/optimizers.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pycomm.arguments import number
+from pycomm.codecs import Codec
+from pycomm.feedback import Feedback, Residual
+from pycomm.feedback.rule import EXACT
+from pycomm.hooks.coded_once import CodedOnce
+from pycomm.optim.base import LocalGradientOptimizer, Part
+from pycomm.optim.own_state import OwnState
+from pycomm.optim.settings import policy_of, rule_of
+from pycomm.policy import Policy
+from pycomm.policy.quality import nominal_error
+from pycomm.reduction.moment import shortened
+from pycomm.reduction.state import CompressionState
+
+MEASURED_EVERY = 16
+"""Steps from one measurement of the codings' errors to the next; two numbers of each parameter."""
+
+
+class SentMomenta(CodedOnce, OwnState):
+    """Codecs of the momenta, and what each rank has sent of them, `own`."""
+
+    def adopt_state(self, previous: CompressionState | None) -> None:
+        """See `CompressionState`: ranks go on from the momentum, of which lost ones had a part."""
+        super().adopt_state(previous)
+        self.own = {}
+
+    def codes_sums(self, names: Iterable[str], device: torch.device) -> bool:
+        """Whether nodes code the sums of their ranks, of which none has sent anything of its own.
+
+        Args:
+            names: the parameters of a bucket.
+            device: where they are.
+        """
+        return bool(self._bucket(tuple(names), device).levels)
+
+
+class CodedSGD(LocalGradientOptimizer):
+    """SGD whose momentum travels coded, in one bit a value or one value of a hundred.
+
+    Feedback on gradients and momentum are two delays in series; here the momentum itself is coded,
+    so there is one. With g a rank's gradient, o what it has sent of the momentum, and e its
+    residual, a step is
+
+        p = b o + (1 - b) (g + wd x) + e;  q = C(p);  e <- p - q;  o <- q
+        x <- x - lr mean(q) / (1 - momentum)
+
+    where b is smaller than `momentum`: the codec's delay is a part of its horizon, as for
+    `pycomm.CodedAdamW`. mean(q) / (1 - momentum) is torch's momentum buffer, in the state under the
+    same name. Where nothing is coded, as for norms and biases by the default policy, a step is that
+    of `torch.optim.SGD` to rounding. Source: Tang et al. 2021, "1-bit Adam", arXiv 2102.02888,
+    algorithm 1, without its denominators.
+
+    Collective, and gradients as for `pycomm.DistributedLion`: DDP averages none any more, and
+    clipping bounds them rank by rank.
+
+    Args:
+        params: parameters or groups, as for `torch.optim.SGD`.
+        lr: learning rate.
+        momentum: from 0 to below 1. There is no dampening, and Nesterov's form is not offered,
+            since no rank knows the mean gradient.
+        weight_decay: added to the gradients, times the parameters.
+        model: the model of these parameters, in `DistributedDataParallel`.
+        codec: codec of the momentum, its text ("sign", "topk:0.01", "eden:bits=1,scale=mmse",
+            "int4"), or a `pycomm.Policy`. Unbiased codecs and PowerSGD are refused.
+        scaler: the `torch.amp.GradScaler` of the gradients, if there is one.
+        feedback: "residual" with options, such as ``storage=float32``.
+        seed: seed of random rounding; equal on all ranks.
+
+    Raises:
+        TypeError: the model is not in DDP, or an argument has another type.
+        ValueError: an option is out of range, the codec cannot be used, or a parameter does not
+            belong to the model.
+        Error: the model has a communication hook already.
+        WireMismatch: ranks have different options; on all ranks, before anything else is sent.
+
+    Example:
+        >>> model = DistributedDataParallel(net)  # doctest: +SKIP
+        >>> optimizer = pycomm.CodedSGD(
+        ...     model.parameters(), lr=0.1, momentum=0.9, model=model, codec="sign"
+        ... )  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        model: nn.Module,
+        codec: str | Codec | Policy = "sign",
+        scaler: torch.amp.GradScaler | None = None,
+        feedback: str | Feedback = "residual",
+        seed: int = 0,
+    ) -> None:
+        self._policy = policy_of("CodedSGD", codec, biased=True)
+        self._coding: dict[str, Any] = {"feedback": rule_of("CodedSGD", feedback), "seed": seed}
+        self._codecs: dict[str, Codec] = {}  # of the steps before, by parameter
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, settings, model=model, scaler=scaler)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer`."""
+        momentum = param_group.get("momentum", self.defaults["momentum"])
+        if not 0 <= number("momentum", momentum) < 1:
+            raise ValueError(f"CodedSGD: momentum={momentum} must be from 0 to below 1")
+        super().add_param_group(param_group)
+
+    def _make_state(self) -> SentMomenta:
+        return SentMomenta(self._policy, process_group=self.process_group, **self._coding)
+
+    def to_sgd(self, **options: Any) -> torch.optim.SGD:
+        """Return torch's SGD with the same groups and momenta; this optimizer remains as it is.
+
+        The model's gradients still are those of each rank: wrap the module in a new
+        DistributedDataParallel to train with the result.
+
+        Args:
+            options: other options of `torch.optim.SGD`, such as ``fused=True``.
+        """
+        sgd = torch.optim.SGD([dict(group) for group in self.param_groups], **options)
+        for parameter, state in self.state.items():
+            sgd.state[parameter] = {"momentum_buffer": state["momentum_buffer"].clone()}
+        return sgd
+
+    def take_state(self, optimizer: torch.optim.SGD) -> None:
+        """Take copies of the momenta of torch's SGD for the same parameters."""
+        for parameter, state in optimizer.state.items():
+            buffer = state.get("momentum_buffer")
+            if buffer is not None:
+                self.state[parameter] = {"momentum_buffer": buffer.clone()}
+
+    # ------------------------------------------------------------------ a step
+
+    def _take(self, parts: list[Part]) -> None:
+        own = self._own
+        momenta = {part.name: self._momentum(part, own) for part in parts}
+        means = self._exchange(momenta)
+        if means is None:
+            return
+        alone = self._is_alone(parts)
+        errors = []
+        for part in parts:
+            if alone:
+                own[part.name], error = self._sent(part.name, momenta[part.name])
+                errors.append(error)
+            else:
+                own.pop(part.name, None)
+            state = self.state[part.parameter]
+            mean = means[part.name].view_as(part.parameter)
+            scale = 1 / (1 - float(part.group["momentum"]))
+            state["momentum_buffer"].copy_(mean.mul_(scale))
+            part.parameter.add_(state["momentum_buffer"], alpha=-float(part.group["lr"]))
+        if errors and self.process_group.size() > 1:
+            self._measure(parts, errors)
+
+    @property
+    def _own(self) -> dict[str, torch.Tensor]:
+        state = self.compression
+        assert isinstance(state, SentMomenta)
+        return state.own
+
+    def _is_alone(self, parts: list[Part]) -> bool:
+        """Whether each rank codes its own contributions."""
+        state = self.compression
+        assert isinstance(state, SentMomenta)
+        return not state.codes_sums((part.name for part in parts), parts[0].parameter.device)
+
+    def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return b o + (1 - b) (g + wd x), float32 [shape]; start the parameter's state."""
+        state = self.state[part.parameter]
+        momentum = float(part.group["momentum"])
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(part.parameter)
+        codec = self.compression.decisions[part.name].codec
+        if self.process_group.size() == 1:
+            codec = EXACT  # one rank codes nothing
+        if "coding_error" not in state:
+            state["coding_error"] = torch.zeros(())
+            self._codecs.pop(part.name, None)
+        if self._codecs.get(part.name) != codec:  # the error of another one is not known yet
+            if part.name in self._codecs or not state["coding_error"]:
+                state["coding_error"].fill_(0.0 if codec == EXACT else nominal_error(codec) ** 2)
+            self._codecs[part.name] = codec
+        before = own.get(part.name)
+        if before is None:  # it goes on from what all have agreed on
+            before = state["momentum_buffer"].float() * (1 - momentum)
+        gradient = part.gradient
+        if part.group["weight_decay"]:
+            gradient = gradient.add(part.parameter, alpha=float(part.group["weight_decay"]))
+        beta = shortened(momentum, float(state["coding_error"]))
+        return before * beta + gradient * (1 - beta)
+
+    def _residual(self, name: str) -> Residual | None:
+        residuals = self.compression.residuals
+        if residuals is None or name not in residuals:
+            return None
+        residual = residuals[name]
+        return residual if residual.worker is not None else None
+
+    def _sent(self, name: str, momentum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what this rank has sent [shape], and the squares of its error and of p [2]."""
+        squares = torch.zeros(2, device=momentum.device)
+        residual = self._residual(name) if self.process_group.size() > 1 else None
+        if residual is None:
+            return momentum, squares
+        # The step is committed: what it has written is current, and the other side is still there.
+        after, before = residual.load_worker(), residual.written_worker()
+        coded = momentum.reshape(-1) + before
+        squares[0], squares[1] = after.dot(after), coded.dot(coded)
+        return coded.sub_(after).view_as(momentum), squares
+
+    def _measure(self, parts: list[Part], squares: list[torch.Tensor]) -> None:
+        """Let the ranks agree, every few steps, on what their codings leave to the next step."""
+        if self.compression.step % MEASURED_EVERY != 1:
+            return
+        sums = torch.stack(squares)
+        dist.all_reduce(sums, group=self.process_group)
+        for part, (left, coded) in zip(parts, sums.tolist(), strict=True):
+            if left > 0 and coded > 0:
+                error = self.state[part.parameter]["coding_error"]
+                error.mul_(0.75).add_(0.25 * min(1.0, left / coded))

@@ -1,0 +1,271 @@
+"""CodedSGD against its formula in plain torch, torch's SGD, and what may go wrong."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.errors import WireMismatch
+from pycomm.policy.quality import nominal_error
+from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
+from tests.torch.optim.test_coded_adamw import train, values
+
+SIZES = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
+STORED = "residual:storage=float32"  # as the formula has it
+
+
+def start() -> DistributedDataParallel:
+    model = DistributedDataParallel(Chosen())
+    with torch.no_grad():
+        for i, parameter in enumerate(model.module.parameters()):
+            parameter.add_(0.01 * (i + 1))
+    return model
+
+
+def make(codec: Any, **options: Any) -> tuple[DistributedDataParallel, pycomm.CodedSGD]:
+    model = start()
+    given: dict[str, Any] = {"model": model, "codec": codec, "feedback": STORED, **SIZES}
+    return model, pycomm.CodedSGD(model.parameters(), **{**given, **options})
+
+
+class Plain:
+    """The formula of `CodedSGD` for one parameter on all ranks."""
+
+    def __init__(self, x: torch.Tensor, codec: str, ranks: int) -> None:
+        self.x, self.codec, self.ranks = x.clone(), pycomm.codec(codec), ranks
+        self.o = [torch.zeros_like(x) for _ in range(ranks)]
+        self.e = [torch.zeros_like(x) for _ in range(ranks)]
+        self.v, self.t = nominal_error(self.codec) ** 2, 0
+
+    def code(self, p: torch.Tensor) -> torch.Tensor:
+        return self.codec.decode(self.codec.encode(p.reshape(-1)), p.numel()).view_as(p)
+
+    def step(self, gs: list[torch.Tensor]) -> None:
+        mu, left, coded = SIZES["momentum"], 0.0, 0.0
+        b = max(0.0, math.floor(1024 * (mu - self.v) / (1 - self.v)) / 1024)
+        for r, g in enumerate(gs):
+            p = b * self.o[r] + (1 - b) * (g + SIZES["weight_decay"] * self.x) + self.e[r]
+            self.o[r] = self.code(p)
+            self.e[r] = p - self.o[r]
+            left, coded = left + float(self.e[r].square().sum()), coded + float(p.square().sum())
+        self.x = self.x - SIZES["lr"] * sum(self.o) / self.ranks / (1 - mu)
+        self.t += 1
+        if self.t % 16 == 1:
+            self.v = 0.75 * self.v + 0.25 * left / coded
+
+
+def by_the_formula(rank: int, size: int, codec: str) -> list[torch.Tensor]:
+    model, optimizer = make(pycomm.Policy(codec, rules=(), guard=None))
+    plain = {n: Plain(p.detach(), codec, size) for n, p in model.module.named_parameters()}
+    for step in range(20):  # past the second measurement
+        train(model, optimizer, rank, range(step, step + 1))
+        for name, one in plain.items():
+            one.step([gradients(r, step)[name] for r in range(size)])
+    for name, parameter in model.module.named_parameters():
+        torch.testing.assert_close(parameter.detach(), plain[name].x, rtol=1e-4, atol=2e-5)
+    return values(model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("codec", ["topk:0.02", "sign"])  # gathered: nobody codes the mean
+def test_a_step_is_that_of_the_formula(pool, codec, ranks):
+    found = pool.run(by_the_formula, codec, ranks=ranks)
+    assert all(equal(one, found[0]) for one in found)
+
+
+def as_torch(rank: int, size: int, codec: Any) -> None:
+    (a, one), b = make(codec), start()
+    two = torch.optim.SGD(b.parameters(), **SIZES)
+    for step in range(6):
+        train(a, one, rank, range(step, step + 1))
+        train(b, two, rank, range(step, step + 1))
+        if codec == "fp32" or size == 1:  # nothing is coded
+            torch.testing.assert_close(values(a), values(b), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.module.bias, b.module.bias, rtol=1e-5, atol=1e-6)
+    back = one.to_sgd()
+    buffer = back.state[a.module.bias]["momentum_buffer"]
+    torch.testing.assert_close(
+        buffer, two.state[b.module.bias]["momentum_buffer"], rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("codec", "ranks"), [("fp32", 3), ("sign", 1), ("sign", 2)])
+def test_what_is_not_coded_moves_as_with_torch(pool, codec, ranks):
+    """Of `sign` with two ranks that is the bias, which the policy leaves exact."""
+    pool.run(as_torch, codec, ranks=ranks)
+
+
+def taken_over(rank: int, size: int) -> None:
+    a, b = start(), start()
+    old = torch.optim.SGD(a.parameters(), **SIZES)
+    train(a, old, rank, range(3))
+    new = pycomm.code_optimizer(old, a, "fp32")
+    assert isinstance(new, pycomm.CodedSGD)
+    assert new.param_groups[0]["momentum"] == SIZES["momentum"]
+    same = torch.optim.SGD(b.parameters(), **SIZES)
+    train(b, same, rank, range(6))
+    train(a, new, rank, range(3, 6))
+    torch.testing.assert_close(values(a), values(b), rtol=1e-5, atol=1e-6)
+
+
+def test_torchs_sgd_is_taken_over_in_the_middle_of_training(pool):
+    pool.run(taken_over)
+
+
+def overflows(rank: int, size: int) -> None:
+    (a, one), (b, two) = make("sign"), make("sign")
+    for model, optimizer in ((a, one), (b, two)):
+        train(model, optimizer, rank, range(2))
+    bad = gradients(rank, 7)
+    if rank == 1:
+        bad["big"][3, 4] = float("inf")
+    one.zero_grad()
+    a(bad).backward()
+    one.step()
+    assert one.compression.overflows == 1
+    for model, optimizer in ((a, one), (b, two)):
+        train(model, optimizer, rank, range(2, 5))
+    assert equal(values(a), values(b))
+
+
+def test_a_step_that_overflows_on_one_rank_leaves_no_trace(pool):
+    pool.run(overflows)
+
+
+def goes_on(rank: int, size: int) -> None:
+    (a, one), (b, two) = make("topk:0.05"), make("topk:0.05")
+    train(a, one, rank, range(4))
+    b.load_state_dict(a.state_dict())
+    two.load_state_dict(deepcopy(one.state_dict()))
+    two.compression.load_state_dict(deepcopy(one.compression.state_dict()))
+    for model, optimizer in ((a, one), (b, two)):
+        train(model, optimizer, rank, range(4, 8))
+    assert equal(values(a), values(b))
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits(pool):
+    pool.run(goes_on)
+
+
+def adopts(rank: int, size: int) -> None:
+    (a, one), (b, two) = make("sign"), make("sign")
+    train(a, one, rank, range(3))
+    b.load_state_dict(a.state_dict())
+    two.adopt_state(one)
+    buffer = one.state[a.module.big]["momentum_buffer"].clone()
+    assert torch.equal(two.state[b.module.big]["momentum_buffer"], buffer)
+    assert one.compression.own.keys() == dict(b.module.named_parameters()).keys()
+    assert two.compression.own == {}
+    train(b, two, rank, range(3, 6))
+    assert two.compression.own.keys() == one.compression.own.keys()
+
+
+def test_after_lost_ranks_the_rest_go_on_from_the_momentum(pool):
+    pool.run(adopts)
+
+
+def learns(rank: int, size: int, codec: str) -> tuple[float, float]:
+    """Fit a linear map from noisy batches of each rank; return exact SGD's loss and this one's."""
+    found = []
+    for coded in (False, True):
+        torch.manual_seed(1)
+        net = torch.nn.Linear(64, 48, bias=False)
+        model = DistributedDataParallel(net)
+        wanted = torch.randn(48, 64, generator=torch.Generator().manual_seed(2)) / 8
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        if coded:
+            optimizer = pycomm.code_optimizer(optimizer, model, codec)
+        generator = torch.Generator().manual_seed(3 + rank)
+        for _ in range(150):
+            x = torch.randn(32, 64, generator=generator)
+            optimizer.zero_grad()
+            (model(x) - x @ wanted.T).square().mean().backward()
+            optimizer.step()
+        found.append(float((net.weight.detach() - wanted).square().mean()))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("codec", ["sign", "eden:bits=1,scale=mmse"])
+def test_one_bit_learns_what_exact_momentum_learns(pool, codec):
+    untrained = 1 / 64 + 1 / (3 * 64)  # of the wanted map and of torch's initial one
+    for _, coded in pool.run(learns, codec):
+        assert coded < 1e-3 * untrained
+
+
+def refused(rank: int, size: int) -> dict[str, str]:
+    model = start()
+
+    def text(make_one: Any) -> str:
+        try:
+            make_one()
+        except (ValueError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def sgd(**more: Any) -> torch.optim.SGD:
+        return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **more})
+
+    def coded(**more: Any) -> pycomm.CodedSGD:
+        return pycomm.CodedSGD(model.parameters(), model=model, **more)
+
+    return {
+        "momentum": text(lambda: coded(momentum=1.0)),
+        "text": text(lambda: coded(momentum="much")),
+        "lr": text(lambda: coded(lr=-1.0)),
+        "unbiased": text(lambda: coded(codec="eden:bits=1")),
+        "nesterov": text(lambda: pycomm.code_optimizer(sgd(nesterov=True), model)),
+        "dampening": text(lambda: pycomm.code_optimizer(sgd(dampening=0.5), model)),
+        "none": text(lambda: pycomm.code_optimizer(sgd(momentum=0.0), model)),
+        "bare": text(lambda: pycomm.CodedSGD(model.parameters(), model=model.module)),
+    }
+
+
+def test_bad_options_are_refused(pool):
+    words = {
+        "momentum": "ValueError: CodedSGD: momentum=1.0 must be from 0 to below 1",
+        "text": "TypeError: momentum",
+        "lr": "ValueError: CodedSGD: lr=-1.0",
+        "unbiased": "scale=mmse",
+        "nesterov": "CodedSGD has no nesterov",
+        "dampening": "CodedSGD has no dampening",
+        "none": "no momentum that could travel",
+        "bare": "TypeError: CodedSGD takes a model wrapped",
+    }
+    for found in pool.run(refused):
+        for what, text in words.items():
+            assert text in found[what], (what, found[what])
+
+
+def differ(rank: int, size: int) -> str:
+    model = start()
+    try:
+        pycomm.CodedSGD(model.parameters(), momentum=0.9 - 0.1 * rank, model=model)
+    except WireMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_different_momentum_get_an_error_each(pool):
+    assert all("rank" in text for text in pool.run(differ))
+
+
+def unused(rank: int, size: int) -> list[torch.Tensor]:
+    model = DistributedDataParallel(Chosen(), find_unused_parameters=True)
+    optimizer = pycomm.CodedSGD(model.parameters(), model=model, codec="sign", **SIZES)
+    for step in range(6):
+        names = list(SHAPES) if step % 2 else ["small", "bias"]
+        optimizer.zero_grad()
+        model(gradients(rank, step, names)).backward()
+        optimizer.step()
+    return values(model)
+
+
+def test_parameters_may_be_unused_in_some_steps(pool):
+    first, second = pool.run(unused)
+    assert equal(first, second)
