@@ -214,7 +214,7 @@ ONE_BUCKET = 1000.0
 # One bit while the second moments and the loss change fast, then one value of a hundred.
 TOP_1 = "sign 21:topk:density=0.01,values=int8,indices=int12"
 TOP_1_BINS = TOP_1.replace("int8", "bins2")  # values of two bits
-# The learning rate of SGD with momentum beside AdamW's: of 8, 15, 25, 50 the best for exact gradients.
+# SGD's learning rate beside AdamW's: of 8, 15, 25 and 50 the best one for exact gradients.
 SGD_RATE = 25.0
 METHODS = (
     Method("Gloo, fp32", "gloo"),
