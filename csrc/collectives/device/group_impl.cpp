@@ -225,9 +225,10 @@ void DeviceGroup::Impl::abort(const Notice& notice) noexcept {
 
 // Peers read our memory until they have ended their last operation. Kernels of a rank that has not
 // reported that end by then may still run, or wait for others until their deadline. Memory is not
-// freed under them: it is kept until the process ends. Kernels read copies of host memory's address
-// of their own process, but giving that up waits for the kernels of this process, with the driver's
-// lock: of ranks that share it, one could never start the kernel for which another's waits.
+// freed under them: it is kept until the process ends.
+// Host memory is mapped for each process, so peers of other processes do not mind when it is given
+// up. But that call waits, with the driver's lock, for the kernels of this process, and one of a
+// rank in it may wait for a kernel that another rank cannot start without the lock.
 void DeviceGroup::Impl::leave() noexcept {
   constexpr Milliseconds kCloseTimeout(2000);
   if (fork_.in_child()) return workspace_.keep();

@@ -218,6 +218,24 @@ def check_order(rank: int, ranks: int, device: str, way: str) -> None:
         assert x.cpu().eq(3).all()
 
 
+def check_sends_during_a_copy(rank: int, ranks: int, device: str) -> None:
+    """A copy to memory that is not pinned waits for an operation that waits for later sends."""
+    other, count = 1 - rank, 6
+    x, boxes = slow(rank, device, 0), [torch.zeros(1000, device=device) for _ in range(count)]
+    dist.all_reduce(x)
+    for round_ in range(5):
+        x.fill_(1.0)
+        if rank == 0:
+            for _ in range(count):
+                dist.isend(slow(round_, device, 3), other)
+        else:
+            for request in [dist.irecv(box, other) for box in boxes]:
+                request.wait()
+            assert all(box.cpu().eq(round_ + 1).all() for box in boxes)
+        dist.all_reduce(x, async_op=True).wait()
+        assert x.cpu().eq(2).all()
+
+
 def check_lifetimes(rank: int, ranks: int, device: str) -> None:
     # The input has no other references, and its memory is poisoned when it is unused.
     outs = []

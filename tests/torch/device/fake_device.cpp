@@ -290,6 +290,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    const std::lock_guard<std::mutex> call(driver());
     capture().forget(event);
     delete static_cast<MarkPtr*>(event);
   }

@@ -23,6 +23,7 @@ from tests.torch.device.checks import (
     check_no_capture,
     check_operations,
     check_order,
+    check_sends_during_a_copy,
 )
 from tests.torch.parity import inputs, network
 from tests.torch.pool import Pool
@@ -58,11 +59,12 @@ def run(pool: Pool, path: str, check: Callable[..., Any], **more: Any) -> Any:
     [
         check_operations,
         functools.partial(check_order, way="held"),
+        check_sends_during_a_copy,
         check_lifetimes,
         check_futures,
         check_hand_over,
     ],
-    ids=["operations", "order", "lifetimes", "futures", "hand-over"],
+    ids=["operations", "order", "sends", "lifetimes", "futures", "hand-over"],
 )
 def test_operations_results_order_and_lifetimes(pool, check, path):
     run(pool, path, check, device="cuda")

@@ -34,6 +34,7 @@ from tests.torch.device.checks import (
     check_no_capture,
     check_operations,
     check_order,
+    check_sends_during_a_copy,
     slow,
 )
 from tests.torch.parity import equal
@@ -97,6 +98,11 @@ def test_tensors_live_as_long_as_the_operation_needs_them(fakes, way):
 @WAYS
 def test_futures_run_their_callbacks_behind_the_operation(fakes, way):
     run_on(fakes, check_futures, way)
+
+
+@WAYS
+def test_sends_leave_while_a_copy_waits(fakes, way):
+    run_on(fakes, check_sends_during_a_copy, way)
 
 
 def test_a_new_member_gets_a_model_on_its_device(fakes):
