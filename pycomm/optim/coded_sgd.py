@@ -13,35 +13,15 @@ from pycomm.arguments import number
 from pycomm.codecs import Codec
 from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
-from pycomm.hooks.coded_once import CodedOnce
 from pycomm.optim.base import LocalGradientOptimizer, Part
-from pycomm.optim.own_state import OwnState
+from pycomm.optim.sent_momenta import SentMomenta
 from pycomm.optim.settings import policy_of, rule_of
 from pycomm.policy import Policy
 from pycomm.policy.quality import nominal_error
 from pycomm.reduction.moment import shortened
-from pycomm.reduction.state import CompressionState
 
 MEASURED_EVERY = 16
 """Steps from one measurement of the codings' errors to the next; two numbers of each parameter."""
-
-
-class SentMomenta(CodedOnce, OwnState):
-    """Codecs of the momenta, and what each rank has sent of them, `own`."""
-
-    def adopt_state(self, previous: CompressionState | None) -> None:
-        """See `CompressionState`: ranks go on from the momentum, of which lost ones had a part."""
-        super().adopt_state(previous)
-        self.own = {}
-
-    def codes_sums(self, names: Iterable[str], device: torch.device) -> bool:
-        """Whether nodes code the sums of their ranks, of which none has sent anything of its own.
-
-        Args:
-            names: the parameters of a bucket.
-            device: where they are.
-        """
-        return bool(self._bucket(tuple(names), device).levels)
 
 
 class CodedSGD(LocalGradientOptimizer):
@@ -143,12 +123,14 @@ class CodedSGD(LocalGradientOptimizer):
     # ------------------------------------------------------------------ a step
 
     def _take(self, parts: list[Part]) -> None:
-        own = self._own
+        state = self.compression
+        assert isinstance(state, SentMomenta)
+        own = state.own
         momenta = {part.name: self._momentum(part, own) for part in parts}
         means = self._exchange(momenta)
         if means is None:
             return
-        alone = self._is_alone(parts)
+        alone = not state.codes_sums(momenta, parts[0].parameter.device)
         errors = []
         for part in parts:
             if alone:
@@ -156,25 +138,12 @@ class CodedSGD(LocalGradientOptimizer):
                 errors.append(error)
             else:
                 own.pop(part.name, None)
-            state = self.state[part.parameter]
+            buffer = self.state[part.parameter]["momentum_buffer"]
             mean = means[part.name].view_as(part.parameter)
-            scale = 1 / (1 - float(part.group["momentum"]))
-            state["momentum_buffer"].copy_(mean.mul_(scale))
-            part.parameter.add_(state["momentum_buffer"], alpha=-float(part.group["lr"]))
+            buffer.copy_(mean.div_(1 - float(part.group["momentum"])))
+            part.parameter.add_(buffer, alpha=-float(part.group["lr"]))
         if errors and self.process_group.size() > 1:
             self._measure(parts, errors)
-
-    @property
-    def _own(self) -> dict[str, torch.Tensor]:
-        state = self.compression
-        assert isinstance(state, SentMomenta)
-        return state.own
-
-    def _is_alone(self, parts: list[Part]) -> bool:
-        """Whether each rank codes its own contributions."""
-        state = self.compression
-        assert isinstance(state, SentMomenta)
-        return not state.codes_sums((part.name for part in parts), parts[0].parameter.device)
 
     def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return b o + (1 - b) (g + wd x), float32 [shape]; start the parameter's state."""

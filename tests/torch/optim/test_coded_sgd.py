@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from copy import deepcopy
 from typing import Any
 
@@ -14,6 +15,7 @@ import pycomm
 from pycomm.errors import WireMismatch
 from pycomm.policy.quality import nominal_error
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
+from tests.torch.interpreter import ROOT, Interpreter
 from tests.torch.optim.test_coded_adamw import train, values
 
 SIZES = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
@@ -269,3 +271,41 @@ def unused(rank: int, size: int) -> list[torch.Tensor]:
 def test_parameters_may_be_unused_in_some_steps(pool):
     first, second = pool.run(unused)
     assert equal(first, second)
+
+
+ON_NODES = """
+import sys, torch, torch.distributed as dist
+from tests.torch.optim.test_coded_sgd import make, train, values
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 4)
+dist.init_process_group("pycomm", store=store, rank=rank, world_size=4)
+model, optimizer = make("int4")
+train(model, optimizer, rank, range(4))
+state = optimizer.compression
+print(state.codes_sums(["big", "small", "bias"], torch.device("cpu")), len(state.own))
+buffer = optimizer.state[model.module.big]["momentum_buffer"]
+print([float(x.double().sum()) for x in (*values(model), buffer)])
+dist.destroy_process_group()
+"""
+
+
+def test_where_nodes_code_sums_ranks_go_on_from_the_momentum(tmp_path):
+    """Two nodes of two ranks: none has sent anything of its own."""
+    ranks = [
+        Interpreter(
+            *("-c", ON_NODES, str(rank), str(tmp_path / "store")),
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "PYCOMM_HOST_ID": f"node{rank // 2}",
+                "PYCOMM_ALGO": "hierarchical",
+            },
+            merged=True,
+        )
+        for rank in range(4)
+    ]
+    found = []
+    for rank in ranks:
+        assert rank.wait(100) == 0, rank.output()
+        found.append(rank.output().strip().splitlines()[-2:])
+    assert found[0][0] == "True 0"
+    assert all(one == found[0] for one in found)

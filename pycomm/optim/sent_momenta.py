@@ -1,0 +1,31 @@
+"""The exchange of coded momenta by ranks that each go on from what itself has sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from pycomm.hooks.coded_once import CodedOnce
+from pycomm.optim.own_state import OwnState
+from pycomm.reduction.state import CompressionState
+
+
+class SentMomenta(CodedOnce, OwnState):
+    """Codecs of the momenta, and what each rank has sent of them, `own`."""
+
+    def adopt_state(self, previous: CompressionState | None) -> None:
+        """See `CompressionState`: ranks go on from the momentum, of which lost ones had a part."""
+        super().adopt_state(previous)
+        self.own = {}
+
+    def codes_sums(self, names: Iterable[str], device: torch.device) -> bool:
+        """Whether nodes code the sums of their ranks, of which none has sent anything of its own.
+
+        Args:
+            names: the parameters of a bucket.
+            device: where they are.
+        """
+        if self.process_group.size() == 1:
+            return False
+        return bool(self._bucket(tuple(names), device).levels)
