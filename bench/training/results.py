@@ -16,6 +16,14 @@ from pycomm.bench.training.methods import METHODS
 
 RANKS = 2
 EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
+EXACT_SGD = next(method for method in METHODS if method.label == "pycomm, exact SGD")
+
+
+def exact_of(label: str) -> str:
+    """Return the label of the exact run of a method's optimizer; of a sweep's methods, too."""
+    label = label.partition(", rate x ")[0]
+    by_sgd = any(method.label == label and method.update == "sgd" for method in METHODS)
+    return (EXACT_SGD if by_sgd else EXACT).label
 
 
 def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | None:
@@ -59,7 +67,7 @@ def pairs(
     """
     found = [r for r in rows if (r.kind, r.model, r.ranks) == ("loss", model, ranks)]
     mine, exact = (
-        {r.seed: r for r in found if r.method == wanted} for wanted in (method, EXACT.label)
+        {r.seed: r for r in found if r.method == wanted} for wanted in (method, exact_of(method))
     )
     return [(mine[seed], exact[seed]) for seed in mine if seed in exact]
 

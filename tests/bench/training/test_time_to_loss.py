@@ -15,7 +15,9 @@ from pycomm.bench.netlab import Paced, wait
 from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import (
     EXACT,
+    EXACT_SGD,
     changes,
+    exact_of,
     load,
     steps_to_loss,
     totals,
@@ -89,6 +91,13 @@ def test_losses_are_compared_on_the_same_text():
     assert changes(INT4.label, "demo", rows) == [pytest.approx(0.05)]
     assert changes(FP16.label, "demo", rows) == [pytest.approx(0.04)]  # seed 1 has no exact run
     assert changes(EXACT.label, "demo", rows) == [0.0]
+
+
+def test_methods_of_sgd_are_compared_with_exact_sgd():
+    for method in METHODS:
+        wanted = EXACT_SGD if method.update == "sgd" else EXACT
+        assert exact_of(method.label) == wanted.label
+        assert exact_of(f"{method.label}, rate x 25") == wanted.label
 
 
 def test_late_means_are_those_of_the_step_before(tmp_path):
