@@ -24,7 +24,8 @@ from tests.extent import FULL
 
 pytestmark = pytest.mark.timeout(600)  # each compiler's first test waits for all of its files
 
-# Bytes of a thread. These encoders are faster with two blocks on a multiprocessor, as measured.
+# Bytes of a thread that encoders may spill. Two blocks on a multiprocessor make them faster all
+# the same, as measured on an H200 (csrc/codecs/rotate.cu).
 SPILLED = {"eden": 128, "rotate": 132}
 CALLS = ("encode", "encode_feedback", "decode", "decode_add")
 # The minimum number of kernels of each.
@@ -194,11 +195,18 @@ def test_cuda_kernels_are_exact(nvcc, name, arch):
 
 @every_source
 def test_cuda_kernels_spill_no_register(nvcc, name):
+    """But for encoders in SPILLED, up to what is there; decoders never."""
     log = (nvcc(name) / f"{name}.log").read_text()
-    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", log)
+    spilled = re.findall(
+        r"Compiling entry function '(\w+)'[^\n]*\n(?:[^\n]*\n)?"
+        r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores",
+        log,
+    )
     assert len(spilled) == log.count("Compiling entry function") >= SOURCES[name] * len(ARCHS)
-    most = max(int(stores) for _, stores, _ in spilled)
-    assert most <= SPILLED.get(name, 0)
+    for kernel, frame, stores in spilled:
+        most = SPILLED.get(name, 0) if "encode_kernel" in kernel else 0
+        assert int(stores) <= most, kernel
+        assert most or frame == "0", kernel
 
 
 @every_arch
