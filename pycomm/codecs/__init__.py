@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from fractions import Fraction
 from functools import cache
-from importlib import import_module
 from typing import Any, get_type_hints
 
 from pycomm.arguments import typed
@@ -49,8 +48,9 @@ __all__ = [
 
 def _nvrtc() -> implementations.Implementation:
     """Import CuPy only when a codec first needs it, since it may be missing."""
-    launches: Any = import_module("pycomm.codecs.cuda.nvrtc")
-    return launches  # type: ignore[no-any-return]
+    from pycomm.codecs.cuda import nvrtc
+
+    return nvrtc
 
 
 implementations.nvrtc = _nvrtc

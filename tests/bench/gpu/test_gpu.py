@@ -276,6 +276,15 @@ def test_a_suite_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     assert not alive.exists()
 
 
+def test_triton_gets_the_cores_that_the_others_leave(monkeypatch):
+    monkeypatch.setattr(gpu_checks.os, "sched_getaffinity", lambda pid: set(range(16)))
+    found = {suite.name: suite.arguments for suite in gpu_checks.contract(gpu.KINDS)}
+    workers = {name: int(arguments[-1]) for name, arguments in found.items()}
+    assert workers == {f"contract {kind}": 10 if kind == "triton" else 2 for kind in gpu.KINDS}
+    (alone,) = gpu_checks.contract(["native"])
+    assert alone.arguments[-1] == "16"
+
+
 def test_sanitizers_get_every_codec():
     """The expression must select tests: one that selected none passed as long as nobody ran it."""
     chosen = gpu_checks.SANITIZED.replace("cuda", "cpu")
