@@ -69,8 +69,8 @@ def load_c10d() -> ModuleType:
     """Import `pycomm._c10d`, the part of pycomm that is compiled against torch.
 
     Raises:
-        Error: torch is too old, or no binary fits it and none can be compiled; the text has the
-            compiler's output.
+        Error: torch is too old, a variable of the environment has no sense, or no binary fits and
+            none can be compiled; the text has the compiler's output.
     """
     return _loaded(compiles=True)
 
@@ -79,7 +79,7 @@ def ready_c10d() -> ModuleType:
     """Import `pycomm._c10d` if a binary for this torch is there; compile nothing.
 
     Raises:
-        Error: torch is too old.
+        Error: torch is too old, or a variable of the environment has no sense.
         Absent: there is none that loads; the text says why.
     """
     return _loaded(compiles=False)
@@ -101,6 +101,11 @@ def _load(version: str, compiles: bool = True) -> ModuleType:
     if minor_of(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise Error(f"torch {version} is too old for pycomm: install torch {oldest} or newer")
+    # A binary reads the core's variables while it loads. A wrong one is refused here, where it is
+    # not taken for a defect of the binary, which would be compiled again.
+    from pycomm import _C
+
+    _C.env()
     reason = _why_none(version)
     for kind, binary in _delivered(version):
         try:

@@ -166,6 +166,17 @@ def test_programs_say_in_one_line_what_is_wrong(command, environment, says):
     assert "Traceback" not in done.stderr
 
 
+def test_a_wrong_variable_of_the_core_is_no_defect_of_the_binary():
+    """It would be compiled again, for minutes, and then not load either."""
+    env = {**os.environ, "PYTHONPATH": str(interpreter.ROOT), "PYCOMM_LINK": "0"}
+    code = "from pycomm.backend.choice import load; load()"
+    done = interpreter.run("-c", code, env=env, timeout=110)
+    assert "compiling" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        "pycomm.errors.Error: PYCOMM_LINK=0 makes no sense: want a rate"
+    )
+
+
 def test_the_doctor_finds_a_variable_that_python_refuses():
     done = run("pycomm.doctor", PYCOMM_HEALTH="xx")
     assert done.returncode == 1
