@@ -41,7 +41,7 @@ AT_A_TIME := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 
-# Two recipes at once: the core compiles while pip fetches torch, and _c10d while mypy reads.
+# Two recipes at once: _C compiles while pip fetches torch, and the rest while it fetches the tools.
 MAKEFLAGS += --jobs=2
 unexport MAKEFLAGS
 .PHONY: build demo test lint soak mutants bench conformance portable trainers world gpu wheel cuda-wheel torches docs asan tsan clean
@@ -136,9 +136,14 @@ $(VENV)/python.stamp:
 	@$(PIP) $(BUILD_TOOLS)
 	@touch $@
 
-# The core needs no torch, and compiles while pip fetches and unpacks it.
-$(VENV)/core.stamp: $(VENV)/python.stamp
-	@echo "compiling the core"
+# A minute of one core's work that needs no torch, while pip fetches and unpacks it on the other.
+$(VENV)/binding.stamp: $(VENV)/python.stamp
+	@echo "compiling"
+	@PYCOMM_BUILD=BINDING $(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+# The binaries; the target build brings them up to date.
+$(VENV)/core.stamp: $(VENV)/binding.stamp $(VENV)/torch.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 

@@ -2,7 +2,8 @@
 
 PYCOMM_CUDA (AUTO, ON, OFF), PYCOMM_CUDA_ARCH, PYCOMM_TORCH, PYCOMM_TORCHES and PYCOMM_SANITIZE
 are passed on to CMake. All flags are in CMakeLists.txt. With PYCOMM_BUILD=OFF nothing is compiled:
-the Makefile installs the package in place while another process compiles it.
+the Makefile installs the package in place while another process compiles it. With BINDING only what
+needs no torch and takes longest is compiled, and nothing is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class CMakeBuild(build_ext):
     """An incremental build, in a folder for each interpreter and set of options."""
 
     def run(self) -> None:
-        if os.environ.get("PYCOMM_BUILD") == "OFF":
+        wanted = os.environ.get("PYCOMM_BUILD")
+        if wanted == "OFF":
             return
         in_place = self.inplace or self.editable_mode
         package = ROOT / "pycomm" if in_place else Path(self.build_lib).absolute() / "pycomm"
@@ -42,6 +44,9 @@ class CMakeBuild(build_ext):
         self.cmake(
             "-S", ROOT, "-B", build, *self.tools(), *(f"-D{k}={v}" for k, v in chosen.items())
         )
+        if wanted == "BINDING":
+            self.cmake("--build", build, "--target", "binding")
+            return
         self.cmake("--build", build, "--parallel")
         for component in ["binaries"] if in_place else ["binaries", "sources"]:
             self.cmake("--install", build, "--prefix", package, "--component", component)
