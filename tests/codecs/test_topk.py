@@ -3,6 +3,7 @@ decodes invalid payloads safely."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -279,6 +280,37 @@ def test_places_that_do_not_travel_stay_to_the_bit():
     codec = pycomm.codec("topk:0.5")
     out = codec.decode_add(codec.encode(torch.tensor([1.0, 0.0])), -torch.zeros(2))
     assert out.signbit().tolist() == [False, True]
+
+
+# ------------------------------------------------------ values that change while they are coded
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize(("form", "values"), [("int32", "float32"), ("bitmap", "int8")])
+def test_a_caller_who_changes_values_meanwhile_hurts_no_other_memory(form, values, feedback):
+    """He gets a wrong payload. Between two passes over them all values may become large."""
+    codec = pycomm.codec(f"topk:0.01,values={values},indices={form}")
+    x, residual = torch.zeros(60_000), torch.zeros(60_000) if feedback else None
+    size = codec.encoded_bytes(x.numel())
+    memory = torch.full((size + 8 * x.numel(),), 0xA5, dtype=torch.uint8)
+    native, done = runner(codec, "native", "cpu"), threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            x.fill_(3.0)
+            x.zero_()
+            x[::7] = 1.0
+
+    other = threading.Thread(target=change)
+    other.start()
+    try:
+        for _ in range(400):
+            owed = None if residual is None else residual.zero_()
+            native.encode(codec, EncodeArgs(x, memory[:size], owed, owed, RandomKey(), 0))
+    finally:
+        done.set()
+        other.join()
+    assert bool((memory[size:] == 0xA5).all())
 
 
 # --------------------------------------------------------------------------------- the options

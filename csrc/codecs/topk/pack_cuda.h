@@ -27,7 +27,8 @@ struct Scratch {
     around = counted + warps;
     slots = words + layout.slots;
     sample = reinterpret_cast<float*>(words + layout.sample);
-    chosen = {reinterpret_cast<float*>(words + layout.p), words + layout.index};
+    chosen = {reinterpret_cast<float*>(words + layout.p), words + layout.index,
+              static_cast<uint32_t>(Layout::rounded(args.k))};
   }
 };
 
@@ -198,7 +199,8 @@ __device__ void write_group(const Record& record, uint8_t* to, size_t group, con
   for (int j = 0; j < kLaneValues; j++) {
     const bool there = j < size && !is_void;
     p[j] = there ? chosen.p[first + j] : bits_float(kNanBits);
-    index[j] = there ? chosen.index[first + j] : 0;
+    const uint32_t i = there ? chosen.index[first + j] : 0;
+    index[j] = i < record.n ? i : 0;  // if fewer were chosen, it is an old one
   }
   write_values(record, to, group, p, size, value);
   uint8_t* section = to + record.indices_at;

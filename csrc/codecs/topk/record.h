@@ -116,7 +116,11 @@ class Writer {
     }
   }
 
+  // A caller may change values while they are encoded. More may be chosen then than there is room
+  // for; fewer leave a record that the receiver takes for void.
   void group(const uint32_t* index, const float* p, size_t n) {
+    n = std::min(n, record_.k - count_);
+    if (n == 0) return;
     alignas(64) float value[kGroup];
     write_values(record_, to_, count_, p, n, value);
     write_indices(record_.indices, index, count_, n, to_ + record_.indices_at);

@@ -179,7 +179,8 @@ inline Cut radix_cut(const Source& from, size_t k, uint32_t limit) {
     uint32_t bin = mask;
     for (;; bin--) {
       const size_t here = size_t{table[0][bin]} + table[1][bin];
-      if (rest <= here) break;
+      // At 0 there are as many, unless the caller changes values meanwhile.
+      if (rest <= here || bin == 0) break;
       rest -= here;
     }
     prefix = prefix << kBits[level] | bin;

@@ -197,6 +197,7 @@ struct WarpRange {
 struct Chosen {
   float* p;
   uint32_t* index;
+  uint32_t room;  ///< values; a caller that changes them meanwhile could have more chosen
 };
 
 /// Stores the chosen values of a range in their places. `before`: values above and equal to the cut
@@ -242,7 +243,7 @@ __device__ void choose(const WarpRange<kFeedback>& range, const Threshold& cut, 
       }
 #pragma unroll
       for (int k = 0; k < cuda::kVector; k++) {
-        if ((mine >> k & 1) == 0) continue;
+        if ((mine >> k & 1) == 0 || place >= to.room) continue;
         to.p[place] = p.v[k];
         to.index[place++] = static_cast<uint32_t>(i + k);
       }

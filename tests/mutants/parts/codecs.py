@@ -231,6 +231,14 @@ MUTANTS = (
         BYTES + "[nvfp4:rounding=stochastic-native-cpu]",
     ),
     Mutant(
+        "topk-writes-beyond-its-room",
+        "exception",
+        "csrc/codecs/topk/record.h",
+        "n = std::min(n, record_.k - count_);",
+        "",
+        "tests/codecs/test_topk.py::test_a_caller_who_changes_values_meanwhile_hurts_no_other_memory",
+    ),
+    Mutant(
         "topk-counts-equal-ones-as-larger",
         "comparison",
         "csrc/codecs/topk/select.h",
