@@ -94,6 +94,11 @@ class Lab(ABC):
             started.append(self._keep(node, command, base | place, stdout, stderr))
         return started
 
+    def kept(self, node: int, command: Sequence[str]) -> list[str]:
+        """Return the command that runs a command on a node, and ends it when this process ends."""
+        keep = [sys.executable, "-I", "-S", subreaper.__file__, str(os.getpid())]
+        return [*self.wrap(node), *keep, *command]
+
     def _keep(
         self,
         node: int,
@@ -104,10 +109,7 @@ class Lab(ABC):
     ) -> Rank:
         """Start a command on a node; it ends with this process and with the lab."""
         self._keep_cores_busy()
-        keep = [sys.executable, "-I", "-S", subreaper.__file__, str(os.getpid())]
-        rank = subprocess.Popen(
-            [*self.wrap(node), *keep, *command], env=env, stdout=stdout, stderr=stderr
-        )
+        rank = subprocess.Popen(self.kept(node, command), env=env, stdout=stdout, stderr=stderr)
         self._ranks.append(rank)
         return rank
 

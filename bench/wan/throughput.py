@@ -45,14 +45,14 @@ SENT = {"all_reduce": 1.0, "all_reduce_int8": 1.0, "broadcast": 1.0}
 def iperf3(lab: WanLab, streams: int, time_s: int, control: str) -> float:
     """Return the bit/s of the slower direction while both are full, or 0 if iperf3 fails."""
     server = subprocess.Popen(
-        [*lab.wrap(0), "iperf3", "-s", "-1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        lab.kept(0, ["iperf3", "-s", "-1"]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         time.sleep(0.5)
         words = ["iperf3", "-c", lab.master, "-P", str(streams), "--bidir", "-J"]
         words += ["-t", str(time_s), "-O", "2", "-C", control]
         done = subprocess.run(
-            [*lab.wrap(1), *words], capture_output=True, text=True, timeout=time_s + 60
+            lab.kept(1, words), capture_output=True, text=True, timeout=time_s + 60
         )
         end = json.loads(done.stdout).get("end", {})
         ways = ("sum_received", "sum_received_bidir_reverse")
