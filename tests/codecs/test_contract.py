@@ -140,21 +140,25 @@ def check_decode(codec: Codec, run, device: str, payload: torch.Tensor, numel: i
     assert same(got, added)
 
 
+# Cases in which a comparison of equal numbers decides, where samples would miss them.
+DECIDING = {"mxfp8_e5m2:scale=ceil": ["ties-float8-e5m2"], "lossless": ["ties-int4", "normal-32"]}
+
+
 def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
     """Yield every spec on every implementation, with the cases that it runs.
 
-    Emulation takes most of the time. Triton's interpreter runs every tenth case with the first
-    spec of a codec, and every 30th with the others, and with topk and lossless, which have many
+    Emulation takes most of the time. Triton's interpreter runs every fifth case with the first
+    spec of a codec, and every 15th with the others, and with topk and lossless, which have many
     kernels; with rotations, which are slow there, a third of these. Emulated CUDA runs all with the
     first spec, and every third with the others. The next spec begins at the next case, so that
-    a codec of several specs meets all. The full extent is ten times as many for Triton.
+    a codec of several specs meets all. The full extent is five times as many for Triton.
     """
     seen = set()
     for number, spec in enumerate(SPECS):
         name = pycomm.codec(spec).name
         step = {
             "emulated-cuda": 1 if FULL or name not in seen else 3,
-            "triton": (1 if FULL else 10)
+            "triton": (1 if FULL else 5)
             * (3 if name in seen | {"topk", "lossless"} else 1)
             * (3 if name in ROTATED else 1),
         }
@@ -163,6 +167,7 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
             chosen = list(CASES)[number % every_nth :: every_nth]
             if name == "cast":  # of the numbers halfway between two others it rounds its own
                 chosen += [case for case in CASES if case.startswith("ties") and case not in chosen]
+            chosen += [case for case in DECIDING.get(spec, ()) if case not in chosen]
             yield spec, kind, device, chosen
         seen.add(name)
 
@@ -225,7 +230,7 @@ def test_same_bytes_of_drawn_values(spec, kind, device):
     if interpreted and spec in SPECS_OF_TOPK[1:]:
         skip_by_design("many kernels in Triton's interpreter: one spec of topk is enough")
 
-    examples = (8 if FULL else 2) if interpreted else (25 if FULL else 10)
+    examples = (8 if FULL else 3) if interpreted else (25 if FULL else 10)
 
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(case=drawn())
@@ -300,7 +305,7 @@ def test_pairs_of_quants_options(codec, kind, device):
     [
         (spec, kind, device)
         for kind, device in IMPLEMENTATIONS
-        for spec in part(ROTATIONS, 8 if (kind, device) == ("triton", "cpu") else 1)
+        for spec in part(ROTATIONS, 4 if (kind, device) == ("triton", "cpu") else 1)
     ],
 )
 def test_every_kind_of_rotation(spec, kind, device):

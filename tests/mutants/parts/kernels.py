@@ -112,7 +112,7 @@ MUTANTS = (
         "triton_kernels/lossless.py",
         "better = size <= least",
         "better = size < least",
-        GOLDEN + " tests/codecs/test_lossless.py",
+        BYTES + "[lossless-triton-cpu] tests/codecs/test_lossless.py",
     ),
     Mutant(
         "triton-rotation-difference-turned",
