@@ -69,7 +69,7 @@ def load_c10d() -> ModuleType:
     """Import `pycomm._c10d`, the part of pycomm that is compiled against torch.
 
     Raises:
-        Error: torch is too old, a variable of the environment has no sense, or no binary fits and
+        Error: torch is too old, a variable of the core has a wrong value, or no binary fits and
             none can be compiled; the text has the compiler's output.
     """
     return _loaded(compiles=True)
@@ -79,7 +79,7 @@ def ready_c10d() -> ModuleType:
     """Import `pycomm._c10d` if a binary for this torch is there; compile nothing.
 
     Raises:
-        Error: torch is too old, or a variable of the environment has no sense.
+        Error: torch is too old, or a variable of the core has a wrong value.
         Absent: there is none that loads; the text says why.
     """
     return _loaded(compiles=False)

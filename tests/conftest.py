@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -42,12 +41,6 @@ def _cores_are_given_back() -> Iterator[None]:
     left = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     assert left == cores, "the test has left its thread on other cores than it had"
-
-
-def pytest_collection_finish() -> None:
-    """Keep the collector off what lives to the end: in forked ranks it would copy those pages."""
-    gc.collect()
-    gc.freeze()
 
 
 def tier_of(path: Path) -> str:

@@ -77,9 +77,9 @@ def best_iperf3(lab: WanLab, time_s: int) -> tuple[float, str]:
 
 
 def measure(
-    lab: Netlab, operations: str, sizes: str, repeats: int, backends: str
+    lab: Netlab, operations: str, sizes: str, repeats: int, backends: str, link: str = ""
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call by "operation/bytes/backend".
+    """Return the seconds of each call by "operation/bytes/backend"; pycomm paces itself to `link`.
 
     Raises:
         Failed: a rank failed.
@@ -89,6 +89,7 @@ def measure(
         words = [str(file), operations, sizes, str(repeats), backends]
         command = [sys.executable, "-m", "pycomm.bench.wan.transfer", *words]
         env = dict(os.environ) | {"PYCOMM_INTERFACE": interfaces_of(lab)}
+        env |= {"PYCOMM_LINK": link} if link else {}
         status = wait(lab.start(command, env=env, stdout=printed, stderr=printed))
         lab.stop()
         if status != 0 or not file.exists():
@@ -109,9 +110,11 @@ def rates(lab: Netlab, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     Raises:
         Failed: a rank failed.
     """
-    found = measure(lab, options.operation, options.bytes, options.repeats, options.backend)
-    for key, took in found.items():
+    calls = (options.operation, options.bytes, options.repeats, options.backend, options.link)
+    for key, took in measure(lab, *calls).items():
         operation, size, backend = key.split("/")
+        if options.link and backend == "pycomm":
+            backend += f", link {options.link}"
         middle = statistics.median(took)
         payload = int(size)
         if operation == "all_reduce_int8":
@@ -178,6 +181,7 @@ def main(argv: Sequence[str]) -> int:
         default=[],
         help="instead: rates of several links between two nodes, without delay: 1gbit,100mbit",
     )
+    add("--link", default="", help="PYCOMM_LINK: the rate to which pycomm paces itself (none)")
     add("--bytes", default="8192,16777216", help="of a call's tensor (8192,16777216)")
     add("--repeats", type=int, default=5, help="calls of each backend, in turns (5)")
     add("--iperf-time", type=int, default=5, help="seconds of each run of iperf3, 0: none (5)")

@@ -117,7 +117,7 @@ class Writer {
   }
 
   // A caller may change values while they are encoded. More may be chosen then than there is room
-  // for; fewer leave a record that the receiver takes for void.
+  // for; fewer leave at the end what was in the memory before.
   void group(const uint32_t* index, const float* p, size_t n) {
     n = std::min(n, record_.k - count_);
     if (n == 0) return;

@@ -179,7 +179,7 @@ inline Cut radix_cut(const Source& from, size_t k, uint32_t limit) {
     uint32_t bin = mask;
     for (;; bin--) {
       const size_t here = size_t{table[0][bin]} + table[1][bin];
-      // At 0 there are as many, unless the caller changes values meanwhile.
+      // The last bin has as many as are left, unless the caller changes values meanwhile.
       if (rest <= here || bin == 0) break;
       rest -= here;
     }

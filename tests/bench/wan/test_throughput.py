@@ -33,6 +33,20 @@ def test_rows_of_both_backends(tmp_path, capsys):
         assert (row["round_trip_ms"], row["loss"], row["bytes"]) == ("2", "0", "4096")
 
 
+def test_rows_of_a_rank_that_paces_itself_say_so(tmp_path, capsys):
+    file = tmp_path / "rates.csv"
+    words = ["--backend", "pycomm", "--link", "8mbit", "--bytes", "1048576", "--iperf-time", "0"]
+    status = throughput.main([*SMALL.split(), *words, "--csv", str(file)])
+    if status == 2 and "cannot be made here" in (error := capsys.readouterr().err):
+        pytest.skip(error)
+    assert status == 0
+    with file.open(newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert {row["backend"] for row in rows} == {"pycomm, link 8mbit"}
+    # The pacer lets 64 KiB of a burst through; the link itself has 200 Mbit/s.
+    assert all(float(row["mbit_per_s"]) < 10 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("words", "hint"), [("--loss 200%", "the loss 200% is impossible"), ("--round-trip 3", "3")]
 )

@@ -239,6 +239,14 @@ MUTANTS = (
         "tests/codecs/test_topk.py::test_a_caller_who_changes_values_meanwhile_hurts_no_other_memory",
     ),
     Mutant(
+        "topk-search-goes-below-the-last-bin",
+        "exception",
+        "csrc/codecs/topk/select.h",
+        "if (rest <= here || bin == 0) break;",
+        "if (rest <= here) break;",
+        "tests/codecs/test_topk.py::test_a_caller_who_changes_values_meanwhile_hurts_no_other_memory",
+    ),
+    Mutant(
         "topk-counts-equal-ones-as-larger",
         "comparison",
         "csrc/codecs/topk/select.h",
