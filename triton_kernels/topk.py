@@ -138,6 +138,7 @@ def _choose(
         choose_kernel,
         tiles,
         *(args.x, args.residual, args.new_residual, state, around, tiles, p, index, numel),
+        p.numel(),
         **common,
     )
 

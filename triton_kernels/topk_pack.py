@@ -174,6 +174,8 @@ def pack_kernel(
         nan = bits_float(tl.full((GROUP,), NAN_BITS, tl.int32))
         p = tl.where(void, nan, tl.load(p_ptr + record * room + j, mask=there, other=0.0))
         index = tl.load(index_ptr + record * room + j, mask=there, other=0)
+        # If values have changed after they were counted, a slot may have been left as it was.
+        index = tl.where((index.to(tl.int64) & 0xFFFFFFFF) < n, index, 0)
         value = store_values(
             byte_ptr, half_ptr, word_ptr, at, values_at, group, p, mask, here, VALUES
         )

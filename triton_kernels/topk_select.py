@@ -62,22 +62,24 @@ def any_beyond(bins, LIMIT: tl.constexpr):
 
 @triton.jit
 def choose_tile(
-    p, residual, place, mask, cut, ties, equals, count, start, n,
+    p, residual, place, mask, cut, ties, equals, count, start, n, room,
     p_ptr, index_ptr, bitmap_ptr, new_residual_ptr,
     BITMAP: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen values of a tile to their slots, and the others to the new residual.
 
     ``equals`` counts earlier values equal to the cut, ``count`` earlier chosen ones. Returns both,
-    updated.
+    updated. Of a record whose values change after they were counted, no more than ``room`` are
+    written.
     """
     bits = magnitude_bits(p)
     equal = mask & (bits == cut)
     rank = equals + tl.cumsum(equal.to(tl.int64), axis=0)  # counts from 1
     chosen = mask & ((bits > cut) | (equal & (rank <= ties)))
     to = count + tl.cumsum(chosen.to(tl.int64), axis=0) - 1
-    tl.store(p_ptr + to, p, mask=chosen)
-    tl.store(index_ptr + to, place.to(tl.int32), mask=chosen)
+    fits = chosen & (to < room)
+    tl.store(p_ptr + to, p, mask=fits)
+    tl.store(index_ptr + to, place.to(tl.int32), mask=fits)
     if BITMAP:
         marks = tl.reshape(chosen.to(tl.int32), (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
         word = tl.min(place, axis=0) // 32 + tl.arange(0, TILE // 32)
@@ -134,8 +136,8 @@ def chunks_kernel(
         p, residual, place, mask = load_tile(x_ptr, residual_ptr, start, at, n, FEEDBACK, TILE)
         equals, count = choose_tile(
             tl.where(void, residual, p), residual, place, mask, cut, ties, equals, count, start, n,
-            p_ptr + record * room, index_ptr + record * room, bitmap_ptr, new_residual_ptr,
-            BITMAP, FEEDBACK, TILE,
+            room, p_ptr + record * room, index_ptr + record * room, bitmap_ptr,
+            new_residual_ptr, BITMAP, FEEDBACK, TILE,
         )  # fmt: skip
         at += TILE
 
@@ -243,7 +245,7 @@ def scan_kernel(
 
 @triton.jit
 def choose_kernel(
-    x_ptr, residual_ptr, new_residual_ptr, state_ptr, around_ptr, tiles, p_ptr, index_ptr, n,
+    x_ptr, residual_ptr, new_residual_ptr, state_ptr, around_ptr, tiles, p_ptr, index_ptr, n, room,
     FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen values of a tile to their slots."""
@@ -259,6 +261,6 @@ def choose_kernel(
     )
     choose_tile(
         tl.where(void, residual, p), residual, place, mask, cut, ties,
-        equals, greater + tl.minimum(equals, ties), 0, n,
+        equals, greater + tl.minimum(equals, ties), 0, n, room,
         p_ptr, index_ptr, index_ptr, new_residual_ptr, False, FEEDBACK, TILE,
     )  # fmt: skip

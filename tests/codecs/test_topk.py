@@ -16,6 +16,7 @@ from pycomm import _C
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference, native_codec
 from pycomm.errors import Error
+from pycomm.triton_kernels import topk as triton_topk
 from tests.codecs.test_contract import IMPLEMENTATIONS, check, check_decode, runner, same
 from tests.extent import part
 
@@ -311,6 +312,37 @@ def test_a_caller_who_changes_values_meanwhile_hurts_no_other_memory(form, value
         done.set()
         other.join()
     assert bool((memory[size:] == 0xA5).all())
+
+
+def test_triton_writes_no_more_than_it_has_counted(monkeypatch):
+    """Values that have become large after they were counted are all above the cut."""
+    codec = pycomm.codec("topk:0.01,values=int8")
+    launch, seen = triton_topk.launch, []
+    x, residual = NORMAL[:8192].clone(), torch.zeros(16384)
+
+    def change_first(kernel, programs, *args, **constants):
+        if kernel is not triton_topk.choose_kernel:
+            return launch(kernel, programs, *args, **constants)
+        args[0].fill_(3.0)
+        room, places = args[9], args[7].numel()
+        assert room == places
+        p, index = torch.full((2 * 8192,), 7.0), torch.full((2 * 8192,), 9000, dtype=torch.int32)
+        p[:room], index[:room] = args[6], 12000  # memory may hold any place
+        seen.append(p[room:])
+        launch(kernel, programs, *args[:6], p, index, *args[8:], **constants)
+        args[6].copy_(p[:room])
+        args[7].copy_(index[:room].flip(0))  # as if some had not been written
+        args[7][:50] = 12000
+        return None
+
+    monkeypatch.setattr(triton_topk, "launch", change_first)
+    out = torch.zeros(codec.encoded_bytes(8192), dtype=torch.uint8)
+    new, behind = residual.split(8192)
+    behind.fill_(5.0)
+    triton_topk.encode(codec, EncodeArgs(x, out, new, new, RandomKey(), 0))
+    assert seen
+    assert bool((seen[0] == 7).all())
+    assert bool((behind == 5).all())
 
 
 # --------------------------------------------------------------------------------- the options

@@ -9,6 +9,22 @@ GOLDEN = "tests/codecs/test_golden.py::test_bytes_are_those_of_the_golden_file"
 
 MUTANTS = (
     Mutant(
+        "triton-topk-writes-beyond-its-room",
+        "exception",
+        "triton_kernels/topk_select.py",
+        "fits = chosen & (to < room)",
+        "fits = chosen",
+        "tests/codecs/test_topk.py::test_triton_writes_no_more_than_it_has_counted",
+    ),
+    Mutant(
+        "triton-topk-believes-a-slot-that-was-not-written",
+        "exception",
+        "triton_kernels/topk_pack.py",
+        "index = tl.where((index.to(tl.int64) & 0xFFFFFFFF) < n, index, 0)",
+        "",
+        "tests/codecs/test_topk.py::test_triton_writes_no_more_than_it_has_counted",
+    ),
+    Mutant(
         "triton-residual-not-added",
         "residual",
         "triton_kernels/_math.py",
