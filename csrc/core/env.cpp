@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <initializer_list>
 
+#include "core/decimal.h"
 #include "core/error.h"
 
 namespace pycomm {
@@ -35,9 +36,9 @@ std::string read_word(const char* variable, const Words& words) {
 Milliseconds read_seconds(const char* variable, Milliseconds fallback) {
   const std::string value = read(variable);
   if (value.empty()) return fallback;
-  char* end = nullptr;
-  const double seconds = std::strtod(value.c_str(), &end);
-  if (*end == '\0' && seconds >= 1e-3 && seconds <= 1e6) {
+  std::string_view rest = value;
+  double seconds = 0;
+  if (take_decimal(rest, seconds) && rest.empty() && seconds >= 1e-3 && seconds <= 1e6) {
     return Milliseconds(std::llround(seconds * 1e3));
   }
   reject(variable, value, "seconds, from 0.001 to 1000000");
@@ -135,11 +136,11 @@ double parse_rate(const std::string& text) {
   static constexpr Unit kUnits[] = {{"", 1},           {"bit", 1. / 8},   {"kbit", 1e3 / 8},
                                     {"mbit", 1e6 / 8}, {"gbit", 1e9 / 8}, {"KB", 1e3},
                                     {"MB", 1e6},       {"GB", 1e9}};
-  char* end = nullptr;
-  const double number = std::strtod(text.c_str(), &end);
-  if (end != text.c_str() && number > 0 && std::isfinite(number)) {
+  std::string_view rest = text;
+  double number = 0;
+  if (take_decimal(rest, number) && number > 0 && std::isfinite(number)) {
     for (const Unit& unit : kUnits) {
-      if (std::string(end) == unit.word) return number * unit.bytes_per_second;
+      if (rest == unit.word) return number * unit.bytes_per_second;
     }
   }
   throw Error("cannot read the rate \"" + text +

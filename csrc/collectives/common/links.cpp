@@ -1,9 +1,10 @@
 #include "collectives/common/links.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <numeric>
 #include <utility>
+
+#include "core/decimal.h"
 
 namespace pycomm {
 namespace {
@@ -34,20 +35,14 @@ double two_shot_time(const std::vector<double>& rates, const std::vector<double>
   return time;
 }
 
-std::string megabits(double rate) {
-  char text[32] = "-";
-  if (known(rate)) std::snprintf(text, sizeof text, "%.4g", rate * 8 / 1e6);
-  return text;
-}
+std::string megabits(double rate) { return known(rate) ? decimal_text(rate * 8 / 1e6, 4) : "-"; }
 
 std::string parts_of(const Shares& shares) {
   if (shares.equal()) return " equal";
   std::string text;
   const std::vector<uint32_t>& begins = shares.begins();
   for (size_t r = 0; r + 1 < begins.size(); r++) {
-    char part[32];
-    std::snprintf(part, sizeof part, " %.3g", (begins[r + 1] - begins[r]) / 65536.0);
-    text += part;
+    text += " " + decimal_text((begins[r + 1] - begins[r]) / 65536.0, 3);
   }
   return text;
 }
@@ -177,11 +172,7 @@ Shares Links::shares_of(const std::vector<double>& known_rates, const std::vecto
 
 std::string Links::describe() const {
   std::string text;
-  char words[64];
-  if (far()) {
-    std::snprintf(words, sizeof words, "round trips up to %.3g ms", farthest_ / 1e3);
-    text = words;
-  }
+  if (far()) text = "round trips up to " + decimal_text(farthest_ / 1e3, 3) + " ms";
   const auto add = [&text](const std::string& words) {
     text += (text.empty() ? "" : ", ") + words;
   };

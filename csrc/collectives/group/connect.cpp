@@ -1,9 +1,9 @@
 // Setup of a ChannelMesh: membership exchange, then the transports.
 #include <algorithm>
-#include <cstdio>
 
 #include "collectives/group/channel_mesh.h"
 #include "collectives/group/membership.h"
+#include "core/decimal.h"
 #include "core/env.h"
 #include "transports/rendezvous.h"
 #include "transports/shm/transport.h"
@@ -79,15 +79,18 @@ std::string link_value(const Rendezvous& rendezvous, const CommunicatorOptions& 
   LinkRate rate = parse_link_rate(options.rate);
   if (options.rate.empty()) rate.send = options.link_bytes_per_second;
   const bool far = rendezvous.store->round_trip() >= kNearStore;
-  return std::to_string(rate.send) + " " + std::to_string(rate.receive) + (far ? " far" : " near");
+  return decimal_text(rate.send) + " " + decimal_text(rate.receive) + (far ? " far" : " near");
 }
 
 Links declared_links(const std::vector<std::string>& values, bool& far) {
   std::vector<LinkRate> rates(values.size());
   for (size_t r = 0; r < values.size(); r++) {
-    char where[8] = "";
-    std::sscanf(values[r].c_str(), "%lf %lf %7s", &rates[r].send, &rates[r].receive, where);
-    far = far || std::string(where) == "far";
+    std::string_view rest = values[r];
+    for (double* rate : {&rates[r].send, &rates[r].receive}) {
+      take_decimal(rest, *rate);
+      rest.remove_prefix(std::min<size_t>(1, rest.size()));  // the space behind it
+    }
+    far = far || rest == "far";
   }
   return Links(rates);
 }
