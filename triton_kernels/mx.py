@@ -189,7 +189,9 @@ def encode(codec: Any, args: Any) -> None:
         *(as_int32(group & 0xFFFFFFFF), as_int32(group >> 32)),
         EXPONENT=codec.element.exponent,
         MANTISSA=codec.element.mantissa,
-        TOP_BITS=int(torch.tensor(codec.element.top).view(torch.int32)),
+        TOP_BITS=int(
+            torch.tensor(codec.element.top, dtype=torch.float32, device="cpu").view(torch.int32)
+        ),
         NV=codec.format == "nvfp4",
         CEIL=codec.scale == "ceil",
         STOCHASTIC=codec.rounding == "stochastic",

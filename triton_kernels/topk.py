@@ -51,7 +51,7 @@ def encode(codec: Any, args: Any) -> None:
     groups = triton.cdiv(k, GROUP.value)
     device = args.x.device
     state = torch.zeros(records * STATE.value, dtype=torch.int32, device=device)
-    p = torch.empty(records * groups * GROUP.value, device=device)
+    p = torch.empty(records * groups * GROUP.value, device=device, dtype=torch.float32)
     index = torch.empty_like(p, dtype=torch.int32)
     if codec.chunk:
         _choose_chunks(codec, args, state, p, index)
@@ -146,7 +146,7 @@ def _choose(
 def _sample(codec: Any, args: Any) -> torch.Tensor:
     """Return the sample whose k-th largest is the threshold, one value of each stretch."""
     numel, key = args.x.numel(), args.key
-    sample = torch.empty(codec.sampled(numel), device=args.x.device)
+    sample = torch.empty(codec.sampled(numel), device=args.x.device, dtype=torch.float32)
     words = (key.seed & 0xFFFFFFFF, key.seed >> 32, key.step, key.tensor)
     launch(
         sample_kernel,

@@ -77,7 +77,7 @@ def reducer_wants_reals(backend: Backend) -> bool:
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)
-    parameter = torch.zeros(1, dtype=torch.complex64, requires_grad=True)
+    parameter = torch.zeros(1, dtype=torch.complex64, requires_grad=True, device="cpu")
     try:
         _distributed_c10d.Reducer([parameter], [[0]], [1 << 20], group)
     except RuntimeError as error:

@@ -60,7 +60,7 @@ def add_halves(rows: torch.Tensor) -> torch.Tensor:
 def mean_scales(rows: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (scale, used) of each row, [blocks] each; the scale is a block's mean magnitude."""
     block = rows.shape[1]
-    begin = block * torch.arange(len(rows), device=rows.device)
+    begin = block * torch.arange(len(rows), device=rows.device, dtype=torch.int64)
     mean = add_halves(rows.abs()) / (numel - begin).clamp(max=block).to(torch.float32)
     used = (mean > TINY) & (mean < HUGE)
     nan = torch.full_like(mean, NAN, dtype=torch.int32).view(torch.float32)

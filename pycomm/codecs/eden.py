@@ -109,7 +109,7 @@ class Eden(Codec):
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         if numel == 0:
-            return torch.empty(0, device=payload.device)
+            return torch.empty(0, device=payload.device, dtype=torch.float32)
         rotations, head = -(-numel // self.size), payload[:HEADER]
         scale = payload[HEADER : HEADER + 4 * rotations].view(torch.float32)[:, None]
         data, bits = payload[HEADER + 4 * rotations :], int(self.bits)
@@ -149,7 +149,7 @@ def _quantize(u: torch.Tensor, inv: torch.Tensor, bits: int) -> tuple[torch.Tens
     place = torch.zeros_like(u, dtype=torch.int32)
     for border in BORDERS[bits]:
         place += z >= torch.tensor(border, dtype=torch.float32, device=u.device)
-    value = torch.tensor(LEVELS[bits], device=u.device)[place.long()]
+    value = torch.tensor(LEVELS[bits], device=u.device, dtype=torch.float32)[place.long()]
     negative = u.signbit()
     return place | negative.to(torch.int32) << (bits - 1), torch.where(negative, -value, value)
 
@@ -159,5 +159,5 @@ def _dequantize(code: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 0:
         return torch.zeros_like(code, dtype=torch.float32)
     place = code & ((1 << (bits - 1)) - 1)
-    value = torch.tensor(LEVELS[bits], device=code.device)[place.long()]
+    value = torch.tensor(LEVELS[bits], device=code.device, dtype=torch.float32)[place.long()]
     return torch.where(code >> (bits - 1) & 1 == 1, -value, value)

@@ -83,7 +83,7 @@ class Lossless(Codec):
         begin, codes_end = _sums(4 * width * groups)
         for w in WIDTHS:
             chosen = width == w
-            byte = torch.arange(BLOCK * w // 8, device=p.device)
+            byte = torch.arange(BLOCK * w // 8, device=p.device, dtype=torch.int64)
             packed = pack_bits(code[chosen].view(-1), w).view(-1, byte.numel())
             inside = byte < 4 * w * groups[chosen, None]
             stream[(begin[chosen, None] + byte)[inside]] = packed[inside]
@@ -97,7 +97,7 @@ class Lossless(Codec):
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         if numel == 0:
-            return torch.empty(0, device=payload.device)
+            return torch.empty(0, device=payload.device, dtype=torch.float32)
         header, high, low, heads, stream = torch.split(payload, list(self.sections(numel)))
         used = int(header.view(torch.int32)[0]) & 0xFFFFFFFC
         stream = stream[: max(used - payload.numel() + stream.numel(), 0)]
@@ -111,7 +111,9 @@ class Lossless(Codec):
         code = torch.zeros_like(there, dtype=torch.int64)
         for w in WIDTHS:
             chosen = width == w
-            place = begin[chosen, None] + torch.arange(BLOCK * w // 8, device=payload.device)
+            place = begin[chosen, None] + torch.arange(
+                BLOCK * w // 8, device=payload.device, dtype=torch.int64
+            )
             packed = stream[place.clamp(max=end)].view(-1)
             code[chosen] = unpack_bits(packed, w, packed.numel() * 8 // w).view(-1, BLOCK).long()
         largest, far = _escapes(width)
@@ -136,7 +138,7 @@ def padded16(size: int) -> int:
 def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a mask of the values [blocks, BLOCK], and each block's groups [blocks]."""
     numel = values.numel()
-    place = torch.arange(num_blocks(numel, BLOCK) * BLOCK, device=values.device)
+    place = torch.arange(num_blocks(numel, BLOCK) * BLOCK, device=values.device, dtype=torch.int64)
     there = (place < numel).view(-1, BLOCK)
     return there, (there.sum(dim=1) + GROUP - 1) // GROUP
 

@@ -138,7 +138,9 @@ class MX(Codec):
     def _scales(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the E8M0 codes (uint8) and the inverse scales of blocks."""
         bits = amax.view(torch.int32)
-        top = int(torch.tensor(self.element.top).view(torch.int32))
+        top = int(
+            torch.tensor(self.element.top, dtype=torch.float32, device="cpu").view(torch.int32)
+        )
         exponent = bits >> 23
         if self.scale == "ceil":
             exponent = exponent + ((bits & 0x7FFFFF) > (top & 0x7FFFFF))
@@ -205,5 +207,5 @@ def _decode(code: torch.Tensor, of: Element) -> torch.Tensor:
     last = values.index(of.top) + 1
     rest = len(values) - last
     values[last:] = [float("inf")] * (rest > 1) + [float("nan")] * (rest - (rest > 1))
-    table = torch.tensor(values + [-value for value in values], dtype=torch.float32)
+    table = torch.tensor(values + [-value for value in values], dtype=torch.float32, device="cpu")
     return table.to(code.device)[code.to(torch.int64)]

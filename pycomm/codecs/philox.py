@@ -35,13 +35,15 @@ def sampled_places(words: torch.Tensor, numel: int, stride: int) -> torch.Tensor
         numel: at least 1.
         stride: at most 2^31.
     """
-    begin = torch.arange(0, numel, stride, device=words.device)
+    begin = torch.arange(0, numel, stride, device=words.device, dtype=torch.int64)
     return begin + (words[: len(begin)] * (numel - begin).clamp(max=stride) >> 32)
 
 
 def derived_seed(key: RandomKey, number: int) -> int:
     """Return a 64-bit seed for other words: the first two of a group that belongs to no value."""
-    low, high = _words_of_groups(key, torch.tensor([(1 << 62) + number])).tolist()[:2]
+    low, high = _words_of_groups(
+        key, torch.tensor([(1 << 62) + number], dtype=torch.int64, device="cpu")
+    ).tolist()[:2]
     return int(high << 32 | low)
 
 

@@ -68,7 +68,9 @@ class RandomK(Codec):
         first = index // self.granule
         rows = self._rows(p)
         chosen, blocks = self._choose(key, first, p.numel(), p.device)
-        values = rows.view(len(rows), self.every, self.block)[torch.arange(len(rows)), chosen]
+        values = rows.view(len(rows), self.every, self.block)[
+            torch.arange(len(rows), dtype=torch.int64, device=rows.device), chosen
+        ]
         if scales:
             values = values * blocks.to(torch.float32)[:, None]
         bad = ~rows.isfinite().all(dim=1)
@@ -80,7 +82,7 @@ class RandomK(Codec):
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         if numel == 0:
-            return torch.empty(0, device=payload.device)
+            return torch.empty(0, device=payload.device, dtype=torch.float32)
         rows, places = self._decode_rows(payload, numel)
         out = torch.zeros_like(rows)
         out[places] = rows[places]
@@ -102,7 +104,7 @@ class RandomK(Codec):
         chosen, _ = self._choose(RandomKey(seed, step, tensor), first, numel, payload.device)
         rows = slots.new_zeros(count, self.every, self.block)
         places = torch.zeros_like(rows, dtype=torch.bool)
-        stretches = torch.arange(count, device=payload.device)
+        stretches = torch.arange(count, device=payload.device, dtype=torch.int64)
         rows[stretches, chosen], places[stretches, chosen] = slots, True
         bad = slots[:, 0].isnan()
         rows[bad], places[bad] = float("nan"), True

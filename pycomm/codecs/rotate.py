@@ -69,7 +69,7 @@ class Rotate(Codec):
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         if numel == 0:
-            return torch.empty(0, device=payload.device)
+            return torch.empty(0, device=payload.device, dtype=torch.float32)
         rotated = -(-numel // self.size) * self.size
         rows = self.inner.reference_decode(payload[HEADER:], rotated).view(-1, self.size)
         return unrotate(rows, payload[:HEADER], numel)

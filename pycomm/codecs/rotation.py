@@ -35,7 +35,7 @@ def random_bits(header: torch.Tensor, numel: int, stream: int = 0) -> torch.Tens
     words = random_words(
         RandomKey(seed=seed, tensor=stream), first - skip, skip + -(-numel // 32), header.device
     )
-    places = torch.arange(32, device=header.device)
+    places = torch.arange(32, device=header.device, dtype=torch.int64)
     return (words[skip:, None] >> places & 1).view(-1)[:numel]
 
 

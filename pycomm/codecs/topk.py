@@ -156,7 +156,9 @@ class TopK(Codec):
             record = self._encode_record(p, k)
             out = record.new_zeros(self.encoded_bytes(p.numel()))
             used = HEADER + record.numel()
-            out[:HEADER].view(torch.int32).copy_(torch.tensor([used, k]))
+            out[:HEADER].view(torch.int32).copy_(
+                torch.tensor([used, k], dtype=torch.int64, device="cpu")
+            )
             out[HEADER:used] = record
             return out
         records = torch.split(p, self.record_sizes(p.numel()))
@@ -177,7 +179,7 @@ class TopK(Codec):
 
     def _is_void(self, p: torch.Tensor) -> bool:
         huge = HUGE if self.values in BOUNDED else float("inf")
-        limit = torch.tensor([huge], device=p.device)
+        limit = torch.tensor([huge], device=p.device, dtype=torch.float32)
         return bool((magnitudes(p) >= magnitudes(limit)).any())
 
     def _encode_record(self, p: torch.Tensor, k: int) -> torch.Tensor:
@@ -203,7 +205,7 @@ class TopK(Codec):
         else:
             low = split_with(a, float("inf")).amin(1)
             high = split_with(a, 0.0).amax(1)
-            group = torch.arange(k, device=p.device) // GROUP
+            group = torch.arange(k, device=p.device, dtype=torch.int64) // GROUP
             upper = a - low[group] > high[group] - a
         code = upper.to(torch.uint8) | chosen.signbit().to(torch.uint8) << 1
         levels = torch.stack((low, high), dim=1).view(-1)
@@ -275,7 +277,7 @@ class TopK(Codec):
     def _values(self, scale: torch.Tensor, code: torch.Tensor, k: int) -> torch.Tensor:
         if self.values == "float32":
             return code.view(torch.float32)
-        group = torch.arange(k, device=code.device) // GROUP
+        group = torch.arange(k, device=code.device, dtype=torch.int64) // GROUP
         if self.values in ("float16", "int8"):
             wide = code.view(torch.float16 if self.values == "float16" else torch.int8)[:k]
             return wide.to(torch.float32) * scale.view(torch.float32)[group]
@@ -296,7 +298,7 @@ class TopK(Codec):
 
 
 def _void_values(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    places = torch.arange(size, device=device)
+    places = torch.arange(size, device=device, dtype=torch.int64)
     return torch.full_like(places, float("nan"), dtype=torch.float32), places
 
 
@@ -325,7 +327,7 @@ def bins(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     The bins are cut at the mean of all. An upper bin that is empty has the lower one's mean.
     """
     scale, inv = half_scales(split(a, GROUP))
-    group = torch.arange(a.numel(), device=a.device) // GROUP
+    group = torch.arange(a.numel(), device=a.device, dtype=torch.int64) // GROUP
     code = (a * inv[group]).round().to(torch.int64)
 
     def total(values: torch.Tensor) -> torch.Tensor:

@@ -62,12 +62,12 @@ class Sender:
         """Tell the receiver that no more will come, if it can still be told."""
         with suppress(Exception):
             while self._announced:
-                self.send(torch.zeros(self._announced[0], dtype=torch.uint8))
+                self.send(torch.zeros(self._announced[0], dtype=torch.uint8, device="cpu"))
             self._header(0, _FAILED)
             self._finish()
 
     def _header(self, size: int, kind: int) -> None:
-        self._issue(torch.tensor([size, kind]), self._tag)
+        self._issue(torch.tensor([size, kind], dtype=torch.int64, device="cpu"), self._tag)
 
     def _issue(self, content: torch.Tensor, tag: int) -> None:
         content = content.to(self._device)

@@ -170,7 +170,7 @@ def read(
 def empty(form: Form) -> torch.Tensor:
     """Return a tensor on the CPU for the values of one with this form."""
     dtype, shape, _ = form
-    return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
 
 
 def form(tensor: torch.Tensor) -> Form:

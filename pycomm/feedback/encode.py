@@ -55,7 +55,9 @@ def encode(
     codec.encode(p, out, e, new_residual=left, key=key, index=begin, amax=amax)
     if left is not None and e is not None and fresh is not None:
         if kind == "ema":
-            left = e * rule.decay + left * (1 - torch.tensor(rule.decay, dtype=torch.float32))
+            left = e * rule.decay + left * (
+                1 - torch.tensor(rule.decay, dtype=torch.float32, device="cpu")
+            )
         elif kind == "ef21":
             left = ((p + e) - left) - e
         elif u is not None:

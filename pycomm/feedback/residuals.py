@@ -94,7 +94,7 @@ class Residuals:
 
         share = self.rule.decay if self.rule.kind == "decay" else 1.0
         errors = share * values(found.worker) + self.rule.decay * values(found.momentum)
-        nothing = torch.zeros(end - begin, device=found.device)
+        nothing = torch.zeros(end - begin, device=found.device, dtype=torch.float32)
         return errors / self.ranks + values(found.owner) + nothing
 
     def bytes_for(self, codec: Codec, numel: int, rows: int) -> int:

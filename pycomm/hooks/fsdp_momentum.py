@@ -102,7 +102,9 @@ class ShardedMomentumState(Momenta, FSDPState):
 
     def _kept(self) -> set[str]:
         moments = self.moments.items()
-        found = torch.tensor([_nonzero(moment) for _, moment in moments], dtype=torch.uint8)
+        found = torch.tensor(
+            [_nonzero(moment) for _, moment in moments], dtype=torch.uint8, device="cpu"
+        )
         found = found.to(self._device)
         if found.numel():  # a shard may be zero on one rank only
             for group in dict.fromkeys((self.process_group, self._shard_group)):

@@ -41,7 +41,9 @@ class LocalGradients:
             self._overflows &= bucket.index() > 0  # else it is of a backward that has failed
             self._overflows |= not bool(values.isfinite().all())
             if bucket.is_last():
-                flag = torch.tensor([float(self._overflows)], device=values.device)
+                flag = torch.tensor(
+                    [float(self._overflows)], device=values.device, dtype=torch.float32
+                )
                 dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
                 self._overflows = False
                 if float(flag):

@@ -81,7 +81,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     root = rank() == root_rank
     state = broadcast_object(take(optimizer.state_dict()) if root else None, root_rank)
     if not root:
-        tensors = [torch.empty(values.shape, dtype=values.dtype) for values in _found(state)]
+        tensors = [
+            torch.empty(values.shape, dtype=values.dtype, device="cpu") for values in _found(state)
+        ]
     sent = [tensor.cpu().contiguous() for tensor in tensors]
     for handle in [broadcast_async_(tensor, root_rank) for tensor in sent]:
         handle.wait()

@@ -245,8 +245,8 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Handle:
             "allgather joins tensors along their first dimension, and a scalar has none"
         )
     own = tensor.detach().contiguous()
-    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(size())]
-    dist.all_gather(lengths, torch.tensor([own.shape[0]]))
+    lengths = [torch.zeros(1, dtype=torch.long, device="cpu") for _ in range(size())]
+    dist.all_gather(lengths, torch.tensor([own.shape[0]], dtype=torch.int64, device="cpu"))
     parts = [own.new_empty((int(length), *own.shape[1:])) for length in lengths]
     work = dist.all_gather(parts, own, async_op=True)
     return Handle([work], lambda: torch.cat(parts))
@@ -272,7 +272,9 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         summed = allreduce_async(gradients[0], op=Op.Sum).wait()
-        lengths = allgather_async(torch.tensor([ctx.length])).wait()
+        lengths = allgather_async(
+            torch.tensor([ctx.length], dtype=torch.int64, device="cpu")
+        ).wait()
         begin = int(lengths[: dist.get_rank()].sum())
         return summed[begin : begin + ctx.length]
 

@@ -25,7 +25,7 @@ def start(states: States, part: Part) -> None:
     """Fill the empty state of a parameter, as torch's AdamW has it."""
     state = states[part.parameter]
     if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros_like(part.parameter, memory_format=torch.contiguous_format)
 

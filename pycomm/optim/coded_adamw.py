@@ -247,7 +247,7 @@ class CodedAdamW(torch.optim.Optimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]

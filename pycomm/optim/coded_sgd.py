@@ -155,7 +155,7 @@ class CodedSGD(LocalGradientOptimizer):
         if self.process_group.size() == 1:
             codec = EXACT  # one rank codes nothing
         if "coding_error" not in state:
-            state["coding_error"] = torch.zeros(())
+            state["coding_error"] = torch.zeros((), dtype=torch.float32, device="cpu")
             self._codecs.pop(part.name, None)
         if self._codecs.get(part.name) != codec:  # the error of another one is not known yet
             if part.name in self._codecs or not state["coding_error"]:
@@ -179,7 +179,7 @@ class CodedSGD(LocalGradientOptimizer):
 
     def _sent(self, name: str, momentum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what this rank has sent [shape], and the squares of its error and of p [2]."""
-        squares = torch.zeros(2, device=momentum.device)
+        squares = torch.zeros(2, device=momentum.device, dtype=torch.float32)
         residual = self._residual(name) if self.process_group.size() > 1 else None
         if residual is None:
             return momentum, squares

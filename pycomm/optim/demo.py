@@ -157,7 +157,7 @@ def _divisor(count: int, most: int) -> int:
 @cache
 def _cosines(side: int, device: torch.device) -> torch.Tensor:
     """Return the matrix of the orthonormal DCT-II, float32 [side, side]."""
-    places = torch.arange(side, dtype=torch.float64)
+    places = torch.arange(side, dtype=torch.float64, device="cpu")
     matrix = torch.cos(math.pi / side * torch.outer(places, places + 0.5)) * math.sqrt(2 / side)
     matrix[0] /= math.sqrt(2)
     return matrix.float().to(device)

@@ -104,6 +104,6 @@ def _vote(update: torch.Tensor, turn: int) -> torch.Tensor:
     votes = update.sign() + update * 0
     undecided = votes == 0
     if undecided.any():
-        places = torch.arange(turn, turn + votes.numel(), device=votes.device)
+        places = torch.arange(turn, turn + votes.numel(), device=votes.device, dtype=torch.int64)
         votes = torch.where(undecided, 1.0 - 2.0 * (places % 2), votes)
     return votes

@@ -120,7 +120,7 @@ class SharedMaskAdamW(LocalGradientOptimizer):
         moments = {p.name: self._moments(p, means[f"{p.name} squares"]) for p in masked}
         waiting = {
             p.name: _divided(p.gradient, *self._factors(p, moments[p.name])).add_(
-                state.own.get(p.name, torch.zeros(()))
+                state.own.get(p.name, torch.zeros((), dtype=torch.float32, device="cpu"))
             )
             for p in masked
             if p not in warming
@@ -134,7 +134,9 @@ class SharedMaskAdamW(LocalGradientOptimizer):
             moved[part.name] = _divided(mean, *self._factors(part, moments[part.name]))
         for part in masked:
             kept = self.state[part.parameter]
-            kept["step"] = torch.tensor(self._steps_of(part) + 1.0)
+            kept["step"] = torch.tensor(
+                self._steps_of(part) + 1.0, dtype=torch.float32, device="cpu"
+            )
             kept |= moments[part.name]
             lr, weight_decay = float(part.group["lr"]), float(part.group["weight_decay"])
             update = moved[part.name].view_as(part.parameter)
@@ -162,7 +164,7 @@ class SharedMaskAdamW(LocalGradientOptimizer):
         # The chunks of all parameters are dealt together, and to another rank in each step.
         dealt, at = {}, state.step
         for name, one in places.items():
-            dealt[name] = (torch.arange(one.chunks) + at) % size
+            dealt[name] = (torch.arange(one.chunks, dtype=torch.int64, device="cpu") + at) % size
             at += one.chunks
         ours = [places[n].choose(rows[n][(d == rank).to(rows[n].device)]) for n, d in dealt.items()]
         payload = torch.cat([one.reshape(-1) for one in ours]).view(torch.uint8)

@@ -163,7 +163,9 @@ class ZeroOneAdam(CodedAdam):
         parts = [part for part in parts if float(part.group["lr"]) > 0]
         for part in parts:
             start(self.state, part)
-            self.state[part.parameter].setdefault("updates", torch.zeros((), dtype=torch.float32))
+            self.state[part.parameter].setdefault(
+                "updates", torch.zeros((), dtype=torch.float32, device="cpu")
+            )
         exact = [part for part in parts if self._is_exact(part, step)]
         gradients = self._average({p.name: p.gradient for p in exact}) if exact else {}
         if gradients is None:

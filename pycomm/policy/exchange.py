@@ -38,7 +38,7 @@ def gather(
     if group.size() == 1:
         return [list(numbers)]
     # Sent as bytes, which also works on devices without float64.
-    own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(device)
+    own = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.uint8).to(device)
     everybody = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(everybody, own, group=group)
     return [row.cpu().view(torch.float64).tolist() for row in everybody]

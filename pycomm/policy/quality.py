@@ -24,7 +24,9 @@ def nominal_error(codec: Codec) -> float:
     It is equal on all ranks, since codecs are bit-exact.
     """
     codec = codec.fit((_SIDE, _SIDE))
-    values = torch.randn(_SIDE**2, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(
+        _SIDE**2, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     decoded = codec.decode(codec.encode(values), _SIDE**2)
     return float((decoded - values).double().norm() / values.double().norm())
 

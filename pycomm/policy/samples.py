@@ -96,7 +96,7 @@ class Probe:
     ) -> None:
         self.names = list(slices)
         self._slices = list(slices.values())
-        self._counts = torch.tensor(counts, dtype=torch.float64)
+        self._counts = torch.tensor(counts, dtype=torch.float64, device="cpu")
         self._exact = exact
         self._row = group.rank() if len(exact) > 1 else 0
         self._work = dist.all_reduce(exact, group=group, async_op=True)
@@ -117,7 +117,7 @@ class Probe:
         if self._work is not None:
             self._work.wait()
         if self._result is None:
-            return torch.zeros(len(self.names), _NUMBERS, dtype=torch.float64)
+            return torch.zeros(len(self.names), _NUMBERS, dtype=torch.float64, device="cpu")
         sizes = [part.stop - part.start for part in self._slices]
         e, d = self._exact[self._row].cpu().double()
         r = self._result.cpu().double()

@@ -116,7 +116,7 @@ class Batched:
         """Take the maximum of `compute_amax` over all ranks, for codecs that need it."""
         if not self._needs_amax:
             return
-        ours = torch.empty(self._native.amax_count(rows))
+        ours = torch.empty(self._native.amax_count(rows), dtype=torch.float32, device="cpu")
         self._native.compute_amax(self._at(values, rows), ours.data_ptr())
         # Not an all-reduce: backends differ in the maximum of a NaN.
         self._amax = gather_equal(ours, self._group).amax(0)
@@ -154,7 +154,7 @@ class Batched:
     def own(self, values: torch.Tensor, came: Payloads) -> Payloads:
         """Average the contributions to our chunk and encode the result; return all results."""
         most = self.most[: self._ranks]
-        out = torch.empty(max(most), dtype=torch.uint8)
+        out = torch.empty(max(most), dtype=torch.uint8, device="cpu")
         size = self._native.own(
             self._at(values),
             self._rank,
@@ -184,7 +184,7 @@ class Batched:
         self, values: torch.Tensor, first: int, last: int, rows: int = 1
     ) -> tuple[torch.Tensor, list[int]]:
         room = rows * sum(self.most[first:last])
-        out = torch.empty(room, dtype=torch.uint8)
+        out = torch.empty(room, dtype=torch.uint8, device="cpu")
         sizes = self._native.contribute(
             self._at(values, rows), first, last, out.data_ptr(), room, amax=self._amax_at()
         )

@@ -45,7 +45,7 @@ def load_saved(
             place = place.setdefault(step, {})
         entry = metadata.state_dict_metadata[flat]
         if isinstance(entry, TensorStorageMetadata):
-            place[path[-1]] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            place[path[-1]] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         else:
             place[path[-1]] = ()
     if not found:

@@ -149,7 +149,7 @@ class Packed:
         """Return float32 buffers to decode into; their contents are undefined."""
         parts = float32_view(self._others, values)
         if self._plain:
-            parts.append(torch.empty(sum(self._sizes), device=values.device))
+            parts.append(torch.empty(sum(self._sizes), device=values.device, dtype=torch.float32))
         return parts
 
     def average(self, sums: Sequence[torch.Tensor], values: torch.Tensor, ranks: int) -> None:

@@ -89,10 +89,10 @@ def broadcast_object(thing: Any, root: int, group: dist.ProcessGroup, device: to
     if group.rank() == root:
         torch.save(thing, written)
     content = torch.frombuffer(bytearray(written.getvalue() or b"\0"), dtype=torch.uint8)
-    size = torch.tensor([content.numel()], dtype=torch.int64).to(device)
+    size = torch.tensor([content.numel()], dtype=torch.int64, device="cpu").to(device)
     group.broadcast(size, root).wait()
     if group.rank() != root:
-        content = torch.empty(int(size), dtype=torch.uint8)
+        content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     content = content.to(device)
     group.broadcast(content, root).wait()
     if group.rank() == root:

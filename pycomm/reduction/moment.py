@@ -139,14 +139,14 @@ class CodedMoment:
         parameter, state = self.parameter, self.state
         if "exp_avg" not in state:
             device = local(parameter).device
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             state["row"] = torch.zeros(self.rows, dtype=torch.float32, device=device)
             state["column"] = torch.zeros(self.columns, dtype=torch.float32, device=device)
-            state["moment_weight"] = torch.zeros((), dtype=torch.float32)
-            state["coding_error"] = torch.tensor(self._error, dtype=torch.float32)
-            state["mean_energy"] = torch.zeros((), dtype=torch.float32)
-            state["own_energy"] = torch.zeros((), dtype=torch.float32)
+            state["moment_weight"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["coding_error"] = torch.tensor(self._error, dtype=torch.float32, device="cpu")
+            state["mean_energy"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["own_energy"] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def rebind(self, settings: dict[str, Any], state: dict[str, Any]) -> None:
         """Use another state, for example after a checkpoint was loaded."""
@@ -177,10 +177,10 @@ class CodedMoment:
             "exp_avg": state["exp_avg"].contiguous(),
             "row": sums[: self.rows].clone(),
             "column": sums[self.rows : -EXTRA].clone(),
-            "moment_weight": torch.tensor(weight, dtype=torch.float32),
-            "coding_error": torch.tensor(self._error, dtype=torch.float32),
-            "mean_energy": torch.zeros((), dtype=torch.float32),
-            "own_energy": torch.zeros((), dtype=torch.float32),
+            "moment_weight": torch.tensor(weight, dtype=torch.float32, device="cpu"),
+            "coding_error": torch.tensor(self._error, dtype=torch.float32, device="cpu"),
+            "mean_energy": torch.zeros((), dtype=torch.float32, device="cpu"),
+            "own_energy": torch.zeros((), dtype=torch.float32, device="cpu"),
         }
 
     def unfactored(self) -> dict[str, Any]:
@@ -414,7 +414,7 @@ class CodedMoment:
             left, coded, own, of_mean = sums[-EXTRA : len(sums) - agreement.ROWS + 1].tolist()
             for key, energy in (("mean_energy", of_mean), ("own_energy", own)):
                 if key not in state:  # saved by an earlier version
-                    state[key] = torch.zeros((), dtype=torch.float32)
+                    state[key] = torch.zeros((), dtype=torch.float32, device="cpu")
                 state[key].mul_(decay).add_((1 - decay) * energy)
             energies = float(state["mean_energy"]), float(state["own_energy"])
             weight = (1 - decay) * agreement.share(*energies, self._ranks)

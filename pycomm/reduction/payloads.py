@@ -53,7 +53,7 @@ def all_to_all(
     """
     incoming = [most] * group.size()
     if variable:
-        ours = torch.tensor(sizes, device=payloads.device)
+        ours = torch.tensor(sizes, device=payloads.device, dtype=torch.int64)
         theirs = torch.empty_like(ours)
         dist.all_to_all_single(theirs, ours, group=group)
         incoming = _checked(theirs, incoming)
@@ -88,7 +88,7 @@ def all_gather(
     """
     sizes = list(most)
     if variable:
-        ours = torch.tensor([size], device=payload.device)
+        ours = torch.tensor([size], device=payload.device, dtype=torch.int64)
         sizes = _checked(gather_equal(ours, group), sizes)
     largest = max(sizes)
     padded = payload[:largest]

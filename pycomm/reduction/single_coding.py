@@ -118,7 +118,9 @@ class SingleCoding:
         if batched is not None:
             batched.begin(bucket.sides, seed=seed, step=step)
             batched.share_amax(values)
-            return torch.tensor(batched.add_up(values, 0, batched.show(values, 0)))
+            return torch.tensor(
+                batched.add_up(values, 0, batched.show(values, 0)), dtype=torch.bool, device="cpu"
+            )
         amax = shared_amax(bucket.pieces, [values], self._group)
         coder = Coder(self._rank, ranks, seed=seed, step=step, amax=amax)
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
@@ -160,7 +162,11 @@ class SingleCoding:
         batched = Batched.find("answers", answers, self._group, lambda: dealt, values)
         if batched is not None:
             batched.begin(answers.sides, seed=seed, step=step, average=False)
-            return torch.tensor(batched.land(values, batched.show_own(values, self._rank)))
+            return torch.tensor(
+                batched.land(values, batched.show_own(values, self._rank)),
+                dtype=torch.bool,
+                device="cpu",
+            )
         coder = Coder(self._rank, self._ranks, seed=seed, step=step)
         own, most = dealt[self._rank], [total_bytes(runs) for runs in dealt]
         ours = coder.encode(own, widened(own, values), values.device, worker=True)

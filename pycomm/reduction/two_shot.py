@@ -82,7 +82,7 @@ def all_reduce(
             finite = batched.land(values, batched.own(values, batched.scatter(values)))
         if bucket.gathered:
             finite &= batched.add_up(values, ranks, batched.show(values, ranks))
-        return torch.tensor(finite)
+        return torch.tensor(finite, dtype=torch.bool, device="cpu")
     if values.dtype != torch.float32 and any(p.residual and p.residual.mean for p in bucket.pieces):
         # EF21 adds to all of the result before it is rounded.
         wide = convert(values, torch.float32)
@@ -217,7 +217,9 @@ def reduce_scatter(
         batched.begin(bucket.sides, seed=seed, step=step, average=average)
         batched.share_amax(input, ranks)
         came = batched.scatter(input, ranks)
-        return _all_finite(torch.tensor([batched.add_up(output, 0, came)]), group)
+        return _all_finite(
+            torch.tensor([batched.add_up(output, 0, came)], dtype=torch.bool, device="cpu"), group
+        )
     rows = list(input.view(ranks, -1))
     amax = shared_amax(bucket.pieces, rows, group)
     coder = Coder(rank, ranks, seed=seed, step=step, amax=amax)
@@ -277,7 +279,9 @@ def all_gather(
     batched = Batched.find("all_gather", bucket, group, deal, input, output)
     if batched is not None:
         batched.begin(bucket.sides, seed=seed, step=step, average=False)
-        return torch.tensor(batched.land(output, batched.show(input, 0), ranks))
+        return torch.tensor(
+            batched.land(output, batched.show(input, 0), ranks), dtype=torch.bool, device="cpu"
+        )
     coder = Coder(rank, ranks, seed=seed, step=step)
     runs = whole(bucket.pieces)
     ours = coder.encode(runs, widened(runs, input), input.device, worker=True)

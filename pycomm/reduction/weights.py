@@ -82,7 +82,7 @@ class Weights:
 
     def _send(self, weight: float, device: torch.device) -> None:
         # Sent as bytes, which also works on devices without float64.
-        own = torch.tensor([weight], dtype=torch.float64).view(torch.uint8).to(device)
+        own = torch.tensor([weight], dtype=torch.float64, device="cpu").view(torch.uint8).to(device)
         self._gathered = [torch.empty_like(own) for _ in range(self._group.size())]
         self._is_set = True
         if self._group.size() == 1:

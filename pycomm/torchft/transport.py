@@ -123,7 +123,7 @@ class HandOverTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[mis
                 f"expects {self.metadata()!r}: make the same transport on all replicas"
             )
         group = self._group.group
-        note = torch.zeros(4, dtype=torch.int64)
+        note = torch.zeros(4, dtype=torch.int64, device="cpu")
         group.recv([note], src_rank, _NOTES).wait()
         theirs, transfer, before, after = note.tolist()
         to = Sender(group, after, _CPU, transfer) if after >= 0 else None
@@ -146,7 +146,9 @@ class HandOverTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[mis
         before = [group.rank(), *chain]
         for place, rank in enumerate(chain):
             after = chain[place + 1] if place + 1 < len(chain) else -1
-            note = torch.tensor([step, transfer, before[place], after])
+            note = torch.tensor(
+                [step, transfer, before[place], after], dtype=torch.int64, device="cpu"
+            )
             group.send([note], rank, _NOTES).wait()
         to = Sender(group, chain[0], _CPU, transfer)
         try:

@@ -18,8 +18,8 @@ def sum_over_ranks(core: _C.Communicator, tensor: torch.Tensor, seconds: float) 
     with torch.inference_mode():
         mine = tensor.detach().coalesce()
         own = [mine._nnz(), mine.sparse_dim(), *mine.shape]
-        header = torch.tensor(own)
-        headers = torch.empty(core.size, len(own), dtype=torch.int64)
+        header = torch.tensor(own, dtype=torch.int64, device="cpu")
+        headers = torch.empty(core.size, len(own), dtype=torch.int64, device="cpu")
         core.all_gather(header.data_ptr(), headers.data_ptr(), len(own), _C.DType.int64, seconds)
         entries = []
         for rank, (count, *rest) in enumerate(headers.tolist()):
@@ -46,7 +46,7 @@ def _gather_uneven(
     for length in lengths:
         shape = list(mine.shape)
         shape[dim] = length
-        theirs.append(torch.empty(shape, dtype=mine.dtype))
+        theirs.append(torch.empty(shape, dtype=mine.dtype, device="cpu"))
     data = flat(mine)
     core.all_gather(data.data_ptr(), parts(theirs), elements(mine)[0], seconds)
     return theirs

@@ -53,7 +53,7 @@ def flat(tensor: torch.Tensor, *, copies: bool = True) -> torch.Tensor:
         if copies:
             whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
             return whole.cpu()
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def write_back(made: torch.Tensor, tensor: torch.Tensor) -> None:

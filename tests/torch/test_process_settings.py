@@ -1,0 +1,140 @@
+"""What a program sets for all of torch changes no result: dtype and device of new tensors.
+
+`torch.set_default_device("cuda")` is common, and `torch.set_default_dtype` is in many a script. A
+meta device stands for another one here: what is made on it has no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from tests.torch.hooks.test_ddp_compress import equal
+
+GIVEN = {"dtype": torch.float32, "device": "cpu"}
+STEPS = 6
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), **GIVEN)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(numbers(300, 64, seed=0) / 10)
+        self.bias = nn.Parameter(numbers(64, seed=1) / 10)
+        self.down = nn.Parameter(numbers(64, 300, seed=2) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.up + self.bias).relu() @ self.down
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    # Memory that nobody has written is NaN in this mode.
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+        torch.use_deterministic_algorithms(False)
+
+
+def gradients(codec: str, **options: Any) -> Callable[[], list[torch.Tensor]]:
+    def run() -> list[torch.Tensor]:
+        model = DistributedDataParallel(Net())
+        with pycomm.compress(model, codec, **options):
+            return train(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+    return run
+
+
+def sharded(codec: str) -> list[torch.Tensor]:
+    model = fully_shard(Net())
+    with pycomm.compress(model, codec, weights="int8"):
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+
+def optimizer(name: str, **options: Any) -> Callable[[], list[torch.Tensor]]:
+    def run() -> list[torch.Tensor]:
+        model = DistributedDataParallel(Net())
+        return train(model, getattr(pycomm, name)(model.parameters(), 1e-3, model=model, **options))
+
+    return run
+
+
+def sharded_momentum() -> list[torch.Tensor]:
+    model = fully_shard(Net())
+    return train(model, pycomm.CodedAdamW(model.parameters(), model=model, codec="sign"))
+
+
+def local(**options: Any) -> Callable[[], list[torch.Tensor]]:
+    def run() -> list[torch.Tensor]:
+        model = Net()
+        outer = pycomm.LocalSGD(model, every=2, **options)
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.05), outer.step)
+
+    return run
+
+
+METHODS: dict[str, Callable[[], list[torch.Tensor]]] = {
+    **{codec: gradients(codec) for codec in ("int4", "sign", "topk:0.01", "powersgd:2", "auto")},
+    **{
+        codec: gradients(codec)
+        for codec in ("dgc:0.01", "lossless", "randomk:10", "nvfp4", "ternary")
+    },
+    "sampled": gradients("topk:0.02,sample=10"),
+    "eden": gradients("eden:bits=2,size=128"),
+    "ef21": gradients("topk:0.05", feedback="ef21"),
+    "residuals in int8": gradients("int4", feedback="ema:0.9,storage=int8"),
+    "sharded": lambda: sharded("int4"),
+    "coded momentum": optimizer("CodedAdamW", codec="sign"),
+    "coded momentum, int4": optimizer("CodedAdamW", codec="int4"),
+    "sharded momentum": sharded_momentum,
+    "sgd": optimizer("CodedSGD", codec="sign"),
+    "lion": optimizer("DistributedLion"),
+    "one-bit": optimizer("OneBitAdam", warmup=2),
+    "zero-one": optimizer("ZeroOneAdam", freeze=2),
+    "demo": optimizer("DeMo"),
+    "shared mask": optimizer("SharedMaskAdamW", warmup=2),
+    "local": local(codec="int4"),
+    "local in streams": local(codec="topk:0.05,values=bins2", fragments=2),
+}
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, outer: Callable[[], Any] = lambda: None
+) -> list[torch.Tensor]:
+    for step in range(STEPS):
+        x = numbers(8, 300, seed=10 * step + dist.get_rank())
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        outer()
+        optimizer.zero_grad()
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+
+
+def both(rank: int, size: int, name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    plain = METHODS[name]()
+    with defaults(torch.float64, "meta"):
+        return plain, METHODS[name]()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_training_has_the_same_bits(pool, name):
+    for plain, other in pool.run(both, name, ranks=2):
+        assert equal(plain, other)
