@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "core/descriptor.h"
 
 namespace pycomm {
 
@@ -18,7 +19,7 @@ std::string host_id();
 /// An owned file descriptor, closed on destruction.
 class FileDescriptor {
  public:
-  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
+  explicit FileDescriptor(int fd = -1) : fd_(beyond_streams(fd)) {}
   ~FileDescriptor();
   FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
   FileDescriptor& operator=(FileDescriptor&& other) noexcept;

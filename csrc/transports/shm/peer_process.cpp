@@ -14,6 +14,7 @@
 #include <string>
 #include <tuple>
 
+#include "core/descriptor.h"
 #include "transports/shm/cma.h"
 
 namespace pycomm {
@@ -58,7 +59,7 @@ std::shared_ptr<PidFd> open_shared(const RankSlot& rank_slot) {
 
 }  // namespace
 
-PidFd::PidFd(int fd) : fd_(fd), process_(fd < 0 ? kUnknown : process_of(fd)) {}
+PidFd::PidFd(int fd) : fd_(beyond_streams(fd)), process_(fd_ < 0 ? kUnknown : process_of(fd_)) {}
 
 PidFd::~PidFd() {
   if (fd_ >= 0 && ours()) ::close(fd_);

@@ -30,6 +30,22 @@ MUTANTS = (
         PATHS + "test_a_path_that_is_cut_is_left_and_used_again",
     ),
     Mutant(
+        "sockets-take-the-numbers-of-streams",
+        "state",
+        "csrc/transports/tcp/net/fd.cpp",
+        "beyond_streams(fd)",
+        "fd",
+        "tests/transports/test_closed_streams.py",
+    ),
+    Mutant(
+        "rates-are-published-with-the-locale's-comma",
+        "state",
+        "csrc/collectives/group/connect.cpp",
+        "decimal_text(rate.send)",
+        "std::to_string(rate.send)",
+        "tests/processes/test_locales.py",
+    ),
+    Mutant(
         "path-that-is-back-not-used",
         "order",
         "csrc/transports/tcp/connect/establish.cpp",

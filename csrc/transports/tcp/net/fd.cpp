@@ -8,6 +8,8 @@
 #include <mutex>
 #include <set>
 
+#include "core/descriptor.h"
+
 namespace pycomm::tcp {
 namespace {
 
@@ -54,7 +56,7 @@ class Registry {
 
 }  // namespace
 
-Fd::Fd(int fd) : fd_(fd) {
+Fd::Fd(int fd) : fd_(beyond_streams(fd)) {
   if (fd_ >= 0) Registry::get().add(fd_);
 }
 
