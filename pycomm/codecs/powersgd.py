@@ -19,6 +19,7 @@ from pycomm.codecs.base import Codec, Combine
 from pycomm.codecs.cast import Cast
 from pycomm.codecs.implementations import Implementation, implementation
 from pycomm.codecs.philox import random_words
+from pycomm.codecs.products import product
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class PowerSGD(Codec):
         if not p.numel():
             return p.new_empty(0, dtype=torch.uint8)
         matrix = p.view(self.shape(p.numel()))
-        left = orthonormal(matrix @ self.start(p.numel(), key, p.device))
-        right = matrix.t() @ left
+        left = orthonormal(product(matrix, self.start(p.numel(), key, p.device)))
+        right = product(matrix.t(), left)
         return torch.cat((left.reshape(-1), right.reshape(-1))).view(torch.uint8)
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
@@ -109,7 +110,7 @@ class PowerSGD(Codec):
             return payload.new_empty(0, dtype=torch.float32)
         (rows, columns), width = self.shape(numel), self.width(numel)
         left, right = torch.split(payload.view(torch.float32), [rows * width, columns * width])
-        return torch.mm(left.view(rows, width), right.view(columns, width).t()).view(-1)
+        return product(left.view(rows, width), right.view(columns, width).t()).view(-1)
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pycomm.arguments import number, whole
+from pycomm.codecs.products import product
 from pycomm.optim.base import LocalGradientOptimizer, Part, entered
 from pycomm.policy import Policy
 from pycomm.reduction.state import CompressionState
@@ -133,7 +134,8 @@ class _Chunks:
         """Return the coefficients of a parameter [numel]."""
         (n, m), (h, w) = self._counts, self._sides
         blocks = values.reshape(n, h, m, w).transpose(1, 2)
-        found = _cosines(h, values.device) @ blocks @ _cosines(w, values.device).T
+        left, right = _cosines(h, values.device), _cosines(w, values.device)
+        found = product(product(left, blocks), right.T)
         flat = found.reshape(-1)
         inside = self._shared * self._size
         rows = F.pad(flat, (0, self._records * inside - flat.numel())).view(-1, inside)
@@ -145,7 +147,8 @@ class _Chunks:
         inside = self._shared * self._size
         flat = coefficients.view(-1, _RECORD)[:, :inside].reshape(-1)[: n * m * h * w]
         blocks = flat.view(n, m, h, w)
-        found = _cosines(h, flat.device).T @ blocks @ _cosines(w, flat.device)
+        left, right = _cosines(h, flat.device), _cosines(w, flat.device)
+        found = product(product(left.T, blocks), right)
         return found.transpose(1, 2).reshape(self._shape)
 
 

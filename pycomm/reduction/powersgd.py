@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from pycomm.codecs import Cast, PowerSGD, RandomKey
 from pycomm.codecs.powersgd import orthonormal
+from pycomm.codecs.products import product
 from pycomm.reduction.bucket import Piece
 
 
@@ -150,11 +151,11 @@ class _BothTurns(_Matrix):
         self.right = self.kept.values if self.kept else self.start(key)
 
     def first(self) -> torch.Tensor:
-        return self.matrix @ self.right.t()
+        return product(self.matrix, self.right.t())
 
     def second(self, mean: torch.Tensor) -> Following:
         self.left = orthonormal(mean.view(len(self.matrix), -1))
-        mine = self.left.t() @ self.matrix
+        mine = product(self.left.t(), self.matrix)
         self.keep_error(self.left, mine)
         return mine, self._finish
 
@@ -176,10 +177,10 @@ class _OneTurn(_Matrix):
     def first(self) -> torch.Tensor:
         basis = self.basis.values
         if self.basis.left:
-            mine = basis.t() @ self.matrix
+            mine = product(basis.t(), self.matrix)
             self.keep_error(basis, mine)
         else:
-            mine = self.matrix @ basis.t()
+            mine = product(self.matrix, basis.t())
             self.keep_error(mine, basis)
         return mine
 

@@ -1,7 +1,8 @@
-"""What a program sets for all of torch changes no result: dtype and device of new tensors.
+"""What a program sets for all of torch changes no result: defaults of new tensors, and autocast.
 
-`torch.set_default_device("cuda")` is common, and `torch.set_default_dtype` is in many a script. A
-meta device stands for another one here: what is made on it has no values.
+`torch.set_default_device("cuda")` is common, `torch.set_default_dtype` is in many a script, and in
+many a loop the backward or the step is inside of autocast. A meta device stands for another one
+here: what is made on it has no values.
 """
 
 from __future__ import annotations
@@ -35,8 +36,13 @@ class Net(nn.Module):
         self.bias = nn.Parameter(numbers(64, seed=1) / 10)
         self.down = nn.Parameter(numbers(64, 300, seed=2) / 10)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.up + self.bias).relu() @ self.down
+    def forward(self, seed: int) -> torch.Tensor:
+        """Return a loss whose gradients are a quarter of the parameters, and noise."""
+        losses = [
+            (p * p / 8 + p * numbers(*p.shape, seed=seed + i)).sum()
+            for i, p in enumerate((self.up, self.bias, self.down))
+        ]
+        return torch.stack(losses).sum()
 
 
 @contextmanager
@@ -47,7 +53,8 @@ def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
     # Memory that nobody has written is NaN in this mode.
     torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
     finally:
         torch.set_default_dtype(before)
         torch.set_default_device(None)
@@ -120,8 +127,7 @@ def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, outer: Callable[[], Any] = lambda: None
 ) -> list[torch.Tensor]:
     for step in range(STEPS):
-        x = numbers(8, 300, seed=10 * step + dist.get_rank())
-        (model(x) - x).square().mean().backward()
+        model(100 * step + 10 * dist.get_rank()).backward()
         optimizer.step()
         outer()
         optimizer.zero_grad()
