@@ -132,7 +132,12 @@ def cache_home() -> Path:
     """Return the user's folder of caches: XDG_CACHE_HOME, or ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     # The specification of XDG says that a relative path counts as none.
-    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    if os.path.isabs(given):
+        return Path(given)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # no HOME, and a uid without an account, as containers may have
+        return Path("/nonexistent/.cache")  # which nobody can write
 
 
 def place() -> tuple[int | None, int | None, int | None]:

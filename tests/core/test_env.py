@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pycomm import _C
+from pycomm.env import cache_home
 from pycomm.errors import Error
 
 
@@ -141,3 +143,16 @@ def test_rates(text, bytes_per_second):
 def test_bad_rates_are_refused(text):
     with pytest.raises(Error, match="cannot read the rate"):
         _C.parse_rate(text)
+
+
+def test_a_user_without_an_account_has_no_cache(monkeypatch):
+    """As in containers with any uid. `_build` then says that XDG_CACHE_HOME is to be set."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    assert not cache_home().parent.exists()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_home() == Path("/somewhere")
