@@ -1,4 +1,4 @@
-"""Mutants of the package: residuals, the references of codecs, arguments, groups."""
+"""Mutants of the package: residuals, the references of codecs, arguments, groups, settings of torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ GOLDEN = "tests/codecs/test_golden.py"
 
 MUTANTS = (
     # ------------------------------------------------------------------ residuals
+    Mutant(
+        "product-in-autocast",
+        "state",
+        "pycomm/codecs/products.py",
+        ", out=a.new_empty(0)",
+        "",
+        "tests/torch/test_process_settings.py",
+    ),
+    Mutant(
+        "amax-of-the-default-dtype",
+        "state",
+        "pycomm/reduction/batched.py",
+        'self._native.amax_count(rows), dtype=torch.float32, device="cpu"',
+        "self._native.amax_count(rows)",
+        "tests/torch/test_process_settings.py",
+    ),
     Mutant(
         "written-side-never-current",
         "residual",

@@ -14,22 +14,6 @@ LOCAL = "tests/torch/local_sgd/test_local_sgd.py::"
 MUTANTS = (
     # ------------------------------------------------------------------ steps
     Mutant(
-        "product-in-autocast",
-        "state",
-        "pycomm/codecs/products.py",
-        ", out=a.new_empty(0)",
-        "",
-        "tests/torch/test_process_settings.py",
-    ),
-    Mutant(
-        "amax-of-the-default-dtype",
-        "state",
-        "pycomm/reduction/batched.py",
-        'self._native.amax_count(rows), dtype=torch.float32, device="cpu"',
-        "self._native.amax_count(rows)",
-        "tests/torch/test_process_settings.py",
-    ),
-    Mutant(
         "discarded-step-kept",
         "residual",
         STATE,
