@@ -212,8 +212,8 @@ MUTANTS = (
         "one-rank-chooses-for-all",
         "rank",
         MASKS,
-        "(torch.arange(one.chunks) + at) % size",
-        "torch.arange(one.chunks) * 0",
+        'device="cpu") + at) % size',
+        'device="cpu") * 0) % size',
         MASK_TESTS + "test_a_step_is_that_of_the_formula",
     ),
     Mutant(
@@ -236,8 +236,8 @@ MUTANTS = (
         "the-residual-of-a-mask-is-dropped",
         "state",
         MASKS,
-        "state.own.get(p.name, torch.zeros(()))",
-        "torch.zeros(())",
+        'state.own.get(p.name, torch.zeros((), dtype=torch.float32, device="cpu"))',
+        'torch.zeros((), dtype=torch.float32, device="cpu")',
         MASK_TESTS + "test_a_step_is_that_of_the_formula",
     ),
     # ------------------------------------------------------------------ SGD

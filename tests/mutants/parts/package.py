@@ -1,4 +1,4 @@
-"""Mutants of the package: residuals, the references of codecs, arguments, groups, settings of torch."""
+"""Mutants of the package: residuals, references of codecs, arguments, groups, settings of torch."""
 
 from __future__ import annotations
 
