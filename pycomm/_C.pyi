@@ -176,6 +176,20 @@ def scaled_multiply(
 def scaled_move(*arguments: float) -> None: ...
 def scaled_sent(*arguments: float) -> None: ...
 def scaled_errors(x: int, residual: int, bf16: _bool, numel: int, /) -> tuple[float, float]: ...
+def scaled_fold(*arguments: float) -> None: ...
+
+# -- steps of optimizers (core/adamw.cpp), by addresses
+
+def adamw_step(
+    tensors: Sequence[tuple[int, ...]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    threads: int,
+    /,
+) -> None: ...
 
 # -- stores (core/transports.cpp)
 

@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <thread>
 #include <vector>
 
-#include "core/arithmetic.h"
 #include "core/floats.h"
+#include "core/in_parallel.h"
 
 namespace pycomm::scaled {
 namespace {
@@ -16,7 +15,6 @@ constexpr size_t kLanes = 16;
 constexpr size_t kTogether = 4;  // rows whose squares are taken together
 constexpr size_t kBlock = 64;    // rows whose squares are added up before the others'
 constexpr float kTiny = 1e-30f;
-constexpr size_t kPerThread = size_t{1} << 18;  // values that are worth a thread
 
 // A vector of the compiler's, which each level of SIMD holds in as many registers as it needs.
 using Lanes = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
@@ -129,6 +127,11 @@ PYCOMM_SIMD void move_row(float* x, const float* g, float* momentum, const float
   }
 }
 
+PYCOMM_SIMD void fold_sums(float* moments, const float* sums, size_t count, float decay,
+                           float weight) {
+  for (size_t j = 0; j < count; ++j) moments[j] = moments[j] * decay + sums[j] * weight;
+}
+
 PYCOMM_SIMD void error_sums(const float* x, const float* e, size_t numel, float* left,
                             float* coded) {
   Lanes of_left = {}, of_coded = {};
@@ -169,23 +172,6 @@ PYCOMM_SIMD void narrow(const float* from, uint16_t* to, size_t numel) {
 PYCOMM_SIMD void sent_row(const float* x, const float* before, const float* after,
                           const float* column, float* out, size_t columns, float row) {
   for (size_t j = 0; j < columns; ++j) out[j] = (x[j] + before[j] - after[j]) * row * column[j];
-}
-
-/// Calls act(begin, end, thread) for parts of the rows, each a multiple of kBlock but the last.
-template <typename Act>
-void in_parallel(size_t rows, size_t columns, int threads, const Act& act) {
-  const size_t worth = std::max<size_t>(1, rows * columns / kPerThread);
-  const size_t count = std::min<size_t>(std::max(1, threads), worth);
-  const size_t each = ((rows + count - 1) / count + kBlock - 1) / kBlock * kBlock;
-  std::vector<std::thread> others;
-  for (size_t t = 1; t * each < rows; ++t) {
-    others.emplace_back([&act, t, each, rows] {
-      const DefaultArithmetic arithmetic;
-      act(t * each, std::min(rows, (t + 1) * each), t);
-    });
-  }
-  act(0, std::min(rows, each), 0);
-  for (std::thread& other : others) other.join();
 }
 
 double plain_sum(const float* x, size_t count) {
@@ -277,9 +263,14 @@ void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float fl
   }
 }
 
+void fold(const NewSums& by, float* row, float* column) {
+  fold_sums(row, by.row, by.rows, by.decay, by.weight);
+  fold_sums(column, by.column, by.columns, by.decay, by.weight);
+}
+
 void add_squares(const Matrix& x, const Squares& sums, int threads) {
   ColumnSums columns(x.columns, threads);
-  in_parallel(x.rows, x.columns, threads, [&](size_t begin, size_t end, size_t thread) {
+  in_parallel(x.rows, x.columns, kBlock, threads, [&](size_t begin, size_t end, size_t thread) {
     for (size_t i = begin; i < end; i += kBlock) {
       columns.add(x, i, std::min(end, i + kBlock), thread, sums, [](size_t) {});
     }
@@ -296,7 +287,7 @@ void divide(const Matrix& g, const Divide& by, int threads) {
     divide_row(g.values + i * g.columns, known ? by.momentum + i * g.columns : nullptr,
                column.data(), g.columns, by.beta, rest, 1.0f / g.row[i]);
   };
-  in_parallel(g.rows, g.columns, threads, [&](size_t begin, size_t end, size_t thread) {
+  in_parallel(g.rows, g.columns, kBlock, threads, [&](size_t begin, size_t end, size_t thread) {
     if (!by.squares.row) {
       for (size_t i = begin; i < end; ++i) divide_one(i);
       return;
@@ -321,7 +312,7 @@ void divide(const Matrix& g, const Divide& by, int threads) {
 }
 
 void multiply(const Matrix& x, float unit, int threads) {
-  in_parallel(x.rows, x.columns, threads, [&](size_t begin, size_t end, size_t) {
+  in_parallel(x.rows, x.columns, kBlock, threads, [&](size_t begin, size_t end, size_t) {
     for (size_t i = begin; i < end; ++i) {
       multiply_row(x.values + i * x.columns, x.column, x.columns, x.row[i] * unit);
     }
@@ -329,7 +320,7 @@ void multiply(const Matrix& x, float unit, int threads) {
 }
 
 void move(const Matrix& x, const Move& by, int threads) {
-  in_parallel(x.rows, x.columns, threads, [&](size_t begin, size_t end, size_t) {
+  in_parallel(x.rows, x.columns, kBlock, threads, [&](size_t begin, size_t end, size_t) {
     for (size_t i = begin; i < end; ++i) {
       const size_t at = i * x.columns;
       move_row(x.values + at, by.gradient + at, by.momentum + at, x.column, x.columns, x.row[i],
@@ -339,7 +330,7 @@ void move(const Matrix& x, const Move& by, int threads) {
 }
 
 void sent(const Matrix& x, const Sent& by, int threads) {
-  in_parallel(x.rows, x.columns, threads, [&](size_t begin, size_t end, size_t) {
+  in_parallel(x.rows, x.columns, kBlock, threads, [&](size_t begin, size_t end, size_t) {
     constexpr size_t kSlice = 1024;
     float before[kSlice], after[kSlice], out[kSlice];
     // Returns float32 values, widened into a buffer if need be.

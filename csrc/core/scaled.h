@@ -1,6 +1,6 @@
 // Operations on float32 matrices whose second moments are products of a row's and a column's
-// factor: one pass over the values each. pycomm/reduction/moment.py has the formulas, and
-// pycomm/reduction/scaled.py the same in torch.
+// factor: one pass over the values each. pycomm/reduction/momentum/moment.py has the formulas, and
+// pycomm/reduction/momentum/scaled.py the same in torch.
 //
 // All levels of SIMD and all numbers of threads give the same bits, except that sums over rows are
 // added up by thread.
@@ -26,6 +26,18 @@ struct Squares {
 
 /// Adds the squares of a matrix to sums by row and column. Its factors are not read.
 PYCOMM_API void add_squares(const Matrix& x, const Squares& sums, int threads);
+
+/// New sums by row and column, and the weights of the old and the new ones.
+struct NewSums {
+  const float* row;
+  size_t rows;
+  const float* column;
+  size_t columns;
+  float decay, weight;
+};
+
+/// Adds new sums to those that decay.
+PYCOMM_API void fold(const NewSums& by, float* row, float* column);
 
 /// Sums of second moments by row and column, which have the same total, times `weight`.
 struct Sums {

@@ -16,7 +16,7 @@ from pycomm.hooks.momentum import Find, Momenta
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
 from pycomm.reduction.look import Look
-from pycomm.reduction.moment import CodedMoment
+from pycomm.reduction.momentum.moment import CodedMoment
 
 
 class MomentumState(Momenta, HookState):

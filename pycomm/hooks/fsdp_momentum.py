@@ -22,7 +22,7 @@ from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.momentum import Find, Momenta
 from pycomm.policy import Policy
 from pycomm.reduction.bucket import Piece
-from pycomm.reduction.moment import CodedMoment, local
+from pycomm.reduction.momentum.moment import CodedMoment, local
 
 _DIVIDES = (
     "torch sums the gradients of this model and divides them by itself, so the momentum would have "

@@ -26,7 +26,8 @@ from pycomm.feedback.rule import EXACT
 from pycomm.hooks.coded_once import CodedOnce
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Piece
-from pycomm.reduction.moment import CodedMoment
+from pycomm.reduction.momentum.moment import CodedMoment
+from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
 
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
@@ -64,6 +65,7 @@ class Momenta(CodedOnce):
             "DistributedDataParallel, make a new CodedAdamW and call its adopt_state on all ranks"
         )
         self._sums: torch.Tensor | None = None
+        self._sum_places: SumPlaces | None = None
         self._pending = False  # a reduction that no optimizer step has used
         self.moments = {}
         for name in self.decisions:
@@ -123,30 +125,36 @@ class Momenta(CodedOnce):
         """
         if self._pending:
             self.own.commit(self._touched_moments, self.step)
-        received = None
+        received, numbers = None, []
         if self._sent is not None:
             self._sent.wait()
             assert self._sums is not None
             means = self._sums.div_(self.process_group.size())
-            sizes = [moment.sums_numel for moment in self.moments.values()]
-            for one in torch.split(means, sizes):
-                CodedMoment.condense(one)
+            places = self._sum_places_in(means)
+            places.condense(means)
             received = self._total(means)
+            numbers = places.numbers(received)
             self._sent = self._sums = None
         finite = received is not None and bool(received.isfinite().all())
-        at, touched, waiting = 0, self._touched_moments, []
-        for name, moment in self.moments.items():
-            part = None
+        at, waiting = 0, []
+        for i, moment in enumerate(self.moments.values()):
+            part, of_part = None, []
             if received is not None:
-                part = received[at : at + moment.sums_numel]
+                part, of_part = received[at : at + moment.sums_numel], numbers[i]
                 at += moment.sums_numel
                 if not finite and not part.isfinite().all():
                     part = None
-            if moment.commit(part, used=name in touched):
+            if moment.commit(part, of_part, used=moment.parameter.grad is not None):
                 waiting.append(moment)
         CodedMoment.wait(waiting)
         self._pending = False
         self.steps += 1
+
+    def _sum_places_in(self, sums: torch.Tensor) -> SumPlaces:
+        sizes = [moment.sums_numel for moment in self.moments.values()]
+        if self._sum_places is None or self._sum_places.sizes != sizes:
+            self._sum_places = SumPlaces(sizes, sums.device)
+        return self._sum_places
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sums of whole parameters from those that replicas have averaged."""

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from pycomm import _C
 from pycomm.codecs import Codec
 from pycomm.feedback import Feedback
 from pycomm.optim.base import LocalGradientOptimizer, Part
 from pycomm.optim.settings import policy_of, rule_of
 from pycomm.policy import Policy
-from pycomm.reduction.moment import local
+from pycomm.reduction.momentum.moment import local
+from pycomm.reduction.momentum.scaled import native
 from pycomm.reduction.state import CompressionState
 
 States = Mapping[torch.Tensor, dict[str, Any]]
@@ -60,6 +62,9 @@ def step_by_adamw(
 ) -> None:
     """Take a step of torch's AdamW with parameters of one group.
 
+    On the CPU, float32 goes over each tensor once in C++ (csrc/core/adamw.cpp), all tensors in one
+    call; everything else by torch. A shard's values have the bits that they have in the whole.
+
     Args:
         settings: the group.
         parameters: the parameters, or this rank's shards.
@@ -67,13 +72,27 @@ def step_by_adamw(
         states: likewise.
     """
     beta1, beta2 = settings["betas"]
+    momenta = [local(state["exp_avg"]) for state in states]
+    squares = [local(state["exp_avg_sq"]) for state in states]
+    steps = [state["step"] for state in states]
+    if all(native(*each) for each in (parameters, gradients, momenta, squares, steps)):
+        _C.adamw_step(
+            [
+                (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel())
+                for tensors in zip(parameters, gradients, momenta, squares, steps, strict=True)
+            ],
+            *(float(settings["lr"]), float(beta1), float(beta2)),
+            *(float(settings["eps"]), float(settings["weight_decay"])),
+            torch.get_num_threads(),
+        )
+        return
     adamw(
         list(parameters),
         list(gradients),
-        [local(state["exp_avg"]) for state in states],
-        [local(state["exp_avg_sq"]) for state in states],
+        momenta,
+        squares,
         [],
-        [state["step"] for state in states],
+        steps,
         foreach=True,  # torch's fused kernel has other bits at the ends of shards
         amsgrad=False,
         beta1=float(beta1),

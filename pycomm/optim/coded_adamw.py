@@ -29,7 +29,7 @@ from pycomm.optim.settings import (
 )
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import clean
-from pycomm.reduction.moment import local
+from pycomm.reduction.momentum.moment import local
 
 _NAME = "CodedAdamW"
 
@@ -40,8 +40,8 @@ class CodedAdamW(torch.optim.Optimizer):
     Feedback on gradients and Adam's momentum are two delays in series, which training does not
     tolerate below two bits. Here the momentum itself is coded, with feedback, so there is one
     delay, and the denominators come from all ranks' gradients, by rows and columns:
-    `pycomm.reduction.moment` has the formulas. Parameters of one dimension, and those that the
-    policy leaves exact, are treated as torch's AdamW does.
+    `pycomm.reduction.momentum.moment` has the formulas. Parameters of one dimension, and those that
+    the policy leaves exact, are treated as torch's AdamW does.
 
     A rank's gradient counts at most three times its root second moment, and rows of a matrix whose
     gradients are far below the others' move less than with AdamW: docs/optimizers.md, "Long runs".

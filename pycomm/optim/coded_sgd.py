@@ -18,7 +18,7 @@ from pycomm.optim.sent_momenta import SentMomenta
 from pycomm.optim.settings import policy_of, rule_of
 from pycomm.policy import Policy
 from pycomm.policy.quality import nominal_error
-from pycomm.reduction.moment import shortened
+from pycomm.reduction.momentum.moment import shortened
 
 MEASURED_EVERY = 16
 """Steps from one measurement of the codings' errors to the next; two numbers of each parameter."""

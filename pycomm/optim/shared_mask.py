@@ -17,7 +17,7 @@ from pycomm.optim.base import LocalGradientOptimizer, Part, entered
 from pycomm.optim.own_state import OwnState
 from pycomm.optim.places import Places
 from pycomm.policy import Policy
-from pycomm.reduction import agreement, scaled
+from pycomm.reduction.momentum import agreement, scaled
 from pycomm.reduction.payloads import all_gather
 from pycomm.reduction.single_coding import is_coarse
 
@@ -35,13 +35,14 @@ class SharedMaskAdamW(LocalGradientOptimizer):
         p = g / d + e;  q = p on M, else 0;  e <- p - q;  x <- x (1 - lr wd) - lr mean(q)
 
     where a is the share of the squares that belongs to the mean gradient, as
-    `pycomm.reduction.agreement` measures it. A parameter is cut into chunks of at most 4096 values,
-    and in each step each chunk has one rank, by turns, that chooses its `density` largest p for all
-    ranks. So positions travel once, whatever the number of ranks, and values without positions, by
-    an all-reduce: what a rank sends and gets is bounded for any number of ranks. The residual takes
-    the place of Adam's momentum: a value waits some 1 / density steps for its turn. While `warmup`
-    lasts, M holds all values, and the mean gradient travels exactly. Parameters of one dimension,
-    and those of less than 2048 values, are averaged exactly and move as with torch's AdamW.
+    `pycomm.reduction.momentum.agreement` measures it. A parameter is cut into chunks of at most
+    4096 values, and in each step each chunk has one rank, by turns, that chooses its `density`
+    largest p for all ranks. So positions travel once, whatever the number of ranks, and values
+    without positions, by an all-reduce: what a rank sends and gets is bounded for any number of
+    ranks. The residual takes the place of Adam's momentum: a value waits some 1 / density steps for
+    its turn. While `warmup` lasts, M holds all values, and the mean gradient travels exactly.
+    Parameters of one dimension, and those of less than 2048 values, are averaged exactly and move
+    as with torch's AdamW.
 
     The idea of masks that ranks share, so that payloads add up, is that of SCAPE (Zheng et al.
     2026, arXiv 2607.01678), of which the abstract was read and no more: this is another algorithm.
@@ -238,7 +239,7 @@ class SharedMaskAdamW(LocalGradientOptimizer):
         """Return factors by row and by column, whose products are the denominators."""
         beta2, eps = float(part.group["betas"][1]), float(part.group["eps"])
         weight = 1 - beta2 ** (self._steps_of(part) + 1)
-        # eps^2 is added to every square, as `pycomm.reduction.moment` does.
+        # eps^2 is added to every square, as `pycomm.reduction.momentum.moment` does.
         least = weight * max(eps, 1e-12) ** 2
         row, column = moments["row"], moments["column"]
         row, column = row + least * column.numel(), column + least * row.numel()

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pycomm.reduction import scaled  # noqa: E402
+from pycomm.reduction.momentum import scaled  # noqa: E402
 
 SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 1000), (700, 31), (0, 4)]
 
@@ -30,7 +30,7 @@ def near(found: torch.Tensor, want: torch.Tensor) -> bool:
 def implementation(request, monkeypatch):
     """Run each test in C++, and in torch as on other devices."""
     if request.param == "torch":
-        monkeypatch.setattr(scaled, "_native", lambda *_: False)
+        monkeypatch.setattr(scaled, "native", lambda *_: False)
     return request.param
 
 
@@ -93,6 +93,24 @@ def test_factors_are_roots_of_the_second_moments(rows, columns):
     total = c.sum()
     r, c = r.clamp_min(0.01 * total / rows), c.clamp_min(0.01 * total / columns)
     assert near(torch.outer(by_row, by_column), (torch.outer(r, c) / total / 0.5).rsqrt())
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_sums_decay_and_new_ones_are_added(rows, columns):
+    a = given(rows, columns)
+    row, column = a["row"].clone(), a["column"].clone()
+    sums = torch.rand(rows + columns + 3)
+    scaled.fold(row, column, sums, 0.75, 0.5)
+    assert near(row, 0.75 * a["row"].double() + 0.5 * sums[:rows])
+    assert near(column, 0.75 * a["column"].double() + 0.5 * sums[rows : rows + columns])
+
+
+def test_an_earlier_result_is_written_over():
+    row, column = torch.rand(3), torch.rand(5)
+    first = scaled.reciprocal_factors(row, column, 0.5, 3, 1e-3, 0.1)
+    again = scaled.reciprocal_factors(2 * row, column, 0.5, 3, 1e-3, 0.1)
+    written = scaled.reciprocal_factors(2 * row, column, 0.5, 3, 1e-3, 0.1, out=first)
+    assert all(map(torch.equal, written, again))
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
@@ -164,7 +182,7 @@ def test_what_was_sent_has_the_same_bits_in_both(monkeypatch, rows, columns):
         for native in (False, True):
             with monkeypatch.context() as patch:
                 if not native:
-                    patch.setattr(scaled, "_native", lambda *_: False)
+                    patch.setattr(scaled, "native", lambda *_: False)
                 to = torch.zeros(numel, dtype=kept)
                 scaled.store_sent(x, a["row"], a["column"], before, after, to)
                 found.append(to)

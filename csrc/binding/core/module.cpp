@@ -12,5 +12,5 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bind_device(m);
   pycomm::bind_queue(m);
   pycomm::bind_schedule(m);
-  pycomm::bind_scaled(m);
+  pycomm::bind_optimizers(m);
 }

@@ -146,4 +146,28 @@ MUTANTS = (
         "tests/core/test_scaled.py::test_operations_are_those_of_their_formulas",
         within="const bool known = by.momentum && i < by.known;",
     ),
+    Mutant(
+        "columns-fold-with-the-rows",
+        "arithmetic",
+        "csrc/core/scaled.cpp",
+        "fold_sums(column, by.column,",
+        "fold_sums(column, by.row,",
+        "tests/core/test_scaled.py::test_sums_decay_and_new_ones_are_added",
+    ),
+    Mutant(
+        "adamw-corrects-by-the-steps-before",
+        "arithmetic",
+        "csrc/core/adamw.cpp",
+        "static_cast<double>(*tensor.steps += 1)",
+        "static_cast<double>((*tensor.steps += 1) - 1)",
+        "tests/core/test_adamw.py::test_a_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "adamw-on-a-thread-with-other-arithmetic",
+        "state",
+        "csrc/core/in_parallel.h",
+        "const DefaultArithmetic arithmetic;",
+        "",
+        "tests/core/test_adamw.py::test_threads_and_flushed_denormal_numbers_change_no_bits",
+    ),
 )

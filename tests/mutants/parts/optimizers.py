@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "second-moments-of-own-gradients",
         "arithmetic",
-        "pycomm/reduction/moment.py",
+        "pycomm/reduction/momentum/moment.py",
         "weight = (1 - decay) * agreement.share(*energies, self._ranks)",
         "weight = 1 - decay",
         "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         "denominators-without-the-least-factor-of-the-coding",
         "arithmetic",
-        "pycomm/reduction/moment.py",
+        "pycomm/reduction/momentum/moment.py",
         "self.rows, least, FLOOR)",
         "self.rows, least, 0.0)",
         "tests/torch/optim/test_steps_stay_small.py",
@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "gradients-that-jump-not-bounded",
         "check",
-        "pycomm/reduction/moment.py",
+        "pycomm/reduction/momentum/moment.py",
         "most=most,",
         "most=None,",
         "tests/torch/optim/test_steps_stay_small.py",
@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant(
         "gradients-of-padded-shards-not-bounded",
         "check",
-        "pycomm/reduction/moment.py",
+        "pycomm/reduction/momentum/moment.py",
         "scaled.bound(matrix, sums.sum() - before, most)",
         "pass",
         "tests/torch/optim/test_steps_stay_small.py",
@@ -180,14 +180,22 @@ MUTANTS = (
         "squares-of-projections-not-condensed",
         "arithmetic",
         "pycomm/hooks/momentum.py",
-        "CodedMoment.condense(one)",
+        "places.condense(means)",
         "pass",
         "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
     ),
     Mutant(
+        "numbers-of-the-moment-before",
+        "arithmetic",
+        "pycomm/reduction/momentum/sum_places.py",
+        ".cumsum(0)[:, None]",
+        ".cumsum(0).roll(1)[:, None]",
+        "tests/torch/optim/test_coded_adamw.py",
+    ),
+    Mutant(
         "own-squares-of-projections-left-out",
         "arithmetic",
-        "pycomm/reduction/moment.py",
+        "pycomm/reduction/momentum/moment.py",
         "projections.dot(projections)\n        return sums",
         "0\n        return sums",
         "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
@@ -195,7 +203,7 @@ MUTANTS = (
     Mutant(
         "rows-of-a-shard-begin-at-the-first",
         "arithmetic",
-        "pycomm/reduction/agreement.py",
+        "pycomm/reduction/momentum/agreement.py",
         "first = (step - begin) % stride",
         "first = step % stride",
         "tests/torch/reduction/test_agreement.py::test_shards_have_the_projections_of_the_whole",
@@ -203,7 +211,7 @@ MUTANTS = (
     Mutant(
         "the-share-is-not-bounded-by-the-ranks",
         "arithmetic",
-        "pycomm/reduction/agreement.py",
+        "pycomm/reduction/momentum/agreement.py",
         "max(1 / ranks, of_mean / own)",
         "of_mean / own",
         "tests/torch/reduction/test_agreement.py::test_bounds",

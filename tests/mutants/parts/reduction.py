@@ -375,7 +375,7 @@ MUTANTS = (
     Mutant(
         "momentum-and-delay-in-series",
         "arithmetic",
-        "pycomm/reduction/moment.py",
+        "pycomm/reduction/momentum/moment.py",
         "max(0.0, math.floor(_STEPS * (momentum - error) / (1 - error)) / _STEPS)",
         "momentum",
         "tests/torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
@@ -391,7 +391,7 @@ MUTANTS = (
     Mutant(
         "a-second-backward-counts-the-first-again",
         "residual",
-        "pycomm/reduction/moment.py",
+        "pycomm/reduction/momentum/moment.py",
         "gradient.sub_(self.base.reshape(-1))",
         "pass",
         "tests/torch/optim/test_coded_adamw.py::test_two_backwards_before_a_step_add_up",
@@ -415,7 +415,7 @@ MUTANTS = (
     Mutant(
         "a-second-backward-forgets-what-the-first-has-sent",
         "state",
-        "pycomm/reduction/scaled.py",
+        "pycomm/reduction/momentum/scaled.py",
         "sent += storage.load(to, numel)",
         "pass",
         "tests/torch/optim/test_sharded_adamw.py",
@@ -456,7 +456,7 @@ MUTANTS = (
     Mutant(
         "squares-in-the-unit-of-the-loss",
         "arithmetic",
-        "pycomm/reduction/moment.py",
+        "pycomm/reduction/momentum/moment.py",
         "(*self._sums_of(rows), scale**-2), self._most(rows)",
         "(*self._sums_of(rows), 1.0), self._most(rows)",
         "tests/torch/optim/test_coded_adamw.py::test_a_step_that_overflows_leaves_no_trace",

@@ -70,6 +70,12 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def near(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    """Return whether values are equal but for a few roundings, as those of two AdamWs."""
+    pairs = zip(a, b, strict=True)
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in pairs)
+
+
 @pytest.fixture(scope="module")
 def gloo(pool):
     """Return the parameters that DDP reaches on two Gloo ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pycomm.reduction import agreement
+from pycomm.reduction.momentum import agreement
 
 
 class Agreement:

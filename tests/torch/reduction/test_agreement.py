@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pycomm.reduction import agreement
+from pycomm.reduction.momentum import agreement
 
 
 def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int = 48) -> float:

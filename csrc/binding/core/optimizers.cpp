@@ -1,10 +1,14 @@
-// Operations of optimizers whose momentum travels coded, for pycomm/reduction/scaled.py.
-#include "core/scaled.h"
+// Operations of optimizers, for pycomm/reduction/momentum/scaled.py and pycomm/optim/adam.py.
+#include <pybind11/stl.h>
+
+#include <array>
 
 #include "binding/core/arguments.h"
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
+#include "core/adamw.h"
 #include "core/arithmetic.h"
+#include "core/scaled.h"
 
 namespace py = pybind11;
 
@@ -34,6 +38,13 @@ void reciprocal_factors(uintptr_t row, size_t rows, uintptr_t column, size_t col
   const DefaultArithmetic arithmetic;
   scaled::reciprocal_factors({floats(row), rows, floats(column), columns, weight}, all_rows, least,
                              floor, floats(out_row), floats(out_column));
+}
+
+void fold(uintptr_t row_sums, size_t rows, uintptr_t column_sums, size_t columns, float decay,
+          float weight, uintptr_t row, uintptr_t column) {
+  const DefaultArithmetic arithmetic;
+  scaled::fold({floats(row_sums), rows, floats(column_sums), columns, decay, weight}, floats(row),
+               floats(column));
 }
 
 void divide(uintptr_t g, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
@@ -87,17 +98,35 @@ std::pair<double, double> errors(uintptr_t x, uintptr_t residual, bool bf16, siz
   return {found.left, found.coded};
 }
 
+/// Addresses of a tensor, its gradient, momentum, squares and steps, and its number of values.
+using AdamwTensor = std::array<uintptr_t, 6>;
+
+void adamw_step(const std::vector<AdamwTensor>& tensors, double lr, double beta1, double beta2,
+                double eps, double weight_decay, int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  std::vector<adamw::Tensor> all;
+  all.reserve(tensors.size());
+  for (const auto& [x, gradient, momentum, squares, steps, numel] : tensors) {
+    all.push_back(
+        {floats(x), floats(gradient), floats(momentum), floats(squares), floats(steps), numel});
+  }
+  adamw::step(all, {lr, beta1, beta2, eps, weight_decay}, threads);
+}
+
 }  // namespace
 
-void bind_scaled(py::module_& m) {
+void bind_optimizers(py::module_& m) {
   m.def("scaled_add_squares", &add_squares);
   m.def("scaled_factors", &factors);
   m.def("scaled_reciprocal_factors", &reciprocal_factors);
+  m.def("scaled_fold", &fold);
   m.def("scaled_divide", &divide);
   m.def("scaled_multiply", &multiply);
   m.def("scaled_move", &move);
   m.def("scaled_sent", &sent);
   m.def("scaled_errors", &errors);
+  m.def("adamw_step", &adamw_step);
 }
 
 }  // namespace pycomm

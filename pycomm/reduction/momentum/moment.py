@@ -11,13 +11,13 @@ one pole instead of the two of a residual followed by momentum. b = (b1 - v) / (
 Adam's horizon.
 
 The second moment is that of the mean gradient, as Adam's: the ranks' own squares, which have more
-noise, times the share of them that `pycomm.reduction.agreement` measures. Of an n x m matrix it is
-the outer product of its row and column sums, divided by their total (Shazeer and Stern 2018,
-"Adafactor", section 3): n + m numbers, which travel exactly. Division by d before coding makes all
-values of a block equally large, as they are in the update. No factor of d is below a tenth of the
-root mean square of all, where the gradient is divided as where the parameter moves: what the coding
-of a row errs by would else be multiplied by their quotient in the update. A rank's gradient counts
-at most `BOUND` times its root second moment.
+noise, times the share of them that `pycomm.reduction.momentum.agreement` measures. Of an n x m
+matrix it is the outer product of its row and column sums, divided by their total (Shazeer and Stern
+2018, "Adafactor", section 3): n + m numbers, which travel exactly. Division by d before coding
+makes all values of a block equally large, as they are in the update. No factor of d is below a
+tenth of the root mean square of all, where the gradient is divided as where the parameter moves:
+what the coding of a row errs by would else be multiplied by their quotient in the update. A rank's
+gradient counts at most `BOUND` times its root second moment.
 Sources: Tang et al. 2021, "1-bit Adam", algorithm 1, for a coded momentum with feedback.
 
 Ranks may share the parameter by rows (FSDP2). Its sums are then those of the whole parameter, on
@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual
 from pycomm.policy.quality import nominal_error
-from pycomm.reduction import agreement, scaled
+from pycomm.reduction.momentum import agreement, scaled
 
 EXTRA = 3 + agreement.ROWS
 """Numbers besides the sums: squares of what the last coding has left, of its input, of this rank's
@@ -76,6 +76,12 @@ def shortened(momentum: float, error: float) -> float:
         return momentum
     error = min(0.99, error)
     return max(0.0, math.floor(_STEPS * (momentum - error) / (1 - error)) / _STEPS)
+
+
+def _decayed(state: torch.Tensor, decay: float, new: float) -> float:
+    """Move a number of the state by a share of 1 - decay to a new one, and return it."""
+    # One operation of torch instead of two, which for numbers cost more than for small matrices.
+    return float(state.fill_(decay * state.item() + (1 - decay) * new))
 
 
 class CodedMoment:
@@ -127,6 +133,7 @@ class CodedMoment:
         self._since = self._zeros()  # sums of the steps since the last exchange
         self._steps = 0  # steps in `_since`
         self._scale: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._room: tuple[torch.Tensor, torch.Tensor] | None = None  # for the following
         self._reciprocals: tuple[float, torch.Tensor, torch.Tensor] | None = None
         """Of the second moments of now: eps, and the denominators' reciprocal factors."""
 
@@ -263,13 +270,6 @@ class CodedMoment:
         sums[-agreement.ROWS - 1] = projections.dot(projections)
         return sums
 
-    @staticmethod
-    def condense(sums: torch.Tensor) -> None:
-        """Replace the ranks' mean of projections by its squares, which add up over shards."""
-        projections = sums[-agreement.ROWS :]
-        squares = projections.dot(projections)
-        projections.zero_()[0] = squares
-
     def provide(self, sums: torch.Tensor) -> None:
         """Take the ranks' mean of `local_sums` as the scale of the first coding."""
         row, column = sums[: self.rows], sums[self.rows : -EXTRA]
@@ -393,11 +393,14 @@ class CodedMoment:
 
     # ------------------------------------------------------------------ a step
 
-    def commit(self, sums: torch.Tensor | None, *, used: bool) -> bool:
+    def commit(
+        self, sums: torch.Tensor | None, numbers: Sequence[float] = (), *, used: bool
+    ) -> bool:
         """Fold the ranks' sums into the second moment, before a step of the optimizer.
 
         Args:
             sums: the ranks' mean of `local_sums`; None: they were not exchanged, or are not finite.
+            numbers: those that `SumPlaces.numbers` found in them.
             used: the parameter takes part in the step.
 
         Returns:
@@ -411,19 +414,19 @@ class CodedMoment:
             steps = self._steps + 1
             decay = float(self.settings["betas"][1]) ** steps
             state = self.state
-            left, coded, own, of_mean = sums[-EXTRA : len(sums) - agreement.ROWS + 1].tolist()
-            for key, energy in (("mean_energy", of_mean), ("own_energy", own)):
+            left, coded, own, of_mean = numbers
+            for key in ("mean_energy", "own_energy"):
                 if key not in state:  # saved by an earlier version
                     state[key] = torch.zeros((), dtype=torch.float32, device="cpu")
-                state[key].mul_(decay).add_((1 - decay) * energy)
-            energies = float(state["mean_energy"]), float(state["own_energy"])
+            energies = (
+                _decayed(state["mean_energy"], decay, of_mean),
+                _decayed(state["own_energy"], decay, own),
+            )
+            _decayed(state["moment_weight"], decay, 1.0)
             weight = (1 - decay) * agreement.share(*energies, self._ranks)
-            state["row"].mul_(decay).add_(sums[: self.rows], alpha=weight)
-            state["column"].mul_(decay).add_(sums[self.rows : -EXTRA], alpha=weight)
-            state["moment_weight"].mul_(decay).add_(1 - decay)
+            scaled.fold(state["row"], state["column"], sums, decay, weight)
             if left > 0 and coded > 0:
-                measured = min(1.0, left / coded)
-                state["coding_error"].mul_(0.75).add_(0.25 * measured)
+                _decayed(state["coding_error"], 0.75, min(1.0, left / coded))
             self._since.zero_()
             self._steps = 0
             self._scale = self._reciprocals = None
@@ -435,19 +438,19 @@ class CodedMoment:
         state = self.state
         beta1 = self.settings["betas"][0]
         assert self.parameter.grad is not None
-        steps = state["step"].add_(1).item()
+        steps = state["step"].item() + 1
+        state["step"].fill_(steps)
         correction = 1 - float(beta1) ** steps
         weight = state["moment_weight"].item()
-        gradient = local(self.parameter.grad).view(-1, self.columns)
-        momentum = local(state["exp_avg"]).view(-1, self.columns)
-        matrix = local(self.parameter).view(-1, self.columns)
+        values, gradient = local(self.parameter), local(self.parameter.grad)
+        momentum = local(state["exp_avg"])
         if weight == 0:
             momentum.copy_(gradient)
             return
         by_row, by_column = self._reciprocals_for(float(self.settings["eps"]), weight)
         limit = LIMIT * correction if self._steps else 0.0  # second moments of an earlier step
         scaled.move(
-            *(matrix, gradient, momentum, by_row, by_column),
+            *(values, gradient, momentum, by_row, by_column),
             lr=lr / correction,
             keep=1 - lr * weight_decay,
             limit=limit,
@@ -459,9 +462,13 @@ class CodedMoment:
             # eps^2 is added to every square, so that no denominator is below eps and all of them
             # are products of a row's and a column's factor (Shazeer and Stern 2018, algorithm 4).
             least = weight * max(eps, 1e-12) ** 2
-            row, column = self.state["row"][self._own], self.state["column"]
-            made = scaled.reciprocal_factors(row, column, weight, self.rows, least, FLOOR)
-            self._reciprocals = (eps, *made)
+            row, column = self.state["row"], self.state["column"]
+            if self._shards > 1:
+                row = row[self._own]
+            self._room = scaled.reciprocal_factors(
+                *(row, column, weight, self.rows, least, FLOOR), out=self._room
+            )
+            self._reciprocals = (eps, *self._room)
         return self._reciprocals[1:]
 
     @staticmethod

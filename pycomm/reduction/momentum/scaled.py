@@ -1,7 +1,7 @@
 """Operations on a matrix whose second moments are products of a row's and a column's factor.
 
-`pycomm.reduction.moment` has the formulas. On the CPU, float32 goes over each matrix once in C++
-(csrc/core/scaled.cpp), with as many threads as torch has; everything else in torch.
+`pycomm.reduction.momentum.moment` has the formulas. On the CPU, float32 goes over each matrix once
+in C++ (csrc/core/scaled.cpp), with as many threads as torch has; everything else in torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ def _blocks(matrix: torch.Tensor) -> Iterator[slice]:
     return (slice(begin, begin + count) for begin in range(0, rows, count))
 
 
-def _native(*matrices: torch.Tensor) -> bool:
-    return all(m.is_cpu and m.dtype == torch.float32 and m.is_contiguous() for m in matrices)
+def native(*tensors: torch.Tensor) -> bool:
+    """Return whether C++ takes these tensors, by their addresses."""
+    for one in tensors:  # noqa: SIM110  # a generator takes twice the time, and many are small
+        if not (one.is_cpu and one.dtype == torch.float32 and one.is_contiguous()):
+            return False
+    return True
 
 
 def _at(
@@ -39,7 +43,7 @@ def _at(
 
 def add_squares(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
     """Add the squares of a matrix, times `unit`, to its sums by row and by column (float32)."""
-    if _native(matrix):
+    if native(matrix):
         _C.scaled_add_squares(*_at(matrix, row, column), unit, torch.get_num_threads())
         return
     for rows in _blocks(matrix):
@@ -60,7 +64,7 @@ def factors(
         padded: rows of the result; those behind the given ones, which have no values, have 1.
     """
     rows = row.numel()
-    if _native(row, column):
+    if native(row, column):
         room = row.new_empty(padded + column.numel())
         whole, by_column = room[:padded], room[padded:]
         whole[rows:] = 1
@@ -87,6 +91,7 @@ def reciprocal_factors(
     all_rows: int,
     least: float,
     floor: float,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the reciprocals of such factors, after `least` was added to every second moment.
 
@@ -95,10 +100,10 @@ def reciprocal_factors(
         column, weight, floor: as for `factors`.
         all_rows: number of all rows.
         least: above 0.
+        out: an earlier result of the same shapes, which is overwritten.
     """
-    if _native(row, column):
-        room = row.new_empty(row.numel() + column.numel())
-        by_row, by_column = room[: row.numel()], room[row.numel() :]
+    if native(row, column):
+        by_row, by_column = out or (torch.empty_like(row), torch.empty_like(column))
         _C.scaled_reciprocal_factors(
             *(row.data_ptr(), row.numel(), column.data_ptr(), column.numel(), weight),
             *(all_rows, least, floor, by_row.data_ptr(), by_column.data_ptr()),
@@ -110,6 +115,29 @@ def reciprocal_factors(
     by_row.clamp_min_(floor**2 * total / all_rows)
     by_column.clamp_min_(floor**2 * total / column.numel())
     return (total * weight / by_row).sqrt_(), by_column.rsqrt_()
+
+
+def fold(
+    row: torch.Tensor, column: torch.Tensor, sums: torch.Tensor, decay: float, weight: float
+) -> None:
+    """Let sums of second moments decay, and add new ones with a weight.
+
+    Args:
+        row, column: float32 [rows] and [columns].
+        sums: the new ones, float32 [rows + columns or more]; the rest is not read.
+        decay: what the old ones are multiplied by.
+        weight: of the new ones.
+    """
+    rows, columns = row.numel(), column.numel()
+    if native(row, column, sums):
+        at = sums.data_ptr()
+        _C.scaled_fold(
+            *(at, rows, at + 4 * rows, columns, decay, weight),
+            *(row.data_ptr(), column.data_ptr()),
+        )
+        return
+    row.mul_(decay).add_(sums[:rows], alpha=weight)
+    column.mul_(decay).add_(sums[rows : rows + columns], alpha=weight)
 
 
 def bound(gradient: torch.Tensor, energy: torch.Tensor, most: torch.Tensor) -> None:
@@ -144,7 +172,7 @@ def divide(
         most: float32 without dimensions, above 0, with `squares`: a gradient whose squares add up
             to more is scaled down to it, after they were added.
     """
-    if _native(gradient, momentum):
+    if native(gradient, momentum):
         known = momentum.shape[0] if add and beta > 0 else 0
         row_sums, column_sums, sums_unit = squares or (None, None, 1.0)
         _C.scaled_divide(
@@ -177,7 +205,7 @@ def divide(
 
 def multiply(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
     """Multiply a matrix by unit row column."""
-    if _native(matrix):
+    if native(matrix):
         _C.scaled_multiply(*_at(matrix, row, column), unit, torch.get_num_threads())
         return
     by_row = row[:, None] * unit
@@ -199,21 +227,26 @@ def move(
     """Take a step: m <- g; x <- keep x - lr clip(g by_row by_column).
 
     Args:
-        parameter: x [rows, columns].
-        gradient: g, which is the new momentum.
-        momentum: m.
-        by_row, by_column: reciprocals of the denominators' factors.
+        parameter: x [rows, ...], which is seen as [rows, columns].
+        gradient: g, of the same shape, which is the new momentum.
+        momentum: m, likewise.
+        by_row, by_column: reciprocals of the denominators' factors, [rows] and [columns].
         lr: learning rate.
         keep: what weight decay leaves of the parameter.
         limit: bound of the clipped values; 0: none.
     """
-    if _native(parameter, gradient, momentum):
+    columns = by_column.numel()
+    if native(parameter, gradient, momentum):
         _C.scaled_move(
-            *_at(parameter, by_row, by_column),
+            *(parameter.data_ptr(), by_row.numel(), columns),
+            *(by_row.data_ptr(), by_column.data_ptr()),
             *(gradient.data_ptr(), momentum.data_ptr(), lr, keep, limit),
             torch.get_num_threads(),
         )
         return
+    parameter, gradient, momentum = (
+        one.view(-1, columns) for one in (parameter, gradient, momentum)
+    )
     for rows in _blocks(parameter):
         momentum[rows].copy_(gradient[rows])
         moved = gradient[rows].float() * by_row[rows][:, None]
@@ -234,7 +267,7 @@ def error_sums(values: torch.Tensor, residual: torch.Tensor) -> tuple[float, flo
         residual: as it is stored; see `pycomm.feedback.storage`.
     """
     numel = values.numel()
-    if _native(values) and residual.is_cpu and residual.dtype != torch.uint8:
+    if native(values) and residual.is_cpu and residual.dtype != torch.uint8:
         in_16 = residual.dtype == torch.bfloat16
         return _C.scaled_errors(values.data_ptr(), residual.data_ptr(), in_16, numel)
     left = storage.load(residual, numel)
@@ -264,7 +297,7 @@ def store_sent(
     numel = values.numel()
     stored = [one for one in (before, after, to) if one is not None]
     fits = len(stored) == 3 and not add and all(s.dtype != torch.uint8 for s in stored)
-    if fits and _native(values) and before is not None and after is not None:
+    if fits and native(values) and before is not None and after is not None:
         _C.scaled_sent(
             *_at(values, row, column),
             *(before.data_ptr(), after.data_ptr(), before.dtype == torch.bfloat16),

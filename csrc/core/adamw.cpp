@@ -1,0 +1,53 @@
+#include "core/adamw.h"
+
+#include <cmath>
+
+#include "core/in_parallel.h"
+
+namespace pycomm::adamw {
+namespace {
+
+/// What all values of a tensor have in common, in the order of the formula.
+struct Factors {
+  float rest1;  // 1 - beta1
+  float beta2, rest2;
+  float keep;  // what weight decay leaves
+  float lr;    // over the momentum's correction
+  float root;  // of the squares' correction
+  float eps;
+};
+
+PYCOMM_SIMD void step_values(float* x, const float* gradient, float* momentum, float* squares,
+                             size_t numel, Factors by) {
+  for (size_t i = 0; i < numel; ++i) {
+    const float g = gradient[i];
+    const float m = momentum[i] + by.rest1 * (g - momentum[i]);
+    const float v = squares[i] * by.beta2 + by.rest2 * g * g;
+    momentum[i] = m;
+    squares[i] = v;
+    x[i] = x[i] * by.keep - by.lr * m / (std::sqrt(v) / by.root + by.eps);
+  }
+}
+
+}  // namespace
+
+void step(const std::vector<Tensor>& tensors, const Settings& settings, int threads) {
+  constexpr size_t kBlock = 1024;
+  for (const Tensor& tensor : tensors) {
+    const double steps = static_cast<double>(*tensor.steps += 1);
+    Factors by;
+    by.rest1 = static_cast<float>(1 - settings.beta1);
+    by.beta2 = static_cast<float>(settings.beta2);
+    by.rest2 = static_cast<float>(1 - settings.beta2);
+    by.keep = static_cast<float>(1 - settings.lr * settings.weight_decay);
+    by.lr = static_cast<float>(settings.lr / (1 - std::pow(settings.beta1, steps)));
+    by.root = static_cast<float>(std::sqrt(1 - std::pow(settings.beta2, steps)));
+    by.eps = static_cast<float>(settings.eps);
+    in_parallel(tensor.numel, 1, kBlock, threads, [&](size_t begin, size_t end, size_t) {
+      step_values(tensor.values + begin, tensor.gradient + begin, tensor.momentum + begin,
+                  tensor.squares + begin, end - begin, by);
+    });
+  }
+}
+
+}  // namespace pycomm::adamw

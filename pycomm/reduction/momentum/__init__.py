@@ -1,0 +1,1 @@
+"""A momentum that travels coded, and its second moments by rows and columns."""

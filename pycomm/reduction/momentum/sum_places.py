@@ -1,0 +1,49 @@
+"""Where the sums of several moments, one behind the other in a tensor, have their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pycomm.reduction.momentum import agreement
+from pycomm.reduction.momentum.moment import EXTRA
+
+
+class SumPlaces:
+    """Places in the sums of moments that travel together.
+
+    One operation goes over those of all moments: for each of a model's dozens of matrices alone,
+    operations would take longer than their arithmetic.
+
+    Args:
+        sizes: number of sums of each moment.
+        device: where the sums are.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes = list(sizes)
+        ends = torch.tensor(self.sizes, dtype=torch.int64, device=device).cumsum(0)[:, None]
+        self._numbers = _behind(ends - EXTRA, EXTRA - agreement.ROWS + 1)
+        self._projections = _behind(ends - agreement.ROWS, agreement.ROWS)
+
+    def condense(self, means: torch.Tensor) -> None:
+        """Replace the ranks' mean of projections by its squares, which add up over shards."""
+        projections = means[self._projections]
+        squares = projections.square().sum(1)
+        projections.zero_()[:, 0] = squares
+        means[self._projections] = projections
+
+    def numbers(self, sums: torch.Tensor) -> list[list[float]]:
+        """Return what each moment has besides sums by row and column, after `condense`.
+
+        Returns:
+            For each: squares of what the last coding has left, of its input, of the projections of
+            each rank, and of those of the ranks' mean.
+        """
+        found: list[list[float]] = sums[self._numbers].tolist()
+        return found
+
+
+def _behind(begin: torch.Tensor, count: int) -> torch.Tensor:
+    return begin + torch.arange(count, dtype=torch.int64, device=begin.device)

@@ -1,0 +1,139 @@
+"""A step of AdamW over many tensors in one call: against the formula, with equal bits anywhere."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pycomm.optim import adam  # noqa: E402
+
+SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+SIZES = [0, 1, 5, 16, 1031]
+
+
+def given(sizes=SIZES, steps=0.0):
+    """Return parameters, gradients and states, of which some values are tiny."""
+    generator = torch.Generator().manual_seed(sum(sizes))
+    parameters = [torch.randn(n, generator=generator) for n in sizes]
+    gradients = [torch.randn(n, generator=generator) * 1e-2 for n in sizes]
+    for gradient in gradients:
+        gradient[::3] *= 1e-18  # their squares are denormal numbers
+    states = [
+        {
+            "step": torch.tensor(steps + i),
+            "exp_avg": torch.randn(n, generator=generator) * 1e-2 * (steps > 0),
+            "exp_avg_sq": torch.rand(n, generator=generator) * 1e-4 * (steps > 0),
+        }
+        for i, n in enumerate(sizes)
+    ]
+    return parameters, gradients, states
+
+
+def step(parameters, gradients, states, settings=SETTINGS):
+    adam.step_by_adamw(settings, parameters, gradients, states)
+
+
+def by_formula(parameter, gradient, state):
+    """Return parameter, momentum and squares after a step, in float64."""
+    lr, (beta1, beta2) = SETTINGS["lr"], SETTINGS["betas"]
+    x, g = parameter.double(), gradient.double()
+    t = float(state["step"]) + 1
+    m = beta1 * state["exp_avg"].double() + (1 - beta1) * g
+    v = beta2 * state["exp_avg_sq"].double() + (1 - beta2) * g.square()
+    divisor = (v / (1 - beta2**t)).sqrt() + SETTINGS["eps"]
+    return x * (1 - lr * SETTINGS["weight_decay"]) - lr * m / (1 - beta1**t) / divisor, m, v
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("steps", [0.0, 7.0])
+def test_a_step_is_that_of_the_formula(monkeypatch, native, steps):
+    if not native:
+        monkeypatch.setattr(adam, "native", lambda *_: False)
+    parameters, gradients, states = given(steps=steps)
+    wants = [by_formula(*one) for one in zip(parameters, gradients, states, strict=True)]
+    before = [float(state["step"]) for state in states]
+    step(parameters, gradients, states)
+    assert [float(state["step"]) for state in states] == [t + 1 for t in before]
+    for x, state, want in zip(parameters, states, wants, strict=True):
+        for found, exact in zip((x, state["exp_avg"], state["exp_avg_sq"]), want, strict=True):
+            torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-7)
+
+
+def test_it_follows_torchs_adamw_for_many_steps():
+    parameters, gradients, states = given()
+    theirs = [torch.nn.Parameter(p.clone()) for p in parameters]
+    optimizer = torch.optim.AdamW(theirs, **SETTINGS, foreach=True)
+    for state in states:
+        state["step"].zero_()
+    for i in range(50):
+        for p, gradient in zip(theirs, gradients, strict=True):
+            p.grad = gradient * (i % 3 - 1.5)
+        optimizer.step()
+        step(parameters, [p.grad for p in theirs], states)
+    for ours, their in zip(parameters, theirs, strict=True):
+        torch.testing.assert_close(ours, their.detach(), rtol=1e-5, atol=1e-6)
+
+
+def bits(parameters, states):
+    return [
+        t.view(torch.int32).tolist()
+        for x, state in zip(parameters, states, strict=True)
+        for t in (x, state["exp_avg"], state["exp_avg_sq"])
+    ]
+
+
+def test_a_values_bits_depend_on_nothing_but_the_value():
+    (x,), (g,), (state,) = given([40_001], 3.0)
+    whole = copy.deepcopy(([x], [g], [state]))
+    step(*whole)
+    cuts = [0, 1, 18, 1042, 40_001]
+    slices = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+    parts = [x[s] for s in slices], [g[s] for s in slices], []
+    for s in slices:
+        own = {"step": state["step"].clone(), "exp_avg": state["exp_avg"][s]}
+        parts[2].append(own | {"exp_avg_sq": state["exp_avg_sq"][s]})
+    step(*parts)
+    assert bits([x], [state]) == bits(whole[0], whole[2])
+
+
+def test_threads_and_flushed_denormal_numbers_change_no_bits():
+    found, threads = [], torch.get_num_threads()
+    for count, flush in ((1, False), (3, False), (3, True)):
+        parameters, gradients, states = given([5, (3 << 18) + 11], 2.0)
+        torch.set_num_threads(count)
+        try:
+            assert torch.set_flush_denormal(flush)
+            step(parameters, gradients, states)
+        finally:
+            torch.set_flush_denormal(False)
+            torch.set_num_threads(threads)
+        found.append((parameters, states))
+    for parameters, states in found[1:]:
+        for ours, theirs in zip(parameters, found[0][0], strict=True):
+            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+        for ours, theirs in zip(states, found[0][1], strict=True):
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(ours[key].view(torch.int32), theirs[key].view(torch.int32))
+
+
+def test_what_is_not_finite_is_seen():
+    parameters, gradients, states = given([20])
+    gradients[0][[0, 17]] = float("nan")
+    step(parameters, gradients, states)
+    assert parameters[0].isnan().nonzero().flatten().tolist() == [0, 17]
+
+
+@pytest.mark.parametrize("kind", ["transposed", "double", "bfloat16"])
+def test_other_tensors_take_torchs_step(kind):
+    made = torch.randn(6, 8)
+    x = {"transposed": made.t(), "double": made.double(), "bfloat16": made.bfloat16()}[kind]
+    state = {"step": torch.tensor(0.0)}
+    state |= {key: torch.zeros_like(x) for key in ("exp_avg", "exp_avg_sq")}
+    want = by_formula(x, x, state)[0]
+    step([x], [x.clone()], [state])
+    tolerance = 1e-2 if kind == "bfloat16" else 1e-5
+    torch.testing.assert_close(x.double(), want, rtol=tolerance, atol=tolerance)
