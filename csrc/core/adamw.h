@@ -27,8 +27,8 @@ struct Settings {
 ///   m <- m + (1 - beta1) (g - m);  v <- beta2 v + (1 - beta2) g^2
 ///   x <- (1 - lr weight_decay) x - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
 ///
-/// Its bits depend neither on the level of SIMD, nor on threads, nor on a value's place. Torch's can
-/// differ in the last one, since its square roots are not rounded correctly on all processors.
+/// Its bits depend neither on the level of SIMD, nor on threads, nor on a value's place. Torch's
+/// can differ in the last one, since its square roots are not rounded correctly on all processors.
 PYCOMM_API void step(const std::vector<Tensor>& tensors, const Settings& settings, int threads);
 
 }  // namespace pycomm::adamw
