@@ -246,7 +246,7 @@ METHODS = (
     Method("pycomm, Distributed Lion, mean", update="lion-mean", rate=0.2),
     Method("pycomm, 1-bit Adam", update="one-bit"),
     Method("pycomm, 0/1 Adam", update="zero-one"),
-    Method("pycomm, DeMo", update="demo", rate=0.2),
+    Method("pycomm, DeMo", update="demo", rate=0.8),
     Method("pycomm, shared mask 1 %", update="shared-mask"),
     Method("pycomm, exact SGD", update="sgd", rate=SGD_RATE),
     Method("pycomm, SGD, int8", codec="int8", update="sgd", rate=SGD_RATE),
@@ -263,7 +263,7 @@ METHODS = (
             ("top-k 1 %", TOP_1),
         )
     ),
-    Method("detonation, DeMo", "gloo", update="detonation", rate=0.2),
+    Method("detonation, DeMo", "gloo", update="detonation", rate=0.8),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),
 )
