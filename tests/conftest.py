@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import patch_once_a_launch
+
 # One thread for torch's own operations, as under torchrun: their threads would wait for each other
 # on cores that workers, ranks and compilers share, which takes up to four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,6 +43,10 @@ def _cores_are_given_back() -> Iterator[None]:
     left = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     assert left == cores, "the test has left its thread on other cores than it had"
+
+
+def pytest_runtest_setup() -> None:
+    patch_once_a_launch()
 
 
 def tier_of(path: Path) -> str:

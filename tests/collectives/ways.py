@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 RANKS = [1, 2, 3, 4, 7, 8]
@@ -14,17 +16,28 @@ WAYS = {
     "tcp": {"transport": "tcp", "sockets": 1},
     "tcp-ring": {"transport": "tcp", "algo": "ring"},
 }
-# Segments of a few elements: many per chunk, the last one shorter.
-TINY = {"segment_bytes": 52}
+# Segments of a hundred elements: many in a chunk, the last one shorter.
+TINY = {"segment_bytes": 404}
 
 
 def integers(rank: int, numel: int, dtype: str = "float32") -> np.ndarray:
     """Return values whose sums and products of a few are exact in every dtype that has them."""
-    return np.random.default_rng([rank, numel]).integers(0, 4, numel).astype(dtype)
+    return _integers(rank, numel).astype(dtype)
 
 
 def floats(rank: int, numel: int) -> np.ndarray:
     """Return values over many magnitudes, whose sums change with the order."""
+    return _floats(rank, numel).copy()
+
+
+# Each rank compares with the inputs of all ranks, so that every input is needed many times.
+@lru_cache(maxsize=32)
+def _integers(rank: int, numel: int) -> np.ndarray:
+    return np.random.default_rng([rank, numel]).integers(0, 4, numel).astype(np.int8)
+
+
+@lru_cache(maxsize=32)
+def _floats(rank: int, numel: int) -> np.ndarray:
     random = np.random.default_rng([rank, numel])
     return (random.standard_normal(numel) * np.exp(4 * random.standard_normal(numel))).astype("f")
 

@@ -28,7 +28,7 @@ from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.convert import DTYPES, Conversion
 from pycomm.codecs.implementations import implementation
 from tests.codecs.cuda import inexact_kernels
-from tests.codecs.cuda.ptx import TRITON_SPECS
+from tests.codecs.cuda.ptx import TRITON_SPECS, calls_of
 
 NUMEL = 1 << 16
 KEY = RandomKey(seed=1 << 63, step=1 << 31, tensor=1 << 31)
@@ -93,7 +93,12 @@ def compile_only(compiled: list[Any]) -> None:
 def main(folder: Path, archs: list[int]) -> None:
     compiled: list[Any] = []
     compile_only(compiled)
-    work = [(spec, name, call) for spec in TRITON_SPECS for name, call in calls(spec)]
+    work = [
+        (spec, name, call)
+        for spec in TRITON_SPECS
+        for name, call in calls(spec)
+        if name in calls_of(spec)
+    ]
     work += [("convert", name, call) for name, call in conversions()]
     work += [("inexact", name, call) for name, call in inexact_kernels.calls()]
     for arch in archs:
