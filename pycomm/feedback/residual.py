@@ -144,24 +144,24 @@ class Residual:
                 to it instead. Only the kinds residual, ema and decay allow that.
         """
         now, then = self.sides
-        if self.layouts[now] in ("", layout):
-            self.layouts[then] = layout
+        same = self.layouts[now] in ("", layout)
+        self.layouts[then] = layout
+        # Without an owner residual, what a rank keeps is of all its values in any layout.
+        if same or self.worker is None or (self.owner is None and gradient is None):
             return
         self.in_place = True
-        self.layouts[then] = layout
         for role, pair in self.pairs():
             if role in ("momentum", "mean"):
                 pair[then].copy_(pair[now])
-        if self.worker is None or self.owner is None:
-            return
         if gradient is None:
             self._fold(now, then, ranks)
-        else:
-            self.moved = True
-            share = self.rule.decay if self.rule.kind == "decay" else 1
-            gradient.add_(self.current("worker"), alpha=share)
+            return
+        self.moved = True
+        share = self.rule.decay if self.rule.kind == "decay" else 1
+        gradient.add_(self.current("worker"), alpha=share)
+        _clear(self.worker[then])
+        if self.owner is not None:
             gradient.add_(self.current("owner"), alpha=ranks)
-            _clear(self.worker[then])
             _clear(self.owner[then])
 
     def _fold(self, now: int, then: int, ranks: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pycomm.feedback import Residual
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import completed
 from pycomm.reduction.single_coding import SingleCoding, is_coarse
@@ -35,3 +36,21 @@ class CodedOnce(CompressionState):
         if values is not tensor:
             tensor.copy_(values)
         return completed(tensor)
+
+    def residual_before(self, residual: Residual | None, bucket: Bucket) -> torch.Tensor | None:
+        """Return a copy of a worker residual that the coding of this step overwrites; else None.
+
+        It does so if the bucket has another layout than the last one: `Residual.use` writes what
+        the worker and the owner residual are together to where the new one is written.
+
+        Args:
+            residual: that of a piece of the bucket; None: there is none.
+            bucket: a bucket that is reduced next, without levels.
+
+        Returns:
+            The residual as it is stored.
+        """
+        if residual is None or residual.worker is None:
+            return None
+        residual.use(bucket.layout, self.process_group.size())
+        return residual.stored_worker().clone() if residual.in_place else None

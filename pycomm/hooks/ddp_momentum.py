@@ -68,7 +68,26 @@ class MomentumState(Momenta, HookState):
                 "and takes no more steps, so its momentum is not that of the others: give all "
                 "ranks equally many batches, or use pycomm.compress"
             )
-        return super().reduce_bucket(bucket)
+        # Matrices have the rows and columns of the parameter's indices, also if a channels_last
+        # model has another order in memory: so have second moments and residuals, which are saved.
+        strided = [
+            (gradient, gradient.as_strided(parameter.shape, parameter.stride()))
+            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True)
+            if _is_strided(parameter)
+        ]
+        for gradient, as_it_lies in strided:
+            gradient.copy_(as_it_lies.clone())
+        future = super().reduce_bucket(bucket)
+        if not strided:
+            return future
+
+        def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            result = done.value()
+            for gradient, as_it_lies in strided:
+                as_it_lies.copy_(gradient.clone())
+            return result
+
+        return future.then(restore)
 
     def _kept(self) -> set[str]:
         for name in self.moments:
@@ -84,3 +103,19 @@ class MomentumState(Momenta, HookState):
         gradient = moment.parameter.grad
         if gradient is not None and gradient.any():
             moment.base = gradient.detach().clone()
+
+
+def _is_strided(parameter: torch.Tensor) -> bool:
+    """Return whether DDP's buckets have a parameter's gradient in another order than its indices.
+
+    They have the order of its memory if that is without gaps. `GradBucket.gradients()` shows it as
+    if it were that of the indices.
+    """
+    if parameter.is_contiguous():
+        return False
+    extent = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != extent:
+            return False
+        extent *= size
+    return True

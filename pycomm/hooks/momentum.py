@@ -220,10 +220,11 @@ class Momenta(CodedOnce):
             moment.enter(part, self._scale)
         self._share_scales([moment for moment, _ in new])
         entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
+        bucket = self._bucket(tuple(names), tensor.device)
         # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
-        alone = self.process_group.size() > 1
-        alone &= not self._bucket(tuple(names), tensor.device).levels
+        alone = self.process_group.size() > 1 and not bucket.levels
         copies: Sequence[torch.Tensor] = ()
+        residuals_before: list[torch.Tensor | None] = []
         if alone:
             values = [part for _, part, _ in parts]
             room = self._room_for(values)
@@ -232,6 +233,8 @@ class Momenta(CodedOnce):
         for i, (moment, part, piece) in enumerate(parts):
             sent = self._sent_before(moment, piece) if alone else None
             known = id(moment) in entered
+            if alone:
+                residuals_before.append(self.residual_before(piece.residual, bucket))
             moment.encode(part, self._scale, piece.residual, sent, entered=known, looks=looks)
             if alone:
                 copies[i].copy_(part)
@@ -240,8 +243,11 @@ class Momenta(CodedOnce):
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             result = done.value()
             if alone:
-                for (moment, _, piece), copy in zip(parts, copies, strict=True):
-                    moment.store_sent(copy, piece.residual, self._own_of(piece), None)
+                for (moment, _, piece), copy, before in zip(
+                    parts, copies, residuals_before, strict=True
+                ):
+                    own = self._own_of(piece)
+                    moment.store_sent(copy, piece.residual, own, None, before=before)
                 self._spare.append(room)
             for moment, part, _ in parts:
                 moment.decode(part, self._scale)

@@ -183,9 +183,11 @@ class CodedSGD(LocalGradientOptimizer):
         residual = self._residual(name) if self.process_group.size() > 1 else None
         if residual is None:
             return momentum, squares
+        state = self.compression
+        assert isinstance(state, SentMomenta)
         # The step is committed: what it has written is current, and the other side is still there.
-        after, before = residual.load_worker(), residual.written_worker()
-        coded = momentum.reshape(-1) + before
+        after, before = residual.load_worker(), state.before.get(name)
+        coded = momentum.reshape(-1) + (residual.written_worker() if before is None else before)
         squares[0], squares[1] = after.dot(after), coded.dot(coded)
         return coded.sub_(after).view_as(momentum), squares
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from pycomm.feedback import storage
 from pycomm.hooks.coded_once import CodedOnce
 from pycomm.optim.own_state import OwnState
 from pycomm.reduction.state import CompressionState
@@ -13,6 +14,19 @@ from pycomm.reduction.state import CompressionState
 
 class SentMomenta(CodedOnce, OwnState):
     """Codecs of the momenta, and what each rank has sent of them, `own`."""
+
+    def reduce(
+        self, tensor: torch.Tensor, names: Sequence[str]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """See `BucketReducer`; keeps residuals that are overwritten, `before`."""
+        self.before: dict[str, torch.Tensor] = {}
+        if not self.codes_sums(names, tensor.device):
+            bucket = self._bucket(tuple(names), tensor.device)
+            for piece in bucket.pieces:
+                stored = self.residual_before(piece.residual, bucket)
+                if stored is not None:
+                    self.before[piece.name] = storage.load(stored, piece.numel)
+        return super().reduce(tensor, names)
 
     def adopt_state(self, previous: CompressionState | None) -> None:
         """See `CompressionState`: ranks go on from the momentum, of which lost ones had a part."""

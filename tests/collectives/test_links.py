@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from pycomm import _C
 from pycomm.communicator import Piece
 from pycomm.errors import Error
-from tests.collectives.ways import TINY, bits, floats, integers
+from tests.collectives.ways import bits, floats, integers
 from tests.ranks import run
 
 RATES = ["20mbit", "100mbit", "100mbit/50mbit", "", "35mbit/1gbit", "20mbit", "100mbit", "1mbit"]
 MEGABIT = 1e6 / 8
+SHORT = {"segment_bytes": 52}  # of a few elements
 WAYS = {
     "local": {"transport": "local", "algo": "two_shot"},
-    "segments": {"transport": "local", "algo": "two_shot", **TINY},
+    "segments": {"transport": "local", "algo": "two_shot", **SHORT},
     "tcp": {"transport": "tcp"},
 }
 SIZES = [0, 1, 17, 1000, 4099, 100003]
@@ -172,7 +173,7 @@ def test_coded_results_and_residuals_keep_their_bits(ranks, codec):
         return bits(values), residuals[0], residuals[1]
 
     expected = run(ranks, job, transport="local", algo="two_shot")
-    found = run(ranks, job, of_rank=unequal, transport="local", algo="two_shot", **TINY)
+    found = run(ranks, job, of_rank=unequal, transport="local", algo="two_shot", **SHORT)
     for (values, worker, _), (theirs, workers, _) in zip(found, expected, strict=True):
         assert values == theirs
         assert bits(worker) == bits(workers)

@@ -374,7 +374,12 @@ class CodedMoment:
             values.add_(self.base.reshape(-1))
 
     def store_sent(
-        self, coded: torch.Tensor, residual: Residual | None, own: Residual, shard: int | None
+        self,
+        coded: torch.Tensor,
+        residual: Residual | None,
+        own: Residual,
+        shard: int | None,
+        before: torch.Tensor | None = None,
     ) -> None:
         """Store what this rank has contributed to a shard's momentum.
 
@@ -383,11 +388,13 @@ class CodedMoment:
             residual: that of the coding, which is complete.
             own: where it is stored; what an earlier backward before the same step has sent is kept.
             shard: number of the shard; None: the own one.
+            before: a copy of the residual before the coding, if that has overwritten it.
         """
         row, column = self._scale_of(shard)
-        place, before, after = shard or 0, None, None
+        place, after = shard or 0, None
         if residual is not None and residual.worker is not None:
-            before, after = residual.stored_worker(place), residual.fresh_worker(place)
+            before = residual.stored_worker(place) if before is None else before
+            after = residual.fresh_worker(place)
         values, to = coded.view(self.padded, self.columns), own.fresh_worker(place)
         scaled.store_sent(values, row, column, before, after, to, add=self.again)
 
@@ -442,19 +449,22 @@ class CodedMoment:
         state["step"].fill_(steps)
         correction = 1 - float(beta1) ** steps
         weight = state["moment_weight"].item()
-        values, gradient = local(self.parameter), local(self.parameter.grad)
+        values, gradient = local(self.parameter), local(self.parameter.grad).contiguous()
         momentum = local(state["exp_avg"])
         if weight == 0:
             momentum.copy_(gradient)
             return
         by_row, by_column = self._reciprocals_for(float(self.settings["eps"]), weight)
         limit = LIMIT * correction if self._steps else 0.0  # second moments of an earlier step
+        moved = values.contiguous()  # a copy of a parameter in another memory format
         scaled.move(
-            *(values, gradient, momentum, by_row, by_column),
+            *(moved, gradient, momentum, by_row, by_column),
             lr=lr / correction,
             keep=1 - lr * weight_decay,
             limit=limit,
         )
+        if moved is not values:
+            values.copy_(moved)
 
     def _reciprocals_for(self, eps: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the reciprocals of the denominators' factors, of the own rows and the columns."""

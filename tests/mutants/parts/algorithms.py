@@ -71,6 +71,7 @@ MUTANTS = (
         "a-rail-has-the-shares-of-the-group",
         "rank",
         "csrc/collectives/algorithms/context.h",
+        "    result.shares_ = mesh_.links().exact_shares(members);\n"
         "    result.coded_shares_ = mesh_.links().shares(members);\n",
         "",
         LINKS + "test_nodes_share_by_their_links",

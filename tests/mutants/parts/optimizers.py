@@ -273,4 +273,37 @@ MUTANTS = (
         "        if means is None:\n            own.update(momenta)\n            return\n",
         SGD + "test_a_step_that_overflows_on_one_rank_leaves_no_trace",
     ),
+    # ------------------------------------------------------------------ other layouts, formats
+    Mutant(
+        "a-residual-that-was-overwritten-is-what-was-before",
+        "residual",
+        "pycomm/hooks/coded_once.py",
+        "return residual.stored_worker().clone() if residual.in_place else None",
+        "return None",
+        "tests/torch/optim/test_sent_momentum.py",
+    ),
+    Mutant(
+        "a-residual-without-owner-is-read-two-steps-late",
+        "residual",
+        "pycomm/feedback/residual.py",
+        " or (self.owner is None and gradient is None)",
+        "",
+        "tests/torch/feedback/test_kinds.py::test_another_layout_reads_the_residual_of_the_last_step",
+    ),
+    Mutant(
+        "gradients-in-the-order-of-memory",
+        "order",
+        "pycomm/hooks/ddp_momentum.py",
+        "            if _is_strided(parameter)\n",
+        "            if False\n",
+        "tests/torch/optim/test_memory_formats.py",
+    ),
+    Mutant(
+        "a-strided-parameter-stays-where-it-is",
+        "state",
+        "pycomm/reduction/momentum/moment.py",
+        "            values.copy_(moved)\n",
+        "            pass\n",
+        "tests/torch/optim/test_memory_formats.py",
+    ),
 )

@@ -432,8 +432,8 @@ MUTANTS = (
         "what-was-sent-in-the-scale-of-another-shard",
         "rank",
         "pycomm/hooks/momentum.py",
-        "moment.store_sent(copy, piece.residual, self._own_of(piece), None)",
-        "moment.store_sent(copy, piece.residual, self._own_of(piece), 0)",
+        "moment.store_sent(copy, piece.residual, own, None, before=before)",
+        "moment.store_sent(copy, piece.residual, own, 0, before=before)",
         "tests/torch/optim/test_sharded_adamw.py::test_replicas_of_shards_have_the_bits_of_ddp",
     ),
     Mutant(

@@ -272,6 +272,31 @@ def test_other_owners_change_nothing_of_what_is_owed():
     assert residuals.ages(9) == {"a": 2}
 
 
+@pytest.mark.parametrize("rule", ["residual", "ema:0.9", "decay:0.9", "momentum:0.9", "ef21"])
+@pytest.mark.parametrize(("rows", "owner"), [(3, True), (1, False), (1, True)])
+def test_another_layout_reads_the_residual_of_the_last_step(rule, rows, owner):
+    """Also that of a reduce-scatter, which has no owner residual."""
+    residual = feedback.Residual(rule_of(rule), 10, CPU, rows=rows, owner=owner)
+    for step, layout in enumerate("AAABABB", 1):
+        residual.use(layout, 2)
+        for row in range(rows):
+            assert residual.load_worker(row).tolist() == [step - 1] * 10
+            residual.store_worker(torch.full((10,), float(step)), row)
+        residual.commit(step)
+
+
+def test_a_residual_without_owner_moves_into_the_gradient():
+    """If nodes code the sums of their ranks, another layout may give a value to another rank."""
+    residual = feedback.Residual(rule_of("decay:0.5"), 4, CPU, owner=False)
+    residual.use("here", 2, torch.zeros(4))
+    residual.store_worker(torch.arange(4.0))
+    residual.commit(1)
+    gradient = torch.ones(4)
+    residual.use("elsewhere", 2, gradient)
+    assert gradient.tolist() == [1.0, 1.5, 2.0, 2.5]
+    assert not residual.load_worker().any()
+
+
 def test_a_residual_that_is_paid_leaves_its_momentum():
     residuals = feedback.Residuals(rule_of("momentum:0.9,storage=float32"), 2)
     residual = residuals.get("a", 4, CPU)

@@ -81,6 +81,36 @@ def test_a_step_is_that_of_the_formula(pool, codec, ranks):
     assert all(equal(one, found[0]) for one in found)
 
 
+def other_layouts(rank: int, size: int, codec: str) -> None:
+    """What a rank has sent is what it had to send without what is left, also if the bucket is
+    another one, for which the residual of the owner comes to that of the worker."""
+    policy = pycomm.Policy(codec, rules=(), guard=None)
+    model, optimizer = make(policy, feedback="residual:storage=float32")
+    exchange, residuals = optimizer._exchange, optimizer.compression.residuals
+    given: dict[str, torch.Tensor] = {}
+
+    def recorded(momenta):
+        given.update({name: one.reshape(-1).clone() for name, one in momenta.items()})
+        for name, one in given.items():
+            if name in residuals:
+                residual = residuals[name]
+                residual.layouts = ["another", "another"]
+                one += residual.current("worker") + size * residual.current("owner")
+        return exchange(momenta)
+
+    optimizer._exchange = recorded
+    for step in range(3):
+        train(model, optimizer, rank, range(step, step + 1))
+        for name, sent in optimizer.compression.own.items():
+            left = residuals[name].current("worker")
+            torch.testing.assert_close(sent.reshape(-1), given[name] - left, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["int4", "sign"])
+def test_what_was_sent_in_another_layout(pool, codec):
+    pool.run(other_layouts, codec)
+
+
 def as_torch(rank: int, size: int, codec: Any) -> None:
     (a, one), b = make(codec), start()
     two = torch.optim.SGD(b.parameters(), **SIZES)

@@ -12,19 +12,23 @@ from tests.torch.optim.test_coded_adamw import make, train
 
 
 def means_of_sent(rank: int, size: int) -> None:
-    """The mean of what ranks have sent is the momentum, also after another number of ranks."""
+    """The mean of what ranks have sent is the momentum, also where the bucket is another one, as
+    after the first step of DDP and after a checkpoint."""
     for codec in ("sign", "topk:0.02", "int4"):
         model, optimizer = make(codec, feedback="residual:storage=float32")
-        train(model, optimizer, rank, range(3))
-        own = optimizer.compression.own
-        for name in ("big", "small"):
-            mean = own[name].current("worker")
-            dist.all_reduce(mean)
-            momentum = optimizer.state[getattr(model.module, name)]["exp_avg"].reshape(-1)
-            if codec != "int4":  # whose owner codes the mean once more
-                # Round-off of sums and of the residual that is taken out again.
-                torch.testing.assert_close(mean / size, momentum, rtol=1e-4, atol=1e-6)
-            assert float((mean / size - momentum).norm() / momentum.norm()) < 0.3
+        for step in range(4):
+            for name in ("big", "small") if step in (1, 2) else ():
+                optimizer.compression.residuals[name].layouts = ["another", "another"]
+            train(model, optimizer, rank, range(step, step + 1))
+            own = optimizer.compression.own
+            for name in ("big", "small"):
+                mean = own[name].current("worker")
+                dist.all_reduce(mean)
+                momentum = optimizer.state[getattr(model.module, name)]["exp_avg"].reshape(-1)
+                if codec != "int4":  # whose owner codes the mean once more
+                    # Round-off of sums and of the residual that is taken out again.
+                    torch.testing.assert_close(mean / size, momentum, rtol=1e-4, atol=1e-6)
+                assert float((mean / size - momentum).norm() / momentum.norm()) < 0.3
 
 
 def test_momentum_is_the_mean_of_what_ranks_have_sent(pool):
