@@ -26,8 +26,8 @@ class OneBitAdam(CodedAdam):
 
     where g is a rank's gradient, and both codings have a residual (Tang et al. 2021, "1-bit Adam:
     communication efficient large-scale training with Adam's convergence speed", arXiv 2102.02888,
-    algorithm 1). The warm-up is torch's AdamW to the bit, with its bias corrections, which go on
-    after it so that no step jumps; the paper has none.
+    algorithm 1). The warm-up is torch's AdamW but for roundings, with its bias corrections, which
+    go on after it so that no step jumps; the paper has none.
 
     Collective, and gradients as for `pycomm.DistributedLion`.
 
