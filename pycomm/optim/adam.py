@@ -16,7 +16,7 @@ from pycomm.optim.base import LocalGradientOptimizer, Part
 from pycomm.optim.settings import policy_of, rule_of
 from pycomm.policy import Policy
 from pycomm.reduction.momentum.moment import local
-from pycomm.reduction.momentum.scaled import native
+from pycomm.reduction.momentum.scaled import native, written
 from pycomm.reduction.state import CompressionState
 
 States = Mapping[torch.Tensor, dict[str, Any]]
@@ -85,6 +85,7 @@ def step_by_adamw(
             *(float(settings["eps"]), float(settings["weight_decay"])),
             torch.get_num_threads(),
         )
+        written(parameters)
         return
     adamw(
         list(parameters),

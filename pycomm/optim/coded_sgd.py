@@ -186,7 +186,7 @@ class CodedSGD(LocalGradientOptimizer):
         state = self.compression
         assert isinstance(state, SentMomenta)
         # The step is committed: what it has written is current, and the other side is still there.
-        after, before = residual.load_worker(), state.before.get(name)
+        after, before = residual.load_worker(), state.before.pop(name, None)
         coded = momentum.reshape(-1) + (residual.written_worker() if before is None else before)
         squares[0], squares[1] = after.dot(after), coded.dot(coded)
         return coded.sub_(after).view_as(momentum), squares

@@ -15,13 +15,16 @@ from pycomm.reduction.state import CompressionState
 class SentMomenta(CodedOnce, OwnState):
     """Codecs of the momenta, and what each rank has sent of them, `own`."""
 
+    before: dict[str, torch.Tensor]
+    """Residuals before the last coding, where that has overwritten them."""
+
     def reduce(
         self, tensor: torch.Tensor, names: Sequence[str]
     ) -> torch.futures.Future[torch.Tensor]:
-        """See `BucketReducer`; keeps residuals that are overwritten, `before`."""
-        self.before: dict[str, torch.Tensor] = {}
-        if not self.codes_sums(names, tensor.device):
-            bucket = self._bucket(tuple(names), tensor.device)
+        """See `BucketReducer`; fills `before`."""
+        self.before = {}
+        bucket = self._bucket(tuple(names), tensor.device)
+        if self.process_group.size() > 1 and not bucket.levels:
             for piece in bucket.pieces:
                 stored = self.residual_before(piece.residual, bucket)
                 if stored is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -46,6 +47,29 @@ def by_formula(parameter, gradient, state):
     v = beta2 * state["exp_avg_sq"].double() + (1 - beta2) * g.square()
     divisor = (v / (1 - beta2**t)).sqrt() + SETTINGS["eps"]
     return x * (1 - lr * SETTINGS["weight_decay"]) - lr * m / (1 - beta1**t) / divisor, m, v
+
+
+@pytest.mark.parametrize("steps", [0.0, 7.0])
+def test_every_bit_is_that_of_single_operations(steps):
+    """NumPy rounds each of them once, square roots and quotients included."""
+    parameters, gradients, states = given(steps=steps)
+    x, g, m, v = (
+        torch.cat(values).numpy().copy()
+        for values in (
+            *(parameters[-1:], gradients[-1:]),
+            *([states[-1][key]] for key in ("exp_avg", "exp_avg_sq")),
+        )
+    )
+    t, f = float(states[-1]["step"]) + 1, np.float32
+    lr, (beta1, beta2), eps = SETTINGS["lr"], SETTINGS["betas"], SETTINGS["eps"]
+    m = m + f(1 - beta1) * (g - m)
+    v = v * f(beta2) + f(1 - beta2) * g * g
+    divisor = np.sqrt(v) / f((1 - beta2**t) ** 0.5) + f(eps)
+    x = x * f(1 - lr * SETTINGS["weight_decay"]) - f(lr / (1 - beta1**t)) * m / divisor
+    step(parameters, gradients, states)
+    found = parameters[-1], states[-1]["exp_avg"], states[-1]["exp_avg_sq"]
+    for ours, want in zip(found, (x, m, v), strict=True):
+        assert np.array_equal(ours.numpy().view(np.int32), want.view(np.int32))
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -6,7 +6,7 @@ in C++ (csrc/core/scaled.cpp), with as many threads as torch has; everything els
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -28,10 +28,21 @@ def _blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 def native(*tensors: torch.Tensor) -> bool:
     """Return whether C++ takes these tensors, by their addresses."""
-    for one in tensors:  # noqa: SIM110  # a generator takes twice the time, and many are small
-        if not (one.is_cpu and one.dtype == torch.float32 and one.is_contiguous()):
+    for one in tensors:  # a loop, since a generator takes twice the time, and many are small
+        if not (one.is_cpu and one.dtype == torch.float32):
+            return False
+        if not one.is_contiguous() or one.is_neg():
             return False
     return True
+
+
+def written(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """Tell autograd that C++ has written parameters.
+
+    A graph that was kept with their old values then refuses a backward, as after an operation of
+    torch.
+    """
+    torch.autograd.graph.increment_version(parameters)
 
 
 def _at(
@@ -243,6 +254,7 @@ def move(
             *(gradient.data_ptr(), momentum.data_ptr(), lr, keep, limit),
             torch.get_num_threads(),
         )
+        written(parameter)
         return
     parameter, gradient, momentum = (
         one.view(-1, columns) for one in (parameter, gradient, momentum)

@@ -306,4 +306,12 @@ MUTANTS = (
         "            pass\n",
         "tests/torch/optim/test_memory_formats.py",
     ),
+    Mutant(
+        "autograd-hears-nothing-of-moved-parameters",
+        "state",
+        "pycomm/reduction/momentum/scaled.py",
+        "    torch.autograd.graph.increment_version(parameters)\n",
+        "    pass\n",
+        "tests/torch/optim/test_coded_adamw.py::test_a_graph_of_before_a_step_is_refused",
+    ),
 )

@@ -154,6 +154,21 @@ def test_exact_parameters_move_as_with_adamw(pool):
     pool.run(exactly)
 
 
+def keeps_a_graph(rank: int, size: int) -> None:
+    for codec in ("sign", "fp32"):
+        model, optimizer = make(codec)
+        big = model.module.big
+        kept = (big * big).sum() if codec == "sign" else (model.module.bias**3).sum()
+        train(model, optimizer, rank, range(2))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+
+
+def test_a_graph_of_before_a_step_is_refused(pool):
+    """Its backward would take the parameters of after the step for those of before."""
+    pool.run(keeps_a_graph)
+
+
 # ---------------------------------------------------------------- the same bits everywhere
 
 
