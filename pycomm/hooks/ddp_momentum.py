@@ -70,16 +70,17 @@ class MomentumState(Momenta, HookState):
             )
         # Matrices have the rows and columns of the parameter's indices, also if a channels_last
         # model has another order in memory: so have second moments and residuals, which are saved.
+        parameters = bucket.parameters()
+        if not any(map(_is_strided, parameters)):
+            return super().reduce_bucket(bucket)
         strided = [
             (gradient, gradient.as_strided(parameter.shape, parameter.stride()))
-            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True)
+            for gradient, parameter in zip(bucket.gradients(), parameters, strict=True)
             if _is_strided(parameter)
         ]
         for gradient, as_it_lies in strided:
             gradient.copy_(as_it_lies.clone())
         future = super().reduce_bucket(bucket)
-        if not strided:
-            return future
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             result = done.value()
