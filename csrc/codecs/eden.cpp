@@ -109,7 +109,7 @@ PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int si
   const uint32_t units = kHalf ? size / 2 : size;
   for (uint32_t lo = 0; lo < units; lo += kMaxBlock) {
     const uint32_t n = units - lo < kMaxBlock ? units - lo : kMaxBlock;
-    pack<kUnitBits>(codes + lo, n, out + lo * kUnitBits / 8);
+    pack(kUnitBits, codes + lo, n, out + lo * kUnitBits / 8);
   }
   const float along = add_halves(terms, units);
   return (kMmse ? along / add_halves(squares, units) : energy / along) * exponent;
@@ -144,7 +144,7 @@ PYCOMM_INLINE void read_block(const Signs& choice, const uint8_t* in, float scal
   const Table<kWide>& wides = kTable<kWide>;
   for (uint32_t lo = 0; lo < units; lo += kMaxBlock) {
     const uint32_t n = units - lo < kMaxBlock ? units - lo : kMaxBlock;
-    unpack<kUnitBits>(in + lo * kUnitBits / 8, n, codes + lo);
+    unpack(kUnitBits, in + lo * kUnitBits / 8, n, codes + lo);
   }
   if constexpr (kHalf) {
     float* __restrict far = y + size / 2;

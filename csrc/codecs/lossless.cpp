@@ -40,22 +40,6 @@ PYCOMM_INLINE void for_each_marked(const uint8_t* marks, F&& f) {
   }
 }
 
-/// Packs codes of 2 to 8 bits; pack() and unpack() handle those of less than 8.
-PYCOMM_INLINE void pack_codes(uint32_t width, uint8_t* code, size_t n, uint8_t* out) {
-  if (width == kWhole) {
-    std::memcpy(out, code, n);
-  } else {
-    pack(static_cast<int>(width), code, n, out);
-  }
-}
-PYCOMM_INLINE void unpack_codes(uint32_t width, const uint8_t* in, size_t n, uint8_t* code) {
-  if (width == kWhole) {
-    std::memcpy(code, in, n);
-  } else {
-    unpack(static_cast<int>(width), in, n, code);
-  }
-}
-
 /// Writer of the stream from both ends.
 struct Writer {
   uint8_t* codes;
@@ -84,7 +68,7 @@ struct Writer {
       for_each_marked(mark, [&](size_t i) { *--escaped = exponent[i]; });
     }
     for (size_t i = 0; i < kBlock; i++) offset[i] = offset[i] < largest ? offset[i] : largest;
-    pack_codes(choice.width, offset, num_blocks(n, kGroup) * kGroup, codes);
+    pack(choice.width, offset, num_blocks(n, kGroup) * kGroup, codes);
     codes += 4 * code_words(choice.width, n);
   }
 };
@@ -105,7 +89,7 @@ class Reader {
     }
     alignas(64) uint8_t code[kBlock] = {};
     alignas(64) uint8_t mark[kBlock];
-    unpack_codes(width, codes(), n, code);
+    unpack(width, codes(), n, code);
     for (size_t i = 0; i < kBlock; i++) exponent[i] = static_cast<uint8_t>(top - code[i]);
     if (escapes(width)) {
       const auto largest = static_cast<uint8_t>(largest_code(width));

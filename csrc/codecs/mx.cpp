@@ -144,7 +144,7 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
     } else {
       encode_tile<T, kStochastic, false>(args, scales, p, lo, n, codes);
     }
-    if constexpr (kBits < 8) pack<kBits>(unpacked, n, out + lo * kBits / 8);
+    if constexpr (kBits < 8) pack(kBits, unpacked, n, out + lo * kBits / 8);
   }
 }
 
@@ -167,7 +167,7 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   const uint8_t* in = payload.data + codes_offset(f.kind, out.size);
   for (size_t lo = 0; lo < out.size; lo += kTile) {
     const size_t n = count(out.size, lo, kTile);
-    if constexpr (kBits < 8) unpack<kBits>(in + lo * kBits / 8, n, unpacked);
+    if constexpr (kBits < 8) unpack(kBits, in + lo * kBits / 8, n, unpacked);
     const uint8_t* codes = kBits == 8 ? in + lo : unpacked;
     for (size_t i = 0; i < n; i += T::kBlock) {
       const uint32_t code = scale_codes[(lo + i) / T::kBlock];

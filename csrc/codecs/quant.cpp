@@ -29,7 +29,7 @@ template <bool kMinMax, bool kRandom>
 struct Writer {
   Format format;
   uint8_t* scales;
-  uint8_t* codes;
+  Packer codes;
   RandomKey key;
   uint64_t index;
 
@@ -59,7 +59,8 @@ struct Writer {
     write_block<true>(lo, p, n, s, new_residual);
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const {
-    std::memset(codes + lo * format.bits / 8, 0, (n * format.bits + 7) / 8);
+    std::memset(codes.at(lo), 0, n);
+    codes.written(lo + n);
   }
 
  private:
@@ -80,11 +81,10 @@ struct Writer {
   PYCOMM_INLINE void write_block(size_t lo, const float* __restrict p, size_t n, Scale s,
                                  float* __restrict new_residual) const {
     alignas(64) uint32_t words[kRandom ? kMaxBlock : 1];
-    alignas(64) uint8_t unpacked[kMaxBlock];
     if (kRandom) random_block(key, index + lo, n, words);
     const uint32_t shift = rank_shift(format.rounding, key.rank, key.ranks);
     const int most = top(format);
-    uint8_t* __restrict q = format.bits == 8 ? codes + lo : unpacked;
+    uint8_t* __restrict q = codes.at(lo);
     for (size_t i = 0; i < n; i++) {
       const float v = (kMinMax ? p[i] - s.low : p[i]) * s.inv;
       const int code = kRandom ? round_randomly(v, words[i] + shift, most) : round_nearest(v);
@@ -94,13 +94,14 @@ struct Writer {
             p[i] - (kMinMax ? dequantize(code, s.unit, s.low) : dequantize(code, s.unit));
       }
     }
-    pack(format.bits, unpacked, n, codes + lo * format.bits / 8);
+    codes.written(lo + n);
   }
 };
 
 template <bool kMinMax, bool kRandom>
 PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
-  uint8_t* codes = args.out.data + codes_offset(f, args.in.size);
+  alignas(64) uint8_t tile[kMaxBlock];
+  const Packer codes{f.bits, args.in.size, args.out.data + codes_offset(f, args.in.size), tile};
   encode_blocks(args, f.block,
                 Writer<kMinMax, kRandom>{f, args.out.data, codes, args.key, args.index});
 }
@@ -123,16 +124,15 @@ PYCOMM_INLINE void read_scale(const Format& f, const uint8_t* scales, size_t blo
 
 template <bool kMinMax, bool kAdd>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
-  alignas(64) uint8_t unpacked[kMaxBlock];
-  const uint8_t* codes = payload.data + codes_offset(f, out.size);
+  alignas(64) uint8_t tile[kMaxBlock];
+  const Unpacker codes{f.bits, out.size, payload.data + codes_offset(f, out.size), tile};
   const int sign = kMinMax ? 0 : 1 << (f.bits - 1);
   size_t block = 0;
   for (size_t lo = 0; lo < out.size; lo += f.block, block++) {
     const size_t n = out.size - lo < f.block ? out.size - lo : f.block;
     float unit, low;
     read_scale<kMinMax>(f, payload.data, block, unit, low);
-    unpack(f.bits, codes + lo * f.bits / 8, n, unpacked);
-    const uint8_t* __restrict q = f.bits == 8 ? codes + lo : unpacked;
+    const uint8_t* __restrict q = codes.at(lo);
     float* __restrict to = out.data + lo;
     for (size_t i = 0; i < n; i++) {
       const int code = (q[i] ^ sign) - sign;

@@ -3,6 +3,7 @@
 
 #include "codecs/base/bits.h"
 #include "codecs/base/block_launch.h"
+#include "codecs/base/loops.h"
 #include "codecs/base/registry.h"
 #include "core/error.h"
 
@@ -15,7 +16,7 @@ struct Writer {
   Format format;
   const float* amax;
   float* scales;
-  uint8_t* codes;
+  Packer codes;
   RandomKey key;
   uint64_t index;
 
@@ -37,7 +38,8 @@ struct Writer {
     write_block<true>(lo, p, n, s, new_residual);
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const {
-    std::memset(codes + lo * format.bits / 8, 0, (n * format.bits + 7) / 8);
+    std::memset(codes.at(lo), 0, n);
+    codes.written(lo + n);
   }
 
  private:
@@ -45,16 +47,15 @@ struct Writer {
   PYCOMM_INLINE void write_block(size_t lo, const float* __restrict p, size_t n, Scale s,
                                  float* __restrict new_residual) const {
     alignas(64) uint32_t words[kSum ? 1 : kMaxBlock];
-    alignas(64) uint8_t unpacked[kMaxBlock];
     if (!kSum) random_block(key, index + lo, n, words);
     const int top = quant::top(format.bits);
-    uint8_t* __restrict q = format.bits == 8 ? codes + lo : unpacked;
+    uint8_t* __restrict q = codes.at(lo);
     for (size_t i = 0; i < n; i++) {
       const int code = kSum ? quantize_sum(p[i], s, top) : quantize(p[i], s, words[i]);
       q[i] = static_cast<uint8_t>(code);
       if (kFeedback) new_residual[i] = p[i] - dequantize(code, s.unit);
     }
-    pack(format.bits, unpacked, n, codes + lo * format.bits / 8);
+    codes.written(lo + n);
   }
 };
 
@@ -63,21 +64,21 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   RandomKey key = args.key;
   key.seed = rank_seed(key.seed, key.step, key.tensor, key.rank);
   auto* scales = reinterpret_cast<float*>(args.out.data);
-  uint8_t* codes = args.out.data + codes_offset(f, args.in.size);
+  alignas(64) uint8_t tile[kMaxBlock];
+  const Packer codes{f.bits, args.in.size, args.out.data + codes_offset(f, args.in.size), tile};
   encode_blocks(args, f.block, Writer<kSum>{f, args.amax, scales, codes, key, args.index});
 }
 
 template <bool kAdd>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
-  alignas(64) uint8_t unpacked[kMaxBlock];
+  alignas(64) uint8_t tile[kMaxBlock];
   const auto* scales = reinterpret_cast<const float*>(payload.data);
-  const uint8_t* codes = payload.data + codes_offset(f, out.size);
+  const Unpacker codes{f.bits, out.size, payload.data + codes_offset(f, out.size), tile};
   const int sign = 1 << (f.bits - 1);
   for (size_t lo = 0; lo < out.size; lo += f.block) {
     const size_t n = out.size - lo < f.block ? out.size - lo : f.block;
     const float unit = *scales++;
-    unpack(f.bits, codes + lo * f.bits / 8, n, unpacked);
-    const uint8_t* __restrict q = f.bits == 8 ? codes + lo : unpacked;
+    const uint8_t* __restrict q = codes.at(lo);
     float* __restrict to = out.data + lo;
     for (size_t i = 0; i < n; i++) {
       const float value = dequantize((q[i] ^ sign) - sign, unit);

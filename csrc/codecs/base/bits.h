@@ -1,103 +1,54 @@
-// Packing of codes of less than 8 bits to a little-endian bit string and back: code i takes the
-// bits i * bits to (i + 1) * bits - 1. Eight codes, a byte each, are one 64-bit word, and all words
-// move at once in vectors; eight packed codes are `bits` bytes.
+// Packing of codes of 1 to 8 bits to a little-endian bit string and back: code i takes the bits
+// i * bits to (i + 1) * bits - 1. Both are functions of their own, compiled once for all
+// codecs: inlined into each, they would be half of the code and of its compilation.
 #pragma once
-#include <cstring>
-
 #include "codecs/base/block.h"
 #include "codecs/base/loops.h"
 
 namespace pycomm::codecs {
 
-/// Mask of the lowest `bits` bits of every lane of `lane` bits.
-constexpr uint64_t lanes(int bits, int lane) {
-  uint64_t mask = 0;
-  for (int at = 0; at < 64; at += lane) mask |= ((uint64_t{1} << bits) - 1) << at;
-  return mask;
-}
+/// Packs n codes, at most kMaxBlock; of each byte the lowest `bits` bits count. `codes` has room
+/// for n rounded up to 8, and its room beyond n is overwritten.
+void pack(int bits, uint8_t* codes, size_t n, uint8_t* out);
 
-/// Joins pairs of lanes, each with kBits bits at its lower end, to lanes of twice the size and
-/// bits.
-template <int kBits, int kLane>
-PYCOMM_INLINE uint64_t join(uint64_t word) {
-  constexpr uint64_t kEven = lanes(kBits, 2 * kLane);
-  return (word & kEven) | ((word >> (kLane - kBits)) & kEven << kBits);
-}
-template <int kBits, int kLane>
-PYCOMM_INLINE uint64_t split(uint64_t word) {
-  constexpr uint64_t kEven = lanes(kBits, 2 * kLane);
-  return (word & kEven) | ((word << (kLane - kBits)) & kEven << kLane);
-}
+/// Unpacks n codes, at most kMaxBlock, in 0 to 2^bits - 1.
+void unpack(int bits, const uint8_t* in, size_t n, uint8_t* codes);
 
-/// Packs n codes; of each byte the lowest kBits bits count. `codes` has room for n rounded up to 8.
-template <int kBits>
-PYCOMM_INLINE void pack(uint8_t* __restrict codes, size_t n, uint8_t* __restrict out) {
-  alignas(64) uint64_t words[kMaxBlock / 8];
-  const size_t groups = (n + 7) / 8;
-  for (size_t i = n; i < groups * 8; i++) codes[i] = 0;
-  for (size_t g = 0; g < groups; g++) {
-    uint64_t word;
-    std::memcpy(&word, codes + 8 * g, 8);
-    words[g] = join<4 * kBits, 32>(join<2 * kBits, 16>(join<kBits, 8>(word)));
-  }
-  for (size_t g = 0; g < n / 8; g++) std::memcpy(out + g * kBits, words + g, kBits);
-  if (n % 8) std::memcpy(out + n / 8 * kBits, words + n / 8, (n % 8 * kBits + 7) / 8);
-}
+/// Codes of a payload that are written block after block, and packed kMaxBlock at a time: a call
+/// for each small block would take longer than the packing.
+struct Packer {
+  int bits;
+  size_t numel;
+  uint8_t* out;
+  uint8_t* tile;  ///< room for kMaxBlock codes
 
-/// Unpacks n codes, in 0 to 2^kBits - 1.
-template <int kBits>
-PYCOMM_INLINE void unpack(const uint8_t* __restrict in, size_t n, uint8_t* __restrict codes) {
-  alignas(64) uint64_t words[kMaxBlock / 8];
-  const size_t groups = (n + 7) / 8, bytes = (n * kBits + 7) / 8;
-  size_t g = 0;
-  // Eight bytes are copied at once while they exist; split() drops those of later groups.
-  for (; g * kBits + 8 <= bytes; g++) std::memcpy(words + g, in + g * kBits, 8);
-  for (; g < groups; g++) {
-    words[g] = 0;
-    std::memcpy(words + g, in + g * kBits, bytes - g * kBits < 8 ? bytes - g * kBits : 8);
+  /// Returns the place of the codes from `lo` on, where a block begins.
+  PYCOMM_INLINE uint8_t* at(size_t lo) const {
+    return bits == 8 ? out + lo : tile + lo % kMaxBlock;
   }
-  for (g = 0; g < groups; g++) {
-    const uint64_t word = split<kBits, 8>(split<2 * kBits, 16>(split<4 * kBits, 32>(words[g])));
-    std::memcpy(codes + 8 * g, &word, 8);
+  /// Says that the codes before `end`, the end of a block, are written.
+  PYCOMM_INLINE void written(size_t end) const {
+    if (bits == 8 || (end % kMaxBlock != 0 && end != numel)) return;
+    const size_t begin = (end - 1) / kMaxBlock * kMaxBlock;
+    pack(bits, tile, end - begin, out + begin * bits / 8);
   }
-}
+};
 
-PYCOMM_INLINE void pack(int bits, uint8_t* codes, size_t n, uint8_t* out) {
-  switch (bits) {
-    case 1:
-      return pack<1>(codes, n, out);
-    case 2:
-      return pack<2>(codes, n, out);
-    case 3:
-      return pack<3>(codes, n, out);
-    case 4:
-      return pack<4>(codes, n, out);
-    case 5:
-      return pack<5>(codes, n, out);
-    case 6:
-      return pack<6>(codes, n, out);
-    case 7:
-      return pack<7>(codes, n, out);
-  }
-}
+/// The same codes, read block after block.
+struct Unpacker {
+  int bits;
+  size_t numel;
+  const uint8_t* in;
+  uint8_t* tile;  ///< room for kMaxBlock codes
 
-PYCOMM_INLINE void unpack(int bits, const uint8_t* in, size_t n, uint8_t* codes) {
-  switch (bits) {
-    case 1:
-      return unpack<1>(in, n, codes);
-    case 2:
-      return unpack<2>(in, n, codes);
-    case 3:
-      return unpack<3>(in, n, codes);
-    case 4:
-      return unpack<4>(in, n, codes);
-    case 5:
-      return unpack<5>(in, n, codes);
-    case 6:
-      return unpack<6>(in, n, codes);
-    case 7:
-      return unpack<7>(in, n, codes);
+  /// Returns the codes from `lo` on, where a block begins.
+  PYCOMM_INLINE const uint8_t* at(size_t lo) const {
+    if (bits == 8) return in + lo;
+    if (lo % kMaxBlock == 0) {
+      unpack(bits, in + lo * bits / 8, numel - lo < kMaxBlock ? numel - lo : kMaxBlock, tile);
+    }
+    return tile + lo % kMaxBlock;
   }
-}
+};
 
 }  // namespace pycomm::codecs

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from triton.runtime.jit import JITFunction
 
 import pycomm
 from pycomm.codecs.args import EncodeArgs, RandomKey
-from pycomm.codecs.convert import DTYPES, Conversion
+from pycomm.codecs.convert import Conversion
 from pycomm.codecs.implementations import implementation
 from tests.codecs.cuda import inexact_kernels
-from tests.codecs.cuda.ptx import TRITON_SPECS, calls_of
+from tests.codecs.cuda.ptx import CONVERSIONS, TRITON_SPECS, calls_of
 
 NUMEL = 1 << 16
 KEY = RandomKey(seed=1 << 63, step=1 << 31, tensor=1 << 31)
@@ -66,10 +65,10 @@ def calls(spec: str) -> Iterator[tuple[str, Any]]:
 
 
 def conversions() -> Iterator[tuple[str, Any]]:
-    """Yield the conversions, by name."""
+    """Yield the conversions of `ptx.CONVERSIONS`, by name."""
     from pycomm.triton_kernels.convert import convert
 
-    for source, target in product(DTYPES, DTYPES):
+    for source, target in CONVERSIONS:
         x, out = torch.zeros(NUMEL, dtype=source), torch.zeros(NUMEL, dtype=target)
         name = f"{source}-{target}".replace("torch.", "")
         yield (

@@ -22,6 +22,7 @@ from tests.codecs.cuda.emulated import kernels
 from tests.codecs.cuda.ptx import (
     ARCHS,
     CALLS,
+    CONVERSIONS,
     TRITON_SPECS,
     calls_of,
     cuobjdump,
@@ -131,7 +132,7 @@ def test_triton_kernels_are_exact(triton_folder, arch, call):
 @every_arch
 def test_triton_converts_exactly(triton_folder, arch):
     compiled = sorted(triton_folder.glob(f"{arch}-convert-*.ptx"))
-    assert len(compiled) == 9
+    assert len(compiled) == len(CONVERSIONS)
     for file in compiled:
         ptx = file.read_text()
         assert inexact(ptx) == [], file.name
@@ -287,7 +288,7 @@ def test_nvrtc_compiles_the_packaged_sources(name, arch):
 
 
 def test_nvrtc_with_contraction_is_found():
-    wanted = [kernel for kernel in kernels() if "quant" in kernel]
+    wanted = [kernel for kernel in kernels(["int4"]) if "quant" in kernel]
     options = [word for word in compile_options(90) if word != "-fmad=false"]
     ptx = nvrtc_library.compile_to_ptx(source("quant"), wanted, options)
     assert {instruction.split(".")[0] for instruction in inexact(ptx)} >= {"fma"}
@@ -295,7 +296,7 @@ def test_nvrtc_with_contraction_is_found():
 
 def test_nvrtc_that_flushes_denormals_is_found():
     """CuPy's own compile adds this option; see `pycomm.codecs.cuda.nvrtc`."""
-    wanted = [kernel for kernel in kernels() if "quant" in kernel]
+    wanted = [kernel for kernel in kernels(["int4"]) if "quant" in kernel]
     options = [*compile_options(90), "-ftz=true"]
     ptx = nvrtc_library.compile_to_ptx(source("quant"), wanted, options)
     assert "mul.rn.ftz.f32" in inexact(ptx)

@@ -1,0 +1,108 @@
+// Packing of codes, compiled for several x86 levels. Eight codes, a byte each, are one 64-bit word,
+// and all words move at once in vectors; eight packed codes are `bits` bytes.
+#include "codecs/base/bits.h"
+
+#include <cstring>
+
+#include "codecs/base/block.h"
+#include "codecs/base/loops.h"
+
+namespace pycomm::codecs {
+namespace {
+
+/// Mask of the lowest `bits` bits of every lane of `lane` bits.
+constexpr uint64_t lanes(int bits, int lane) {
+  uint64_t mask = 0;
+  for (int at = 0; at < 64; at += lane) mask |= ((uint64_t{1} << bits) - 1) << at;
+  return mask;
+}
+
+/// Joins pairs of lanes, each with kBits bits at its lower end, to lanes of twice the size and
+/// bits.
+template <int kBits, int kLane>
+PYCOMM_INLINE uint64_t join(uint64_t word) {
+  constexpr uint64_t kEven = lanes(kBits, 2 * kLane);
+  return (word & kEven) | ((word >> (kLane - kBits)) & kEven << kBits);
+}
+template <int kBits, int kLane>
+PYCOMM_INLINE uint64_t split(uint64_t word) {
+  constexpr uint64_t kEven = lanes(kBits, 2 * kLane);
+  return (word & kEven) | ((word << (kLane - kBits)) & kEven << kLane);
+}
+
+template <int kBits>
+PYCOMM_INLINE void pack(uint8_t* __restrict codes, size_t n, uint8_t* __restrict out) {
+  alignas(64) uint64_t words[kMaxBlock / 8];
+  const size_t groups = (n + 7) / 8;
+  for (size_t i = n; i < groups * 8; i++) codes[i] = 0;
+  for (size_t g = 0; g < groups; g++) {
+    uint64_t word;
+    std::memcpy(&word, codes + 8 * g, 8);
+    words[g] = join<4 * kBits, 32>(join<2 * kBits, 16>(join<kBits, 8>(word)));
+  }
+  for (size_t g = 0; g < n / 8; g++) std::memcpy(out + g * kBits, words + g, kBits);
+  if (n % 8) std::memcpy(out + n / 8 * kBits, words + n / 8, (n % 8 * kBits + 7) / 8);
+}
+
+template <int kBits>
+PYCOMM_INLINE void unpack(const uint8_t* __restrict in, size_t n, uint8_t* __restrict codes) {
+  alignas(64) uint64_t words[kMaxBlock / 8];
+  const size_t groups = (n + 7) / 8, bytes = (n * kBits + 7) / 8;
+  size_t g = 0;
+  // Eight bytes are copied at once while they exist; split() drops those of later groups.
+  for (; g * kBits + 8 <= bytes; g++) std::memcpy(words + g, in + g * kBits, 8);
+  for (; g < groups; g++) {
+    words[g] = 0;
+    std::memcpy(words + g, in + g * kBits, bytes - g * kBits < 8 ? bytes - g * kBits : 8);
+  }
+  for (g = 0; g < groups; g++) {
+    const uint64_t word = split<kBits, 8>(split<2 * kBits, 16>(split<4 * kBits, 32>(words[g])));
+    std::memcpy(codes + 8 * g, &word, 8);
+  }
+}
+
+}  // namespace
+
+PYCOMM_SIMD void pack(int bits, uint8_t* codes, size_t n, uint8_t* out) {
+  switch (bits) {
+    case 1:
+      return pack<1>(codes, n, out);
+    case 2:
+      return pack<2>(codes, n, out);
+    case 3:
+      return pack<3>(codes, n, out);
+    case 4:
+      return pack<4>(codes, n, out);
+    case 5:
+      return pack<5>(codes, n, out);
+    case 6:
+      return pack<6>(codes, n, out);
+    case 7:
+      return pack<7>(codes, n, out);
+    case 8:
+      std::memcpy(out, codes, n);
+  }
+}
+
+PYCOMM_SIMD void unpack(int bits, const uint8_t* in, size_t n, uint8_t* codes) {
+  switch (bits) {
+    case 1:
+      return unpack<1>(in, n, codes);
+    case 2:
+      return unpack<2>(in, n, codes);
+    case 3:
+      return unpack<3>(in, n, codes);
+    case 4:
+      return unpack<4>(in, n, codes);
+    case 5:
+      return unpack<5>(in, n, codes);
+    case 6:
+      return unpack<6>(in, n, codes);
+    case 7:
+      return unpack<7>(in, n, codes);
+    case 8:
+      std::memcpy(codes, in, n);
+  }
+}
+
+}  // namespace pycomm::codecs
