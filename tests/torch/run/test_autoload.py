@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 from tests.torch import interpreter
@@ -30,12 +31,34 @@ def run(code: str, *path: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def forked(code: str, *path: Path, **environment: str) -> str:
-    """Return the output of an interpreter that loads torch's entry points when it has begun."""
+def forked(code: str, *path: Path, loaded: bool = False, **environment: str) -> str:
+    """Return the output of an interpreter that has imported torch without its entry points.
+
+    With `loaded` it loads them before the code begins, as the last thing of `import torch`.
+    """
     variables = {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), **environment}
-    done = interpreter.run("-c", code, env={**os.environ, **variables}, cwd="/")
+    env = {**os.environ, **variables}
+    done = interpreter.run("-c", code, env=env, cwd="/", autoload=loaded)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def in_each(values: tuple[str, ...], code: str, *path: Path) -> list[str]:
+    """Run code in a process for each value, which is `each` there; return their lines.
+
+    Each process has imported torch without its entry points, and not pycomm.
+    """
+    loop = f"""
+import os, sys
+for each in {values!r}:
+    child = os.fork()
+    if child == 0:
+{textwrap.indent(code, " " * 8)}
+        sys.stdout.flush()
+        os._exit(0)  # without the end of an interpreter, which takes as long as all before
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    return forked(loop, *path).splitlines()
 
 
 def test_backend_is_known_without_importing_pycomm(installed):
@@ -51,12 +74,17 @@ dist.destroy_process_group()
 
 
 def test_import_torch_survives_a_failing_registration(installed):
-    (installed / "sitecustomize.py").write_text(
-        "import pycomm._autoload\n"
-        "def fail(name): raise RuntimeError('as if torch had changed')\n"
-        "pycomm._autoload.import_module = fail\n"
-    )
-    assert run("import torch; print(torch.ones(2).sum().item())", installed) == "2.0"
+    code = """
+import torch, pycomm._autoload
+called = []
+def fail(name):
+    called.append(name)
+    raise RuntimeError('as if torch had changed')
+pycomm._autoload.import_module = fail
+torch._import_device_backends()  # the last thing of an import
+print(set(called), torch.ones(2).sum().item())
+"""
+    assert forked(code, installed) == "{'pycomm._register'} 2.0"
 
 
 def test_pyproject_names_the_entry_points():
@@ -65,31 +93,28 @@ def test_pyproject_names_the_entry_points():
         assert f'[project.entry-points."{group}"]\npycomm = "pycomm._autoload:register"' in text
 
 
-def test_import_pycomm_is_light():
-    assert run("import sys, pycomm; print('torch' in sys.modules, len(dir(pycomm)) > 5)") == (
-        "False True"
-    )
-
-
-def test_the_version_is_that_of_pyproject():
-    text = (ROOT / "pyproject.toml").read_text()
-    assert f'\nversion = "{run("import pycomm; print(pycomm.__version__)")}"\n' in text
+def test_import_pycomm_is_light_and_knows_the_version_of_pyproject():
+    code = "import sys, pycomm; light = len(dir(pycomm)) > 5 and 'torch' not in sys.modules"
+    light, version = run(f"{code}; print(light, pycomm.__version__)").split()
+    assert light == "True"
+    assert f'\nversion = "{version}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_import_order_does_not_matter():
-    for first in ("import torch, pycomm", "import pycomm.backend"):
-        code = first + "; import torch.distributed as d; print(d.Backend('pycomm'))"
-        assert run(code).endswith("pycomm")
+    names = "import torch.distributed as d; print(d.Backend('pycomm'))"
+    assert forked(f"import torch, pycomm; {names}").endswith("pycomm")
+    assert run(f"import pycomm.backend; {names}").endswith("pycomm")
 
 
 def test_compress_is_a_function_whichever_way_it_is_imported():
-    for way in (
+    ways = (
         "import pycomm; f = pycomm.compress",
         "from pycomm import compress as f",
         "import pycomm.compress; f = pycomm.compress",
         "from pycomm.compress import compress; import pycomm; f = pycomm.compress",
-    ):
-        assert forked(f"{way}; print(callable(f))") == "True"
+    )
+    code = "exec(each, found := {}); print(callable(found['f']))"
+    assert in_each(ways, code) == ["True"] * 4
 
 
 TAKEOVER = """
@@ -102,49 +127,55 @@ dist.destroy_process_group()
 
 
 def test_takeover_by_environment(installed):
-    assert run(TAKEOVER, installed, PYCOMM_TAKEOVER="gloo, nccl").split() == [
-        *("True", "gloo", "pycomm")
-    ]
-    assert run(TAKEOVER, installed, PYCOMM_TAKEOVER="").split() == ["False", "gloo", "gloo"]
+    for given, said in (
+        ("gloo, nccl", ["True", "gloo", "pycomm"]),
+        ("", ["False", "gloo", "gloo"]),
+    ):
+        assert forked(TAKEOVER, installed, loaded=True, PYCOMM_TAKEOVER=given).split() == said
 
 
-def test_run_by_environment(installed):
-    code = TAKEOVER.replace(
+CAUGHT = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    import torch
+    MORE
+print(*(w.message for w in caught if 'pycomm' in str(w.message)))
+"""
+
+
+def test_import_torch_runs_by_environment_and_survives_a_wrong_variable(installed):
+    """Here torch is imported, so that not all of it is there yet when the variables are read."""
+    code = CAUGHT.replace("MORE", "pass") + TAKEOVER.replace(
         "dist.destroy",
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
         "print([hook.__name__ for hook, _ in model._comm_hooks])\ndist.destroy",
     )
-    said = run(code, installed, PYCOMM_RUN="--codec int4").split()
-    assert said == ["True", "gloo", "pycomm", "['compress_hook']"]
+    said = run(code, installed, PYCOMM_TAKEOVER="mpi", PYCOMM_RUN="--codec int4")
+    warned, *said = said.splitlines()
+    assert "cannot answer for the backend 'mpi'" in warned
+    assert said == ["True", "gloo pycomm", "['compress_hook']"]
 
 
 def test_import_torch_survives_wrong_variables(installed):
-    code = (
-        "import warnings\n"
-        "with warnings.catch_warnings(record=True) as caught:\n"
-        "    warnings.simplefilter('always')\n"
-        "    import torch\n"
-        "    MORE\n"
-        "print(*(w.message for w in caught if 'pycomm' in str(w.message)))"
-    )
-    at_import = code.replace("MORE", "")
-    assert "cannot answer for the backend 'mpi'" in run(at_import, installed, PYCOMM_TAKEOVER="mpi")
-    code = code.replace("MORE", "torch._import_device_backends()")  # the last thing of an import
-    for text, wrong in (
-        ("--codec int9", "unknown codec 'int9'"),
-        ("--codc int4", "unrecognized arguments: --codc int4"),
-        ("int4", "unrecognized arguments: int4"),
-        ("--codec", "expected one argument"),
-        ("--codec 'int4", "No closing quotation"),
-    ):
-        said = forked(code, installed, PYCOMM_RUN=text)
+    wrongs = {
+        "--codec int9": "unknown codec 'int9'",
+        "--codc int4": "unrecognized arguments: --codc int4",
+        "int4": "unrecognized arguments: int4",
+        "--codec": "expected one argument",
+        "--codec 'int4": "No closing quotation",
+    }
+    # These are the last thing of an import.
+    code = CAUGHT.replace("MORE", "torch._import_device_backends()")
+    lines = in_each(tuple(wrongs), "os.environ['PYCOMM_RUN'] = each" + code, installed)
+    for (text, wrong), said in zip(wrongs.items(), lines, strict=True):
         assert f"PYCOMM_RUN={text!r} has no effect: " in said
         assert wrong in said
         assert said.endswith('such as PYCOMM_RUN="--codec int4"')
 
 
 def test_of_two_variables_the_right_one_counts(installed):
-    said = run(TAKEOVER, installed, PYCOMM_TAKEOVER="gloo", PYCOMM_RUN="--codec 'int4")
-    assert said.split() == ["True", "gloo", "pycomm"]
-    said = run(TAKEOVER, installed, PYCOMM_TAKEOVER="mpi", PYCOMM_RUN="--codec int4")
+    """Another test has a wrong name of a backend beside the right options."""
+    given = {"PYCOMM_TAKEOVER": "gloo", "PYCOMM_RUN": "--codec 'int4"}
+    said = forked(TAKEOVER, installed, loaded=True, **given)
     assert said.split() == ["True", "gloo", "pycomm"]

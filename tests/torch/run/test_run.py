@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pycomm import run
-from tests.extent import part
+from tests.extent import FULL
 from tests.torch.interpreter import ROOT, Interpreter, launch
 from tests.torch.interpreter import run as run_python
 
@@ -81,12 +81,11 @@ def test_codec_compresses_what_is_compiled_in_shards(tmp_path):
     assert "steps 3 ['quant:bits=4" in output
 
 
-def python(*command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Return the result of a fresh interpreter that finds pycomm without an installation."""
-    path = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)])
     return subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -94,9 +93,10 @@ def python(*command: str, folder: Path, **environment: str) -> subprocess.Comple
     )
 
 
-def forked(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def forked(*command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Return the result of an interpreter that has imported torch, and not pycomm."""
-    return run_python(*command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=folder)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return run_python(*command, env=env, cwd=folder)
 
 
 ASKS = """
@@ -113,10 +113,11 @@ end()
 @pytest.mark.parametrize(
     ("form", "end"),
     [
+        ("script", "raise ValueError('as planned')"),
         ("script", "sys.exit(7)"),
         ("script", "1 +"),
         ("module", "raise ValueError('as planned')"),
-        *part([("script", "raise ValueError('as planned')"), ("module", "sys.exit(7)")], 3, 2),
+        *([("module", "sys.exit(7)")] if FULL else []),
     ],
 )
 def test_a_script_finds_and_leaves_what_it_does_under_python(tmp_path, form, end):
@@ -124,14 +125,16 @@ def test_a_script_finds_and_leaves_what_it_does_under_python(tmp_path, form, end
     package.mkdir()
     (package / "script.py").write_text(ASKS.replace("END", end))
     command = ["package/script.py"] if form == "script" else ["-m", "package.script"]
-    plain, ours = (
-        python(*before, *command, "--codec", "x", folder=tmp_path)
-        for before in ([], ["-m", "pycomm.run", "--codec", "int8"])
-    )
+    command += ["--codec", "x"]
+    plain = python(*command, folder=tmp_path)
+    # A traceback of a forked interpreter begins with frames of its own.
+    fresh = FULL or (form == "script" and "raise" in end)
+    start = python if fresh else forked
+    ours = start("-m", "pycomm.run", "--codec", "int8", *command, folder=tmp_path)
     assert ours.stdout == plain.stdout
     assert ours.returncode == plain.returncode != 0
     if form == "script":
-        assert ours.stderr == plain.stderr
+        assert ours.stderr == plain.stderr or (not fresh and ours.stderr.endswith(plain.stderr))
     else:  # python shows the frames of its own runpy there
         assert ours.stderr.splitlines()[-4:] == plain.stderr.splitlines()[-4:]
 
@@ -168,14 +171,17 @@ def rank(index, store):
     print(f"{x.item()} {find() is not None}\\n", end="", flush=True)
 if __name__ == "__main__":
     import sys
-    mp.spawn(rank, (sys.argv[1],), nprocs=2)
+    child = mp.spawn(rank, (sys.argv[1],), nprocs=1, join=False)
+    rank(1, sys.argv[1])
+    while not child.join():
+        pass
 """
 
 
 def test_processes_that_the_script_starts_do_the_same(tmp_path, installed):
     (tmp_path / "script.py").write_text(SPAWNS)
     command = ["-m", "pycomm.run", "script.py", str(tmp_path / "store")]
-    done = python(*command, folder=tmp_path, PYTHONPATH=str(installed))
+    done = forked(*command, folder=tmp_path, PYTHONPATH=f"{installed}{os.pathsep}{ROOT}")
     assert done.stdout.splitlines() == ["2.0 True"] * 2, done.stderr
 
 
