@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.extent import FULL
+from tests.torch.interpreter import ROOT, run
+
+# Ranks are forks of the agent, which has imported torch; they end without their exit functions.
+FORKED = [] if FULL else ["--run-path", "--start-method", "fork"]
 
 
 def launch(*command: str, folder: Path, ranks: int = 2, **environment: str) -> str:
-    """Run a command under torchrun and return its ranks' output of both streams."""
+    """Run a script, behind options, under torchrun; return its ranks' output of both streams."""
     rendezvous = ["--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *rendezvous, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    done = run(
+        *("-m", "torch.distributed.run", *rendezvous, *FORKED, *command),
+        env={**os.environ, **own},
         cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        merged=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stdout

@@ -99,9 +99,9 @@ def ops_for(dtype: torch.dtype) -> list[dist.ReduceOp]:
 
 
 def check_all_reduce(rank: int, size: int, dtype: torch.dtype) -> None:
-    for op in ops_for(dtype):
-        for shape in SHAPES:
-            inputs = [values(r, shape, dtype) for r in range(size)]
+    for shape in SHAPES:
+        inputs = [values(r, shape, dtype) for r in range(size)]
+        for op in ops_for(dtype):
             x = inputs[rank].clone()
             dist.all_reduce(x, op=op)
             same(x, reduced(op, inputs))

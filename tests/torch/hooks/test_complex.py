@@ -59,21 +59,38 @@ def ddp(rank: int, size: int, spec: Any, dtype: torch.dtype, mb: float) -> list[
         del os.environ["DDP_DISABLE_COMM_MEM"]
 
 
-@pytest.mark.parametrize("mb", [25, 0.02])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+WAYS = [(dtype, mb) for dtype in (torch.complex64, torch.complex128) for mb in (25, 0.02)]
+
+
+def in_each_way(rank: int, size: int, *specs: Any) -> list[list[torch.Tensor]]:
+    return [ddp(rank, size, spec, *way) for way in WAYS for spec in specs]
+
+
+@pytest.fixture(scope="module")
+def plain(pool):
+    """Return the parameters that plain DDP reaches in each way."""
+    return pool.run(in_each_way, None, backend="gloo")[0]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ddp_has_the_bits_of_plain_ddp(pool, backend, dtype, mb):
-    plain = pool.run(ddp, None, dtype, mb, backend="gloo")[0]
-    for got in pool.run(ddp, "fp32", dtype, mb, backend=backend):
-        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
-    a, b = pool.run(ddp, "int8", dtype, mb, backend=backend)
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert not torch.equal(a[1], plain[1])  # [turn, first.weight, ...]: the reals were compressed
+def test_ddp_has_the_bits_of_plain_ddp(pool, plain, backend):
+    first, second = pool.run(in_each_way, "fp32", "int8", backend=backend)
+    for place, want in enumerate(plain):
+        for rank in (first, second):
+            assert all(torch.equal(a, b) for a, b in zip(rank[2 * place], want, strict=True))
+        a, b = first[2 * place + 1], second[2 * place + 1]
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        # [turn, first.weight, ...]: the reals were compressed.
+        assert not torch.equal(a[1], want[1])
 
 
-@pytest.mark.parametrize("spec", [Policy("powersgd:2", ()), "budget=5", "auto", "int4 warmup=2"])
-def test_no_policy_compresses_complex_numbers(pool, spec):
-    a, b = pool.run(ddp, spec, torch.complex64, 25, backend="gloo")
+def with_each_policy(rank: int, size: int) -> list[torch.Tensor]:
+    specs = (Policy("powersgd:2", ()), "budget=5", "auto", "int4 warmup=2")
+    return [p for spec in specs for p in ddp(rank, size, spec, torch.complex64, 25)]
+
+
+def test_no_policy_compresses_complex_numbers(pool):
+    a, b = pool.run(with_each_policy, backend="gloo")
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -106,15 +123,19 @@ def sharded(rank: int, size: int, spec: Any, shape: str) -> list[torch.Tensor]:
     return train(model, rank)
 
 
+def sharded_twice(rank: int, size: int, shape: str) -> list[torch.Tensor]:
+    """Return the parameters with int8; those with an exact codec have the bits of plain FSDP2."""
+    plain, exact, coded = (sharded(rank, size, spec, shape) for spec in (None, "fp32", "int8"))
+    assert all(torch.equal(a, b) for a, b in zip(exact, plain, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(coded, plain, strict=True))
+    return coded
+
+
 @pytest.mark.parametrize("shape", ["fsdp", "hsdp", "replicate"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fsdp2_has_the_bits_of_plain_fsdp2(pool, backend, shape):
     ranks = 4 if shape == "hsdp" else 2
-    plain = pool.run(sharded, None, shape, backend=backend, ranks=ranks)[0]
-    for got in pool.run(sharded, "fp32", shape, backend=backend, ranks=ranks):
-        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
-    first, *others = pool.run(sharded, "int8", shape, backend=backend, ranks=ranks)
-    assert not all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
+    first, *others = pool.run(sharded_twice, shape, backend=backend, ranks=ranks)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 

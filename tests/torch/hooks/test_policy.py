@@ -159,13 +159,15 @@ def check_auto(rank: int, size: int, seconds: dict[str, float], best: str) -> No
         plan.add(Parameter(f"w{i}", (100, 100), torch.float32))
     plan.add(Parameter("bias", (100,), torch.float32))
     plan.agree(CPU)
+    chosen = []
     for step in range(1, 130):
         plan.advance(step, CPU)
-        same_everywhere(specs(plan))
+        chosen.append(specs(plan))
         used = next(c for c in seconds if codec(c) == plan.decisions["w0"].codec)
         # Each rank's clock differs, and one of them is delayed now and then.
         stumble = 2.5 if step % size == rank and step % 4 == 0 else 1.0
         clock.now += seconds[used] * (1 + 0.01 * rank) * stumble
+    same_everywhere(chosen)
     assert plan.decisions["w0"].codec == codec(best)
     assert plan.decisions["bias"].exact
     assert "auto, by time of a step" in same_everywhere(plan.summary())
@@ -187,11 +189,12 @@ def check_auto_trains(rank: int, size: int) -> None:
     policy = Policy("auto", candidates=("fp32", "int8"), trial=Trial(first=1, steps=1))
     model, state = compressed(policy)
     got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    steps = 40
+    steps, chosen = 40, []
     for step in range(steps):
         for name, g in step_of(model, gradients(rank, step)).items():
             got[name] += g
-        same_everywhere(specs(state.plan))
+        chosen.append(specs(state.plan))
+    same_everywhere(chosen)
     for name in SHAPES:
         want = sum(exact_mean(size, step)[name] for step in range(steps))
         # int8's residual is at most half a hundredth of the largest of values around 1, twice.
@@ -233,14 +236,15 @@ def check_bound(rank: int, size: int) -> None:
     policy = Policy(error=0.3, candidates=("int4", "int8", "fp32"), rules=(), guard=guard)
     model, state = compressed(policy)
     assert state.decisions["big"].codec == codec("int4")  # 0.17 on normal values
-    seen = []
+    seen, chosen = [], []
     for step in range(16):
         given = gradients(rank, step)
         if step < 6:
             given["big"][:, ::48] *= 11.0  # in each block of int4, so that it loses the others
         step_of(model, given)
         seen.append(state.decisions["big"].codec)
-        same_everywhere(specs(state.plan))
+        chosen.append(specs(state.plan))
+    same_everywhere(chosen)
     assert seen[5] == codec("int8")
     assert state.plan.qualities["small"].error <= 0.3
     assert seen[-1] == codec("int4")  # the bound allows it again
@@ -379,10 +383,12 @@ def test_checks_that_cost_too_much_become_rarer(pool):
 def check_sharded(rank: int, size: int, scale: float, becomes: str) -> None:
     model = fully_shard(Chosen(), mesh=init_device_mesh("cpu", (size,)))
     state = pycomm.compress(model, Policy("fp16", guard=Guard(every=2, share=1.0)))
+    measured = []
     for step in range(9):
         model.zero_grad()
         model(gradients(rank, step, scale)).backward()
-        same_everywhere(sorted(state.plan.qualities.items()))
+        measured.append(sorted(state.plan.qualities.items()))
+    same_everywhere(measured)
     specs_now = same_everywhere(specs(state.plan))
     assert specs_now["big"] == specs_now["small"] == codec(becomes).spec()
     want = exact_mean(size, 8, scale)

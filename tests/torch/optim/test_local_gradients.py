@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error, WireMismatch
+from tests.extent import pairs
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
 from tests.torch.optim.test_coded_adamw import train, values
 
@@ -69,14 +70,18 @@ def trained(rank: int, size: int, which: str) -> list[torch.Tensor]:
     return values(model)
 
 
-@every
+def all_trained(rank: int, size: int) -> dict[str, list[torch.Tensor]]:
+    return {which: trained(rank, size, which) for which in FAMILY}
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_have_the_same_bits_on_any_backend(pool, which, ranks):
-    native, other = (pool.run(trained, which, ranks=ranks, backend=b) for b in ("pycomm", "gloo"))
-    for results in (native, other):
-        assert all(equal(result, results[0]) for result in results)
-    if ranks == 2:  # the sum of more numbers depends on the order in which a backend adds them
-        assert equal(native[0], other[0])
+def test_ranks_have_the_same_bits_on_any_backend(pool, ranks):
+    native, other = (pool.run(all_trained, ranks=ranks, backend=b) for b in ("pycomm", "gloo"))
+    for which in FAMILY:
+        for results in (native, other):
+            assert all(equal(result[which], results[0][which]) for result in results), which
+        if ranks == 2:  # the sum of more numbers depends on the order in which a backend adds them
+            assert equal(native[0][which], other[0][which]), which
 
 
 def not_finite(rank: int, size: int, which: str, scaled: bool, what: float) -> None:
@@ -106,11 +111,18 @@ def not_finite(rank: int, size: int, which: str, scaled: bool, what: float) -> N
     assert_alike(one, two)
 
 
+OVERFLOWS = pairs(list(FAMILY), [False, True], [float("inf"), float("nan")])
+
+
+def all_not_finite(rank: int, size: int, which: str) -> None:
+    for name, scaled, what in OVERFLOWS:
+        if name == which:
+            not_finite(rank, size, which, scaled, what)
+
+
 @every
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_that_overflows_leaves_no_trace(pool, which, scaled):
-    for what in (float("inf"), float("nan")):
-        pool.run(not_finite, which, scaled, what)
+def test_a_step_that_overflows_leaves_no_trace(pool, which):
+    pool.run(all_not_finite, which)
 
 
 def without_scaler(rank: int, size: int) -> str:
@@ -380,39 +392,43 @@ def test_what_cannot_work_is_refused(pool, which):
             assert words[what] in text, (what, text)
 
 
-def differ(rank: int, size: int, which: str, what: dict[str, Any]) -> str:
-    try:
-        make(which, **{key: value[rank] for key, value in what.items()})
-    except WireMismatch as error:
-        return str(error)
-    return ""
+def differ(rank: int, size: int) -> list[str]:
+    found = []
+    for which, what in DIFFERENT:
+        try:
+            make(which, **{key: value[rank] for key, value in what.items()})
+        except WireMismatch as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    return found
 
 
-@pytest.mark.parametrize(
-    ("which", "what"),
-    [
-        ("lion", {"lr": (0.1, 0.2)}),
-        ("lion", {"result": ("mean", "majority")}),
-        ("lion", {"scaler": (None, torch.amp.GradScaler("cpu"))}),
-        ("one-bit", {"warmup": (1, 2)}),
-        ("one-bit", {"codec": ("sign", "int4")}),
-        ("one-bit", {"seed": (1, 2)}),
-        ("zero-one", {"freeze": (1, 2)}),
-        ("zero-one", {"variance_steps": (1, 2)}),
-        ("zero-one", {"local_steps": (1, 2)}),
-        ("zero-one", {"most_local": (1, 2)}),
-        ("shared-mask", {"density": (0.25, 0.5)}),
-        ("shared-mask", {"values": ("int8", "bf16")}),
-        ("shared-mask", {"warmup": (1, 2)}),
-        ("demo", {"beta": (0.5, 0.25)}),
-        ("demo", {"largest": (1, 2)}),
-        ("demo", {"chunk": (8, 16)}),
-        ("demo", {"values": ("int8", "float32")}),
-    ],
-    ids=lambda what: what if isinstance(what, str) else next(iter(what)),
-)
-def test_ranks_that_differ_get_an_error_each(pool, which, what):
-    assert all("rank" in text for text in pool.run(differ, which, what))
+DIFFERENT: list[tuple[str, dict[str, Any]]] = [
+    ("lion", {"lr": (0.1, 0.2)}),
+    ("lion", {"result": ("mean", "majority")}),
+    ("lion", {"scaler": (None, torch.amp.GradScaler("cpu"))}),
+    ("one-bit", {"warmup": (1, 2)}),
+    ("one-bit", {"codec": ("sign", "int4")}),
+    ("one-bit", {"seed": (1, 2)}),
+    ("zero-one", {"freeze": (1, 2)}),
+    ("zero-one", {"variance_steps": (1, 2)}),
+    ("zero-one", {"local_steps": (1, 2)}),
+    ("zero-one", {"most_local": (1, 2)}),
+    ("shared-mask", {"density": (0.25, 0.5)}),
+    ("shared-mask", {"values": ("int8", "bf16")}),
+    ("shared-mask", {"warmup": (1, 2)}),
+    ("demo", {"beta": (0.5, 0.25)}),
+    ("demo", {"largest": (1, 2)}),
+    ("demo", {"chunk": (8, 16)}),
+    ("demo", {"values": ("int8", "float32")}),
+]
+
+
+def test_ranks_that_differ_get_an_error_each(pool):
+    for texts in pool.run(differ):
+        for (which, what), text in zip(DIFFERENT, texts, strict=True):
+            assert "rank" in text, (which, what)
 
 
 def joins(rank: int, size: int) -> str:

@@ -22,7 +22,8 @@ from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Coder, Run, whole
 from pycomm.reduction.payloads import Payloads
-from tests.extent import pairs, part
+from tests.extent import pairs
+from tests.torch.reduction.test_saved_state import PATIENT
 
 SIZES = [0, 1000, 1, 4099, 0, 77, 20011, 300, 3, 129]
 STEPS = 3
@@ -118,8 +119,8 @@ def sent_bytes() -> Iterator[list[bytes]]:
         dist.all_to_all_single, payloads._gather = to_all, gathered
 
 
-def compare(rank: int, ranks: int, mix: str, ops: list[str], rules: list[str | None]) -> None:
-    for op, rule, dtype in pairs(ops, rules, DTYPES):
+def compare(rank: int, ranks: int, cases: list[tuple[Any, ...]]) -> None:
+    for mix, op, rule, dtype in cases:
         batched = Side(mix, rule, op, batched=True)
         by_runs = Side(mix, rule, op, batched=False)
         # Ranks may differ in how they do it.
@@ -136,7 +137,7 @@ def compare(rank: int, ranks: int, mix: str, ops: list[str], rules: list[str | N
                 finite, result = batched.run(x, step)
             with sent_bytes() as theirs:
                 other_finite, other = by_runs.run(x, step)
-            what = f"{op}, {rule}, {dtype}, step {step}"
+            what = f"{mix}, {op}, {rule}, {dtype}, step {step}"
             assert ours == theirs, what
             assert finite == other_finite, what
             assert equal_bits(result, other), what
@@ -149,17 +150,21 @@ def compare(rank: int, ranks: int, mix: str, ops: list[str], rules: list[str | N
                     side.residuals.commit([piece.name for piece in side.bucket.with_residual])
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mix"),
-    [(ranks, mix) for place, mix in enumerate(MIXES) for ranks in part([1, 2, 3, 4], 2, place)],
-)
-def test_one_call_has_the_bits_of_many(pool, ranks, mix):
-    pool.run(compare, mix, OPS, ["residual"], ranks=ranks, backend="gloo")
+RANKS = [1, 2, 3, 4]
+CASES = pairs(RANKS, list(MIXES), OPS, DTYPES)
+WITH_FEEDBACK = pairs(["recode", "gather", "agreed"], OPS[:2], FEEDBACK, DTYPES)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_one_call_has_the_bits_of_many(pool, ranks):
+    cases = [(mix, op, "residual", dtype) for n, mix, op, dtype in CASES if n == ranks]
+    pool.run(compare, cases, ranks=ranks, backend="gloo", **PATIENT)
 
 
 @pytest.mark.parametrize("mix", ["recode", "gather", "agreed"])
 def test_every_kind_of_feedback_likewise(pool, mix):
-    pool.run(compare, mix, OPS[:2], FEEDBACK, ranks=3, backend="gloo")
+    cases = [case for case in WITH_FEEDBACK if case[0] == mix]
+    pool.run(compare, cases, ranks=3, backend="gloo", **PATIENT)
 
 
 # ---------------------------------------------------------------- payloads that cannot be true

@@ -1,4 +1,4 @@
-"""Example scripts; the first is run under torchrun, as users do, the others with its variables."""
+"""Example scripts; one is run under torchrun, as users do, the others with its variables."""
 
 from __future__ import annotations
 
