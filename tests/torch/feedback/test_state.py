@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.feedback import Residuals
 from pycomm.reduction.rates import Rates
+from tests.extent import FULL
 from tests.torch.hooks.test_ddp_compress import (
     SHAPES,
     Chosen,
@@ -386,7 +387,7 @@ def test_clipped_gradients_are_bounded_by_the_number_of_ranks(pool):
 
 # ------------------------------------------------------- checkpoints, other world sizes
 
-STEPS = 5
+STEPS = 3  # DDP rebuilds its buckets after the first
 
 
 def check_world(
@@ -411,11 +412,11 @@ def check_world(
     [
         "residual",
         "residual:storage=bf16",
-        "residual:storage=int8",
-        "ema:0.8",
         "ema:0.8,storage=int8",
         "momentum",
         "ef21",
+        # Their kinds and their storage occur above, in other combinations.
+        *(["residual:storage=int8", "ema:0.8"] if FULL else []),
     ],
 )
 def test_other_numbers_of_ranks_owe_the_same(pool, tmp_path, feedback):
@@ -461,8 +462,8 @@ def train(rank: int, size: int, path: str, first: int, last: int) -> list[float]
 
 
 def test_training_goes_on_with_other_ranks(pool, tmp_path):
-    start = pool.run(train, str(tmp_path), 0, 40)[0]
-    curves = [pool.run(train, str(tmp_path), 40, 60, ranks=n)[0] for n in (2, 3, 1)]
+    start = pool.run(train, str(tmp_path), 0, 24)[0]
+    curves = [pool.run(train, str(tmp_path), 24, 36, ranks=n)[0] for n in (2, 3, 1)]
     assert sum(curves[0][-5:]) < 0.8 * sum(start[:5])
     for other in curves[1:]:
         # The batches are equal; int4's errors differ, and feedback corrects them within steps.

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.codecs import codec
 from pycomm.policy import Guard, Parameter, Plan, Policy, Rule, Trial
+from tests.extent import part
 
 CPU = torch.device("cpu")
 SHAPES = {"big": (64, 96), "small": (40, 70), "bias": (50,)}
@@ -347,8 +348,13 @@ def check_unbiased_codecs(rank: int, size: int, spec: str) -> None:
     assert 0.5 < sum(spreads) / len(spreads) < 2
 
 
-@pytest.mark.parametrize("spec", ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=0.5"])
-@pytest.mark.parametrize("ranks", [2, 3])
+UNBIASED = ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks"),
+    [(spec, ranks) for place, spec in enumerate(UNBIASED) for ranks in part([2, 3], 2, place)],
+)
 def test_unbiased_codecs_are_measured_by_what_two_codings_do(pool, spec, ranks):
     pool.run(check_unbiased_codecs, spec, ranks=ranks)
 
@@ -401,8 +407,14 @@ def check_sharded(rank: int, size: int, scale: float, becomes: str) -> None:
         assert all(0 < q.coding < 1e-3 for q in state.plan.qualities.values())
 
 
-@pytest.mark.parametrize(("scale", "becomes"), [(1.0, "fp16"), (1e-9, "fp32")])
-@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 3), ("gloo", 2)])
+@pytest.mark.parametrize(
+    ("backend", "ranks", "scale", "becomes"),
+    [
+        (*on, *scaled)
+        for place, scaled in enumerate([(1.0, "fp16"), (1e-9, "fp32")])
+        for on in part([("pycomm", 3), ("gloo", 2)], 2, place)
+    ],
+)
 def test_shards_are_checked_by_those_who_own_them(pool, backend, ranks, scale, becomes):
     pool.run(check_sharded, scale, becomes, backend=backend, ranks=ranks)
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import pycomm
+from tests import extent
 from tests.torch.hooks.test_ddp_compress import batch, equal, network
 
 
@@ -263,8 +264,13 @@ def run(rank: int, size: int, name: str) -> list[torch.Tensor]:
     return [*exact, *coded]
 
 
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-@pytest.mark.parametrize("name", LOOPS)
+BACKENDS = ["pycomm", "gloo"]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, b) for place, name in enumerate(LOOPS) for b in extent.part(BACKENDS, 2, place)],
+)
 def test_loops(pool, name, backend):
     first, *others = pool.run(run, name, backend=backend)
     assert all(equal(other, first) for other in others)
