@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import Feedback
+from tests.extent import FULL
 from tests.torch.reduction.test_saved_state import PATIENT, Told
 
 WIDTH = 256  # a weight has 65536 values, the minimum for bf16 residuals
@@ -123,7 +124,8 @@ def check_trains(rank: int, size: int, spec: str) -> list[float]:
     return [*losses, start]
 
 
-@pytest.mark.parametrize("spec", ["int4", "int2", "sign", "topk:0.02"])
+# int4 leaves less than int2 does, in blocks of the same form.
+@pytest.mark.parametrize("spec", [*(["int4"] if FULL else []), "int2", "sign", "topk:0.02"])
 def test_training_is_as_good_with_residuals_in_bf16(pool, spec):
     (wide, narrow, start), _ = pool.run(check_trains, spec, **PATIENT)
     assert wide < 0.5 * start  # training makes progress
@@ -153,9 +155,20 @@ def test_checkpoints_of_another_storage_are_read(pool, before, after):
     pool.run(check_checkpoints, before, after, **PATIENT)
 
 
+class Given(nn.Module):
+    """A model whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
 def check_stays(rank: int, size: int) -> None:
     """Steady gradients under a codec of few values: none of what is owed is rounded away."""
-    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    module = Given()
     model = DistributedDataParallel(module)
     state = pycomm.compress(model, "int4")
     gradient = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -166,7 +179,7 @@ def check_stays(rank: int, size: int) -> None:
         if step == 200:
             state.load_state_dict(state.state_dict())
         model.zero_grad()
-        (model(torch.eye(WIDTH)).t() * gradient).sum().backward()
+        model(gradient).backward()
         got += module.weight.grad
     owes = torch.zeros(WIDTH * WIDTH)
     state.settle()
