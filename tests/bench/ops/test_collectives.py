@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from pycomm.bench.ops.cases import REDUCTIONS, STORAGE
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 from pycomm.env import env
 from tests.ranks import run_processes
+from tests.torch.interpreter import launch
 
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
@@ -39,9 +41,100 @@ def rows_of(tmp_path, *arguments: str) -> list[dict]:
     return json.loads((tmp_path / "out.json").read_text())
 
 
+# Benchmarks by a name, in sets that run one after another in the same ranks: to start ranks takes
+# much longer than a benchmark of ten iterations.
+CODECS = ("none", "quant:bits=8", "topk:density=0.01,values=int8")
+OTHERS = sorted(set(OPERATIONS) - {"all_reduce"})
+SETS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {
+    "two ranks": (
+        2,
+        {},
+        {
+            **{
+                f"codecs of {dtype}": f"all_reduce -b 64K -e 64K -d {dtype} "
+                "--codec none,quant:bits=4"
+                for dtype in ("half", "bfloat16")
+            },
+            **{
+                f"codecs of {op}": f"{op} -b 64K -e 64K -c 2 --codec {','.join(CODECS)}"
+                for op in coded.CORE
+            },
+            "all types": "all_reduce -b 64 -e 64 -d all -o all -w 1",
+            "unchecked": "all_reduce -b 4K -e 4K --backend pycomm,pycomm-unchecked",
+            "gloo": "all_reduce -b 1K -e 1K --backend pycomm,gloo",
+            "torch": "reduce_scatter -b 4K -e 4K --backend pycomm-torch,gloo "
+            "--codec none,quant:bits=4",
+        },
+    ),
+    "three ranks": (
+        3,
+        {},
+        {
+            "all_reduce": "all_reduce -b 8 -e 5000 -f 16",
+            **{op: f"{op} -b 3000 -e 3000 -d int --backend pycomm,pycomm-shared" for op in OTHERS},
+        },
+    ),
+    "four ranks": (
+        4,
+        {"PYCOMM_TRANSPORT": "tcp"},
+        {
+            op: f"{op} -b 64K -e 64K --codec none,quant:bits=8"
+            for op in ("all_reduce", "reduce_scatter")
+        },
+    ),
+}
+# Rank 0 writes the rows of each benchmark to a file of its name, or what went wrong.
+RANK = """
+import contextlib, io, json, os, sys
+from pathlib import Path
+from pycomm.bench.__main__ import main
+
+for name, words in json.loads(sys.argv[1]).items():
+    said, result, store = io.StringIO(), Path(f"{name}.json"), Path(f"{name} store").resolve()
+    given = [*words.split(), "-n", "10", "-J", str(result), "--store", str(store)]
+    with contextlib.redirect_stderr(said):
+        status = main(given)
+    if os.environ["RANK"] == "0" and status != 0:
+        result.write_text(json.dumps([f"{name} ended with {status}: {said.getvalue()}"]))
+"""
+
+
+class Played:
+    """The sets that tests have asked for, each of which has run once."""
+
+    def __init__(self, new_folder) -> None:
+        self._new_folder = new_folder
+        self._done: dict[str, tuple[Path, str]] = {}
+
+    def _of(self, name: str) -> tuple[Path, str]:
+        if name not in self._done:
+            ranks, variables, benchmarks = SETS[name]
+            folder = self._new_folder("set")
+            words = "-c", RANK, json.dumps(benchmarks)
+            self._done[name] = folder, launch(*words, folder=folder, ranks=ranks, **variables)
+        return self._done[name]
+
+    def rows(self, name: str, benchmark: str) -> list[dict]:
+        folder, text = self._of(name)
+        found = json.loads((folder / f"{benchmark}.json").read_text())
+        assert isinstance(found[0], dict), f"{found[0]}\n{text}"
+        return found
+
+    def printed(self, name: str) -> str:
+        return self._of(name)[1]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory) -> Played:
+    return Played(tmp_path_factory.mktemp)
+
+
 @pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (3, 4 / 3)])
-def test_all_reduce_rows(tmp_path, ranks, factor):
-    rows = rows_of(tmp_path, "all_reduce", "-b", "8", "-e", "5000", "-f", "16", "-p", str(ranks))
+def test_all_reduce_rows(tmp_path, played, ranks, factor):
+    if ranks == 2:  # whose ranks the program starts itself
+        rows = rows_of(tmp_path, "all_reduce", "-b", "8", "-e", "5000", "-f", "16", "-p", "2")
+    else:
+        rows = played.rows("three ranks", "all_reduce")
     assert [row["size"] for row in rows] == [8, 128, 2048]  # as nccl-tests: no size is larger
     for row in rows:
         assert (row["kind"], row["op"], row["backend"]) == ("time", "all_reduce", "pycomm")
@@ -56,31 +149,25 @@ def test_all_reduce_rows(tmp_path, ranks, factor):
 
 
 @pytest.mark.parametrize("dtype", ["half", "bfloat16"])
-def test_codecs_take_16_bit_floats(tmp_path, dtype):
-    size = ("-b", "64K", "-e", "64K", "-d", dtype, "--codec", "none,quant:bits=4")
-    none, int4 = rows_of(tmp_path, "all_reduce", *size)
+def test_codecs_take_16_bit_floats(played, dtype):
+    none, int4 = played.rows("two ranks", f"codecs of {dtype}")
     assert (none["wrong"], int4["wrong"]) == (0, 0)
     assert int4["ratio"] == pytest.approx(2 / (1 / 2 + 4 / 128))
     assert 0.05 < int4["err"] < 0.3
 
 
-def test_wire_bytes_are_those_of_the_derivation(tmp_path, monkeypatch):
-    monkeypatch.setitem(CLEAN, "PYCOMM_TRANSPORT", "tcp")
-    size = ("-b", "64K", "-e", "64K", "-p", "4", "--codec", "none,quant:bits=8")
-    rows = {op: rows_of(tmp_path, op, *size) for op in ("all_reduce", "reduce_scatter")}
+def test_wire_bytes_are_those_of_the_derivation(played):
     for op, shares in (("all_reduce", 6), ("reduce_scatter", 3)):
-        for row in rows[op]:
+        for row in played.rows("four ranks", op):
             share = row["size"] / row["ratio"] / 4  # of one rank; codes of a part are as long
             headers = row["wire_bytes"] - shares * share
             assert 0 < headers <= 2 * shares * 128 + 64  # scales of blocks that a part cuts
 
 
-@pytest.mark.parametrize("op", sorted(set(OPERATIONS) - {"all_reduce"}))
-def test_every_operation_is_right(tmp_path, op):
-    backends = ["pycomm", "pycomm-shared"]
-    size = ("-b", "3000", "-e", "3000", "-p", "3", "-d", "int", "--backend", ",".join(backends))
-    rows = [row for row in rows_of(tmp_path, op, *size) if row["kind"] == "time"]
-    assert [row["backend"] for row in rows] == backends
+@pytest.mark.parametrize("op", OTHERS)
+def test_every_operation_is_right(played, op):
+    rows = [row for row in played.rows("three ranks", op) if row["kind"] == "time"]
+    assert [row["backend"] for row in rows] == ["pycomm", "pycomm-shared"]
     assert {(row["op"], row["wrong"], row["size"]) for row in rows} == {(op, 0, 3000)}
 
 
@@ -99,23 +186,20 @@ def test_expected_values_are_the_core_s(dtype, redop):
 
 
 @pytest.mark.parametrize("op", coded.CORE)
-def test_codecs_are_rows_of_their_own(tmp_path, op):
-    size = ("-b", "64K", "-e", "64K", "-c", "2")
-    codecs = ("none", "quant:bits=8", "topk:density=0.01,values=int8")
-    none, int8, topk = rows_of(tmp_path, op, *size, "--codec", ",".join(codecs))
+def test_codecs_are_rows_of_their_own(played, op):
+    none, int8, topk = played.rows("two ranks", f"codecs of {op}")
     assert (none["codec"], none["ratio"], none["err"]) == ("none", 1.0, None)
     averages = "" if op == "all_gather" else "avg"
-    assert (int8["codec"], int8["redop"], int8["wrong"]) == (codecs[1], averages, 0)
+    assert (int8["codec"], int8["redop"], int8["wrong"]) == (CODECS[1], averages, 0)
     assert int8["ratio"] == pytest.approx(4 / (1 + 4 / 256))
     assert 0.001 < int8["err"] < 0.02
     assert int8["effbw"] == pytest.approx(int8["algbw"] * int8["ratio"])
     assert none["wire_bytes"] > 3 * int8["wire_bytes"] > 9 * topk["wire_bytes"] > 0
-    assert (topk["codec"], topk["wrong"]) == (codecs[2], 0)
+    assert (topk["codec"], topk["wrong"]) == (CODECS[2], 0)
 
 
-def test_the_backend_of_torch_has_codecs_too(tmp_path):
-    size = ("-b", "4K", "-e", "4K", "--backend", "pycomm-torch,gloo")
-    rows = rows_of(tmp_path, "reduce_scatter", *size, "--codec", "none,quant:bits=4")
+def test_the_backend_of_torch_has_codecs_too(played):
+    rows = played.rows("two ranks", "torch")
     assert [(r["backend"], r["codec"]) for r in rows if r["kind"] == "time"] == [
         ("pycomm-torch", "none"),
         ("pycomm-torch", "quant:bits=4"),
@@ -124,16 +208,15 @@ def test_the_backend_of_torch_has_codecs_too(tmp_path):
     assert all(row["wrong"] == 0 for row in rows)
 
 
-def test_all_types_and_reductions(tmp_path):
-    size = ("-b", "64", "-e", "64", "-d", "all", "-o", "all")
-    rows = rows_of(tmp_path, "all_reduce", *size, "-w", "1")
+def test_all_types_and_reductions(played):
+    rows = played.rows("two ranks", "all types")
     cases = {(row["type"], row["redop"]) for row in rows}
     assert cases == {(dtype, redop) for dtype in STORAGE for redop in REDUCTIONS}
     assert all(row["wrong"] == 0 for row in rows)
 
 
-def test_backends_take_turns_and_are_compared(tmp_path):
-    rows = rows_of(tmp_path, "all_reduce", "-b", "1K", "-e", "1K", "--backend", "pycomm,gloo")
+def test_backends_take_turns_and_are_compared(played):
+    rows = played.rows("two ranks", "gloo")
     assert [(row["kind"], row["backend"]) for row in rows] == [
         ("time", "pycomm"),
         ("time", "gloo"),
@@ -174,11 +257,10 @@ def case_of(op: str, size: int = 4096):
     return make_case(OPERATIONS[op], size, dtype="float32", redop="sum", rank=0, ranks=1)
 
 
-def test_a_backend_without_checksums_runs_beside_the_one_with_them():
-    names = "pycomm,pycomm-unchecked"
-    done = bench("all_reduce", "-p", "2", "-b", "4K", "-e", "4K", "-n", "5", "--backend", names)
-    assert done.returncode == 0, done.stderr
-    assert " pycomm-unchecked " in done.stdout
+def test_a_backend_without_checksums_runs_beside_the_one_with_them(played):
+    rows = played.rows("two ranks", "unchecked")
+    assert {row["backend"] for row in rows} == {"pycomm", "pycomm-unchecked"}
+    assert " pycomm-unchecked " in played.printed("two ranks")
 
 
 def test_ranks_of_a_machine_get_cores_of_their_own():
