@@ -18,7 +18,7 @@ from pycomm.errors import Error
 from tests.collectives.device import ranks as device_ranks
 from tests.collectives.test_hierarchical import NODES
 from tests.collectives.ways import TINY
-from tests.extent import part
+from tests.extent import pairs, part
 from tests.ranks import run, run_processes
 
 PREMUL_SUM = _C.ReduceOp.premul_sum
@@ -117,25 +117,34 @@ def check(c, dtype: str, numel: int, place=np.copy) -> None:
     assert np.array_equal(y, part), ("uneven reduce_scatter", dtype, numel)
 
 
-def check_all(c) -> None:
-    for dtype in DTYPES:
-        for numel in SMALL:
-            check(c, dtype, numel)
-    for numel in LARGE:
-        check(c, "float32", numel)
+def check_all(dtypes: list[str]):
+    def job(c) -> None:
+        for dtype in dtypes:
+            for numel in SMALL:
+                check(c, dtype, numel)
+        for numel in LARGE:
+            check(c, "float32", numel)
+
+    return job
 
 
+# Every dtype meets every way and every number of ranks, which take turns with halves of the dtypes.
 @pytest.mark.parametrize(
-    ("ranks", "way"),
-    [(ranks, way) for ranks in range(1, 9) for way in part([*WAYS], 3, ranks)],
+    ("ranks", "way", "dtypes"),
+    [
+        pytest.param(ranks, way, part([*DTYPES], 2, place + ranks // 3), id=f"{ranks}-{way}")
+        for ranks in range(1, 9)
+        for place, way in enumerate(part([*WAYS], 3, ranks))
+    ],
 )
-def test_every_rank_scales_its_own_data(ranks, way):
-    run(ranks, check_all, **WAYS[way])
+def test_every_rank_scales_its_own_data(ranks, way, dtypes):
+    run(ranks, check_all(dtypes), **WAYS[way])
 
 
 @pytest.mark.parametrize("nodes", NODES)
 def test_node_by_node(nodes):
-    run(len(NODES[nodes]), check_all, transport="local", sockets=1, nodes=NODES[nodes])
+    dtypes = part([*DTYPES], 2, [*NODES].index(nodes))
+    run(len(NODES[nodes]), check_all(dtypes), transport="local", sockets=1, nodes=NODES[nodes])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -158,9 +167,8 @@ def test_on_memory_that_all_ranks_share(ranks, who):
     run(ranks, job, transport="local")
 
 
-def check_large(c):
-    for numel in (1001, 200_003, 1_900_003):
-        check(c, "float32", numel)
+# By ranks that share memory: the largest is one at which the kernel reads peers' memory (cma).
+LARGER = {2: [1001, 200_003, 800_003], 3: [1001, 200_003, 1_400_003]}
 
 
 @pytest.mark.parametrize(
@@ -168,47 +176,59 @@ def check_large(c):
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_between_processes(ranks, options):
-    """The sizes include those at which the kernel reads peers' memory (cma)."""
-    run_processes(ranks, check_large, **options)
+    numels = LARGER[ranks] if options["transport"] == "shm" else LARGER[ranks][:-1]
+    for numel in numels:  # once, before ranks are forked
+        for count in (numel, ranks * numel):
+            wanted(ranks, count, "float32")
+            for rank in range(ranks):
+                brought(rank, ranks, count, "float32")
+
+    def job(c):
+        for numel in numels:
+            check(c, "float32", numel)
+
+    run_processes(ranks, job, **options)
+    brought.cache_clear()
+    wanted.cache_clear()
 
 
-def check_on_device(c) -> None:
-    for dtype in DTYPES:
-        kind = _C.DType.__members__[dtype]
-        each = _C.size_of(kind)
-        for numel in (1, 7, 1001, 30011):
-            mine, want = brought(c.rank, c.size, numel, dtype), wanted(c.size, numel, dtype)
-            for algo in ("one_shot", "two_shot", "ring"):
-                x = c.put(mine)
-                c.call(
-                    "all_reduce", x.address, numel, kind, PREMUL_SUM,
-                    factor=FACTORS[c.rank], algo=algo,
-                )  # fmt: skip
-                assert np.array_equal(x.get(), want), (algo, dtype, numel)
-            root = numel % c.size
-            x, y = c.put(mine), c.put(np.zeros_like(mine))
-            c.call(
-                "reduce", x.address, y.address, numel, kind, PREMUL_SUM, root,
-                factor=FACTORS[c.rank],
-            )  # fmt: skip
-            assert np.array_equal(y.get(), want if c.rank == root else 0 * mine), (dtype, numel)
-            assert np.array_equal(x.get(), mine)
-            numels = uneven(c.size, numel)
-            begins = [sum(numels[:r]) for r in range(c.size + 1)]
-            parts = [(x.address + begins[r] * each, numels[r]) for r in range(c.size)]
-            y = c.put(np.zeros(numels[c.rank] * each, np.uint8))
-            c.call(
-                "reduce_scatter", _C.Parts(parts), y.address, kind, PREMUL_SUM,
-                factor=FACTORS[c.rank],
-            )  # fmt: skip
-            part = want[begins[c.rank] * each : begins[c.rank + 1] * each]
-            assert np.array_equal(y.get(), part), (dtype, numel)
-            assert np.array_equal(x.get(), mine)
+def check_on_device(c, dtype: str, numel: int, op: str) -> None:
+    kind, factor = _C.DType.__members__[dtype], FACTORS[c.rank]
+    each = _C.size_of(kind)
+    mine, want = brought(c.rank, c.size, numel, dtype), wanted(c.size, numel, dtype)
+    x = c.put(mine)
+    if op == "reduce":
+        root = numel % c.size
+        y = c.put(np.zeros_like(mine))
+        c.call("reduce", x.address, y.address, numel, kind, PREMUL_SUM, root, factor=factor)
+        assert np.array_equal(y.get(), want if c.rank == root else 0 * mine), (dtype, numel)
+        assert np.array_equal(x.get(), mine)
+    elif op == "reduce_scatter":
+        numels = uneven(c.size, numel)
+        begins = [sum(numels[:r]) for r in range(c.size + 1)]
+        parts = [(x.address + begins[r] * each, numels[r]) for r in range(c.size)]
+        y = c.put(np.zeros(numels[c.rank] * each, np.uint8))
+        c.call("reduce_scatter", _C.Parts(parts), y.address, kind, PREMUL_SUM, factor=factor)
+        own = want[begins[c.rank] * each : begins[c.rank + 1] * each]
+        assert np.array_equal(y.get(), own), (dtype, numel)
+        assert np.array_equal(x.get(), mine)
+    else:
+        c.call("all_reduce", x.address, numel, kind, PREMUL_SUM, factor=factor, algo=op)
+        assert np.array_equal(x.get(), want), (op, dtype, numel)
+
+
+ON_DEVICES = pairs(
+    [*DTYPES], [1, 7, 1001, 30011], ["one_shot", "two_shot", "ring", "reduce", "reduce_scatter"]
+)
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_kernels_of_devices(ranks):
-    device_ranks.run(ranks, check_on_device)
+    def job(c) -> None:
+        for case in ON_DEVICES:
+            check_on_device(c, *case)
+
+    device_ranks.run(ranks, job)
 
 
 def test_what_travels_is_rounded_once():
