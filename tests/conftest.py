@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,14 @@ def _cores_are_given_back() -> Iterator[None]:
     left = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     assert left == cores, "the test has left its thread on other cores than it had"
+
+
+def pytest_collection_finish() -> None:
+    # A lab keeps all processors busy, so that times on its links are those of machines of their
+    # own. Tests judge no such times, and would pay for those processors.
+    labs = sys.modules.get("pycomm.bench.lab.base")
+    if labs is not None:
+        labs.Lab.timed = False
 
 
 def pytest_runtest_setup() -> None:

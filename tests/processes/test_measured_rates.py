@@ -11,6 +11,7 @@ import pytest
 from pycomm.bench import netlab
 from pycomm.bench.wan.lab import WanLab
 from pycomm.bench.wan.shape import Shape
+from tests.torch.lab_ranks import fork_ranks
 
 # The ranks tell each other what they have measured after 8 and after 32 collectives. In each sum, a
 # fast rank sends for one or two windows of its meter before it waits for the slow one.
@@ -69,6 +70,7 @@ def test_a_rank_that_sends_slowly_owns_little_of_later_exact_sums(tmp_path):
     except netlab.Unavailable as error:
         pytest.skip(f"no network namespaces with TUN devices: {error}")
     with lab, (tmp_path / "printed").open("w+") as printed:
+        fork_ranks(lab)
         ranks = lab.start(
             [sys.executable, "-c", JOB], env=dict(os.environ), stdout=printed, stderr=printed
         )

@@ -11,6 +11,7 @@ from pycomm.bench import netlab
 from pycomm.bench.wan.lab import WanLab
 from pycomm.bench.wan.shape import Shape
 from tests.extent import part
+from tests.torch.lab_ranks import fork_ranks
 
 JOB = """
 import torch, torch.distributed as dist
@@ -42,6 +43,7 @@ def test_sites_are_found_by_round_trips(tmp_path, matrix, levels, told):
     except netlab.Unavailable as error:
         pytest.skip(f"no network namespaces with TUN devices: {error}")
     with lab, (tmp_path / "printed").open("w+") as printed:
+        fork_ranks(lab)
         command = [sys.executable, "-c", JOB]
         ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
         status = netlab.wait(ranks)

@@ -16,6 +16,7 @@ from pycomm.bench.wan.rank import STEPS
 from pycomm.bench.wan.shape import Shape
 from pycomm.bench.wan.steps import PROMISED, run_steps
 from tests.extent import part
+from tests.torch.lab_ranks import fork_ranks
 
 
 def open_or_skip(nodes: int, rate: str = "200mbit", **options: Any) -> WanLab:
@@ -33,6 +34,7 @@ def test_a_group_takes_few_round_trips(nodes, round_trip):
     total = [float(sum(range(nodes)) + nodes * i) for i in range(4)]
     took = dict.fromkeys(PROMISED, float("inf"))
     with open_or_skip(nodes, shape=Shape(delay=round_trip / 2)) as lab:
+        fork_ranks(lab)
         for _ in range(4):
             steps, printed = run_steps(lab, "pycomm", dict(os.environ))
             # torch's store says this of a network without name servers.

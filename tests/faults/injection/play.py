@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import resource
@@ -57,6 +58,7 @@ def limit_core_dumps() -> None:
 
 def _rank_process(case: Case, rank: int, folder: str, pipe: int, lab: Netlab | None) -> None:
     """Run a forked rank to its end. Never returns."""
+    gc.freeze()  # the rank looks for what it leaves behind itself, again and again
     log = open(f"{folder}/rank{rank}.log", "w")  # noqa: SIM115 - to the end of the process
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
