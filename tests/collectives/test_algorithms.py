@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import time
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from tests.collectives.ways import TINY, bits, floats, integers
+from tests.extent import pairs
 from tests.ranks import attempt, run
 
 RANKS = [1, 2, 3, 4, 5, 7, 8]
@@ -28,7 +30,6 @@ TRANSPORTS = {"channels": {"transport": "local"}, "tcp": {"transport": "tcp", "s
 
 everywhere = pytest.mark.parametrize("ranks", RANKS)
 algos = pytest.mark.parametrize("algo", ALGOS)
-transports = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 def rank_order(values, divisor=1):
@@ -61,21 +62,20 @@ def all_collectives(c):
 def check_all_collectives(outcomes):
     n = len(outcomes)
     root = n // 2
-    for rank, results in enumerate(outcomes):
-        for numel, (x, part, whole, b, out) in zip(SIZES, results, strict=True):
-            inputs = [integers(r, numel, "int32") for r in range(n)]
-            parts = sum(integers(r, n * numel, "int32") for r in range(n))
-            assert np.array_equal(x, sum(inputs)), numel
+    for numel, of_ranks in zip(SIZES, zip(*outcomes, strict=True), strict=True):
+        inputs = [integers(r, numel, "int32") for r in range(n)]
+        total, joined = sum(inputs), np.concatenate(inputs)
+        parts = sum(integers(r, n * numel, "int32") for r in range(n))
+        for rank, (x, part, whole, b, out) in enumerate(of_ranks):
+            assert np.array_equal(x, total), numel
             assert np.array_equal(part, parts[rank * numel : (rank + 1) * numel]), numel
-            assert np.array_equal(whole, np.concatenate(inputs)), numel
+            assert np.array_equal(whole, joined), numel
             assert np.array_equal(b, inputs[root]), numel
             if rank == root:
-                assert np.array_equal(out, sum(inputs)), numel
+                assert np.array_equal(out, total), numel
 
 
-@algos
-@everywhere
-@transports
+@pytest.mark.parametrize(("algo", "ranks", "transport"), pairs(ALGOS, RANKS, [*TRANSPORTS]))
 def test_every_collective_is_exact(algo, ranks, transport):
     options = TRANSPORTS[transport] | {"algo": algo}
     check_all_collectives(run(ranks, all_collectives, **options))
@@ -101,24 +101,32 @@ def float_sums(c):
     return results
 
 
-@everywhere
-@pytest.mark.parametrize("algo", ["auto", "flat", *ALGOS])
-def test_float_sums_are_in_rank_order(ranks, algo):
-    want = []
-    for numel in SIZES:
-        mean = rank_order([floats(r, numel) for r in range(ranks)], ranks)
-        parts = rank_order([floats(r, ranks * numel) for r in range(ranks)], ranks)
-        want.append((bits(mean), parts))
-    for segments in ({}, TINY):
-        outcomes = run(ranks, float_sums, transport="local", algo=algo, **segments)
-        for rank, results in enumerate(outcomes):
-            for numel, (x, part, out), (mean, parts) in zip(SIZES, results, want, strict=True):
-                if algo in RANK_ORDER["all_reduce"]:
-                    assert x == mean, numel
-                if algo in RANK_ORDER["reduce_scatter"]:
-                    assert part == bits(parts[rank * numel : (rank + 1) * numel]), numel
-                if algo in RANK_ORDER["reduce"] and rank == ranks - 1:
-                    assert out == mean, numel
+IN_RANK_ORDER = [algo for algo in ("auto", "flat", *ALGOS) if algo in RANK_ORDER["reduce"]]
+
+
+@cache
+def means(ranks, numel):
+    """Return the averages in rank order: of the input of each rank, and of wide inputs."""
+    mean = rank_order([floats(r, numel) for r in range(ranks)], ranks)
+    return bits(mean), rank_order([floats(r, ranks * numel) for r in range(ranks)], ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "algo", "segments"),
+    pairs(RANKS, IN_RANK_ORDER, ["whole", "tiny"]),
+)
+def test_float_sums_are_in_rank_order(ranks, algo, segments):
+    more = {"whole": {}, "tiny": TINY}[segments]
+    outcomes = run(ranks, float_sums, transport="local", algo=algo, **more)
+    for rank, results in enumerate(outcomes):
+        for numel, (x, part, out) in zip(SIZES, results, strict=True):
+            mean, parts = means(ranks, numel)
+            if algo in RANK_ORDER["all_reduce"]:
+                assert x == mean, numel
+            if algo in RANK_ORDER["reduce_scatter"]:
+                assert part == bits(parts[rank * numel : (rank + 1) * numel]), numel
+            if rank == ranks - 1:
+                assert out == mean, numel
 
 
 @everywhere

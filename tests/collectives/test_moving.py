@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import cache
 
 import numpy as np
 import pytest
 
 from pycomm.errors import WireMismatch
 from tests.collectives.ways import RANKS, TINY, WAYS, bits, floats, integers
+from tests.extent import pairs
 from tests.ranks import attempt, run, run_processes
 
 SIZES = [0, 1, 3, 17, 1000, 30011]
+SEGMENTS = {"whole": {}, "tiny": TINY}
 ways = pytest.mark.parametrize("way", WAYS)
 everywhere = pytest.mark.parametrize("ranks", RANKS)
 
@@ -33,9 +36,15 @@ def joined(ranks, numel):
     return np.concatenate([integers(r, numel) for r in range(ranks)])
 
 
-@ways
-@everywhere
-@pytest.mark.parametrize("segments", [{}, TINY], ids=["whole", "tiny"])
+def with_each(name, values):
+    """Run a test on every way with every number of ranks, which take turns with these values."""
+    return pytest.mark.parametrize(("way", "ranks", name), pairs([*WAYS], RANKS, values))
+
+
+with_segments = with_each("segments", [*SEGMENTS])
+
+
+@with_segments
 def test_broadcast(way, ranks, segments):
     root = ranks // 2
 
@@ -45,7 +54,8 @@ def test_broadcast(way, ranks, segments):
         return x
 
     all_equal(
-        run(ranks, each_size(job), **WAYS[way], **segments), lambda _, numel: integers(root, numel)
+        run(ranks, each_size(job), **WAYS[way], **SEGMENTS[segments]),
+        lambda _, numel: integers(root, numel),
     )
 
 
@@ -65,9 +75,7 @@ def test_all_gather(way, ranks):
     all_equal(run(ranks, each_size(job), **WAYS[way]), lambda _, numel: joined(ranks, numel))
 
 
-@ways
-@everywhere
-@pytest.mark.parametrize("op", ["sum", "premul_sum"])
+@with_each("op", ["sum", "premul_sum"])
 def test_reduce_scatter(way, ranks, op):
     def job(c, numel):
         whole = integers(c.rank, ranks * numel)
@@ -77,8 +85,12 @@ def test_reduce_scatter(way, ranks, op):
         assert np.array_equal(whole, before), "the input is the caller's"
         return out
 
+    @cache
+    def summed(numel):
+        return sum(integers(r, ranks * numel) for r in range(ranks))
+
     def want(rank, numel):
-        whole = sum(integers(r, ranks * numel) for r in range(ranks))
+        whole = summed(numel)
         return whole[rank * numel : (rank + 1) * numel] * (2 if op == "premul_sum" else 1)
 
     all_equal(run(ranks, each_size(job), **WAYS[way]), want)
@@ -108,11 +120,12 @@ def test_all_to_all(way, ranks):
         c.all_to_all(whole, out)
         return out
 
+    @cache
+    def inputs(numel):
+        return np.stack([integers(r, ranks * numel) for r in range(ranks)])
+
     def want(rank, numel):
-        parts = [
-            integers(r, ranks * numel)[rank * numel : (rank + 1) * numel] for r in range(ranks)
-        ]
-        return np.concatenate(parts)
+        return inputs(numel)[:, rank * numel : (rank + 1) * numel].ravel()
 
     all_equal(run(ranks, each_size(job), **WAYS[way]), want)
 
@@ -151,9 +164,8 @@ def same(arrays, want):
     return all(np.array_equal(a, b) for a, b in zip(arrays, want, strict=True))
 
 
-@ways
-@everywhere
-def test_lists_of_any_sizes(way, ranks):
+@with_segments
+def test_lists_of_any_sizes(way, ranks, segments):
     root = ranks // 2
 
     def job(c):
@@ -182,8 +194,7 @@ def test_lists_of_any_sizes(way, ranks):
         c.reduce_scatter([(c.rank + 1) * x for x in all_parts], sums)
         assert np.array_equal(sums, mine * (ranks * (ranks + 1) // 2))
 
-    run(ranks, job, **WAYS[way])
-    run(ranks, job, **WAYS[way], **TINY)
+    run(ranks, job, **WAYS[way], **SEGMENTS[segments])
 
 
 SIZES_THAT_DIFFER = {
@@ -225,10 +236,10 @@ def test_sizes_that_differ_are_named_on_every_rank(way, op):
         assert all(word in str(outcome) for word in words), outcome
 
 
-@ways
-@everywhere
-def test_reduce_gather_and_scatter(way, ranks):
+@with_segments
+def test_reduce_gather_and_scatter(way, ranks, segments):
     root = ranks - 1
+    totals = {numel: sum(integers(r, numel) for r in range(ranks)) for numel in SIZES}
 
     def job(c):
         is_root = c.rank == root
@@ -244,10 +255,9 @@ def test_reduce_gather_and_scatter(way, ranks):
             assert np.array_equal(back, x)
             if is_root:
                 assert np.array_equal(everything, joined(ranks, numel))
-                assert np.array_equal(total, sum(integers(r, numel) for r in range(ranks)))
+                assert np.array_equal(total, totals[numel])
 
-    run(ranks, job, **WAYS[way])
-    run(ranks, job, **WAYS[way], **TINY)
+    run(ranks, job, **WAYS[way], **SEGMENTS[segments])
 
 
 @pytest.mark.parametrize("way", ["window", "direct", "tcp"])

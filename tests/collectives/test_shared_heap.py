@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import threading
 import time
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ from tests.collectives.ways import RANKS, bits, floats, integers
 from tests.extent import part
 from tests.ranks import run, run_processes
 
-# In-place operation begins at 2 KiB; one slot is 128 KiB.
-SIZES = [0, 1, 511, 512, 1000, 4099, 40001, 300007]
+# In-place operation begins at 2 KiB; one slot is 128 KiB, and a call that needs more than four of
+# them uses some again.
+SIZES = [0, 1, 511, 512, 1000, 4099, 40001, 170003]
 # The ranks whose data lie in their heap.
 WHO = {
     "all": lambda rank: True,
@@ -33,7 +36,29 @@ def shared(c, values):
     return array
 
 
-def check_everything(c, who, sizes=SIZES):
+@dataclass
+class Right:
+    """The inputs of all ranks for a size, and what comes of them; no rank writes to these."""
+
+    mine: list[np.ndarray]
+    wide: list[np.ndarray]
+    total: np.ndarray
+    wide_total: np.ndarray
+    joined: np.ndarray
+
+    @classmethod
+    def of(cls, ranks, n):
+        mine, wide = ([integers(r, m) for r in range(ranks)] for m in (n, ranks * n))
+        return cls(mine, wide, sum(mine), sum(wide), np.concatenate(mine))
+
+
+@lru_cache(maxsize=1)
+def right(ranks, sizes=tuple(SIZES)):
+    """Return the right results of each size, which are made before the ranks begin."""
+    return {n: Right.of(ranks, n) for n in sizes}
+
+
+def check_everything(c, who, results):
     """Check every collective against plain arithmetic, with the buffers of `who` in the heap."""
     ranks, me = c.size, c.rank
     root = ranks // 2
@@ -41,48 +66,47 @@ def check_everything(c, who, sizes=SIZES):
     def place(values):
         return shared(c, values) if who(me) else values.copy()
 
-    for n in sizes:
-        mine, all_mine = integers(me, n), [integers(r, n) for r in range(ranks)]
-        wide, all_wide = integers(me, ranks * n), [integers(r, ranks * n) for r in range(ranks)]
+    for n, of in results.items():
+        mine, wide = of.mine[me], of.wide[me]
         own = slice(me * n, (me + 1) * n)
 
         x = place(mine)
         c.all_reduce(x)
-        assert np.array_equal(x, sum(all_mine))
+        assert np.array_equal(x, of.total)
 
         x, out = place(wide), place(np.zeros(n, np.float32))
         c.reduce_scatter(x, out)
-        assert np.array_equal(out, sum(all_wide)[own])
+        assert np.array_equal(out, of.wide_total[own])
         assert np.array_equal(x, wide)
         c.reduce_scatter(x, x[own])
-        assert np.array_equal(x[own], sum(all_wide)[own])
+        assert np.array_equal(x[own], of.wide_total[own])
 
         x, out = place(mine), place(np.zeros(ranks * n, np.float32))
         c.all_gather(x, out)
-        assert np.array_equal(out, np.concatenate(all_mine))
+        assert np.array_equal(out, of.joined)
         out[:] = 0
         out[own] = mine
         c.all_gather(out[own], out)
-        assert np.array_equal(out, np.concatenate(all_mine))
+        assert np.array_equal(out, of.joined)
 
         x, out = place(wide), place(np.zeros(ranks * n, np.float32))
         c.all_to_all(x, out)
-        assert np.array_equal(out, np.concatenate([w[own] for w in all_wide]))
+        assert np.array_equal(out, np.concatenate([w[own] for w in of.wide]))
 
         x = place(mine)
         c.broadcast(x, root)
-        assert np.array_equal(x, all_mine[root])
+        assert np.array_equal(x, of.mine[root])
 
         x, out = place(mine), place(np.zeros(ranks * n, np.float32))
         c.gather(x, out, root)
-        assert me != root or np.array_equal(out, np.concatenate(all_mine))
+        assert me != root or np.array_equal(out, of.joined)
         back = place(np.zeros(n, np.float32))
         c.scatter(out, back, root)
         assert np.array_equal(back, mine)
 
         x, out = place(mine), place(np.zeros(n, np.float32))
         c.reduce(x, out, root)
-        assert me != root or np.array_equal(out, sum(all_mine))
+        assert me != root or np.array_equal(out, of.total)
     return True
 
 
@@ -91,22 +115,24 @@ def check_everything(c, who, sizes=SIZES):
     [(ranks, who) for place, ranks in enumerate(RANKS) for who in part([*WHO], 2, place)],
 )
 def test_every_collective(who, ranks):
-    assert all(run(ranks, lambda c: check_everything(c, WHO[who])))
-
-
-def everything_between_processes(c):
-    return all(check_everything(c, who, [1000, 40001]) for who in WHO.values())
+    results = right(ranks)
+    assert all(run(ranks, lambda c: check_everything(c, WHO[who], results)))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_collective_between_processes(ranks):
-    assert all(run_processes(ranks, everything_between_processes))
+    results = right(ranks, (1000, 40001))
+
+    def everything(c):
+        return all(check_everything(c, who, results) for who in WHO.values())
+
+    assert all(run_processes(ranks, everything))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_in_place_has_the_bits_of_other_ways(ranks, op):
-    def job(c):
+    def in_place(c):
         results = []
         for n in SIZES:
             x = shared(c, floats(c.rank, n))
@@ -122,9 +148,9 @@ def test_in_place_has_the_bits_of_other_ways(ranks, op):
             results.append(bits(x))
         return results
 
-    in_place = run(ranks, job)
-    assert in_place == run(ranks, plain)
-    assert in_place == run(ranks, plain, algo="direct")
+    results = run(ranks, lambda c: (in_place(c), plain(c)))
+    assert [ours for ours, _ in results] == [theirs for _, theirs in results]
+    assert [ours for ours, _ in results] == run(ranks, plain, algo="direct")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3", "int64", "bool", "complex128"])
@@ -332,36 +358,39 @@ def test_calls_of_all_kinds_may_follow_each_other(ranks):
         for slow in plan.integers(0, 5 * ranks, 150)
     ]
 
+    inputs = [integers(r, ranks << 16) for r in range(ranks)]  # to which each step adds its number
+    total = sum(inputs)
+
     def job(c):
         for i, (kind, n, in_heap, slow) in enumerate(steps):
             if slow == c.rank:
                 time.sleep(0.001)
             root = i % ranks
-            wide = [integers(r, ranks * n) + i for r in range(ranks)]
-            x = shared(c, wide[c.rank]) if in_heap[c.rank] else wide[c.rank].copy()
+            mine = inputs[c.rank][: ranks * n] + i
+            x = shared(c, mine) if in_heap[c.rank] else mine
             own = slice(c.rank * n, (c.rank + 1) * n)
             if kind == 0:
                 c.all_reduce(x)
-                assert np.array_equal(x, sum(wide)), i
+                assert np.array_equal(x, total[: ranks * n] + ranks * i), i
             elif kind == 1:
                 out = np.empty(n, np.float32)
                 c.reduce_scatter(x, out)
-                assert np.array_equal(out, sum(wide)[own]), i
+                assert np.array_equal(out, total[own] + ranks * i), i
             elif kind == 2:
                 out = np.empty(ranks * n, np.float32)
                 c.all_gather(x[:n], out)
-                assert np.array_equal(out, np.concatenate([w[:n] for w in wide])), i
+                assert np.array_equal(out, np.concatenate([w[:n] for w in inputs]) + i), i
             elif kind == 3:
                 out = np.empty(ranks * n, np.float32)
                 c.all_to_all(x, out)
-                assert np.array_equal(out, np.concatenate([w[own] for w in wide])), i
+                assert np.array_equal(out, np.concatenate([w[own] for w in inputs]) + i), i
             elif kind == 4:
                 c.broadcast(x, root)
-                assert np.array_equal(x, wide[root]), i
+                assert np.array_equal(x, inputs[root][: ranks * n] + i), i
             else:
                 out = np.empty(n, np.float32)
                 c.scatter(x, out, root)
-                assert np.array_equal(out, wide[root][own]), i
+                assert np.array_equal(out, inputs[root][own] + i), i
             x[:] = -1  # no rank reads it any more
 
     run(ranks, job)

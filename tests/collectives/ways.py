@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 RANKS = [1, 2, 3, 4, 7, 8]
 SIZES = [0, 1, 2, 3, 5, 16, 17, 255, 1000, 4099, 100003]
@@ -22,24 +26,31 @@ TINY = {"segment_bytes": 404}
 
 def integers(rank: int, numel: int, dtype: str = "float32") -> np.ndarray:
     """Return values whose sums and products of a few are exact in every dtype that has them."""
-    return _integers(rank, numel).astype(dtype)
+    return kept(_integers, _many_integers, rank, numel).astype(dtype)
 
 
 def floats(rank: int, numel: int) -> np.ndarray:
     """Return values over many magnitudes, whose sums change with the order."""
-    return _floats(rank, numel).copy()
+    return kept(_floats, _many_floats, rank, numel).copy()
 
 
-# Each rank compares with the inputs of all ranks, so that every input is needed many times.
-@lru_cache(maxsize=32)
-def _integers(rank: int, numel: int) -> np.ndarray:
+def kept(few: Callable[..., T], many: Callable[..., T], rank: int, numel: int) -> T:
+    """Return an input out of its cache. Each rank compares with the inputs of all ranks, in many
+    tests; of large ones few are kept, since every fork of this process takes their pages along."""
+    return (few if numel < 100_000 else many)(rank, numel)
+
+
+def _new_integers(rank: int, numel: int) -> np.ndarray:
     return np.random.default_rng([rank, numel]).integers(0, 4, numel).astype(np.int8)
 
 
-@lru_cache(maxsize=32)
-def _floats(rank: int, numel: int) -> np.ndarray:
+def _new_floats(rank: int, numel: int) -> np.ndarray:
     random = np.random.default_rng([rank, numel])
     return (random.standard_normal(numel) * np.exp(4 * random.standard_normal(numel))).astype("f")
+
+
+_integers, _many_integers = (lru_cache(maxsize=most)(_new_integers) for most in (512, 32))
+_floats, _many_floats = (lru_cache(maxsize=most)(_new_floats) for most in (256, 32))
 
 
 def bits(x: np.ndarray) -> bytes:

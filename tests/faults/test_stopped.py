@@ -28,34 +28,53 @@ OLD, NEW = 1.0, 7.0  # of rank 0's array while it calls, and when it has left
 ATTEMPTS = 200  # of which most machines need a few
 
 
-def buffers(c, heap, numel):
-    """Filled arrays of this size, in the heap or not."""
+def buffers(c, heap, numel, needs):
+    """Filled arrays in the heap or not: of this size, twice as long, and so long for a result.
 
-    def make(n, value):
+    Those that the call does not need are empty, since others take their time to fill.
+    """
+
+    def make(name, n, value):
+        n = n if name in needs else 0
         array = np.asarray(c.allocate(n)) if heap else np.empty(n, np.float32)
         array[:] = value
         return array
 
     mine = OLD if c.rank == ROOT else 2.0
-    return make(numel, mine), make(2 * numel, mine), make(2 * numel, 0.0)
+    return make("x", numel, mine), make("wide", 2 * numel, mine), make("out", 2 * numel, 0.0)
 
 
-CALLS = {  # (call, what the victim must hold where it ends well)
-    "all_reduce": (lambda c, x, wide, out: c.all_reduce(x), lambda x, wide, out: (x, OLD + 2)),
-    "broadcast": (lambda c, x, wide, out: c.broadcast(x, ROOT), lambda x, wide, out: (x, OLD)),
+CALLS = {  # (call, what the victim must hold where it ends well, the buffers of both)
+    "all_reduce": (
+        lambda c, x, wide, out: c.all_reduce(x),
+        lambda x, wide, out: (x, OLD + 2),
+        ("x",),
+    ),
+    "broadcast": (
+        lambda c, x, wide, out: c.broadcast(x, ROOT),
+        lambda x, wide, out: (x, OLD),
+        ("x",),
+    ),
     "all_gather": (
         lambda c, x, wide, out: c.all_gather(x, out),
         lambda x, wide, out: (out[:NUMEL], OLD),
+        ("x", "out"),
     ),
     "reduce_scatter": (
         lambda c, x, wide, out: c.reduce_scatter(wide, x),
         lambda x, wide, out: (x, OLD + 2),
+        ("x", "wide"),
     ),
     "all_to_all": (
         lambda c, x, wide, out: c.all_to_all(wide, out),
         lambda x, wide, out: (out[:NUMEL], OLD),
+        ("wide", "out"),
     ),
-    "scatter": (lambda c, x, wide, out: c.scatter(wide, x, ROOT), lambda x, wide, out: (x, OLD)),
+    "scatter": (
+        lambda c, x, wide, out: c.scatter(wide, x, ROOT),
+        lambda x, wide, out: (x, OLD),
+        ("x", "wide"),
+    ),
 }
 
 
@@ -76,9 +95,9 @@ def stop_after(seconds):
 
 
 def rank_main(rank, folder, name, heap, seconds, say):
-    call, result = CALLS[name]
+    call, result, needs = CALLS[name]
     c = Communicator(Store.file(folder), rank, 2, transport="shm", timeout=20)
-    arrays = buffers(c, heap, NUMEL)
+    arrays = buffers(c, heap, NUMEL, needs)
     c.barrier()
     if rank == VICTIM:
         stop_after(seconds)

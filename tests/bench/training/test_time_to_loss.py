@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from pycomm.bench.common.harness import Origin, Row, append_csv, record
-from pycomm.bench.netlab import Paced, wait
 from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import (
     EXACT,
@@ -23,6 +21,7 @@ from pycomm.bench.training.results import (
     totals,
 )
 from pycomm.bench.training.time_to_loss import describe, parse
+from tests.torch.interpreter import launch
 
 FP16 = next(method for method in METHODS if method.hook == "fp16")
 INT4 = next(method for method in METHODS if method.codec == "int4")
@@ -127,19 +126,22 @@ def test_rows_survive_the_file(tmp_path):
     assert load(path) == rows
 
 
+# The program with a model that takes few of the processor's seconds.
+SMALL = """
+import sys
+from dataclasses import replace
+from pycomm.bench.training import time_to_loss as program
+
+program.MODELS["demo"] = replace(program.MODELS["demo"], width=32, context=8, batch=2)
+sys.exit(program.main(sys.argv[1:]))
+"""
+
+
 def test_ranks_take_turns_with_every_method(tmp_path):
     log = tmp_path / "log"
     chosen = {"model": "demo", "rounds": 1, "methods": [FP16.label, INT4.label], "log": str(log)}
-    command = [
-        "-m",
-        "pycomm.bench.training.time_to_loss",
-        "--turn-seconds=0.1",
-        "--rank",
-        json.dumps(chosen),
-    ]
-    with Paced(2, "unlimited") as lab, (tmp_path / "output").open("wb") as output:
-        ranks = lab.start([sys.executable, *command], stdout=output, stderr=output)
-        assert wait(ranks) == 0, (tmp_path / "output").read_text()
+    words = ("-c", SMALL, "--turn-seconds=0.1", "--rank", json.dumps(chosen))
+    launch(*words, folder=tmp_path, GLOO_SOCKET_IFNAME="lo")
     samples = [json.loads(line) for line in log.read_text().splitlines()]
     assert [sample["method"] for sample in samples] == [FP16.label, INT4.label]
     assert all(len(sample["seconds"]) >= 2 for sample in samples)
