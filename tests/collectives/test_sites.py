@@ -9,6 +9,7 @@ from tests.collectives.coded.test_nodes import MIXED, check, job
 from tests.collectives.test_algorithms import all_collectives, check_all_collectives, float_sums
 from tests.collectives.test_hierarchical import NODES, SIZES, node_order
 from tests.collectives.ways import TINY, bits, floats
+from tests.extent import part
 from tests.ranks import attempt, run
 
 # The site of each rank, and its node where some share memory.
@@ -23,8 +24,18 @@ def options(name, **more):
     return {"transport": "local", "sockets": 1, "nodes": nodes, "sites": sites, **more}
 
 
-@sites
-@pytest.mark.parametrize("segments", [{}, TINY], ids=["whole", "tiny"])
+# Here and in the next test, sites take turns with the segments, the other way round there.
+SEGMENTS = [("whole", {}), ("tiny", TINY)]
+
+
+@pytest.mark.parametrize(
+    ("name", "segments"),
+    [
+        pytest.param(name, more, id=f"{name}-{kind}")
+        for place, name in enumerate(SITES)
+        for kind, more in part(SEGMENTS, 2, place)
+    ],
+)
 def test_every_collective_is_exact(name, segments):
     check_all_collectives(run(len(SITES[name][0]), all_collectives, **options(name, **segments)))
 
@@ -34,15 +45,16 @@ def test_float_sums_go_site_by_site_at_every_size(name):
     order, n = SITES[name][0], len(SITES[name][0])
     if name == "hosts of two ranks":
         order = [0, 0, 0, 1, 1]  # inside a site in rank order, whatever shares memory
-    outcomes = [run(n, float_sums, **options(name, **more)) for more in ({}, TINY)]
+    turns = part(SEGMENTS, 2, [*SITES].index(name) + 1)
+    outcomes = [run(n, float_sums, **options(name, **more)) for _, more in turns]
     for i, numel in enumerate(SIZES):
         mean = bits(node_order(order, [floats(r, numel) for r in range(n)], n))
         parts = node_order(order, [floats(r, n * numel) for r in range(n)], n)
         for results in outcomes:
             for rank in range(n):
-                x, part, out = results[rank][i]
+                x, own, out = results[rank][i]
                 assert x == mean, numel
-                assert part == bits(parts[rank * numel : (rank + 1) * numel]), numel
+                assert own == bits(parts[rank * numel : (rank + 1) * numel]), numel
                 assert out == (mean if rank == n - 1 else b""), numel
 
 

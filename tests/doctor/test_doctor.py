@@ -22,7 +22,7 @@ from pycomm.doctor import finding, installed, job, machine, network, probe, self
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.machine import Machine
 from pycomm.doctor.probe import Outcome
-from tests.torch.interpreter import Interpreter
+from tests.torch import interpreter
 
 PACKAGE = Path(pycomm.__file__).parent
 CLEAN = {
@@ -140,13 +140,20 @@ def copied(tmp_path):
     return tmp_path / "pycomm"
 
 
-def probed(name: str, package: Path, *others: str) -> Outcome:
-    """What a probe says in the copy. Without `site`, whose editable installs know the original."""
-    env = CLEAN | {"PYTHONPATH": os.pathsep.join(others), "HOME": str(package.parent)}
-    command = [sys.executable, "-S", "-m", "pycomm.doctor.probe", name]
-    said = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=env, cwd=package.parent
-    )
+def probed(name: str, package: Path, has_torch: bool = False) -> Outcome:
+    """What a probe says in the copy. Without `site`, whose editable installs know the original,
+    or in a process that has imported torch: there the copy comes before them."""
+    options = {
+        "env": CLEAN | {"PYTHONPATH": "", "HOME": str(package.parent)},
+        "cwd": package.parent,
+        "timeout": 100,
+    }
+    command = ["-m", "pycomm.doctor.probe", name]
+    if has_torch:
+        said = interpreter.run(*command, **options)
+    else:
+        command = [sys.executable, "-S", *command]
+        said = subprocess.run(command, capture_output=True, text=True, **options)
     answer = json.loads(said.stdout.splitlines()[-1])
     assert answer.pop("probe") == name
     return Outcome(**answer)
@@ -203,9 +210,9 @@ def test_an_import_without_the_core_says_why(copied, there, told):
 
 
 def test_a_binary_for_another_torch_is_found(copied):
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     (copied / "_c10d.torch").write_text("1.13.1")
-    found = probed("c10d", copied, str(Path(torch.__file__).parent.parent))
+    found = probed("c10d", copied, has_torch=True)
     assert (found.facts["built_for"], found.facts["binary"]) == ("1.13.1", "")
     level = "problem" if found.facts["missing"] else "warning"
     (c10d,) = (f for f in installed.judge(WELL | {"c10d": found}) if f.name == "_c10d")
@@ -464,7 +471,8 @@ def test_a_job_is_tried_by_its_own_group():
     """
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [
-        Interpreter("-c", program, env=CLEAN | place | {"RANK": str(rank)}) for rank in range(2)
+        interpreter.Interpreter("-c", program, env=CLEAN | place | {"RANK": str(rank)})
+        for rank in range(2)
     ]
     said = [process.communicate(timeout=100)[0].strip() for process in ranks]
     assert said == ["0;between ranks/differences/ok;self-test/group/ok", "0"]

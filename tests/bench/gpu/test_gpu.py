@@ -25,6 +25,7 @@ from pycomm.bench.gpu.timing import bytes_moved, sets_needed
 from pycomm.codecs import CODECS
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs.test_contract import CUDA
+from tests.torch import interpreter
 
 PASSED = gpu_checks.Counts(passed=767)
 MACHINE = gpu_results.Machine(*(field.name for field in dataclasses.fields(gpu_results.Machine)))
@@ -64,7 +65,13 @@ def test_unknown_kind_is_refused(capsys):
     assert "'cudnn': use native, nvrtc, triton, reference" in capsys.readouterr().err
 
 
-def test_counts_are_those_of_pytest(tmp_path):
+@pytest.fixture
+def few_plugins(monkeypatch):
+    """Let pytest in another process load no plugins, which takes half a second."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+def test_counts_are_those_of_pytest(tmp_path, few_plugins):
     test = tmp_path / "test_three.py"
     test.write_text(
         "import pytest\n"
@@ -237,7 +244,7 @@ def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu
     assert codecs == set(gpu_tasks.SPECS) - {"sign"}
 
 
-def test_a_tool_that_objects_fails_tests_that_pass(tmp_path, capfd):
+def test_a_tool_that_objects_fails_tests_that_pass(tmp_path, capfd, few_plugins):
     test = tmp_path / "test_one.py"
     test.write_text("def test_a(): pass\n")
     objects = ["sh", "-c", '"$@"; echo found one; exit 86', "tool"]
@@ -261,7 +268,7 @@ def test_sanitizers_run_where_they_are_installed_and_see_the_gpu(tmp_path, monke
     assert bool(reason) == bool(says)
 
 
-def test_a_suite_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+def test_a_suite_that_takes_too_long_is_ended_with_what_it_started(tmp_path, few_plugins):
     test, alive = tmp_path / "test_slow.py", tmp_path / "alive"
     child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
     test.write_text(
@@ -288,10 +295,10 @@ def test_triton_gets_the_cores_that_the_others_leave(monkeypatch):
 def test_sanitizers_get_every_codec():
     """The expression must select tests: one that selected none passed as long as nobody ran it."""
     chosen = gpu_checks.SANITIZED.replace("cuda", "cpu")
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-o", "addopts="]
-    listed = subprocess.run(
-        [*command, gpu_checks.CONTRACT, "-k", chosen], capture_output=True, text=True, check=True
-    ).stdout
+    command = ["-m", "pytest", "-q", "--collect-only", "-o", "addopts="]
+    done = interpreter.run(*command, gpu_checks.CONTRACT, "-k", chosen)
+    assert done.returncode == 0, done.stdout
+    listed = done.stdout
     specs = re.findall(r"\[(\S+)-native-cpu\]", listed)
     assert {pycomm.codec(spec).name for spec in specs} == set(CODECS)
 
