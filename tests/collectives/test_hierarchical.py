@@ -15,6 +15,7 @@ from tests.collectives.test_algorithms import (
     float_sums,
 )
 from tests.collectives.ways import TINY, bits, floats
+from tests.extent import part
 from tests.ranks import attempt, run, run_processes
 
 # The node of each rank: equal and unequal nodes, in order and mixed, and a node of one rank.
@@ -48,9 +49,16 @@ def node_order(nodes, values, divisor):
     return total / np.float32(divisor)
 
 
-@nodes
-@pytest.mark.parametrize("segments", [{}, TINY], ids=["whole", "tiny"])
-def test_every_collective_is_exact(nodes, segments):
+# Here and in the sums of floats, nodes take turns with the segments, the other way round there.
+SEGMENTS = {"whole": {}, "tiny": TINY}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind"),
+    [(name, kind) for place, name in enumerate(NODES) for kind in part([*SEGMENTS], 2, place)],
+)
+def test_every_collective_is_exact(nodes, kind):
+    segments = SEGMENTS[kind]
     check_all_collectives(run(len(NODES[nodes]), all_collectives, **options(nodes, **segments)))
 
 
@@ -68,15 +76,16 @@ def test_every_collective_is_exact_between_processes(name):
 @nodes
 def test_float_sums_have_one_order_at_every_size(nodes):
     order, n = NODES[nodes], len(NODES[nodes])
-    outcomes = [run(n, float_sums, **options(nodes, **more)) for more in ({}, TINY)]
+    turns = part([*SEGMENTS.values()], 2, [*NODES].index(nodes) + 1)
+    outcomes = [run(n, float_sums, **options(nodes, **more)) for more in turns]
     for i, numel in enumerate(SIZES):
         mean = bits(node_order(order, [floats(r, numel) for r in range(n)], n))
         parts = node_order(order, [floats(r, n * numel) for r in range(n)], n)
         for results in outcomes:
             for rank in range(n):
-                x, part, out = results[rank][i]
+                x, own, out = results[rank][i]
                 assert x == mean, numel
-                assert part == bits(parts[rank * numel : (rank + 1) * numel]), numel
+                assert own == bits(parts[rank * numel : (rank + 1) * numel]), numel
                 assert out == (mean if rank == n - 1 else b""), numel
 
 

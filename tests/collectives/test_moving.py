@@ -59,22 +59,6 @@ def test_broadcast(way, ranks, segments):
     )
 
 
-@ways
-@everywhere
-def test_all_gather(way, ranks):
-    def job(c, numel):
-        out = np.empty(ranks * numel, np.float32)
-        c.all_gather(integers(c.rank, numel), out)
-        in_place = np.zeros(ranks * numel, np.float32)
-        own = in_place[c.rank * numel : (c.rank + 1) * numel]
-        own[:] = integers(c.rank, numel)
-        c.all_gather(own, in_place)
-        assert np.array_equal(out, in_place)
-        return out
-
-    all_equal(run(ranks, each_size(job), **WAYS[way]), lambda _, numel: joined(ranks, numel))
-
-
 @with_each("op", ["sum", "premul_sum"])
 def test_reduce_scatter(way, ranks, op):
     def job(c, numel):
@@ -113,19 +97,26 @@ def test_reduce_scatter_has_the_bits_of_all_reduce(ranks):
 
 @ways
 @everywhere
-def test_all_to_all(way, ranks):
+def test_all_gather_and_all_to_all(way, ranks):
     def job(c, numel):
-        whole = integers(c.rank, ranks * numel)
-        out = np.empty(ranks * numel, np.float32)
-        c.all_to_all(whole, out)
-        return out
+        gathered = np.empty(ranks * numel, np.float32)
+        c.all_gather(integers(c.rank, numel), gathered)
+        in_place = np.zeros(ranks * numel, np.float32)
+        own = in_place[c.rank * numel : (c.rank + 1) * numel]
+        own[:] = integers(c.rank, numel)
+        c.all_gather(own, in_place)
+        assert np.array_equal(gathered, in_place)
+        exchanged = np.empty(ranks * numel, np.float32)
+        c.all_to_all(integers(c.rank, ranks * numel), exchanged)
+        return np.stack([gathered, exchanged])
 
     @cache
     def inputs(numel):
         return np.stack([integers(r, ranks * numel) for r in range(ranks)])
 
     def want(rank, numel):
-        return inputs(numel)[:, rank * numel : (rank + 1) * numel].ravel()
+        parts = inputs(numel)[:, rank * numel : (rank + 1) * numel]
+        return np.stack([joined(ranks, numel), parts.ravel()])
 
     all_equal(run(ranks, each_size(job), **WAYS[way]), want)
 
