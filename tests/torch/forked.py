@@ -6,16 +6,18 @@ test that started it is gone. The server itself waits for nothing.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
 import signal
 import socket
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 LIMIT = 16  # descriptors with one request
 
@@ -28,6 +30,7 @@ class Command:
     env: dict[str, str]
     cwd: str
     autoload: bool
+    finalized: bool
 
     def prepare(self) -> None:
         """Make this process the one that `python` would have started."""
@@ -64,6 +67,28 @@ class Command:
         target = rest[0] if kind == "-m" else kind
         return compile(f"import runpy; runpy.{how.format(target)}", "<forked>", "exec")
 
+    def run(self, names: dict[str, Any]) -> NoReturn:
+        """Run the code, and end the process as `python` does but for what it destroys."""
+        status: Any = 0
+        try:
+            exec(self.code(), names)
+        except SystemExit as end:
+            status = end.code
+        except KeyboardInterrupt:
+            raise  # Python ends by the signal
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        if status is not None and not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit((status or 0) & 0xFF)
+
 
 def serve(fd: int) -> Command:
     """Fork for each request; return in the forked process, with what it is to run."""
@@ -92,7 +117,7 @@ def _keep(letter: int, link: int, out: int, err: int, *passed: int) -> Command:
         for each in {out, err} - {1, 2}:
             os.close(each)
         env = wish["env"] | {"PASSED_FDS": ",".join(map(str, passed))}
-        return Command(wish["command"], env, wish["cwd"], wish["autoload"])
+        return Command(wish["command"], env, wish["cwd"], wish["autoload"], wish["finalized"])
     for each in {out, err, *passed}:
         os.close(each)
     os.write(link, str(process).encode().ljust(16))

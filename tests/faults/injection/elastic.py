@@ -42,9 +42,12 @@ class ElasticGroup(TorchGroup):
         self._group._register_backend(torch.device("cpu"), kind, self.backend)
         self._folder = Path(place.folder)
         self._process = place.rank
-        unfinished = self._folder / f"unfinished.{place.rank}"
+
+    def publish(self) -> None:
+        """Let the other processes read this one's handle."""
+        unfinished = self._folder / f"unfinished.{self._process}"
         unfinished.write_text(self.backend.handle())
-        unfinished.rename(self._folder / f"handle.{place.rank}")
+        unfinished.rename(self._folder / f"handle.{self._process}")
 
     def _handle(self, process: int) -> str:
         file = self._folder / f"handle.{process}"
@@ -59,7 +62,8 @@ class ElasticGroup(TorchGroup):
         """Form the group of these processes."""
         from pycomm import elastic
 
-        handles = [self._handle(process) for process in processes]
+        alone = processes == [self._process]
+        handles = [self.backend.handle()] if alone else [self._handle(p) for p in processes]
         self.backend.form(uuid, handles, timedelta(seconds=seconds))
         elastic.fit(self._group, self.backend)
         self.rank, self.ranks = processes.index(self._process), len(processes)
@@ -91,6 +95,7 @@ class ElasticRank(Rank):
         before = held()
         facts: dict[str, Any] = {}
         group = self.group = ElasticGroup(place)
+        group.publish()
         try:
             if case.phase == "rejoin":
                 group.form(1, everyone, 8.0)
@@ -124,8 +129,7 @@ class ElasticRank(Rank):
         import torch
 
         torch.set_num_threads(1)
-        alone = ElasticGroup(place)
+        alone = ElasticGroup(place)  # not published: others would take its handle
         alone.form(1, [self.rank], 8.0)
         alone.call(Call("all_reduce", 10), True)
         alone.close()
-        Path(self.folder, f"handle.{self.rank}").unlink()

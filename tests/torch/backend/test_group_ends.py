@@ -102,7 +102,9 @@ def run_to_the_end(tmp_path: Path, kind: str, transport: str, *more: str) -> lis
     if kind == "without torch":
         (tmp_path / "store").mkdir()
     ranks = [
-        Interpreter("-c", AT_EXIT, str(r), kind, store, transport, *more, autoload=True)
+        Interpreter(
+            "-c", AT_EXIT, str(r), kind, store, transport, *more, autoload=True, finalized=True
+        )
         for r in range(2)
     ]
     texts = [rank.communicate(timeout=120)[1] for rank in ranks]

@@ -178,7 +178,9 @@ except RuntimeError as error:
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit", "raise", "import"])
 def test_a_rank_that_leaves_with_operations_under_way(tmp_path: Path, how: str) -> None:
     ranks = [
-        Interpreter("-c", GOES, str(rank), how, str(tmp_path / "store"), autoload=True)
+        Interpreter(
+            "-c", GOES, str(rank), how, str(tmp_path / "store"), autoload=True, finalized=True
+        )
         for rank in range(2)
     ]
     start = time.monotonic()
