@@ -109,6 +109,7 @@ torches: wheel
 	$(PY) -m release.smoke
 
 docs: $(VENV)/dev.stamp
+	@PYCOMM_BUILD=OFF $(PIP) --no-build-isolation --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
@@ -160,7 +161,7 @@ $(VENV)/run.stamp: $(VENV)/torch.stamp pyproject.toml
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	@echo "installing the tools of tests, lint and docs"
+	@echo "installing the tools of tests and lint"
 	@PYCOMM_BUILD=OFF $(PIP) --no-build-isolation --editable ".[bench,dev]"
 	@touch $@
 

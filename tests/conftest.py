@@ -54,6 +54,12 @@ def pytest_collection_finish() -> None:
         labs.Lab.timed = False
 
 
+def pytest_collection_finish() -> None:
+    """Let garbage collections leave out what is there by now: half a million objects of torch."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup() -> None:
     patch_once_a_launch()
 

@@ -6,8 +6,8 @@
 
 #include "codecs/base/bits.h"
 #include "codecs/base/registry.h"
-#include "codecs/base/rotation_launch.h"
-#include "codecs/base/rotation_loops.h"
+#include "codecs/rotation/launch.h"
+#include "codecs/rotation/loops.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::eden {

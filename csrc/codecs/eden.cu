@@ -2,8 +2,8 @@
 // rotation_cuda.h. Compiled by nvcc, or at run time by NVRTC, which takes the kernels only.
 #include "codecs/base/bits_cuda.h"
 #include "codecs/base/kernels_cuda.h"
-#include "codecs/base/rotation_cuda.h"
 #include "codecs/eden.h"
+#include "codecs/rotation/cuda.h"
 
 namespace pycomm::codecs::eden {
 

@@ -7,7 +7,7 @@
 #endif
 
 #include "codecs/base/block.h"
-#include "codecs/base/rotation.h"
+#include "codecs/rotation/rotation.h"
 #include "core/types.h"
 
 namespace pycomm::codecs::eden {

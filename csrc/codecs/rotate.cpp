@@ -1,9 +1,9 @@
 // rotate on the CPU: each segment is rotated on the stack and passed to the inner codec. Wire
 // format: docs/wire/rotate.md.
 #include "codecs/base/registry.h"
-#include "codecs/base/rotation_launch.h"
-#include "codecs/base/rotation_loops.h"
 #include "codecs/planar.h"
+#include "codecs/rotation/launch.h"
+#include "codecs/rotation/loops.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::rotate {

@@ -2,9 +2,9 @@
 // docs/wire/rotate.md. Compiled by nvcc, or at run time by NVRTC, which takes the kernels only.
 #include "codecs/base/bits_cuda.h"
 #include "codecs/base/kernels_cuda.h"
-#include "codecs/base/rotation_cuda.h"
 #include "codecs/cast_cuda.h"
 #include "codecs/quant_cuda.h"
+#include "codecs/rotation/cuda.h"
 #include "codecs/sign.h"
 
 namespace pycomm::codecs::rotate {

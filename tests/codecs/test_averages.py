@@ -99,9 +99,16 @@ def test_every_codec_that_says_so_is_among_these():
     assert named <= set(CODECS)
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1, 2, 4, 8, 32])
+SHORT = ["eden:bits=1", "eden:bits=2", "eden:bits=1,size=128", "eden:bits=2,size=128"]
+
+
 @pytest.mark.parametrize(
-    "spec", ["eden:bits=1", "eden:bits=2", "eden:bits=1,size=128", "eden:bits=2,size=128"]
+    ("spec", "ratio"),
+    [
+        (spec, ratio)
+        for place, spec in enumerate(SHORT)
+        for ratio in part([0.5, 1, 2, 4, 8, 32], 2, place)
+    ],
 )
 def test_what_stands_beside_a_large_value_arrives_whole(spec, ratio):
     codec = pycomm.codec(spec)

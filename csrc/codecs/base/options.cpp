@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "codecs/base/block.h"
-#include "codecs/base/rotation.h"
+#include "codecs/rotation/rotation.h"
 #include "core/error.h"
 
 namespace pycomm::codecs {

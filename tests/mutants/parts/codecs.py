@@ -291,7 +291,7 @@ MUTANTS = (
     Mutant(
         "rotation-back-with-another-scale",
         "arithmetic",
-        "csrc/codecs/base/rotation.h",
+        "csrc/codecs/rotation/rotation.h",
         "127 - left",
         "128 - left",
         "tests/codecs/test_rotate.py " + GOLDEN,

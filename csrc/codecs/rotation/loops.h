@@ -1,7 +1,7 @@
 // Random rotation on the CPU: one block at a time, which stays in the first-level cache.
 #pragma once
 #include "codecs/base/loops.h"
-#include "codecs/base/rotation.h"
+#include "codecs/rotation/rotation.h"
 
 namespace pycomm::codecs {
 

@@ -4,7 +4,7 @@
 // memory. Compiled by nvcc and NVRTC.
 #pragma once
 #include "codecs/base/block_cuda.h"
-#include "codecs/base/rotation.h"
+#include "codecs/rotation/rotation.h"
 
 namespace pycomm::codecs {
 

@@ -1,7 +1,7 @@
 // Arguments of the kernels of rotate and eden, for their .cpp files.
 #pragma once
 #include "codecs/base/block_launch.h"
-#include "codecs/base/rotation.h"
+#include "codecs/rotation/rotation.h"
 
 namespace pycomm::codecs {
 

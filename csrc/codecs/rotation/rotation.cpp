@@ -1,6 +1,6 @@
 // Transforms of a rotation, compiled for several x86 levels once for all codecs that rotate. Wire
 // format: docs/wire/rotate.md.
-#include "codecs/base/rotation_loops.h"
+#include "codecs/rotation/loops.h"
 
 namespace pycomm::codecs {
 namespace {
