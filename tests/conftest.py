@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -52,10 +53,7 @@ def pytest_collection_finish() -> None:
     labs = sys.modules.get("pycomm.bench.lab.base")
     if labs is not None:
         labs.Lab.timed = False
-
-
-def pytest_collection_finish() -> None:
-    """Let garbage collections leave out what is there by now: half a million objects of torch."""
+    # Half a million objects of torch stay to the end: no garbage collection needs to visit them.
     gc.collect()
     gc.freeze()
 

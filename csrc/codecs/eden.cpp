@@ -8,6 +8,7 @@
 #include "codecs/base/registry.h"
 #include "codecs/rotation/launch.h"
 #include "codecs/rotation/loops.h"
+#include "codecs/rotation/options.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::eden {

@@ -4,6 +4,7 @@
 #include "codecs/planar.h"
 #include "codecs/rotation/launch.h"
 #include "codecs/rotation/loops.h"
+#include "codecs/rotation/options.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::rotate {

@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "codecs/base/block.h"
-#include "codecs/rotation/rotation.h"
 #include "core/error.h"
 
 namespace pycomm::codecs {
@@ -105,15 +104,6 @@ std::string number_text(double number) {
   std::string out(text, std::to_chars(text, text + sizeof text, number, format).ptr);
   if (fixed && out.find('.') == std::string::npos) out += ".0";
   return out;
-}
-
-int rotation_option(Options& options) {
-  const int size = options.integer("size", 1024);
-  const bool power = size > 0 && (size & (size - 1)) == 0;
-  if (!power || size < static_cast<int>(kMinRotation) || size > static_cast<int>(kMaxRotation)) {
-    options.fail("size=" + std::to_string(size) + ": use a power of two from 32 to 4096");
-  }
-  return __builtin_ctz(static_cast<unsigned>(size));
 }
 
 uint32_t block_option(Options& options, uint32_t otherwise) {

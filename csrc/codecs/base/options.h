@@ -42,10 +42,6 @@ class Options {
 /// Returns the shortest text of this number, as Python writes it: "0.01", "1e-05", "1.0".
 std::string number_text(double number);
 
-/// Returns the logarithm of the option "size" of the codecs that rotate, a power of two from 32 to
-/// 4096.
-int rotation_option(Options& options);
-
 /// Returns the option "block" of the block codecs, a power of two from 32 to 2048.
 uint32_t block_option(Options& options, uint32_t otherwise);
 
