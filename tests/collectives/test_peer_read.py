@@ -21,7 +21,7 @@ from tests.ranks import run, run_processes
 RANKS = [2, 3, 4]
 # Elements per rank, in float32: below the sizes at which cma begins, above all of them, and several
 # blocks. None is a whole number of cache lines per rank.
-SIZES = [1001, 40_003, 400_003, *([1_900_003] if FULL else [])]
+SIZES = [1001, 40_003, 700_001, *([1_900_003] if FULL else [])]
 LARGEST = 4_300_007
 
 
