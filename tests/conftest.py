@@ -47,25 +47,6 @@ def _cores_are_given_back() -> Iterator[None]:
     assert left == cores, "the test has left its thread on other cores than it had"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files of transports, whose tests mostly wait, over all others, which compute.
-
-    Else they would be the last, and the processors idle at the end.
-    """
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    kinds: dict[bool, list[Path]] = {True: [], False: []}
-    for path in files:
-        kinds[tier_of(path) == "transports"].append(path)
-    place = {
-        path: (number + 0.5) / len(paths)
-        for paths in kinds.values()
-        for number, path in enumerate(paths)
-    }
-    items[:] = [item for path in sorted(files, key=place.__getitem__) for item in files[path]]
-
-
 def pytest_collection_finish() -> None:
     # A lab keeps all processors busy, so that times on its links are those of machines of their
     # own. Tests judge no such times, and would pay for those processors.
