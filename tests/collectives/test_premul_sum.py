@@ -18,7 +18,7 @@ from pycomm.errors import Error
 from tests.collectives.device import ranks as device_ranks
 from tests.collectives.test_hierarchical import NODES
 from tests.collectives.ways import TINY
-from tests.extent import pairs, part
+from tests.extent import FULL, pairs, part
 from tests.ranks import run, run_processes
 
 PREMUL_SUM = _C.ReduceOp.premul_sum
@@ -167,8 +167,9 @@ def test_on_memory_that_all_ranks_share(ranks, who):
     run(ranks, job, transport="local")
 
 
-# By ranks that share memory: the largest is one at which the kernel reads peers' memory (cma).
+# The largest is one at which ranks that share memory read each other's by the kernel (cma).
 LARGER = {2: [1001, 200_003, 800_003], 3: [1001, 200_003, 1_400_003]}
+LARGEST = 1_900_003
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ LARGER = {2: [1001, 200_003, 800_003], 3: [1001, 200_003, 1_400_003]}
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_between_processes(ranks, options):
     numels = LARGER[ranks] if options["transport"] == "shm" else LARGER[ranks][:-1]
+    numels = [*numels, LARGEST] if FULL else numels
     for numel in numels:  # once, before ranks are forked
         for count in (numel, ranks * numel):
             wanted(ranks, count, "float32")

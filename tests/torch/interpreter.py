@@ -152,7 +152,10 @@ def run(*command: str, timeout: float = 60.0, **options: Any) -> subprocess.Comp
 
 
 def launch(*command: str, folder: Path, ranks: int = 2, **environment: str) -> str:
-    """Run a command on ranks with torchrun's variables; return their output of both streams."""
+    """Run a command on ranks with torchrun's variables; return their output of both streams.
+
+    The ranks are finalized as users' scripts are, which may leave their groups as they are.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -165,6 +168,7 @@ def launch(*command: str, folder: Path, ranks: int = 2, **environment: str) -> s
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=folder,
             merged=True,
+            finalized=True,
         )
         for rank in range(ranks)
     ]

@@ -1,6 +1,6 @@
 // Packing of codes of 1 to 8 bits to a little-endian bit string and back: code i takes the bits
-// i * bits to (i + 1) * bits - 1. Both are functions of their own, compiled once for all
-// codecs: inlined into each, they would be half of the code and of its compilation.
+// i * bits to (i + 1) * bits - 1. pack() and unpack() are compiled once for all codecs: inlined
+// into each, they would be half of the codecs' code and of its compilation.
 #pragma once
 #include "codecs/base/block.h"
 #include "codecs/base/loops.h"

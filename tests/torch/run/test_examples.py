@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_ddp_example(tmp_path):
-    output = torchrun.launch(str(ROOT / "examples/ddp.py"), folder=tmp_path)
+    output = torchrun.launch(str(ROOT / "examples/ddp.py"), folder=tmp_path, fresh=True)
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
     assert "quant:bits=4" in output
