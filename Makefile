@@ -58,7 +58,7 @@ test: $(VENV)/dev.stamp build
 lint: $(VENV)/dev.stamp
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	$(PY) -m mypy $(if $(CI),--cache-dir=/dev/null)
 	$(VENV)/bin/clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 soak: build $(VENV)/dev.stamp $(TRAINERS)/stamp

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,41 @@ def _cores_are_given_back() -> Iterator[None]:
     left = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     assert left == cores, "the test has left its thread on other cores than it had"
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Rewrite the assertions of a share of the test files, while other workers rewrite the rest.
+
+    All workers import all files in one order, so each would rewrite each file in a fresh tree.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    files = sorted((session.config.rootpath / "tests").rglob("test_*.py"))
+    for file in files[int(worker["workerid"][2:]) :: worker["workercount"]]:
+        name = ".".join(file.relative_to(session.config.rootpath).with_suffix("").parts)
+        # Collection imports it once more, and reports what fails or skips the file.
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files whose tests mostly wait over the others, which compute.
+
+    One after the other, all workers would wait at once.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    kinds: dict[bool, list[Path]] = {True: [], False: []}
+    for path in files:
+        kinds[tier_of(path) in ("transports", "process")].append(path)
+    place = {
+        path: (number + 0.5) / len(paths)
+        for paths in kinds.values()
+        for number, path in enumerate(paths)
+    }
+    items[:] = [item for path in sorted(files, key=place.__getitem__) for item in files[path]]
 
 
 def pytest_collection_finish() -> None:

@@ -70,11 +70,11 @@ PYCOMM_INLINE Coded quantize_fast(float u, float inv) {
 
 /// Writes the codes of a used rotation; returns its scale. kBits whole bits, and possibly half a
 /// bit.
-template <int kBits, bool kHalf, bool kMmse>
+template <int kBits, bool kHalf>
 PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int size_bits, float amax,
-                                uint8_t* out) {
+                                bool mmse, uint8_t* out) {
   alignas(64) float terms[kMaxRotation];
-  alignas(64) float squares[kMmse ? kMaxRotation : 1];
+  alignas(64) float squares[kMaxRotation];
   alignas(64) uint8_t codes[kMaxRotation];
   const uint32_t size = 1u << size_bits;
   const float exponent = exponent_of(amax), shrink = inverse_exponent(exponent);
@@ -95,7 +95,7 @@ PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int si
         const Coded w = quantize<kBits + 1>(wide, inv), n = quantize<kBits>(narrow, inv);
         codes[lo + i] = static_cast<uint8_t>(n.code | w.code << kBits);
         terms[lo + i] = w.value * wide + n.value * narrow;
-        if (kMmse) squares[lo + i] = w.value * w.value + n.value * n.value;
+        squares[lo + i] = w.value * w.value + n.value * n.value;
       }
     }
   } else {
@@ -103,7 +103,7 @@ PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int si
       const Coded coded = quantize_fast<kBits>(y[i], inv);
       codes[i] = static_cast<uint8_t>(coded.code);
       terms[i] = coded.value * y[i];
-      if (kMmse) squares[i] = coded.value * coded.value;
+      squares[i] = coded.value * coded.value;
     }
   }
   constexpr uint32_t kUnitBits = kHalf ? 2 * kBits + 1 : kBits;
@@ -113,7 +113,7 @@ PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int si
     pack(kUnitBits, codes + lo, n, out + lo * kUnitBits / 8);
   }
   const float along = add_halves(terms, units);
-  return (kMmse ? along / add_halves(squares, units) : energy / along) * exponent;
+  return (mmse ? along / add_halves(squares, units) : energy / along) * exponent;
 }
 
 /// Implements dequantize() by the code: vectors gather from a table.
@@ -168,7 +168,7 @@ PYCOMM_INLINE void read_block(const Signs& choice, const uint8_t* in, float scal
   }
 }
 
-template <int kBits, bool kHalf, bool kMmse>
+template <int kBits, bool kHalf>
 PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   alignas(64) float y[kMaxRotation];
   const size_t size = size_t{1} << f.size_bits;
@@ -187,7 +187,7 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
     float scale = codecs::scale(amax, 1.0f);
     if (used(amax)) {
       const Signs choice(header, lo, kHalf ? size : 0, kChoiceTensor);
-      scale = write_block<kBits, kHalf, kMmse>(choice, y, f.size_bits, amax, codes);
+      scale = write_block<kBits, kHalf>(choice, y, f.size_bits, amax, f.mmse, codes);
     } else {
       std::memset(codes, 0, code_bytes(f));
     }
@@ -260,9 +260,7 @@ class Eden final : public Codec {
     check_encode(*this, args);
     if (args.in.size == 0) return;
     if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
-    with_bits(format_, [&](auto bits, auto half) {
-      (format_.mmse ? encode_all<bits, half, true> : encode_all<bits, half, false>)(format_, args);
-    });
+    with_bits(format_, [&](auto bits, auto half) { encode_all<bits, half>(format_, args); });
   }
   void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
     decode_then(Then::store, payload, out, stream);

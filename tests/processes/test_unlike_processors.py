@@ -44,7 +44,7 @@ from pycomm import _C
 from pycomm.communicator import Communicator, Store
 from pycomm.pieces import Piece
 rank, size, folder, *codecs = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-numel = 5003
+numel = 2003
 with Communicator(Store.file(folder), rank, size, transport="tcp", timeout=100) as c:
     print("level", _C.simd_level())
     def values(seed):
@@ -71,7 +71,7 @@ with Communicator(Store.file(folder), rank, size, transport="tcp", timeout=100) 
             c.all_reduce_coded(x, [piece], seed=5, step=step)
             together.update(digest(x).digest())
         print(spec, together.hexdigest())
-rows, columns = 61, 83
+rows, columns = 37, 53
 def same(seed, count):
     numbers = random.Random(seed)
     return array.array("f", (numbers.gauss(0, 1) for _ in range(count)))
