@@ -5,7 +5,7 @@
 
 #include "codecs/base/block.h"
 #include "codecs/base/codec.h"
-#include "codecs/base/random_loops.h"
+#include "codecs/base/random.h"
 
 #define PYCOMM_INLINE [[gnu::always_inline]] inline
 

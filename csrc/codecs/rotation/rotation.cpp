@@ -5,11 +5,6 @@
 namespace pycomm::codecs {
 namespace {
 
-PYCOMM_SIMD void draw(const RotationHeader& header, uint64_t word, size_t words, uint32_t stream,
-                      uint32_t* out) {
-  random_block({header.key, 0, stream}, word, words, out);
-}
-
 /// One step: values half a block apart become neighbours, a + t b and t a - b. After log2(size)
 /// steps that is the transform in its natural order, and no step shuffles within a vector except
 /// where it stores.
@@ -144,7 +139,7 @@ Signs::Signs(const RotationHeader& header, size_t value, size_t size, uint32_t s
   const uint64_t word = header.word + value / kSignsPerWord;
   skip_ = word % 4;
   if (size == 0) return;  // no bits are requested
-  draw(header, word - skip_, skip_ + size / kSignsPerWord, stream, words_);
+  random_block({header.key, 0, stream}, word - skip_, skip_ + size / kSignsPerWord, words_);
 }
 
 PYCOMM_SIMD void rotate_block(const RotationSigns& signs, const float* x, const float* residual,

@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         "second-key-word-of-many-not-raised",
         "random",
-        "csrc/codecs/base/random_loops.h",
+        "csrc/codecs/base/random.cpp",
         "key1 += kPhiloxKey1;",
         "",
         GOLDEN,

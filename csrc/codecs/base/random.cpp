@@ -1,10 +1,11 @@
-// Random words of a block on the CPU: those of core/philox.h, many at a time.
-#pragma once
+// Random words of a block: those of core/philox.h, many at a time, compiled for several x86 levels.
+#include "codecs/base/random.h"
+
 #include "codecs/base/avx512.h"
-#include "codecs/base/codec.h"
 #include "core/philox.h"
 
 namespace pycomm::codecs {
+namespace {
 
 /// Returns the place of a group of four words in its tensor; indices are modulo 2^64.
 PYCOMM_HD uint64_t random_group(uint64_t index, size_t g) {
@@ -13,8 +14,8 @@ PYCOMM_HD uint64_t random_group(uint64_t index, size_t g) {
 
 /// Computes round after round over arrays, since gcc vectorises that with half the multiplications
 /// (measured: 1.2 to 1.4 times faster than group after group).
-[[gnu::always_inline]] inline void random_block_plain(const RandomKey& key, uint64_t index,
-                                                      size_t n, uint32_t* __restrict words) {
+PYCOMM_SIMD void random_block_plain(const RandomKey& key, uint64_t index, size_t n,
+                                    uint32_t* __restrict words) {
   constexpr size_t kGroups = 512;
   alignas(64) uint32_t c[4][kGroups];
   const size_t groups = (n + 3) / 4;
@@ -61,8 +62,8 @@ PYCOMM_AVX512 inline Lanes multiply(Lanes c, uint64_t factor) {
 /// Computes eight groups at a time. A word is the lower half of a lane of 64 bits, which the
 /// multiplication reads and in which it leaves its own lower half; nothing reads the upper halves
 /// until the end.
-PYCOMM_AVX512 inline void random_block_avx512(const RandomKey& key, uint64_t index, size_t n,
-                                              uint32_t* __restrict words) {
+PYCOMM_AVX512 void random_block_avx512(const RandomKey& key, uint64_t index, size_t n,
+                                       uint32_t* __restrict words) {
   constexpr uint64_t kLower = 0xffffffff;
   // Even lanes hold the first four groups, odd ones the others, in the order in which they are
   // stored.
@@ -94,9 +95,9 @@ PYCOMM_AVX512 inline void random_block_avx512(const RandomKey& key, uint64_t ind
 
 #endif
 
-/// Computes random_words() of the values `index` to `index` + n, rounded up to fours; at most 2048.
-[[gnu::always_inline]] inline void random_block(const RandomKey& key, uint64_t index, size_t n,
-                                                uint32_t* __restrict words) {
+}  // namespace
+
+void random_block(const RandomKey& key, uint64_t index, size_t n, uint32_t* words) {
 #ifdef PYCOMM_AVX512
   if (has_avx512()) return random_block_avx512(key, index, n, words);
 #endif
