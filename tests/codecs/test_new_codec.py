@@ -95,7 +95,16 @@ def build(tree: Path) -> None:
             [compiler, *flags, f"-I{tree / 'csrc'}", "-c", source, "-o", compiled], check=True
         )
         new.append(compiled)
-    old = [file for file in objects.rglob("*.o") if file.name != "registry.cpp.o"]
+    # Of a file that was moved or deleted since, the build keeps the object.
+    sources = {
+        file: ROOT / "csrc" / file.relative_to(objects).with_suffix("")
+        for file in objects.rglob("*.o")
+    }
+    old = [
+        file
+        for file, source in sources.items()
+        if source.exists() and file.name != "registry.cpp.o"
+    ]
     library = tree / "pycomm" / "libpycomm.so"
     subprocess.run([compiler, "-shared", *old, *new, "-pthread", "-ldl", "-o", library], check=True)
 
