@@ -86,6 +86,7 @@ PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const W
 }
 
 inline void zero_padding(Span<uint8_t> section, size_t used_bytes) {
+  if (section.size == used_bytes) return;  // memset must not get a null pointer, even of no bytes
   std::memset(section.data + used_bytes, 0, section.size - used_bytes);
 }
 
