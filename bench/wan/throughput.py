@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ from pycomm.bench.wan.transfer import CODEC
 
 STREAMS = (1, 2, 4, 8)
 SENT = {"all_reduce": 1.0, "all_reduce_int8": 1.0, "broadcast": 1.0}
-"""the share of the tensor that a rank of two sends, where it is not one half"""
+SENT |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 0.5)
+"""the operations, each with the share of the tensor that a rank of two sends"""
+BACKENDS = ("pycomm", "gloo")
 
 
 def iperf3(lab: WanLab, streams: int, time_s: int, control: str) -> float:
@@ -119,7 +121,7 @@ def rates(lab: Netlab, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         payload = int(size)
         if operation == "all_reduce_int8":
             payload = _C.Codec(CODEC).encoded_bytes(payload // 4)
-        bits = 8 * payload * SENT.get(operation, 0.5)
+        bits = 8 * payload * SENT[operation]
         yield {
             "operation": operation,
             "bytes": int(size),
@@ -159,6 +161,18 @@ def measure_paths(paths: str, options: argparse.Namespace, origin: Origin) -> No
         tables.append(Path(options.csv), records)
 
 
+def some_of(known: Collection[str]) -> Callable[[str], str]:
+    """Return a parser of names with commas between them, which raises for others."""
+
+    def parse(text: str) -> str:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return text
+
+    return parse
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.bench.wan.throughput",
@@ -171,10 +185,16 @@ def main(argv: Sequence[str]) -> int:
     add("--rate", default="200mbit", help="comma-separated, of each node (200mbit)")
     add(
         "--operation",
-        default="all_reduce,all_reduce_int8,broadcast,all_gather,reduce_scatter,all_to_all",
-        help="comma-separated (all six)",
+        type=some_of(SENT),
+        default=",".join(SENT),
+        help=f"comma-separated ({','.join(SENT)})",
     )
-    add("--backend", default="pycomm,gloo", help="comma-separated (pycomm,gloo)")
+    add(
+        "--backend",
+        type=some_of(BACKENDS),
+        default=",".join(BACKENDS),
+        help="comma-separated (pycomm,gloo)",
+    )
     add(
         "--paths",
         action="append",

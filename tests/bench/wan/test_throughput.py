@@ -62,3 +62,16 @@ def test_bad_words_get_one_line(words, hint, capsys):
     error = capsys.readouterr().err
     assert hint in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--operation all_reduce:int8", "'all_reduce:int8' is none of all_reduce, "),
+        ("--backend pycomm,glo", "'glo' is none of pycomm, gloo"),
+    ],
+)
+def test_unknown_names_are_refused_before_a_lab_is_made(words, hint, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        throughput.main(words.split())
+    assert hint in capsys.readouterr().err
