@@ -57,12 +57,15 @@ def pytest_collection(session: pytest.Session) -> None:
     worker = getattr(session.config, "workerinput", None)
     if worker is None:
         return
-    files = sorted((session.config.rootpath / "tests").rglob("test_*.py"))
-    for file in files[int(worker["workerid"][2:]) :: worker["workercount"]]:
-        name = ".".join(file.relative_to(session.config.rootpath).with_suffix("").parts)
+    files: set[Path] = set()
+    for arg in session.config.args:
+        path = Path(arg.partition("::")[0]).resolve()
+        files |= set(path.rglob("test_*.py")) if path.is_dir() else {path}
+    for file in sorted(files)[int(worker["workerid"][2:]) :: worker["workercount"]]:
         # Collection imports it once more, and reports what fails or skips the file.
         with suppress(Exception, pytest.skip.Exception):
-            importlib.import_module(name)
+            name = file.relative_to(session.config.rootpath).with_suffix("")
+            importlib.import_module(".".join(name.parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,11 +15,12 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from pycomm.bench.common.arguments import some_of
 from pycomm.bench.gpu import checks as gpu_checks
 from pycomm.bench.gpu import workers as gpu_workers
 from pycomm.bench.gpu.checks import Counts
@@ -71,23 +72,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="python -m pycomm.bench.gpu", description="Checks and times the codecs on a GPU."
     )
     parser.add_argument("--results", type=Path, default=Path("bench/results"), help="folder of CSV")
-    parser.add_argument("--kinds", type=_words(KINDS), default=KINDS, help="such as native,triton")
+    parser.add_argument(
+        "--kinds", type=some_of("kind", KINDS), default=KINDS, help="such as native,triton"
+    )
     parser.add_argument("--numel", type=int, nargs="+", default=NUMELS, help="values per call")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="then it ends")
     parser.add_argument("--no-checks", action="store_true", help="time without testing first")
     parser.add_argument("--no-times", action="store_true", help="test and time nothing")
     return parser.parse_args(arguments)
-
-
-def _words(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    def words(text: str) -> tuple[str, ...]:
-        given = tuple(text.split(","))
-        for word in given:
-            if word not in known:
-                raise argparse.ArgumentTypeError(f"{word!r}: use {', '.join(known)}")
-        return given
-
-    return words
 
 
 def main(arguments: list[str]) -> int:

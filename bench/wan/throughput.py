@@ -23,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pycomm import _C
 from pycomm.bench.common import tables
+from pycomm.bench.common.arguments import some_of
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.lab.base import Unavailable, wait
 from pycomm.bench.lab.namespaces import Netlab
@@ -112,7 +113,8 @@ def rates(lab: Netlab, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     Raises:
         Failed: a rank failed.
     """
-    calls = (options.operation, options.bytes, options.repeats, options.backend, options.link)
+    operations, backends = ",".join(options.operation), ",".join(options.backend)
+    calls = (operations, options.bytes, options.repeats, backends, options.link)
     for key, took in measure(lab, *calls).items():
         operation, size, backend = key.split("/")
         if options.link and backend == "pycomm":
@@ -161,18 +163,6 @@ def measure_paths(paths: str, options: argparse.Namespace, origin: Origin) -> No
         tables.append(Path(options.csv), records)
 
 
-def some_of(known: Collection[str]) -> Callable[[str], str]:
-    """Return a parser of names with commas between them, which raises for others."""
-
-    def parse(text: str) -> str:
-        for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-        return text
-
-    return parse
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.bench.wan.throughput",
@@ -185,14 +175,14 @@ def main(argv: Sequence[str]) -> int:
     add("--rate", default="200mbit", help="comma-separated, of each node (200mbit)")
     add(
         "--operation",
-        type=some_of(SENT),
-        default=",".join(SENT),
+        type=some_of("operation", SENT),
+        default=list(SENT),
         help=f"comma-separated ({','.join(SENT)})",
     )
     add(
         "--backend",
-        type=some_of(BACKENDS),
-        default=",".join(BACKENDS),
+        type=some_of("backend", BACKENDS),
+        default=list(BACKENDS),
         help="comma-separated (pycomm,gloo)",
     )
     add(
@@ -209,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
     add("--csv", default="", help="append the rows to this file")
     options = parser.parse_args(argv)
     if options.quick:
-        options.round_trip, options.loss, options.operation = "60ms", "0,0.1%", "all_reduce"
+        options.round_trip, options.loss, options.operation = "60ms", "0,0.1%", ["all_reduce"]
         options.repeats = 3
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.wan.throughput", *argv]))
     print("    rate  round trip   loss  operation                bytes  backend       ms   Mbit/s")

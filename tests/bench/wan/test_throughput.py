@@ -67,8 +67,11 @@ def test_bad_words_get_one_line(words, hint, capsys):
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        ("--operation all_reduce:int8", "'all_reduce:int8' is none of all_reduce, "),
-        ("--backend pycomm,glo", "'glo' is none of pycomm, gloo"),
+        (
+            "--operation all_reduce:int8",
+            "there is no operation 'all_reduce:int8', did you mean all_reduce_int8?",
+        ),
+        ("--backend pycomm,glo", "there is no backend 'glo', did you mean gloo?"),
     ],
 )
 def test_unknown_names_are_refused_before_a_lab_is_made(words, hint, capsys):
