@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreter import patch_once_a_launch
+from tests.interpreter import make_faster
 
 # One thread for torch's own operations, as under torchrun: their threads would wait for each other
 # on cores that workers, ranks and compilers share, which takes up to four times as long.
@@ -99,7 +99,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    patch_once_a_launch()
+    make_faster()
 
 
 def tier_of(path: Path) -> str:
