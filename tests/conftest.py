@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.interpreter import make_faster
+from tests.torch.interpreter import SHARED, start_server
+
+# Collection makes millions of objects that stay: each search for garbage would visit them all.
+gc.disable()
 
 # One thread for torch's own operations, as under torchrun: their threads would wait for each other
 # on cores that workers, ranks and compilers share, which takes up to four times as long.
@@ -37,6 +41,12 @@ FOLDERS = {
 }
 COUNTS: Counter[tuple[str, str]] = Counter()
 SECONDS: Counter[str] = Counter()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server that forks torch's processes for all workers, before they start."""
+    if getattr(config.option, "numprocesses", None) and SHARED not in os.environ:
+        os.environ[SHARED] = start_server()
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +104,8 @@ def pytest_collection_finish() -> None:
     if labs is not None:
         labs.Lab.timed = False
     # Half a million objects of torch stay to the end: no garbage collection needs to visit them.
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:

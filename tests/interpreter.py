@@ -90,7 +90,7 @@ def _make_types_once(interpreter: Any) -> None:
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
     broadcast, numpy_type = semantic.broadcast_impl_value, interpreter._get_np_dtype
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}  # the attributes of a type
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}  # the attributes `shape`, `numel` of tensors
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}  # `shape` and `numel` of tensors
     numpy_types: dict[str, Any] = {}
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:

@@ -91,18 +91,34 @@ class Command:
 
 
 def serve(fd: int) -> Command:
-    """Fork for each request; return in the forked process, with what it is to run."""
+    """Fork for each request; return in the forked process, with what it is to run.
+
+    Requests come through connections to the listening socket `fd`, until stdin is closed.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
-    requests = socket.socket(fileno=fd)
+    listener = socket.socket(fileno=fd)
+    clients: list[socket.socket] = []
     while True:
-        byte, fds, _, _ = socket.recv_fds(requests, 1, LIMIT)
-        if not byte:
+        ready, _, _ = select.select([0, listener, *clients], [], [])
+        if 0 in ready:
             os._exit(0)
-        if os.fork() == 0:
-            requests.close()
-            return _keep(*fds)
-        for each in fds:
-            os.close(each)
+        if listener in ready:
+            clients.append(listener.accept()[0])
+        for client in [client for client in clients if client in ready]:
+            byte, fds, _, _ = socket.recv_fds(client, 1, LIMIT)
+            if not byte:
+                clients.remove(client)
+                client.close()
+                continue
+            if os.fork() == 0:
+                for each in (listener, *clients):
+                    each.close()
+                nothing = os.open(os.devnull, os.O_RDONLY)
+                os.dup2(nothing, 0)
+                os.close(nothing)
+                return _keep(*fds)
+            for each in fds:
+                os.close(each)
 
 
 def _keep(letter: int, link: int, out: int, err: int, *passed: int) -> Command:

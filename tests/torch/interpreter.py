@@ -2,10 +2,11 @@
 
 Importing torch takes each process one to two seconds of processor time, and hundreds of tests need
 processes of their own. So one process imports torch, without pycomm, and forks itself for each
-process of a test. A forked process runs its command as `python` runs it. At its end it waits for
-threads that are no daemons and runs exit functions, and its exit status is Python's. With
-`finalized=True` it ends wholly as an interpreter ends: modules are destroyed, and so is what C++
-has in static variables. That takes a third of a second where torch is imported.
+process of a test; the workers of pytest share it. A forked process runs its command as `python`
+runs it. At its end it waits for threads that are no daemons and runs exit functions, and its exit
+status is Python's. With `finalized=True` it ends wholly as an interpreter ends: modules are
+destroyed, and so is what C++ has in static variables. That takes a third of a second where torch is
+imported.
 
 What differs from `python COMMAND`: variables that torch or Python read while they start are those
 of the first process, and `torch.backends` are not loaded unless `autoload=True`, which loads them
@@ -18,6 +19,7 @@ import atexit
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -189,20 +191,47 @@ def _read(file: Any) -> str:
     return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
-_servers: dict[int, socket.socket] = {}
+SHARED = "PYCOMM_TEST_SERVER"  # the address of the server that the workers of pytest share
+
+
+def start_server() -> str:
+    """Start a process that imports torch and forks itself; return its address.
+
+    It ends with this process.
+    """
+    owner, folder = os.getpid(), tempfile.mkdtemp(prefix="pycomm-server-")
+    address = f"{folder}/socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(listener.fileno())],
+            env={**os.environ, **SINGLE, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+        )
+
+    def end() -> None:
+        if os.getpid() == owner:  # and no fork of it
+            server.communicate()  # closes its stdin
+            shutil.rmtree(folder)
+
+    atexit.register(end)
+    return address
+
+
+_own: dict[int, str] = {}
+_connections: dict[int, socket.socket] = {}
 
 
 def _server() -> socket.socket:
-    """Return the socket of this process's server, which is started at the first call."""
-    if os.getpid() not in _servers:
-        here, there = socket.socketpair()
-        subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(there.fileno())],
-            env={**os.environ, **SINGLE, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-            pass_fds=[there.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-        there.close()
-        _servers[os.getpid()] = here  # closed at exit, which ends the server
-        atexit.register(here.close)
-    return _servers[os.getpid()]
+    """Return this process's connection to the server, which is started if no other has."""
+    process = os.getpid()
+    if process not in _connections:
+        address = os.environ.get(SHARED) or _own.get(process)
+        if address is None:
+            address = _own[process] = start_server()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        _connections[process] = connection
+    return _connections[process]

@@ -23,7 +23,7 @@ SOURCES = {
     "reduce_float": (4, tuple(arch for arch in ARCHS if arch != 80)),
     "reduce_integer": (8, (90,)),
 }
-COMPILED = part([*SOURCES], 2)
+COMPILED = part([*SOURCES], 4)
 every_source = pytest.mark.parametrize("name", COMPILED)
 WIDE = re.compile(r"\b(ld|st)(?:\.global)?(?:\.cs)?\.v(?:2\.[bu]64|4\.[bfu]32|2\.f64)")
 
