@@ -44,10 +44,9 @@ export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 # Two recipes at once: _C compiles while pip fetches torch, and the rest while it fetches the tools.
 MAKEFLAGS += --jobs=2
 unexport MAKEFLAGS
-.PHONY: build demo test lint soak mutants bench conformance portable trainers world gpu wheel cuda-wheel torches docs asan tsan clean
+.PHONY: build binaries demo test lint soak mutants bench conformance portable trainers world gpu wheel cuda-wheel torches docs asan tsan clean
 
-build: $(VENV)/core.stamp $(VENV)/run.stamp
-	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
+build: binaries $(VENV)/run.stamp
 
 demo: build
 	$(PY) -m pycomm.bench.demo
@@ -143,10 +142,9 @@ $(VENV)/binding.stamp: $(VENV)/python.stamp
 	@PYCOMM_BUILD=BINDING $(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
-# The binaries; the target build brings them up to date.
-$(VENV)/core.stamp: $(VENV)/binding.stamp $(VENV)/torch.stamp
+# The binaries, brought up to date.
+binaries: $(VENV)/binding.stamp $(VENV)/torch.stamp
 	@$(IN_VENV) $(PY) setup.py --quiet build_ext --inplace
-	@touch $@
 
 # The CPU build of torch is installed first, so that later packages do not pull a CUDA build.
 $(VENV)/torch.stamp: $(VENV)/python.stamp
@@ -155,7 +153,7 @@ $(VENV)/torch.stamp: $(VENV)/python.stamp
 	  || { echo "torch $(TORCH) was not found at $(TORCH_INDEX); set TORCH_INDEX or TORCH"; exit 1; }
 	@touch $@
 
-# The package in place; its binaries are made by the target build.
+# The package in place; its binaries are made by the target binaries.
 $(VENV)/run.stamp: $(VENV)/torch.stamp pyproject.toml
 	@PYCOMM_BUILD=OFF $(PIP) --no-build-isolation --editable ".[bench]"
 	@touch $@

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     One after the other, all workers would wait at once.
     """
-    files: dict[Path, list[pytest.Item]] = {}
+    files: dict[str, list[pytest.Item]] = {}
     for item in items:
-        files.setdefault(item.path, []).append(item)
-    kinds: dict[bool, list[Path]] = {True: [], False: []}
+        files.setdefault(file_of(item.nodeid), []).append(item)
+    kinds: dict[bool, list[str]] = {True: [], False: []}
     for path in files:
         kinds[tier_of(path) in ("transports", "process")].append(path)
     place = {
@@ -112,17 +113,23 @@ def pytest_runtest_setup() -> None:
     make_faster()
 
 
-def tier_of(path: Path) -> str:
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+@cache
+def tier_of(file: str) -> str:
     """Return the tier of a test file: by its folder, or by its name if a folder holds several."""
-    if path.name.startswith("test_contract"):
+    *folders, name = file.split("/")
+    if name.startswith("test_contract"):
         return "contract"
-    if path.name.startswith("test_ptx"):
+    if name.startswith("test_ptx"):
         return "PTX"
-    return next((FOLDERS[part] for part in path.parts if part in FOLDERS), "unit")
+    return next((FOLDERS[folder] for folder in folders if folder in FOLDERS), "unit")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    tier = tier_of(Path(report.nodeid.split("::")[0]))
+    tier = tier_of(file_of(report.nodeid))
     SECONDS[tier] += report.duration
     # A test is counted once, by its call; a failing set-up or clean-up counts as a failure.
     if report.when == "call" or report.outcome != "passed":
@@ -131,7 +138,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        COUNTS[tier_of(Path(report.nodeid)), "failed"] += 1
+        COUNTS[tier_of(file_of(report.nodeid)), "failed"] += 1
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -20,6 +20,7 @@ from pycomm.codecs.implementations import Unavailable
 from tests.codecs.cuda import emulated as emulated_cuda
 from tests.codecs.cuda import nvrtc_library
 from tests.codecs.cuda.ptx import ARCHS, inexact
+from tests.extent import FULL
 
 PAIRS = list(product(module.DTYPES, module.DTYPES))
 KINDS = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
@@ -164,6 +165,7 @@ def test_nvrtc_compiles_it_exactly(arch):
     assert inexact(ptx) == []
 
 
+@pytest.mark.skipif(not FULL, reason="nvcc takes ten seconds for it: make soak compiles it")
 def test_nvcc_spills_no_register(tmp_path):
     compiler = shutil.which("nvcc")
     if compiler is None:

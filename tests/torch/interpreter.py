@@ -191,7 +191,7 @@ def _read(file: Any) -> str:
     return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
-SHARED = "PYCOMM_TEST_SERVER"  # the address of the server that the workers of pytest share
+SHARED = "TESTS_FORK_SERVER"  # the address of the server that the workers of pytest share
 
 
 def start_server() -> str:
