@@ -125,7 +125,7 @@ def check_trains(rank: int, size: int, spec: str) -> list[float]:
 
 
 # int4 leaves less than int2 does, in blocks of the same form.
-@pytest.mark.parametrize("spec", [*(["int4"] if FULL else []), "int2", "sign", "topk:0.02"])
+@pytest.mark.parametrize("spec", [*(["int4", "sign"] if FULL else []), "int2", "topk:0.02"])
 def test_training_is_as_good_with_residuals_in_bf16(pool, spec):
     (wide, narrow, start), _ = pool.run(check_trains, spec, **PATIENT)
     assert wide < 0.5 * start  # training makes progress
