@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -101,6 +102,7 @@ def serve(fd: int) -> Command:
     while True:
         ready, _, _ = select.select([0, listener, *clients], [], [])
         if 0 in ready:
+            shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
             os._exit(0)
         if listener in ready:
             clients.append(listener.accept()[0])

@@ -19,7 +19,6 @@ import atexit
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -199,8 +198,8 @@ def start_server() -> str:
 
     It ends with this process.
     """
-    owner, folder = os.getpid(), tempfile.mkdtemp(prefix="pycomm-server-")
-    address = f"{folder}/socket"
+    owner = os.getpid()
+    address = tempfile.mkdtemp(prefix="pycomm-server-") + "/socket"  # the server removes it
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
@@ -213,8 +212,8 @@ def start_server() -> str:
 
     def end() -> None:
         if os.getpid() == owner:  # and no fork of it
-            server.communicate()  # closes its stdin
-            shutil.rmtree(folder)
+            with suppress(subprocess.TimeoutExpired):
+                server.communicate(timeout=30)  # closes its stdin
 
     atexit.register(end)
     return address
