@@ -158,9 +158,11 @@ $(VENV)/run.stamp: $(VENV)/torch.stamp pyproject.toml
 	@PYCOMM_BUILD=OFF $(PIP) --no-build-isolation --editable ".[bench]"
 	@touch $@
 
+# The imports write bytecode. Without it each worker of pytest would compile the same modules, all at once.
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing the tools of tests and lint"
 	@PYCOMM_BUILD=OFF $(PIP) --no-build-isolation --editable ".[bench,dev]"
+	@$(PY) -c "import torch.distributed.fsdp, torch.distributed.checkpoint, torch._dynamo, triton, hypothesis, matplotlib.pyplot"
 	@touch $@
 
 # The trainers' many packages have a separate environment, which uses the first one's torch.
