@@ -19,6 +19,7 @@ import atexit
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -198,8 +199,8 @@ def start_server() -> str:
 
     It ends with this process.
     """
-    owner = os.getpid()
-    address = tempfile.mkdtemp(prefix="pycomm-server-") + "/socket"  # the server removes it
+    owner, folder = os.getpid(), tempfile.mkdtemp(prefix="pycomm-server-")
+    address = f"{folder}/socket"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
@@ -214,6 +215,7 @@ def start_server() -> str:
         if os.getpid() == owner:  # and no fork of it
             with suppress(subprocess.TimeoutExpired):
                 server.communicate(timeout=30)  # closes its stdin
+            shutil.rmtree(folder, ignore_errors=True)  # the server has, unless it was interrupted
 
     atexit.register(end)
     return address
