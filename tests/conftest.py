@@ -17,9 +17,6 @@ import pytest
 from tests.interpreter import make_faster
 from tests.torch.interpreter import SHARED, start_server
 
-# Collection makes millions of objects that stay: each search for garbage would visit them all.
-gc.disable()
-
 # One thread for torch's own operations, as under torchrun: their threads would wait for each other
 # on cores that workers, ranks and compilers share, which takes up to four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -65,6 +62,9 @@ def pytest_collection(session: pytest.Session) -> None:
 
     All workers import all files in one order, so each would rewrite each file in a fresh tree.
     """
+    if not getattr(session.config.option, "numprocesses", None):
+        # Collection makes a million objects that stay: each search for garbage would visit them.
+        gc.disable()
     worker = getattr(session.config, "workerinput", None)
     if worker is None:
         return

@@ -115,7 +115,7 @@ def serve(fd: int) -> Command:
             if os.fork() == 0:
                 for each in (listener, *clients):
                     each.close()
-                nothing = os.open(os.devnull, os.O_RDONLY)
+                nothing = os.open(os.devnull, os.O_RDONLY)  # in place of the owner's pipe
                 os.dup2(nothing, 0)
                 os.close(nothing)
                 return _keep(*fds)
