@@ -66,7 +66,7 @@ soak: build $(VENV)/dev.stamp $(TRAINERS)/stamp
 	$(PY) -m tests.faults.injection --seed 9 --cases 500 --phases join,rejoin,reconfigure
 	$(IN_VENV) $(PY) -m tests.fuzz --minutes 10
 	$(IN_VENV) PYCOMM_TEST_ARCHS=all PYCOMM_TEST_EXTENT=full $(PY) -m pytest --quiet \
-	  $$(grep -rlE 'import .*\b(part|pairs|FULL|ARCHS)\b' tests --include='test_*.py')
+	  $$(grep -rlE 'import .*\b(part|pairs|each_value|each_pair|FULL|ARCHS)\b' tests --include='test_*.py')
 	$(PY) -m tests.soak --minutes 60
 	$(PY) -m tests.soak --minutes 30 --joins
 	$(TRAINERS)/bin/python -m tests.trainers.kills --kills 200

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import without_the_rest
 from tests.interpreter import make_faster
 from tests.torch.interpreter import SHARED, start_server
 
@@ -79,11 +80,15 @@ def pytest_collection(session: pytest.Session) -> None:
             importlib.import_module(".".join(name.parts))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files whose tests mostly wait over the others, which compute.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the extent leaves out, and put the rest in order.
 
-    One after the other, all workers would wait at once.
+    Files whose tests mostly wait are spread over the others, which compute: one after the other,
+    all workers would wait at once.
     """
+    if not any("[" in argument for argument in config.args):  # who names a case wants that one
+        items[:], others = without_the_rest(items)
+        config.hook.pytest_deselected(items=others)
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(file_of(item.nodeid), []).append(item)

@@ -6,9 +6,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, product
 from typing import Any, TypeVar
+
+import pytest
+
+each_value = pytest.mark.extent(1)
+"""Mark of a test: of its cases run as many as hold each value of each parameter."""
+each_pair = pytest.mark.extent(2)
+"""The same for each two values of two parameters."""
 
 FULL = os.environ.get("PYCOMM_TEST_EXTENT") == "full"
 
@@ -41,3 +48,39 @@ def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [
         tuple(axis[place] for axis, place in zip(axes, places, strict=True)) for places in chosen
     ]
+
+
+def without_the_rest(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Divide tests by their marks into those that run and the others, each in their order."""
+    tests: dict[tuple[str, int], list[Any]] = {}
+    for item in items:
+        if not FULL and (mark := item.get_closest_marker("extent")):
+            (width,) = mark.args
+            tests.setdefault((item.nodeid.partition("[")[0], width), []).append(item)
+    left_out: set[int] = set()
+    for (_, width), cases in tests.items():
+        kept = covering([case.callspec.params for case in cases], width)
+        left_out |= {id(case) for case in cases} - {id(cases[i]) for i in kept}
+    run = [item for item in items if id(item) not in left_out]
+    return run, [item for item in items if id(item) in left_out]
+
+
+def covering(cases: Sequence[Mapping[str, Any]], width: int) -> list[int]:
+    """Return places of cases that hold all combinations of `width` values that any case holds.
+
+    Args:
+        cases: values by the names of their parameters. Values with equal representations count as
+            equal: those of other types need not be comparable.
+    """
+
+    def held(case: Mapping[str, Any]) -> Iterable[tuple[tuple[str, str], ...]]:
+        values = sorted((name, repr(value)) for name, value in case.items())
+        return combinations(values, min(width, len(values)))
+
+    all_held = [set(held(case)) for case in cases]
+    chosen, left = [], set().union(*all_held)
+    while left:
+        best = max(range(len(cases)), key=lambda i: len(all_held[i] & left))
+        chosen.append(best)
+        left -= all_held[best]
+    return sorted(chosen)

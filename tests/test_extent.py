@@ -1,8 +1,9 @@
-"""The part of a product that `make test` takes: no value and no pair of values is left out."""
+"""The part of a product that `make test` takes: values, and pairs where these count."""
 
 from __future__ import annotations
 
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,44 @@ def test_parts_make_the_whole(monkeypatch):
     values = [*range(11)]
     assert sorted(value for i in range(3) for value in extent.part(values, 3, i)) == values
     assert extent.part(values, 3, 4) == extent.part(values, 3, 1)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_marked_cases_hold_all_combinations_of_that_many_values(width):
+    cases = [dict(zip("dcba", values, strict=True)) for values in product(*AXES)]
+    del cases[5:9]  # what no case holds is not asked for
+
+    def held(chosen):
+        return {c for case in chosen for c in combinations(sorted(case.items()), width)}
+
+    places = extent.covering(cases, width)
+    assert places == sorted(places)
+    assert len(places) <= (9 if width == 1 else 7 * 3 + 6)
+    assert held(cases[i] for i in places) == held(cases)
+
+
+def marked(name, mark, cases):
+    return [
+        SimpleNamespace(
+            nodeid=f"{name}[{case}]",
+            callspec=SimpleNamespace(params=case),
+            get_closest_marker=lambda wanted: mark.mark if mark and wanted == "extent" else None,
+        )
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_marked_tests_alone_have_fewer_cases(full, monkeypatch):
+    monkeypatch.setattr(extent, "FULL", full)
+    cases = [{"a": a, "b": b} for a in range(4) for b in (len, sum)]
+    unlike = marked("one", extent.each_value, cases), marked("all", None, cases)
+    items = [item for pair in zip(*unlike, strict=True) for item in pair]
+    run, left_out = extent.without_the_rest(items)
+    assert [item for item in items if item in run] == run
+    assert len(run) + len(left_out) == len(items)
+    assert [item for item in run if item in unlike[1]] == unlike[1]
+    assert len(left_out) == (0 if full else 4)
 
 
 def test_the_full_extent_is_everything(monkeypatch):

@@ -13,7 +13,7 @@ from pycomm.codecs import CODECS
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from tests.codecs.cases import SPECS, amax_of
-from tests.extent import part
+from tests.extent import each_value, part
 
 SIZE = 2048
 # Deviations of the mean, in sigma, that occur by chance once in 10^7 projections.
@@ -102,6 +102,7 @@ def test_every_codec_that_says_so_is_among_these():
 SHORT = ["eden:bits=1", "eden:bits=2", "eden:bits=1,size=128", "eden:bits=2,size=128"]
 
 
+@each_value
 @pytest.mark.parametrize(
     ("spec", "ratio"),
     [

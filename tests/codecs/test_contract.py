@@ -21,7 +21,7 @@ from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
 from tests.codecs.cases import CASES, ROTATIONS, SPECS, amax_of, bits
 from tests.codecs.cuda import emulated as emulated_cuda
-from tests.extent import FULL, pairs, part
+from tests.extent import FULL, each_value, pairs, part
 from tests.noting import noting
 
 # (implementation, device). CPU implementations must work. With a GPU Triton's interpreter is off,
@@ -227,6 +227,7 @@ def drawn(draw):
     return x, residual
 
 
+@each_value
 @every_spec_everywhere
 def test_same_bytes_of_drawn_values(spec, kind, device):
     interpreted = (kind, device) == ("triton", "cpu")
@@ -297,6 +298,7 @@ EVERY_QUANT = [
 ]
 
 
+@each_value
 @everywhere
 @pytest.mark.parametrize("codec", EVERY_QUANT, ids=Quant.spec)
 def test_pairs_of_quants_options(codec, kind, device):
@@ -315,6 +317,7 @@ def test_every_kind_of_rotation(spec, kind, device):
     check(spec, kind, device, *CASES["normal-5001"])
 
 
+@each_value
 @every_spec_everywhere
 def test_any_payload_decodes_the_same(spec, kind, device):
     codec = pycomm.codec(spec)
@@ -337,6 +340,7 @@ def shifted(x: torch.Tensor, device: str) -> torch.Tensor:
     return torch.cat((x[:step], x)).to(device)[step:]
 
 
+@each_value
 @every_spec_everywhere
 def test_alignment_does_not_matter(spec, kind, device):
     codec = pycomm.codec(spec)
@@ -358,6 +362,7 @@ def test_alignment_does_not_matter(spec, kind, device):
     assert same(got, want_sum)
 
 
+@each_value
 @every_spec_everywhere
 def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
     codec = pycomm.codec(spec)
@@ -397,6 +402,7 @@ def sections(codec: Codec, payload: torch.Tensor, numel: int) -> list[torch.Tens
     return [payload[:scale_bytes], payload[-(-scale_bytes // 4) * 4 :]]
 
 
+@each_value
 @everywhere
 @every_spec
 def test_nothing_encodes_to_nothing(spec, kind, device):

@@ -20,7 +20,7 @@ from pycomm.codecs.implementations import Unavailable
 from tests.codecs.cuda import emulated as emulated_cuda
 from tests.codecs.cuda import nvrtc_library
 from tests.codecs.cuda.ptx import ARCHS, inexact
-from tests.extent import FULL
+from tests.extent import FULL, each_pair
 
 PAIRS = list(product(module.DTYPES, module.DTYPES))
 KINDS = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
@@ -68,6 +68,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     )
 
 
+@each_pair
 @everywhere
 @every_pair
 def test_same_bits(kind, device, source_type, target_type):
@@ -92,6 +93,7 @@ def test_same_bits(kind, device, source_type, target_type):
                 assert same(there, want)
 
 
+@each_pair
 @everywhere
 @every_pair
 def test_each_factor_counts_alone(kind, device, source_type, target_type):

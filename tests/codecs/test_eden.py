@@ -7,6 +7,7 @@ import torch
 
 import pycomm
 from pycomm.codecs.args import RandomKey
+from tests.extent import each_value
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 # The paper's up to 4 bits, re-computed; above, what the best levels of N(0, 1) lose.
@@ -25,6 +26,7 @@ def relative_error(codec, x, **options) -> float:
 
 
 # 4 %: a rotation of 1024 values is not quite normal, less so if many of them are zero.
+@each_value
 @pytest.mark.parametrize("bits", UNBIASED)
 @pytest.mark.parametrize("what", ["normal", "sparse", "heavy"])
 def test_error_is_that_of_the_paper_whatever_the_values(bits, what):

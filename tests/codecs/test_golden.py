@@ -19,7 +19,7 @@ from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs
 from tests.codecs.cases import amax_of
 from tests.codecs.test_contract import IMPLEMENTATIONS, runner, same
-from tests.extent import part
+from tests.extent import each_value, part
 from tests.golden.__main__ import KEY
 from tests.noting import noting
 
@@ -57,6 +57,7 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[tuple[str, str]]]]:
         yield name, kind, device, part(entries(name), every)
 
 
+@each_value
 @pytest.mark.parametrize(
     ("name", "kind", "device", "chosen"),
     [pytest.param(*run, id="-".join(run[:3])) for run in combinations()],

@@ -14,6 +14,7 @@ from pycomm.codecs.args import RandomKey
 from pycomm.codecs.block import unpack_bits
 from pycomm.codecs.philox import random_words
 from tests.codecs.cases import KEYS
+from tests.extent import each_value
 
 SPECS = ["int8", "int8:block=32", "int4", "int4:block=32", "int7", "int3", "int2"]
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
@@ -42,6 +43,7 @@ def test_error_on_normal_values_is_the_known_constant(spec, constant):
     assert relative_error(pycomm.codec(spec), NORMAL) == pytest.approx(constant, rel=0.02)
 
 
+@each_value
 @pytest.mark.parametrize("scale", ["float32", "bfloat16"])
 @pytest.mark.parametrize("span", ["symmetric", "minmax"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -209,6 +211,7 @@ def test_int4_low_nibble_is_the_even_value():
     assert payload[:4].view(torch.float32).item() == 1.0
 
 
+@each_value
 @pytest.mark.parametrize("spec", [*SPECS, "int8:range=minmax", "int4:range=minmax,scale=bfloat16"])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 2.0**127])
 def test_overflow_is_seen_by_all_and_keeps_the_residual(spec, bad):

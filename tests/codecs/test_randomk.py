@@ -11,7 +11,7 @@ from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference
 from pycomm.errors import Error
 from tests.codecs.test_contract import check, everywhere, runner, same
-from tests.extent import part
+from tests.extent import each_value, part
 
 NORMAL = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
 SPECS = ["randomk:10", "randomk:every=4,block=64", "randomk:1"]
@@ -37,6 +37,7 @@ def test_one_block_of_each_stretch_travels(spec):
     assert torch.equal(decoded[decoded != 0], x[decoded != 0])
 
 
+@each_value
 @pytest.mark.parametrize("spec", ["randomk:10,scale=unbiased", "randomk:4,block=8,scale=unbiased"])
 @pytest.mark.parametrize("numel", [320, 333])
 def test_no_bias_and_the_variance_of_the_page(spec, numel):
@@ -68,6 +69,7 @@ def test_each_block_is_chosen_as_often_as_the_others():
     assert bool(((counts - 100_000 / 7).abs() < 5 * 111).all())
 
 
+@each_value
 @everywhere
 @pytest.mark.parametrize("every", [1, 3, 15, 16, 50, 65536])
 def test_same_bytes_of_any_length_of_stretches(every, kind, device):
@@ -75,6 +77,7 @@ def test_same_bytes_of_any_length_of_stretches(every, kind, device):
     check(f"randomk:{every},scale=unbiased", kind, device, NORMAL[:1003], NORMAL[1003:2006])
 
 
+@each_value
 @everywhere
 @pytest.mark.parametrize(
     ("spec", "ranks"),

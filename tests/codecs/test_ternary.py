@@ -11,6 +11,7 @@ from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.errors import Error
 from tests.codecs.cases import CASES, amax_of
 from tests.codecs.test_contract import everywhere, runner, same
+from tests.extent import each_pair
 
 # Any bits, edges of scales, and sizes around blocks and rows.
 MEASURED = (
@@ -101,6 +102,7 @@ def test_overflow_on_one_rank_is_seen_by_all_and_keeps_the_residual(bad):
     assert torch.equal(residual[hit], NORMAL[1024:2048][hit])
 
 
+@each_pair
 @everywhere
 @pytest.mark.parametrize("block", [64, 1024])
 @pytest.mark.parametrize("case", MEASURED)

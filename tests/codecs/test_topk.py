@@ -18,7 +18,7 @@ from pycomm.codecs.implementations import Reference, native_codec
 from pycomm.errors import Error
 from pycomm.triton_kernels import topk as triton_topk
 from tests.codecs.test_contract import IMPLEMENTATIONS, check, check_decode, runner, same
-from tests.extent import part
+from tests.extent import each_pair, each_value, part
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 VALUES = ["float32", "float16", "int8", "int2"]
@@ -81,6 +81,7 @@ SEARCHED = {
 }
 
 
+@each_value
 @pytest.mark.parametrize("case", SEARCHED)
 @pytest.mark.parametrize(
     "spec",
@@ -129,6 +130,7 @@ def on_gpus() -> Iterator[tuple[str, str, str, str]]:
                 yield *record, kind, device
 
 
+@each_pair
 @pytest.mark.parametrize(("spec", "case", "kind", "device"), list(on_gpus()), ids=str)
 def test_gpus_find_the_same_in_long_records(spec, case, kind, device):
     # Triton's interpreter is slow, so it gets some tiles, and three chunks of 4096.
@@ -286,6 +288,7 @@ def test_places_that_do_not_travel_stay_to_the_bit():
 # ------------------------------------------------------ values that change while they are coded
 
 
+@each_value
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize(("form", "values"), [("int32", "float32"), ("bitmap", "int8")])
 def test_a_caller_who_changes_values_meanwhile_hurts_no_other_memory(form, values, feedback):

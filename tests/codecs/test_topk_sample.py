@@ -18,7 +18,7 @@ from pycomm.codecs.args import RandomKey
 from pycomm.codecs.implementations import native_codec
 from tests.codecs.cases import KEYS
 from tests.codecs.test_contract import check
-from tests.extent import part
+from tests.extent import each_value, part
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -124,6 +124,7 @@ def test_the_key_chooses_the_sample():
     assert counts == [count_of(codec.encode(x, key=key)) for key in KEYS]
 
 
+@each_value
 @pytest.mark.parametrize(
     ("sample", "numel"),
     [

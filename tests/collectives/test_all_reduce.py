@@ -9,6 +9,7 @@ import pytest
 
 from pycomm import _C
 from tests.collectives.ways import RANKS, SIZES, TINY, WAYS, bits, floats, integers
+from tests.extent import each_value
 from tests.ranks import run, run_processes
 
 ways = pytest.mark.parametrize("way", WAYS)
@@ -41,6 +42,7 @@ def test_sums_in_tiny_segments_are_exact(way):
     check_sums_of_integers(run(3, sums_of_integers, **WAYS[way], **TINY))
 
 
+@each_value
 @pytest.mark.parametrize("transport", ["shm", "auto", "tcp"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_of_integers_are_exact_between_processes(transport, ranks):

@@ -10,6 +10,7 @@ import pytest
 
 from pycomm import _C
 from tests.collectives.ways import floats
+from tests.extent import each_value
 from tests.ranks import run
 
 NUMEL = 60_000  # two-shot over channels, several slots of the window
@@ -75,6 +76,7 @@ def in_rank_order(dtype, ranks, numel=NUMEL):
     return out
 
 
+@each_value
 @ways
 @dtypes
 @all_ranks
@@ -97,6 +99,7 @@ def test_a_part_of_a_message_has_the_bits_that_it_has_alone(way, dtype, ranks):
         assert b"".join(bucket.bytes for bucket in buckets) == want.bytes
 
 
+@each_value
 @ways
 @dtypes
 @all_ranks
@@ -112,6 +115,7 @@ def test_reduce_scatter_has_the_bits_of_all_reduce(way, dtype, ranks):
         assert out.bytes == want.part(rank * each, (rank + 1) * each).bytes
 
 
+@each_value
 @ways
 @dtypes
 def test_arrival_does_not_matter(way, dtype):

@@ -11,6 +11,7 @@ from pycomm import _C
 from pycomm.communicator import Piece
 from pycomm.errors import Error
 from tests.collectives.ways import bits, floats, integers
+from tests.extent import each_pair, each_value
 from tests.ranks import run
 
 RATES = ["20mbit", "100mbit", "100mbit/50mbit", "", "35mbit/1gbit", "20mbit", "100mbit", "1mbit"]
@@ -130,6 +131,7 @@ CASES = [
 ]
 
 
+@each_pair
 @pytest.mark.parametrize(("way", "ranks", "numel"), CASES)
 def test_results_keep_their_bits(way, ranks, numel):
     """All-reduce, reduce and broadcast of floats whose sums depend on the order."""
@@ -151,6 +153,7 @@ def test_results_keep_their_bits(way, ranks, numel):
     assert expected[0][1] == bits(sum(integers(r, numel, "int64") for r in range(ranks)))
 
 
+@each_value
 @pytest.mark.parametrize(
     "codec", ["quant:bits=8", "quant:bits=4,rounding=stochastic", "topk:density=0.1", "sign"]
 )

@@ -15,7 +15,7 @@ import pytest
 from pycomm import _C
 from pycomm.errors import Error, PeerLost
 from tests.collectives.ways import floats, integers
-from tests.extent import FULL
+from tests.extent import FULL, each_value
 from tests.ranks import run, run_processes
 
 RANKS = [2, 3, 4]
@@ -90,6 +90,7 @@ def test_same_bits_as_through_staging(ranks):
     assert run_processes(ranks, everything) == staged
 
 
+@each_value
 @pytest.mark.parametrize("who", ["one", "all but one"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_same_bits_where_some_lie_in_heaps(ranks, who):

@@ -15,6 +15,7 @@ import pytest
 from pycomm.communicator import Communicator
 from pycomm.errors import Error, Timeout, WireMismatch
 from tests.collectives.ways import WAYS, floats
+from tests.extent import each_value
 from tests.ranks import attempt, run, run_processes
 from tests.soak.held import held_at_rest
 
@@ -82,6 +83,7 @@ def test_receives_posted_first_are_filled_first(way, numel):
     assert run(2, job, **WAYS[way])[0] == [{0}, {1}, {2}, {3}]
 
 
+@each_value
 @everywhere
 @pytest.mark.parametrize(("count", "numel"), [(60, 50_000), (4000, 500)], ids=["long", "short"])
 def test_receiver_keeps_little_of_what_nobody_receives(way, count, numel):

@@ -18,7 +18,7 @@ from pycomm.errors import Error
 from tests.collectives.device import ranks as device_ranks
 from tests.collectives.test_hierarchical import NODES
 from tests.collectives.ways import TINY
-from tests.extent import FULL, pairs, part
+from tests.extent import FULL, each_value, pairs, part
 from tests.ranks import run, run_processes
 
 PREMUL_SUM = _C.ReduceOp.premul_sum
@@ -129,6 +129,7 @@ def check_all(dtypes: list[str]):
 
 
 # Every dtype meets every way and every number of ranks, which take turns with halves of the dtypes.
+@each_value
 @pytest.mark.parametrize(
     ("ranks", "way", "dtypes"),
     [
@@ -172,6 +173,7 @@ LARGER = {2: [1001, 200_003, 800_003], 3: [1001, 200_003, 1_400_003]}
 LARGEST = 1_900_003
 
 
+@each_value
 @pytest.mark.parametrize(
     "options", [{"transport": "shm"}, {"transport": "tcp"}], ids=["shm", "tcp"]
 )

@@ -7,6 +7,7 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error
+from tests.extent import each_value
 from tests.ranks import run
 
 ALGOS = {
@@ -83,6 +84,7 @@ def test_an_operation_without_the_algorithm_says_so():
         _C.schedule.select(tag("barrier"), 4, 0, "rings")
 
 
+@each_value
 @pytest.mark.parametrize("ranks", [2, 4, 5, 8])
 @pytest.mark.parametrize(("op", "algo"), [(op, a) for op, algos in ALGOS.items() for a in algos])
 def test_the_table_knows_the_bytes(op, algo, ranks):

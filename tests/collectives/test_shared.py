@@ -12,7 +12,7 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
-from tests.extent import part
+from tests.extent import each_value, part
 from tests.transports.transport_ranks import RUNNERS, address, good, processes, sample, threads
 
 RANKS = [1, 2, 3, 4, 7, 8]
@@ -57,6 +57,7 @@ def meaningful() -> list[tuple[_C.DType, _C.ReduceOp]]:
     return pairs
 
 
+@each_value
 @pytest.mark.parametrize(
     ("kind", "size"),
     [(kind, size) for kind in RUNNERS for size in RANKS if (kind, size) != ("shm", 1)],
@@ -183,6 +184,7 @@ def test_calls_of_all_kinds_may_follow_each_other(size, kind):
     good(RUNNERS[kind](size, job))
 
 
+@each_value
 @pytest.mark.parametrize("kind", RUNNERS)
 @pytest.mark.parametrize(
     ("theirs", "words"),

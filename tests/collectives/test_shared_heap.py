@@ -14,7 +14,7 @@ import pytest
 
 from pycomm.errors import Error
 from tests.collectives.ways import RANKS, bits, floats, integers
-from tests.extent import part
+from tests.extent import each_value, part
 from tests.ranks import run, run_processes
 
 # In-place operation begins at 2 KiB; one slot is 128 KiB, and a call that needs more than four of
@@ -110,6 +110,7 @@ def check_everything(c, who, results):
     return True
 
 
+@each_value
 @pytest.mark.parametrize(
     ("ranks", "who"),
     [(ranks, who) for place, ranks in enumerate(RANKS) for who in part([*WHO], 2, place)],

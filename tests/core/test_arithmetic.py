@@ -16,7 +16,7 @@ from tests.arithmetic import KINDS, arithmetic
 from tests.codecs.cases import CASES, SPECS, amax_of
 from tests.collectives.device import ranks as device_ranks
 from tests.collectives.ways import WAYS
-from tests.extent import part
+from tests.extent import each_value, part
 from tests.ranks import run
 
 FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "complex64"]
@@ -51,6 +51,7 @@ def reduced(dtype: str, op: str, inputs: list[np.ndarray]) -> bytes:
     return out.tobytes()
 
 
+@each_value
 @kinds
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_reductions(kind, dtype):
@@ -108,6 +109,7 @@ def test_numbers_in_a_text_are_rounded_to_nearest(kind):
     assert specs == [pycomm.codec(f"topk:{text}").spec() for text in texts]
 
 
+@each_value
 @kinds
 @pytest.mark.parametrize("form", [("ema", "bf16"), ("momentum", "int8"), ("ef21", "float32")])
 def test_feedback(kind, form):
@@ -134,6 +136,7 @@ def test_feedback(kind, form):
     assert got == want
 
 
+@each_value
 @kinds
 @pytest.mark.parametrize("to", ["float16", "bfloat16", "float32"])
 def test_conversions(kind, to):

@@ -8,6 +8,7 @@ import pytest
 from pycomm import _C
 from tests.collectives.device import ranks as device_ranks
 from tests.collectives.ways import WAYS
+from tests.extent import each_value
 from tests.ranks import run
 
 DTYPES = _C.DType.__members__
@@ -57,6 +58,7 @@ def check(x: np.ndarray, dtype: str, what: object) -> None:
     assert np.array_equal(x[found], np.full(found.sum(), canonical, word)), what
 
 
+@each_value
 @everywhere
 @pytest.mark.parametrize("numel", [1, 3, 7, 8, 9, 1027])
 def test_of_reductions(dtype, numel):
@@ -80,6 +82,7 @@ def test_of_reductions(dtype, numel):
             check(out, dtype, (op, count))
 
 
+@each_value
 @everywhere
 @pytest.mark.parametrize(
     "way",
@@ -112,6 +115,7 @@ def test_of_collectives(dtype, way):
         assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@each_value
 @everywhere
 @pytest.mark.parametrize("algo", ["one_shot", "two_shot", "ring"])
 def test_of_kernels_of_devices(dtype, algo):

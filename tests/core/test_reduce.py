@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pycomm import _C
 from pycomm.errors import Error
+from tests.extent import each_value
 
 TORCH = {
     "float32": torch.float32,
@@ -165,6 +166,7 @@ def test_equals_torch(dtype, op):
         assert same_bits(out, reference(dtype, op, inputs)), (count, numel)
 
 
+@each_value
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 def test_out_may_be_an_input_and_copy_gets_the_same(dtype, op):
     for count in (1, 2, 5):
@@ -252,6 +254,7 @@ def test_halves_and_what_lies_beyond_the_largest_round_as_in_torch(dtype):
             assert same_bits(scale(dtype, one, signed), want), signed
 
 
+@each_value
 @pytest.mark.parametrize(("dtype", "op"), MEANINGLESS)
 def test_meaningless_op_is_refused(dtype, op):
     x = make(dtype, 4, 1)[0]

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pycomm.reduction.momentum import scaled  # noqa: E402
+from tests.extent import each_value  # noqa: E402
 
 SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 1000), (700, 31), (0, 4)]
 
@@ -113,6 +114,7 @@ def test_an_earlier_result_is_written_over():
     assert all(map(torch.equal, written, again))
 
 
+@each_value
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("known", [0, 2, 1000])
 def test_a_gradient_above_the_bound_is_scaled_down_to_it(rows, columns, known):

@@ -13,6 +13,7 @@ import pytest
 
 from pycomm.errors import Error
 from tests.collectives.ways import WAYS
+from tests.extent import each_value
 from tests.ranks import attempt, run
 
 # Seconds from abort() to the end of a wait. Waits poll every few milliseconds; a busy machine may
@@ -36,6 +37,7 @@ def two_barriers(c):
     c.barrier()
 
 
+@each_value
 @pytest.mark.parametrize("way", ["window", "direct", "tcp"])
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("by", ["same rank", "other rank"])

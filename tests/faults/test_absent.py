@@ -11,6 +11,7 @@ import pytest
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Timeout
 from tests.collectives.ways import WAYS
+from tests.extent import each_value
 from tests.ranks import attempt
 
 everywhere = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
@@ -76,6 +77,7 @@ CALLS = {
 }
 
 
+@each_value
 @everywhere
 @pytest.mark.parametrize("call", CALLS)
 def test_in_an_operation(way, call):

@@ -12,6 +12,7 @@ from pycomm import _C
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error
 from tests.collectives.device import ranks as device_ranks
+from tests.extent import each_value
 from tests.ranks import run
 
 LONG = [3e7, 1e10, 1e300, math.inf]
@@ -24,6 +25,7 @@ WAYS = {
 }
 
 
+@each_value
 @pytest.mark.parametrize("seconds", LONG)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_is_late_is_waited_for(way, seconds):

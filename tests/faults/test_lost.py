@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pycomm.errors import PeerLost
+from tests.extent import each_pair, each_value
 from tests.ranks import attempt, run_processes
 
 # Seconds, as the design promises. The promise is that no wait for a dead rank lasts longer, but a
@@ -29,6 +30,7 @@ def until_lost(c):
         return error.rank, str(error), time.time()
 
 
+@each_pair
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("way", ["auto", "direct"])
 @pytest.mark.parametrize("state", ["in a call", "between calls"])
@@ -87,6 +89,7 @@ def test_of_two_that_die_the_first_is_named_by_who_waits_for_the_second():
     assert rank == 2, text
 
 
+@each_value
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("call", ["recv", "broadcast"])
 def test_who_waits_for_one_of_two_dead_ranks_alone_hears_of_it(transport, call):

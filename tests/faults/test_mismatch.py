@@ -11,6 +11,7 @@ import pytest
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, WireMismatch
 from tests.collectives.ways import WAYS
+from tests.extent import each_value
 from tests.ranks import attempt, run, run_processes
 
 ways = pytest.mark.parametrize("way", WAYS)
@@ -35,6 +36,7 @@ CALLS = {
 }
 
 
+@each_value
 @ways
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("call", CALLS)

@@ -16,6 +16,7 @@ import pytest
 from pycomm.communicator import Communicator
 from pycomm.errors import Error, WireMismatch
 from tests.collectives.ways import WAYS
+from tests.extent import each_value
 from tests.ranks import attempt, run, run_processes
 
 ways = pytest.mark.parametrize("way", WAYS)
@@ -71,6 +72,7 @@ def verdict(error: BaseException) -> str:
     return str(error).split(";")[0]
 
 
+@each_value
 @ways
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("op", OPS)
@@ -140,6 +142,7 @@ def test_what_callers_name_is_compared(way):
         )
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "complex64", "int8"])
 @ways
 def test_equal_results_are_no_error(way, dtype):

@@ -20,6 +20,7 @@ import pytest
 
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, Timeout
+from tests.extent import each_value
 from tests.ranks import run_processes
 
 NUMEL = 8 << 20  # 32 MiB: long enough to be stopped in
@@ -155,6 +156,7 @@ def play(name, heap, seconds):
                 rank.join()
 
 
+@each_value
 @pytest.mark.parametrize("heap", [True, False], ids=["heap", "private"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_that_goes_on_late_neither_succeeds_nor_writes(name, heap):

@@ -10,6 +10,7 @@ import pytest
 
 from pycomm.errors import PeerLost, Timeout, WireMismatch
 from tests.collectives.ways import WAYS
+from tests.extent import each_value
 from tests.ranks import attempt
 
 WAYS = {**WAYS, "shm": {"transport": "shm"}}
@@ -41,6 +42,7 @@ def texts_of(errors, kind):
     return texts
 
 
+@each_value
 @ways
 @all_ranks
 def test_a_missing_rank(way, ranks):

@@ -18,6 +18,7 @@ import pycomm.trace
 from pycomm import _C
 from pycomm.errors import Error
 from tests.collectives.ways import WAYS
+from tests.extent import each_value
 from tests.ranks import attempt, run
 
 
@@ -205,6 +206,7 @@ class Analyzed(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@each_value
 @pytest.mark.parametrize("way", ["window", "tcp"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("fault", ["none", "differs", "missing"])

@@ -7,6 +7,7 @@ import pytest
 from pycomm import _C
 from pycomm.plan import CODINGS, Cluster, Link, Processor
 from pycomm.plan.algorithms import Size, algorithms, all_reduce, steps
+from tests.extent import each_value
 
 GIGABIT = Link("1gbit", 125e6, 50e-6)
 FREE = Processor("free", 1e15, is_core=False)
@@ -16,6 +17,7 @@ def cluster(ranks, **options):
     return Cluster(ranks=ranks, **({"inter": GIGABIT, "processor": FREE} | options))
 
 
+@each_value
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "bruck", "halving_doubling", "ring"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 31, 64])
 def test_the_core_counts_alike(algorithm, ranks):

@@ -9,6 +9,7 @@ from pycomm.plan.__main__ import main
 from pycomm.plan.algorithms import Size, algorithms, all_reduce
 from pycomm.plan.sim import simulate
 from pycomm.plan.sim.engine import Cores, Engine, Line, Thread, Way
+from tests.extent import each_value
 
 # Within 2 %: formulas know of what overlaps only that it is a segment less than all.
 AGREE = 0.02
@@ -37,6 +38,7 @@ def test_agree_where_links_are_the_limit(ranks, values):
             assert formula == pytest.approx(events, rel=AGREE), (codec, algorithm)
 
 
+@each_value
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("cores", [2.0, 0.5])
 def test_agree_where_processors_are_the_limit(ranks, cores):

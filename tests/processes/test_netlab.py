@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pycomm.bench import netlab
+from tests.extent import each_value
 
 RATE = 80e6 / 8  # bytes per second
 
@@ -187,6 +188,7 @@ def test_mpirun_starts_its_ranks_on_the_nodes():
     assert len({space for *_, space in said} | {os.readlink("/proc/self/ns/net")}) == 3
 
 
+@each_value
 @pytest.mark.parametrize(
     ("sent", "who", "status"),
     [

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from pycomm.bench import netlab
+from tests.extent import each_value
 
 NUMEL = 2_000_000
 
@@ -47,6 +48,7 @@ def start(lab: netlab.Lab, local: list[int], folder: str, op: str) -> list[subpr
     return ranks
 
 
+@each_value
 @pytest.mark.parametrize("local", [[2, 2], [1, 3]], ids=["2+2", "1+3"])
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_each_byte_crosses_a_link_once(tmp_path, local, op):

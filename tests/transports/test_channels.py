@@ -7,6 +7,7 @@ import threading
 import pytest
 
 import pycomm.errors
+from tests.extent import each_value
 from tests.transports.ranks import (
     COLLECTIVE,
     POINT_TO_POINT,
@@ -32,6 +33,7 @@ def run(request, tmp_path):
     return run_on
 
 
+@each_value
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_every_pair_exchanges_every_size(run, size):
     def body(me):
@@ -80,6 +82,7 @@ def test_tickets_count_up_and_complete_in_order(run):
     run(2, body)
 
 
+@each_value
 @pytest.mark.parametrize("checksum", ["payload", "header"])
 @pytest.mark.parametrize("size", [10_000, 100_000, 3 * MIB])
 def test_a_send_ends_though_the_next_one_is_not_wanted_yet(run, size, checksum):
@@ -143,6 +146,7 @@ def test_two_threads_drive_two_lanes(run):
     run(2, body)
 
 
+@each_value
 @pytest.mark.parametrize("size", [8, 300_000])
 def test_mismatch_describes_both_calls(run, size):
     def body(me):

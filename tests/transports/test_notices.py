@@ -10,6 +10,7 @@ import pytest
 
 from pycomm import _C, errors
 from pycomm.communicator import Communicator
+from tests.extent import each_value
 from tests.ranks import join
 from tests.transports.ranks import SECONDS, threads
 from tests.transports.transport_ranks import RUNNERS, good
@@ -43,6 +44,7 @@ def heard(check_once) -> BaseException | None:
     return None
 
 
+@each_value
 @every_kind
 @pytest.mark.parametrize("medium", ["local", "shm", "tcp"])
 def test_every_kind_by_a_transport(medium, kind):

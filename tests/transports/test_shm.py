@@ -14,6 +14,7 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
+from tests.extent import each_value
 from tests.transports.transport_ranks import RUNNERS, address, good, processes, sample
 
 # Sizes: empty, shorter than a frame, odd, one ring (256 KiB), and more than the ring holds.
@@ -34,6 +35,7 @@ def exchange(transport, lane, pairs, timeout=20.0):
     transport.wait(lane, goals, timeout)
 
 
+@each_value
 @pytest.mark.parametrize("kind", RUNNERS)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_messages_of_every_size_arrive_in_order(size, kind):

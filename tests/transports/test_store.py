@@ -12,6 +12,7 @@ import pytest
 
 import pycomm.errors
 from pycomm import _C
+from tests.extent import each_value
 
 
 @pytest.fixture(params=["local", "file"])
@@ -19,6 +20,7 @@ def store(request, tmp_path):
     return _C.Store.local() if request.param == "local" else _C.Store.file(str(tmp_path / "a/b"))
 
 
+@each_value
 @pytest.mark.parametrize(
     "key", ["", ".", "..", "a/b", "/", "a+b%2f", "ä \n\0", "x" * 1000, "/" * 1000, "a/b.value"]
 )
@@ -86,6 +88,7 @@ def test_readers_never_see_half_a_value(store):
     assert set(seen) <= values
 
 
+@each_value
 @pytest.mark.parametrize("size", [2, 64, 65, 130])
 @pytest.mark.parametrize("appends", [False, True])
 def test_each_rank_hears_the_words_of_all(size, appends):

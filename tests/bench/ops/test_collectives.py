@@ -24,6 +24,7 @@ from pycomm.bench.ops import backends, coded, collectives, measure
 from pycomm.bench.ops.cases import REDUCTIONS, STORAGE
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 from pycomm.env import env
+from tests.extent import each_value
 from tests.ranks import run_processes
 from tests.torch.interpreter import launch
 
@@ -171,6 +172,7 @@ def test_every_operation_is_right(played, op):
     assert {(row["op"], row["wrong"], row["size"]) for row in rows} == {(op, 0, 3000)}
 
 
+@each_value
 @pytest.mark.parametrize("dtype", sorted(STORAGE))
 @pytest.mark.parametrize("redop", ["sum", "avg", "prod", "max"])
 def test_expected_values_are_the_core_s(dtype, redop):

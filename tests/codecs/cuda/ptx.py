@@ -46,7 +46,7 @@ ALL_TRITON_SPECS = [
     "randomk:100",
     "randomk:10,block=256,scale=unbiased",
 ]
-SOME_TRITON_SPECS = ["bf16", "int4", "nvfp4", "eden2", "lossless"]
+SOME_TRITON_SPECS = ["bf16", "int4", "nvfp4", "eden2"]
 TRITON_SPECS = ALL_TRITON_SPECS if FULL else SOME_TRITON_SPECS
 CONVERSIONS = [
     (source, target)

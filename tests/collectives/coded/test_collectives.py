@@ -13,6 +13,7 @@ from pycomm import _C
 from pycomm.codecs import RandomKey
 from pycomm.communicator import Piece
 from tests.collectives.ways import WAYS, bits
+from tests.extent import each_value
 from tests.ranks import attempt, run, run_processes
 
 RANKS = [1, 2, 3, 4, 8]
@@ -130,6 +131,7 @@ def test_bytes_of_the_model(codec, ranks):
     check(run(ranks, reduce_once(list(TENSORS), codecs), **WAYS["window"]), codecs)
 
 
+@each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("segment_bytes", [0, 4, 700, 5000])
 def test_result_does_not_depend_on_transport_or_segments(way, segment_bytes):
@@ -199,6 +201,7 @@ def test_nothing_is_lost_over_the_steps(codec):
             assert np.abs(put_in - came_out).max() > 1e-3, "feedback had something to do"
 
 
+@each_value
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "fp32"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -26,6 +26,7 @@ from pycomm.straggler.compare import compare
 from pycomm.straggler.stats import rank_stats
 from tests.collectives.test_hierarchical import options
 from tests.collectives.ways import WAYS, bits
+from tests.extent import each_value
 from tests.ranks import attempt, run, run_processes
 
 SEED, STEP = 77, 5
@@ -167,6 +168,7 @@ def test_bytes_of_the_model(codecs, kind, ranks):
     check_all_reduce(kind, run(ranks, all_reduce(codecs.Simple(**kind))))
 
 
+@each_value
 @kinds
 @pytest.mark.parametrize("way", ["direct", "tcp"])
 def test_result_does_not_depend_on_transport_or_segments(codecs, kind, way):

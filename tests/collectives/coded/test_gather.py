@@ -14,6 +14,7 @@ from tests.collectives.coded import test_collectives as test_coded
 from tests.collectives.coded.test_collectives import SEED, STEP, TENSORS, Bucket, gradient
 from tests.collectives.test_hierarchical import options
 from tests.collectives.ways import WAYS, bits
+from tests.extent import each_value
 from tests.ranks import attempt, run, run_processes
 
 WHOLE, CHUNKED = "topk:density=0.05", "topk:density=0.1,values=int8,chunk=4096"
@@ -60,6 +61,7 @@ def test_bytes_of_the_model(ranks, average):
     check(run(ranks, job(average), **WAYS["window"]), average)
 
 
+@each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("segment_bytes", [4, 5000])
 def test_result_does_not_depend_on_transport_or_segments(way, segment_bytes):

@@ -13,6 +13,7 @@ from pycomm import _C
 from pycomm.codecs import RandomKey
 from pycomm.communicator import Piece
 from tests.collectives.ways import WAYS, bits
+from tests.extent import each_value
 from tests.ranks import attempt, run, run_processes
 
 RANKS = [1, 2, 3, 4, 8]
@@ -108,6 +109,7 @@ def test_reduce_scatter_has_the_bytes_of_the_model(ranks, average):
     check_reduce_scatter(run(ranks, reduce_scatter(average)), average)
 
 
+@each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("segment_bytes", [4, 5000])
 def test_reduce_scatter_does_not_depend_on_transport_or_segments(way, segment_bytes):

@@ -10,6 +10,7 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs import RandomKey
 from pycomm.communicator import Piece
+from tests.extent import each_value
 from tests.ranks import run
 
 NUMEL = [10_000, 1, 77_000, 300]
@@ -40,6 +41,7 @@ def reduce(ranks: int, spec: str, feedback: bool) -> list[tuple[list, list]]:
     return run(ranks, rank_main)
 
 
+@each_value
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     "spec",

@@ -10,6 +10,7 @@ from pycomm import _C
 from tests import ranks as channels
 from tests.collectives.device import jobs
 from tests.collectives.device.ranks import Rank, run
+from tests.extent import each_value
 
 
 class OnChannels(Rank):
@@ -35,6 +36,7 @@ def by_channels(ranks, specs, segment=0, nodes=(), **options):
     )
 
 
+@each_value
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_bytes_of_the_communicator(ranks, feedback):
@@ -45,6 +47,7 @@ def test_bytes_of_the_communicator(ranks, feedback):
     assert got == want
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("specs", [jobs.SPECS[:6], jobs.SPECS[6:]], ids=["recoded", "others"])
 def test_small_floats_are_rounded_once(dtype, specs):

@@ -12,6 +12,7 @@ import pytest
 import pycomm
 from tests.collectives.device.jobs import SPECS, Bucket
 from tests.collectives.device.ranks import run
+from tests.extent import each_value
 
 # Each rank's layout in the memory file: a page, flags, and shared data (device/peer_pointers.h).
 CONTROL, FLAGS = 4096, 64 * 16 * 8
@@ -27,6 +28,7 @@ def shown(size: int) -> list[bytes]:
     return [ctypes.string_at(start, each - CONTROL - FLAGS) for start in starts]
 
 
+@each_value
 @pytest.mark.parametrize("op", ["all_reduce_coded", "reduce_scatter_coded", "all_gather_coded"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_rank_whose_peer_is_late_leaves_that_peer_s_memory_as_it_was(op, spec):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from tests.extent import each_value
 from tests.torch.interpreter import Interpreter
 
 # ------------------------------------------------------------------ threads that wait
@@ -55,6 +56,7 @@ def check_destroy_while_waiting(rank: int, size: int, transport: str, kind: str)
     dist.barrier()
 
 
+@each_value
 @pytest.mark.parametrize("kind", ["recv", "any", "send", "future"])
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_threads_that_wait_in_a_group_that_is_destroyed_get_an_error(pool, transport, kind):
@@ -112,6 +114,7 @@ def run_to_the_end(tmp_path: Path, kind: str, transport: str, *more: str) -> lis
     return [rank.returncode for rank in ranks]
 
 
+@each_value
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("kind", ["recv", "all_reduce", "without torch"])
 def test_an_interpreter_that_ends_while_daemons_wait(tmp_path, monkeypatch, kind, transport):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import backend
+from tests.extent import each_value
 
 FLOATS = [
     torch.float32,
@@ -107,6 +108,7 @@ def check_all_reduce(rank: int, size: int, dtype: torch.dtype) -> None:
             same(x, reduced(op, inputs))
 
 
+@each_value
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_reduce(pool, dtype, ranks):
@@ -138,6 +140,7 @@ def check_moves(rank: int, size: int, dtype: torch.dtype) -> None:
             same(got, want)
 
 
+@each_value
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e8m0fnu], ids=str)
 def test_broadcast_gather_scatter_all_gather(pool, dtype, ranks):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.policy import Policy
+from tests.extent import each_value
 from tests.torch.backend.test_ops import RANKS, same, values, wide
 from tests.torch.fsdp.test_compress import chosen, gradients, reduced
 
@@ -56,6 +57,7 @@ def check(rank: int, size: int, dtype: torch.dtype) -> None:
             same(x, inputs[rank])
 
 
+@each_value
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_each_rank_has_a_factor_of_its_own(pool, dtype, ranks):

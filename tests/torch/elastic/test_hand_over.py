@@ -21,6 +21,7 @@ import pycomm
 from pycomm import elastic
 from pycomm.elastic.transfer import Member as Place
 from pycomm.elastic.transfer import order
+from tests.extent import each_value
 from tests.torch.elastic.member import Member, check_sum, run
 
 SMALL = 4096  # bytes of a chunk: the models here take many
@@ -143,6 +144,7 @@ def give(rank: int, size: int, new: Sequence[int], optimizer: str, codec: str, c
     return given, digest(model, made), source
 
 
+@each_value
 @pytest.mark.parametrize(
     ("ranks", "new", "backend"),
     [(2, [1], "pycomm"), (3, [0, 2], "pycomm"), (4, [0, 1, 3], "gloo"), (5, [0, 2, 3], "pycomm")],

@@ -8,6 +8,7 @@ import torch
 import pycomm
 from pycomm import _C, feedback
 from pycomm.feedback import Feedback, Residual, storage
+from tests.extent import each_value
 
 KINDS = ["residual:", "ema:0.8,", "decay:0.9,", "momentum:0.9,", "momentum:0.9,nesterov=true,"]
 RULES = [f"{kind}storage={form}" for kind in KINDS for form in storage.DTYPES]
@@ -41,6 +42,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+@each_value
 @pytest.mark.parametrize("text", RULES)
 @pytest.mark.parametrize("spec", ["int4", "topk:0.1", "fp16"])
 def test_cpp_and_torch_leave_the_same_bits(text, spec):

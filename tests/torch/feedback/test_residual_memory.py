@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import Feedback
-from tests.extent import FULL
+from tests.extent import FULL, each_value
 from tests.torch.reduction.test_saved_state import PATIENT, Told
 
 WIDTH = 256  # a weight has 65536 values, the minimum for bf16 residuals
@@ -58,6 +58,7 @@ def check_told(rank: int, size: int, kind: str, spec: str, feedback: str, each: 
     assert "feedback: residuals take up to" in state.summary()
 
 
+@each_value
 @pytest.mark.parametrize(
     ("kind", "spec", "feedback", "each"),
     [

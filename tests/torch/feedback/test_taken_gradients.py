@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.reduction.taken import _holds
+from tests.extent import each_value
 from tests.torch.feedback.test_thrown_gradients import owed, own
 
 SIDE = 64
@@ -78,6 +79,7 @@ def check_zeros(rank: int, size: int, kind: str, used: int) -> None:
         torch.testing.assert_close(got[i] + still, all_ranks(want[i]), rtol=0, atol=1e-4)
 
 
+@each_value
 @pytest.mark.parametrize("used", [1, 3])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_gradients_of_zeros_say_nothing_about_others(pool, kind, used):
@@ -109,6 +111,7 @@ def check_join(rank: int, size: int, feedback: str, unused: bool) -> list[torch.
     return [module.weight.detach(), *([] if mean is None else [mean])]
 
 
+@each_value
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("feedback", ["residual", "ef21"])
 def test_join_stands_in_for_a_rank_without_data(pool, feedback, unused):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.extent import pairs
+from tests.extent import each_value, pairs
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, gradients
 
 STEPS = 12  # twice the period of what the loops below do
@@ -184,6 +184,7 @@ def check_nothing_is_lost(rank: int, size: int, kind: str, update: Any, synced: 
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-4)
 
 
+@each_value
 @pytest.mark.parametrize(
     ("kind", "update", "synced"),
     pairs(["ddp", "ddp with views", "fsdp2"], [sgd, by_hand], [False, True]),
@@ -209,6 +210,7 @@ def check_discard(rank: int, size: int, kind: str, feedback: str, spec: str) -> 
             by_hand(model)()  # moves the parameters in any way
 
 
+@each_value
 @pytest.mark.parametrize(
     ("feedback", "spec"),
     [("residual", "int4"), ("momentum", "topk:0.1"), ("ef21", "int4"), ("residual", "powersgd:2")],

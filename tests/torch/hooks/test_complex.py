@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.policy import Policy
+from tests.extent import each_value
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -131,6 +132,7 @@ def sharded_twice(rank: int, size: int, shape: str) -> list[torch.Tensor]:
     return coded
 
 
+@each_value
 @pytest.mark.parametrize("shape", ["fsdp", "hsdp", "replicate"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fsdp2_has_the_bits_of_plain_fsdp2(pool, backend, shape):

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.policy import PROTECT, Policy, Rule
+from tests.extent import each_value
 
 INPUTS, CLASSES = 64, 10
 STEPS = 6  # DDP rebuilds its buckets after the first
@@ -263,6 +264,7 @@ def check_nothing_is_lost(rank: int, size: int) -> None:
         torch.testing.assert_close(got[name] + owed, want, rtol=0, atol=1e-5)
 
 
+@each_value
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_feedback_loses_nothing_over_new_buckets(pool, backend, ranks):

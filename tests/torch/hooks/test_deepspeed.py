@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
+from tests.extent import each_value
 from tests.torch.hooks.given_gradients import SHAPES, Net
 
 STAGES = (0, 2)
@@ -186,6 +187,7 @@ def as_ddp(rank, ranks, codec, stage):
     assert same(wanted[0], mean(0, ranks)) == (codec == "fp32")
 
 
+@each_value
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("codec", ["fp32", "int4"])
 def test_all_reduces_have_the_bits_of_torchs_ddp_step_by_step(pool, codec, stage):

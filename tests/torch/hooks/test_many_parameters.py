@@ -13,6 +13,7 @@ from pycomm.codecs import Cast
 from pycomm.codecs.base import Codec
 from pycomm.policy import PROTECT, Policy, Rule
 from pycomm.reduction import batched
+from tests.extent import each_pair
 from tests.torch.reduction.test_saved_state import PATIENT
 
 LAYERS = 20
@@ -57,6 +58,7 @@ def check_bits(rank: int, size: int, spec: str, dtype: torch.dtype, bad: bool) -
     assert states[0].overflows == states[1].overflows == bad
 
 
+@each_pair
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", list(RULES))

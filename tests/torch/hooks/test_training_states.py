@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 import pycomm
 from pycomm.policy import PROTECT, Policy, Rule
 from pycomm.reduction.detached import DetachedState
+from tests.extent import each_value
 from tests.torch.hooks.test_ddp_compress import batch, network
 
 BACKENDS = ["pycomm", "gloo"]
@@ -70,6 +71,7 @@ def joined(rank: int, size: int, spec: Any, uneven: bool) -> list[torch.Tensor]:
     return values(model)
 
 
+@each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("uneven", [True, False])
 def test_join_with_unused_parameters(pool, backend, uneven):
@@ -115,6 +117,7 @@ def words(rank: int, size: int, spec: Any, sparse: bool, mb: float) -> list[torc
     return values(model)
 
 
+@each_value
 @pytest.mark.parametrize("mb", [25, 0.01])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sparse_gradients_travel_exactly(pool, backend, mb):

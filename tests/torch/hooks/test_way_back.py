@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.policy import Policy
+from tests.extent import each_value
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, gradients, reduced
 from tests.torch.interpreter import launch
 from tests.torch.reduction.test_saved_state import network, train
@@ -60,6 +61,7 @@ def check_nothing_is_lost(rank: int, size: int, feedback: str, then: str) -> Non
     assert (pycomm.state_of(model) is None) == (then == "remove")
 
 
+@each_value
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 @pytest.mark.parametrize("then", ["remove", "fp32", "int8"])
 def test_what_is_owed_is_sent_with_the_next_step(pool, then, backend):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pycomm
+from tests.extent import each_value
 from tests.torch.hooks.test_ddp_compress import batch, equal, network
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
@@ -200,6 +201,7 @@ def check_resume(rank: int, size: int, options: dict[str, Any]) -> None:
         pycomm.LocalSGD(network(), every=3, momentum=0.0).load_state_dict(saved)
 
 
+@each_value
 @pytest.mark.parametrize("options", [{}, {"delayed": True}], ids=str)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_saved_state_continues_to_the_bit(pool, backend, options):

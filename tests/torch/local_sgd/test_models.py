@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from tests.extent import each_value
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
 BACKENDS = ["pycomm", "gloo"]
@@ -193,6 +194,7 @@ def check_unfrozen(rank: int, size: int, options: dict[str, Any]) -> None:
     assert alike(*model.parameters())
 
 
+@each_value
 @pytest.mark.parametrize(
     "options",
     [{}, {"delayed": True, "momentum": 0.5}, {"fragments": 2, "overlap": 1}],

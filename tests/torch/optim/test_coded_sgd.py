@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.errors import WireMismatch
 from pycomm.policy.quality import nominal_error
+from tests.extent import each_value
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
 from tests.torch.interpreter import ROOT, Interpreter
 from tests.torch.optim.test_coded_adamw import train, values
@@ -74,6 +75,7 @@ def by_the_formula(rank: int, size: int, codec: str) -> list[torch.Tensor]:
     return values(model)
 
 
+@each_value
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("codec", ["topk:0.02", "sign"])  # gathered: nobody codes the mean
 def test_a_step_is_that_of_the_formula(pool, codec, ranks):

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.optim.votes import Votes
+from tests.extent import each_value
 from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
 from tests.torch.optim.test_coded_adamw import train, values
 
@@ -61,6 +62,7 @@ def against_the_formula(rank: int, size: int, result: str) -> list[torch.Tensor]
     return values(model)
 
 
+@each_value
 @pytest.mark.parametrize("result", ["majority", "mean"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_step_is_that_of_the_formula(pool, ranks, result):

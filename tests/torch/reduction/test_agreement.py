@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pycomm.reduction.momentum import agreement
+from tests.extent import each_value
 
 
 def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int = 48) -> float:
@@ -25,6 +26,7 @@ def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int
     return agreement.share(of_mean, own, ranks)
 
 
+@each_value
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
 def test_it_is_the_squares_of_the_mean_over_the_mean_of_squares(ranks, noise):

@@ -14,6 +14,7 @@ from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
+from tests.extent import each_pair, each_value
 
 STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"
 SIZES = [1000, 1, 4099, 0, 20011, 300]
@@ -108,6 +109,7 @@ def compare(
     return digests if op != "reduce_scatter" else []
 
 
+@each_pair
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -116,6 +118,7 @@ def test_any_backend_gives_the_bits_of_cpp(pool, ranks, mix, op):
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
+@each_value
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("mix", ["recode", "gather", "agreed"])

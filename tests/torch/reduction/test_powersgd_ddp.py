@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from pycomm.policy import PROTECT, Policy, Rule
+from tests.extent import each_value
 from tests.torch.hooks.test_ddp_compress import chosen, equal, gradients, reduced, train
 
 
+@each_value
 @pytest.mark.parametrize(
     ("spec", "behind"), [("powersgd:4", 0.15), ("powersgd:4,alternate=1", 0.3)]
 )

@@ -13,6 +13,7 @@ from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Parameter, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.powersgd import Exchange, Factor, Memory
+from tests.extent import each_value
 
 SHAPES = [{"a": (64, 96), "bias": (50,), "b": (30, 8, 10)}, {"c": (128, 40), "small": (4, 4)}]
 
@@ -142,6 +143,7 @@ def check_nothing_is_lost(rank: int, size: int, spec: str) -> list[torch.Tensor]
     return got
 
 
+@each_value
 @pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1", "powersgd:2,restart=1"])
 @pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 2), ("gloo", 2), ("gloo", 3)])
 def test_feedback_loses_nothing_and_ranks_agree(pool, spec, backend, ranks):
@@ -171,6 +173,7 @@ def check_overflow(rank: int, size: int, spec: str, bad: float) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got[0], want[0], strict=True))
 
 
+@each_value
 @pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_overflow_reaches_all_ranks_and_leaves_no_trace(pool, spec, bad):

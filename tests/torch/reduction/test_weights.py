@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.reduction.weights import factors
+from tests.extent import each_value
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -102,6 +103,7 @@ def check_residuals(rank: int, size: int, codec: str) -> None:
     assert (got - want).abs().max() > 1e-3  # the residual is not nothing
 
 
+@each_value
 @pytest.mark.parametrize("codec", ["int4", "topk:0.05"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_residuals_are_in_units_of_the_average(pool, backend, codec):

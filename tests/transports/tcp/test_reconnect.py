@@ -12,6 +12,7 @@ import pytest
 
 import pycomm
 from pycomm.errors import Error, PeerLost, Timeout
+from tests.extent import each_value
 from tests.transports import proxy
 from tests.transports.ranks import COLLECTIVE, POINT_TO_POINT, Rank, run_rank, tag
 from tests.transports.wire_peer import (
@@ -72,6 +73,7 @@ def exact(c, network):
     finish(c, network)
 
 
+@each_value
 @pytest.mark.parametrize(
     ("ranks", "sockets", "checksum"),
     [(2, 1, "payload"), (2, 3, "payload"), (2, 3, "header"), (3, 2, "payload")],
@@ -117,6 +119,7 @@ def test_all_connections_cut_between_calls():
     good(proxy.run(2, job))
 
 
+@each_value
 @pytest.mark.parametrize("numel", [200_000, 4_000_000])
 @pytest.mark.parametrize("sockets", [1, 2])
 def test_words_that_were_cut_off_at_the_end_are_repeated(numel, sockets):

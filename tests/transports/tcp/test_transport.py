@@ -14,6 +14,7 @@ import pytest
 
 import pycomm.errors
 from pycomm import _C
+from tests.extent import each_value
 from tests.transports.ranks import SECONDS, pattern, processes, tag, threads
 
 MIB = 1 << 20
@@ -22,6 +23,7 @@ MIB = 1 << 20
 # ------------------------------------------------------------------------------ several sockets
 
 
+@each_value
 @pytest.mark.parametrize("sockets", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [0, 1, 128 << 10, (128 << 10) + 1, 3 * MIB + 5])
 def test_sockets_share_a_message(sockets, size):
