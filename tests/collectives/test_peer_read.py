@@ -90,6 +90,21 @@ def test_same_bits_as_through_staging(ranks):
     assert run_processes(ranks, everything) == staged
 
 
+def test_ranks_that_share_a_core_wait_for_each_other_s_sums():
+    """One of them is done with its part before the others have begun theirs."""
+
+    def on_one_core(c):
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        sums = []
+        for n in range(700_001, 700_009):
+            x = integers(c.rank, n, "int64")
+            c.all_reduce(x)
+            sums.append(digest(x))
+        return sums
+
+    assert run_processes(3, on_one_core) == run(3, on_one_core)
+
+
 @each_value
 @pytest.mark.parametrize("who", ["one", "all but one"])
 @pytest.mark.parametrize("ranks", [2, 3])

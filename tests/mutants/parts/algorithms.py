@@ -278,7 +278,7 @@ MUTANTS = (
         "csrc/collectives/window/cma_read.cpp",
         "barrier(window);",
         "",
-        "tests/collectives/test_peer_read.py::test_same_bits_as_through_staging",
+        "tests/collectives/test_peer_read.py::test_ranks_that_share_a_core_wait_for_each_other_s_sums",
         within="barrier(window);\n  for (int k = 1; k < ranks; k++)",
     ),
     Mutant(
