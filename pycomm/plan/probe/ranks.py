@@ -53,12 +53,17 @@ class Ranks:
 
 
 def all_reduces(
-    group: Communicator, size: int, times: int, *, pause: float = 0.0
+    group: Communicator,
+    size: int,
+    times: int,
+    *,
+    pause: float = 0.0,
+    typical: Callable[[Sequence[float]], float] = statistics.median,
 ) -> tuple[float, float]:
-    """Return the seconds of one all-reduce on the slowest rank, and the mean core seconds."""
+    """Return the typical seconds of one on the slowest rank, and the mean core seconds."""
     data = group.allocate(size // 4)
     group.all_reduce(data)
-    return _clocked(group, times, pause, lambda: group.all_reduce(data))
+    return _clocked(group, times, pause, lambda: group.all_reduce(data), typical=typical)
 
 
 def coded_all_reduces(
@@ -81,6 +86,7 @@ def _clocked(
     pause: float,
     call: Callable[[], object],
     before: Callable[[], object] = lambda: None,
+    typical: Callable[[Sequence[float]], float] = statistics.median,
 ) -> tuple[float, float]:
     wall, core = [], []
     for _ in range(times):
@@ -93,7 +99,7 @@ def _clocked(
         wall.append(time.perf_counter() - begin)
         core.append(time.process_time() - begin_core)
     slowest = _over(group, wall, _C.ReduceOp.max)
-    return statistics.median(slowest), statistics.median(_over(group, core, _C.ReduceOp.avg))
+    return typical(slowest), statistics.median(_over(group, core, _C.ReduceOp.avg))
 
 
 def _over(group: Communicator, values: Sequence[float], op: _C.ReduceOp) -> Sequence[float]:
