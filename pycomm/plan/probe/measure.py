@@ -1,4 +1,4 @@
-"""`plan probe`: measures links, cores and codecs of the ranks it runs on, in under 30 seconds.
+"""`plan probe`: measures links, cores and codecs of its ranks, on a LAN in under 30 seconds.
 
 Without torchrun it starts two ranks on this machine; under torchrun every rank calls it, on nodes
 that share a folder. Two ranks measure each level of links while the others wait; all ranks that
