@@ -30,24 +30,14 @@ def part(values: Sequence[T], of: int, offset: int = 0) -> list[T]:
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return tuples in which each value of an axis meets each value of every other axis.
 
-    The greedy covering of pairs (Cohen et al., "The AETG System", IEEE TSE 23(7), 1997), over the
-    whole product as candidates; the product itself if the extent is full.
+    They are a part of the product; the product itself if the extent is full.
     """
-    candidates = list(product(*(range(len(axis)) for axis in axes)))
-    chosen = candidates
-    if not FULL:
-
-        def met(places: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
-            return {(i, places[i], j, places[j]) for j in range(len(places)) for i in range(j)}
-
-        chosen, open_pairs = [], set().union(*map(met, candidates))
-        while open_pairs:
-            best = max(candidates, key=lambda places: len(met(places) & open_pairs))
-            chosen.append(best)
-            open_pairs -= met(best)
-    return [
-        tuple(axis[place] for axis, place in zip(axes, places, strict=True)) for places in chosen
-    ]
+    tuples = list(product(*axes))
+    if FULL:
+        return tuples
+    # By their places, since an axis may hold a value twice.
+    places = [dict(enumerate(each)) for each in product(*(range(len(axis)) for axis in axes))]
+    return [tuples[i] for i in covering(places, width=2)]
 
 
 def without_the_rest(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -65,15 +55,18 @@ def without_the_rest(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], l
     return run, [item for item in items if id(item) in left_out]
 
 
-def covering(cases: Sequence[Mapping[str, Any]], width: int) -> list[int]:
+def covering(cases: Sequence[Mapping[Any, Any]], width: int) -> list[int]:
     """Return places of cases that hold all combinations of `width` values that any case holds.
+
+    The greedy covering of Cohen et al., "The AETG System", IEEE TSE 23(7), 1997, with all cases as
+    candidates.
 
     Args:
         cases: values by the names of their parameters. Values with equal representations count as
             equal: those of other types need not be comparable.
     """
 
-    def held(case: Mapping[str, Any]) -> Iterable[tuple[tuple[str, str], ...]]:
+    def held(case: Mapping[Any, Any]) -> Iterable[tuple[tuple[Any, str], ...]]:
         values = sorted((name, repr(value)) for name, value in case.items())
         return combinations(values, min(width, len(values)))
 
