@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.compiling import ROOT, compile_cpp
 
-ROOT = Path(__file__).parents[2]
 WINDOW = 250  # milliseconds, at the least
 
 
 def test_a_rate_is_told_after_four_windows(tmp_path):
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++")
     program, source = tmp_path / "meter", Path(__file__).with_name("rate_meter_main.cpp")
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *flags, source, "-o", program], check=True)
+    compile_cpp(source, program, *flags)
     done = subprocess.run([program], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     looks = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert all(rate == 0 for _, rate in looks[:-1])

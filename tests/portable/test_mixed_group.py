@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiling import compile_cpp
 from tests.portable.__main__ import RANK_AARCH64
 from tests.portable.test_other_processors import LIBRARY, ROOT
 
@@ -22,14 +23,12 @@ LIMIT = 100  # seconds of a group
 @pytest.fixture(scope="module")
 def rank(tmp_path_factory):
     """Compile the program of a rank against libpycomm."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None or platform.machine() != "x86_64":
-        pytest.skip("this needs a C++ compiler on x86-64")
+    if platform.machine() != "x86_64":
+        pytest.skip("this needs x86-64")
     binary = tmp_path_factory.mktemp("mixed") / "rank"
     source = Path(__file__).parent / "rank.cpp"
-    command = [compiler, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", source, "-o", binary]
-    command += [LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}"]
-    subprocess.run(list(map(str, command)), check=True)
+    link = (LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}")
+    compile_cpp(source, binary, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", link=link)
     return binary
 
 

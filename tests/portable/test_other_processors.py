@@ -22,9 +22,9 @@ from pycomm import _C
 from pycomm.codecs import CODECS
 from tests.codecs.cases import amax_of
 from tests.codecs.test_golden import all_entries, golden
+from tests.compiling import ROOT, compile_cpp
 from tests.portable.__main__ import AARCH64
 
-ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "pycomm"
 # Processors without AVX (2008), with AVX2 but without AVX-512 (2013), and the level that they have.
 EMULATED = {"Nehalem": "default", "Haswell": "x86-64-v3"}
@@ -36,19 +36,10 @@ INTEGERS = {"int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint64":
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     """Compile the driver against libpycomm."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
     binary = tmp_path_factory.mktemp("portable") / "driver"
-    command = [
-        compiler,
-        "-std=gnu++17",
-        "-O1",
-        f"-I{ROOT / 'csrc'}",
-        Path(__file__).parent / "driver.cpp",
-    ]
-    command += ["-o", binary, LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}"]
-    subprocess.run(list(map(str, command)), check=True)
+    source = Path(__file__).parent / "driver.cpp"
+    link = (LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}")
+    compile_cpp(source, binary, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", link=link)
     return binary
 
 

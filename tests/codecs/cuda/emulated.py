@@ -9,15 +9,14 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import hashlib
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 
 import pycomm
@@ -32,8 +31,13 @@ from pycomm.codecs.cuda.launches import (
 )
 from pycomm.codecs.cuda.sources import include_folder, source_file
 from tests.codecs.cases import ROTATIONS, SPECS
+from tests.compiling import GENERATED, compile_cpp
 
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
+# A unique symbol would be one for all libraries of a process: their tables would be one, too.
+FLAGS = (
+    *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
+    "-fno-gnu-unique",
+)
 
 
 def kernels(specs: Sequence[str] = tuple(SPECS + ROTATIONS)) -> list[str]:
@@ -112,16 +116,20 @@ def compiled(
         folder: the folder of their headers.
         keep: place of the library; if it is there, it is not compiled again.
     """
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++ to compile the CUDA kernels for the CPU")
     lines = ['#include "emulated.h"', *(f'#include "{file}"' for file in files)]
     with tempfile.TemporaryDirectory() as temporary:
-        file, binary = Path(temporary, "kernels.cpp"), keep or Path(temporary, "kernels.so")
+        binary = keep or Path(temporary, "kernels.so")
         if not binary.exists():
-            file.write_text("\n".join(lines) + "\n")
+            # Its name belongs to its text: another process may compile the same, or something else.
+            text = "\n".join(lines) + "\n"
+            file = GENERATED / f"kernels-{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
+            if not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                partial = file.with_suffix(f".{os.getpid()}")
+                partial.write_text(text)
+                partial.replace(file)
             include = (f"-I{Path(__file__).parent}", f"-I{folder or include_folder()}")
-            subprocess.run([compiler, *FLAGS, *include, str(file), "-o", str(binary)], check=True)
+            compile_cpp(file, binary, *FLAGS, *include, link=["-shared"])
         library = ctypes.CDLL(str(binary))
     library.listed.restype = ctypes.c_char_p
     return library

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
-import subprocess
 import sysconfig
 import time
 from pathlib import Path
@@ -26,6 +24,7 @@ from pycomm.straggler.compare import compare
 from pycomm.straggler.stats import rank_stats
 from tests.collectives.test_hierarchical import options
 from tests.collectives.ways import WAYS, bits
+from tests.compiling import compile_cpp
 from tests.extent import each_value
 from tests.ranks import attempt, run, run_processes
 
@@ -46,20 +45,13 @@ def describe(kind: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def codecs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++ to compile the codecs of this test")
     target = tmp_path_factory.mktemp("codecs") / "simple_codecs.so"
     source = Path(__file__).parent / "simple_codecs.cpp"
     package = Path(_C.__file__).parent
-    # The compiler takes several seconds, so it runs through a cache where there is one.
-    cached = [name for name in [shutil.which("ccache")] if name]
-    command = [*cached, compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC"]
-    command += ["-fvisibility=hidden", f"-I{include_folder()}", f"-I{pybind11.get_include()}"]
-    command += [f"-I{sysconfig.get_paths()['include']}", "-c", str(source)]
-    subprocess.run([*command, "-o", str(target.with_suffix(".o"))], check=True)
-    command = [compiler, "-shared", str(target.with_suffix(".o")), f"-L{package}", "-lpycomm"]
-    subprocess.run([*command, f"-Wl,-rpath,{package}", "-o", str(target)], check=True)
+    flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden")
+    folders = (include_folder(), pybind11.get_include(), sysconfig.get_paths()["include"])
+    link = ("-shared", f"-L{package}", "-lpycomm", f"-Wl,-rpath,{package}")
+    compile_cpp(source, target, *flags, *(f"-I{folder}" for folder in folders), link=link)
     spec = importlib.util.spec_from_file_location("simple_codecs", target)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
-import subprocess
 import types
 from pathlib import Path
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from tests.compiling import GENERATED, compile_cpp
+
 NAME = "fakegpu"
 SOURCE = Path(__file__).with_suffix(".cpp")
-FOLDER = Path(__file__).parents[3] / "build" / "tests"
 
 
 def built() -> Path:
     """Return the library, compiled in half a minute if its source or torch has changed."""
     stamp = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = FOLDER / f"fake_device-{stamp}.so"
+    library = GENERATED / f"fake_device-{stamp}.so"
     if library.exists():
         return library
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with open(FOLDER / "lock", "w") as lock:
+    GENERATED.mkdir(parents=True, exist_ok=True)
+    with open(GENERATED / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             partial = library.with_suffix(".partial")
-            command = [
-                *(os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-fPIC", "-shared"),
-                *(f"-isystem{path}" for path in include_paths()),
-                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-                *(str(SOURCE), "-o", str(partial)),
-                *(f"-L{path}" for path in library_paths()),
-                *("-ltorch_cpu", "-lc10"),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
+            abi = int(torch.compiled_with_cxx11_abi())
+            folders = (f"-isystem{path}" for path in include_paths())
+            link = ("-shared", *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10")
+            flags = ("-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
+            compile_cpp(SOURCE, partial, *flags, *folders, link=link)
             partial.rename(library)
     return library
 
