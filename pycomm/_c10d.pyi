@@ -57,7 +57,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Sides = Sequence[tuple[int, int]]
 
 class Layout:
-    def __init__(self, rows: int = 1) -> None: ...
+    def __init__(self, rows: int = 1, owner_residuals: bool = True) -> None: ...
     def add(
         self,
         offset: int,
@@ -76,6 +76,8 @@ class Layout:
     ) -> None: ...
     @property
     def numel(self) -> int: ...
+    @property
+    def owner_residuals(self) -> bool: ...
 
 class Backend(_distributed_c10d.Backend):
     def __init__(

@@ -250,6 +250,7 @@ class Communicator:
         Each value is encoded twice, whatever the number of ranks: by each rank for the owner, and
         by the owner for all. The owner adds in float32 and divides once. Codecs whose payloads can
         only be gathered (``combine`` "gather") encode once; every rank gets and adds all payloads.
+        Without residuals of owners, far ranks may all do what the owner does, with the same bits.
 
         Args:
             data: float32, any shape, in place.

@@ -25,7 +25,8 @@ class Piece:
     """float32 [numel], read and written: error of what this rank sends; for
     :meth:`Communicator.reduce_scatter_coded` [size, numel]"""
     owner_residual: Any = None
-    """float32 [numel]: error of what this rank sends back for the elements that it owns"""
+    """float32 [numel]: error of what this rank sends back for the elements that it owns. All ranks
+    have such residuals or none has: else all get a WireMismatch"""
 
 
 def floats(what: str, array: Any, write: bool) -> tuple[int, int]:

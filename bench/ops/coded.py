@@ -60,7 +60,7 @@ def torch_run(native: Any, case: Case, x: Any, y: Any, spec: str) -> Run:
     from pycomm._build import load_c10d
 
     rows = case.ranks if case.op.name == "reduce_scatter" else 1
-    layout = load_c10d().Layout(rows)
+    layout = load_c10d().Layout(rows, owner_residuals=False)
     layout.add(0, case.count, spec, 0)
     rest = (layout, [(0, 0)], 0, 0)
     runs: dict[str, Run] = {

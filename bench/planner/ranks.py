@@ -13,14 +13,25 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+import pycomm
 from pycomm.bench.planner.log import write
-from pycomm.communicator import Communicator
-from pycomm.plan.codecs import CODINGS
+from pycomm.communicator import Communicator, Piece
+from pycomm.plan.codecs import CODINGS, Coding
 
 BUDGET = 1.5  # seconds per case, unless the minimum number of calls takes longer
 FEWEST, MOST = 2, 20
 ROUNDS = 4
 PAUSE = 0.03  # before each call, so that a link's token bucket is full, as it is after computing
+
+
+def piece(coding: Coding, numel: int) -> Piece:
+    """Return a buffer as `pycomm.compress` codes it: owners keep residuals of codecs with feedback.
+
+    They decide the algorithm between far ranks.
+    """
+    owed = coding.feedback and coding.combine == "recode"
+    codec = pycomm.codec(coding.spec)
+    return Piece(numel, codec, owner_residual=np.zeros(numel, np.float32) if owed else None)
 
 
 def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: str) -> None:
@@ -33,13 +44,14 @@ def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: s
         def call(size: int, codec: str) -> float:
             data = buffer[: size // 4]
             data[:] = source[: size // 4]
+            pieces = [] if codec == "none" else [piece(CODINGS[codec], data.size)]
             time.sleep(PAUSE)
             group.barrier()
             begin = time.perf_counter()
-            if codec == "none":
-                group.all_reduce(data)
+            if pieces:
+                group.all_reduce_coded(data, pieces)
             else:
-                group.all_reduce_coded(data, CODINGS[codec].spec)
+                group.all_reduce(data)
             return time.perf_counter() - begin
 
         first = np.array([call(*case) for case in cases])

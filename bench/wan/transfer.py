@@ -29,7 +29,7 @@ def coded(group: Any, whole: torch.Tensor) -> Callable[[], Any]:
     native = group._get_backend(torch.device("cpu"))
     if not hasattr(native, "compressed_all_reduce"):
         raise NotImplementedError
-    layout = load_c10d().Layout(1)
+    layout = load_c10d().Layout(owner_residuals=False)
     layout.add(0, whole.numel(), CODEC, 0)
     return lambda: native.compressed_all_reduce(whole, layout, [(0, 0)], 0, 0).wait()
 

@@ -204,7 +204,7 @@ def _group_result(store: Any, rank: int, ranks: int) -> self_test.Result:
         if native is None:  # the backend in Python
             self_test.reduce_coded(cast(Any, group).core, values)
             return
-        layout = load_c10d().Layout()
+        layout = load_c10d().Layout(owner_residuals=False)
         layout.add(0, len(values), self_test.CODEC, 0)
         native.compressed_all_reduce(tensor(values), layout, [(0, 0)], 0, 0, False).wait()
 

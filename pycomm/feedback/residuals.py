@@ -32,6 +32,9 @@ class Residuals:
     def __init__(self, rule: Feedback, ranks: int, *, owners: bool = True) -> None:
         self.rule = rule
         self.ranks = ranks
+        self.inherited = False
+        """Residuals have been taken over, or may be by other ranks: ranks need no longer have those
+        of the same parameters. Equal on all ranks."""
         self._owners = owners
         self._residuals: dict[str, Residual] = {}
 
@@ -211,6 +214,7 @@ class Residuals:
             ValueError: a parameter has another size here, or was saved with another kind of
                 feedback.
         """
+        self.inherited = True
         for name in self._residuals.keys() - state.keys():
             other = self._residuals[name]
             other.take_back()

@@ -99,7 +99,15 @@ def algorithms(cluster: Cluster, coding: Coding, *, every: bool = True) -> tuple
     if cluster.levels and not every:
         return ("hierarchical",)
     names = CODED[coding.combine] if not coding.exact else EXACT if every else AUTO
+    if in_one_shot(coding, cluster.slowest):
+        names = ("one_shot", *names)
     return tuple(name for name in names if name != "hierarchical" or cluster.levels)
+
+
+def in_one_shot(coding: Coding, link: Link) -> bool:
+    """Return whether a coded all-reduce may take one round in place of two (`one_shot.h`): between
+    far ranks, with a codec without feedback."""
+    return coding.combine in ("recode", "sum") and not coding.feedback and link.far
 
 
 def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, float]:
@@ -176,12 +184,14 @@ def _flat(
     if coding.exact:
         work = folded / cluster.processor.memory
     else:
-        work = coding_seconds(cluster, coding, n, size.values)
+        work = coding_seconds(cluster, coding, n, size.values, everywhere=algorithm == "one_shot")
     waiting = rounds * (link.latency + link.late(n - 1))
     latency = waiting + messages * link.message * cluster.slowdown
     wire = max(0.0, sent * cross - link.burst) / link.slower
     busy = (moving + work) * cluster.slowdown
     pieces = max(1.0, size.values * 4 / n / link.segment) if algorithm == "two_shot" else 0.0
+    if algorithm == "one_shot" and not coding.exact:
+        pieces = max(1.0, size.values * 4 / link.segment)
     seconds = waiting + _overlapped(pieces, n, wire, moving, work, cluster.slowdown)
     return Cost(seconds, wire, busy / cluster.slowdown, sent, latency)
 
@@ -196,8 +206,13 @@ def _overlapped(
     return max(wire, busy) + min(wire, busy) / (pieces + n - 1)
 
 
-def coding_seconds(cluster: Cluster, coding: Coding, n: int, values: int) -> float:
-    """Return the core seconds of each of n ranks to encode, add and decode, without waits."""
+def coding_seconds(
+    cluster: Cluster, coding: Coding, n: int, values: int, *, everywhere: bool = False
+) -> float:
+    """Return the core seconds of each of n ranks to encode, add and decode, without waits.
+
+    With `everywhere`, every rank does for all values what owners do.
+    """
     rates, memory, size = coding.rates(cluster.processor), cluster.processor.memory, 4.0 * values
     encode = 1 / rates.encode
     check = size / memory  # the check that the result is finite
@@ -205,7 +220,7 @@ def coding_seconds(cluster: Cluster, coding: Coding, n: int, values: int) -> flo
         return size * (encode + 1 / rates.decode + (n - 1) / rates.decode_add) + 3 * check
     if coding.combine == "factors":
         return size * (encode + 1 / rates.decode)
-    own = size / n
+    own = size if everywhere else size / n
     owner = own * (1 / rates.decode + (n - 1) / rates.decode_add + encode) + 2 * own / memory
     return size * (encode + 1 / rates.decode) + owner + check
 
@@ -223,8 +238,11 @@ def _hierarchical(cluster: Cluster, coding: Coding, size: Size) -> Cost:
         return Cost(
             longer + shorter / stages, between.wire, both.processor, both.sent, both.latency
         )
-    way = "gather" if coding.combine == "gather" else "two_shot"
-    return inside.plus(_flat(cluster, cluster.inter, nodes, coding, way, shard, local))
+    ways = ["gather" if coding.combine == "gather" else "two_shot"]
+    if in_one_shot(coding, cluster.inter):
+        ways.append("one_shot")
+    costs = [_flat(cluster, cluster.inter, nodes, coding, way, shard, local) for way in ways]
+    return inside.plus(min(costs, key=lambda cost: cost.seconds))
 
 
 def _inside(cluster: Cluster, size: Size) -> Cost:

@@ -65,6 +65,7 @@ class Bucket:
         self.numel = 0
         self.paying: set[str] = set()
         """Names of the pieces that have a residual although their codec leaves none."""
+        self._others_may_owe = residuals is not None and residuals.inherited
         for decision, number in zip(decisions, numbers, strict=True):
             name, numel = decision.parameter.name, decision.parameter.numel
             residual = None
@@ -124,7 +125,9 @@ class Bucket:
         if self._native is None:
             from pycomm._build import load_c10d
 
-            self._native = load_c10d().Layout(self.rows)
+            # Where no rank has a residual, far ranks need no owners: one round in place of two.
+            may_owe = self._others_may_owe or bool(self.with_residual)
+            self._native = load_c10d().Layout(self.rows, owner_residuals=may_owe)
             for p in self.pieces:
                 options: dict[str, Any] = {}
                 if p.residual is not None:

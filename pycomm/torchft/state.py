@@ -66,6 +66,8 @@ class ManagedState(CompressionState):
         self._manager = manager
         self._members: ProcessGroupPycomm = group
         super().__init__(codec, process_group=self._members.alone(), **options)
+        if self.residuals:
+            self.residuals.inherited = True  # a replica that heals has none, and the others may
         self._at: int | None = None  # the Manager's step in the last backward that reduced
         self._goes = False  # this step has begun, and nothing has failed
         self._heals = False  # this replica takes over the others' parameters at this step's end,

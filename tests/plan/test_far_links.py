@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pycomm.plan import Cluster, Link
-from pycomm.plan.algorithms import Size, all_reduce
-from pycomm.plan.codecs import NONE
+from pycomm.plan.algorithms import Size, algorithms, all_reduce
+from pycomm.plan.codecs import CODINGS, NONE
 from pycomm.plan.sim import simulate
 
 # ------------------------------------------------------------------ far links
@@ -58,3 +58,24 @@ def test_the_slower_direction_decides(link):
     assert seconds == pytest.approx(0.06 + 1.5 * 2**24 / cluster.inter.slower, rel=0.02)
     events = simulate.all_reduce(cluster, NONE, "two_shot", size)
     assert events == pytest.approx(seconds, rel=0.05)
+
+
+def test_between_far_ranks_a_codec_without_feedback_takes_one_way():
+    """Two ranks send as many bytes; of more only little is sent in one way."""
+    link, near = Link.parse("200mbit,200ms"), Link.parse("200mbit")
+    fed, unfed = CODINGS["int8"], CODINGS["eden:bits=2"]
+    assert algorithms(Cluster(2, link), fed, every=False) == ("two_shot",)
+    assert algorithms(Cluster(2, near), unfed, every=False) == ("two_shot",)
+    assert algorithms(Cluster(2, link), unfed, every=False) == ("one_shot", "two_shot")
+    size = Size.of(1 << 22, unfed)
+    one, two = (
+        [predict(Cluster(2, link), unfed, way, size) for way in ("one_shot", "two_shot")]
+        for predict in (lambda *case: all_reduce(*case).seconds, simulate.all_reduce)
+    )
+    assert one == pytest.approx(two, rel=0.1), "formulas and events agree"
+    assert one[1] - one[0] == pytest.approx(0.1, rel=0.2)
+    cluster = Cluster(8, link)
+    for values, faster in ((1 << 10, "one_shot"), (1 << 24, "two_shot")):
+        size = Size.of(values, unfed)
+        costs = {way: all_reduce(cluster, unfed, way, size) for way in ("one_shot", "two_shot")}
+        assert min(costs, key=lambda way: costs[way].seconds) == faster

@@ -222,6 +222,59 @@ def test_far_peers_get_bbr_where_the_kernel_allows_it(tmp_path, kernel, control)
         assert text.count(f", {control}\n") == 2, text
 
 
+# A host of so many ranks. They print the algorithms and the results of coded all-reduces, where no
+# owner has a residual, and where one might.
+CODED = """
+import hashlib, os, sys
+import torch, torch.distributed as dist, pycomm.backend
+from pycomm._build import load_c10d
+
+hosts, local = int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
+child = os.fork() if local == 2 else None
+rank = int(os.environ["RANK"]) * local + (child == 0)
+os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(hosts * local)}
+dist.init_process_group("pycomm")
+native = pycomm.backend.find_native()
+for may_owe in (False, True):
+    layout = load_c10d().Layout(owner_residuals=may_owe)
+    layout.add(0, 1000, "quant:bits=8", 0)
+    layout.add(1000, 5000, "quant:bits=4,rounding=stochastic", 1)
+    x = torch.randn(6000, generator=torch.Generator().manual_seed(rank))
+    native.compressed_all_reduce(x, layout, [(0, 0)] * 2, 7, 3).wait()
+    algo, digest = native.trace()["records"][-1]["algo"], hashlib.sha256(x.numpy().tobytes())
+    os.write(1, f"went in {algo}\\nresult {digest.hexdigest()}\\n".encode())
+dist.destroy_process_group()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_far_hosts_need_one_round_where_owners_keep_nothing(tmp_path, local):
+    """With the bits of two rounds."""
+    with (
+        open_or_skip(2, shape=Shape(delay=0.03)) as lab,
+        (tmp_path / "printed").open("w+") as printed,
+    ):
+        fork_ranks(lab)
+        ranks = lab.start(
+            [sys.executable, "-c", CODED, str(local)],
+            env=dict(os.environ),
+            stdout=printed,
+            stderr=printed,
+        )
+        status = netlab.wait(ranks)
+        printed.seek(0)
+        lines = printed.read().splitlines()
+    assert status == 0, lines
+    algos = [line for line in lines if line.startswith("went in ")]
+    want = ["one_shot", "two_shot"] if local == 1 else ["hierarchical"] * 2
+    assert sorted(algos) == sorted(f"went in {algo}" for algo in want * 2 * local), lines
+    results = [line for line in lines if line.startswith("result ")]
+    assert len(results) == 4 * local
+    assert len(set(results)) == 1, lines
+
+
 # Prints how many sockets have carried a part of an all-reduce, after some that warm them up.
 SOCKETS_IN_USE = r"""
 import re, subprocess, sys

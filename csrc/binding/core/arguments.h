@@ -95,6 +95,9 @@ class Pieces {
     CodedArgs args;
     args.data = {pointer(data), numel_ * static_cast<size_t>(rows), dtype};
     args.pieces = {pieces_.data(), pieces_.size()};
+    args.owner_residuals = std::any_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) {
+      return static_cast<bool>(piece.owner.error);
+    });
     return args;
   }
 

@@ -9,6 +9,7 @@
 
 #include "binding/core/module.h"
 #include "collectives/coded/coded.h"
+#include "collectives/coded/one_shot.h"
 #include "collectives/common/select.h"
 #include "core/env.h"
 #include "core/reduce.h"
@@ -119,6 +120,15 @@ void bind_schedule(py::module_& m) {
       },
       py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("wanted") = "auto",
       py::arg("way") = 0.0, py::arg("byte") = 0.0, py::arg("shared") = 0.0);
+  s.def(
+      "shot_costs",
+      [](size_t values, size_t payload, int ranks, double way, double byte, double shared) {
+        const coded::ShotCosts costs =
+            coded::shot_costs(values, payload, ranks, {way, byte, shared});
+        return std::make_tuple(costs.one, costs.two);
+      },
+      py::arg("values"), py::arg("payload"), py::arg("ranks"), py::arg("way"), py::arg("byte"),
+      py::arg("shared") = 0.0);
   s.def(
       "cost",
       [](const OpTag& tag, int ranks, size_t bytes, const std::string& algo) {

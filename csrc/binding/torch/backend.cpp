@@ -164,13 +164,14 @@ void bind(py::module_& m) {
   m.def("then", &then, py::arg("work"), py::arg("callback"));
 
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
-      .def(py::init<size_t>(), py::arg("rows") = 1)
+      .def(py::init<size_t, bool>(), py::arg("rows") = 1, py::arg("owner_residuals") = true)
       .def("add", &add_part, py::arg("offset"), py::arg("numel"), py::arg("codec"),
            py::arg("tensor"), py::kw_only(), py::arg("kind") = "residual",
            py::arg("storage") = "float32", py::arg("decay") = 0.0f, py::arg("nesterov") = false,
            py::arg("worker") = std::nullopt, py::arg("owner") = std::nullopt,
            py::arg("momentum") = std::nullopt, py::arg("mean") = std::nullopt)
-      .def_property_readonly("numel", &Layout::numel);
+      .def_property_readonly("numel", &Layout::numel)
+      .def_property_readonly("owner_residuals", &Layout::owner_residuals);
 
   py::class_<Backend, c10d::Backend, intrusive_ptr<Backend>>(m, "Backend")
       .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"),

@@ -59,6 +59,7 @@ struct CodedCall {
     CodedArgs args;
     args.pieces = {pieces.data(), pieces.size()};
     args.average = step.average;
+    args.owner_residuals = layout->owner_residuals();
     args.seed = step.seed;
     args.step = step.step;
     const at::ScalarType type = common_type(input, output);

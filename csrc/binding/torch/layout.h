@@ -29,7 +29,8 @@ struct Memories {
 class Layout {
  public:
   /// `rows` is the number of rows of the workers' residuals: one for each rank in a reduce_scatter.
-  explicit Layout(size_t rows) : rows_(rows) {}
+  /// `owner_residuals` is equal on all ranks: some rank may have a residual as an owner.
+  Layout(size_t rows, bool owner_residuals) : rows_(rows), owner_residuals_(owner_residuals) {}
 
   void add(size_t offset, size_t numel, const std::string& codec, uint32_t tensor,
            const Memories& memories) {
@@ -50,6 +51,7 @@ class Layout {
     parts_.push_back({offset, numel, make_codec(codec), tensor, memories});
   }
   size_t rows() const { return rows_; }
+  bool owner_residuals() const { return owner_residuals_; }
   size_t size() const { return parts_.size(); }
   size_t numel() const { return parts_.empty() ? 0 : parts_.back().offset + parts_.back().numel; }
 
@@ -115,6 +117,7 @@ class Layout {
   }
 
   size_t rows_;
+  bool owner_residuals_;
   std::optional<c10::Device> device_;  ///< of the residuals
   std::vector<Part> parts_;
 };

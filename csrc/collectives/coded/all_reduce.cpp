@@ -1,24 +1,28 @@
 // Coded all-reduce: two shots for what is recoded or summed, an all-gather for the rest. Both are
-// in transit at once.
+// in transit at once. In one shot all is gathered, and every rank does what owners do.
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
 #include "collectives/coded/amax.h"
 #include "collectives/coded/coded.h"
 #include "collectives/coded/coder.h"
 #include "collectives/coded/float32_view.h"
+#include "collectives/coded/one_shot.h"
 #include "collectives/coded/stream.h"
 #include "core/reduce.h"
 
 namespace pycomm::coded {
 namespace {
 
-/// Returns the runs whose codec's combine is `gather`, or the others.
+bool is_gathered(const CodedArgs& args, const PieceRun& run) {
+  return args.pieces[run.piece].codec->combine() == Combine::gather;
+}
+
+/// Returns the runs that owners sum, or the others. In one shot there are no owners.
 std::vector<PieceRun> pick(const CodedArgs& args, const std::vector<PieceRun>& values,
-                           bool gathered) {
+                           bool one_shot, bool owned) {
   std::vector<PieceRun> result;
   for (const PieceRun& run : values) {
-    const bool is = args.pieces[run.piece].codec->combine() == Combine::gather;
-    if (is == gathered) result.push_back(run);
+    if ((!one_shot && !is_gathered(args, run)) == owned) result.push_back(run);
   }
   return result;
 }
@@ -27,16 +31,17 @@ std::vector<PieceRun> pick(const CodedArgs& args, const std::vector<PieceRun>& v
 // other owns, what it shares with all, and the results that it owns.
 class AllReduce {
  public:
-  AllReduce(CollectiveContext& context, const CodedArgs& args, const std::vector<PieceRun>& values,
-            int divisor)
+  AllReduce(CollectiveContext& context, Algo wanted, const CodedArgs& args,
+            const std::vector<PieceRun>& values, int divisor)
       : ex_(context),
         args_(args),
         n_(context.size()),
         me_(context.rank()),
-        owned_(args.pieces, pick(args, values, false), n_,
+        one_shot_(goes_in_one_shot(args, values, wanted, n_, context.speed())),
+        owned_(args.pieces, pick(args, values, one_shot_, true), n_,
                coded_segment(context.segment_bytes(), context.speed()), context.coded_shares()),
-        shown_(args.pieces, pick(args, values, true), 1,
-               coded_segment(context.segment_bytes(), context.speed())),
+        shown_(args.pieces, pick(args, values, one_shot_, false), 1,
+               coded_segment(context.segment_bytes(), one_shot_ ? Speed() : context.speed())),
         amax_(args, values, args.data.size),
         coder_(args, &amax_, me_, n_, context.feedback_scratch(), {}, Packing::close,
                &context.timing()),
@@ -48,7 +53,7 @@ class AllReduce {
 
   bool run() {
     amax_.all_reduce(ex_);
-    if (ex_.is_group()) ex_.note_algo("two_shot");
+    if (ex_.is_group()) ex_.note_algo(one_shot_ ? "one_shot" : "two_shot");
     // There is one place for every owned payload of the bucket: first our contributions, then the
     // results, which cannot arrive before the owner has had the contribution. There is another one
     // for what others send us to own, and for what each rank shares.
@@ -140,10 +145,15 @@ class AllReduce {
           r == me_ ? Span<const uint8_t>(payload(segment), own_bytes_[s]) : inboxes_[r].payload(s);
       coder_.decode(runs, in, sum, r > 0, ex_.member(r));
     }
-    view_.average(runs, sum, recoded);
-    const size_t bytes = coder_.encode(Hop::owner, runs, sum, payload(segment));
+    const size_t bytes = recode(runs, sum, payload(segment));
     send_to_all(segment, payload(segment), bytes);
-    decode_result(segment, {payload(segment), bytes}, me_);
+    decode_result(runs, {payload(segment), bytes}, me_);
+  }
+
+  // Encodes a sum as its owner does. Returns the bytes.
+  size_t recode(Span<const PieceRun> runs, Floats sum, uint8_t* out) {
+    view_.average(runs, sum, recoded);
+    return coder_.encode(Hop::owner, runs, sum, out);
   }
 
   void send_to_all(const Segment& segment, const uint8_t* payload, size_t bytes) {
@@ -159,15 +169,14 @@ class AllReduce {
       Inbox& inbox = inboxes_[owner];
       size_t& s = decoded_[owner];
       for (; s < owned_.count(owner) && inbox.arrived(result_number(s)); s++) {
-        decode_result(owned_.at(owner, s), inbox.payload(result_number(s)), owner);
+        decode_result(owned_.runs(owned_.at(owner, s)), inbox.payload(result_number(s)), owner);
       }
       all &= s == owned_.count(owner);
     }
     return all;
   }
 
-  void decode_result(const Segment& segment, Span<const uint8_t> in, int owner) {
-    const Span<const PieceRun> runs = owned_.runs(segment);
+  void decode_result(Span<const PieceRun> runs, Span<const uint8_t> in, int owner) {
     const Floats result = view_.room(runs);
     coder_.decode(runs, in, result, false, ex_.member(owner));
     view_.finish(runs, result, undivided);
@@ -188,7 +197,12 @@ class AllReduce {
                                            : inboxes_[r].payload(number);
         coder_.decode(runs, in, sum, r > 0, ex_.member(r));
       }
-      view_.finish(runs, sum, undivided);
+      if (one_shot_) {
+        uint8_t* const out = gathered(ex_.after(1), s);  // it has been decoded
+        decode_result(runs, {out, recode(runs, sum, out)}, me_);
+      } else {
+        view_.finish(runs, sum, undivided);
+      }
     }
     return next_shown_ == shown_.count(0);
   }
@@ -196,6 +210,7 @@ class AllReduce {
   CollectiveContext& ex_;
   const CodedArgs& args_;
   const int n_, me_;
+  const bool one_shot_;
   const BucketLayout owned_;  // a chunk for each rank
   const BucketLayout shown_;  // the same for all
   Amax amax_;
@@ -216,7 +231,7 @@ class AllReduce {
 // All-reduce node by node: the node's exact sum, of which the rank at each place has a shard; coded
 // all-reduces of the shards between the nodes; and an all-gather of the shards in the node. A node
 // has the role of a rank in the coding: its residual lies on the rank that has coded the shard.
-bool by_nodes(CollectiveContext& context, const CodedArgs& args,
+bool by_nodes(CollectiveContext& context, Algo wanted, const CodedArgs& args,
               const std::vector<PieceRun>& values) {
   Node node(context);
   const int shards = context.topology().narrowest();
@@ -237,7 +252,7 @@ bool by_nodes(CollectiveContext& context, const CodedArgs& args,
   if (node.place() < shards) {
     const std::vector<int> members = hierarchical::rail(context.topology(), node.place());
     CollectiveContext rail = context.among(members);
-    AllReduce(rail, args, ours, context.size()).run();
+    AllReduce(rail, wanted, args, ours, context.size()).run();
   }
   node.all_gather(own, Parts(outputs).of(sizeof(float)));
   node.end();
@@ -245,7 +260,7 @@ bool by_nodes(CollectiveContext& context, const CodedArgs& args,
 }
 
 // Widens the buffer: the exact sum of a node is float32 as a whole.
-bool by_nodes_wide(CollectiveContext& context, CodedArgs args,
+bool by_nodes_wide(CollectiveContext& context, Algo wanted, CodedArgs args,
                    const std::vector<PieceRun>& values) {
   const Values bucket = args.data;
   std::vector<Piece> pieces(args.pieces.begin(), args.pieces.end());
@@ -263,7 +278,7 @@ bool by_nodes_wide(CollectiveContext& context, CodedArgs args,
   }
   const Span<const Piece> with_means = args.pieces;
   args.pieces = {pieces.data(), pieces.size()};
-  bool finite = by_nodes(context, args, values);
+  bool finite = by_nodes(context, wanted, args, values);
   add_means(with_means, static_cast<float*>(args.data.data));
   if (wide) {
     float found_inf = 0.0f;
@@ -282,8 +297,8 @@ bool by_nodes_wide(CollectiveContext& context, CodedArgs args,
 
 bool all_reduce(CollectiveContext& context, Algo wanted, const CodedArgs& args) {
   const std::vector<PieceRun> values = values_of(args.pieces);
-  if (dispatch::by_levels(context, wanted)) return by_nodes_wide(context, args, values);
-  return AllReduce(context, args, values, context.size()).run();
+  if (dispatch::by_levels(context, wanted)) return by_nodes_wide(context, wanted, args, values);
+  return AllReduce(context, wanted, args, values, context.size()).run();
 }
 
 }  // namespace pycomm::coded

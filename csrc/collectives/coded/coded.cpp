@@ -38,6 +38,9 @@ void check(const char* op, const CodedArgs& args, size_t rows) {
         fail(i, "has a residual to read but none to write, or the other way round");
       }
     }
+    if (p.owner.error && !args.owner_residuals) {
+      fail(i, "has a residual of an owner, although no rank is said to have one");
+    }
     if (p.numel > args.data.size - end) {  // so no sum wraps
       fail(i, "has " + std::to_string(p.numel) + " elements, but only " +
                   std::to_string(args.data.size - end) + " of " + std::to_string(args.data.size) +
@@ -72,6 +75,7 @@ uint32_t signature(const CodedArgs& args) {
   hash.add(args.average);
   hash.add(args.seed);
   hash.add(args.step);
+  if (!args.owner_residuals) hash.add(1);
   const uint32_t value = hash.value();
   return value ? value : 1;
 }

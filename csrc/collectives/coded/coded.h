@@ -11,6 +11,9 @@
 // owns it. There are two codings whatever the number of ranks: with v the relative squared error of
 // one, the result has about 2v (a ring that recodes at each hop has v(n+1)/2).
 //
+// Where no owner has a residual, any rank can be the owner of all (coded/one_shot.h): far ranks
+// then need one shot.
+//
 // If a codec's combine is `sum`, the owner encodes the sum itself, without loss, and every rank
 // that decodes it divides. If it is `gather`, there is no owner: every rank sends its encoded
 // values to all, which decode them in rank order and divide. docs/algorithms.md has the costs.

@@ -113,7 +113,10 @@ struct CodedArgs {
   Values data;
   Span<const Piece> pieces;
   bool average = true;  ///< the float32 sum is divided once by the number of ranks
-  uint64_t seed = 0;    ///< equal on all ranks; the rank is mixed in
+  /// Some rank may keep a residual of what it sends back as an owner. Equal on all ranks. Without
+  /// any, every rank can do what owners do.
+  bool owner_residuals = true;
+  uint64_t seed = 0;  ///< equal on all ranks; the rank is mixed in
   uint32_t step = 0;
 };
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pycomm.plan.algorithms import STAGE, Size
+from pycomm.plan.algorithms import STAGE, Size, in_one_shot
 from pycomm.plan.cluster import SEGMENT
 from pycomm.plan.codecs import NONE, Coding
 from pycomm.plan.sim.engine import Task
@@ -77,21 +77,29 @@ class Schedule:
     # ------------------------------------------------------------ flat
 
     def one_shot(self, members: Sequence[int], size: Size, start: Tasks) -> Tasks:
-        """Send every rank's whole buffer, or its payload, to every other rank."""
-        n, plain = len(members), 4.0 * size.values
-        encoded = [
-            self.net.work(m, self._encode(plain), [s]) for m, s in zip(members, start, strict=True)
+        """Send every rank's whole buffer, or its payload, to every other rank.
+
+        What is coded again is sent in segments, for which all ranks do what owners do.
+        """
+        n, again = len(members), self._rates is not None and self.coding.combine != "gather"
+        count = self._segments(members, 4.0 * size.values) if again else 1
+        plain, wire = 4.0 * size.values / count, size.payload / count
+        arrived: dict[tuple[int, int], Tasks] = {}
+        for s in range(count):
+            for i, m in enumerate(members):
+                encoded = self.net.work(m, self._encode(plain), [start[i]])
+                for k in range(n):
+                    to = (i + k) % n
+                    task = self.net.send(m, members[to], wire, [encoded]) if k else encoded
+                    arrived.setdefault((to, s), []).append(task)
+        seconds = self._fold(n, plain) if self._rates else n * wire / self._memory
+        if again:
+            seconds += self._encode(plain) + self._decode(plain)
+        ended = [
+            self.net.join([self.net.work(m, seconds, arrived[i, s]) for s in range(count)])
+            for i, m in enumerate(members)
         ]
-        arrived: list[Tasks] = [[encoded[i]] for i in range(n)]
-        for i in range(n):
-            for k in range(1, n):
-                to = (i + k) % n
-                arrived[to].append(
-                    self.net.send(members[i], members[to], size.payload, [encoded[i]])
-                )
-        folded = n * size.payload / self._memory if not self._rates else self._fold(n, plain)
-        ended = [self.net.work(m, folded, arrived[i]) for i, m in enumerate(members)]
-        return self._check(ended, members, plain)
+        return self._check(ended, members, 4.0 * size.values)
 
     def two_shot(self, members: Sequence[int], size: Size, start: Tasks) -> Tasks:
         """Send chunks to their owners in segments; each owner folds, encodes again and sends."""
@@ -219,7 +227,9 @@ class Schedule:
             now[node * local : (node + 1) * local] = self._node(members, size, now, True)
         for place in range(local):
             members = [node * local + place for node in range(nodes)]
-            way = self.one_shot if self.coding.combine == "gather" else self.two_shot
+            # Between two nodes one shot sends as many bytes.
+            one = nodes == 2 and in_one_shot(self.coding, cluster.inter)
+            way = self.one_shot if one or self.coding.combine == "gather" else self.two_shot
             ended = way(members, shard, [now[m] for m in members])
             for m, task in zip(members, ended, strict=True):
                 now[m] = task

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 CODED = "tests/collectives/coded/test_collectives.py::"
+ONE_SHOT = "tests/collectives/coded/test_one_shot.py::"
 ODD = "tests/collectives/test_point_to_point_odd.py::"
 
 MUTANTS = (
@@ -33,6 +34,38 @@ MUTANTS = (
         "view_.average(runs, sum, recoded);",
         "",
         CODED + "test_bytes_of_the_model",
+    ),
+    Mutant(
+        "coded-one-shot-with-residuals-of-owners",
+        "residual",
+        "csrc/collectives/coded/one_shot.cpp",
+        "args.owner_residuals || ranks < 2",
+        "ranks < 2",
+        ONE_SHOT + "test_a_residual_of_an_owner_needs_an_owner",
+    ),
+    Mutant(
+        "coded-one-shot-of-some-ranks",
+        "check",
+        "csrc/collectives/coded/coded.cpp",
+        "if (!args.owner_residuals) hash.add(1);",
+        "",
+        ONE_SHOT + "test_ranks_that_differ_in_it_get_an_error",
+    ),
+    Mutant(
+        "coded-one-shot-never",
+        "check",
+        "csrc/collectives/coded/one_shot.cpp",
+        "return costs.one < costs.two;",
+        "return false;",
+        "tests/processes/test_wan.py::test_far_hosts_need_one_round_where_owners_keep_nothing",
+    ),
+    Mutant(
+        "coded-one-shot-not-coded-again",
+        "check",
+        "csrc/collectives/coded/all_reduce.cpp",
+        "decode_result(runs, {out, recode(runs, sum, out)}, me_);",
+        "view_.average(runs, sum, recoded), view_.finish(runs, sum, undivided);",
+        ONE_SHOT + "test_pieces_of_one_bucket_have_codecs_of_their_own",
     ),
     Mutant(
         "coded-owner-does-not-wait",

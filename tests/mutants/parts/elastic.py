@@ -10,6 +10,14 @@ KEPT = "tests/torch/elastic/test_kept_memory.py::"
 
 MUTANTS = (
     Mutant(
+        "inherited-residuals-not-noted",
+        "state",
+        "pycomm/feedback/residuals.py",
+        "        self.inherited = True\n",
+        "",
+        "tests/torch/feedback/test_state.py::test_an_unbiased_codec_pays_what_is_owed_and_owes_nothing",
+    ),
+    Mutant(
         "nan-given-to-the-codec",
         "check",
         "pycomm/elastic/chunks.py",

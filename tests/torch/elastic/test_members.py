@@ -107,6 +107,7 @@ def leave_and_return(
         ("topk:0.05", "momentum:0.5", "auto"),
         ("sign", "ema:0.9", "auto"),
         ("powersgd:2", "residual", "auto"),
+        ("int4 6:eden:bits=2", "residual", "auto"),  # who stays pays, who is new has nothing to pay
     ],
 )
 def test_who_stays_keeps_what_it_owes_and_who_is_new_owes_nothing(pool, codec, feedback, transport):
