@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +25,14 @@ ROUNDS = 4
 PAUSE = 0.03  # before each call, so that a link's token bucket is full, as it is after computing
 
 
-def piece(coding: Coding, numel: int) -> Piece:
+def piece(coding: Coding, residual: np.ndarray[Any, Any]) -> Piece:
     """Return a buffer as `pycomm.compress` codes it: owners keep residuals of codecs with feedback.
 
     They decide the algorithm between far ranks.
     """
     owed = coding.feedback and coding.combine == "recode"
     codec = pycomm.codec(coding.spec)
-    return Piece(numel, codec, owner_residual=np.zeros(numel, np.float32) if owed else None)
+    return Piece(residual.size, codec, owner_residual=residual if owed else None)
 
 
 def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: str) -> None:
@@ -39,12 +40,12 @@ def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: s
     cases = list(itertools.product(sizes, codecs))
     with Communicator.from_env(folder, transport="tcp", timeout=300) as group:
         source = np.random.default_rng(group.rank).standard_normal(max(sizes) // 4, np.float32)
-        buffer = np.empty_like(source)
+        buffer, residual = np.empty_like(source), np.zeros_like(source)
 
         def call(size: int, codec: str) -> float:
             data = buffer[: size // 4]
             data[:] = source[: size // 4]
-            pieces = [] if codec == "none" else [piece(CODINGS[codec], data.size)]
+            pieces = [] if codec == "none" else [piece(CODINGS[codec], residual[: size // 4])]
             time.sleep(PAUSE)
             group.barrier()
             begin = time.perf_counter()

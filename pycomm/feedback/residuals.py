@@ -37,6 +37,7 @@ class Residuals:
         of the same parameters. Equal on all ranks."""
         self._owners = owners
         self._residuals: dict[str, Residual] = {}
+        self._known: set[str] = set()  # parameters that have had a residual
 
     def __contains__(self, name: str) -> bool:
         return name in self._residuals
@@ -62,6 +63,7 @@ class Residuals:
         Raises:
             ValueError: the parameter had another size before.
         """
+        self._known.add(name)
         found = self._residuals.get(name)
         rule = self.rule.kept(rows * numel, codec)
         if found is None or (error and found.worker is None):
@@ -119,6 +121,14 @@ class Residuals:
         if errors and self.rule.kind == "ef21":
             taken += row
         return 2 * taken  # each has two sides
+
+    def may_owe(self, names: Iterable[str]) -> bool:
+        """Return whether any rank may have a residual of these parameters.
+
+        All ranks return the same, since they create residuals alike. When they drop them depends on
+        each rank's own steps, so what has had a residual may have one for ever.
+        """
+        return self.inherited or not self._known.isdisjoint(names)
 
     @property
     def has_residual(self) -> bool:

@@ -189,9 +189,10 @@ def _flat(
     latency = waiting + messages * link.message * cluster.slowdown
     wire = max(0.0, sent * cross - link.burst) / link.slower
     busy = (moving + work) * cluster.slowdown
-    pieces = max(1.0, size.values * 4 / n / link.segment) if algorithm == "two_shot" else 0.0
-    if algorithm == "one_shot" and not coding.exact:
-        pieces = max(1.0, size.values * 4 / link.segment)
+    chunks = {"two_shot": n} if coding.exact else {"two_shot": n, "one_shot": 1}
+    pieces = 0.0  # it does not go in segments
+    if algorithm in chunks:
+        pieces = max(1.0, size.values * 4 / chunks[algorithm] / link.segment)
     seconds = waiting + _overlapped(pieces, n, wire, moving, work, cluster.slowdown)
     return Cost(seconds, wire, busy / cluster.slowdown, sent, latency)
 

@@ -65,7 +65,6 @@ class Bucket:
         self.numel = 0
         self.paying: set[str] = set()
         """Names of the pieces that have a residual although their codec leaves none."""
-        self._others_may_owe = residuals is not None and residuals.inherited
         for decision, number in zip(decisions, numbers, strict=True):
             name, numel = decision.parameter.name, decision.parameter.numel
             residual = None
@@ -89,6 +88,9 @@ class Bucket:
                 self.paying.add(name)
             self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
             self.numel += numel
+        # Where no rank has a residual, far ranks need no owners: one round in place of two.
+        names = [piece.name for piece in self.pieces]
+        self._may_owe = residuals is not None and residuals.may_owe(names)
         self.with_residual = [piece for piece in self.pieces if piece.residual is not None]
         """The pieces that have a residual."""
         self.has_factors = any(piece.codec.combine == "factors" for piece in self.pieces)
@@ -125,9 +127,7 @@ class Bucket:
         if self._native is None:
             from pycomm._build import load_c10d
 
-            # Where no rank has a residual, far ranks need no owners: one round in place of two.
-            may_owe = self._others_may_owe or bool(self.with_residual)
-            self._native = load_c10d().Layout(self.rows, owner_residuals=may_owe)
+            self._native = load_c10d().Layout(self.rows, owner_residuals=self._may_owe)
             for p in self.pieces:
                 options: dict[str, Any] = {}
                 if p.residual is not None:

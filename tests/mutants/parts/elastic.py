@@ -15,7 +15,7 @@ MUTANTS = (
         "pycomm/feedback/residuals.py",
         "        self.inherited = True\n",
         "",
-        "tests/torch/feedback/test_state.py::test_an_unbiased_codec_pays_what_is_owed_and_owes_nothing",
+        "tests/torch/elastic/test_members.py::test_who_stays_keeps_what_it_owes_and_who_is_new_owes_nothing",
     ),
     Mutant(
         "nan-given-to-the-codec",
