@@ -312,3 +312,48 @@ def test_where_little_is_in_flight_one_socket_carries_it(tmp_path):
         text = printed.read()
     assert status == 0, text
     assert text.count("in use: 1\n") == 2, text
+
+
+# All-reduces until each rank has limited the rate of a connection, or a minute has passed.
+LIMITED = r"""
+import os, socket, stat, sys, time
+import numpy as np
+from pycomm.communicator import Communicator
+
+SO_MAX_PACING_RATE, NONE = 47, 2**32 - 1
+
+def limits():
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode):
+            with socket.socket(fileno=os.dup(fd)) as end:
+                found = end.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE)
+                yield found % 2**32
+
+group = Communicator.from_env(sys.argv[1], transport="tcp", timeout=60)
+x, turns, start = np.ones(1 << 22, np.float32), 0, time.monotonic()
+goes_on = np.ones(1, np.float32)
+while goes_on[0]:
+    x[:] = group.rank + turns
+    group.all_reduce(x)
+    assert (x == 1 + 2 * turns).all()
+    turns += 1
+    rates = [rate for rate in limits() if 0 < rate < NONE]
+    goes_on[0] = not rates and time.monotonic() - start < 60
+    group.all_reduce(goes_on, "max")
+print("limited:", bool(rates), "after", turns, [8e-6 * rate for rate in rates], flush=True)
+"""
+
+
+def test_connections_that_overflow_the_queue_are_limited(tmp_path):
+    """Each of four bbr connections remembers the best share of the link that it has had."""
+    with (
+        open_or_skip(2, "100mbit", shape=Shape(delay=0.1)) as lab,
+        (tmp_path / "printed").open("w+") as printed,
+    ):
+        command = [sys.executable, "-c", LIMITED, str(tmp_path / "store")]
+        ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
+        status = netlab.wait(ranks)
+        printed.seek(0)
+        text = printed.read()
+    assert status == 0, text
+    assert text.count("limited: True") == 2, text

@@ -23,6 +23,7 @@ uint64_t TcpChannel::send(const OpTag& tag, Span<const uint8_t> data) {
   message.tag_hash = tag.hash();
   message.data = data;
   std::lock_guard<std::mutex> lock(poller_.mutex());
+  if (outgoing_.empty()) flow_.begin(Flow::Clock::now());
   outgoing_.push_back(message);
   const uint64_t ticket = sent_ + outgoing_.size();
   if (sockets_.empty() && !opening_ && !connected()) {
@@ -96,6 +97,11 @@ void TcpChannel::choose_sockets() {
   SocketUse use;
   for (const auto& socket : sockets_) add_use(socket->sock.get(), use);
   flow_.update(now, use);
+  const double limit = flow_.limit(sockets_.size());
+  for (auto& socket : sockets_) {
+    if (socket->limit != limit && socket->sock) limit_rate(socket->sock.get(), limit);
+    socket->limit = limit;
+  }
 }
 
 // All sockets serve while one of them has no connection.

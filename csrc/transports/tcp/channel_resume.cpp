@@ -19,6 +19,7 @@ void TcpChannel::adopt_connections() {
     if (!socket.sock) cuts_--;
     socket.sock = std::move(fresh.sock);
     socket.generation = fresh.generation;
+    socket.limit = 0;
     socket.ready = {};
     socket.wake_bytes = 1;
     socket.greeting = fresh.generation > 0;

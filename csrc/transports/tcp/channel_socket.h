@@ -18,6 +18,7 @@ struct TcpChannel::Socket {
   int number = 0;
   uint32_t generation = 0;  // counts the connections from 0
   std::string cut_by;       // why the last one ended
+  double limit = 0;         // bytes per second of this one; 0: none
 
   // On a later connection both ends first send a Resume.
   bool greeting = false;

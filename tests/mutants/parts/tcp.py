@@ -10,6 +10,7 @@ HANDSHAKE = "tests/transports/tcp/test_handshake.py"
 
 KILLED = "tests/torch/elastic/test_killed_while_forming.py"
 PATHS = "tests/processes/test_paths.py::"
+LIMIT = "tests/transports/tcp/test_rate_limit.py::"
 
 MUTANTS = (
     Mutant(
@@ -19,6 +20,55 @@ MUTANTS = (
         "static_cast<size_t>(socket.number) < flow_.sockets(sockets_.size())",
         "true",
         "tests/processes/test_wan.py::test_where_little_is_in_flight_one_socket_carries_it",
+    ),
+    # ------------------------------------------------------------------ the rate of a path
+    Mutant(
+        "connections-not-limited",
+        "state",
+        "csrc/transports/tcp/channel.cpp",
+        "limit_rate(socket->sock.get(), limit)",
+        "limit_rate(socket->sock.get(), 0)",
+        "tests/processes/test_wan.py::test_connections_that_overflow_the_queue_are_limited",
+    ),
+    Mutant(
+        "random-loss-taken-for-a-full-queue",
+        "state",
+        "csrc/transports/tcp/rate_limit.h",
+        "if (lowered_ == kTries)",
+        "if (lowered_ < 0)",
+        LIMIT + "test_a_path_that_loses_packets_by_itself_is_not_slowed_down",
+    ),
+    Mutant(
+        "rate-of-a-path-that-has-become-slower-not-followed",
+        "state",
+        "csrc/transports/tcp/rate_limit.h",
+        "lowered_ == 0 ? *std::max_element(rates_.begin(), rates_.end()) : rate",
+        "*std::max_element(rates_.begin(), rates_.end())",
+        LIMIT + "test_a_path_that_becomes_slower_is_followed",
+    ),
+    Mutant(
+        "limit-grows-slowly-for-ever",
+        "arithmetic",
+        "csrc/transports/tcp/rate_limit.h",
+        "std::min(2 * step_, kLargestStep)",
+        "kFirstStep",
+        LIMIT + "test_a_path_that_becomes_faster_is_found",
+    ),
+    Mutant(
+        "one-window-with-losses-is-enough",
+        "comparison",
+        "csrc/transports/tcp/rate_limit.h",
+        "++in_a_row_ == kFirst",
+        "++in_a_row_ == 1",
+        LIMIT + "test_a_single_window_with_losses_changes_nothing",
+    ),
+    Mutant(
+        "counts-of-new-connections-not-noticed",
+        "check",
+        "csrc/transports/tcp/rate_limit.h",
+        "sent < sent_ || repeated < repeated_",
+        "false",
+        LIMIT + "test_connections_that_are_made_again_count_from_zero",
     ),
     # ------------------------------------------------------------------ several paths
     Mutant(

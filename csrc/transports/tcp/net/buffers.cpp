@@ -7,8 +7,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <fstream>
+#include <limits>
 
+#include "transports/tcp/net/congestion.h"
 #include "transports/tcp/net/fd.h"
 
 namespace pycomm::tcp {
@@ -29,6 +32,15 @@ constexpr uint64_t kLeastUnsent = 128 << 10;
 constexpr uint64_t kMostUnsent = 4 << 20;
 constexpr uint64_t kFirstUnsent = 256 << 10;
 constexpr uint64_t kUnsentParts = 25;  // of what the path delivers in a second: 40 ms
+
+// Counts at the end of Linux' tcp_info (4.19 and later), which older headers lack. What is
+// delivered are packets, also those behind a lost one, which bytes_acked leaves out until the lost
+// one has come.
+struct Counts {
+  uint32_t delivered, delivered_ce;
+  uint64_t sent, repeated;
+};
+constexpr size_t kCounts = 192;
 
 bool look(int fd, tcp_info& info) {
   socklen_t size = sizeof info;
@@ -82,13 +94,36 @@ void limit_unsent(int fd) {
 }
 
 void add_use(int fd, SocketUse& sum) {
-  tcp_info info = {};
-  if (!look(fd, info)) return;
-  sum.acknowledged += info.tcpi_bytes_acked;
+  struct {
+    tcp_info info;
+    uint8_t more[sizeof(Counts)];
+  } said = {};
+  socklen_t size = sizeof said;
+  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &said, &size) != 0) return;
+  const tcp_info& info = said.info;
+  if (size >= kCounts + sizeof(Counts)) {
+    Counts counts;
+    std::memcpy(&counts, reinterpret_cast<const uint8_t*>(&said) + kCounts, sizeof counts);
+    sum.delivered += static_cast<uint64_t>(counts.delivered) * info.tcpi_snd_mss;
+    sum.sent += counts.sent;
+    sum.repeated += counts.repeated;
+  } else {
+    sum.delivered += info.tcpi_bytes_acked;
+  }
   sum.unsent += info.tcpi_notsent_bytes;
   const uint32_t shortest = info.tcpi_min_rtt > 0 ? info.tcpi_min_rtt : info.tcpi_rtt;
   const bool first = sum.least_round_trip_us == 0;
   sum.least_round_trip_us = first ? shortest : std::min(sum.least_round_trip_us, shortest);
+}
+
+void limit_rate(int fd, double bytes_per_second) {
+  // The kernel would begin to pace reno and cubic, too, which it does not otherwise.
+  if (congestion_control(fd) != "bbr") return;
+  constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
+  const uint32_t rate = bytes_per_second <= 0 || bytes_per_second >= kNone
+                            ? kNone
+                            : static_cast<uint32_t>(bytes_per_second);
+  ::setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &rate, sizeof rate);
 }
 
 bool is_silent(int fd) {

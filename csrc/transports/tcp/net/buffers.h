@@ -24,12 +24,18 @@ void limit_unsent(int fd);
 
 /// What the kernel says of a connection's sending side.
 struct SocketUse {
-  uint64_t acknowledged = 0;         ///< bytes that the peer's host has confirmed, since the start
+  uint64_t delivered = 0;            ///< bytes that the peer's host has confirmed, since the start
   uint64_t unsent = 0;               ///< bytes that have not left yet
+  uint64_t sent = 0;                 ///< bytes that have left, since the start; 0: an old kernel
+  uint64_t repeated = 0;             ///< those of them that had left before
   uint32_t least_round_trip_us = 0;  ///< 0: not known
 };
 /// Adds a socket's counts to `sum`, and keeps the shortest round trip.
 void add_use(int fd, SocketUse& sum);
+
+/// Lets bbr send no more than so many bytes per second; 0: no limit. Other congestion controls are
+/// left alone.
+void limit_rate(int fd, double bytes_per_second);
 
 /// True if the kernel has repeated packets more than once without any answer: the path is cut, or
 /// loses nearly all.
