@@ -314,7 +314,7 @@ def test_where_little_is_in_flight_one_socket_carries_it(tmp_path):
     assert text.count("in use: 1\n") == 2, text
 
 
-# All-reduces until each rank has limited the rate of a connection, or a minute has passed.
+# All-reduces until each rank has limited the rate of a connection, or 40 seconds have passed.
 LIMITED = r"""
 import os, socket, stat, sys, time
 import numpy as np
@@ -338,7 +338,7 @@ while goes_on[0]:
     assert (x == 1 + 2 * turns).all()
     turns += 1
     rates = [rate for rate in limits() if 0 < rate < NONE]
-    goes_on[0] = not rates and time.monotonic() - start < 60
+    goes_on[0] = not rates and time.monotonic() - start < 40
     group.all_reduce(goes_on, "max")
 print("limited:", bool(rates), "after", turns, [8e-6 * rate for rate in rates], flush=True)
 """

@@ -34,8 +34,8 @@ MUTANTS = (
         "random-loss-taken-for-a-full-queue",
         "state",
         "csrc/transports/tcp/rate_limit.h",
-        "if (lowered_ == kTries)",
-        "if (lowered_ < 0)",
+        "lowered_ == kTries",
+        "false",
         LIMIT + "test_a_path_that_loses_packets_by_itself_is_not_slowed_down",
     ),
     Mutant(

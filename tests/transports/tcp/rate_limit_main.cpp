@@ -5,7 +5,9 @@
 //
 // RATE is what the path carries and WANTED what the sender would send without a limit, in bytes a
 // second; LOSS is the part of all packets that the path loses by itself. A window takes 200 ms.
+// With a RATE below 0 the connections are made anew first.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 
@@ -16,16 +18,14 @@ int main(int argc, char** argv) {
   pycomm::tcp::RateLimit limit;
   double sent = 0, repeated = 0;
   for (int i = 1; i + 3 < argc; i += 4) {
-    const double rate = std::atof(argv[i]), wanted = std::atof(argv[i + 1]);
+    const double rate = std::abs(std::atof(argv[i])), wanted = std::atof(argv[i + 1]);
     const double loss = std::atof(argv[i + 2]);
+    if (std::atof(argv[i]) < 0) sent = repeated = 0;
     for (int window = 0; window < std::atoi(argv[i + 3]); window++) {
       const double now = limit.bytes_per_second();
       const double offered = now > 0 ? std::min(now, wanted) : wanted;
       const double delivered = std::min(offered * (1 - loss), rate);
       const double again = offered - delivered;
-      if (rate == 0) {  // the connections are made again
-        sent = repeated = 0;
-      }
       sent += offered * kWindow;
       repeated += again * kWindow;
       limit.update(delivered, static_cast<uint64_t>(sent), static_cast<uint64_t>(repeated));
