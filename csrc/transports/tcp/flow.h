@@ -47,9 +47,11 @@ class Flow {
     // A connection that was made again counts from 0.
     const bool was_full = full_ && use.unsent > 0 && took < kStale && use.delivered >= delivered_;
     const double rate = was_full ? static_cast<double>(use.delivered - delivered_) / took : 0;
-    if (rate > 0) limit_.update(rate, use.sent, use.repeated);
     // A rate that still grows is that of a slow start.
-    if (rate > 0 && rate_ > 0 && rate < kGrowth * rate_) in_use_ = worth(rate, round_trip);
+    if (rate > 0 && rate_ > 0 && rate < kGrowth * rate_) {
+      in_use_ = worth(rate, round_trip);
+      limit_.update(rate, use.sent, use.repeated);
+    }
     rate_ = rate;
     since_ = now;
     delivered_ = use.delivered;

@@ -48,11 +48,11 @@ class RateLimit {
   double bytes_per_second() const { return limit_; }
 
  private:
-  static constexpr uint64_t kEnoughBytes = 256 << 10;
+  static constexpr uint64_t kEnoughBytes = 1 << 20;
   // Less is taken for random loss, which bbr does not mind.
   static constexpr double kTooMuch = 0.025;
   static constexpr double kBelow = 0.97;  // so that the queue empties
-  static constexpr double kInUse = 0.9;
+  static constexpr double kInUse = 0.7;
   static constexpr double kFirstStep = 0.01, kLargestStep = 0.25;
   static constexpr int kFirst = 2;      // windows in a row: one may be that of a slow start
   static constexpr int kTries = 3;      // limits after which losses do not depend on the rate
