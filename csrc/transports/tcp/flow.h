@@ -47,12 +47,14 @@ class Flow {
     // A connection that was made again counts from 0.
     const bool was_full = full_ && use.unsent > 0 && took < kStale && use.delivered >= delivered_;
     const double rate = was_full ? static_cast<double>(use.delivered - delivered_) / took : 0;
-    // A rate that still grows is that of a slow start.
-    if (rate > 0 && rate_ > 0 && rate < kGrowth * rate_) {
-      in_use_ = worth(rate, round_trip);
-      limit_.update(rate, use.sent, use.repeated);
+    if (rate > 0) {
+      // A rate that still grows is that of a slow start.
+      if (rate_ > 0 && rate < kGrowth * rate_) {
+        in_use_ = worth(rate, round_trip);
+        limit_.update(rate, use.sent, use.repeated);
+      }
+      rate_ = rate;
     }
-    rate_ = rate;
     since_ = now;
     delivered_ = use.delivered;
     full_ = use.unsent > 0;
@@ -77,7 +79,7 @@ class Flow {
   Clock::time_point begun_, since_;
   uint64_t delivered_ = 0;
   bool full_ = false;
-  double rate_ = 0;  // of the window before; 0: it was not full
+  double rate_ = 0;  // of the last such window
   RateLimit limit_;
 };
 
