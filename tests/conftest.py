@@ -22,6 +22,10 @@ from tests.torch.interpreter import SHARED, start_server
 # on cores that workers, ranks and compilers share, which takes up to four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ranks of a test write to one file. Unbuffered, a line leaves in several parts, and another rank
+# may write between them.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # Without a GPU the Triton kernels run in its interpreter. Triton reads this when it is imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
