@@ -37,7 +37,9 @@ class RateLimit {
     if (pause_ > 0) {
       pause_--;
     } else if (!loses) {
-      in_a_row_ = lowered_ = 0;
+      in_a_row_ = 0;
+      lowered_ = false;
+      if (++calm_ >= kCalm) tries_ = 0;
       if (limit_ > 0 && rate >= kInUse * limit_) raise();
     } else if (limit_ > 0 || ++in_a_row_ == kFirst) {
       lower(rate);
@@ -56,6 +58,7 @@ class RateLimit {
   static constexpr double kFirstStep = 0.01, kLargestStep = 0.25;
   static constexpr int kFirst = 2;      // windows in a row: one may be that of a slow start
   static constexpr int kTries = 3;      // limits after which losses do not depend on the rate
+  static constexpr int kCalm = 2;       // windows without losses after which a limit has helped
   static constexpr int kWithout = 100;  // windows without a limit then
   static constexpr size_t kRates = 8;   // windows of which the best counts
 
@@ -65,17 +68,19 @@ class RateLimit {
   }
 
   void lower(double rate) {
-    in_a_row_ = 0;
-    if (lowered_ == kTries) {
+    in_a_row_ = calm_ = 0;
+    if (tries_ == kTries) {
       limit_ = 0;
-      lowered_ = 0;
+      tries_ = 0;
+      lowered_ = false;
       pause_ = kWithout;
       return;
     }
     // A single window may have been slow for another reason. If the best was too much, the path has
     // become slower.
-    limit_ = kBelow * (lowered_ == 0 ? *std::max_element(rates_.begin(), rates_.end()) : rate);
-    lowered_++;
+    limit_ = kBelow * (lowered_ ? rate : *std::max_element(rates_.begin(), rates_.end()));
+    lowered_ = true;
+    tries_++;
     step_ = kFirstStep;
     pause_ = 1;  // in it, what was lost before is repeated
   }
@@ -84,9 +89,11 @@ class RateLimit {
   uint64_t sent_ = 0, repeated_ = 0;
   std::array<double, kRates> rates_ = {};
   size_t windows_ = 0;
-  int in_a_row_ = 0;  // windows with losses, without a limit
-  int lowered_ = 0;   // limits since the last window without losses
-  int pause_ = 0;     // windows that change nothing
+  int in_a_row_ = 0;      // windows with losses, without a limit
+  int tries_ = 0;         // limits since one has helped
+  int calm_ = 0;          // windows without losses since then
+  bool lowered_ = false;  // since the last window without losses
+  int pause_ = 0;         // windows that change nothing
 };
 
 }  // namespace pycomm::tcp
