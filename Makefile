@@ -3,6 +3,7 @@
 #   make demo         train a small model over a 200 Mbit/s link, with and without pycomm
 #   make test         run all tests, with the counts of each tier
 #   make lint         run ruff, mypy, clang-format
+#   make house        show the sizes of the repository beside what they should be
 #   make soak         run the long tests: 2500 faults, fuzzing, training through faults for an hour, and with members that
 #                     come and go for half an hour; 200 replicas under torchft that are killed and replaced
 #   make mutants      make small mistakes in the sources, one at a time, and see whether the tests notice
@@ -44,7 +45,7 @@ export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 # Two recipes at once: _C compiles while pip fetches torch, and the rest while it fetches the tools.
 MAKEFLAGS += --jobs=2
 unexport MAKEFLAGS
-.PHONY: build binaries demo test lint soak mutants bench conformance portable trainers world gpu wheel cuda-wheel torches docs asan tsan clean
+.PHONY: build binaries demo test lint house soak mutants bench conformance portable trainers world gpu wheel cuda-wheel torches docs asan tsan clean
 
 build: binaries $(VENV)/run.stamp
 
@@ -59,6 +60,9 @@ lint: $(VENV)/dev.stamp
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy $(if $(CI),--cache-dir=/dev/null)
 	$(VENV)/bin/clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+house:
+	@$(PYTHON) -m tests.house
 
 soak: build $(VENV)/dev.stamp $(TRAINERS)/stamp
 	$(PY) -m tests.faults.injection --seed 7 --cases 1000

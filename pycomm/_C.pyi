@@ -1,7 +1,4 @@
-"""The torch-free core (csrc/binding). Buffers are addresses; sizes are in elements unless noted.
-
-Longer than others: it lists one whole binary, which Python sees as one module.
-"""
+"""The torch-free core (csrc/binding). Buffers are addresses; sizes are in elements unless noted."""
 
 from builtins import bool as _bool
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Local SGD with an outer optimizer (DiLoCo): ranks train alone and synchronize every H steps.
 
-Longer than others: it is one class, of which a third is documentation.
-
 Every rank takes H optimizer steps on its own. Then the ranks' movements, start minus end, are
 averaged as an outer gradient, and an outer SGD with Nesterov momentum moves the common start by it
 (Douillard et al. 2023, "DiLoCo", algorithm 1). With an outer learning rate of 1 and no momentum

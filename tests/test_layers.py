@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house import CXX_TYPE
+
 ROOT = Path(__file__).parent.parent
 SOURCES = {".h", ".cpp", ".cu", ".py", ".pyi", ".md", ".toml", ".yml", ".yaml", ".txt", ".sh", ""}
 
@@ -44,9 +46,6 @@ PYTHON_LAYERS = (
 MAX_SOURCES = 25
 # Codecs are triples of one name, and the core has no parts.
 CROWDED = ("csrc/codecs", "csrc/core")
-MAX_LINES = 500
-# Limit of a file whose head gives a reason, in a line that begins with this text.
-MAX_LINES_WITH_REASON, REASON, HEAD = 700, "Longer than others:", 12
 
 
 def files(root: Path, folder: str, *suffixes: str) -> Iterator[Path]:
@@ -109,16 +108,11 @@ def crowded_folders(root: Path) -> list[str]:
 
 def types_with_one_name(root: Path) -> list[str]:
     """Return top-level types of headers that several folders define; codecs have namespaces."""
-    pattern = re.compile(
-        r"^(?:template <[^>]*>\s*)?(?:class|struct|enum class) (?:PYCOMM_API |alignas\([^)]*\) )?"
-        r"(\w+)(?: final)?(?: : [^;{]*)?\s*\{",
-        re.MULTILINE,
-    )
     places: dict[str, set[str]] = {}
     for file in cxx(root):
         folder = str(file.parent.relative_to(root / "csrc"))
         if file.suffix == ".h" and not folder.startswith("codecs"):
-            for name in pattern.findall(file.read_text()):
+            for name in CXX_TYPE.findall(file.read_text()):
                 places.setdefault(name, set()).add(folder)
     return [f"{name}: {', '.join(sorted(f))}" for name, f in places.items() if len(f) > 1]
 
@@ -229,16 +223,6 @@ def readers_of_the_environment(root: Path) -> list[str]:
     return wrong
 
 
-def long_files(root: Path, tracked: Iterable[Path]) -> list[str]:
-    found = []
-    for file in tracked:
-        lines = file.read_text().splitlines()
-        reasoned = any(REASON in line for line in lines[:HEAD])
-        if len(lines) > (MAX_LINES_WITH_REASON if reasoned else MAX_LINES):
-            found.append(f"{file.relative_to(root)}: {len(lines)} lines")
-    return found
-
-
 def unfinished(root: Path, tracked: Iterable[Path]) -> list[str]:
     word = re.compile(r"\b" + "TO" + r"DO\b|\bFIX" + r"ME\b")
     return [str(f.relative_to(root)) for f in tracked if word.search(f.read_text())]
@@ -291,10 +275,6 @@ def test_imports_point_down():
 
 def test_environment_is_read_on_one_page_per_language():
     assert readers_of_the_environment(ROOT) == []
-
-
-def test_no_file_is_longer_than_500_lines():
-    assert long_files(ROOT, tracked_sources()) == []
 
 
 def test_nothing_is_marked_as_unfinished():
@@ -442,13 +422,7 @@ def test_the_rule_finds_its_violation(rule, path, text, tmp_path):
     assert len(rule(tmp_path)) == 1
 
 
-def test_length_and_marks_are_found(tmp_path):
-    file = tmp_path / "long.py"
-    file.write_text("x = 1\n" * (MAX_LINES + 1) + "# TO" + "DO\n")
-    assert long_files(tmp_path, [file])
-    reason = f"# {REASON} it is a list.\n"
-    file.write_text(reason + "x = 1\n" * MAX_LINES + "# TO" + "DO\n")
-    assert not long_files(tmp_path, [file])
-    file.write_text(reason + "x = 1\n" * MAX_LINES_WITH_REASON + "# TO" + "DO\n")
-    assert long_files(tmp_path, [file])
+def test_marks_of_unfinished_work_are_found(tmp_path):
+    file = tmp_path / "source.py"
+    file.write_text("x = 1  # TO" + "DO\n")
     assert unfinished(tmp_path, [file])

@@ -1,7 +1,5 @@
 """Compression state of a model, the base of all hooks: codecs, residuals and buckets.
 
-Longer than others: it is one class, of which a third is documentation.
-
 A step is `begin_step`, one `reduce` for each bucket, and `end_step`. Its residuals become current
 when the next step begins, if all of its reductions completed and are finite; until then the step
 can be taken back.
