@@ -1,10 +1,10 @@
 // Module pycomm._c10d. Only the files of binding/torch include torch; CMake makes one compilation
 // unit of them, because one torch include costs 20 s.
-#include "binding/torch/backend.h"
-
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "binding/torch/backend.h"
 
 namespace pycomm::torch_binding {
 namespace {
