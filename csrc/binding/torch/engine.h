@@ -128,7 +128,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     queue_.submit(std::move(run));
   }
 
-  // Operations on device tensors; torch/device.cpp.
+  // Operations on device tensors.
 
   /// Queues the operation on the host's copies of device tensors, after the current stream.
   intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs, c10::Device device,

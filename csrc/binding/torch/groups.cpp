@@ -274,35 +274,6 @@ void Backend::abort() {
   if (const auto engine = open_->engine()) engine->abort("called abort()");
 }
 
-std::string Work::whereabouts() const {
-  const auto engine = engine_.lock();
-  const WithoutGil without_gil;  // it may take a moment
-  return engine ? engine->comm().whereabouts() : "";
-}
-
-void Work::run_what_is_queued(Milliseconds timeout) {
-  if (!Queue::inside_any()) return;
-  const auto engine = engine_.lock();
-  if (!engine) return;
-  const auto done = [this] { return c10d::Work::isCompleted(); };
-  const WithoutGil without_gil;
-  if (!engine->runs_here()) return engine->wait_from_another(done, timeout);
-  if (engine->run_until(done, timeout) || timeout.count() > 0) return;
-  raise(describe() +
-        " cannot be waited for here: this is a callback on the thread that would complete it");
-}
-
-void Engine::warn_of_hook(const std::string& what) noexcept {
-  if (hook_failed_.exchange(true)) return;  // a hook that always fails would fill the log
-  TORCH_WARN("rank ", comm_.rank(), ": a completion hook has raised; the operation that it was ",
-             "called for has come through: ", what, " (later errors of hooks are not shown)");
-}
-
-void Work::abort() {
-  const auto engine = engine_.lock();
-  if (engine && !isCompleted()) engine->abort("aborted its " + std::string(name_));
-}
-
 void Backend::shutdown() { open_->shutdown(); }
 
 }  // namespace pycomm::torch_binding

@@ -1,11 +1,9 @@
-// Peer routes: which ranks have one among their accelerators, and the operations on it. A part of
-// _c10d.
+// Peer routes among the accelerators of a host. A part of _c10d.
 #include "binding/torch/peers.h"
 
 #include <fstream>
 #include <set>
 
-#include "binding/torch/backend.h"
 #include "core/device.h"
 
 namespace pycomm::torch_binding {
@@ -157,126 +155,6 @@ Stream PeerRoute::stream() const {
   if (device_.is_cuda()) return {Device::cuda, native_handle(current, 0)};
   current.synchronize();
   return {};
-}
-
-// ------------------------------------------------------------------ operations
-
-void Engine::interrupt_check() {
-  check_signals();
-  if (const std::exception_ptr error = comm_.over()) std::rethrow_exception(error);
-  for (int r = 0; r < comm_.size(); r++) {
-    if (r != comm_.rank() && comm_.lost(r))
-      throw PeerLost(r, "rank " + std::to_string(r) +
-                            " died or left before the ranks had set up the memory that their " +
-                            "devices share; look at its own log");
-  }
-}
-
-std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kind kind) {
-  constexpr size_t kWord = 96;
-  if (device_options_.path != "auto" || comm_.size() == 1) return nullptr;
-  const auto exchange = [&](std::string word) {
-    word.resize(kWord);
-    std::string words(kWord * comm_.size(), 0);
-    queue_.run([&] { comm_.exchange_paths(word.data(), words.data(), kWord); });
-    for (int r = 0; r < comm_.size(); r++)
-      if (words.compare(r * kWord, kWord, word) != 0) return std::string();
-    return word.substr(0, word.find('\0'));
-  };
-  if (exchange(peer_host(device)).empty()) return nullptr;
-  std::shared_ptr<PeerRoute> route;
-  try {
-    const std::string name = kind == PeerRoute::Kind::exact ? "/peers" : "/coded";
-    TraceOwner owner = comm_.trace().owner();
-    owner.group += name + " on " + c10::Device(device).str();
-    route = std::make_shared<PeerRoute>(
-        store_, comm_.rank(), comm_.size(), group_ + name, device, kind, comm_.timeout(),
-        Trace::make(std::move(owner), trace_size_), [this] { interrupt_check(); });
-  } catch (const Error&) {  // the host is one, but its ranks share no memory
-  }
-  return exchange(route ? "open" : "").empty() ? nullptr : route;
-}
-
-std::shared_ptr<PeerRoute> Engine::peers(c10::Device device, PeerRoute::Kind kind) {
-  return with_python_errors([&] {
-    const WithoutGil without_gil;
-    const std::lock_guard<std::mutex> opening(opening_mutex_);
-    const std::tuple key{device.type(), device.index(), kind};
-    {
-      const std::lock_guard<std::mutex> lock(routes_mutex_);
-      if (const auto found = peers_.find(key); found != peers_.end()) return found->second;
-    }
-    if (is_capturing(device))
-      throw Error("rank " + std::to_string(comm_.rank()) +
-                  ": the first collective of its kind on " + device.str() +
-                  " cannot be captured, since it sets up memory that the ranks share; run one "
-                  "before the capture");
-    const auto route = open_peers(device, kind);
-    const std::lock_guard<std::mutex> lock(routes_mutex_);
-    peers_[key] = route;
-    return route;
-  });
-}
-
-void Engine::abort_peers(const std::string& reason) noexcept {
-  const std::lock_guard<std::mutex> lock(routes_mutex_);
-  for (const auto& [key, route] : peers_)
-    if (route) route->abort(reason);
-}
-
-std::string Engine::describe() {
-  std::string text = comm_.describe();
-  const std::lock_guard<std::mutex> lock(routes_mutex_);
-  for (const auto& [key, route] : peers_) {
-    const auto [type, index, kind] = key;
-    text += "; on " + c10::Device(type, index).str();
-    if (kind == PeerRoute::Kind::coded) text += " with codecs";
-    text += " " + (route ? route->describe() : "by way of the host");
-  }
-  return text;
-}
-
-void Engine::set_timeout(Milliseconds timeout) {
-  comm_.set_timeout(timeout);
-  const std::lock_guard<std::mutex> lock(routes_mutex_);
-  for (const auto& [key, route] : peers_)
-    if (route) route->set_timeout(timeout);
-}
-
-intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
-                                         const std::shared_ptr<PeerRoute>& route,
-                                         const Tensors& used,
-                                         const std::function<void(PeerRoute&)>& op) {
-  return with_python_errors([&] {
-    const WithoutGil without_gil;
-    const std::lock_guard<std::mutex> lock(device_mutex_);
-    route->check();
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const bool captured = is_capturing(route->device());
-    if (captured && device_options_.blocking_wait)
-      throw Error("rank " + std::to_string(comm_.rank()) + ": " + call.name +
-                  " cannot be captured in a group with blocking_wait; make the group without it");
-    DeviceLane& lane = this->lane(route->device());
-    const OpTag tag = issued_tag(call, outputs, comm_.size());
-    auto work = make_work<DeviceWork>(false, call, std::move(outputs), lane.deliver_stream(), true,
-                                      device_options_.blocking_wait);
-    work->set_check([route] { route->check(); });
-    work->start();
-    lane.begin_delivery();
-    lane.keep(used, lane.deliver_stream());
-    {
-      const c10::StreamGuard on(lane.deliver_stream());
-      op(*route);
-    }
-    work->delivered()->record(lane.deliver_stream());
-    // The event of a capture can never be queried, and the trace does not see replays.
-    if (!captured) route->set_last(tag, work->delivered());
-    work->promise();
-    work->complete();
-    work->stop();
-    report(*work);
-    return work;
-  });
 }
 
 }  // namespace pycomm::torch_binding

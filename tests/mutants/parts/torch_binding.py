@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         "pending-works-without-their-hooks",
         "wait",
-        "csrc/binding/torch/point_to_point.cpp",
+        "csrc/binding/torch/engine.cpp",
         "for (const auto& report : reports) report.wait();",
         ";",
         GROUPS + "test_pending_works_include_the_hooks_of_sends_and_receives",
@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         "message-kept-by-its-group",
         "state",
-        "csrc/binding/torch/point_to_point.cpp",
+        "csrc/binding/torch/engine.cpp",
         "self->wanted_.erase(std::find(self->wanted_.begin(), self->wanted_.end(), work));",
         "",
         "tests/torch/backend/test_group_ends.py::"

@@ -1,0 +1,420 @@
+// Runs the operations of the "pycomm" process group: torch/engine.h. A part of _c10d.
+#include "binding/torch/engine.h"
+
+#include <limits>
+
+namespace pycomm::torch_binding {
+
+std::string Engine::describe() {
+  std::string text = comm_.describe();
+  const std::lock_guard<std::mutex> lock(routes_mutex_);
+  for (const auto& [key, route] : peers_) {
+    const auto [type, index, kind] = key;
+    text += "; on " + c10::Device(type, index).str();
+    if (kind == PeerRoute::Kind::coded) text += " with codecs";
+    text += " " + (route ? route->describe() : "by way of the host");
+  }
+  return text;
+}
+
+void Engine::set_timeout(Milliseconds timeout) {
+  comm_.set_timeout(timeout);
+  const std::lock_guard<std::mutex> lock(routes_mutex_);
+  for (const auto& [key, route] : peers_)
+    if (route) route->set_timeout(timeout);
+}
+
+void Engine::warn_of_hook(const std::string& what) noexcept {
+  if (hook_failed_.exchange(true)) return;  // a hook that always fails would fill the log
+  TORCH_WARN("rank ", comm_.rank(), ": a completion hook has raised; the operation that it was ",
+             "called for has come through: ", what, " (later errors of hooks are not shown)");
+}
+
+// ------------------------------------------------------------------ devices, by way of the host
+
+namespace {
+
+/// Overwrites the results, so that no caller takes what a failed operation has left for one.
+void fill_with_nan(const std::vector<Mirror>& writes) {
+  for (const auto& [device, host] : writes)
+    if (host.is_floating_point() || host.is_complex())
+      host.fill_(std::numeric_limits<double>::quiet_NaN());
+}
+
+void add_memory(const std::vector<Mirror>& mirrors, std::vector<const void*>& memory) {
+  for (const auto& [device, host] : mirrors) memory.push_back(device.storage().data());
+}
+
+}  // namespace
+
+DeviceLane& Engine::lane(c10::Device device, bool of_peers) {
+  auto& lane = lanes_[{device.type(), device.index(), of_peers}];
+  if (!lane) lane = std::make_unique<DeviceLane>(device);
+  used_device_ = device;
+  return *lane;
+}
+
+std::optional<c10::Device> Engine::used_device() {
+  const std::lock_guard<std::mutex> lock(device_mutex_);
+  return used_device_;
+}
+
+void Engine::await(const c10::Event& event, const Call& call, c10::Device device) {
+  const Deadline deadline =
+      Deadline::after(call.timeout.count() > 0 ? call.timeout : comm_.timeout());
+  // Otherwise CUDA would make this thread, and with it us, a user of the first device, too.
+  const c10::DeviceGuard on(device);
+  Backoff backoff;
+  while (!event.query()) {
+    if (aborted_) return;  // the communicator throws the reason
+    if (deadline.expired()) {
+      const std::string why = "did not reach its " + std::string(call.name) +
+                              ": the work that was queued before it on " + device.str() +
+                              " was not done within " + std::to_string(deadline.limit().count()) +
+                              " ms";
+      abort(why);
+      throw Timeout("rank " + std::to_string(comm_.rank()) + " " + why);
+    }
+    backoff.wait();
+  }
+}
+
+void Engine::follow_deliveries(const std::vector<const void*>& reads, DeviceLane& lane,
+                               std::unique_lock<std::mutex>& lock) {
+  const auto over = [](const Pending& p) {
+    const auto work = p.work.lock();
+    return (!work || work->is_queued()) && p.delivered->query();
+  };
+  const auto writes_them = [&](const Pending& p) {
+    return std::any_of(p.memory.begin(), p.memory.end(), [&](const void* m) {
+      return std::find(reads.begin(), reads.end(), m) != reads.end();
+    });
+  };
+  const auto unqueued = [&]() -> intrusive_ptr<DeviceWork> {
+    for (const Pending& p : pending_) {
+      auto work = p.work.lock();
+      if (writes_them(p) && work && !work->is_queued()) return work;
+    }
+    return {};
+  };
+  pending_.erase(std::remove_if(pending_.begin(), pending_.end(), over), pending_.end());
+  while (const auto work = queue_.inside() ? nullptr : unqueued()) {
+    lock.unlock();  // its callbacks may come here
+    work->wait_until_queued();
+    lock.lock();
+  }
+  for (const Pending& p : pending_)
+    if (writes_them(p)) lane.follow(*p.delivered);
+}
+
+intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10::Device device,
+                                         const std::vector<DevicePart>& parts) {
+  const WithoutGil without_gil;  // another thread may need it before it lets the lock go
+  std::unique_lock<std::mutex> lock(device_mutex_);  // streams have the order of the queue
+  if (lost_) std::rethrow_exception(lost_);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (is_capturing(device))
+    throw Error(
+        "rank " + std::to_string(comm_.rank()) + ": " + call.name +
+        " passes through host memory, so no graph can capture it; run it outside of the capture");
+  DeviceLane& lane = this->lane(device);
+  // A barrier is for the host. An operation from a callback overtakes others, holds must not.
+  const bool held = lane.can_hold() && !device_options_.blocking_wait &&
+                    call.type != OpType::BARRIER && !queue_.inside();
+
+  std::vector<const void*> read, written;
+  for (const DevicePart& part : parts) {
+    add_memory(part.reads, read);
+    add_memory(part.writes, written);
+  }
+  follow_deliveries(read, lane, lock);
+  auto work = make_work<DeviceWork>(true, call, std::move(outputs), lane.deliver_stream(), held,
+                                    device_options_.blocking_wait);
+  const auto delivered = work->delivered();
+  lane.begin();
+  if (call.type == OpType::BARRIER) lane.follow_deliveries();
+  std::vector<std::shared_ptr<c10::Event>> fetched;
+  std::vector<uint32_t> holds;
+  for (const DevicePart& part : parts) fetched.push_back(lane.fetch(part.reads));
+  if (held) {
+    for (const DevicePart& part : parts) {
+      holds.push_back(lane.hold());
+      lane.deliver(part.writes);
+    }
+    delivered->record(lane.deliver_stream());
+    work->promise();
+  }
+  auto run = [=, engine = this, &lane](Communicator& comm) {
+    size_t done = 0;
+    try {
+      for (; done < parts.size(); done++) {
+        engine->await(*fetched[done], call, lane.device());
+        parts[done].op(comm);
+        held ? lane.open(holds[done]) : lane.deliver(parts[done].writes);
+      }
+    } catch (...) {
+      if (held) {
+        for (size_t i = done; i < parts.size(); i++) fill_with_nan(parts[i].writes);
+        engine->set_lost(as_python(std::current_exception()));
+        lane.open(holds.back());
+      }
+      throw;
+    }
+    if (!held) delivered->record(lane.deliver_stream());
+  };
+  pending_.push_back({written, delivered, c10::weak_intrusive_ptr<DeviceWork>(work)});
+  if (queue_.inside()) lock.unlock();  // it runs now, and callbacks of its own may come here
+  submit(intrusive_ptr<Work>(work), std::move(run), /*on_device=*/true);
+  return work;
+}
+
+// ------------------------------------------------------------------ routes among devices
+
+void Engine::interrupt_check() {
+  check_signals();
+  if (const std::exception_ptr error = comm_.over()) std::rethrow_exception(error);
+  for (int r = 0; r < comm_.size(); r++) {
+    if (r != comm_.rank() && comm_.lost(r))
+      throw PeerLost(r, "rank " + std::to_string(r) +
+                            " died or left before the ranks had set up the memory that their " +
+                            "devices share; look at its own log");
+  }
+}
+
+std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kind kind) {
+  constexpr size_t kWord = 96;
+  if (device_options_.path != "auto" || comm_.size() == 1) return nullptr;
+  const auto exchange = [&](std::string word) {
+    word.resize(kWord);
+    std::string words(kWord * comm_.size(), 0);
+    queue_.run([&] { comm_.exchange_paths(word.data(), words.data(), kWord); });
+    for (int r = 0; r < comm_.size(); r++)
+      if (words.compare(r * kWord, kWord, word) != 0) return std::string();
+    return word.substr(0, word.find('\0'));
+  };
+  if (exchange(peer_host(device)).empty()) return nullptr;
+  std::shared_ptr<PeerRoute> route;
+  try {
+    const std::string name = kind == PeerRoute::Kind::exact ? "/peers" : "/coded";
+    TraceOwner owner = comm_.trace().owner();
+    owner.group += name + " on " + c10::Device(device).str();
+    route = std::make_shared<PeerRoute>(
+        store_, comm_.rank(), comm_.size(), group_ + name, device, kind, comm_.timeout(),
+        Trace::make(std::move(owner), trace_size_), [this] { interrupt_check(); });
+  } catch (const Error&) {  // the host is one, but its ranks share no memory
+  }
+  return exchange(route ? "open" : "").empty() ? nullptr : route;
+}
+
+std::shared_ptr<PeerRoute> Engine::peers(c10::Device device, PeerRoute::Kind kind) {
+  return with_python_errors([&] {
+    const WithoutGil without_gil;
+    const std::lock_guard<std::mutex> opening(opening_mutex_);
+    const std::tuple key{device.type(), device.index(), kind};
+    {
+      const std::lock_guard<std::mutex> lock(routes_mutex_);
+      if (const auto found = peers_.find(key); found != peers_.end()) return found->second;
+    }
+    if (is_capturing(device))
+      throw Error("rank " + std::to_string(comm_.rank()) +
+                  ": the first collective of its kind on " + device.str() +
+                  " cannot be captured, since it sets up memory that the ranks share; run one "
+                  "before the capture");
+    const auto route = open_peers(device, kind);
+    const std::lock_guard<std::mutex> lock(routes_mutex_);
+    peers_[key] = route;
+    return route;
+  });
+}
+
+void Engine::abort_peers(const std::string& reason) noexcept {
+  const std::lock_guard<std::mutex> lock(routes_mutex_);
+  for (const auto& [key, route] : peers_)
+    if (route) route->abort(reason);
+}
+
+intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
+                                         const std::shared_ptr<PeerRoute>& route,
+                                         const Tensors& used,
+                                         const std::function<void(PeerRoute&)>& op) {
+  return with_python_errors([&] {
+    const WithoutGil without_gil;
+    const std::lock_guard<std::mutex> lock(device_mutex_);
+    route->check();
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const bool captured = is_capturing(route->device());
+    if (captured && device_options_.blocking_wait)
+      throw Error("rank " + std::to_string(comm_.rank()) + ": " + call.name +
+                  " cannot be captured in a group with blocking_wait; make the group without it");
+    DeviceLane& lane = this->lane(route->device());
+    const OpTag tag = issued_tag(call, outputs, comm_.size());
+    auto work = make_work<DeviceWork>(false, call, std::move(outputs), lane.deliver_stream(), true,
+                                      device_options_.blocking_wait);
+    work->set_check([route] { route->check(); });
+    work->start();
+    lane.begin_delivery();
+    lane.keep(used, lane.deliver_stream());
+    {
+      const c10::StreamGuard on(lane.deliver_stream());
+      op(*route);
+    }
+    work->delivered()->record(lane.deliver_stream());
+    // The event of a capture can never be queried, and the trace does not see replays.
+    if (!captured) route->set_last(tag, work->delivered());
+    work->promise();
+    work->complete();
+    work->stop();
+    report(*work);
+    return work;
+  });
+}
+
+// ------------------------------------------------------------------ sends and receives
+
+std::shared_ptr<Communicator::Request> Engine::request(const Call& call, const Flat& flat, int peer,
+                                                       int tag) {
+  return call.type == OpType::SEND ? comm_.send(flat.in(), flat.bytes(), peer, tag)
+                                   : comm_.recv(flat.out(), flat.bytes(), peer, tag);
+}
+
+WorkPtr Engine::keep(intrusive_ptr<PeerWork> work, Communicator::Request& request) {
+  work->set_engine(weak_from_this());
+  work->start();
+  std::shared_ptr<KeptWork> kept(new KeptWork{work});
+  Posted posted{kept, {}};
+  if (timed_ || work->copies()) posted.reported = work->expect_report();
+  const auto ended = [](const Posted& earlier) {
+    return earlier.kept.expired() &&
+           (!earlier.reported.valid() ||
+            earlier.reported.wait_for(Milliseconds(0)) == std::future_status::ready);
+  };
+  {
+    const std::lock_guard<std::mutex> lock(posted_mutex_);
+    posted_.erase(std::remove_if(posted_.begin(), posted_.end(), ended), posted_.end());
+    posted_.push_back(std::move(posted));
+  }
+  request.keep(std::move(kept));
+  return work;
+}
+
+WorkPtr Engine::post(const Call& call, const at::Tensor& tensor, int peer, int tag) {
+  return with_python_errors([&] {
+    const Flat flat(tensor);
+    std::shared_ptr<Communicator::Request> request;
+    const auto post = [&] { request = this->request(call, flat, peer, tag); };
+    // Sends are matched in the order of issue, so one from the CPU waits for those from devices.
+    call.type == OpType::SEND && !leaving_.idle() ? leaving_.run(post) : post();
+    return keep(
+        c10::make_intrusive<PeerWork>(comm_.rank(), call, ++peer_seq_, tensor, flat, request),
+        *request);
+  });
+}
+
+WorkPtr Engine::post(const Call& call, const at::Tensor& tensor, const Staging& staging,
+                     const at::Tensor& host, int peer, int tag) {
+  return with_python_errors([&] {
+    const WithoutGil without_gil;
+    std::unique_lock<std::mutex> lock(device_mutex_);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    DeviceLane& lane = this->lane(tensor.device(), /*of_peers=*/true);
+    lane.begin();
+    const auto fetched = lane.fetch(staging.reads());
+    const Flat flat(host);
+    std::shared_ptr<Communicator::Request> request;
+    if (call.type == OpType::SEND) {
+      const auto late = std::make_shared<LateSend>();
+      struct Leaving {
+        std::shared_ptr<c10::Event> fetched;
+        Flat flat;
+      };
+      leaving_.submit([=, self = shared_from_this(), device = tensor.device(),
+                       leaving = std::make_shared<Leaving>(Leaving{fetched, flat})]() mutable {
+        try {
+          self->await(*leaving->fetched, call, device);
+          late->set(self->request(call, leaving->flat, peer, tag));
+        } catch (...) {
+          late->fail(std::current_exception());
+        }
+        self->dispose(std::move(leaving));
+      });
+      request = late;
+    } else {
+      request = this->request(call, flat, peer, tag);
+    }
+    auto work = c10::make_intrusive<DevicePeerWork>(comm_.rank(), call, ++peer_seq_, tensor, flat,
+                                                    request, lane.deliver_stream());
+    lock.unlock();  // completing the work may take the lock
+    return keep(std::move(work), *request);
+  });
+}
+
+void Engine::deliver_peer(const Mirror& mirror, c10::Event& done) {
+  const std::lock_guard<std::mutex> lock(device_mutex_);
+  DeviceLane& lane = this->lane(mirror.device.device(), /*of_peers=*/true);
+  lane.deliver({mirror});
+  done.record(lane.deliver_stream());
+}
+
+void Engine::settle_later(intrusive_ptr<PeerWork> work) {
+  {
+    const std::lock_guard<std::mutex> lock(posted_mutex_);
+    wanted_.push_back(work);
+  }
+  peer_waiter_.submit([self = shared_from_this(), work = std::move(work)] {
+    work->settle();
+    const std::lock_guard<std::mutex> lock(self->posted_mutex_);
+    self->wanted_.erase(std::find(self->wanted_.begin(), self->wanted_.end(), work));
+  });
+}
+
+// ------------------------------------------------------------------ the end
+
+void Engine::settle_all() {
+  drain();
+  std::vector<intrusive_ptr<PeerWork>> posted;
+  std::vector<std::shared_future<void>> reports;
+  {
+    const std::lock_guard<std::mutex> lock(posted_mutex_);
+    for (const auto& each : posted_) {
+      if (const auto kept = each.kept.lock()) posted.push_back(kept->work);
+      if (each.reported.valid()) reports.push_back(each.reported);
+    }
+  }
+  for (const auto& work : posted) work->wait_until_settled();
+  // A work is complete before its hook is called, and its request before data are copied, perhaps
+  // by a thread that still is about to.
+  if (InHook::depth() == 0)
+    for (const auto& report : reports) report.wait();
+}
+
+void Engine::finish() {
+  drain();
+  bool unanswered;
+  {
+    const std::lock_guard<std::mutex> lock(posted_mutex_);
+    unanswered = !leaving_.idle() || std::any_of(wanted_.begin(), wanted_.end(),
+                                                 [](auto& work) { return !work->done(); });
+  }
+  // Otherwise threads that wait for their futures would wait for the whole deadline.
+  if (unanswered) abort("left while sends or receives were under way");
+  // Other threads may wait for theirs: they get the error that the group is closed, and have left
+  // when this returns.
+  comm_.end_requests();
+  // Their works hold this engine and Python tensors: the last of them must be destroyed before the
+  // caller lets the interpreter end, for a thread that then asks for the GIL is ended in the middle
+  // of C++.
+  leaving_.run([] {});
+  peer_waiter_.run([] {});
+  disposal_.run([] {});
+}
+
+void Engine::finish_within(Milliseconds limit, const std::string& why) {
+  const Deadline deadline = Deadline::after(limit);
+  for (auto pause = std::chrono::microseconds(50); !queue_.idle() && !deadline.expired();
+       pause = std::min<std::chrono::microseconds>(2 * pause, Milliseconds(5)))
+    std::this_thread::sleep_for(pause);
+  if (!queue_.idle()) abort(why);
+  drain();
+}
+
+}  // namespace pycomm::torch_binding

@@ -1,0 +1,82 @@
+// What works ask of their engine, whose header includes theirs. A part of _c10d.
+#include "binding/torch/work.h"
+
+#include "binding/torch/engine.h"
+
+namespace pycomm::torch_binding {
+
+std::string Work::whereabouts() const {
+  const auto engine = engine_.lock();
+  const WithoutGil without_gil;  // it may take a moment
+  return engine ? engine->comm().whereabouts() : "";
+}
+
+void Work::run_what_is_queued(Milliseconds timeout) {
+  if (!Queue::inside_any()) return;
+  const auto engine = engine_.lock();
+  if (!engine) return;
+  const auto done = [this] { return c10d::Work::isCompleted(); };
+  const WithoutGil without_gil;
+  if (!engine->runs_here()) return engine->wait_from_another(done, timeout);
+  if (engine->run_until(done, timeout) || timeout.count() > 0) return;
+  raise(describe() +
+        " cannot be waited for here: this is a callback on the thread that would complete it");
+}
+
+void Work::abort() {
+  const auto engine = engine_.lock();
+  if (engine && !isCompleted()) engine->abort("aborted its " + std::string(name_));
+}
+
+// ------------------------------------------------------------------ sends and receives
+
+bool PeerWork::wait(Milliseconds timeout) {
+  try {
+    request_->wait(timeout);
+  } catch (...) {
+    if (const auto engine = engine_.lock()) engine->note(std::current_exception());
+    leave_with(std::current_exception());
+  }
+  settle();
+  // Another thread may be about to complete it: no queued operation has to run for that.
+  return wait_until_complete();
+}
+
+void PeerWork::settle() {
+  if (settled_.exchange(true)) return;
+  const auto engine = engine_.lock();
+  std::exception_ptr error;
+  try {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    request_->wait();
+    if (opType_ != OpType::SEND) finish();
+  } catch (...) {
+    error = std::current_exception();
+    if (engine) engine->note(error);
+  }
+  flat_.reset();
+  stop();
+  if (error && InterpreterEnd::has_begun()) return;  // threads that wait in torch stay there
+  {
+    const Engine::InHook in_callback;
+    end(error);
+  }
+  if (engine) engine->report(*this);
+  if (reported_) reported_->set_value();
+}
+
+intrusive_ptr<Future> PeerWork::ended() {
+  if (!isCompleted()) {
+    if (const auto engine = engine_.lock())
+      engine->settle_later(intrusive_ptr<PeerWork>::unsafe_reclaim_from_nonowning(this));
+  }
+  return Work::ended();
+}
+
+void DevicePeerWork::finish() {
+  const auto engine = engine_.lock();
+  if (!engine) throw Error(describe() + ": the process group is shut down");
+  engine->deliver_peer(mirror_, *delivery_.done());
+}
+
+}  // namespace pycomm::torch_binding
