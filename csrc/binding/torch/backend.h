@@ -1,7 +1,5 @@
 // Backend: the "pycomm" process group, one c10d::Backend for CPU and device tensors over a
-// Communicator. A part of _c10d; collectives are in torch/collectives.cpp and torch/sparse.cpp,
-// sends and receives in torch/point_to_point.cpp, group operations in torch/groups.cpp, memory in
-// torch/memory.cpp, streams of devices in torch/device.cpp, new members in torch/reconfigure.cpp.
+// Communicator. A part of _c10d.
 #pragma once
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -37,10 +35,6 @@ struct Parent {
   std::shared_ptr<Engine> engine;
   std::vector<int> ranks;
 };
-
-class Backend;
-/// Joins the straggler monitor, in which ranks compare their figures through the group's store.
-void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& group);
 
 class Backend final : public c10d::Backend {
  public:
@@ -159,7 +153,7 @@ class Backend final : public c10d::Backend {
                                       int shrink_flags,
                                       const intrusive_ptr<Options>& opts) override;
 
-  // Reconfiguration (torch/reconfigure.cpp): the members of a group change, and it stays the same
+  // Reconfiguration: the members of a group change, and it stays the same
   // object. Groups are made so by the option enable_reconfigure; they have no members at first.
 
   /// What others need to form a group with this process.
@@ -250,8 +244,6 @@ class Backend final : public c10d::Backend {
   WorkPtr all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs);
   WorkPtr reduce_scatter_each(const Call& call, const Tensors& outputs, const Tensors& inputs,
                               const c10d::ReduceOp& op);
-  WorkPtr sparse_all_reduce(const Call& call, const at::Tensor& tensor,
-                            const c10d::AllreduceOptions& opts);
   WorkPtr post(const char* title, OpType type, Tensors& tensors, int peer, int tag);
   /// Notes the work, so that endCoalescing() waits for it, and returns it.
   WorkPtr noted(WorkPtr work);

@@ -1,4 +1,4 @@
-"""Operations of the backend in Python: csrc/binding/torch/collectives.cpp in Python.
+"""Operations of the backend in Python: csrc/binding/torch/backend.cpp in Python.
 
 Each checks its arguments, then runs a call of the core on addresses, now or on the group's thread.
 Torch looks for the methods by these names.

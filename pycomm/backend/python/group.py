@@ -1,6 +1,6 @@
 """Group operations of the backend in Python: making groups from others, waiting, ending.
 
-What csrc/binding/torch/groups.cpp does, with the same keys in the store.
+What csrc/binding/torch/backend.cpp does, with the same keys in the store.
 """
 
 from __future__ import annotations

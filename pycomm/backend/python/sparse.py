@@ -1,4 +1,4 @@
-"""Sparse all-reduce of the backend in Python: csrc/binding/torch/sparse.cpp in Python."""
+"""Sparse all-reduce of the backend in Python: csrc/binding/torch/backend.cpp in Python."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MUTANTS = (
     Mutant(
         "device-ranks-of-a-mixed-group-cut-large-sums",
         "check",
-        "csrc/binding/torch/collectives.cpp",
+        "csrc/binding/torch/backend.cpp",
         'options_->device.path != "mixed"',
         "true",
         MIXED + "test_every_operation_has_the_bits_of_ranks_on_the_cpu",
@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         "mixed-groups-not-compared-when-they-are-made",
         "check",
-        "csrc/binding/torch/groups.cpp",
+        "csrc/binding/torch/backend.cpp",
         'if (options_->device.path == "mixed") communicator.agreed = "device_path=mixed";',
         "",
         MIXED + "test_a_rank_that_alone_has_the_option_is_refused",
@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         "others-wait-for-a-rank-with-wrong-parts",
         "check",
-        "csrc/binding/torch/collectives.cpp",
+        "csrc/binding/torch/backend.cpp",
         "in == out || size_ == 1",
         "true",
         ARGUMENTS + "test_a_part_that_only_one_rank_sees_to_be_wrong_ends_the_wait_of_all",
@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant(
         "sizes-of-a-list-not-compared",
         "check",
-        "csrc/binding/torch/collectives.cpp",
+        "csrc/binding/torch/backend.cpp",
         "if (compare) compare_sizes(comm, Op::all_gather, input, out, call.timeout);",
         "",
         ARGUMENTS + "test_a_list_that_is_wrong_for_one_rank_raises_on_all",
@@ -183,7 +183,7 @@ MUTANTS = (
     Mutant(
         "compressed-bucket-of-16-bits-not-narrowed",
         "state",
-        "csrc/binding/torch/compressed.cpp",
+        "csrc/binding/torch/backend.cpp",
         "to.finish();",
         "",
         "tests/torch/reduction/test_compressed_collectives.py::"
@@ -192,7 +192,7 @@ MUTANTS = (
     Mutant(
         "compressed-overflow-unseen",
         "check",
-        "csrc/binding/torch/compressed.cpp",
+        "csrc/binding/torch/backend.cpp",
         "coded(comm, coded_call.op, args, out)",
         "(coded(comm, coded_call.op, args, out), true)",
         "tests/torch/hooks/test_ddp_compress.py::"
@@ -210,7 +210,7 @@ MUTANTS = (
     Mutant(
         "shrunk-group-forgets-its-numbers",
         "rank",
-        "csrc/binding/torch/groups.cpp",
+        "csrc/binding/torch/backend.cpp",
         "old_ranks.empty() ? r : old_ranks[r]",
         "r",
         "tests/torch/backend/test_groups.py::test_shrink_a_subgroup",
@@ -218,7 +218,7 @@ MUTANTS = (
     Mutant(
         "shrink-names-ranks-of-the-new-group",
         "rank",
-        "csrc/binding/torch/groups.cpp",
+        "csrc/binding/torch/backend.cpp",
         "kept[lost.rank]",
         "lost.rank",
         GROUPS + "test_shrink_group tests/torch/elastic/test_shrink_and_go_on.py",
@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant(
         "group-of-an-old-name-meets-its-values",
         "state",
-        "csrc/binding/torch/groups.cpp",
+        "csrc/binding/torch/backend.cpp",
         'name + "/" + std::to_string(count)',
         "name",
         OPS + "test_groups_one_after_another_in_the_same_store",
@@ -234,7 +234,7 @@ MUTANTS = (
     Mutant(
         "monitored-barrier-names-one-rank",
         "comparison",
-        "csrc/binding/torch/groups.cpp",
+        "csrc/binding/torch/backend.cpp",
         "wait_all_ranks || count == 0",
         "count == 0",
         GROUPS + "test_monitored_barrier_names_all_ranks_that_are_missing",
@@ -242,7 +242,7 @@ MUTANTS = (
     Mutant(
         "options-of-a-parent-forgotten",
         "deadline",
-        "csrc/binding/torch/groups.cpp",
+        "csrc/binding/torch/backend.cpp",
         "if (options->timeout == kBackendDefaultTimeout) options->timeout = options_->timeout;",
         "",
         "tests/torch/backend/test_groups.py::"

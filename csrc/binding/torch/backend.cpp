@@ -1,0 +1,1207 @@
+// The "pycomm" process group: torch/backend.h. A part of _c10d.
+#include "binding/torch/backend.h"
+
+#include <torch/csrc/jit/python/python_ivalue.h>
+
+#include "core/arithmetic.h"
+
+namespace pycomm::torch_binding {
+
+// ------------------------------------------------------------------ a new group
+
+Backend::Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
+                 intrusive_ptr<BackendOptions> options, const std::string& group,
+                 const Parent& parent)
+    : c10d::Backend(rank, size),
+      arguments_{rank, size},
+      store_(store->torch_store()),
+      group_(group),
+      options_(std::move(options)) {
+  if (options_->enable_reconfigure) {
+    open_ = std::make_shared<OpenGroup>(nullptr, nullptr);
+    open_endpoint();
+    return;
+  }
+  CommunicatorOptions communicator = communicator_options();
+  communicator.group = group;
+  for (const uint64_t r : options_->global_ranks_in_group) {
+    communicator.global_ranks.push_back(static_cast<int>(r));
+  }
+  if (parent.engine) {
+    communicator.parent = &parent.engine->comm();
+    communicator.parent_ranks = parent.ranks;
+  }
+  open_ = std::make_shared<OpenGroup>(
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_), store);
+}
+
+CommunicatorOptions Backend::communicator_options() const {
+  CommunicatorOptions communicator = options_->communicator;
+  communicator.timeout = unwrapped(options_->timeout);
+  communicator.description = options_->group_desc;
+  communicator.interrupt = &check_signals;
+  if (options_->device.path == "mixed") communicator.agreed = "device_path=mixed";
+  return communicator;
+}
+
+void Backend::raise_not_open() const {
+  if (endpoint_ && !open_->ended())
+    raise(arguments_.here() +
+          "the process group has no members yet: it was made with enable_reconfigure; call "
+          "reconfigure() with the handles of all ranks first");
+  raise(arguments_.here() + "the process group is shut down");
+}
+
+namespace {
+
+/// Joins the straggler monitor, in which ranks compare their figures through the group's store.
+/// They do not keep the store alive: when its groups are gone, the port of its server must be free.
+void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& group) {
+  const auto locked = [weak = std::weak_ptr<OpenGroup>(group),
+                       first = std::weak_ptr<Engine>(group->engine())] {
+    const auto open = weak.lock();
+    const auto engine = first.lock();
+    // After reconfigure() there is another monitor for the new members.
+    auto store = engine && open && open->engine() == engine ? open->store() : nullptr;
+    if (store) return store;
+    throw std::runtime_error("the store is gone");
+  };
+  const auto put = [locked](const std::string& key, const std::string& value) {
+    const auto store = locked();
+    const GilReleased release;
+    store->set(key, value);
+  };
+  const auto look = [locked](const std::string& key) -> std::optional<std::string> {
+    const auto store = locked();
+    const GilReleased release;
+    return store->find(key);
+  };
+  py::module_::import("pycomm.straggler.monitor")
+      .attr("join")(backend.trace(), py::cpp_function(put), py::cpp_function(look));
+}
+
+// A store outlives its groups, and values that an older group of this name left there must not be
+// read by this one. So each rank counts its groups there. A group whose ranks are in another one
+// already needs no round trip for that: the parent's name is unique, and all ranks of the group
+// have made equally many groups of this name from that parent.
+std::string unique_name(TorchStore& store, const std::string& name, int rank,
+                        const Parent& parent) {
+  if (parent.engine) {
+    const std::string& group = parent.engine->group();
+    return name + "/" + group + "." +
+           std::to_string(parent.engine->count_child(name, parent.ranks));
+  }
+  const int64_t count = store.add(name + ": groups of rank " + std::to_string(rank), 1);
+  return name + "/" + std::to_string(count);
+}
+
+}  // namespace
+
+intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                     intrusive_ptr<BackendOptions> options, const std::string& name,
+                                     const Parent& parent) {
+  const auto known =
+      parent.engine ? parent.engine->store().round_trip() : std::chrono::microseconds(0);
+  const auto requests = std::make_shared<TorchStore>(store, known);
+  const bool later = options->enable_reconfigure;  // the store may not be that of all its members
+  const std::string unique = later ? name : unique_name(*requests, name, rank, parent);
+  auto backend =
+      c10::make_intrusive<Backend>(requests, rank, size, std::move(options), unique, parent);
+  OpenGroups::all().add(backend->open_);
+  if (later) return backend;
+  const GilAcquired gil;
+  join_straggler_monitor(*backend, backend->open_);
+  return backend;
+}
+
+// ------------------------------------------------------------------ collectives
+
+namespace {
+
+/// Makes the comparison for Arguments::must_compare(). Among devices the call has checked this
+/// rank's part alone.
+void compare_sizes(Communicator& comm, Op op, const at::Tensor& own, const FlatList& parts,
+                   Milliseconds timeout, ReduceOp redop = ReduceOp::sum) {
+  const Elements elements(own);
+  comm.compare_sizes(op, elements.count(own), parts.numels(), elements.dtype, redop, timeout);
+}
+void compare_sizes(PeerRoute&, Op, const at::Tensor&, const FlatList&, Milliseconds,
+                   ReduceOp = ReduceOp::sum) {}
+
+}  // namespace
+
+// Lists that all ranks pass, and whose parts have one size, are wrong on all of them or on none.
+// Other ranks cannot check a root's list, or parts that differ, and to compare them first would
+// cost an all_to_all a round trip.
+void Backend::end_others(const Call& call, int64_t in, int64_t out) const {
+  if (in == out || size_ == 1) return;
+  engine()->abort(std::string("refused its ") + call.name + ", whose part for itself has " +
+                  std::to_string(in) + " values in the input and " + std::to_string(out) +
+                  " in the output");
+}
+
+// ------------------------------------------------------------------ one to all
+
+WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  const Call call("pycomm:broadcast", OpType::BROADCAST, opts);
+  const at::Tensor& given = arguments_.only_written(call, tensors);
+  const int root = arguments_.root(call, opts);
+  arguments_.check_root_tensor(call, opts.rootTensor);
+  Staging staging(*this, call);
+  const at::Tensor tensor = root == rank_ ? staging.in(given) : staging.out(given);
+  return issue(call, tensors, staging, [=](auto& comm) {
+    const Flat data(tensor);
+    const Elements elements(tensor);
+    comm.broadcast(data.out(), elements.count(tensor), elements.dtype, root, call.timeout);
+    data.finish();
+  });
+}
+
+WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ScatterOptions& opts) {
+  const Call call("pycomm:scatter", OpType::SCATTER, opts);
+  const at::Tensor& given = arguments_.only_written(call, outputs);
+  const int root = arguments_.root(call, opts);
+  Tensors parts;
+  if (root == rank_) {
+    parts = arguments_.one_per_rank(call, inputs, given);
+    end_others(call, parts[rank_].numel(), given.numel());
+    arguments_.own_part(call, parts, given, "input");
+  }
+  Staging staging(*this, call);
+  const at::Tensor output = staging.out(given);
+  return issue(call, outputs, staging, [=, from = staging.in(parts)](auto& comm) {
+    const FlatList in(from);
+    const Flat out(output);
+    const Elements elements(output);
+    comm.scatter(in.in(), out.out(), elements.count(output), elements.dtype, root, call.timeout);
+    out.finish();
+  });
+}
+
+// ------------------------------------------------------------------ all to one
+
+WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  const Call call("pycomm:reduce", OpType::REDUCE, opts);
+  const int root = arguments_.root(call, opts);
+  arguments_.check_root_tensor(call, opts.rootTensor);
+  const at::Tensor& given =
+      root == rank_ ? arguments_.only_written(call, tensors) : arguments_.only(call, tensors);
+  const auto [dtype, reduction] = arguments_.reducible(call, given, opts.reduceOp);
+  Staging staging(*this, call);
+  const at::Tensor tensor = root == rank_ ? staging.in_out(given) : staging.in(given);
+  return issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
+    const Flat data(tensor);
+    comm.reduce(data.in(), root == comm.rank() ? data.out() : nullptr, data.numel(), dtype,
+                reduction.op, root, reduction.factor, call.timeout);
+    if (root == comm.rank()) data.finish();
+  });
+}
+
+WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                        const c10d::GatherOptions& opts) {
+  const Call call("pycomm:gather", OpType::GATHER, opts);
+  const at::Tensor& given = arguments_.only(call, inputs);
+  const int root = arguments_.root(call, opts);
+  Tensors parts;
+  if (root == rank_) {
+    parts = arguments_.one_per_rank(call, outputs, given);
+    end_others(call, given.numel(), parts[rank_].numel());
+    arguments_.own_part(call, parts, given, "output");
+    arguments_.check_written(call, parts);
+  }
+  Staging staging(*this, call);
+  const at::Tensor input = staging.in(given);
+  return issue(call, parts, staging, [=, parts = staging.out(parts)](auto& comm) {
+    const Flat in(input);
+    const FlatList out(parts);
+    const Elements elements(input);
+    comm.gather(in.in(), elements.count(input), out.out(), elements.dtype, root, call.timeout);
+    out.finish();
+  });
+}
+
+// ------------------------------------------------------------------ all to all
+
+WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
+  const Call call("pycomm:all_reduce", OpType::ALLREDUCE, opts);
+  const at::Tensor& given = arguments_.only_written(call, tensors);
+  const auto [dtype, reduction] = arguments_.reducible(call, given, opts.reduceOp);
+  Staging staging(*this, call);
+  const at::Tensor tensor = staging.in_out(given);
+  const bool cuts = options_->device.path != "mixed";  // other ranks' tensors may be on the CPU
+  if (cuts && staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
+    return all_reduce_in_parts(call, tensors[0], tensor, dtype, reduction);
+  return issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
+    const Flat data(tensor);
+    comm.all_reduce(data.out(), data.numel(), dtype, reduction.op, reduction.factor, call.timeout);
+    data.finish();
+  });
+}
+
+WorkPtr Backend::all_reduce_in_parts(const Call& call, const at::Tensor& tensor,
+                                     const at::Tensor& host, DType dtype,
+                                     const Reduction& reduction) {
+  // Ranks must cut alike, whatever the strides: a tensor with gaps is copied as a whole.
+  const bool whole = !tensor.is_contiguous();
+  const at::Tensor from = host.view(-1), to = whole ? tensor : tensor.view(-1);
+  const auto step = static_cast<int64_t>(kDevicePartBytes / tensor.element_size());
+  std::vector<DevicePart> parts;
+  for (int64_t at = 0; at < from.numel(); at += step) {
+    const at::Tensor part = from.narrow(0, at, std::min(step, from.numel() - at));
+    DevicePart& cut = parts.emplace_back();
+    if (!whole) cut.reads = cut.writes = {{to.narrow(0, at, part.numel()), part}};
+    cut.op = [=](Communicator& comm) {
+      comm.all_reduce(part.mutable_data_ptr(), static_cast<size_t>(part.numel()), dtype,
+                      reduction.op, reduction.factor, call.timeout);
+    };
+  }
+  if (whole) parts.front().reads = parts.back().writes = {{tensor, host}};
+  return noted(engine()->submit(call, {tensor}, tensor.device(), parts));
+}
+
+WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
+                                     const c10d::AllreduceCoalescedOptions& opts) {
+  const Call call("pycomm:all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, opts);
+  if (tensors.empty()) arguments_.fail(call, "needs at least one tensor");
+  arguments_.check_written(call, tensors);
+  for (const at::Tensor& t : tensors) arguments_.same_dtype(call, t, tensors[0]);
+  const auto [dtype, reduction] = arguments_.reducible(call, tensors[0], opts.reduceOp);
+  Staging staging(*this, call);
+  const Tensors list = staging.in_out(tensors);
+  return issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
+    const at::Tensor packed = pack(list);
+    comm.all_reduce(packed.mutable_data_ptr(), packed.numel(), dtype, reduction.op,
+                    reduction.factor, call.timeout);
+    unpack(packed, list);
+  });
+}
+
+WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                           const c10d::AllgatherOptions& opts) {
+  const Call call("pycomm:all_gather", OpType::ALLGATHER, opts);
+  const at::Tensor& given = arguments_.only(call, inputs);
+  const Tensors list = arguments_.one_per_rank(call, outputs, given);
+  arguments_.check_written(call, list);
+  const bool compare = arguments_.must_compare(call, list, given, "output");
+  Staging staging(*this, call);
+  const at::Tensor input = staging.in(given);
+  if (staging.peers()) arguments_.own_part(call, list, given, "output");
+  return issue(call, list, staging, [=, parts = staging.out(list)](auto& comm) {
+    const Flat in(input);
+    const FlatList out(parts);
+    if (compare) compare_sizes(comm, Op::all_gather, input, out, call.timeout);
+    comm.all_gather(in.in(), out.out(), Elements(input).dtype, call.timeout);
+    out.finish();
+  });
+}
+
+WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                     const c10d::AllgatherOptions& opts) {
+  const Call call("pycomm:all_gather_coalesced", OpType::ALLGATHER_COALESCED, opts);
+  if (inputs.empty()) arguments_.fail(call, "needs at least one tensor");
+  if (static_cast<int>(outputs.size()) != size_)
+    arguments_.fail(call, "needs a list of outputs for each of " + std::to_string(size_) +
+                              " ranks, got " + std::to_string(outputs.size()));
+  // Torch has a list of tensors for each rank; here each tensor has a list of ranks.
+  std::vector<Tensors> parts(inputs.size());
+  Tensors all;
+  for (const Tensors& of_rank : outputs) {
+    if (of_rank.size() != inputs.size())
+      arguments_.fail(call, "needs as many outputs of each rank as inputs, got " +
+                                std::to_string(of_rank.size()) + " and " +
+                                std::to_string(inputs.size()));
+    for (size_t i = 0; i < inputs.size(); i++) parts[i].push_back(of_rank[i]);
+    all.insert(all.end(), of_rank.begin(), of_rank.end());
+  }
+  std::vector<size_t> compared;
+  for (size_t i = 0; i < inputs.size(); i++) {
+    arguments_.check(call, inputs[i]);
+    arguments_.one_per_rank(call, {parts[i]}, inputs[i]);
+    arguments_.check_written(call, parts[i]);
+    if (arguments_.must_compare(call, parts[i], inputs[i], "output")) compared.push_back(i);
+  }
+  Staging staging(*this, call);
+  const Tensors hosts = staging.in(inputs);
+  for (size_t i = 0; staging.peers() && i < inputs.size(); i++)
+    arguments_.own_part(call, parts[i], inputs[i], "output");
+  for (Tensors& of_tensor : parts) of_tensor = staging.out(of_tensor);
+  return issue(call, all, staging, [=, inputs = hosts](auto& comm) {
+    for (const size_t i : compared)
+      compare_sizes(comm, Op::all_gather, inputs[i], FlatList(parts[i]), call.timeout);
+    for (size_t i = 0; i < inputs.size(); i++) {
+      const Flat in(inputs[i]);
+      const FlatList out(parts[i]);
+      comm.all_gather(in.in(), out.out(), Elements(inputs[i]).dtype, call.timeout);
+      out.finish();
+    }
+  });
+}
+
+WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                 const c10d::AllgatherOptions& opts) {
+  const Call call("pycomm:all_gather_single", OpType::_ALLGATHER_BASE, opts);
+  return all_gather_each(call, {output}, {input});
+}
+
+WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::AllgatherOptions& opts) {
+  const Call call("pycomm:all_gather_single_coalesced", OpType::COALESCED, opts);
+  return all_gather_each(call, outputs, inputs);
+}
+
+WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                const c10d::ReduceScatterOptions& opts) {
+  const Call call("pycomm:reduce_scatter", OpType::REDUCE_SCATTER, opts);
+  const at::Tensor& given = arguments_.only_written(call, outputs);
+  const Tensors list = arguments_.one_per_rank(call, inputs, given);
+  const auto [dtype, reduction] = arguments_.reducible(call, given, opts.reduceOp);
+  const bool compare = arguments_.must_compare(call, list, given, "input");
+  Staging staging(*this, call);
+  const at::Tensor output = staging.out(given);
+  if (staging.peers()) arguments_.own_part(call, list, given, "input");
+  return issue(call, outputs, staging,
+               [=, parts = staging.in(list), dtype = dtype, reduction = reduction](auto& comm) {
+                 const FlatList in(parts);
+                 const Flat out(output);
+                 if (compare)
+                   compare_sizes(comm, Op::reduce_scatter, output, in, call.timeout, reduction.op);
+                 comm.reduce_scatter(in.in(), out.out(), dtype, reduction.op, reduction.factor,
+                                     call.timeout);
+                 out.finish();
+               });
+}
+
+WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                      const c10d::ReduceScatterOptions& opts) {
+  const Call call("pycomm:reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, opts);
+  return reduce_scatter_each(call, {output}, {input}, opts.reduceOp);
+}
+
+WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::ReduceScatterOptions& opts) {
+  // Torch 2.11 has no type of its own for several.
+  const Call call("pycomm:reduce_scatter_single_coalesced", OpType::_REDUCE_SCATTER_BASE, opts);
+  return reduce_scatter_each(call, outputs, inputs, opts.reduceOp);
+}
+
+WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                               std::vector<int64_t>& output_splits,
+                               std::vector<int64_t>& input_splits,
+                               const c10d::AllToAllOptions& opts) {
+  const Call call("pycomm:all_to_all_single", OpType::ALLTOALL_BASE, opts);
+  arguments_.check_written(call, output);
+  arguments_.same_dtype(call, input, output);
+  const std::vector<size_t> send = arguments_.rows(call, input, input_splits, "input");
+  const std::vector<size_t> recv = arguments_.rows(call, output, output_splits, "output");
+  if (!Arguments::equal(send) || !Arguments::equal(recv))
+    end_others(call, static_cast<int64_t>(send[rank_]), static_cast<int64_t>(recv[rank_]));
+  arguments_.own_part(call, send[rank_], recv[rank_]);
+  Staging staging(*this, call);
+  const at::Tensor from = staging.in(input), to = staging.out(output);
+  return issue(call, {output}, staging, [=](auto& comm) {
+    const Flat in(from), out(to);
+    const DType dtype = Elements(from).dtype;
+    comm.all_to_all(cut(in.in(), send, dtype), cut(out.out(), recv, dtype), dtype, call.timeout);
+    out.finish();
+  });
+}
+
+WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+  const Call call("pycomm:all_to_all", OpType::ALLTOALL, opts);
+  if (outputs.empty()) arguments_.fail(call, "needs one output per rank, got none");
+  arguments_.check_written(call, outputs);
+  arguments_.one_per_rank(call, {outputs}, outputs[0]);
+  arguments_.one_per_rank(call, {inputs}, outputs[0]);
+  if (!Arguments::equal(inputs) || !Arguments::equal(outputs))
+    end_others(call, inputs[rank_].numel(), outputs[rank_].numel());
+  arguments_.own_part(call, static_cast<size_t>(inputs[rank_].numel()),
+                      static_cast<size_t>(outputs[rank_].numel()));
+  Staging staging(*this, call);
+  const Tensors out_parts = staging.out(outputs), in_parts = staging.in(inputs);
+  return issue(call, outputs, staging, [=](auto& comm) {
+    const FlatList in(in_parts), out(out_parts);
+    comm.all_to_all(in.in(), out.out(), Elements(in_parts[0]).dtype, call.timeout);
+    out.finish();
+  });
+}
+
+WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
+  const Call call("pycomm:barrier", OpType::BARRIER, opts);
+  Staging staging(*this, call);
+  // Torch names the CPU where a group has it, whatever device the group works on.
+  const auto used = engine()->used_device();
+  if (opts.device && !opts.device->is_cpu()) {
+    staging.follow(*opts.device);
+  } else if (used) {
+    staging.follow(*used);
+  }
+  return issue(call, {}, staging, [=](Communicator& comm) { comm.barrier(call.timeout); });
+}
+
+WorkPtr Backend::all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs) {
+  arguments_.pair_up(call, outputs, inputs);
+  arguments_.check_written(call, outputs);
+  Staging staging(*this, call);
+  const Tensors from = staging.in(inputs), to = staging.out(outputs);
+  return issue(call, outputs, staging, [=](auto& comm) {
+    for (size_t i = 0; i < from.size(); i++) {
+      const Flat in(from[i]), out(to[i]);
+      const Elements elements(from[i]);
+      comm.all_gather(in.in(), out.out(), elements.count(from[i]), elements.dtype, call.timeout);
+      out.finish();
+    }
+  });
+}
+
+WorkPtr Backend::reduce_scatter_each(const Call& call, const Tensors& outputs,
+                                     const Tensors& inputs, const c10d::ReduceOp& op) {
+  arguments_.pair_up(call, inputs, outputs);
+  arguments_.check_written(call, outputs);
+  std::vector<std::pair<DType, Reduction>> how;
+  for (const at::Tensor& t : outputs) how.push_back(arguments_.reducible(call, t, op));
+  Staging staging(*this, call);
+  const Tensors from = staging.in(inputs), to = staging.out(outputs);
+  return issue(call, outputs, staging, [=](auto& comm) {
+    for (size_t i = 0; i < from.size(); i++) {
+      const Flat in(from[i]), out(to[i]);
+      const auto& [dtype, reduction] = how[i];
+      comm.reduce_scatter(in.in(), out.out(), out.numel(), dtype, reduction.op, reduction.factor,
+                          call.timeout);
+      out.finish();
+    }
+  });
+}
+
+// ------------------------------------------------------------------ sparse all-reduce
+
+// Each rank brings its own indices and gets the sum over all ranks, as for the gradients of sparse
+// embeddings.
+
+namespace {
+
+/// Returns the number of entries, of sparse dimensions, and the sizes. All but the first must be
+/// equal.
+std::vector<int64_t> header_of(const at::Tensor& coalesced) {
+  std::vector<int64_t> header = {coalesced._nnz(), coalesced.sparse_dim()};
+  const auto sizes = coalesced.sizes();
+  header.insert(header.end(), sizes.begin(), sizes.end());
+  return header;
+}
+
+/// Gathers `mine` of all ranks, which differs between them in the length of dimension `dim` only.
+Tensors gather_uneven(Communicator& comm, const at::Tensor& mine, int64_t dim,
+                      const std::vector<int64_t>& lengths, Milliseconds timeout) {
+  Tensors theirs;
+  for (const int64_t length : lengths) {
+    std::vector<int64_t> sizes = mine.sizes().vec();
+    sizes[dim] = length;
+    theirs.push_back(at::empty(sizes, mine.options()));
+  }
+  const Flat in(mine);
+  comm.all_gather(in.in(), FlatList(theirs).out(), Elements(mine).dtype, timeout);
+  return theirs;
+}
+
+void sparse_all_reduce(Communicator& comm, const at::Tensor& tensor, Milliseconds timeout) {
+  const at::Tensor mine = tensor.coalesce();
+  const std::vector<int64_t> header = header_of(mine);
+  std::vector<int64_t> headers(header.size() * comm.size());
+  comm.all_gather(header.data(), headers.data(), header.size(), DType::int64, timeout);
+
+  std::vector<int64_t> entries;
+  for (int r = 0; r < comm.size(); r++) {
+    const auto theirs = headers.begin() + r * header.size();
+    entries.push_back(*theirs);
+    if (!std::equal(header.begin() + 1, header.end(), theirs + 1))
+      throw WireMismatch("rank " + std::to_string(comm.rank()) +
+                         ": sparse all_reduce: its tensor has another shape, or other sparse "
+                         "dimensions, than that of rank " +
+                         std::to_string(r));
+  }
+  const Tensors indices = gather_uneven(comm, mine._indices(), 1, entries, timeout);
+  const Tensors values = gather_uneven(comm, mine._values(), 0, entries, timeout);
+  // All ranks have the same entries in the same order, so the sums have the same bits.
+  const DefaultArithmetic arithmetic;
+  const at::Tensor all = at::_sparse_coo_tensor_unsafe(at::cat(indices, 1), at::cat(values, 0),
+                                                       tensor.sizes(), mine.options());
+  tensor.copy_(all.coalesce());
+}
+
+}  // namespace
+
+WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  const Call call("pycomm:sparse_all_reduce", OpType::_ALLREDUCE_SPARSE, opts);
+  if (tensors.size() != 1)
+    arguments_.fail(call, "takes one tensor, got " + std::to_string(tensors.size()));
+  const at::Tensor tensor = tensors[0];
+  if (!tensor.is_sparse() || !tensor.device().is_cpu())
+    arguments_.fail(call, "takes a sparse COO tensor on the CPU");
+  if (opts.reduceOp != c10d::ReduceOp::SUM) arguments_.fail(call, "can only sum");
+  return issue(call, {tensor}, Staging(*this, call),
+               [=](Communicator& comm) { sparse_all_reduce(comm, tensor, call.timeout); });
+}
+
+// ------------------------------------------------------------------ compressed collectives
+
+namespace {
+
+/// Checks that a tensor has float32 or 16-bit floats, this many values, and the residuals' device.
+void check_values(const Arguments& arguments, const Call& call, const at::Tensor& tensor,
+                  const Layout& layout, const char* role, size_t numel) {
+  arguments.check(call, tensor);
+  const at::ScalarType type = tensor.scalar_type();
+  if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16)
+    arguments.fail(
+        call, std::string("takes float32 and 16-bit floats, not ") + tensor.dtype().name().data());
+  if (static_cast<size_t>(tensor.numel()) != numel)
+    arguments.fail(call, std::string(role) + " has " + std::to_string(tensor.numel()) +
+                             " values, and by its layout " + std::to_string(numel));
+  if (!layout.is_on(tensor.device()))
+    arguments.fail(call, std::string(role) + " is on " + tensor.device().str() +
+                             ", and its residuals are elsewhere");
+}
+
+/// The values of a tensor in one piece: its own, or, if they are not in one piece or of another
+/// dtype than is wanted, those of a copy, which finish() copies back.
+class Contiguous {
+ public:
+  Contiguous(const at::Tensor& tensor, at::ScalarType type)
+      : tensor_(tensor), whole_(tensor.to(type).contiguous()) {}
+  pycomm::Values values() const {
+    return {whole_.mutable_data_ptr(), static_cast<size_t>(whole_.numel()),
+            *find_dtype(whole_.scalar_type())};
+  }
+  void finish() const {
+    if (!whole_.is_same(tensor_)) tensor_.copy_(whole_);
+  }
+
+ private:
+  at::Tensor tensor_, whole_;
+};
+
+/// Returns a dtype that can represent both tensors.
+at::ScalarType common_type(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() ? a.scalar_type() : at::kFloat;
+}
+
+/// One call: from the tensors of `input` to those of `output`, the same in an all-reduce.
+struct CodedCall {
+  Op op;
+  at::Tensor output, input;
+  std::shared_ptr<const Layout> layout;
+  CodedStep step;
+
+  /// Calls run(args, address of the result).
+  template <typename Run>
+  void with_args(const Run& run) const {
+    const std::vector<Piece> pieces = layout->pieces(step.sides);
+    CodedArgs args;
+    args.pieces = {pieces.data(), pieces.size()};
+    args.average = step.average;
+    args.owner_residuals = layout->owner_residuals();
+    args.seed = step.seed;
+    args.step = step.step;
+    const at::ScalarType type = common_type(input, output);
+    const Contiguous to(output, type);
+    if (op == Op::all_reduce) {
+      args.data = to.values();
+      run(args, args.data.data);
+    } else {
+      const Contiguous from(input, type);
+      args.data = from.values();
+      run(args, to.values().data);
+    }
+    to.finish();
+  }
+};
+
+/// Runs a coded operation of a Communicator or a DeviceGroup.
+template <typename Group, typename... More>
+auto coded(Group& group, Op op, const CodedArgs& args, void* out, More... more) {
+  if (op == Op::all_reduce) return group.all_reduce_coded(args, more...);
+  if (op == Op::reduce_scatter) return group.reduce_scatter_coded(args, out, more...);
+  return group.all_gather_coded(args, out, more...);
+}
+
+/// Queues the operation on the current stream.
+void code_among_peers(const CodedCall& coded_call, PeerRoute& route, const at::Tensor& found_inf) {
+  coded_call.with_args([&](const CodedArgs& args, void* out) {
+    route.code(coded_call.op, args, [&](DeviceGroup& group, Stream stream) {
+      coded(group, coded_call.op, args, out, stream, found_inf.mutable_data_ptr<float>());
+    });
+  });
+}
+
+}  // namespace
+
+bool Backend::compresses(const std::string& op, const at::Tensor& tensor,
+                         const std::shared_ptr<const Layout>& layout) {
+  if (tensor.is_cpu()) return true;
+  const auto engine = this->engine();
+  if (!layout->is_on(tensor.device()) || !engine->peers(tensor.device())) return false;
+  const auto route = engine->peers(tensor.device(), PeerRoute::Kind::coded);
+  const auto dtype = find_dtype(tensor.scalar_type());
+  if (!route || !dtype) return false;
+  const std::vector<Piece> pieces = layout->pieces(std::vector<Sides>(layout->size()));
+  const bool scatters = op == "reduce_scatter";
+  CodedArgs args;
+  args.pieces = {pieces.data(), pieces.size()};
+  args.data = {nullptr, layout->numel() * (scatters ? static_cast<size_t>(size_) : 1), *dtype};
+  return route->can_code(scatters             ? Op::reduce_scatter
+                         : op == "all_gather" ? Op::all_gather
+                                              : Op::all_reduce,
+                         args);
+}
+
+intrusive_ptr<Work> Backend::compressed(const Call& call, Op op, const at::Tensor& output,
+                                        const at::Tensor& input,
+                                        const std::shared_ptr<const Layout>& layout,
+                                        const CodedStep& step) {
+  if (step.sides.size() != layout->size())
+    arguments_.fail(call, "sides are given for " + std::to_string(step.sides.size()) +
+                              " parameters, but the layout has " + std::to_string(layout->size()));
+  arguments_.check_written(call, output);
+  for (const Sides& sides : step.sides)
+    if (sides.old > 1 || sides.fresh > 1) arguments_.fail(call, "sides must be 0 or 1");
+  const auto engine = this->engine();
+  const CodedCall coded_call{op, output, input, layout, step};
+  if (!output.is_cpu()) {
+    const auto route = engine->peers(output.device())
+                           ? engine->peers(output.device(), PeerRoute::Kind::coded)
+                           : nullptr;
+    if (!route)
+      arguments_.fail(call, "on " + output.device().str() +
+                                " needs ranks that reach each other's memory: encode there and "
+                                "exchange the payloads, as pycomm's hooks do");
+    const at::Tensor found_inf =
+        at::zeros({1}, at::TensorOptions(at::kFloat).device(output.device()));
+    Tensors used = {output, input, found_inf};
+    layout->list_residuals(used);
+    auto work = engine->submit(call, {output}, route, used, [&](PeerRoute& peers) {
+      code_among_peers(coded_call, peers, found_inf);
+    });
+    work->set_found_inf(found_inf);
+    return work;
+  }
+  auto work = engine->make_work(true, call, {output});
+  // A comm hook's future must hold a Python object.
+  const c10::TypePtr object = c10::PyObjectType::get();
+  work->set_value(torch::jit::toIValue(py::cast(output), object), object);
+  engine->submit(work, [coded_call, raw = work.get()](Communicator& comm) {
+    coded_call.with_args([&](const CodedArgs& args, void* out) {
+      raw->set_finite(coded(comm, coded_call.op, args, out));
+    });
+  });
+  return work;
+}
+
+intrusive_ptr<Work> Backend::compressed_all_reduce(const at::Tensor& tensor,
+                                                   std::shared_ptr<const Layout> layout,
+                                                   const CodedStep& step) {
+  const Call call("pycomm:compressed all_reduce", OpType::ALLREDUCE, c10d::AllreduceOptions());
+  check_values(arguments_, call, tensor, *layout, "the bucket", layout->numel());
+  return compressed(call, Op::all_reduce, tensor, tensor, layout, step);
+}
+
+intrusive_ptr<Work> Backend::compressed_reduce_scatter(const at::Tensor& output,
+                                                       const at::Tensor& input,
+                                                       std::shared_ptr<const Layout> layout,
+                                                       const CodedStep& step) {
+  const Call call("pycomm:compressed reduce_scatter", OpType::_REDUCE_SCATTER_BASE,
+                  c10d::ReduceScatterOptions());
+  const size_t row = layout->numel(), ranks = static_cast<size_t>(size_);
+  check_values(arguments_, call, output, *layout, "output", row);
+  check_values(arguments_, call, input, *layout, "input", ranks * row);
+  if (layout->rows() != ranks)
+    arguments_.fail(call, "the layout has residuals of " + std::to_string(layout->rows()) +
+                              " rows; make it as Layout(" + std::to_string(ranks) + ")");
+  return compressed(call, Op::reduce_scatter, output, input, layout, step);
+}
+
+intrusive_ptr<Work> Backend::compressed_all_gather(const at::Tensor& output,
+                                                   const at::Tensor& input,
+                                                   std::shared_ptr<const Layout> layout,
+                                                   const CodedStep& step) {
+  const Call call("pycomm:compressed all_gather", OpType::_ALLGATHER_BASE,
+                  c10d::AllgatherOptions());
+  const size_t row = layout->numel();
+  check_values(arguments_, call, output, *layout, "output", static_cast<size_t>(size_) * row);
+  check_values(arguments_, call, input, *layout, "input", row);
+  if (layout->rows() != 1) arguments_.fail(call, "the layout's residuals must have one row");
+  return compressed(call, Op::all_gather, output, input, layout, step);
+}
+
+// ------------------------------------------------------------------ sends and receives
+
+WorkPtr Backend::send(Tensors& tensors, int dst, int tag) {
+  return post("pycomm:send", OpType::SEND, tensors, dst, tag);
+}
+WorkPtr Backend::recv(Tensors& tensors, int src, int tag) {
+  return post("pycomm:recv", OpType::RECV, tensors, src, tag);
+}
+WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  return post("pycomm:recvAnySource", OpType::RECVANYSOURCE, tensors, -1, tag);
+}
+
+WorkPtr Backend::post(const char* title, OpType type, Tensors& tensors, int peer, int tag) {
+  const Call call(title, type, c10d::BarrierOptions());
+  const bool sends = type == OpType::SEND;
+  const at::Tensor& tensor =
+      sends ? arguments_.only(call, tensors) : arguments_.only_written(call, tensors);
+  if (type != OpType::RECVANYSOURCE)
+    arguments_.check_peer(call, sends ? "the destination" : "the source", peer);
+  arguments_.check_tag(call, tag);
+  if (tensor.is_cpu()) return noted(engine()->post(call, tensor, peer, tag));
+  Staging staging(*this, call, Staging::By::host);
+  const at::Tensor host = sends ? staging.in(tensor) : staging.out(tensor);
+  return noted(engine()->post(call, tensor, staging, host, peer, tag));
+}
+
+// ------------------------------------------------------------------ several as one
+
+void Backend::startCoalescing() {
+  const std::lock_guard<std::mutex> lock(coalesced_mutex_);
+  coalesced_.clear();
+  coalescing_ = true;
+}
+
+WorkPtr Backend::endCoalescing() {
+  const std::lock_guard<std::mutex> lock(coalesced_mutex_);
+  coalescing_ = false;
+  if (coalesced_.empty()) return nullptr;
+  return c10::make_intrusive<CoalescedWork>(rank_, std::exchange(coalesced_, {}));
+}
+
+WorkPtr Backend::noted(WorkPtr work) {
+  InterpreterEnd::stay_if_begun();  // torch's binding asks for the GIL next
+  if (coalescing_) {
+    const std::lock_guard<std::mutex> lock(coalesced_mutex_);
+    coalesced_.push_back(work);
+  }
+  return work;
+}
+
+// ------------------------------------------------------------------ groups from groups
+
+Parent Backend::as_parent(const std::vector<int>& ranks) const {
+  const bool ours =
+      std::all_of(ranks.begin(), ranks.end(), [this](int r) { return r >= 0 && r < size_; });
+  return ours ? Parent{open_->engine(), ranks} : Parent{};
+}
+
+/// Returns a copy of the caller's options, or of our own. Torch's default timeout means that the
+/// caller named none, so ours applies.
+intrusive_ptr<BackendOptions> Backend::options_for(const intrusive_ptr<Options>& given) const {
+  const auto* ours = dynamic_cast<const BackendOptions*>(given.get());
+  auto options = c10::make_intrusive<BackendOptions>(ours ? *ours : *options_);
+  if (options->timeout == kBackendDefaultTimeout) options->timeout = options_->timeout;
+  return options;
+}
+
+intrusive_ptr<Backend> Backend::made_from_this(const intrusive_ptr<c10d::Store>& store, int rank,
+                                               int size, const intrusive_ptr<Options>& given,
+                                               const Parent& parent) {
+  const auto options = options_for(given);
+  options->enable_reconfigure = false;  // its members are those of now
+  const auto fresh = c10::static_intrusive_pointer_cast<Backend>(fresh_.lock());
+  fresh_.reset();
+  if (fresh && fresh->open_->engine() && fresh->options_->group_name == options->group_name) {
+    return fresh;
+  }
+  auto made = with_python_errors(
+      [&] { return make(store, rank, size, options, options->group_name, parent); });
+  fresh_ = c10::weak_intrusive_ptr<c10d::Backend>(intrusive_ptr<c10d::Backend>(made));
+  return made;
+}
+
+intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& store,
+                                            const std::vector<int>& ranks,
+                                            const intrusive_ptr<Options>& opts) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+  if (mine == ranks.end()) return nullptr;
+  return made_from_this(store, static_cast<int>(mine - ranks.begin()),
+                        static_cast<int>(ranks.size()), opts, as_parent(ranks));
+}
+
+intrusive_ptr<c10d::Backend> Backend::merge(const intrusive_ptr<c10d::Store>& store,
+                                            const intrusive_ptr<Options>& opts, const int& rank,
+                                            const int& size) {
+  return made_from_this(store, rank, size, opts);
+}
+
+intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                             int shrink_flags, const intrusive_ptr<Options>& opts) {
+  constexpr int kAbort = 1;  // dist.SHRINK_ABORT
+  if (shrink_flags & kAbort) abort();
+  if (endpoint_)
+    raise(arguments_.here() +
+          "shrink: this group was made with enable_reconfigure; call reconfigure() with the "
+          "handles of the ranks that stay");
+  const auto options = options_for(opts);
+  const auto old_ranks = options_->global_ranks_in_group;
+  options->global_ranks_in_group.clear();
+  options->group_name = group_ + "/shrunk without";
+  int rank = -1, size = 0;
+  std::vector<int> kept;
+  for (int r = 0; r < size_; r++) {
+    if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), r) != ranks_to_exclude.end()) {
+      options->group_name += " " + std::to_string(r);
+      continue;
+    }
+    if (r == rank_) rank = size;
+    kept.push_back(r);
+    // Torch names the ranks of all groups but the default one.
+    options->global_ranks_in_group.push_back(old_ranks.empty() ? r : old_ranks[r]);
+    size++;
+  }
+  if (rank < 0) raise(arguments_.here() + "shrink: this rank is one of those to exclude");
+  return with_python_errors([&] {
+    try {
+      return make(store_, rank, size, options, options->group_name, as_parent(kept));
+    } catch (const PeerLost& lost) {
+      if (lost.rank < 0 || lost.rank >= size) throw;
+      const int ours = kept[lost.rank];  // for the next call
+      throw PeerLost(ours, std::string(lost.what()) + "; it is rank " + std::to_string(ours) +
+                               " of the group that shrinks: exclude it, too");
+    }
+  });
+}
+
+// ------------------------------------------------------------------ waiting for all ranks
+
+void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  // The barrier uses the store, not our own channels: it is for finding out why a group is stuck.
+  const auto limit = unwrapped(opts.timeout < Milliseconds(0) ? options_->timeout : opts.timeout);
+  const std::string in_time = " in " + std::to_string(limit.count()) + " ms";
+  const auto engine = this->engine();
+  const std::string key =
+      engine->group() + "/monitored barrier " + std::to_string(++monitored_barriers_);
+  const auto arrival_key = [&](int rank) { return key + "/" + std::to_string(rank); };
+  const auto verdict = key + "/verdict";
+  const std::string good = "all ranks arrived";
+  const WithoutGil without_gil;
+  const std::shared_ptr<Store> shared = open_->store();
+  if (!shared) raise_not_open();
+  Store& store = *shared;
+
+  if (rank_ > 0) {
+    store.set(arrival_key(rank_), "here");
+    std::string text;
+    try {
+      // This wait is longer than rank 0's, which may have come after us, to receive its verdict.
+      text = store.get(verdict, Deadline::after(limit + Milliseconds(2000)));
+    } catch (const Timeout&) {
+      text = "rank 0 did not come" + in_time;
+    }
+    if (text == good) return;
+    raise<Timeout>(arguments_.here() + "Rank " + std::to_string(rank_) +
+                   " successfully reached monitoredBarrier, but received errors while waiting for "
+                   "send/recv from rank 0. Please check rank 0 logs for faulty rank. Original "
+                   "exception: " +
+                   text);
+  }
+
+  const Deadline deadline = Deadline::after(limit);
+  std::string missing;
+  int count = 0;
+  for (int r = 1; r < size_ && (wait_all_ranks || count == 0); r++) {
+    try {
+      store.get(arrival_key(r), deadline);
+    } catch (const Timeout&) {
+      missing += (count++ ? ", " : "") + std::to_string(r);
+    }
+  }
+  std::string text = good;
+  if (limit.count() == 0 && size_ > 1) {
+    text = "Rank 0 timed out in monitoredBarrier after 0 ms";
+  } else if (count > 0) {
+    text = (wait_all_ranks ? "Ranks " : "Rank ") + missing + " failed to pass monitoredBarrier" +
+           in_time;
+  }
+  store.set(verdict, text);
+  if (text != good) raise<Timeout>(arguments_.here() + text);
+}
+
+// ------------------------------------------------------------------ new members in place
+
+namespace {
+
+// Operations of the former group may take this long to end before they are aborted: those of ranks
+// that are all alive do, and others would take until their deadline.
+constexpr Milliseconds kGrace(2000);
+
+/// The group whose members form another one, as their source of knowledge of who has died. That it
+/// had an error itself does not matter any more.
+class FormerGroup final : public ParentGroup {
+ public:
+  explicit FormerGroup(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+  int size() const override { return engine_->comm().size(); }
+  std::exception_ptr over() const override { return nullptr; }
+  bool lost(int rank) const override { return engine_->comm().lost(rank); }
+  bool uses_network() const override { return engine_->comm().uses_network(); }
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+};
+
+/// Returns the place of each handle in the former list; nothing if one was not there.
+std::vector<int> places(const std::vector<std::string>& handles,
+                        const std::vector<std::string>& former) {
+  std::vector<int> ranks;
+  for (const std::string& handle : handles) {
+    const auto found = std::find(former.begin(), former.end(), handle);
+    if (found == former.end()) return {};
+    ranks.push_back(static_cast<int>(found - former.begin()));
+  }
+  return ranks;
+}
+
+}  // namespace
+
+void Backend::open_endpoint() {
+  const CommunicatorOptions communicator = communicator_options();
+  TcpOptions tcp;
+  tcp.interface = communicator.interface;
+  tcp.ports = communicator.ports;
+  tcp.advertise = communicator.advertise;
+  tcp.secret = communicator.secret;
+  tcp.tls = communicator.tls;
+  endpoint_ = std::make_unique<tcp::Endpoint>(group_, tcp);
+}
+
+std::string Backend::handle() const {
+  if (!endpoint_)
+    raise(arguments_.here() +
+          "the process group cannot be reconfigured; make it with enable_reconfigure=True");
+  return endpoint_->handle().text();
+}
+
+bool Backend::is_gone(const std::string& handle) const {
+  const WithoutGil without_gil;
+  return with_python_errors([&] {
+    const tcp::Handle parsed = tcp::Handle::parse(handle);
+    return tcp::is_gone(parsed, communicator_options().secret, &check_signals);
+  });
+}
+
+void Backend::form(int64_t uuid, const std::vector<std::string>& handles, Milliseconds timeout) {
+  handle();  // raises in a group that has none
+  const WithoutGil without_gil;
+  with_python_errors([&] {
+    open_->check_process(arguments_.here() + "reconfigure");
+    const std::unique_lock<std::mutex> alone(forming_, std::try_to_lock);
+    if (!alone.owns_lock())
+      throw Error(arguments_.here() + "reconfigure: another thread reconfigures this group now");
+    if (open_->ended()) raise_not_open();
+    const auto former = open_->engine();
+    if (former && former->runs_here())
+      throw Error(arguments_.here() +
+                  "reconfigure: this is a callback of an operation of the group, which must end "
+                  "first; call it from another thread");
+    CommunicatorOptions communicator = communicator_options();
+    const Milliseconds limit = timeout.count() > 0 ? unwrapped(timeout) : communicator.timeout;
+    tcp::Gathering gathering(*endpoint_, uuid, handles, communicator.secret, limit, &check_signals);
+    try {
+      form(gathering, uuid, handles, communicator, limit, former);
+      gathering.end();
+    } catch (const std::exception& error) {
+      gathering.end(error.what());
+      throw;
+    }
+  });
+  const GilAcquired gil;
+  join_straggler_monitor(*this, open_);
+}
+
+void Backend::form(tcp::Gathering& gathering, int64_t uuid, const std::vector<std::string>& handles,
+                   CommunicatorOptions communicator, Milliseconds limit,
+                   const std::shared_ptr<Engine>& former) {
+  if (former)
+    former->finish_within(std::min(kGrace, limit / 4), "reconfigures the group in the middle");
+  const int rank = gathering.rank(), size = gathering.size();
+  const auto store = size > 1 ? gathering.store() : nullptr;
+  communicator.group = group_ + "/members " + std::to_string(uuid);
+  communicator.timeout = limit;
+  if (former) communicator.kept_heaps = former->comm().kept_heaps();
+  communicator.interrupt = [&] {
+    check_signals();
+    gathering.look_for_absent();
+  };
+  std::optional<FormerGroup> parent;
+  communicator.parent_ranks = places(handles, handles_);
+  if (former && !communicator.parent_ranks.empty()) {
+    parent.emplace(former);
+    communicator.parent = &*parent;
+  } else {
+    communicator.parent_ranks.clear();
+  }
+  auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_);
+  engine->set_timeout(unwrapped(options_->timeout));
+  if (onCompletionHook_) engine->set_hook(onCompletionHook_);
+  if (!open_->replace(std::move(engine), store)) raise_not_open();
+  handles_ = handles;
+  ++formed_;
+  arguments_ = {rank, size};
+  monitored_barriers_ = 0;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  rank_ = rank;
+  size_ = size;
+#else
+  const_cast<int&>(rank_) = rank;  // see set_shape_of()
+  const_cast<int&>(size_) = size;
+#endif
+}
+
+void Backend::set_shape_of(c10d::ProcessGroup& group) const {
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  static_cast<void>(group);  // it asks its backend
+#else
+  // Torch 2.14 removed the const of these members of a backend, and lets the group ask its backend,
+  // so that they may change. Older versions read them from memory at each call of getRank() and
+  // getSize(), which their library compiles for any object, so a write is seen.
+  struct Shape : c10d::ProcessGroup {
+    static void set(c10d::ProcessGroup& group, int rank, int size) {
+      const_cast<int&>(group.*(&Shape::rank_)) = rank;
+      const_cast<int&>(group.*(&Shape::size_)) = size;
+    }
+  };
+  Shape::set(group, rank_, size_);
+#endif
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptions& opts) {
+  std::vector<std::string> handles;
+  if (const auto* list = std::get_if<std::vector<std::string>>(&opts.handles)) {
+    handles = *list;
+  } else {  // ranks are ours to choose
+    const auto& set = std::get<std::unordered_set<std::string>>(opts.handles);
+    handles.assign(set.begin(), set.end());
+    std::sort(handles.begin(), handles.end());
+  }
+  form(opts.uuid, handles, opts.timeout.value_or(Milliseconds(0)));
+  c10d::BarrierOptions none;
+  const Call call("pycomm:reconfigure", OpType::BARRIER, none);
+  auto work = c10::make_intrusive<Work>(rank_, call, 0, Tensors());
+  work->complete();
+  return work;
+}
+#endif
+
+// ------------------------------------------------------------------ memory
+
+namespace {
+
+/// Returns shared memory while there is room for it; other memory may be slower, but not wrong.
+std::shared_ptr<void> memory_of(Engine& engine, size_t bytes) {
+  if (bytes > kLargestBuffer) throw std::bad_alloc();
+  try {
+    return engine.comm().allocate(bytes);
+  } catch (const Error&) {
+    constexpr size_t kAlign = 64;
+    void* memory = std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
+    if (!memory) throw std::bad_alloc();
+    return std::shared_ptr<void>(memory, std::free);
+  }
+}
+
+/// An allocator of the group's memory, which may outlive it, and the group.
+class Allocator final : public c10::Allocator {
+ public:
+  explicit Allocator(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    using Memory = std::shared_ptr<void>;
+    auto memory = std::make_unique<Memory>(memory_of(*engine_, bytes));
+    void* data = memory->get();
+    return {data, memory.release(), [](void* held) { delete static_cast<Memory*>(held); },
+            c10::Device(c10::DeviceType::CPU)};
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+};
+
+}  // namespace
+
+at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options) {
+  if (!options.device().is_cpu())
+    raise(arguments_.here() +
+          "allocate_tensor: it allocates CPU tensors only; ask torch for others");
+  const size_t itemsize = options.dtype().itemsize();
+  if (size < 0 || static_cast<size_t>(size) > kLargestBuffer / itemsize)
+    raise(arguments_.here() + "allocate_tensor: cannot make a tensor of " + std::to_string(size) +
+          " values");
+  const size_t bytes = static_cast<size_t>(size) * itemsize;
+  auto memory = memory_of(*engine(), std::max<size_t>(bytes, 1));
+  return at::from_blob(memory.get(), {size}, [memory](void*) {}, options);
+}
+
+namespace {
+
+/// True if torch's reducer wants real numbers for a bucket of complex parameters. It views what it
+/// allocates itself as real, but in some versions not what a backend has allocated. So it is
+/// tested, once, by making a reducer.
+bool reducer_wants_reals(Backend& backend) {
+  static std::atomic<int> known{-1};
+  thread_local bool asking = false;
+  if (asking) return false;  // the test needs the reducer to get complex memory
+  if (known < 0) {
+    const GilAcquired gil;
+    asking = true;
+    try {
+      const auto self = intrusive_ptr<Backend>::unsafe_reclaim_from_nonowning(&backend);
+      known = py::module_::import("pycomm.backend")
+                  .attr("reducer_wants_reals")(py::cast(self))
+                  .cast<bool>();
+    } catch (...) {
+      asking = false;
+      throw;
+    }
+    asking = false;
+  }
+  return known > 0;
+}
+
+}  // namespace
+
+at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
+  const at::Tensor tensor = allocate(size, options);
+  if (!tensor.is_complex() || !reducer_wants_reals(*this)) return tensor;
+  return at::view_as_real(tensor).reshape({-1});
+}
+
+std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
+  return std::make_shared<Allocator>(engine());
+}
+
+// ------------------------------------------------------------------ state and end
+
+void Backend::setTimeout(Milliseconds timeout) {
+  options_->timeout = timeout;
+  if (endpoint_ && !open_->engine()) return;  // it counts from the first reconfigure() on
+  engine()->set_timeout(unwrapped(timeout));
+}
+
+c10d::ErrorType Backend::getError() { return open_->error(); }
+
+void Backend::registerOnCompletionHook(Engine::Hook&& hook) {
+  if (onCompletionHook_)
+    raise(arguments_.here() + "the process group has a completion hook already");
+  onCompletionHook_ = std::move(hook);
+  if (endpoint_ && !open_->engine()) return;
+  engine()->set_hook(onCompletionHook_);
+}
+
+void Backend::abort() {
+  if (const auto engine = open_->engine()) engine->abort("called abort()");
+}
+
+void Backend::shutdown() { open_->shutdown(); }
+
+}  // namespace pycomm::torch_binding
