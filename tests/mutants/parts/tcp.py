@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant(
         "frame-payload-not-checked",
         "check",
-        "csrc/transports/tcp/channel_receive.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "crc == expected",
         "true",
         FRAMES + "test_damaged_payload_is_found_and_named",
@@ -131,7 +131,7 @@ MUTANTS = (
     Mutant(
         "frame-checksum-that-follows-not-awaited",
         "order",
-        "csrc/transports/tcp/channel_receive.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "header.checks == FrameHeader::kNext",
         "false",
         FRAMES + "test_a_message_waits_for_the_checksum_of_its_last_frame",
@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "frame-that-comes-twice-taken",
         "check",
-        "csrc/transports/tcp/channel_receive.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "header.length > message.data.size - message.begun || message.done",
         "false",
         FRAMES + "test_frames_never_hold_more_than_their_message",
@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         "frame-of-another-call-taken",
         "check",
-        "csrc/transports/tcp/channel_receive.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "header.tag_hash != message.tag_hash || header.size != message.data.size",
         "header.size != message.data.size",
         "tests/transports/test_channels.py::test_mismatch_describes_both_calls",
@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         "message-done-before-all-of-it-is-sent",
         "check",
-        "csrc/transports/tcp/channel_send.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "message.frames == 0 && place < cutting_",
         "message.frames == 0",
         "tests/transports/test_channels.py "
@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "message-done-before-its-checksum-is-sent",
         "order",
-        "csrc/transports/tcp/channel_send.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "released(std::exchange(socket.proving, 0))",
         "released(socket.proving)",
         FRAMES + "test_what_is_sent_has_a_checksum_of_every_payload "
@@ -229,7 +229,7 @@ MUTANTS = (
     Mutant(
         "stream-resumes-where-it-was",
         "rank",
-        "csrc/transports/tcp/channel_resume.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "socket.out.resume_at(socket.theirs.received);",
         "",
         HEALS + "test_collectives_go_on_when_connections_are_cut",
@@ -237,7 +237,7 @@ MUTANTS = (
     Mutant(
         "torn-frame-is-no-loss",
         "check",
-        "csrc/transports/tcp/channel_resume.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "torn || over",
         "over",
         "tests/transports/tcp/test_frames.py::"
@@ -246,7 +246,7 @@ MUTANTS = (
     Mutant(
         "lost-bytes-of-a-quiet-rank-not-repeated",
         "check",
-        "csrc/transports/tcp/channel_resume.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "resume(outgoing_.empty());",
         "",
         HEALS + "test_what_was_cut_off_is_repeated_by_a_rank_that_communicates_no_more",
