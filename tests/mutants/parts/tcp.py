@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         "path-that-is-back-not-used",
         "order",
-        "csrc/transports/tcp/connect/establish.cpp",
+        "csrc/transports/tcp/connect/connector.cpp",
         "  outgoing_.back().returns = true;",
         "  outgoing_.pop_back();",
         PATHS + "test_a_path_that_is_cut_before_the_start_is_used_later",
@@ -266,7 +266,7 @@ MUTANTS = (
     Mutant(
         "connection-made-anew-without-a-new-number",
         "constant",
-        "csrc/transports/tcp/connect/reconnect.cpp",
+        "csrc/transports/tcp/connect/connector.cpp",
         "broken.generation + 1",
         "broken.generation",
         HEALS + "test_collectives_go_on_when_connections_are_cut",
