@@ -22,7 +22,7 @@ from tests.ranks import OPTIONS, join
 SECONDS = OPTIONS["timeout"]
 LANE = 1  # the lane of sends and receives
 EAGER, OFFER, READY, PAYLOAD, CREDIT = range(5)
-KEPT, COST, LONGEST = 1 << 20, 128, 64 << 10  # point_to_point/request.h
+KEPT, COST, LONGEST = 1 << 20, 128, 64 << 10  # point_to_point/wire.h
 
 
 class Peer:

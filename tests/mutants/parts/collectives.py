@@ -347,7 +347,7 @@ MUTANTS = (
     Mutant(
         "short-messages-without-a-bound",
         "check",
-        "csrc/collectives/point_to_point/arrivals.cpp",
+        "csrc/collectives/point_to_point/point_to_point.cpp",
         "peer.kept > kKeptBytes",
         "false",
         ODD + "test_no_more_is_kept_than_the_bound",
@@ -355,7 +355,7 @@ MUTANTS = (
     Mutant(
         "place-takes-bytes-of-another-size",
         "check",
-        "csrc/collectives/point_to_point/arrivals.cpp",
+        "csrc/collectives/point_to_point/point_to_point.cpp",
         "place->second->bytes != header.bytes",
         "false",
         ODD + "test_a_place_takes_the_bytes_of_its_size_alone",
@@ -379,7 +379,7 @@ MUTANTS = (
     Mutant(
         "receive-from-a-lost-rank-waits",
         "check",
-        "csrc/collectives/point_to_point/arrivals.cpp",
+        "csrc/collectives/point_to_point/point_to_point.cpp",
         "(*request)->peer == rank || ((*request)->peer < 0 && nobody)",
         "false",
         "tests/faults/test_lost.py",
