@@ -166,29 +166,29 @@ std::optional<std::vector<std::string>> collect_all(const Rendezvous& rendezvous
 
 std::string with_announcements(const Rendezvous& rendezvous, const std::string& value) {
   std::string text = escaped(value);
-  for (const auto& [topic, value] : rendezvous.talk->announced)
+  for (const auto& [topic, value] : rendezvous.exchange->published)
     text += kNext + topic + kIs + escaped(value);
-  rendezvous.talk->announced.clear();
+  rendezvous.exchange->published.clear();
   return text;
 }
 
 /// Strips from each value what was announced with it, and keeps the announcements of the topics
 /// that all ranks have announced.
 void take_announcements(const Rendezvous& rendezvous, std::vector<std::string>& values) {
-  std::map<std::string, std::vector<std::string>> heard;
+  std::map<std::string, std::vector<std::string>> received;
   for (std::string& value : values) {
     const size_t end = std::min(value.find(kNext), value.size());
     for (size_t begin = end; begin < value.size();) {
       const size_t next = std::min(value.find(kNext, begin + 1), value.size());
       const std::string item = value.substr(begin + 1, next - begin - 1);
       const size_t is = std::min(item.find(kIs), item.size());
-      heard[item.substr(0, is)].push_back(unescaped(item.substr(std::min(is + 1, item.size()))));
+      received[item.substr(0, is)].push_back(unescaped(item.substr(std::min(is + 1, item.size()))));
       begin = next;
     }
     value = unescaped(value.substr(0, end));
   }
-  for (auto& [topic, texts] : heard) {
-    if (texts.size() == values.size()) rendezvous.talk->heard[topic] = std::move(texts);
+  for (auto& [topic, texts] : received) {
+    if (texts.size() == values.size()) rendezvous.exchange->received[topic] = std::move(texts);
   }
 }
 
@@ -197,10 +197,10 @@ void take_announcements(const Rendezvous& rendezvous, std::vector<std::string>& 
 std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const std::string& topic,
                                            const std::vector<int>& ranks,
                                            const std::string& value) {
-  const auto heard = rendezvous.talk->heard.find(topic);
-  if (heard != rendezvous.talk->heard.end()) {
+  const auto received = rendezvous.exchange->received.find(topic);
+  if (received != rendezvous.exchange->received.end()) {
     std::vector<std::string> values;
-    for (const int rank : ranks) values.push_back(heard->second[static_cast<size_t>(rank)]);
+    for (const int rank : ranks) values.push_back(received->second[static_cast<size_t>(rank)]);
     return values;
   }
   const bool whole = static_cast<int>(ranks.size()) == rendezvous.size;
@@ -220,7 +220,7 @@ std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const s
 }
 
 void announce(const Rendezvous& rendezvous, const std::string& topic, const std::string& value) {
-  rendezvous.talk->announced[topic] = value;
+  rendezvous.exchange->published[topic] = value;
 }
 
 std::map<int, std::string> published_values(const Rendezvous& rendezvous, const std::string& topic,
@@ -251,7 +251,7 @@ std::string plain_value(const std::string& value) {
 void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string>& topics) {
   const std::vector<int> ranks = all_ranks(rendezvous);
   for (const std::string& topic : topics) {
-    if (rendezvous.talk->heard.count(topic) > 0) continue;
+    if (rendezvous.exchange->received.count(topic) > 0) continue;
     const auto known = published_values(rendezvous, topic, ranks, ranks, kAllTheTime);
     std::vector<int> missing;
     for (const int rank : ranks) {

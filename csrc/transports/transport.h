@@ -26,7 +26,7 @@
 namespace pycomm {
 
 class FdServer;
-class HostDoor;
+class HostProof;
 struct KeptHeaps;
 class SharedHeap;
 class Window;
@@ -60,6 +60,15 @@ class Channel {
   virtual LinkUse use() const { return {}; }
 };
 
+/// Published values by topic, so that one exchange serves several (transports/rendezvous.h).
+struct RendezvousExchange {
+  std::map<std::string, std::string> published;              ///< ours, for the next exchange
+  std::map<std::string, std::vector<std::string>> received;  ///< all ranks', of earlier exchanges
+  std::shared_ptr<const HostProof> host_proof;  ///< proves to TCP peers that we share a host
+  std::shared_ptr<FdServer> server;             ///< passes on a shared region, if we create it
+  std::shared_ptr<TcpListeners> listeners;  ///< for a group that spans hosts; their card is sent
+};
+
 /// A rank's view of the bootstrap: the store, the group and the rank's place in it.
 struct Rendezvous {
   std::shared_ptr<Store> store;
@@ -76,15 +85,7 @@ struct Rendezvous {
   /// The longest pause between two polls of the store. No request ends by this time limit: it may
   /// well be shorter than the store's answer takes.
   Milliseconds poll_interval() const { return Milliseconds(40 + size / 4); }
-  /// Published values by topic, so that one exchange serves several (transports/rendezvous.h).
-  struct Talk {
-    std::map<std::string, std::string> announced;           ///< ours, for the next exchange
-    std::map<std::string, std::vector<std::string>> heard;  ///< all ranks', from earlier exchanges
-    std::shared_ptr<const HostDoor> door;     ///< lets TCP peers of the host prove that we share it
-    std::shared_ptr<FdServer> server;         ///< passes on a shared region, if we create it
-    std::shared_ptr<TcpListeners> listeners;  ///< for a group that spans hosts, announced
-  };
-  std::shared_ptr<Talk> talk = std::make_shared<Talk>();
+  std::shared_ptr<RendezvousExchange> exchange = std::make_shared<RendezvousExchange>();
 };
 
 /// Returns 0 .. size - 1.

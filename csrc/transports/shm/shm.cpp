@@ -174,9 +174,9 @@ void pass_on(const Rendezvous& rendezvous, const std::vector<int>& candidates, F
 /// Returns the name of the creator's socket: either all possible creators have announced theirs, or
 /// the creator publishes it when it has the region.
 std::string name_of(const Rendezvous& rendezvous, int creator) {
-  const auto heard = rendezvous.talk->heard.find(kName);
-  if (heard == rendezvous.talk->heard.end()) return value_of(rendezvous, kName, creator);
-  return heard->second[static_cast<size_t>(creator)];
+  const auto received = rendezvous.exchange->received.find(kName);
+  if (received == rendezvous.exchange->received.end()) return value_of(rendezvous, kName, creator);
+  return received->second[static_cast<size_t>(creator)];
 }
 
 /// Shares the region: the lowest rank makes it, the others fetch it. Throws Error if we cannot have
@@ -193,7 +193,7 @@ SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candida
                 receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check), kept);
   }
   // The server is closed at the end, so that no rank waits for a file in vain.
-  const std::shared_ptr<FdServer> announced = std::exchange(rendezvous.talk->server, nullptr);
+  const std::shared_ptr<FdServer> announced = std::exchange(rendezvous.exchange->server, nullptr);
   SharedMemory memory;
   try {
     const auto made = announced ? announced : std::make_shared<FdServer>();
@@ -298,8 +298,8 @@ void announce_shm(const Rendezvous& rendezvous) {
   announce(rendezvous, kHeaps, KeptHeaps::value(rendezvous.kept_heaps.get()));
   std::string name = kUnavailable;
   try {
-    rendezvous.talk->server = std::make_shared<FdServer>();
-    name = rendezvous.talk->server->name();
+    rendezvous.exchange->server = std::make_shared<FdServer>();
+    name = rendezvous.exchange->server->name();
   } catch (const Error&) {  // ranks that would share memory with us learn it when they try
   }
   announce(rendezvous, kName, name);
@@ -336,10 +336,10 @@ std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vec
 }
 
 bool hosts_differ(const Rendezvous& rendezvous) {
-  const auto heard = rendezvous.talk->heard.find(kHost);
-  if (heard == rendezvous.talk->heard.end()) return false;
-  const std::set<std::string> hosts(heard->second.begin(), heard->second.end());
-  return hosts.size() == heard->second.size();
+  const auto received = rendezvous.exchange->received.find(kHost);
+  if (received == rendezvous.exchange->received.end()) return false;
+  const std::set<std::string> hosts(received->second.begin(), received->second.end());
+  return hosts.size() == received->second.size();
 }
 
 }  // namespace pycomm

@@ -223,13 +223,13 @@ PayloadCheck payload_check(const std::string& word) {
 }
 
 void announce_tcp(const Rendezvous& rendezvous, const TcpOptions& options) {
-  rendezvous.talk->door = std::make_shared<HostDoor>();
+  rendezvous.exchange->host_proof = std::make_shared<HostProof>();
   try {
-    announce(rendezvous, tcp::kHostTopic, tcp::host_value(*rendezvous.talk->door));
+    announce(rendezvous, tcp::kHostTopic, tcp::host_value(*rendezvous.exchange->host_proof));
     if (!options.may_span_hosts) return;
     auto listeners = std::make_shared<TcpListeners>(tcp::listen(options, false));
     announce(rendezvous, tcp::kFarCardTopic, listeners->card);
-    rendezvous.talk->listeners = std::move(listeners);
+    rendezvous.exchange->listeners = std::move(listeners);
   } catch (const Error&) {  // of no importance unless make_tcp() needs it, which says so then
   }
 }

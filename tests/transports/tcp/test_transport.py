@@ -122,8 +122,8 @@ def test_who_only_says_that_it_is_here_is_not_called_by_loopback():
 
     rank = threading.Thread(target=meet)
     rank.start()
-    host, cpus, door, process = store.get("g/tcp-host/0", SECONDS).decode().split(" ", 3)
-    closed = "".join(reversed(door))
+    host, cpus, proof, process = store.get("g/tcp-host/0", SECONDS).decode().split(" ", 3)
+    closed = "".join(reversed(proof))
     store.set("g/tcp-host/1", f"{host} {cpus} {closed} {process}")
     card = store.get("g/tcp-card/0", SECONDS).decode()
     assert not card.startswith("127."), card

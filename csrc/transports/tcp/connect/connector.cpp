@@ -89,7 +89,7 @@ void Connector::connect_all(Control& control, const std::function<void()>& inter
   for (const auto& link : links_) {
     if (link->peer.rank > rank_) continue;
     connect(*link, kControl, Milliseconds(0));
-    if (store_round_trip_ >= kFarAway && link->peer.door.empty()) {
+    if (store_round_trip_ >= kFarAway && link->peer.host_proof.empty()) {
       connect_early(*link, store_round_trip_);
     }
   }
@@ -469,7 +469,7 @@ void Connector::serve(Outgoing& out) {
   if (!out.greeting) {
     error = pending_error(out.fd.get());
     if (error != 0) return retry(out, error);
-    if (control_ == nullptr && out.hello.lane == kControl && peer.door.empty() &&
+    if (control_ == nullptr && out.hello.lane == kControl && peer.host_proof.empty() &&
         round_trip(out.fd.get()) >= kFarAway) {
       connect_early(*out.link, round_trip(out.fd.get()));
     }

@@ -16,7 +16,7 @@ namespace pycomm::tcp {
 namespace {
 
 constexpr const char* kTls = " tls";
-constexpr const char* kNoDoor = "-";
+constexpr const char* kNoProof = "-";
 // Far away, what is in flight on one socket is bounded by its send buffer, of which the kernel
 // gives 4 MB by default, 160 Mbit/s at a round trip of 200 ms; and where packets are lost, those
 // behind them wait in it for another round trip.
@@ -85,8 +85,8 @@ class AddressExchange {
   PeerDirectory run() {
     // All ranks of the group take part: where one rank does not reach another by shared memory,
     // each rank has some that it does not reach so.
-    const auto hosts =
-        all_gather_values(rendezvous_, kHostTopic, all_ranks(rendezvous_), host_value(door()));
+    const auto hosts = all_gather_values(rendezvous_, kHostTopic, all_ranks(rendezvous_),
+                                         host_value(host_proof()));
     const bool one_host = look_at_hosts(hosts);
     directory_.bound = !options_.interface.empty();
     directory_.congestion = options_.congestion;
@@ -96,10 +96,10 @@ class AddressExchange {
   }
 
  private:
-  const HostDoor& door() {
-    directory_.door = rendezvous_.talk->door;
-    if (!directory_.door) directory_.door = std::make_shared<HostDoor>();
-    return *directory_.door;
+  const HostProof& host_proof() {
+    directory_.host_proof = rendezvous_.exchange->host_proof;
+    if (!directory_.host_proof) directory_.host_proof = std::make_shared<HostProof>();
+    return *directory_.host_proof;
   }
 
   // Returns true if all peers are on our host.
@@ -110,15 +110,16 @@ class AddressExchange {
     size_t same = 0;
     for (Peer& peer : directory_.peers) {
       std::istringstream theirs(hosts[static_cast<size_t>(peer.rank)]);
-      std::string their_host, mask, door, process;
-      theirs >> their_host >> mask >> door >> std::ws;
+      std::string their_host, mask, proof, process;
+      theirs >> their_host >> mask >> proof >> std::ws;
       std::getline(theirs, process);
       peer.process = Process(process);
       if (their_host != host) continue;
-      const bool no_door = door.empty() || door == kNoDoor || directory_.door->name().empty();
-      const auto look = no_door ? HostDoor::State::unknown : HostDoor::look(door);
-      if (look == HostDoor::State::closed) continue;  // another machine that seems to be ours
-      if (look == HostDoor::State::open) peer.door = door;
+      const bool no_proof =
+          proof.empty() || proof == kNoProof || directory_.host_proof->name().empty();
+      const auto state = no_proof ? HostProof::State::unknown : HostProof::probe(proof);
+      if (state == HostProof::State::closed) continue;  // another machine that seems to be ours
+      if (state == HostProof::State::open) peer.host_proof = proof;
       same++;
       cpus.resize(std::max(cpus.size(), mask.size()), '0');
       for (size_t k = 0; k < mask.size(); k++) cpus[k] = std::max(cpus[k], mask[k]);
@@ -132,13 +133,13 @@ class AddressExchange {
   // Returns the cards of all ranks. Whether they have been announced already, and whether they are
   // to be used, each rank reads from the same values.
   std::vector<std::string> exchange_cards(const std::vector<std::string>& hosts, bool one_host) {
-    Rendezvous::Talk& talk = *rendezvous_.talk;
-    const auto announced = talk.heard.find(kFarCardTopic);
-    std::shared_ptr<TcpListeners> listeners = std::exchange(talk.listeners, nullptr);
+    RendezvousExchange& exchange = *rendezvous_.exchange;
+    const auto card = exchange.received.find(kFarCardTopic);
+    std::shared_ptr<TcpListeners> listeners = std::exchange(exchange.listeners, nullptr);
     TcpListeners ours;
-    if (listeners && announced != talk.heard.end() && spans_hosts(hosts)) {
+    if (listeners && card != exchange.received.end() && spans_hosts(hosts)) {
       ours = std::move(*listeners);
-      talk.heard[kCardTopic] = announced->second;
+      exchange.received[kCardTopic] = card->second;
     } else {
       listeners.reset();  // its ports may be all that PYCOMM_PORTS has
       ours = listen(options_, one_host);
@@ -224,10 +225,10 @@ int PeerDirectory::sockets_at(std::chrono::milliseconds round_trip) const {
   return std::min(std::max(static_cast<int>(paths()), wanted), kMostSockets);
 }
 
-std::string host_value(const HostDoor& door) {
+std::string host_value(const HostProof& proof) {
   const std::string cpus = cpu_mask();
   return host_id() + " " + (cpus.empty() ? "0" : cpus) + " " +
-         (door.name().empty() ? kNoDoor : door.name()) + " " + process_name();
+         (proof.name().empty() ? kNoProof : proof.name()) + " " + process_name();
 }
 
 TcpListeners listen(const TcpOptions& options, bool one_host) {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "transports/process.h"
-#include "transports/tcp/connect/host_door.h"
+#include "transports/tcp/connect/host_proof.h"
 #include "transports/tcp/net/interface.h"
 #include "transports/tcp/net/socket.h"
 #include "transports/transport.h"
@@ -35,9 +35,9 @@ constexpr char kHostTopic[] = "tcp-host", kCardTopic[] = "tcp-card",
 /// several. Throws Error if there are none, or if encryption is wanted and not to be had.
 TcpListeners listen(const TcpOptions& options, bool one_host);
 
-/// Returns our value for kHostTopic: "host cpus door process", where the last two prove that we are
-/// there. The door stays open as long as it has an owner.
-std::string host_value(const HostDoor& door);
+/// Returns our value for kHostTopic: "host cpus proof process", where the last two prove that we
+/// are there. The proof holds as long as it has an owner.
+std::string host_value(const HostProof& proof);
 
 /// The most sockets that a lane has with a peer.
 constexpr int kMostSockets = 16;
@@ -47,17 +47,18 @@ struct Peer {
   int rank = 0;
   std::vector<Address> addresses;  ///< its listeners: one for each of its interfaces
   std::string secret;              ///< we must prove it to this peer
-  std::string door;                ///< open on our host while the peer lives; empty if not known
+  std::string host_proof;          ///< open on our host while the peer lives; empty if not known
   Process process{""};
 
   /// True if the peer is known to have died; false if that is only likely.
   bool has_died() const {
-    return process.died() || (!door.empty() && HostDoor::look(door) == HostDoor::State::closed);
+    return process.died() ||
+           (!host_proof.empty() && HostProof::probe(host_proof) == HostProof::State::closed);
   }
 };
 
 struct PeerDirectory {
-  std::shared_ptr<const HostDoor> door;
+  std::shared_ptr<const HostProof> host_proof;
   std::vector<Interface> interfaces;
   std::vector<Fd> listeners;  ///< in the order of interfaces
   std::string secret;         ///< peers must prove it to us

@@ -1,4 +1,4 @@
-#include "transports/tcp/connect/host_door.h"
+#include "transports/tcp/connect/host_proof.h"
 
 #include <sys/socket.h>
 
@@ -16,8 +16,8 @@ tcp::Fd make_socket() {
 
 }  // namespace
 
-HostDoor::HostDoor() : listener_(make_socket()) {
-  const std::string name = "pycomm-door-" + tcp::random_secret();
+HostProof::HostProof() : listener_(make_socket()) {
+  const std::string name = "pycomm-host-" + tcp::random_secret();
   const AbstractAddress place(name);
   if (!listener_ || ::bind(listener_.get(), place.get(), place.length) != 0 ||
       ::listen(listener_.get(), SOMAXCONN) != 0) {
@@ -26,7 +26,7 @@ HostDoor::HostDoor() : listener_(make_socket()) {
   name_ = name;
 }
 
-HostDoor::State HostDoor::look(const std::string& name) {
+HostProof::State HostProof::probe(const std::string& name) {
   const AbstractAddress place(name);
   const tcp::Fd socket = make_socket();
   if (!socket) return State::unknown;  // no descriptor is left: not the other's fault
