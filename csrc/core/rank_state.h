@@ -18,7 +18,7 @@ struct RankState {
 
   bool inside() const { return call.seq > completed; }
 };
-static_assert(sizeof(RankState) == 144, "Standing travels without padding");
+static_assert(sizeof(RankState) == 144, "RankState travels without padding");
 
 /// OpTag that one thread writes and others read occasionally, whole or not at all. Zero bytes are
 /// valid, and it may lie in shared memory.

@@ -1002,12 +1002,13 @@ void Backend::form(int64_t uuid, const std::vector<std::string>& handles, Millis
                   "first; call it from another thread");
     CommunicatorOptions communicator = communicator_options();
     const Milliseconds limit = timeout.count() > 0 ? unwrapped(timeout) : communicator.timeout;
-    tcp::Gathering gathering(*endpoint_, uuid, handles, communicator.secret, limit, &check_signals);
+    tcp::GroupFormation formation(*endpoint_, uuid, handles, communicator.secret, limit,
+                                  &check_signals);
     try {
-      form(gathering, uuid, handles, communicator, limit, former);
-      gathering.end();
+      form(formation, uuid, handles, communicator, limit, former);
+      formation.end();
     } catch (const std::exception& error) {
-      gathering.end(error.what());
+      formation.end(error.what());
       throw;
     }
   });
@@ -1015,19 +1016,19 @@ void Backend::form(int64_t uuid, const std::vector<std::string>& handles, Millis
   join_straggler_monitor(*this, open_);
 }
 
-void Backend::form(tcp::Gathering& gathering, int64_t uuid, const std::vector<std::string>& handles,
-                   CommunicatorOptions communicator, Milliseconds limit,
-                   const std::shared_ptr<Engine>& former) {
+void Backend::form(tcp::GroupFormation& formation, int64_t uuid,
+                   const std::vector<std::string>& handles, CommunicatorOptions communicator,
+                   Milliseconds limit, const std::shared_ptr<Engine>& former) {
   if (former)
     former->finish_within(std::min(kGrace, limit / 4), "reconfigures the group in the middle");
-  const int rank = gathering.rank(), size = gathering.size();
-  const auto store = size > 1 ? gathering.store() : nullptr;
+  const int rank = formation.rank(), size = formation.size();
+  const auto store = size > 1 ? formation.store() : nullptr;
   communicator.group = group_ + "/members " + std::to_string(uuid);
   communicator.timeout = limit;
   if (former) communicator.kept_heaps = former->comm().kept_heaps();
   communicator.interrupt = [&] {
     check_signals();
-    gathering.look_for_absent();
+    formation.check_missing();
   };
   std::optional<FormerGroup> parent;
   communicator.parent_ranks = places(handles, handles_);

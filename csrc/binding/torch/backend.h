@@ -9,7 +9,7 @@
 #include "binding/torch/layout.h"
 #include "binding/torch/open_group.h"
 #include "transports/tcp/endpoint/connection.h"
-#include "transports/tcp/endpoint/gathering.h"
+#include "transports/tcp/endpoint/group_formation.h"
 
 namespace pycomm::torch_binding {
 
@@ -261,7 +261,7 @@ class Backend final : public c10d::Backend {
     if (!endpoint_ || open_->ended()) static_cast<void>(engine());
   }
   void open_endpoint();
-  void form(tcp::Gathering& gathering, int64_t uuid, const std::vector<std::string>& handles,
+  void form(tcp::GroupFormation& formation, int64_t uuid, const std::vector<std::string>& handles,
             CommunicatorOptions communicator, Milliseconds limit,
             const std::shared_ptr<Engine>& former);
   /// Returns the options of our communicators, all but the name and the members.

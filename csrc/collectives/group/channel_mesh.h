@@ -178,8 +178,8 @@ class ChannelMesh {
   int idles_[kLanes] = {};    ///< in a row on one transport while another was waited for as well
   uint64_t links_noted_ = 0;  ///< ticks
   OpTag running_;             ///< the last collective over channels
-  SharedRankState own_standing_{};
-  SharedRankState* rank_state_ = &own_standing_;
+  SharedRankState own_state_{};
+  SharedRankState* rank_state_ = &own_state_;
 };
 
 /// "ranks 1, 2 and 3".

@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "silence-of-the-first-member-not-told",
         "wait",
-        "csrc/transports/tcp/endpoint/gathering.cpp",
+        "csrc/transports/tcp/endpoint/group_formation.cpp",
         "silent_ = late.what();\n      throw Timeout(silence(late), {0});",
         "throw;",
         "tests/torch/elastic/test_reconfigure.py::"

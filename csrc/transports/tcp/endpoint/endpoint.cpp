@@ -28,8 +28,8 @@ struct Endpoint::Caller {
   Deadline::Clock::time_point wake;  ///< when to give up the greeting
   SecureSocket socket;
   std::string in, out;
-  std::shared_ptr<Space> space;
-  int rank = -1;  ///< in the space
+  std::shared_ptr<GroupStore> store;
+  int rank = -1;  ///< in the group that is formed
   bool over = false;
 
   int descriptor() const { return greeting ? fd.get() : socket.get(); }
@@ -82,7 +82,7 @@ Endpoint::~Endpoint() {
 
 void Endpoint::claim(int64_t uuid, const Digest& list) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!claims_.insert({uuid, {Standing::forms, list, ""}}).second) {
+  if (!claims_.insert({uuid, {FormationState::forms, list, ""}}).second) {
     throw Error("the uuid " + std::to_string(uuid) +
                 " was already used by this process; give each reconfigure a new one");
   }
@@ -93,15 +93,15 @@ void Endpoint::release(const std::string& failure) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!current_) return;
   Claim& claim = claims_[*current_];
-  claim.standing = failure.empty() ? Standing::formed : Standing::failed;
+  claim.state = failure.empty() ? FormationState::formed : FormationState::failed;
   claim.failure = failure.substr(0, kLongestFailure);
   current_.reset();
 }
 
-std::shared_ptr<Space> Endpoint::lend(const GroupRequest& request) {
-  auto space = spaces_.space(request.uuid);
-  space->join(request);
-  return space;
+std::shared_ptr<GroupStore> Endpoint::lend(const GroupRequest& request) {
+  auto store = stores_.store(request.uuid);
+  store->join(request);
+  return store;
 }
 
 // ------------------------------------------------------------------ the thread
@@ -131,7 +131,7 @@ void Endpoint::run() {
       const bool late = caller.greeting && Deadline::Clock::now() >= caller.wake;
       if (fds[i++].revents != 0) serve(caller);
       caller.over = caller.over || (late && caller.greeting);
-      if (caller.over && caller.space) caller.space->left(caller.rank);
+      if (caller.over && caller.store) caller.store->left(caller.rank);
     }
     callers_.remove_if([](const Caller& caller) { return caller.over; });
     for (const Fd& listener : listeners_) {
@@ -208,9 +208,10 @@ void Endpoint::obey(Caller& caller, const std::string& text) {
     const auto uuid = message.number<int64_t>();
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = claims_.find(uuid);
-    const Claim claim = found != claims_.end() ? found->second : Claim{Standing::unknown, {}, ""};
+    const Claim claim =
+        found != claims_.end() ? found->second : Claim{FormationState::unknown, {}, ""};
     caller.out += MessageWriter(MessageKind::answer)
-                      .number(claim.standing)
+                      .number(claim.state)
                       .number(claim.list)
                       .string(claim.failure)
                       .finished();
@@ -222,12 +223,12 @@ void Endpoint::obey(Caller& caller, const std::string& text) {
     request.rank = message.number<int32_t>();
     request.size = message.number<int32_t>();
     request.list = message.number<Digest>();
-    caller.space = spaces_.space(request.uuid);
+    caller.store = stores_.store(request.uuid);
     caller.rank = request.rank;
-    caller.space->join(request);
+    caller.store->join(request);
     return;
   }
-  if (!caller.space) throw Error("endpoint: a caller has joined no group");
+  if (!caller.store) throw Error("endpoint: a caller has joined no group");
   const auto answer = [&](const auto& ask) {
     try {
       caller.out += ask();
@@ -238,17 +239,17 @@ void Endpoint::obey(Caller& caller, const std::string& text) {
   switch (kind) {
     case MessageKind::set: {
       const std::string key = message.string();
-      return caller.space->set(key, message.string());
+      return caller.store->set(key, message.string());
     }
     case MessageKind::append: {
       const std::string key = message.string();
-      return caller.space->append(key, message.string());
+      return caller.store->append(key, message.string());
     }
     case MessageKind::formed:
-      return caller.space->formed(caller.rank);
+      return caller.store->formed(caller.rank);
     case MessageKind::find:
       return answer([&] {
-        const auto value = caller.space->find(message.string());
+        const auto value = caller.store->find(message.string());
         return MessageWriter(MessageKind::value)
             .number(static_cast<uint8_t>(value ? 1 : 0))
             .string(value.value_or(""))
@@ -256,9 +257,9 @@ void Endpoint::obey(Caller& caller, const std::string& text) {
       });
     case MessageKind::present:
       return answer([&] {
-        const Attendance attendance = caller.space->attendance();
+        const MemberStatus status = caller.store->member_status();
         MessageWriter answer(MessageKind::ranks);
-        for (const auto& ranks : {attendance.present, attendance.lost}) {
+        for (const auto& ranks : {status.present, status.lost}) {
           answer.number(static_cast<uint32_t>(ranks.size()));
           for (const int rank : ranks) answer.number(static_cast<int32_t>(rank));
         }

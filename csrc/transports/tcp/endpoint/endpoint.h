@@ -17,9 +17,9 @@
 
 #include "core/fork_guard.h"
 #include "transports/store.h"
+#include "transports/tcp/endpoint/group_store.h"
 #include "transports/tcp/endpoint/handle.h"
 #include "transports/tcp/endpoint/message.h"
-#include "transports/tcp/endpoint/spaces.h"
 #include "transports/transport.h"
 
 namespace pycomm::tcp {
@@ -39,7 +39,7 @@ class PYCOMM_API Endpoint {
   /// Ends the claim: the group is formed, or has failed for this reason.
   void release(const std::string& failure);
   /// Returns the store of this group, for the process that lends it.
-  std::shared_ptr<Space> lend(const GroupRequest& request);
+  std::shared_ptr<GroupStore> lend(const GroupRequest& request);
 
  private:
   struct Caller;
@@ -55,10 +55,10 @@ class PYCOMM_API Endpoint {
   std::string secret_;
   std::vector<Fd> listeners_;
   Fd wake_;
-  Spaces spaces_;
+  GroupStores stores_;
   std::mutex mutex_;
   struct Claim {
-    Standing standing;
+    FormationState state;
     Digest list;
     std::string failure;
   };

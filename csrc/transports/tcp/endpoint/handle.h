@@ -1,11 +1,11 @@
 // Handle: the text by which a process lets others form groups with it, whatever store they share or
-// do not share. It travels by hands that pycomm does not know: a store, a file, a coordinator.
+// do not share. The user passes it on, by a store or a file.
 //
 //   pycomm-handle-1 GROUP ID TLS TAG SECRET ADDRESS,ADDRESS
 //
 // GROUP is a hash of the group's name, ID a number that no other process ever has, TAG a hash of
 // the secret that was given to all ranks ("-": none was), SECRET one of the process alone ("-": one
-// was given). Without PYCOMM_SECRET, who has the handle can join, as who can read the store can.
+// was given). Without PYCOMM_SECRET, anyone who has the handle can join.
 #pragma once
 #include <string>
 #include <vector>

@@ -1,13 +1,13 @@
 // Messages between a member and an endpoint: numbers and strings, little-endian, each message with
 // its length before it.
 //
-//   Join      uuid, rank, size, list        no answer; the connection belongs to this space
+//   Join      uuid, rank, size, list        no answer; the connection belongs to this group
 //   Set       key, value                    no answer
 //   Append    key, value                    no answer
 //   Find      key                           Value (0 or 1, value) or Problem (text)
 //   Present                                 Ranks (count, ranks here, count, ranks lost) or Problem
 //   Formed                                  no answer; from now on the connection may end
-//   Question  uuid                          Answer (standing, list, text)
+//   Question  uuid                          Answer (state, list, text)
 #pragma once
 #include <cstring>
 #include <string>
@@ -31,9 +31,9 @@ enum class MessageKind : uint8_t {
   formed
 };
 
-/// What an endpoint knows of a uuid: its process has never heard of it, forms the group now, has
+/// What an endpoint knows of a uuid: its process does not know it, forms the group now, has
 /// formed it, or has failed to, for a reason.
-enum class Standing : uint8_t { unknown, forms, formed, failed };
+enum class FormationState : uint8_t { unknown, forms, formed, failed };
 
 constexpr size_t kLargestMessage = size_t{16} << 20;
 

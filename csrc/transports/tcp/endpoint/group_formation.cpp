@@ -1,5 +1,5 @@
-// Gathering of a group from handles, and the stores of its members.
-#include "transports/tcp/endpoint/gathering.h"
+// Formation of a group from handles, and the stores of its members.
+#include "transports/tcp/endpoint/group_formation.h"
 
 #include <algorithm>
 #include <map>
@@ -12,11 +12,12 @@ namespace pycomm::tcp {
 namespace {
 
 // Members that come together need no question.
-constexpr Milliseconds kFirstLook(250);
-constexpr Milliseconds kLook(300);
+constexpr Milliseconds kFirstCheck(250);
+constexpr Milliseconds kCheckInterval(300);
 // Time that a question may take: four round trips, and a process that is busy.
 constexpr Milliseconds kQuestion(3000);
-// A port that refuses this often in a row, with kLook between, belongs to a process that is gone.
+// A port that refuses this often in a row, with kCheckInterval between, belongs to a process that
+// is gone.
 constexpr int kRefusals = 2;
 // An operation on the store after the group was formed, by the straggler monitor.
 constexpr Milliseconds kLateRequest(10000);
@@ -37,33 +38,33 @@ std::string silence(const Timeout& late) {
 }  // namespace
 
 /// The store of the member that lends it.
-class Gathering::LentStore final : public Store {
+class GroupFormation::LentStore final : public Store {
  public:
-  explicit LentStore(std::shared_ptr<Space> space) : space_(std::move(space)) {}
-  void set(const std::string& key, const std::string& value) override { space_->set(key, value); }
+  explicit LentStore(std::shared_ptr<GroupStore> store) : store_(std::move(store)) {}
+  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
   std::string get(const std::string& key, Deadline deadline) override {
     for (;;) {
-      if (auto value = space_->find(key)) return *value;
+      if (auto value = store_->find(key)) return *value;
       if (deadline.expired()) throw Timeout("store: nothing was published as \"" + key + "\"");
       std::this_thread::sleep_for(Milliseconds(1));
     }
   }
-  std::optional<std::string> find(const std::string& key) override { return space_->find(key); }
+  std::optional<std::string> find(const std::string& key) override { return store_->find(key); }
   bool appends() const override { return true; }
   void append(const std::string& key, const std::string& value) override {
-    space_->append(key, value);
+    store_->append(key, value);
   }
-  Attendance attendance() { return space_->attendance(); }
+  MemberStatus member_status() { return store_->member_status(); }
 
  private:
-  const std::shared_ptr<Space> space_;
+  const std::shared_ptr<GroupStore> store_;
 };
 
 /// The store of the other members. Any thread, after the group was formed.
 ///
 /// Answers come in the order of the questions. So after one that did not come in time, none can be
 /// told from another, and the store is not used again.
-class Gathering::RemoteStore final : public Store {
+class GroupFormation::RemoteStore final : public Store {
  public:
   RemoteStore(EndpointConnection connection, const GroupRequest& request, const Deadline& deadline)
       : connection_(std::move(connection)), deadline_(deadline) {
@@ -104,14 +105,14 @@ class Gathering::RemoteStore final : public Store {
     } catch (const std::exception&) {  // whoever has lost us or rank 0 notices it in the group
     }
   }
-  Attendance attendance() {
+  MemberStatus member_status() {
     MessageReader answer = ask(MessageWriter(MessageKind::present), MessageKind::ranks);
-    Attendance attendance;
-    for (auto* ranks : {&attendance.present, &attendance.lost}) {
+    MemberStatus status;
+    for (auto* ranks : {&status.present, &status.lost}) {
       for (auto count = answer.number<uint32_t>(); count > 0; count--)
         ranks->insert(answer.number<int32_t>());
     }
-    return attendance;
+    return status;
   }
 
  private:
@@ -163,14 +164,14 @@ class Gathering::RemoteStore final : public Store {
   std::atomic<int64_t> round_trip_{0};
 };
 
-Gathering::Gathering(Endpoint& endpoint, int64_t uuid, const std::vector<std::string>& handles,
-                     const std::string& secret, Milliseconds timeout,
-                     std::function<void()> interrupt)
+GroupFormation::GroupFormation(Endpoint& endpoint, int64_t uuid,
+                               const std::vector<std::string>& handles, const std::string& secret,
+                               Milliseconds timeout, std::function<void()> interrupt)
     : endpoint_(endpoint),
       secret_(secret),
       deadline_(Deadline::after(timeout)),
       interrupt_(std::move(interrupt)),
-      next_look_(Deadline::after(kFirstLook)),
+      next_check_(Deadline::after(kFirstCheck)),
       refusals_(handles.size(), 0) {
   if (handles.empty()) throw Error("the list of handles is empty; pass one for each rank");
   const Handle& ours = endpoint.handle();
@@ -206,16 +207,16 @@ Gathering::Gathering(Endpoint& endpoint, int64_t uuid, const std::vector<std::st
   endpoint.claim(uuid, request_.list);
 }
 
-void Gathering::end(const std::string& failure) {
+void GroupFormation::end(const std::string& failure) {
   if (remote_ && failure.empty()) remote_->formed();
   endpoint_.release(failure);
 }
 
-std::string Gathering::name_of(int rank) const {
+std::string GroupFormation::name_of(int rank) const {
   return "rank " + std::to_string(rank) + " (" + handles_[static_cast<size_t>(rank)].where() + ")";
 }
 
-std::shared_ptr<Store> Gathering::store() {
+std::shared_ptr<Store> GroupFormation::store() {
   if (request_.rank == 0) {
     lent_ = std::make_shared<LentStore>(endpoint_.lend(request_));
     return lent_;
@@ -229,16 +230,16 @@ std::shared_ptr<Store> Gathering::store() {
       if (++refusals > kRefusals)
         throw PeerLost(0, name_of(0) + " is gone: " + gone.what() +
                               "; its process has ended, leave its handle out of the list");
-      std::this_thread::sleep_for(std::min(kLook, refusals * kRetry));
+      std::this_thread::sleep_for(std::min(kCheckInterval, refusals * kRetry));
     } catch (const Timeout& late) {
       throw Timeout(silence(late), {0});
     }
   }
 }
 
-void Gathering::look_for_absent() {
-  if (!next_look_.expired() || request_.size == 1) return;
-  const Attendance now = attendance();
+void GroupFormation::check_missing() {
+  if (!next_check_.expired() || request_.size == 1) return;
+  const MemberStatus now = member_status();
   for (const int rank : now.lost) ask(rank, true);
   for (int i = 1; i <= request_.size; i++) {
     const int rank = (last_asked_ + i) % request_.size;
@@ -247,16 +248,18 @@ void Gathering::look_for_absent() {
     ask(rank, false);
     break;
   }
-  next_look_ = Deadline::after(kLook);
+  next_check_ = Deadline::after(kCheckInterval);
 }
 
-Attendance Gathering::attendance() { return lent_ ? lent_->attendance() : remote_->attendance(); }
+MemberStatus GroupFormation::member_status() {
+  return lent_ ? lent_->member_status() : remote_->member_status();
+}
 
-void Gathering::ask(int rank, bool lost) {
-  const auto here = [&] { return !lost && attendance().present.count(rank) > 0; };
+void GroupFormation::ask(int rank, bool lost) {
+  const auto here = [&] { return !lost && member_status().present.count(rank) > 0; };
   const std::string who = name_of(rank);
   int& refusals = refusals_[static_cast<size_t>(rank)];
-  Standing standing = Standing::unknown;
+  FormationState state = FormationState::unknown;
   Digest list = {};
   std::string failure;
   try {
@@ -265,7 +268,7 @@ void Gathering::ask(int rank, bool lost) {
     connection.send(MessageWriter(MessageKind::question).number(request_.uuid).finished(), limit);
     MessageReader answer(connection.receive(limit));
     if (answer.kind() != MessageKind::answer) return;
-    standing = answer.number<Standing>();
+    state = answer.number<FormationState>();
     list = answer.number<Digest>();
     failure = answer.string();
     refusals = 0;
@@ -277,9 +280,9 @@ void Gathering::ask(int rank, bool lost) {
   } catch (const Timeout&) {  // it is slow, or stopped: the deadline decides
     return;
   }
-  if (standing == Standing::unknown || here()) return;
-  if (lost && standing == Standing::formed) return;
-  if (standing == Standing::formed)
+  if (state == FormationState::unknown || here()) return;
+  if (lost && state == FormationState::formed) return;
+  if (state == FormationState::formed)
     throw Error("the uuid " + std::to_string(request_.uuid) + " was already used by " + who +
                 "; give each reconfigure a new one, on all ranks");
   if (!equal_digests(list, request_.list))
@@ -288,7 +291,7 @@ void Gathering::ask(int rank, bool lost) {
                        std::to_string(request_.rank) + "; pass the same list on all ranks");
   // A member that gives up says more of its reason in the store, which is looked at next.
   if (lost && gave_up_.insert(rank).second) return;
-  if (standing == Standing::failed) throw Error(who + " has given up: " + failure);
+  if (state == FormationState::failed) throw Error(who + " has given up: " + failure);
 }
 
 }  // namespace pycomm::tcp

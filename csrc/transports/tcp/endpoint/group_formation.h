@@ -1,5 +1,5 @@
-// Gathering: one member's attempt to form a group from handles. It finds the store that the first
-// member lends, and asks members that do not come what they do.
+// Group formation: one member's attempt to form a group from handles. It finds the store that the
+// first member lends, and asks members that do not come what they do.
 #pragma once
 #include <functional>
 #include <memory>
@@ -13,25 +13,25 @@
 
 namespace pycomm::tcp {
 
-class PYCOMM_API Gathering {
+class PYCOMM_API GroupFormation {
  public:
   /// Checks the handles: ours is among them, once, and all are of groups of this name, with our
   /// secret and encryption. Throws Error. Claims the uuid.
   /// `secret`: as given to all ranks, or empty. `interrupt` is called while it waits.
-  Gathering(Endpoint& endpoint, int64_t uuid, const std::vector<std::string>& handles,
-            const std::string& secret, Milliseconds timeout, std::function<void()> interrupt);
-  Gathering(const Gathering&) = delete;
-  Gathering& operator=(const Gathering&) = delete;
+  GroupFormation(Endpoint& endpoint, int64_t uuid, const std::vector<std::string>& handles,
+                 const std::string& secret, Milliseconds timeout, std::function<void()> interrupt);
+  GroupFormation(const GroupFormation&) = delete;
+  GroupFormation& operator=(const GroupFormation&) = delete;
 
   int rank() const { return request_.rank; }
   int size() const { return request_.size; }
   /// Returns the store. The other members need the connection to the first one's endpoint for it.
   /// Throws PeerLost if the first member is gone, and Timeout.
   std::shared_ptr<Store> store();
-  /// Asks a member that has not come, and those whose connections are lost, what they do, if it is
+  /// Asks a member that is missing, and those whose connections are lost, what they do, if it is
   /// time to. Throws PeerLost if a process is gone, WireMismatch if it forms a group of other
   /// handles by this uuid, Error if it has used the uuid, or has failed for another reason.
-  void look_for_absent();
+  void check_missing();
   /// Must be called at the end, with the reason if the group could not be formed.
   void end(const std::string& failure = "");
 
@@ -40,7 +40,7 @@ class PYCOMM_API Gathering {
   class RemoteStore;
 
   void ask(int rank, bool lost);
-  Attendance attendance();
+  MemberStatus member_status();
   std::string name_of(int rank) const;
 
   Endpoint& endpoint_;
@@ -51,7 +51,7 @@ class PYCOMM_API Gathering {
   GroupRequest request_;
   std::shared_ptr<LentStore> lent_;
   std::shared_ptr<RemoteStore> remote_;
-  Deadline next_look_;
+  Deadline next_check_;
   int last_asked_ = 0;
   std::vector<int> refusals_;  ///< in a row, by rank
   std::set<int> gave_up_;      ///< ranks that are lost though their process is not

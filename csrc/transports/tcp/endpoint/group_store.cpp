@@ -1,19 +1,19 @@
-// Spaces of values, by uuid.
-#include "transports/tcp/endpoint/spaces.h"
+// Stores of values, by uuid.
+#include "transports/tcp/endpoint/group_store.h"
 
 #include "core/error.h"
 
 namespace pycomm::tcp {
 namespace {
 
-// A space that nobody uses any more is kept while it is among the last few.
+// A store that nobody uses any more is kept while it is among the last few.
 constexpr uint64_t kKept = 8;
 // What members publish is some hundred bytes for each rank and topic.
-constexpr size_t kLargestSpace = size_t{64} << 20;
+constexpr size_t kLargestStore = size_t{64} << 20;
 
 }  // namespace
 
-void Space::join(const GroupRequest& request) {
+void GroupStore::join(const GroupRequest& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!first_) first_ = request;
   if (!equal_digests(first_->list, request.list) && problem_.empty()) {
@@ -22,38 +22,38 @@ void Space::join(const GroupRequest& request) {
                " name different handles, or another order, for the group with uuid " +
                std::to_string(request.uuid) + "; pass the same list on all ranks";
   }
-  attendance_.present.insert(request.rank);
+  status_.present.insert(request.rank);
 }
 
-void Space::formed(int rank) {
+void GroupStore::formed(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   formed_.insert(rank);
 }
 
-void Space::left(int rank) {
+void GroupStore::left(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (formed_.count(rank) == 0) attendance_.lost.insert(rank);
+  if (formed_.count(rank) == 0) status_.lost.insert(rank);
 }
 
-void Space::check() const {
+void GroupStore::check() const {
   if (!problem_.empty()) throw WireMismatch(problem_);
-  if (bytes_ > kLargestSpace) throw Error("endpoint: the members have published too much");
+  if (bytes_ > kLargestStore) throw Error("endpoint: the members have published too much");
 }
 
-void Space::set(const std::string& key, const std::string& value) {
+void GroupStore::set(const std::string& key, const std::string& value) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::string& kept = values_[key];
   bytes_ += key.size() + value.size() - (kept.empty() ? 0 : key.size() + kept.size());
-  if (bytes_ <= kLargestSpace) kept = value;
+  if (bytes_ <= kLargestStore) kept = value;
 }
 
-void Space::append(const std::string& key, const std::string& value) {
+void GroupStore::append(const std::string& key, const std::string& value) {
   const std::lock_guard<std::mutex> lock(mutex_);
   bytes_ += key.size() + value.size();
-  if (bytes_ <= kLargestSpace) values_[key] += value;
+  if (bytes_ <= kLargestStore) values_[key] += value;
 }
 
-std::optional<std::string> Space::find(const std::string& key) const {
+std::optional<std::string> GroupStore::find(const std::string& key) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   check();
   const auto found = values_.find(key);
@@ -61,23 +61,23 @@ std::optional<std::string> Space::find(const std::string& key) const {
   return found->second;
 }
 
-Attendance Space::attendance() const {
+MemberStatus GroupStore::member_status() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   check();
-  return attendance_;
+  return status_;
 }
 
-std::shared_ptr<Space> Spaces::space(int64_t uuid) {
+std::shared_ptr<GroupStore> GroupStores::store(int64_t uuid) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto& space = spaces_[uuid];
-  if (space) return space;
-  space = std::make_shared<Space>();
-  auto result = space;
+  auto& store = stores_[uuid];
+  if (store) return store;
+  store = std::make_shared<GroupStore>();
+  auto result = store;
   made_[uuid] = ++count_;
-  for (auto it = spaces_.begin(); it != spaces_.end();) {
+  for (auto it = stores_.begin(); it != stores_.end();) {
     const bool old = made_[it->first] + kKept < count_ && it->second.use_count() == 1;
     if (old) made_.erase(it->first);
-    it = old ? spaces_.erase(it) : std::next(it);
+    it = old ? stores_.erase(it) : std::next(it);
   }
   return result;
 }

@@ -1,5 +1,5 @@
-// Spaces: the values that members of groups exchange at an endpoint before they are connected, a
-// space for each uuid. Any thread.
+// Group stores: the values that members of groups exchange at an endpoint before they are
+// connected, a store for each uuid. Any thread.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -24,13 +24,13 @@ struct GroupRequest {
 
 /// Which ranks have come, and which of them have lost their connection before they had formed the
 /// group: the operating system closes it when a process ends, however it ends.
-struct Attendance {
+struct MemberStatus {
   std::set<int> present, lost;
 };
 
-class Space {
+class GroupStore {
  public:
-  /// Notes that a rank is here. One that names other handles than the first spoils the space.
+  /// Notes that a rank is here. One that names other handles than the first spoils the store.
   void join(const GroupRequest& request);
   /// Notes that a rank has formed the group.
   void formed(int rank);
@@ -40,7 +40,7 @@ class Space {
   void append(const std::string& key, const std::string& value);
   /// These throw WireMismatch if members have named different handles.
   std::optional<std::string> find(const std::string& key) const;
-  Attendance attendance() const;
+  MemberStatus member_status() const;
 
  private:
   void check() const;
@@ -48,22 +48,22 @@ class Space {
   mutable std::mutex mutex_;
   std::map<std::string, std::string> values_;
   size_t bytes_ = 0;
-  Attendance attendance_;
+  MemberStatus status_;
   std::set<int> formed_;
   std::optional<GroupRequest> first_;
   std::string problem_;
 };
 
-class Spaces {
+class GroupStores {
  public:
-  /// Returns the space of a uuid, a new one if there is none. A space lives as long as somebody
+  /// Returns the store of a uuid, a new one if there is none. A store lives as long as somebody
   /// uses it, and some time longer: a member that gave up has left its reason there.
-  std::shared_ptr<Space> space(int64_t uuid);
+  std::shared_ptr<GroupStore> store(int64_t uuid);
 
  private:
   std::mutex mutex_;
-  std::map<int64_t, std::shared_ptr<Space>> spaces_;
-  std::map<int64_t, uint64_t> made_;  ///< when, counted in spaces
+  std::map<int64_t, std::shared_ptr<GroupStore>> stores_;
+  std::map<int64_t, uint64_t> made_;  ///< when, counted in stores
   uint64_t count_ = 0;
 };
 
