@@ -37,7 +37,7 @@ std::string numbers(const std::vector<int>& list) {
 }
 
 // Returns everything that must be equal on all ranks before a byte can travel.
-std::string hello(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
+std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
   std::string text =
       "wire=" + std::to_string(tcp::kWireVersion) + " size=" + std::to_string(rendezvous.size) +
       " transport=" + options.transport + " algo=" + options.algo + " check=" + options.check +
@@ -97,9 +97,9 @@ Links declared_links(const std::vector<std::string>& values, bool& far) {
 
 // Every rank publishes that it is here and what it expects. This is done before any transport
 // starts, so that an absent rank is named and no rank sends to one that would not understand.
-void roll_call(const Rendezvous& rendezvous, const CommunicatorOptions& options,
+void bootstrap(const Rendezvous& rendezvous, const CommunicatorOptions& options,
                Membership& membership) {
-  const std::string ours = hello(rendezvous, options);
+  const std::string ours = compatibility_text(rendezvous, options);
   if (options.transport == "auto" || options.transport == "shm") announce_shm(rendezvous);
   if (options.transport == "auto" || options.transport == "tcp") {
     announce_tcp(rendezvous, tcp_options(options));
@@ -146,7 +146,7 @@ ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& optio
 
 void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
                           Membership& membership) {
-  roll_call(rendezvous, options, membership);
+  bootstrap(rendezvous, options, membership);
   const std::vector<std::string> links =
       all_gather_values(rendezvous, kLinkTopic, all_ranks(rendezvous), "");  // announced
   links_between_ = declared_links(links, may_be_far_);
