@@ -172,8 +172,7 @@ bool TcpChannel::connected() {
   return true;
 }
 
-// Of two sockets or less none is too many, and of several paths each has its own. What a user has
-// asked for is kept.
+// With at most two sockets, or one per path, use all; also where the user has set their number.
 void TcpChannel::choose_sockets() {
   const PeerDirectory& directory = connector_.directory();
   if (sockets_.size() <= 2 || directory.sockets > 0 || directory.paths() > 1) return;
