@@ -194,7 +194,7 @@ MUTANTS = (
         "member-that-dies-while-the-group-is-formed-not-noticed",
         "wait",
         "csrc/transports/tcp/endpoint/endpoint.cpp",
-        "if (caller.over && caller.space) caller.space->left(caller.rank);",
+        "if (caller.over && caller.store) caller.store->left(caller.rank);",
         "",
         KILLED,
     ),
