@@ -68,9 +68,9 @@ void Communicator::resume(uint64_t issued) { impl_->resume(issued); }
 const Trace& Communicator::trace() const { return impl_->trace(); }
 void Communicator::abort(const std::string& reason) noexcept { impl_->abort(reason); }
 std::exception_ptr Communicator::over() const { return impl_->failure().error(); }
-std::string Communicator::whereabouts() const {
-  impl_->check_process("whereabouts");
-  return pycomm::whereabouts(impl_->mesh());
+std::string Communicator::describe_ranks() const {
+  impl_->check_process("describe_ranks");
+  return pycomm::describe_ranks(impl_->mesh());
 }
 bool Communicator::lost(int rank) const { return impl_->mesh().lost(rank); }
 

@@ -162,7 +162,7 @@ class PYCOMM_API Communicator final : public ParentGroup {
   bool uses_network() const override;
   /// State of every rank, as in the text of a Timeout: the ranks to blame come first, each line
   /// after a line break. Takes a moment if a rank does not answer.
-  std::string whereabouts() const;
+  std::string describe_ranks() const;
 
  private:
   class Impl;

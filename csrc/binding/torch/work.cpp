@@ -5,10 +5,10 @@
 
 namespace pycomm::torch_binding {
 
-std::string Work::whereabouts() const {
+std::string Work::describe_ranks() const {
   const auto engine = engine_.lock();
   const WithoutGil without_gil;  // it may take a moment
-  return engine ? engine->comm().whereabouts() : "";
+  return engine ? engine->comm().describe_ranks() : "";
 }
 
 void Work::run_what_is_queued(Milliseconds timeout) {

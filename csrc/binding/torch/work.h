@@ -186,7 +186,7 @@ class Work : public c10d::Work {
     } else if (!cv_.wait_for(lock, at_most_forever(timeout), done)) {
       lock.unlock();
       raise<Timeout>(describe() + " timed out: it was not done after a wait of " +
-                     std::to_string(timeout.count()) + " ms; it continues" + whereabouts());
+                     std::to_string(timeout.count()) + " ms; it continues" + describe_ranks());
     }
     lock.unlock();
     InterpreterEnd::stay_if_begun();
@@ -198,7 +198,7 @@ class Work : public c10d::Work {
 
  private:
   /// Returns lines that say what all ranks are doing.
-  std::string whereabouts() const;
+  std::string describe_ranks() const;
   // This is the first callback, so that callbacks that wait for this work find it done.
   void finish_with_future() {
     future_->addCallback([this](Future& done) {

@@ -81,8 +81,8 @@ std::string Failure::text() const {
   return "";
 }
 
-std::exception_ptr explained(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
-                             const ResultChecksums* result_checksums) {
+std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
+                                    const ResultChecksums* result_checksums) {
   Report report;
   report.rank = mesh.rank();
   const auto text = [&](const std::string& what) {
@@ -117,7 +117,7 @@ std::exception_ptr explained(const std::exception_ptr& error, ChannelMesh& mesh,
   }
 }
 
-std::string whereabouts(ChannelMesh& mesh) {
+std::string describe_ranks(ChannelMesh& mesh) {
   Report report;
   report.rank = mesh.rank();
   // Asks on the lane that knows no more than what ranks answer: the other lane belongs to a thread.

@@ -42,10 +42,10 @@ enum class Lane : uint8_t;
 /// Returns `error` with the state of every rank in its text, if it is an error that ends a group
 /// because of other ranks. May take a moment. `lane` is the one that the caller drives; `digests`
 /// are those of its calls, or null.
-std::exception_ptr explained(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
-                             const ResultChecksums* result_checksums);
+std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
+                                    const ResultChecksums* result_checksums);
 
 /// State of every rank, one line each. Any thread.
-std::string whereabouts(ChannelMesh& mesh);
+std::string describe_ranks(ChannelMesh& mesh);
 
 }  // namespace pycomm

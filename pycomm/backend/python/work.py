@@ -106,7 +106,7 @@ class Work(_distributed_c10d.Work):
         if not self._running.acquire(timeout=limit):
             raise Timeout(
                 f"{self.describe()} timed out: it was not done after a wait of "
-                f"{round(seconds * 1000)} ms; it continues{self.engine.core.whereabouts()}"
+                f"{round(seconds * 1000)} ms; it continues{self.engine.core.describe_ranks()}"
             )
         self._running.release()
 
