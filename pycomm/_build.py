@@ -203,7 +203,9 @@ def _fingerprint() -> str:
     root = source_root()
     digest = hashlib.sha256(str(sys.implementation.cache_tag).encode())
     headers = sorted((root / "csrc").rglob("*.h"))
-    for path in [root / "CMakeLists.txt", *headers, *sorted(root.glob("csrc/binding/torch/*.cpp"))]:
+    exports = root / "csrc/binding/module.map"
+    parts = sorted(root.glob("csrc/binding/torch/*.cpp"))
+    for path in [root / "CMakeLists.txt", exports, *headers, *parts]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -319,7 +321,8 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         lines = done.stdout.splitlines()
-        words = [line for line in lines if "error" in line.lower()][:10] or lines[-10:]
+        found = [i for i, line in enumerate(lines) if "error" in line.lower()]
+        words = lines[found[0] :][:10] if found else lines[-10:]
         raise Error("\n".join([f"compiling _c10d failed: {' '.join(command)}", *words]))
 
 

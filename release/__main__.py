@@ -35,8 +35,7 @@ def linking(folder: Path) -> dict[str, str]:
         return {}
     link_stubs.write(folder)
     named = "".join(f",-l:{name}" for name in link_stubs.EMPTY)
-    flags = ["--exclude-libs,ALL", f"--push-state,--no-as-needed{named},--pop-state"]
-    return {"LDFLAGS": " ".join([f"-L{folder}", *(f"-Wl,{flag}" for flag in flags)])}
+    return {"LDFLAGS": f"-L{folder} -Wl,--push-state,--no-as-needed{named},--pop-state"}
 
 
 def run(*command: object, **variables: str) -> None:

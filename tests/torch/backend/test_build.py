@@ -21,6 +21,7 @@ def package(tmp_path, monkeypatch):
     """Return the folder of an installed package with sources; _c10d is not loaded yet."""
     (tmp_path / "csrc/binding/torch").mkdir(parents=True)
     (tmp_path / "csrc/binding/torch/backend.cpp").write_text("source")
+    (tmp_path / "csrc/binding/module.map").write_text("exports")
     (tmp_path / "CMakeLists.txt").write_text("flags")
     monkeypatch.setattr(_build, "PACKAGE", tmp_path)
     monkeypatch.delitem(sys.modules, "pycomm._c10d", raising=False)
@@ -84,9 +85,10 @@ def test_other_torch_is_named_and_compiled_for(package, compiled, capsys):
     assert torch.__version__ in said
 
 
-def test_changed_sources_are_compiled_again(package, compiled):
+@pytest.mark.parametrize("file", ["torch/backend.cpp", "module.map"])
+def test_changed_sources_are_compiled_again(package, compiled, file):
     first = _build.load_c10d()
-    (package / "csrc/binding/torch/backend.cpp").write_text("other source")
+    (package / "csrc/binding" / file).write_text("another")
     assert _build.load_c10d() != first
     assert len(compiled) == 2
 
@@ -229,7 +231,7 @@ def test_no_place_that_can_be_written_is_an_error_with_a_remedy(package, compile
 
 
 def test_failure_has_the_words_of_the_tool(package):
-    (package / "CMakeLists.txt").write_text('message(FATAL_ERROR "Error: no such flag")')
+    (package / "CMakeLists.txt").write_text('message(FATAL_ERROR "no such flag")')
     with pytest.raises(Error, match="no such flag"):
         _build.load_c10d()
 
