@@ -41,11 +41,9 @@ FAMILIES: dict[str, Sequence[str]] = {
     "mx": ["mxfp4", "nvfp4", "mxfp6", "mxfp8"],
     "cast": ["fp8", "bf16", "fp16"],
     "sign": ["sign"],
-    "ternary": ["ternary"],
     "topk": [f"topk:{density}" for density in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)],
-    "randomk": [f"randomk:every={every}" for every in (100, 30, 10, 3)],
 }
-LADDERS = ("quant", "rotate + quant", "eden", "topk", "randomk")
+LADDERS = ("quant", "rotate + quant", "eden", "topk")
 """Families whose codecs differ in a single number, so that a line can connect them."""
 
 

@@ -96,7 +96,7 @@ class Codec:
     @property
     def spec(self) -> str: ...
     @property
-    def combine(self) -> Literal["sum", "recode", "gather"]: ...
+    def combine(self) -> Literal["recode", "gather"]: ...
     @property
     def wire_version(self) -> int: ...
     @property
@@ -105,13 +105,8 @@ class Codec:
     def variable(self) -> bool: ...
     @property
     def shared_seed(self) -> bool: ...
-    @property
-    def needs_amax(self) -> bool: ...
     def encoded_bytes(self, numel: int) -> int: ...
     def scratch_bytes(self, numel: int) -> int: ...
-    def compute_amax(
-        self, x: int, numel: int, out: int, *, residual: int = 0, stream: int | None = None
-    ) -> None: ...
     def encode(
         self,
         x: int,
@@ -126,8 +121,6 @@ class Codec:
         rank: int = 0,
         ranks: int = 1,
         index: int = 0,
-        amax: int = 0,
-        summed: bool = False,
         stream: int | None = None,
         scratch: int = 0,
     ) -> None: ...
@@ -356,16 +349,8 @@ class CodedBucket:
         step: int,
         average: _bool = True,
     ) -> None: ...
-    def amax_count(self, rows: int = 1) -> int: ...
-    def compute_amax(self, values: CodedValues, out: int) -> None: ...
     def contribute(
-        self,
-        values: CodedValues,
-        first: int,
-        last: int,
-        out: int,
-        capacity: int,
-        amax: int = 0,
+        self, values: CodedValues, first: int, last: int, out: int, capacity: int
     ) -> list[int]: ...
     def own(
         self,
@@ -374,7 +359,6 @@ class CodedBucket:
         received: CodedPayloads,
         out: int,
         capacity: int,
-        amax: int = 0,
     ) -> int: ...
     def add_up(self, values: CodedValues, chunk: int, received: CodedPayloads) -> _bool: ...
     def land(

@@ -48,8 +48,6 @@ SPECS = (
     "mxfp4",
     "nvfp4",
     "sign",
-    "ternary",
-    "randomk:100",
     "topk:0.01",
     "topk:0.01,values=int8,chunk=4096",
     "rotate+int4",

@@ -11,10 +11,8 @@
   CODEC(lossless) \
   CODEC(mx) \
   CODEC(quant) \
-  CODEC(randomk) \
   CODEC(rotate) \
   CODEC(sign) \
-  CODEC(ternary) \
   CODEC(topk) \
   // end of the list
 // clang-format on

@@ -18,10 +18,8 @@ from pycomm.codecs.lossless import Lossless
 from pycomm.codecs.mx import MX
 from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
-from pycomm.codecs.randomk import RandomK
 from pycomm.codecs.rotate import Rotate
 from pycomm.codecs.sign import Sign
-from pycomm.codecs.ternary import Ternary
 from pycomm.codecs.topk import TopK
 
 __all__ = [
@@ -35,11 +33,9 @@ __all__ = [
     "Lossless",
     "PowerSGD",
     "Quant",
-    "RandomK",
     "RandomKey",
     "Rotate",
     "Sign",
-    "Ternary",
     "TopK",
     "Unavailable",
     "codec",
@@ -62,10 +58,8 @@ CODECS: dict[str, type[Codec]] = {
     "lossless": Lossless,
     "mx": MX,
     "quant": Quant,
-    "randomk": RandomK,
     "rotate": Rotate,
     "sign": Sign,
-    "ternary": Ternary,
     "topk": TopK,
 }
 

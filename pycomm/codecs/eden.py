@@ -70,9 +70,7 @@ class Eden(Codec):
             return 0
         return HEADER + 4 * rotations + padded(int(rotations * self.size * self.bits) // 8)
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         if p.numel() == 0:
             return p.new_empty(0, dtype=torch.uint8)
         head = header(key, index, p.device)

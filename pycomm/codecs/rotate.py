@@ -58,9 +58,7 @@ class Rotate(Codec):
         rotated = -(-numel // self.size) * self.size
         return HEADER + self.inner.encoded_bytes(rotated) if numel else 0
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         if p.numel() == 0:
             return p.new_empty(0, dtype=torch.uint8)
         head = header(key, index, p.device)

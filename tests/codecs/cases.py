@@ -11,8 +11,6 @@ import torch
 
 from pycomm.codecs import CODECS, codec
 from pycomm.codecs.args import RandomKey
-from pycomm.codecs.base import Codec
-from pycomm.codecs.implementations import Reference
 
 # One for each part of a key, so that all of them round and choose differently.
 KEYS = [
@@ -59,12 +57,8 @@ SPECS = [
     "eden:bits=3.5,size=4096",
     "eden:bits=5",
     "eden:bits=8,size=128",
-    "ternary",
-    "ternary:ranks=127,block=64",
     "lossless",
     "lossless:bfloat16",
-    "randomk:10",
-    "randomk:every=7,block=32,scale=unbiased",
     "topk:0.01",
     "topk:0.1,values=float16,indices=int16",
     "topk:0.05,values=int8,chunk=4096",
@@ -119,15 +113,6 @@ def with_top(values: torch.Tensor, top: float) -> torch.Tensor:
     """Return ``values``, 31 at a time, each time after ``top``: every block has inv_scale 1."""
     rows = values[: len(values) // 31 * 31].view(-1, 31)
     return torch.cat((torch.full((len(rows), 1), top), rows), dim=1).reshape(-1)
-
-
-def amax_of(codec: Codec, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the amax of a group of one rank; None for codecs that need none."""
-    if not codec.needs_amax:
-        return None
-    measure = torch.empty(-(-x.numel() // codec.granule), device=x.device)
-    Reference().compute_amax(codec, x, residual, measure)
-    return measure
 
 
 def inputs() -> Iterator[tuple[str, torch.Tensor]]:

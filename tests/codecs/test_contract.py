@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm.codecs import MX, Eden, Quant, RandomK, Rotate
+from pycomm.codecs import MX, Eden, Quant, Rotate
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
-from tests.codecs.cases import CASES, ROTATIONS, SPECS, amax_of, bits
+from tests.codecs.cases import CASES, ROTATIONS, SPECS, bits
 from tests.codecs.cuda import emulated as emulated_cuda
 from tests.extent import FULL, each_value, pairs, part
 from tests.noting import noting
@@ -69,8 +69,7 @@ def runner(codec: Codec, kind: str, device: str):
 def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> torch.Tensor:
     # Unwritten bytes are detected.
     out = torch.full((codec.encoded_bytes(x.numel()),), 0xA5, dtype=torch.uint8, device=x.device)
-    measure = amax_of(codec, x, residual)
-    run.encode(codec, EncodeArgs(x, out, residual, new_residual, KEY, index, measure))
+    run.encode(codec, EncodeArgs(x, out, residual, new_residual, KEY, index))
     return out
 
 
@@ -351,8 +350,7 @@ def test_alignment_does_not_matter(spec, kind, device):
 
     owed = shifted(residual, device)
     payload = shifted(torch.zeros_like(want), device)
-    there, measure = shifted(x, device), amax_of(codec, x.to(device), owed)
-    run.encode(codec, EncodeArgs(there, payload, owed, owed, KEY, 0, measure))
+    run.encode(codec, EncodeArgs(shifted(x, device), payload, owed, owed, KEY, 0))
     assert torch.equal(payload.cpu(), want)
     assert same(owed, want_owed)
 
@@ -388,8 +386,6 @@ def sections(codec: Codec, payload: torch.Tensor, numel: int) -> list[torch.Tens
         payload, numel = payload[HEADER:], -(-numel // codec.size) * codec.size
     if isinstance(codec, Rotate):
         return sections(codec.inner, payload, numel)
-    if isinstance(codec, RandomK):  # each part has its own header
-        return [payload[24:]]
     if isinstance(codec, MX):
         scales_at, codes_at = codec.sections(numel)
         scales_end = scales_at + -(-numel // codec.block)

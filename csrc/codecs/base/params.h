@@ -22,7 +22,6 @@ struct EncodeParams {
   uint32_t block_bits;     ///< a block has 1 << block_bits values
   uint32_t shift;          ///< added to every random word
   uint32_t options;        ///< of the codec
-  const float* amax;       ///< ternary: the largest of the ranks, one per block
   uint32_t* header;        ///< rotate, eden: start of a payload
   uint64_t key;            ///< rotate, eden: seed of the signs
   uint32_t rotation_bits;  ///< rotate, eden: a rotation has 1 << rotation_bits values

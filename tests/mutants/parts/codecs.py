@@ -232,22 +232,6 @@ MUTANTS = (
         BYTES + "[sign-native-cpu]",
     ),
     Mutant(
-        "ternary-ranks-round-alike",
-        "random",
-        "csrc/codecs/ternary.h",
-        "(uint64_t{1} << 62) + 1 + rank",
-        "(uint64_t{1} << 62) + 1",
-        "tests/codecs/test_ternary.py",
-    ),
-    Mutant(
-        "randomk-not-scaled",
-        "arithmetic",
-        "csrc/codecs/randomk.h",
-        "scales ? p * static_cast<float>(blocks) : p",
-        "p",
-        "tests/codecs/test_randomk.py",
-    ),
-    Mutant(
         "mx-scale-up-at-the-limit",
         "comparison",
         "csrc/codecs/mx.h",
