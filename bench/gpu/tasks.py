@@ -50,7 +50,6 @@ SPECS = (
     "sign",
     "topk:0.01",
     "topk:0.01,values=int8,chunk=4096",
-    "rotate+int4",
     "eden:bits=2",
     "eden:bits=1",
     "lossless",

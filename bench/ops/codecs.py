@@ -48,8 +48,6 @@ DEFAULT = [
     "topk:0.01",
     "topk:0.01,sample=64",
     "topk:0.01,values=int8,chunk=4096",
-    "rotate+fp32",
-    "rotate+int4",
     "eden:bits=4",
     "lossless",
     "lossless:bfloat16",

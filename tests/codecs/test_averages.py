@@ -31,7 +31,6 @@ EXACT = [
     "mxfp6:scale=ceil,rounding=stochastic",
     "mxfp4:scale=ceil,rounding=stochastic",
     "nvfp4:rounding=stochastic",
-    "rotate+int4:rounding=stochastic",
 ]
 ROTATED = [
     "eden:bits=0.5",

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm.codecs import MX, Eden, Quant, Rotate
+from pycomm.codecs import MX, Eden, Quant
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
@@ -32,7 +32,6 @@ IMPLEMENTATIONS = CPU[:2] + CUDA if torch.cuda.is_available() else CPU
 
 KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98, rank=2, ranks=5)
 REFERENCE = Reference()
-ROTATED = {"eden", "rotate"}
 
 everywhere = pytest.mark.parametrize(
     ("kind", "device"), IMPLEMENTATIONS, ids=["-".join(pair) for pair in IMPLEMENTATIONS]
@@ -162,7 +161,7 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
             "emulated-cuda": 1 if FULL or name not in seen else 6,
             "triton": (1 if FULL else 12)
             * (3 if name in seen | {"topk", "lossless"} else 1)
-            * (3 if name in ROTATED else 1),
+            * (3 if name == "eden" else 1),
         }
         for kind, device in IMPLEMENTATIONS:
             every_nth = step.get(kind, 1) if device == "cpu" else 1
@@ -180,7 +179,7 @@ def on_each() -> Iterator[tuple[str, str, str]]:
     seen = set()
     others = SPECS
     if not FULL:
-        others = part([spec for spec in SPECS if pycomm.codec(spec).name not in ROTATED], 5)
+        others = part([spec for spec in SPECS if pycomm.codec(spec).name != "eden"], 5)
     for spec in SPECS:
         name = pycomm.codec(spec).name
         for kind, device in IMPLEMENTATIONS:
@@ -382,10 +381,8 @@ def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
 
 def sections(codec: Codec, payload: torch.Tensor, numel: int) -> list[torch.Tensor]:
     """Return scales, without padding, and codes with theirs; records have scales of their own."""
-    if isinstance(codec, (Rotate, Eden)):  # each part has its own header
+    if isinstance(codec, Eden):  # each part has its own header
         payload, numel = payload[HEADER:], -(-numel // codec.size) * codec.size
-    if isinstance(codec, Rotate):
-        return sections(codec.inner, payload, numel)
     if isinstance(codec, MX):
         scales_at, codes_at = codec.sections(numel)
         scales_end = scales_at + -(-numel // codec.block)

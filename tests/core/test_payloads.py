@@ -25,7 +25,6 @@ SPECS = [
     "topk:density=0.05,values=int8,chunk=4096",
     "topk:density=0.3,values=int2,chunk=4096",
     "topk:density=0.05,sample=10",
-    "rotate:size=64+quant:bits=4",
     "eden:bits=3.5,size=4096",
     "eden:bits=0.5,size=64",
     "eden:bits=7,size=64",

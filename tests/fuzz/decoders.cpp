@@ -43,8 +43,6 @@ const std::vector<std::unique_ptr<Codec>>& codecs() {
              {18, "mx:format=nvfp4"},
              {19, "sign:block=32"},
              {20, "sign:block=2048"},
-             {21, "rotate:size=64+quant:bits=8,block=256"},
-             {22, "rotate:size=1024+quant:bits=4,block=128"},
              {23, "eden:bits=2,size=1024"},
              {24, "eden:bits=1,size=64,scale=mmse"},
              {25, "eden:bits=0.5,size=64"},

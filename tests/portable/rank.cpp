@@ -100,9 +100,9 @@ int run(const std::string& folder, int rank, int ranks) {
   options.timeout = pycomm::Milliseconds(120000);
   pycomm::Communicator group(pycomm::make_file_store(folder), rank, ranks, options);
   plain(group);
-  for (const char* text : {"cast:dtype=bfloat16", "quant:bits=4",
-                           "quant:bits=8,rounding=stochastic", "mx:format=fp4_e2m1", "sign",
-                           "rotate+quant:bits=4", "eden:bits=2", "topk:density=0.01", "lossless"})
+  for (const char* text :
+       {"cast:dtype=bfloat16", "quant:bits=4", "quant:bits=8,rounding=stochastic",
+        "mx:format=fp4_e2m1", "sign", "eden:bits=2", "topk:density=0.01", "lossless"})
     coded(group, text);
   group.barrier();
   return 0;

@@ -30,7 +30,6 @@ CODECS = [
     "fp8",
     "mxfp4",
     "sign",
-    "rotate",
     "eden:bits=2,size=128",
     "topk:0.05,values=int8",
     "lossless",

@@ -33,8 +33,6 @@ ALL_TRITON_SPECS = [
     "mxfp6:scale=ceil,rounding=stochastic",
     "nvfp4",
     "sign",
-    "rotate+int4",
-    "rotate:size=4096+sign:block=32",
     "eden2",
     "eden:bits=1.5,size=4096,scale=mmse",
     "eden:bits=5",

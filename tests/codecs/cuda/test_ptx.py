@@ -35,8 +35,8 @@ from tests.extent import FULL
 pytestmark = pytest.mark.timeout(600)  # each compiler's first test waits for all of its files
 
 # Bytes of a thread that encoders may spill. Two blocks on a multiprocessor make them faster all
-# the same, as measured on an H200 (csrc/codecs/rotate.cu).
-SPILLED = {"eden": 128, "rotate": 132}
+# the same, as measured on an H200 (csrc/codecs/eden.cu).
+SPILLED = {"eden": 128}
 # The minimum number of kernels of each.
 SOURCES = {
     "cast": 20,
@@ -44,12 +44,11 @@ SOURCES = {
     "lossless": 7,
     "mx": 36,
     "quant": 30,
-    "rotate": 15,
     "sign": 16,
     "topk": 27,
 }
 # Compilers take half a minute for each of these.
-LONG = () if FULL else ("eden", "mx", "rotate")
+LONG = () if FULL else ("eden", "mx")
 # And nvcc for each of the others up to a quarter of one: those of few kernels stand for them.
 BY_NVCC = list(SOURCES) if FULL else ["lossless", "sign"]
 every_arch = pytest.mark.parametrize("arch", ARCHS)

@@ -311,7 +311,7 @@ MUTANTS = (
         "csrc/codecs/rotation/rotation.h",
         "127 - left",
         "128 - left",
-        "tests/codecs/test_rotate.py " + GOLDEN,
+        "tests/codecs/test_rotation.py " + GOLDEN,
     ),
     Mutant(
         "cast-overflow-of-conversion-unseen",
