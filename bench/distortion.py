@@ -36,16 +36,13 @@ VALUES = 1 << 20
 STEPS = 100
 FAMILIES: dict[str, Sequence[str]] = {
     "quant": [f"int{bits}" for bits in range(2, 9)],
-    "rotate + quant": [f"rotate+int{bits}" for bits in range(2, 9)],
     "eden": [f"eden:bits={bits}" for bits in ("0.5", 1, "1.5", 2, "2.5", 3, "3.5", 4, 5, 6, 7, 8)],
     "mx": ["mxfp4", "nvfp4", "mxfp6", "mxfp8"],
     "cast": ["fp8", "bf16", "fp16"],
     "sign": ["sign"],
-    "ternary": ["ternary"],
     "topk": [f"topk:{density}" for density in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)],
-    "randomk": [f"randomk:every={every}" for every in (100, 30, 10, 3)],
 }
-LADDERS = ("quant", "rotate + quant", "eden", "topk", "randomk")
+LADDERS = ("quant", "eden", "topk")
 """Families whose codecs differ in a single number, so that a line can connect them."""
 
 

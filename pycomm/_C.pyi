@@ -93,7 +93,7 @@ class Codec:
     @property
     def spec(self) -> str: ...
     @property
-    def combine(self) -> Literal["sum", "recode", "gather"]: ...
+    def combine(self) -> Literal["recode", "gather"]: ...
     @property
     def wire_version(self) -> int: ...
     @property
@@ -102,13 +102,8 @@ class Codec:
     def variable(self) -> bool: ...
     @property
     def shared_seed(self) -> bool: ...
-    @property
-    def needs_amax(self) -> bool: ...
     def encoded_bytes(self, numel: int) -> int: ...
     def scratch_bytes(self, numel: int) -> int: ...
-    def compute_amax(
-        self, x: int, numel: int, out: int, *, residual: int = 0, stream: int | None = None
-    ) -> None: ...
     def encode(
         self,
         x: int,
@@ -123,8 +118,6 @@ class Codec:
         rank: int = 0,
         ranks: int = 1,
         index: int = 0,
-        amax: int = 0,
-        summed: bool = False,
         stream: int | None = None,
         scratch: int = 0,
     ) -> None: ...
@@ -353,16 +346,8 @@ class CodedBucket:
         step: int,
         average: _bool = True,
     ) -> None: ...
-    def amax_count(self, rows: int = 1) -> int: ...
-    def compute_amax(self, values: CodedValues, out: int) -> None: ...
     def contribute(
-        self,
-        values: CodedValues,
-        first: int,
-        last: int,
-        out: int,
-        capacity: int,
-        amax: int = 0,
+        self, values: CodedValues, first: int, last: int, out: int, capacity: int
     ) -> list[int]: ...
     def own(
         self,
@@ -371,7 +356,6 @@ class CodedBucket:
         received: CodedPayloads,
         out: int,
         capacity: int,
-        amax: int = 0,
     ) -> int: ...
     def add_up(self, values: CodedValues, chunk: int, received: CodedPayloads) -> _bool: ...
     def land(

@@ -1,4 +1,4 @@
-"""The random rotation of rotate and eden: docs/wire/rotate.md, csrc/codecs/rotation/rotation.h.
+"""The random rotation of eden: docs/wire/eden.md, csrc/codecs/rotation/rotation.h.
 
 A program processes a tile of whole rotations, one per row.
 """

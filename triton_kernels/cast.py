@@ -84,33 +84,6 @@ def decode_plain_kernel(
 
 
 @triton.jit
-def encode_rows(
-    p, row, numel, scale_ptr, code_ptr, code_bytes,
-    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write scales and codes of this program's blocks; return the decoded values."""
-    offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    scale, inv, used = scales(p, TOP)
-    code, value = to_small(tl.where(used, p * inv, 0.0), EXPONENT, MANTISSA)
-
-    tl.store(scale_ptr + row, scale, mask=row * BLOCK < numel)
-    tl.store(code_ptr + offsets, code, mask=offsets < code_bytes)
-    return value * scale
-
-
-@triton.jit
-def decode_rows(
-    scale_ptr, code_ptr, row, numel,
-    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the values of this program's blocks."""
-    offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    code = tl.load(code_ptr + offsets, mask=offsets < numel, other=0)
-    scale = tl.load(scale_ptr + row, mask=row * BLOCK < numel, other=0.0)
-    return from_small(code, EXPONENT, MANTISSA) * scale
-
-
-@triton.jit
 def encode_block_kernel(
     x_ptr, residual_ptr, new_residual_ptr, scale_ptr, code_ptr, numel, code_bytes,
     EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
@@ -120,12 +93,13 @@ def encode_block_kernel(
     offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = offsets < numel
     p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
+    scale, inv, used = scales(p, TOP)
+    code, value = to_small(tl.where(used, p * inv, 0.0), EXPONENT, MANTISSA)
 
-    value = encode_rows(
-        p, row, numel, scale_ptr, code_ptr, code_bytes, EXPONENT, MANTISSA, TOP, BLOCK
-    )
+    tl.store(scale_ptr + row, scale, mask=row * BLOCK < numel)
+    tl.store(code_ptr + offsets, code, mask=offsets < code_bytes)
     if FEEDBACK:
-        tl.store(new_residual_ptr + offsets, error_after(p, value, residual), mask=mask)
+        tl.store(new_residual_ptr + offsets, error_after(p, value * scale, residual), mask=mask)
 
 
 @triton.jit
@@ -136,7 +110,9 @@ def decode_block_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    value = decode_rows(scale_ptr, code_ptr, row, numel, EXPONENT, MANTISSA, BLOCK)
+    code = tl.load(code_ptr + offsets, mask=offsets < numel, other=0)
+    scale = tl.load(scale_ptr + row, mask=row * BLOCK < numel, other=0.0)
+    value = from_small(code, EXPONENT, MANTISSA) * scale
     add_or_not(out_ptr, offsets, offsets < numel, value, ADD)
 
 

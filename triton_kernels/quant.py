@@ -114,17 +114,28 @@ def load_scale(scale_ptr, place, mask, BFLOAT16: tl.constexpr):
     return value
 
 
-@triton.jit
-def encode_rows(
-    p, row, numel, scale_ptr, code_ptr, scale_numbers, code_bytes,
+@triton.jit(
+    do_not_specialize=[
+        "seed_low",
+        "seed_high",
+        "step",
+        "tensor",
+        "group_low",
+        "group_high",
+        "shift",
+    ]
+)
+def encode_kernel(
+    x_ptr, residual_ptr, new_residual_ptr, scale_ptr, code_ptr, numel, scale_numbers, code_bytes,
     seed_low, seed_high, step, tensor, group_low, group_high, shift,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MINMAX: tl.constexpr, BFLOAT16: tl.constexpr,
+    MINMAX: tl.constexpr, BFLOAT16: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """Write scales and codes of this program's blocks; return the decoded values."""
     TOP: tl.constexpr = (1 << BITS) - 1 if MINMAX else (1 << (BITS - 1)) - 1
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = offsets < numel
+    p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
     if MINMAX:
         scale, inv, low, used = minmax_scales(p, mask, TOP * 1.0, BFLOAT16)
         v = tl.where(used & mask, (p - low) * inv, 0.0)
@@ -159,19 +170,20 @@ def encode_rows(
         tl.store(code_ptr + pairs, packed, mask=pairs < code_bytes)
     else:
         store_codes(code_ptr, row, q, code_bytes, BITS, BLOCK, ROWS)
-    value = q.to(tl.float32) * scale
-    if MINMAX:
-        value = value + low
-    return value
+    if FEEDBACK:
+        value = q.to(tl.float32) * scale
+        if MINMAX:
+            value = value + low
+        tl.store(new_residual_ptr + offsets, error_after(p, value, residual), mask=mask)
 
 
 @triton.jit
-def decode_rows(
-    scale_ptr, code_ptr, row, numel, code_bytes,
+def decode_kernel(
+    scale_ptr, code_ptr, out_ptr, numel, code_bytes,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, MINMAX: tl.constexpr,
-    BFLOAT16: tl.constexpr,
+    BFLOAT16: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of this program's blocks."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = offsets < numel
     if BITS == 8:
@@ -189,51 +201,7 @@ def decode_rows(
     else:
         q = (q ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
         value = q.to(tl.float32) * load_scale(scale_ptr, row, row * BLOCK < numel, BFLOAT16)
-    return value
-
-
-@triton.jit(
-    do_not_specialize=[
-        "seed_low",
-        "seed_high",
-        "step",
-        "tensor",
-        "group_low",
-        "group_high",
-        "shift",
-    ]
-)
-def encode_kernel(
-    x_ptr, residual_ptr, new_residual_ptr, scale_ptr, code_ptr, numel, scale_numbers, code_bytes,
-    seed_low, seed_high, step, tensor, group_low, group_high, shift,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MINMAX: tl.constexpr, BFLOAT16: tl.constexpr, FEEDBACK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = offsets < numel
-    p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
-    value = encode_rows(
-        p, row, numel, scale_ptr, code_ptr, scale_numbers, code_bytes,
-        seed_low, seed_high, step, tensor, group_low, group_high, shift,
-        BITS, BLOCK, ROWS, STOCHASTIC, MINMAX, BFLOAT16,
-    )  # fmt: skip
-    if FEEDBACK:
-        tl.store(new_residual_ptr + offsets, error_after(p, value, residual), mask=mask)
-
-
-@triton.jit
-def decode_kernel(
-    scale_ptr, code_ptr, out_ptr, numel, code_bytes,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, MINMAX: tl.constexpr,
-    BFLOAT16: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    value = decode_rows(
-        scale_ptr, code_ptr, row, numel, code_bytes, BITS, BLOCK, ROWS, MINMAX, BFLOAT16
-    )
-    add_or_not(out_ptr, offsets, offsets < numel, value, ADD)
+    add_or_not(out_ptr, offsets, mask, value, ADD)
 
 
 # -------------------------------------------------------------- launchers

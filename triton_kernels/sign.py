@@ -27,29 +27,6 @@ TILE = 2048  # values per program, the largest block: 16 per thread of four warp
 
 
 @triton.jit
-def encode_rows(p, row, numel, scale_ptr, code_ptr, codes, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Write scales and codes of this program's blocks; return the decoded values."""
-    scale, used = mean_scales(p, row, numel, ROWS, BLOCK)
-    negative = ((p < 0.0) & used).to(tl.int32)
-
-    tl.store(scale_ptr + row, scale, mask=row * BLOCK < numel)
-    places = tl.arange(0, 32)[None, :]
-    words = tl.sum(tl.reshape(negative, (ROWS * BLOCK // 32, 32)) << places, axis=1)
-    word = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK // 32) + tl.arange(0, ROWS * BLOCK // 32)
-    tl.store(code_ptr + word, words, mask=word < codes)
-    return bits_float(float_bits(scale) ^ (negative << 31))
-
-
-@triton.jit
-def decode_values(scale_ptr, code_ptr, offsets, numel, BLOCK: tl.constexpr):
-    mask = offsets < numel
-    word = tl.load(code_ptr + offsets // 32, mask=mask, other=0)
-    scale = tl.load(scale_ptr + offsets // BLOCK, mask=mask, other=0.0)
-    negative = (word >> (offsets % 32).to(tl.int32)) & 1
-    return bits_float(float_bits(scale) ^ (negative << 31))
-
-
-@triton.jit
 def encode_kernel(
     x_ptr, residual_ptr, new_residual_ptr, scale_ptr, code_ptr, numel, codes,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
@@ -58,8 +35,16 @@ def encode_kernel(
     offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = offsets < numel
     p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
-    value = encode_rows(p, row, numel, scale_ptr, code_ptr, codes, BLOCK, ROWS)
+    scale, used = mean_scales(p, row, numel, ROWS, BLOCK)
+    negative = ((p < 0.0) & used).to(tl.int32)
+
+    tl.store(scale_ptr + row, scale, mask=row * BLOCK < numel)
+    places = tl.arange(0, 32)[None, :]
+    words = tl.sum(tl.reshape(negative, (ROWS * BLOCK // 32, 32)) << places, axis=1)
+    word = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK // 32) + tl.arange(0, ROWS * BLOCK // 32)
+    tl.store(code_ptr + word, words, mask=word < codes)
     if FEEDBACK:
+        value = bits_float(float_bits(scale) ^ (negative << 31))
         tl.store(new_residual_ptr + offsets, error_after(p, value, residual), mask=mask)
 
 
@@ -69,8 +54,11 @@ def decode_kernel(
     BLOCK: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    value = decode_values(scale_ptr, code_ptr, offsets, numel, BLOCK)
-    add_or_not(out_ptr, offsets, offsets < numel, value, ADD)
+    mask = offsets < numel
+    word = tl.load(code_ptr + offsets // 32, mask=mask, other=0)
+    scale = tl.load(scale_ptr + offsets // BLOCK, mask=mask, other=0.0)
+    negative = (word >> (offsets % 32).to(tl.int32)) & 1
+    add_or_not(out_ptr, offsets, mask, bits_float(float_bits(scale) ^ (negative << 31)), ADD)
 
 
 # -------------------------------------------------------------- launchers

@@ -148,7 +148,7 @@ def core_spec(text: str) -> str:
 
 
 def _parsed(text: str) -> str:
-    name = text.partition(":")[0].split("+")[0]
+    name = text.partition(":")[0]
     try:
         from pycomm.codecs import ALIASES, CODECS
         from pycomm.codecs import codec as parse

@@ -48,11 +48,6 @@ DEFAULT = [
     "topk:0.01",
     "topk:0.01,sample=64",
     "topk:0.01,values=int8,chunk=4096",
-    "randomk:100",
-    "randomk:100,block=32",
-    "ternary",
-    "rotate+fp32",
-    "rotate+int4",
     "eden:bits=4",
     "lossless",
     "lossless:bfloat16",
@@ -95,15 +90,10 @@ class Calls:
             array.ctypes.data for array in (x, self.decoded, self.residual, self.payload)
         )
         feedback = {"residual": residual, "new_residual": residual}
-        plain = {}
-        if codec.needs_amax:
-            self.amax = np.zeros(-(-numel // codec.granule), np.float32)
-            codec.compute_amax(source, numel, self.amax.ctypes.data)
-            plain = {"amax": self.amax.ctypes.data}
         self.runs: dict[str, Run] = {
             "copy": lambda: np.copyto(self.target, self.x),
-            "encode": lambda: codec.encode(source, numel, code, **plain),
-            "encode+residual": lambda: codec.encode(source, numel, code, **plain, **feedback),
+            "encode": lambda: codec.encode(source, numel, code),
+            "encode+residual": lambda: codec.encode(source, numel, code, **feedback),
             "decode": lambda: codec.decode(code, out, numel),
             "decode_add": lambda: codec.decode_add(code, out, numel),
         }

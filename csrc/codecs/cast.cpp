@@ -5,7 +5,6 @@
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
-#include "codecs/planar.h"
 
 namespace pycomm::codecs::cast {
 namespace {
@@ -121,6 +120,14 @@ void with_type(Kind kind, const F& f) {
 
 // ---------------------------------------------------- launches in CUDA (cast.cu)
 
+/// Returns the name of the type of a kind, and of the Coder of one with blocks, for the names of
+/// kernels.
+std::string type_name(Kind kind) {
+  constexpr const char* kTypes[] = {"Float32", "Float16", "BFloat16", "Float8E4M3", "Float8E5M2"};
+  return std::string("cast::") + kTypes[static_cast<int>(kind)];
+}
+std::string coder_name(const std::string& type) { return "cast::Coder<" + type + ">"; }
+
 void encode_cuda(const Format& format, const EncodeArgs& args) {
   const std::string type = type_name(format.kind);
   const size_t offset = codes_offset(format, args.in.size);
@@ -140,7 +147,7 @@ void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> 
          decode_params(1, offset, payload, out), out.size, kSmall * cuda::kRow, stream);
 }
 
-class Cast final : public PlanarCodec {
+class Cast final : public Codec {
  public:
   explicit Cast(const Format& format) : format_(format) {}
 
@@ -155,15 +162,13 @@ class Cast final : public PlanarCodec {
     return format_.block == 0 ? 4 / code_bytes(format_.kind) : format_.block;
   }
   size_t encoded_bytes(size_t numel) const override { return cast::encoded_bytes(format_, numel); }
-  size_t codes_offset(size_t numel) const override { return cast::codes_offset(format_, numel); }
-  PlanarFormat format() const override { return format_; }
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
     if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
     with_type(format_.kind, [&](auto type) { encode_all<decltype(type)>(format_, args); });
     const size_t numel = args.in.size;
-    zero_padding(args.out, codes_offset(numel) + numel * code_bytes(format_.kind));
+    zero_padding(args.out, codes_offset(format_, numel) + numel * code_bytes(format_.kind));
   }
   void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
     check_decode(*this, payload, out);

@@ -2,10 +2,6 @@
 // docs/wire/cast.md. Everything that determines the bits is here and in block.h, compiled by gcc,
 // nvcc and NVRTC.
 #pragma once
-#ifndef __CUDACC_RTC__
-#include <string>
-#endif
-
 #include "codecs/base/block.h"
 #include "core/floats.h"
 #include "core/types.h"
@@ -80,15 +76,5 @@ PYCOMM_HD size_t codes_offset(const Format& f, size_t numel) {
 PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
   return codes_offset(f, numel) + padded(numel * code_bytes(f.kind));
 }
-
-#ifndef __CUDACC_RTC__
-/// Returns the name of the type of a kind, and of the Coder of one with blocks (cast_cuda.h), for
-/// the names of kernels.
-inline std::string type_name(Kind kind) {
-  constexpr const char* kTypes[] = {"Float32", "Float16", "BFloat16", "Float8E4M3", "Float8E5M2"};
-  return std::string("cast::") + kTypes[static_cast<int>(kind)];
-}
-inline std::string coder_name(const std::string& type) { return "cast::Coder<" + type + ">"; }
-#endif
 
 }  // namespace pycomm::codecs::cast

@@ -5,10 +5,9 @@
 #include <limits>
 
 #include "codecs/base/bits.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/base/registry.h"
-#include "codecs/rotation/launch.h"
 #include "codecs/rotation/loops.h"
-#include "codecs/rotation/options.h"
 #include "core/error.h"
 
 namespace pycomm::codecs::eden {
@@ -227,8 +226,11 @@ std::string kernel_of(const char* name, const Format& format) {
 }
 
 void encode_cuda(const Format& format, const EncodeArgs& args) {
-  EncodeParams params =
-      rotation_params(format.size_bits, 1, scale_bytes(format, args.in.size), args);
+  EncodeParams params = encode_params(1, codes_offset(format, args.in.size), args);
+  params.header = reinterpret_cast<uint32_t*>(args.out.data);
+  params.scales = reinterpret_cast<float*>(args.out.data + kHeaderBytes);
+  params.key = rotation_key(args.key.seed, args.key.step, args.key.tensor);
+  params.rotation_bits = format.size_bits;
   params.options = format.mmse ? kMmse : 0;
   launch("eden", kernel_of("eden::encode_kernel", format), params, args.in.size, kTile,
          args.stream);
@@ -236,9 +238,12 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
 
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  const Stream& stream) {
-  launch("eden", kernel_of("eden::decode_kernel", format),
-         rotation_params(format.size_bits, 1, scale_bytes(format, out.size), payload, out, add),
-         out.size, kTile, stream);
+  DecodeParams params = decode_params(1, codes_offset(format, out.size), payload, out);
+  params.header = reinterpret_cast<const uint32_t*>(payload.data);
+  params.scales = reinterpret_cast<const float*>(payload.data + kHeaderBytes);
+  params.rotation_bits = format.size_bits;
+  params.add = add;
+  launch("eden", kernel_of("eden::decode_kernel", format), params, out.size, kTile, stream);
 }
 
 class Eden final : public Codec {
@@ -294,7 +299,12 @@ std::unique_ptr<Codec> make(Options& options) {
     options.fail("bits=" + number_text(bits) + ": use 0.5, 1, 1.5, ... 4, 5, 6, 7 or 8");
   }
   format.half_bits = static_cast<int>(2 * bits);
-  format.size_bits = rotation_option(options);
+  const int size = options.integer("size", 1024);
+  const bool power = size > 0 && (size & (size - 1)) == 0;
+  if (!power || size < static_cast<int>(kMinRotation) || size > static_cast<int>(kMaxRotation)) {
+    options.fail("size=" + std::to_string(size) + ": use a power of two from 32 to 4096");
+  }
+  format.size_bits = __builtin_ctz(static_cast<unsigned>(size));
   format.mmse = options.choice("scale", {"unbiased", "mmse"}, 0) == 1;
   options.finish();
   return std::make_unique<Eden>(format);

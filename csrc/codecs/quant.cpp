@@ -6,7 +6,6 @@
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
-#include "codecs/planar.h"
 
 namespace pycomm::codecs::quant {
 namespace {
@@ -178,7 +177,7 @@ void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> 
          stream);
 }
 
-class Quant final : public PlanarCodec {
+class Quant final : public Codec {
  public:
   explicit Quant(const Format& format) : format_(format) {}
 
@@ -193,9 +192,6 @@ class Quant final : public PlanarCodec {
   int wire_version() const override { return kWireVersion; }
   size_t granule() const override { return format_.block; }
   size_t encoded_bytes(size_t numel) const override { return quant::encoded_bytes(format_, numel); }
-  size_t codes_offset(size_t numel) const override { return quant::codes_offset(format_, numel); }
-  PlanarFormat format() const override { return format_; }
-
   bool shared_seed() const override { return format_.rounding == Rounding::correlated; }
 
   void encode(const EncodeArgs& args) const override {
@@ -206,7 +202,7 @@ class Quant final : public PlanarCodec {
                                     : (random ? encode_all<false, true> : encode_all<false, false>);
     run(format_, args);
     const size_t blocks = num_blocks(args.in.size, format_.block);
-    const size_t offset = codes_offset(args.in.size);
+    const size_t offset = codes_offset(format_, args.in.size);
     zero_padding(args.out.sub(0, offset), blocks * scale_bytes(format_));
     zero_padding(args.out, offset + (args.in.size * format_.bits + 7) / 8);
   }

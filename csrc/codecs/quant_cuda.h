@@ -106,7 +106,7 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(const Format& f, const
 
 // ---------------------------------------------------------------- kernels
 
-// Blocks per multiprocessor, as in rotate.cu: a warp with the values and residuals of 16 rows has
+// Blocks per multiprocessor, as in eden.cu: a warp with the values and residuals of 16 rows has
 // no registers for a second block.
 template <int kRows, bool kFeedback>
 constexpr int kEncodeBlocks = kRows > kSmall&& kFeedback ? 1 : 2;

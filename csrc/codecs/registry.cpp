@@ -11,10 +11,7 @@
   CODEC(lossless) \
   CODEC(mx) \
   CODEC(quant) \
-  CODEC(randomk) \
-  CODEC(rotate) \
   CODEC(sign) \
-  CODEC(ternary) \
   CODEC(topk) \
   // end of the list
 // clang-format on
@@ -43,15 +40,12 @@ constexpr Entry kCodecs[] = {PYCOMM_CODECS(ENTRY)};
 
 std::unique_ptr<Codec> make_codec(std::string_view spec) {
   const DefaultArithmetic arithmetic;  // numbers in a spec are rounded too
-  const size_t plus = spec.find('+');
-  const std::string_view inner = plus < spec.size() ? spec.substr(plus + 1) : "";
-  spec = spec.substr(0, plus);
   const std::string_view name = spec.substr(0, spec.find(':'));
   spec.remove_prefix(name.size() < spec.size() ? name.size() + 1 : name.size());
   std::string known;
   for (const Entry& entry : kCodecs) {
     if (entry.name == name) {
-      codecs::Options options(name, spec, inner);
+      codecs::Options options(name, spec);
       return entry.make(options);
     }
     known += (known.empty() ? "" : ", ") + std::string(entry.name);

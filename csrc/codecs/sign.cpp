@@ -5,7 +5,6 @@
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 #include "codecs/base/registry.h"
-#include "codecs/planar.h"
 
 namespace pycomm::codecs::sign {
 namespace {
@@ -115,7 +114,7 @@ void decode_cuda(uint32_t block, Span<const uint8_t> payload, Span<float> out, b
          kSmall * cuda::kRow, stream);
 }
 
-class Sign final : public PlanarCodec {
+class Sign final : public Codec {
  public:
   explicit Sign(uint32_t block) : block_(block) {}
 
@@ -125,8 +124,6 @@ class Sign final : public PlanarCodec {
   int wire_version() const override { return kWireVersion; }
   size_t granule() const override { return block_; }
   size_t encoded_bytes(size_t numel) const override { return sign::encoded_bytes(block_, numel); }
-  size_t codes_offset(size_t numel) const override { return sign::codes_offset(block_, numel); }
-  PlanarFormat format() const override { return Format{block_}; }
 
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);

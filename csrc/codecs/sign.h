@@ -11,15 +11,8 @@ namespace pycomm::codecs::sign {
 constexpr int kWireVersion = 1;
 constexpr uint32_t kDefaultBlock = 1024;
 
-struct Format {
-  uint32_t block = kDefaultBlock;
-};
-
 /// The payload is the scales, then the bits.
 PYCOMM_HD size_t codes_offset(uint32_t block, size_t numel) { return num_blocks(numel, block) * 4; }
-PYCOMM_HD size_t codes_offset(const Format& f, size_t numel) {
-  return codes_offset(f.block, numel);
-}
 PYCOMM_HD size_t encoded_bytes(uint32_t block, size_t numel) {
   return codes_offset(block, numel) + padded((numel + 7) / 8);
 }

@@ -18,10 +18,7 @@ from pycomm.codecs.lossless import Lossless
 from pycomm.codecs.mx import MX
 from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
-from pycomm.codecs.randomk import RandomK
-from pycomm.codecs.rotate import Rotate
 from pycomm.codecs.sign import Sign
-from pycomm.codecs.ternary import Ternary
 from pycomm.codecs.topk import TopK
 
 __all__ = [
@@ -35,11 +32,8 @@ __all__ = [
     "Lossless",
     "PowerSGD",
     "Quant",
-    "RandomK",
     "RandomKey",
-    "Rotate",
     "Sign",
-    "Ternary",
     "TopK",
     "Unavailable",
     "codec",
@@ -62,10 +56,7 @@ CODECS: dict[str, type[Codec]] = {
     "lossless": Lossless,
     "mx": MX,
     "quant": Quant,
-    "randomk": RandomK,
-    "rotate": Rotate,
     "sign": Sign,
-    "ternary": Ternary,
     "topk": TopK,
 }
 
@@ -105,8 +96,7 @@ def codec(text: str | Codec) -> Codec:
     """Return the codec that a text describes; a codec is returned unchanged.
 
     The text is a name or short name, then options: ``name:option=value,option=value``. The first
-    option may be given by its value alone. Options are the fields of the codec's dataclass. A
-    codec that rotates has its inner codec after a plus sign: ``rotate+int4``.
+    option may be given by its value alone. Options are the fields of the codec's dataclass.
 
     Raises:
         TypeError: neither a text nor a codec.
@@ -122,7 +112,6 @@ def codec(text: str | Codec) -> Codec:
     if isinstance(text, Codec):
         return text
     typed("codec", text, str, Codec)
-    text, plus, inner = text.partition("+")
     name, _, rest = text.partition(":")
     given = [option for option in rest.split(",") if option]
     if name in ALIASES:
@@ -132,17 +121,12 @@ def codec(text: str | Codec) -> Codec:
     if cls is None:
         known = ", ".join(sorted([*CODECS, *SCHEMES, *ALIASES]))
         raise ValueError(f"unknown codec {name!r}: use one of {known}")
-    options = _options(name, cls, given)
-    if plus:
-        if cls is not Rotate:
-            raise ValueError(f"{name}: no codec can follow it, as +{inner} would")
-        options["inner"] = codec(inner)
-    return cls(**options)
+    return cls(**_options(name, cls, given))
 
 
 def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
     hints = _hints(cls)
-    known = [field.name for field in fields(cls) if field.name != "inner"]
+    known = [field.name for field in fields(cls)]
     listed = f"{name} has the options {', '.join(known)}" if known else f"{name} has no options"
     options: dict[str, Any] = {}
     for place, item in enumerate(given):

@@ -37,8 +37,6 @@ class EncodeArgs:
     new_residual: torch.Tensor | None  # may be `residual`; None iff `residual` is None
     key: RandomKey
     index: int  # index of x[0] in its tensor, a multiple of granule
-    amax: torch.Tensor | None = None  # of all ranks: float32, one value for each granule of x
-    summed: bool = False  # x is a sum of decoded contributions of this key
 
     def addresses(self) -> dict[str, Any]:
         """Return the arguments as C++ takes them (``_C.Codec.encode``), without the stream."""
@@ -54,6 +52,4 @@ class EncodeArgs:
             "rank": self.key.rank,
             "ranks": self.key.ranks,
             "index": self.index,
-            "amax": 0 if self.amax is None else self.amax.data_ptr(),
-            "summed": self.summed,
         }

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from pycomm.arguments import deprecated_argument, warn_deprecated
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Implementation, native_codec, select
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from pycomm import _C
 
 # How the payloads of several ranks are combined: docs/architecture.md, "Combining payloads".
-Combine = Literal["sum", "recode", "gather", "factors"]
+Combine = Literal["recode", "gather", "factors"]
 # A tensor, or any object that torch.from_dlpack takes without a copy, such as a CuPy array.
 Array = Any
 
@@ -50,10 +49,6 @@ class Codec(ABC):
     def granule(self) -> int:
         """Number of values at whose multiples a tensor may be cut for encoding; 0: nowhere."""
 
-    def granules(self, numel: int) -> int:
-        """Return the number of granules of ``numel`` values: one, if they cannot be cut."""
-        return -(-numel // self.granule) if self.granule else min(numel, 1)
-
     @abstractmethod
     def encoded_bytes(self, numel: int) -> int:
         """Return the exact payload size, a multiple of 4; the largest one if ``variable``."""
@@ -65,8 +60,8 @@ class Codec(ABC):
 
     @property
     def shared_seed(self) -> bool:
-        """True if all ranks must encode with the same seed for their payloads to be combined."""
-        return self.combine == "sum"
+        """True if all ranks encode with the same seed, so that their errors cancel."""
+        return False
 
     @property
     def unbiased(self) -> bool:
@@ -75,11 +70,6 @@ class Codec(ABC):
         Such errors cancel without feedback. Feedback needs a codec that always comes closer; this
         one may overshoot, so residuals would grow.
         """
-        return False
-
-    @property
-    def needs_amax(self) -> bool:
-        """True if ranks must share the maximum of their absolute values before they encode."""
         return False
 
     def fit(self, shape: Sequence[int]) -> Codec:
@@ -98,20 +88,8 @@ class Codec(ABC):
         return select(self.name, device)
 
     @abstractmethod
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         """Return the payload (uint8) of ``p`` (float32 [numel])."""
-
-    def reference_encode_sum(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the payload of a sum of decoded contributions; only if ``combine`` is sum."""
-        return self.reference_encode(p, key, index, amax)
-
-    def reference_amax(self, p: torch.Tensor) -> torch.Tensor:
-        """Return the amax of each granule of ``p``, float32; only if ``needs_amax``."""
-        raise TypeError(f"{self.name}: it has no amax, since it encodes without one")
 
     @abstractmethod
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
@@ -130,7 +108,6 @@ class Codec(ABC):
         """
         return native_codec(self.spec())
 
-    @deprecated_argument("agreed", "amax")
     def encode(
         self,
         x: Array,
@@ -140,8 +117,6 @@ class Codec(ABC):
         new_residual: Array | None = None,
         key: RandomKey = RandomKey(),
         index: int = 0,
-        amax: Array | None = None,
-        summed: bool = False,
     ) -> torch.Tensor:
         """Encode ``x``, with error feedback if there is a residual, in one pass.
 
@@ -155,10 +130,6 @@ class Codec(ABC):
             new_residual: tensor for the new residual; None: ``residual`` itself.
             key: key of the random numbers, for stochastic rounding.
             index: index of ``x[0]`` in its tensor, a multiple of ``granule``.
-            amax: float32, the maximum over all ranks of `compute_amax`; None: this rank's own. Only
-                codecs with ``needs_amax`` take it.
-            summed: ``x`` is a sum of decoded contributions with this key; it is encoded without
-                loss. Only where ``combine`` is "sum".
 
         Returns:
             The payload: ``out``.
@@ -191,57 +162,9 @@ class Codec(ABC):
         if index < 0 or (index % self.granule if self.granule else index):
             where = f"a multiple of {self.granule}" if self.granule else "0"
             raise ValueError(f"{self.name}: index {index} is not {where}: cut tensors only there")
-        if summed and self.combine != "sum":
-            raise ValueError(f"{self.name}: combine is {self.combine}: leave out summed=")
-        if amax is not None and not self.needs_amax:
-            raise ValueError(f"{self.name}: it encodes without the ranks' amax: leave out amax=")
-        if amax is None and self.needs_amax:
-            amax = self.compute_amax(x, residual)
-        if amax is not None:
-            amax = _floats("amax", amax)
-            _check_device("amax", amax, x)
-            if amax.numel() != self.granules(x.numel()):
-                raise ValueError(
-                    f"{self.name}: amax has {amax.numel()} values: want one for each of "
-                    f"{self.granules(x.numel())} granules"
-                )
-        args = EncodeArgs(x, out, residual, new_residual, key, index, amax, summed)
+        args = EncodeArgs(x, out, residual, new_residual, key, index)
         self.implementation(x.device.type).encode(self, args)
         return args.out
-
-    def compute_amax(self, x: Array, residual: Array | None = None) -> torch.Tensor:
-        """Return the largest absolute value of each granule; ``encode`` takes the ranks' maximum.
-
-        Args:
-            x: float32, any shape, contiguous.
-            residual: float32, as many values as ``x``.
-
-        Returns:
-            float32, one value for each granule of ``x``.
-
-        Raises:
-            TypeError: a wrong dtype, or the codec has no ``needs_amax``.
-            ValueError: a wrong size, device or layout.
-        """
-        if not self.needs_amax:
-            raise TypeError(f"{self.name}: it has no amax, since it encodes without one")
-        x = _floats("x", x)
-        out = torch.empty(self.granules(x.numel()), dtype=torch.float32, device=x.device)
-        if residual is not None:
-            residual = _floats("residual", residual, like=x)
-        self.implementation(x.device.type).compute_amax(self, x, residual, out)
-        return out
-
-    @property
-    def agrees(self) -> bool:
-        """The former name of `needs_amax`, deprecated."""
-        warn_deprecated("Codec.agrees", "Codec.needs_amax")
-        return self.needs_amax
-
-    def measure(self, x: Array, residual: Array | None = None) -> torch.Tensor:
-        """The former name of `compute_amax`, deprecated."""
-        warn_deprecated("Codec.measure", "Codec.compute_amax")
-        return self.compute_amax(x, residual)
 
     def decode(self, payload: Array, out: int | Array) -> torch.Tensor:
         """Return the values of a payload.

@@ -51,9 +51,7 @@ class Cast(Codec):
     def encoded_bytes(self, numel: int) -> int:
         return self._scale_bytes(numel) + padded(numel * DTYPES[self.dtype].itemsize)
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         dtype = DTYPES[self.dtype]
         if not self.block:
             bits = torch.int16 if dtype.itemsize == 2 else torch.int32

@@ -25,7 +25,7 @@ from pycomm.codecs.block import (
     unpack_bits,
 )
 from pycomm.codecs.philox import derived_seed
-from pycomm.codecs.rotation import HEADER, check_size, header, random_bits, rotate, unrotate
+from pycomm.codecs.rotation import HEADER, SIZES, header, random_bits, rotate, unrotate
 from pycomm.eden_levels import BORDERS, LEVELS
 
 WIDTHS = (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
@@ -48,7 +48,8 @@ class Eden(Codec):
             raise ValueError(f"eden: bits={self.bits}: use 0.5, 1, 1.5, ... 4, 5, 6, 7 or 8")
         if float(self.bits).is_integer():
             object.__setattr__(self, "bits", int(self.bits))
-        check_size("eden", self.size)
+        if self.size not in SIZES:
+            raise ValueError(f"eden: size={self.size}: use one of {', '.join(map(str, SIZES))}")
         if self.scale not in ("unbiased", "mmse"):
             raise ValueError(f"eden: scale={self.scale}: use unbiased or mmse")
 
@@ -62,7 +63,7 @@ class Eden(Codec):
 
     def sign_key(self, key: RandomKey) -> int:
         """Return the key of the signs, with which a payload starts."""
-        return derived_seed(key, 0)
+        return derived_seed(key)
 
     def encoded_bytes(self, numel: int) -> int:
         rotations = -(-numel // self.size)
@@ -70,9 +71,7 @@ class Eden(Codec):
             return 0
         return HEADER + 4 * rotations + padded(int(rotations * self.size * self.bits) // 8)
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         if p.numel() == 0:
             return p.new_empty(0, dtype=torch.uint8)
         head = header(key, index, p.device)

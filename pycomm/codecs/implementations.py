@@ -40,23 +40,14 @@ class Codec(Protocol):
 
     @property
     def native(self) -> _C.Codec: ...
-    def reference_amax(self, p: torch.Tensor) -> torch.Tensor: ...
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
-    def reference_encode_sum(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor: ...
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor: ...
     def reference_decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
 class Implementation(Protocol):
-    """An implementation. Only codecs with ``needs_amax`` need `compute_amax`."""
+    """An implementation of a codec's calls."""
 
-    def compute_amax(
-        self, codec: Any, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, /
-    ) -> None: ...
     def encode(self, codec: Any, args: EncodeArgs, /) -> None: ...
     def decode(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
     def decode_add(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
@@ -65,21 +56,14 @@ class Implementation(Protocol):
 class Reference:
     """The reference: any codec in plain torch, on any device."""
 
-    def compute_amax(
-        self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        p = x.reshape(-1) if residual is None else x.reshape(-1) + residual.reshape(-1)
-        out.copy_(codec.reference_amax(p))
-
     def encode(self, codec: Codec, args: EncodeArgs) -> None:
         x = args.x.reshape(-1)
-        encode = codec.reference_encode_sum if args.summed else codec.reference_encode
         if args.residual is None or args.new_residual is None:
-            args.out.copy_(encode(x, args.key, args.index, args.amax))
+            args.out.copy_(codec.reference_encode(x, args.key, args.index))
             return
         residual = args.residual.reshape(-1)
         p = x + residual
-        args.out.copy_(encode(p, args.key, args.index, args.amax))
+        args.out.copy_(codec.reference_encode(p, args.key, args.index))
         value = codec.reference_decode(args.out, p.numel())
         left = torch.where(value.isfinite(), p - value, residual)
         args.new_residual.view(-1).copy_(left)
@@ -93,18 +77,6 @@ class Reference:
 
 class Native:
     """The native implementation: pycomm._C; cuda tensors use torch's current stream."""
-
-    def compute_amax(
-        self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        with _device(x):
-            codec.native.compute_amax(
-                x.data_ptr(),
-                x.numel(),
-                out.data_ptr(),
-                residual=0 if residual is None else residual.data_ptr(),
-                stream=_stream(x),
-            )
 
     def encode(self, codec: Codec, args: EncodeArgs) -> None:
         with _device(args.x):
@@ -145,11 +117,6 @@ class Triton:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-
-    def compute_amax(
-        self, codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        self._module.compute_amax(codec, x, residual, out)
 
     def encode(self, codec: Codec, args: EncodeArgs) -> None:
         self._module.encode(codec, args)

@@ -52,9 +52,7 @@ class Lossless(Codec):
         heads = padded16(HEAD * num_blocks(numel, BLOCK))
         return 16, padded16(numel), low, heads, num_blocks(numel, GROUP) * GROUP
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         out = p.new_zeros(self.encoded_bytes(p.numel()), dtype=torch.uint8)
         if p.numel() == 0:
             return out

@@ -105,9 +105,7 @@ class MX(Codec):
     def encoded_bytes(self, numel: int) -> int:
         return self.sections(numel)[1] + padded(-(-numel * self.element.bits // 8))
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         first, v = self._scaled(p)
         if self.rounding == "stochastic":
             words = random_words(key, index, v.numel(), p.device).view_as(v)

@@ -39,10 +39,10 @@ def sampled_places(words: torch.Tensor, numel: int, stride: int) -> torch.Tensor
     return begin + (words[: len(begin)] * (numel - begin).clamp(max=stride) >> 32)
 
 
-def derived_seed(key: RandomKey, number: int) -> int:
+def derived_seed(key: RandomKey) -> int:
     """Return a 64-bit seed for other words: the first two of a group that belongs to no value."""
     low, high = _words_of_groups(
-        key, torch.tensor([(1 << 62) + number], dtype=torch.int64, device="cpu")
+        key, torch.tensor([1 << 62], dtype=torch.int64, device="cpu")
     ).tolist()[:2]
     return int(high << 32 | low)
 

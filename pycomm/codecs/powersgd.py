@@ -95,9 +95,7 @@ class PowerSGD(Codec):
         words = random_words(key, 0, columns * width, device)
         return ((words >> 8).float() * 2.0**-23 - 1).view(columns, width)
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         if not p.numel():
             return p.new_empty(0, dtype=torch.uint8)
         matrix = p.view(self.shape(p.numel()))

@@ -93,9 +93,7 @@ class Quant(Codec):
     def encoded_bytes(self, numel: int) -> int:
         return padded(self.scale_bytes(numel)) + padded(-(-numel * self.bits // 8))
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         rows = split(p, self.block)
         if self.range == "symmetric":
             unit, inv, used = scales(rows, self.top)

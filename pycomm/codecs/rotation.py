@@ -1,4 +1,4 @@
-"""The random rotation of rotate and eden, in plain torch: docs/wire/rotate.md."""
+"""The random rotation of eden, in plain torch: docs/wire/eden.md."""
 
 from __future__ import annotations
 
@@ -16,15 +16,9 @@ SECOND = 2  # the stream of the signs between the two transforms
 SLOPES = {2: 0.70710678, 4: 0.8660254, 8: 0.91287093}
 
 
-def check_size(name: str, size: int) -> None:
-    """Raise ValueError unless ``size`` is an allowed size of a rotation."""
-    if size not in SIZES:
-        raise ValueError(f"{name}: size={size}: use one of {', '.join(map(str, SIZES))}")
-
-
 def header(key: RandomKey, index: int, device: torch.device) -> torch.Tensor:
     """Return the first bytes of a payload whose values start at ``index`` of a tensor."""
-    data = struct.pack("<QQ", derived_seed(key, 0), index // 32)
+    data = struct.pack("<QQ", derived_seed(key), index // 32)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 

@@ -36,9 +36,7 @@ class Sign(Codec):
     def encoded_bytes(self, numel: int) -> int:
         return 4 * num_blocks(numel, self.block) + padded(-(-numel // 8))
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         rows = split(p, self.block)
         scale, used = mean_scales(rows, p.numel())
         negative = ((rows < 0) & used[:, None]).view(-1, 8).to(torch.int32)

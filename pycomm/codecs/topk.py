@@ -146,9 +146,7 @@ class TopK(Codec):
 
     # ------------------------------------------------------------------ encode
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         if p.numel() == 0:
             return p.new_empty(0, dtype=torch.uint8)
         if self.variable:

@@ -7,7 +7,7 @@ csrc/codecs/base/feedback.h implements the same in C++.
 
 from __future__ import annotations
 
-from pycomm.feedback.encode import add_mean, compute_amax, encode
+from pycomm.feedback.encode import add_mean, encode
 from pycomm.feedback.reshard import Cut, reshard, sources
 from pycomm.feedback.residual import Residual
 from pycomm.feedback.residuals import Residuals
@@ -19,7 +19,6 @@ __all__ = [
     "Residual",
     "Residuals",
     "add_mean",
-    "compute_amax",
     "encode",
     "reshard",
     "sources",

@@ -25,7 +25,6 @@ def encode(
     begin: int,
     row: int = 0,
     key: RandomKey = _KEY,
-    amax: torch.Tensor | None = None,
 ) -> None:
     """Encode values of a parameter with its residual.
 
@@ -39,7 +38,6 @@ def encode(
         begin: index of x[0] in the parameter.
         row: row of the residual.
         key: selects the random numbers.
-        amax: see `Codec.encode`.
     """
     rule, kind = residual.rule, residual.rule.kind if worker else "residual"
     error, momentum = (residual.worker, residual.momentum) if worker else (residual.owner, None)
@@ -52,7 +50,7 @@ def encode(
         direct = fresh.dtype == torch.float32 and kind in ("residual", "decay")
         left = fresh if direct else torch.empty_like(x)
     p, e, u = _past(rule.decay, rule.nesterov, kind, x, old, old_u)
-    codec.encode(p, out, e, new_residual=left, key=key, index=begin, amax=amax)
+    codec.encode(p, out, e, new_residual=left, key=key, index=begin)
     if left is not None and e is not None and fresh is not None:
         if kind == "ema":
             left = e * rule.decay + left * (
@@ -66,19 +64,6 @@ def encode(
             storage.store(left, fresh)
     if u is not None and fresh_u is not None:
         storage.store(u, fresh_u)
-
-
-def compute_amax(
-    codec: Codec, x: torch.Tensor, residual: Residual | None, *, row: int = 0
-) -> torch.Tensor:
-    """Return `Codec.compute_amax` of the values that `encode` encodes for a whole contribution."""
-    if residual is None:
-        return codec.compute_amax(x)
-    rule, numel = residual.rule, residual.numel
-    old, _ = _parts(residual, residual.worker, row, 0, numel)
-    old_u, _ = _parts(residual, residual.momentum, row, 0, numel)
-    p, e, _ = _past(rule.decay, rule.nesterov, rule.kind, x, old, old_u)
-    return codec.compute_amax(p, e)
 
 
 def add_mean(residual: Residual | None, x: torch.Tensor) -> None:

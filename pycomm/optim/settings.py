@@ -104,7 +104,7 @@ def policy_of(who: str, codec: str | Codec | Policy, *, biased: bool) -> Policy:
     for one in policy.named():
         if one.combine == "factors":
             raise ValueError(f"{who}: {one.name} averages factors: take another codec")
-        if biased and (one.unbiased or one.combine == "sum"):
+        if biased and one.unbiased:
             remedy = "scale=mmse" if one.name == "eden" else "another codec"
             raise ValueError(
                 f"{who}: {one.spec()} is unbiased, so its errors would pile up in the "

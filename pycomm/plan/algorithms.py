@@ -22,7 +22,6 @@ AUTO = ("one_shot", "two_shot", "bruck")
 """Algorithms that keep rank order; pycomm's `auto` chooses among them on nodes of one rank."""
 CODED = {
     "recode": ("two_shot", "hierarchical"),
-    "sum": ("two_shot", "hierarchical"),
     "gather": ("gather", "hierarchical"),
     "factors": ("two_shot", "hierarchical"),
 }
@@ -107,7 +106,7 @@ def algorithms(cluster: Cluster, coding: Coding, *, every: bool = True) -> tuple
 def in_one_shot(coding: Coding, link: Link) -> bool:
     """Return whether a coded all-reduce may take one round in place of two (`one_shot.h`): between
     far ranks, with a codec without feedback."""
-    return coding.combine in ("recode", "sum") and not coding.feedback and link.far
+    return coding.combine == "recode" and not coding.feedback and link.far
 
 
 def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, float]:

@@ -15,7 +15,7 @@ from typing import Literal
 from pycomm.plan.cluster import Processor, Rates
 
 Core = tuple[float, float, float, float]
-Combine = Literal["exact", "recode", "gather", "sum", "factors"]
+Combine = Literal["exact", "recode", "gather", "factors"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Coding:
     @property
     def codings(self) -> int:
         """Number of times that a value is encoded, whatever the number of ranks."""
-        return {"exact": 0, "recode": 2, "gather": 1, "sum": 1, "factors": 1}[self.combine]
+        return {"exact": 0, "recode": 2, "gather": 1, "factors": 1}[self.combine]
 
     @property
     def total_error(self) -> float:
@@ -137,16 +137,6 @@ _ALL = (
         whole=True,
         note="slower to converge",
     ),
-    Coding(
-        "randomk:every=100",
-        0.04,
-        0.99,
-        "sum",
-        1.0,
-        (18.3, 18.1, 38.3, 6.7),
-        spec="randomk:every=100,block=1,scale=none",
-        note="slower to converge",
-    ),
     # Factors of 1024 x 1024 matrices; two products with the gradient a step, and one back.
     Coding(
         "powersgd:4",
@@ -211,11 +201,11 @@ _MORE = (
 )
 KNOWN: Mapping[str, Coding] = {coding.name: coding for coding in (*_ALL, *_MORE)}
 _SHORT = {"eden2": "eden:bits=2", "eden1": "eden:bits=1", "drive": "eden:bits=1"}
-_SHORT |= {"topk": "topk:0.01", "randomk": "randomk:every=100", "powersgd": "powersgd:4"}
+_SHORT |= {"topk": "topk:0.01", "powersgd": "powersgd:4"}
 
 
 def find(text: str) -> Coding:
-    """Return the coding of a codec's name: one of `KNOWN`, `topk:D` or `randomk:every=N`.
+    """Return the coding of a codec's name: one of `KNOWN`, or `topk:D`.
 
     Raises:
         ValueError: the codec is unknown; the text names the known ones.
@@ -225,10 +215,8 @@ def find(text: str) -> Coding:
     found = KNOWN.get(name)
     if found is None and family == "topk":
         found = _topk(option)
-    if found is None and family == "randomk":
-        found = _randomk(option)
     if found is None:
-        names = ", ".join([*KNOWN, "topk:D", "randomk:every=N"])
+        names = ", ".join([*KNOWN, "topk:D"])
         raise ValueError(f"nothing is known of the codec {text!r}: use {names}")
     return found
 
@@ -253,22 +241,4 @@ def _topk(option: str) -> Coding | None:
         error=1 - kept,
         core=(encode, decode, add * 0.01 / density, fed),  # only values sent are added
         spec=f"topk:density={density:g},values=float32,indices=int32",
-    )
-
-
-def _randomk(option: str) -> Coding | None:
-    """Return random-k that sends one value in N."""
-    number = option.removeprefix("every=")
-    if not number.isdecimal():
-        return None
-    every = int(number)
-    if every < 1:
-        raise ValueError(f"randomk:{option}: it sends one value of 1 or more")
-    known = KNOWN["randomk:every=100"]
-    return replace(
-        known,
-        name=f"randomk:{option}",
-        payload=4 / every,
-        error=1 - 1 / every,
-        spec=f"randomk:every={every},block=1,scale=none",
     )

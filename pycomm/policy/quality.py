@@ -47,7 +47,7 @@ def reduced_error(codec: Codec, spread: float = 1.0) -> float:
             make like errors: only the errors of unbiased codecs shrink.
     """
     v = nominal_error(codec) ** 2
-    first = v * (spread if codec.unbiased and codec.combine == "recode" else max(spread, 1.0))
+    first = v * (spread if codec.unbiased else max(spread, 1.0))
     return sqrt(first + v * (1 + first) if codec.combine == "recode" else first)
 
 

@@ -19,7 +19,7 @@ from pycomm.codecs import convert
 from pycomm.codecs.implementations import Native
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Run, is_variable
-from pycomm.reduction.payloads import Payloads, all_gather, all_to_all, gather_equal
+from pycomm.reduction.payloads import Payloads, all_gather, all_to_all
 
 Chunks = Sequence[Sequence[Run]]
 
@@ -27,8 +27,8 @@ Chunks = Sequence[Sequence[Run]]
 class Batched:
     """One rank's coding of a bucket in a collective, and the exchange of its payloads.
 
-    An operation is `begin`, optionally `share_amax`, and some of the methods below, in the same
-    order on all ranks. Values are floats of 16 or 32 bits [rows, numel of the bucket], contiguous.
+    An operation is `begin` and some of the methods below, in the same order on all ranks. Values
+    are floats of 16 or 32 bits [rows, numel of the bucket], contiguous.
 
     Args:
         bucket: a bucket whose codecs run in C++; see `find`.
@@ -61,8 +61,6 @@ class Batched:
         """The largest number of bytes of each chunk's payloads."""
         self._variable = [is_variable(runs) for runs in chunks]
         self._room = self._native.room_behind
-        self._needs_amax = any(p.codec.needs_amax and p.numel > 0 for p in bucket.pieces)
-        self._amax: torch.Tensor | None = None
 
     @staticmethod
     def find(
@@ -94,7 +92,7 @@ class Batched:
     def begin(
         self, sides: list[tuple[int, int]], *, seed: int, step: int, average: bool = True
     ) -> None:
-        """Begin an operation; each rank encodes by its own amax unless `share_amax` follows.
+        """Begin an operation.
 
         Args:
             sides: sides of the residuals; see `Bucket.sides`.
@@ -102,7 +100,6 @@ class Batched:
             step: number of the step, equal on all ranks.
             average: divide results by the number of ranks.
         """
-        self._amax = None
         self._native.begin(
             sides,
             rank=self._rank,
@@ -111,15 +108,6 @@ class Batched:
             step=step,
             average=average,
         )
-
-    def share_amax(self, values: torch.Tensor, rows: int = 1) -> None:
-        """Take the maximum of `compute_amax` over all ranks, for codecs that need it."""
-        if not self._needs_amax:
-            return
-        ours = torch.empty(self._native.amax_count(rows), dtype=torch.float32, device="cpu")
-        self._native.compute_amax(self._at(values, rows), ours.data_ptr())
-        # Not an all-reduce: backends differ in the maximum of a NaN.
-        self._amax = gather_equal(ours, self._group).amax(0)
 
     def scatter(self, values: torch.Tensor, rows: int = 1) -> Payloads:
         """Encode contributions for their owners; return all contributions to our own values.
@@ -156,12 +144,7 @@ class Batched:
         most = self.most[: self._ranks]
         out = torch.empty(max(most), dtype=torch.uint8, device="cpu")
         size = self._native.own(
-            self._at(values),
-            self._rank,
-            self._received(came),
-            out.data_ptr(),
-            out.numel(),
-            amax=self._amax_at(),
+            self._at(values), self._rank, self._received(came), out.data_ptr(), out.numel()
         )
         return self._gather(out, size, most, any(self._variable[: self._ranks]))
 
@@ -185,9 +168,7 @@ class Batched:
     ) -> tuple[torch.Tensor, list[int]]:
         room = rows * sum(self.most[first:last])
         out = torch.empty(room, dtype=torch.uint8, device="cpu")
-        sizes = self._native.contribute(
-            self._at(values, rows), first, last, out.data_ptr(), room, amax=self._amax_at()
-        )
+        sizes = self._native.contribute(self._at(values, rows), first, last, out.data_ptr(), room)
         return out[: sum(sizes)], sizes
 
     def _gather(
@@ -206,9 +187,6 @@ class Batched:
 
     def _received(self, came: Payloads) -> Any:
         return self._make_payloads(came.memory.data_ptr(), came.memory.numel(), came.places)
-
-    def _amax_at(self) -> int:
-        return 0 if self._amax is None else self._amax.data_ptr()
 
 
 def _suits(bucket: Bucket) -> bool:

@@ -10,11 +10,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import lcm
 
 import torch
-import torch.distributed as dist
 
 from pycomm import feedback
 from pycomm.codecs import RandomKey
@@ -22,7 +21,6 @@ from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.feedback.rule import EXACT
 from pycomm.reduction.bucket import Piece
-from pycomm.reduction.payloads import gather_equal
 
 GRAIN = 32  # kGrain of coded/layout.h
 OWNER_HOP, SHARED_HOP = -1, -2
@@ -154,34 +152,30 @@ class Packed:
 
     def average(self, sums: Sequence[torch.Tensor], values: torch.Tensor, ranks: int) -> None:
         """Divide the sums that an owner codes again; they are where `float32_view` put them."""
-        recoded = [run.piece.codec.combine == "recode" for run in self.runs]
-        if values.dtype == torch.float32 and self._span is not None and all(recoded):
+        if values.dtype == torch.float32 and self._span is not None:
             convert(values[self._span], divisor=ranks)  # in one call
             sums = sums[len(self._others) :]
-            recoded = [True] * len(sums)
-        for part, again in zip(sums, recoded, strict=True):
-            if again:
-                convert(part, divisor=ranks)
+        for part in sums:
+            convert(part, divisor=ranks)
 
     def finish(
         self,
         parts: Sequence[torch.Tensor],
         values: torch.Tensor,
-        divisors: Sequence[int],
         found_inf: torch.Tensor,
     ) -> None:
-        """Divide the decoded values and write them to the bucket; see `finish`."""
+        """Write the decoded values to the bucket; set the flag on Inf and NaN."""
         others = len(self._others)
         places = [run.of(values) for run in self._plain]
-        if values.dtype == torch.float32 and self._span is not None and len(set(divisors)) == 1:
+        if values.dtype == torch.float32 and self._span is not None:
             if places:
                 torch._foreach_copy_(places, list(torch.split(parts[-1], self._sizes)))
-            convert(values[self._span], divisor=divisors[0], found_inf=found_inf)
+            convert(values[self._span], found_inf=found_inf)
             return
-        finish(self._others, parts[:others], values, divisors[:others], found_inf)
+        finish(self._others, parts[:others], values, 1, found_inf)
         if self._plain:
             result = torch.empty_like(parts[-1], dtype=values.dtype)
-            convert(parts[-1], result, divisor=divisors[-1], found_inf=found_inf)
+            convert(parts[-1], result, found_inf=found_inf)
             torch._foreach_copy_(places, list(torch.split(result, self._sizes)))
 
 
@@ -193,21 +187,11 @@ class Coder:
         ranks: number of these ranks.
         seed: equal on all ranks.
         step: number of the step.
-        amax: result of `shared_amax`; None: each rank encodes by its own.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        ranks: int,
-        *,
-        seed: int,
-        step: int,
-        amax: dict[tuple[int, int], torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, rank: int, ranks: int, *, seed: int, step: int) -> None:
         self.rank, self.ranks = rank, ranks
         self.seed, self.step = seed, step
-        self.amax = amax
 
     def encode(
         self,
@@ -232,22 +216,9 @@ class Coder:
         at = 0
         for run, floats in zip(runs, values, strict=True):
             codec, payload = run.piece.codec, out[at : at + run.bytes]
-            amax = None
-            if codec.needs_amax and self.amax is not None and (worker or codec.combine == "sum"):
-                numbers = self.amax[run.piece.offset, row]
-                first = run.begin // codec.granule if codec.granule else 0
-                amax = numbers[first : first + codec.granules(run.end - run.begin)]
             key, residual = self._key(run.piece, worker, row), run.piece.residual
-            # An owner encodes the sum of a "sum" codec without error, so it has no residual.
-            if residual is None or not (worker or codec.combine != "sum"):
-                codec.encode(
-                    floats,
-                    payload,
-                    key=key,
-                    index=run.begin,
-                    amax=amax,
-                    summed=not worker and codec.combine == "sum",
-                )
+            if residual is None:
+                codec.encode(floats, payload, key=key, index=run.begin)
             else:
                 feedback.encode(
                     codec,
@@ -258,7 +229,6 @@ class Coder:
                     begin=run.begin,
                     row=row,
                     key=key,
-                    amax=amax,
                 )
             at += _used(payload) if codec.variable else run.bytes
         return out[:at]
@@ -296,13 +266,10 @@ class Coder:
             at += used
 
     def _key(self, piece: Piece, worker: bool, row: int) -> RandomKey:
-        codec, rank, ranks = piece.codec, self.rank, self.ranks
+        hop, rank, ranks = OWNER_HOP, 0, 1
         if worker:
-            hop = SHARED_HOP if codec.shared_seed else self.rank
-        elif codec.combine == "sum":
-            hop, rank = SHARED_HOP, 0
-        else:
-            hop, rank, ranks = OWNER_HOP, 0, 1
+            rank, ranks = self.rank, self.ranks
+            hop = SHARED_HOP if piece.codec.shared_seed else rank
         seed = hop_seed(self.seed, hop)
         if row > 0:
             seed = hop_seed(seed, row)
@@ -332,44 +299,12 @@ def finish(
     runs: Sequence[Run],
     parts: Sequence[torch.Tensor],
     values: torch.Tensor,
-    divisors: Sequence[int],
+    divisor: int,
     found_inf: torch.Tensor,
 ) -> None:
     """Divide the decoded values and write them to the bucket; set the flag on Inf and NaN."""
-    for run, part, divisor in zip(runs, parts, divisors, strict=True):
+    for run, part in zip(runs, parts, strict=True):
         convert(part, run.of(values), divisor=divisor, found_inf=found_inf)
-
-
-def shared_amax(
-    pieces: Sequence[Piece], rows: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> dict[tuple[int, int], torch.Tensor]:
-    """Return the maximum of `compute_amax` over all ranks, for codecs that need it.
-
-    Args:
-        pieces: pieces of a bucket.
-        rows: floats of 16 or 32 bits [numel of the bucket] each.
-        group: the ranks that encode.
-
-    Returns:
-        By a piece's offset and the number of a row: float32, one number for each granule.
-    """
-    wanted = [p for p in pieces if p.codec.needs_amax and p.numel > 0]
-    if not wanted:
-        return {}
-    measured = {}
-    for row, values in enumerate(rows):
-        for piece in wanted:
-            (part,) = widened(whole([piece]), values)
-            numbers = feedback.compute_amax(piece.codec, part, piece.residual, row=row)
-            measured[piece.offset, row] = numbers
-    ours = torch.cat(list(measured.values()))
-    # Not an all-reduce: backends differ in the maximum of a NaN.
-    largest = gather_equal(ours, group).amax(0)
-    ends = accumulate(m.numel() for m in measured.values())
-    return {
-        which: largest[end - m.numel() : end]
-        for (which, m), end in zip(measured.items(), ends, strict=True)
-    }
 
 
 def _used(payload: torch.Tensor) -> int:

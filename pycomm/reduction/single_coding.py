@@ -34,7 +34,6 @@ from pycomm.reduction.coding import (
     finish,
     float32_view,
     is_variable,
-    shared_amax,
     total_bytes,
     whole,
     widened,
@@ -60,7 +59,7 @@ class SingleCoding:
     """The average of a bucket's values over a group, coded once on the way.
 
     Args:
-        bucket: layout, codecs and residuals of the values; no codec combines by sum or by factors.
+        bucket: layout, codecs and residuals of the values; no codec combines by factors.
         group: any process group whose backend has all_gather and all_to_all_single.
         answer: codec of the owners' results for values whose codec is coarse.
         refine: function that changes the owners' averages in place, before they are coded.
@@ -117,12 +116,10 @@ class SingleCoding:
         batched = Batched.find("gathered", bucket, self._group, lambda: [shown], values)
         if batched is not None:
             batched.begin(bucket.sides, seed=seed, step=step)
-            batched.share_amax(values)
             return torch.tensor(
                 batched.add_up(values, 0, batched.show(values, 0)), dtype=torch.bool, device="cpu"
             )
-        amax = shared_amax(bucket.pieces, [values], self._group)
-        coder = Coder(self._rank, ranks, seed=seed, step=step, amax=amax)
+        coder = Coder(self._rank, ranks, seed=seed, step=step)
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
         most, variable = [total_bytes(shown)] * ranks, is_variable(shown)
         came = all_gather(ours, ours.numel(), most, self._group, variable=variable)
@@ -133,11 +130,9 @@ class SingleCoding:
         batched = Batched.find("dealt", bucket, self._group, lambda: dealt, values)
         if batched is not None:
             batched.begin(bucket.sides, seed=seed, step=step)
-            batched.share_amax(values)
             batched.add_up(values, self._rank, batched.scatter(values))
         else:
-            amax = shared_amax(bucket.pieces, [values], self._group)
-            coder = Coder(self._rank, ranks, seed=seed, step=step, amax=amax)
+            coder = Coder(self._rank, ranks, seed=seed, step=step)
             sent = [
                 coder.encode(runs, widened(runs, values), values.device, worker=True)
                 for runs in dealt
@@ -175,7 +170,7 @@ class SingleCoding:
         for runs, payload in zip(dealt, came.parts(), strict=True):
             parts = float32_view(runs, values)
             coder.decode(runs, payload, parts, add=False)
-            finish(runs, parts, values, [1] * len(runs), found_inf)
+            finish(runs, parts, values, 1, found_inf)
         return found_inf[0] == 0
 
     def _add_up(
@@ -189,7 +184,7 @@ class SingleCoding:
         sums = float32_view(runs, values)
         for r, payload in enumerate(payloads):
             coder.decode(runs, payload, sums, add=r > 0)
-        finish(runs, sums, values, [self._ranks] * len(runs), found_inf)
+        finish(runs, sums, values, self._ranks, found_inf)
         return found_inf[0] == 0
 
 

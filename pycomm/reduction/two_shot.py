@@ -26,7 +26,6 @@ from pycomm.reduction.coding import (
     finish,
     float32_view,
     is_variable,
-    shared_amax,
     total_bytes,
     whole,
     widened,
@@ -47,8 +46,7 @@ def all_reduce(
     """Average `values` over all ranks of a group, encoded on the way.
 
     Decoded values are summed in float32 in rank order and divided once: by their owner, which
-    encodes the average; or by every rank, if the owner encodes the sum itself (``combine`` "sum")
-    or if there is no owner ("gather").
+    encodes the average; or by every rank, if there is no owner (``combine`` "gather").
 
     Args:
         values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
@@ -76,7 +74,6 @@ def all_reduce(
         batched = Batched.find("all_reduce", bucket, group, deal, values)
     if batched is not None:
         batched.begin(bucket.sides, seed=seed, step=step)
-        batched.share_amax(values)
         finite = True
         if bucket.dense:
             finite = batched.land(values, batched.own(values, batched.scatter(values)))
@@ -90,8 +87,7 @@ def all_reduce(
         found_inf = _flag(values)
         convert(wide, values, found_inf=found_inf)
         return found_inf[0] == 0
-    amax = shared_amax(bucket.pieces, [values], group)
-    coder = Coder(rank, ranks, seed=seed, step=step, amax=amax)
+    coder = Coder(rank, ranks, seed=seed, step=step)
     found_inf = _flag(values)
 
     if bucket.dense:
@@ -106,10 +102,10 @@ def all_reduce(
         if senders is None:
             for r, payload in enumerate(came.parts()):
                 coder.decode(shown, payload, sums, add=r > 0)
-            finish(shown, sums, values, [ranks] * len(shown), found_inf)
+            finish(shown, sums, values, ranks, found_inf)
         else:
             _average_senders(shown, came.parts(), coder, senders, sums)
-            finish(shown, sums, values, [1] * len(shown), found_inf)
+            finish(shown, sums, values, 1, found_inf)
     _add_means(bucket, values, found_inf)
     return found_inf[0] == 0
 
@@ -171,8 +167,7 @@ def _reduce_dense(
     for part, payload in zip(owned, results.parts(), strict=True):
         parts = part.float32_view(values)
         coder.decode(part.runs, payload, parts, add=False)
-        divisors = [ranks if run.piece.codec.combine == "sum" else 1 for run in part.runs]
-        part.finish(parts, values, divisors, found_inf)
+        part.finish(parts, values, found_inf)
 
 
 def reduce_scatter(
@@ -215,14 +210,12 @@ def reduce_scatter(
     batched = Batched.find("reduce_scatter", bucket, group, deal, input, output)
     if batched is not None:
         batched.begin(bucket.sides, seed=seed, step=step, average=average)
-        batched.share_amax(input, ranks)
         came = batched.scatter(input, ranks)
         return _all_finite(
             torch.tensor([batched.add_up(output, 0, came)], dtype=torch.bool, device="cpu"), group
         )
     rows = list(input.view(ranks, -1))
-    amax = shared_amax(bucket.pieces, rows, group)
-    coder = Coder(rank, ranks, seed=seed, step=step, amax=amax)
+    coder = Coder(rank, ranks, seed=seed, step=step)
     runs = whole(bucket.pieces)
     sent = [
         coder.encode(runs, widened(runs, values), values.device, worker=True, row=r)
@@ -234,7 +227,7 @@ def reduce_scatter(
     for r, payload in enumerate(_scatter(sent, total_bytes(runs), is_variable(runs), group)):
         coder.decode(runs, payload, sums, add=r > 0)
     found_inf = _flag(output)
-    finish(runs, sums, result, [ranks if average else 1] * len(runs), found_inf)
+    finish(runs, sums, result, ranks if average else 1, found_inf)
     _add_means(bucket, result, found_inf)
     if result is not output:
         convert(result, output, found_inf=found_inf)
@@ -291,7 +284,7 @@ def all_gather(
     for values, payload in zip(output.view(ranks, -1), came.parts(), strict=True):
         parts = float32_view(runs, values)
         coder.decode(runs, payload, parts, add=False)
-        finish(runs, parts, values, [1] * len(runs), found_inf)
+        finish(runs, parts, values, 1, found_inf)
     return found_inf[0] == 0
 
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm.codecs import MX, Eden, Quant, RandomK, Rotate
+from pycomm.codecs import MX, Eden, Quant
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
-from tests.codecs.cases import CASES, ROTATIONS, SPECS, amax_of, bits
+from tests.codecs.cases import CASES, ROTATIONS, SPECS, bits
 from tests.codecs.cuda import emulated as emulated_cuda
 from tests.extent import FULL, each_value, pairs, part
 from tests.noting import noting
@@ -32,7 +32,6 @@ IMPLEMENTATIONS = CPU[:2] + CUDA if torch.cuda.is_available() else CPU
 
 KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98, rank=2, ranks=5)
 REFERENCE = Reference()
-ROTATED = {"eden", "rotate"}
 
 everywhere = pytest.mark.parametrize(
     ("kind", "device"), IMPLEMENTATIONS, ids=["-".join(pair) for pair in IMPLEMENTATIONS]
@@ -69,8 +68,7 @@ def runner(codec: Codec, kind: str, device: str):
 def encode(run, codec: Codec, x, residual=None, new_residual=None, index=0) -> torch.Tensor:
     # Unwritten bytes are detected.
     out = torch.full((codec.encoded_bytes(x.numel()),), 0xA5, dtype=torch.uint8, device=x.device)
-    measure = amax_of(codec, x, residual)
-    run.encode(codec, EncodeArgs(x, out, residual, new_residual, KEY, index, measure))
+    run.encode(codec, EncodeArgs(x, out, residual, new_residual, KEY, index))
     return out
 
 
@@ -163,7 +161,7 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
             "emulated-cuda": 1 if FULL or name not in seen else 6,
             "triton": (1 if FULL else 12)
             * (3 if name in seen | {"topk", "lossless"} else 1)
-            * (3 if name in ROTATED else 1),
+            * (3 if name == "eden" else 1),
         }
         for kind, device in IMPLEMENTATIONS:
             every_nth = step.get(kind, 1) if device == "cpu" else 1
@@ -181,7 +179,7 @@ def on_each() -> Iterator[tuple[str, str, str]]:
     seen = set()
     others = SPECS
     if not FULL:
-        others = part([spec for spec in SPECS if pycomm.codec(spec).name not in ROTATED], 5)
+        others = part([spec for spec in SPECS if pycomm.codec(spec).name != "eden"], 5)
     for spec in SPECS:
         name = pycomm.codec(spec).name
         for kind, device in IMPLEMENTATIONS:
@@ -351,8 +349,7 @@ def test_alignment_does_not_matter(spec, kind, device):
 
     owed = shifted(residual, device)
     payload = shifted(torch.zeros_like(want), device)
-    there, measure = shifted(x, device), amax_of(codec, x.to(device), owed)
-    run.encode(codec, EncodeArgs(there, payload, owed, owed, KEY, 0, measure))
+    run.encode(codec, EncodeArgs(shifted(x, device), payload, owed, owed, KEY, 0))
     assert torch.equal(payload.cpu(), want)
     assert same(owed, want_owed)
 
@@ -384,12 +381,8 @@ def test_parts_have_the_bytes_of_the_whole(spec, kind, device):
 
 def sections(codec: Codec, payload: torch.Tensor, numel: int) -> list[torch.Tensor]:
     """Return scales, without padding, and codes with theirs; records have scales of their own."""
-    if isinstance(codec, (Rotate, Eden)):  # each part has its own header
+    if isinstance(codec, Eden):  # each part has its own header
         payload, numel = payload[HEADER:], -(-numel // codec.size) * codec.size
-    if isinstance(codec, Rotate):
-        return sections(codec.inner, payload, numel)
-    if isinstance(codec, RandomK):  # each part has its own header
-        return [payload[24:]]
     if isinstance(codec, MX):
         scales_at, codes_at = codec.sections(numel)
         scales_end = scales_at + -(-numel // codec.block)

@@ -25,9 +25,6 @@ SPECS = [
     "topk:density=0.05,values=int8,chunk=4096",
     "topk:density=0.3,values=int2,chunk=4096",
     "topk:density=0.05,sample=10",
-    "randomk:every=7,block=32,scale=unbiased",
-    "ternary:ranks=127,block=64",
-    "rotate:size=64+quant:bits=4",
     "eden:bits=3.5,size=4096",
     "eden:bits=0.5,size=64",
     "eden:bits=7,size=64",
@@ -41,12 +38,7 @@ CANARY = np.float32(7.0)
 
 def encoded(codec: _C.Codec, x: np.ndarray) -> np.ndarray:
     payload = np.zeros(codec.encoded_bytes(len(x)), np.uint8)
-    plain = {}
-    if codec.needs_amax:
-        amax = np.zeros(-(-len(x) // codec.granule), np.float32)
-        codec.compute_amax(x.ctypes.data, len(x), amax.ctypes.data)
-        plain = {"amax": amax.ctypes.data}
-    codec.encode(x.ctypes.data, len(x), payload.ctypes.data, **plain)
+    codec.encode(x.ctypes.data, len(x), payload.ctypes.data)
     return payload
 
 

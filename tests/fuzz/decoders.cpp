@@ -2,7 +2,9 @@
 //
 // Input: codec, number of values (two bytes), payload.
 #include <cstring>
+#include <initializer_list>
 #include <memory>
+#include <utility>
 
 #include "codecs/base/codec.h"
 #include "tests/fuzz/target.h"
@@ -12,50 +14,48 @@ namespace {
 using pycomm::Codec;
 
 constexpr size_t kMostValues = 5000;
+constexpr size_t kNumbers = 39;
 
+/// The codecs by the number that an input gives. The number of a codec that was removed stays free:
+/// the corpus has payloads for the others.
 const std::vector<std::unique_ptr<Codec>>& codecs() {
   static const auto* all = [] {
-    auto* made = new std::vector<std::unique_ptr<Codec>>;
-    for (const char* spec : {"cast:dtype=float32",
-                             "cast:dtype=float16",
-                             "cast:dtype=bfloat16",
-                             "cast:dtype=float8_e4m3,block=256",
-                             "cast:dtype=float8_e5m2,block=32",
-                             "quant:bits=8,block=256",
-                             "quant:bits=4,block=32",
-                             "quant:bits=4,rounding=correlated",
-                             "quant:bits=2,block=64,range=minmax,scale=bfloat16",
-                             "quant:bits=3,block=64,rounding=stochastic,scale=bfloat16",
-                             "quant:bits=5,block=128,range=minmax",
-                             "quant:bits=6,block=32,scale=bfloat16",
-                             "quant:bits=7,block=2048",
-                             "mx:format=fp8_e4m3",
-                             "mx:format=fp8_e5m2,scale=ceil",
-                             "mx:format=fp6_e2m3",
-                             "mx:format=fp6_e3m2",
-                             "mx:format=fp4_e2m1",
-                             "mx:format=nvfp4",
-                             "sign:block=32",
-                             "sign:block=2048",
-                             "rotate:size=64+quant:bits=8,block=256",
-                             "rotate:size=1024+quant:bits=4,block=128",
-                             "eden:bits=2,size=1024",
-                             "eden:bits=1,size=64,scale=mmse",
-                             "eden:bits=0.5,size=64",
-                             "eden:bits=3.5,size=4096",
-                             "eden:bits=8,size=1024",
-                             "ternary:ranks=7,block=2048",
-                             "ternary:ranks=127,block=64",
-                             "lossless:dtype=float32",
-                             "lossless:dtype=bfloat16",
-                             "randomk:every=10",
-                             "randomk:every=7,block=32",
-                             "topk:density=0.01",
-                             "topk:density=0.1,values=float16,indices=int16,chunk=65536",
-                             "topk:density=0.05,values=int8,indices=int12,chunk=4096",
-                             "topk:density=0.3,values=int2,indices=bitmap,chunk=4096",
-                             "topk:density=0.05,sample=10"}) {
-      made->push_back(pycomm::make_codec(spec));
+    auto* made = new std::vector<std::unique_ptr<Codec>>(kNumbers);
+    for (const auto& [number, spec] : std::initializer_list<std::pair<size_t, const char*>>{
+             {0, "cast:dtype=float32"},
+             {1, "cast:dtype=float16"},
+             {2, "cast:dtype=bfloat16"},
+             {3, "cast:dtype=float8_e4m3,block=256"},
+             {4, "cast:dtype=float8_e5m2,block=32"},
+             {5, "quant:bits=8,block=256"},
+             {6, "quant:bits=4,block=32"},
+             {7, "quant:bits=4,rounding=correlated"},
+             {8, "quant:bits=2,block=64,range=minmax,scale=bfloat16"},
+             {9, "quant:bits=3,block=64,rounding=stochastic,scale=bfloat16"},
+             {10, "quant:bits=5,block=128,range=minmax"},
+             {11, "quant:bits=6,block=32,scale=bfloat16"},
+             {12, "quant:bits=7,block=2048"},
+             {13, "mx:format=fp8_e4m3"},
+             {14, "mx:format=fp8_e5m2,scale=ceil"},
+             {15, "mx:format=fp6_e2m3"},
+             {16, "mx:format=fp6_e3m2"},
+             {17, "mx:format=fp4_e2m1"},
+             {18, "mx:format=nvfp4"},
+             {19, "sign:block=32"},
+             {20, "sign:block=2048"},
+             {23, "eden:bits=2,size=1024"},
+             {24, "eden:bits=1,size=64,scale=mmse"},
+             {25, "eden:bits=0.5,size=64"},
+             {26, "eden:bits=3.5,size=4096"},
+             {27, "eden:bits=8,size=1024"},
+             {30, "lossless:dtype=float32"},
+             {31, "lossless:dtype=bfloat16"},
+             {34, "topk:density=0.01"},
+             {35, "topk:density=0.1,values=float16,indices=int16,chunk=65536"},
+             {36, "topk:density=0.05,values=int8,indices=int12,chunk=4096"},
+             {37, "topk:density=0.3,values=int2,indices=bitmap,chunk=4096"},
+             {38, "topk:density=0.05,sample=10"}}) {
+      (*made)[number] = pycomm::make_codec(spec);
     }
     return made;
   }();
@@ -72,7 +72,9 @@ std::unique_ptr<T[]> exact(size_t count) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Reader reader(data, size);
-  const Codec& codec = *codecs()[reader.byte() % codecs().size()];
+  const auto& named = codecs()[reader.byte() % kNumbers];
+  if (named == nullptr) return 0;
+  const Codec& codec = *named;
   size_t numel = reader.byte();
   numel = (numel | static_cast<size_t>(reader.byte()) << 8) % kMostValues;
   const size_t bytes = codec.encoded_bytes(numel);
@@ -87,7 +89,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 
 std::vector<std::string> seeds() {
   std::vector<std::string> result;
-  for (size_t c = 0; c < codecs().size(); c++) {
+  for (size_t c = 0; c < kNumbers; c++) {
+    if (codecs()[c] == nullptr) continue;
     for (const size_t numel : {0, 1, 300}) {
       const Codec& codec = *codecs()[c];
       std::vector<float> in(numel);
@@ -96,17 +99,10 @@ std::vector<std::string> seeds() {
         state = state * 1664525 + 1013904223;
         x = static_cast<float>(static_cast<int32_t>(state)) * 1e-9f;
       }
-      // What ranks agree on, a number for each granule: ours alone.
-      std::vector<float> amax(numel + 1);
-      if (codec.needs_amax()) {
-        const size_t granules = (numel + codec.granule() - 1) / codec.granule();
-        codec.compute_amax({in.data(), numel}, nullptr, {amax.data(), granules}, {});
-      }
       std::string payload(codec.encoded_bytes(numel), '\0');
       pycomm::EncodeArgs args;
       args.in = {in.data(), numel};
       args.out = {reinterpret_cast<uint8_t*>(payload.data()), payload.size()};
-      args.amax = amax.data();
       codec.encode(args);
       result.push_back(
           {static_cast<char>(c), static_cast<char>(numel & 255), static_cast<char>(numel >> 8)});

@@ -2,10 +2,10 @@
 // stdout. It links libpycomm, or is compiled with the sources of core and codecs.
 //
 // A record of stdin begins with a word of four bytes. "code": the length of a codec's text and the
-// text; numbers of values and of amax; index; values, residual and amax, in float32. The answer is
-// the payload, the new residual and the decoded values. "fold": dtype, reduction, inputs, elements
-// and the inputs; the answer is the result, and the CRC-32C of the inputs. "simd": the answer is
-// the level of the processor's instructions that loops use. Numbers have 64 bits.
+// text; number of values; index; values and residual, in float32. The answer is the payload, the
+// new residual and the decoded values. "fold": dtype, reduction, inputs, elements and the inputs;
+// the answer is the result, and the CRC-32C of the inputs. "simd": the answer is the level of the
+// processor's instructions that loops use. Numbers have 64 bits.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -51,8 +51,8 @@ void code() {
   std::string text(number(), ' ');
   read(text.data(), text.size());
   const auto codec = pycomm::make_codec(text);
-  const uint64_t numel = number(), groups = number(), index = number();
-  const std::vector<float> values = floats(numel), residual = floats(numel), amax = floats(groups);
+  const uint64_t numel = number(), index = number();
+  const std::vector<float> values = floats(numel), residual = floats(numel);
   std::vector<uint8_t> payload(codec->encoded_bytes(numel));
   std::vector<float> owed(numel), decoded(numel);
   pycomm::EncodeArgs args;
@@ -62,7 +62,6 @@ void code() {
   args.new_residual = owed.data();
   args.key = kKey;
   args.index = index;
-  args.amax = groups ? amax.data() : nullptr;
   codec->encode(args);
   codec->decode({payload.data(), payload.size()}, {decoded.data(), numel}, {});
   write(payload);

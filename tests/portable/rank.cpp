@@ -102,8 +102,7 @@ int run(const std::string& folder, int rank, int ranks) {
   plain(group);
   for (const char* text :
        {"cast:dtype=bfloat16", "quant:bits=4", "quant:bits=8,rounding=stochastic",
-        "mx:format=fp4_e2m1", "sign", "ternary", "rotate+quant:bits=4", "eden:bits=2",
-        "topk:density=0.01", "randomk:every=10", "lossless"})
+        "mx:format=fp4_e2m1", "sign", "eden:bits=2", "topk:density=0.01", "lossless"})
     coded(group, text);
   group.barrier();
   return 0;

@@ -30,11 +30,8 @@ CODECS = [
     "fp8",
     "mxfp4",
     "sign",
-    "ternary",
-    "rotate",
     "eden:bits=2,size=128",
     "topk:0.05,values=int8",
-    "randomk:every=8",
     "lossless",
 ]
 

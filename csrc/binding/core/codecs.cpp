@@ -1,7 +1,6 @@
 // Codecs for Python: pycomm.codecs.base checks and owns the tensors, and only addresses come here.
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "binding/core/gil.h"
@@ -30,8 +29,7 @@ Stream to_stream(std::optional<uintptr_t> handle, const Codec& codec, size_t num
 
 void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
             uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint32_t rank,
-            uint32_t ranks, uint64_t index, uintptr_t amax, bool summed,
-            std::optional<uintptr_t> stream, uintptr_t scratch) {
+            uint32_t ranks, uint64_t index, std::optional<uintptr_t> stream, uintptr_t scratch) {
   const DefaultArithmetic arithmetic;
   EncodeArgs args;
   args.in = {reinterpret_cast<const float*>(x), numel};
@@ -40,22 +38,9 @@ void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintpt
   args.new_residual = reinterpret_cast<float*>(new_residual);
   args.key = {seed, step, tensor, rank, ranks};
   args.index = index;
-  args.amax = reinterpret_cast<const float*>(amax);
-  args.summed = summed;
   args.stream = to_stream(stream, codec, numel, scratch);
   GilReleased release;
   codec.encode(args);
-}
-
-void compute_amax(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
-                  std::optional<uintptr_t> stream) {
-  const DefaultArithmetic arithmetic;
-  const size_t granule = codec.granule();
-  const size_t granules = granule ? (numel + granule - 1) / granule : std::min<size_t>(numel, 1);
-  GilReleased release;
-  codec.compute_amax({reinterpret_cast<const float*>(x), numel},
-                     reinterpret_cast<const float*>(residual),
-                     {reinterpret_cast<float*>(out), granules}, to_stream(stream, codec, numel, 0));
 }
 
 void decode(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
@@ -128,15 +113,7 @@ py::list launches(const py::function& call) {
 }
 
 const char* combine(const Codec& codec) {
-  switch (codec.combine()) {
-    case Combine::sum:
-      return "sum";
-    case Combine::recode:
-      return "recode";
-    case Combine::gather:
-      return "gather";
-  }
-  return "";
+  return codec.combine() == Combine::gather ? "gather" : "recode";
 }
 
 }  // namespace
@@ -174,7 +151,6 @@ void bind_codecs(py::module_& m) {
       .def_property_readonly("granule", &Codec::granule)
       .def_property_readonly("variable", &Codec::variable)
       .def_property_readonly("shared_seed", &Codec::shared_seed)
-      .def_property_readonly("needs_amax", &Codec::needs_amax)
       .def(
           "encoded_bytes",
           [](const Codec& codec, size_t numel) {
@@ -186,13 +162,10 @@ void bind_codecs(py::module_& m) {
       .def("encode", &encode, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("new_residual") = 0, py::arg("seed") = 0,
            py::arg("step") = 0, py::arg("tensor") = 0, py::arg("rank") = 0, py::arg("ranks") = 1,
-           py::arg("index") = 0, py::arg("amax") = 0, py::arg("summed") = false,
-           py::arg("stream") = py::none(), py::arg("scratch") = 0)
+           py::arg("index") = 0, py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("encode_fed", &encode_fed, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("nesterov"),
            py::arg("error"), py::arg("momentum"), py::arg("scratch"))
-      .def("compute_amax", &compute_amax, py::arg("x"), py::arg("numel"), py::arg("out"),
-           py::kw_only(), py::arg("residual") = 0, py::arg("stream") = py::none())
       .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),
            py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("decode_add", &decode_add, py::arg("payload"), py::arg("out"), py::arg("numel"),

@@ -130,23 +130,15 @@ class CodedBucket {
     args_.average = average;
   }
 
-  size_t amax_count(size_t rows) {
-    return rows * coded::Shots(at({0, DType::float32, 1}), 1, rank_, ranks_, nullptr).amax_count();
-  }
-  void compute_amax(const CodedValues& values, uintptr_t out) {
-    check_rows(values);
-    run(values, 0, [&](coded::Shots& shots) { shots.compute_amax(floats(out)); });
-  }
-
   /// Encodes chunks [first, last) of each row, one after the other. Returns the bytes of each.
   std::vector<size_t> contribute(const CodedValues& values, size_t first, size_t last,
-                                 uintptr_t out, size_t capacity, uintptr_t amax) {
+                                 uintptr_t out, size_t capacity) {
     check_rows(values);
     size_t most = 0;
     for (size_t c = first; c < last; c++) most += most_.at(c);
     check_room(most * values.rows, capacity);
     std::vector<size_t> sizes;
-    run(values, amax, [&](coded::Shots& shots) {
+    run(values, [&](coded::Shots& shots) {
       uint8_t* to = bytes(out);
       for (size_t row = 0; row < values.rows; row++) {
         for (size_t c = first; c < last; c++) {
@@ -160,12 +152,11 @@ class CodedBucket {
 
   /// Makes the result of chunk c from the received payloads and encodes it. Returns its bytes.
   size_t own(const CodedValues& values, size_t c, const CodedPayloads& received, uintptr_t out,
-             size_t capacity, uintptr_t amax) {
+             size_t capacity) {
     const auto payloads = of_ranks(received);
     check_room(most_.at(c), capacity);
     size_t used = 0;
-    run(values, amax,
-        [&](coded::Shots& shots) { used = shots.own(chunk(c), payloads, bytes(out)); });
+    run(values, [&](coded::Shots& shots) { used = shots.own(chunk(c), payloads, bytes(out)); });
     return used;
   }
 
@@ -173,7 +164,7 @@ class CodedBucket {
   bool add_up(const CodedValues& values, size_t c, const CodedPayloads& received) {
     const auto payloads = of_ranks(received);
     chunks_.at(c);
-    return run(values, 0, [&](coded::Shots& shots) { shots.add_up(chunk(c), payloads); });
+    return run(values, [&](coded::Shots& shots) { shots.add_up(chunk(c), payloads); });
   }
 
   /// Decodes chunks [first, last) of each row. Returns true if the result is finite.
@@ -183,7 +174,7 @@ class CodedBucket {
       throw Error("got " + std::to_string(payloads.size()) + " payloads; give " +
                   std::to_string(values.rows) + " of each chunk");
     }
-    return run(values, 0, [&](coded::Shots& shots) {
+    return run(values, [&](coded::Shots& shots) {
       size_t i = 0;
       for (size_t row = 0; row < values.rows; row++) {
         for (size_t c = first; c < last; c++, i++) {
@@ -246,11 +237,11 @@ class CodedBucket {
 
   /// Returns true if the decoded values are finite.
   template <typename F>
-  bool run(const CodedValues& values, uintptr_t amax, const F& f) {
+  bool run(const CodedValues& values, const F& f) {
     const CodedArgs& args = at(values);
     const GilReleased release;
     const DefaultArithmetic arithmetic;
-    coded::Shots shots(args, values.rows, rank_, ranks_, floats(amax));
+    coded::Shots shots(args, values.rows, rank_, ranks_);
     f(shots);
     return shots.finite();
   }
@@ -288,12 +279,10 @@ void bind_coded(py::module_& m) {
       .def_property_readonly("room_behind", &CodedBucket::room_behind)
       .def("begin", &CodedBucket::begin, py::arg("sides"), py::kw_only(), py::arg("rank"),
            py::arg("ranks"), py::arg("seed"), py::arg("step"), py::arg("average") = true)
-      .def("amax_count", &CodedBucket::amax_count, py::arg("rows") = 1)
-      .def("compute_amax", &CodedBucket::compute_amax, py::arg("values"), py::arg("out"))
       .def("contribute", &CodedBucket::contribute, py::arg("values"), py::arg("first"),
-           py::arg("last"), py::arg("out"), py::arg("capacity"), py::arg("amax") = 0)
+           py::arg("last"), py::arg("out"), py::arg("capacity"))
       .def("own", &CodedBucket::own, py::arg("values"), py::arg("chunk"), py::arg("received"),
-           py::arg("out"), py::arg("capacity"), py::arg("amax") = 0)
+           py::arg("out"), py::arg("capacity"))
       .def("add_up", &CodedBucket::add_up, py::arg("values"), py::arg("chunk"), py::arg("received"))
       .def("land", &CodedBucket::land, py::arg("values"), py::arg("first"), py::arg("last"),
            py::arg("received"));

@@ -2,14 +2,6 @@
 #include "codecs/base/loops.h"
 #include "core/error.h"
 
-namespace pycomm {
-
-void Codec::compute_amax(Span<const float>, const float*, Span<float>, Stream) const {
-  throw Error(spec() + ": its ranks share no amax before they encode, so there is none to compute");
-}
-
-}  // namespace pycomm
-
 namespace pycomm::codecs {
 namespace {
 
@@ -26,10 +18,6 @@ void check_encode(const Codec& codec, const EncodeArgs& args) {
   check_size(codec, "out", args.out.size, args.in.size);
   if ((args.residual == nullptr) != (args.new_residual == nullptr) && args.in.size > 0) {
     throw Error(codec.spec() + ": one of residual and new_residual is null; give both or neither");
-  }
-  if (codec.needs_amax() && args.amax == nullptr && args.in.size > 0) {
-    throw Error(codec.spec() +
-                ": its ranks must share their amax before they encode; pass the largest as amax");
   }
   if (args.key.rank >= args.key.ranks) {
     throw Error(codec.spec() + ": rank " + std::to_string(args.key.rank) +

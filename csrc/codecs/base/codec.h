@@ -11,10 +11,6 @@ namespace pycomm {
 
 /// The way in which the payloads of a codec are combined across ranks.
 enum class Combine : uint8_t {
-  /// Contributions of one step add up to something that the codec encodes without loss: the owner
-  /// encodes the sum of the decoded values with the same key, and every rank that decodes it
-  /// divides (random-k, ternary).
-  sum,
   recode,  ///< decode_add at the owner, divide, then encode again (cast, quant, mx, sign)
   gather,  ///< payloads differ in place: all-gather, then decode_add each in rank order (top-k)
 };
@@ -38,12 +34,6 @@ struct EncodeArgs {
   float* new_residual = nullptr;    ///< may be `residual`; null iff `residual` is null
   RandomKey key;
   uint64_t index = 0;  ///< place of in[0] in its tensor; a multiple of granule()
-  /// For a codec that needs_amax(): for each granule of `in` the largest of what the ranks
-  /// computed.
-  const float* amax = nullptr;
-  /// With Combine::sum: `in` is a sum of decoded contributions of this key, so it is encoded as it
-  /// is: a codec that scales what it sends (random-k) must not do so again.
-  bool summed = false;
   Stream stream;
 };
 
@@ -71,7 +61,7 @@ class PYCOMM_API Codec {
   virtual bool variable() const { return false; }
   /// True if all ranks encode with the same seed: the combined meaning of their payloads depends on
   /// it.
-  virtual bool shared_seed() const { return combine() == Combine::sum; }
+  virtual bool shared_seed() const { return false; }
 
   /// Scratch memory that, on cuda, the stream of a call on this many values must provide; its
   /// contents are not kept between calls.
@@ -79,13 +69,6 @@ class PYCOMM_API Codec {
     (void)numel;
     return 0;
   }
-
-  /// True if ranks, before they encode, agree on the largest of the numbers that each has measured,
-  /// one for each granule of a tensor.
-  virtual bool needs_amax() const { return false; }
-  /// Computes out[g] = amax of granule g of in + residual (null: none). Only if needs_amax().
-  virtual void compute_amax(Span<const float> in, const float* residual, Span<float> out,
-                            Stream stream) const;
 
   /// Encodes in one pass. With a residual: p = in + residual, out = code(p), new_residual = p -
   /// decode(out). A block that holds Inf or NaN travels as NaN and leaves its residual as it was.

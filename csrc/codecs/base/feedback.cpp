@@ -224,14 +224,4 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scrat
   if (feedback.error) store(feedback.storage, {new_residual, n}, feedback.error.fresh);
 }
 
-void compute_amax(const Codec& codec, const Feedback& feedback, Span<const float> in,
-                  Span<float> out, Stream stream, Scratch& scratch) {
-  if (!feedback || is_plain(feedback)) {
-    const auto* residual = reinterpret_cast<const float*>(feedback.error.old);
-    return codec.compute_amax(in, residual, out, stream);
-  }
-  const Past past(feedback, in, scratch);
-  codec.compute_amax({past.x, in.size}, past.residual, out, stream);
-}
-
 }  // namespace pycomm::feedback

@@ -78,8 +78,5 @@ class Scratch {
 /// Encodes with `feedback` for exactly the values of args.in; `args` has no residuals.
 PYCOMM_API void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args,
                        Scratch& scratch);
-/// Applies Codec::compute_amax to the values that encode() would encode. Writes only `out`.
-void compute_amax(const Codec& codec, const Feedback& feedback, Span<const float> in,
-                  Span<float> out, Stream stream, Scratch& scratch);
 
 }  // namespace pycomm::feedback

@@ -19,8 +19,7 @@ std::string join(const Texts& texts) {
 
 }  // namespace
 
-Options::Options(std::string_view codec, std::string_view text, std::string_view inner)
-    : codec_(codec), inner_(inner) {
+Options::Options(std::string_view codec, std::string_view text) : codec_(codec) {
   while (!text.empty()) {
     const std::string_view item = text.substr(0, text.find(','));
     text.remove_prefix(std::min(text.size(), item.size() + 1));
@@ -79,14 +78,7 @@ int Options::choice(std::string_view option, std::initializer_list<std::string_v
   return static_cast<int>(found - choices.begin());
 }
 
-std::string Options::inner(std::string_view otherwise) {
-  std::string spec = inner_.empty() ? std::string(otherwise) : inner_;
-  inner_.clear();
-  return spec;
-}
-
 void Options::finish() const {
-  if (!inner_.empty()) fail("no codec can follow it, as +" + inner_ + " would");
   for (const auto& option : given_) {
     if (std::find(asked_.begin(), asked_.end(), option.first) == asked_.end()) {
       fail("unknown option \"" + option.first + "\"; it has the options " + join(asked_));

@@ -1,5 +1,4 @@
-// Options of a codec spec: "quant:bits=4,block=128" is the name "quant" and two options. After a
-// "+" follows the spec of an inner codec: "rotate:size=1024+quant:bits=4".
+// Options of a codec spec: "quant:bits=4,block=128" is the name "quant" and two options.
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -15,15 +14,13 @@ namespace pycomm::codecs {
 /// allowed.
 class Options {
  public:
-  Options(std::string_view codec, std::string_view text, std::string_view inner = {});
+  Options(std::string_view codec, std::string_view text);
 
   int integer(std::string_view option, int otherwise);
   double number(std::string_view option, double otherwise);
   /// Returns the place of the value in `choices`; `otherwise` is a place, too.
   int choice(std::string_view option, std::initializer_list<std::string_view> choices,
              int otherwise);
-  /// Returns the spec of the inner codec.
-  std::string inner(std::string_view otherwise);
   /// Throws if an option was given that the codec did not request.
   void finish() const;
 
@@ -34,7 +31,6 @@ class Options {
   const std::string* find(std::string_view option);
 
   std::string codec_;
-  std::string inner_;  ///< empty: none was given, or it was requested
   std::vector<std::pair<std::string, std::string>> given_;
   std::vector<std::string> asked_;
 };

@@ -22,10 +22,9 @@ struct EncodeParams {
   uint32_t block_bits;     ///< a block has 1 << block_bits values
   uint32_t shift;          ///< added to every random word
   uint32_t options;        ///< of the codec
-  const float* amax;       ///< ternary: the largest of the ranks, one per block
-  uint32_t* header;        ///< rotate, eden: start of a payload
-  uint64_t key;            ///< rotate, eden: seed of the signs
-  uint32_t rotation_bits;  ///< rotate, eden: a rotation has 1 << rotation_bits values
+  uint32_t* header;        ///< eden: start of a payload
+  uint64_t key;            ///< eden: seed of the signs
+  uint32_t rotation_bits;  ///< eden: a rotation has 1 << rotation_bits values
 };
 
 /// Arguments of every decode kernel of the codecs with one kernel.
@@ -38,7 +37,7 @@ struct DecodeParams {
   uint32_t options;
   const uint32_t* header;  ///< as when encoding
   uint32_t rotation_bits;
-  uint32_t add;  ///< rotate, eden: 1 if values are added to out
+  uint32_t add;  ///< eden: 1 if values are added to out
 };
 
 /// Arguments that all kernels of a codec with several share; its own struct adds to them.

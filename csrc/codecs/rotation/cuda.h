@@ -1,7 +1,7 @@
-// Random rotation of rotate and eden in CUDA, and the other operations across a tile: the
-// transform, sums by halves, the maximum of each block. A warp holds a tile of 1024 values in
-// registers; larger rotations and blocks lie in neighbouring warps, which exchange data in shared
-// memory. Compiled by nvcc and NVRTC.
+// Random rotation of eden in CUDA, and the other operations across a tile: the transform, sums by
+// halves, the maximum of each rotation. A warp holds a tile of 1024 values in registers; larger
+// rotations lie in neighbouring warps, which exchange data in shared memory. Compiled by nvcc and
+// NVRTC.
 #pragma once
 #include "codecs/base/block_cuda.h"
 #include "codecs/rotation/rotation.h"

@@ -33,10 +33,6 @@ struct Sink {
   float* out = nullptr;             ///< values, or the new residual
   const float* x = nullptr;         ///< store_residual: p = x + residual
   const float* residual = nullptr;  ///< store_residual
-
-  Sink from(size_t at) const {
-    return {then, out + at, x ? x + at : nullptr, residual ? residual + at : nullptr};
-  }
 };
 
 /// Rotates x + residual (null: x). The n values are followed by zeros.

@@ -1,5 +1,4 @@
-// Transforms of a rotation, compiled for several x86 levels once for all codecs that rotate. Wire
-// format: docs/wire/rotate.md.
+// Transforms of a rotation, compiled for several x86 levels. Wire format: docs/wire/eden.md.
 #include "codecs/rotation/loops.h"
 
 namespace pycomm::codecs {

@@ -1,6 +1,5 @@
-// Random rotation of rotate and eden: signs and a transform, twice. Wire format:
-// docs/wire/rotate.md. Everything that determines the bits is here, compiled by gcc, nvcc and
-// NVRTC.
+// Random rotation of eden: signs and a transform, twice. Wire format: docs/wire/eden.md. Everything
+// that determines the bits is here, compiled by gcc, nvcc and NVRTC.
 #pragma once
 #include "core/cuda_shape.h"
 #include "core/floats.h"
@@ -40,7 +39,6 @@ constexpr uint32_t kSecondTensor = 2;
 
 /// Steps of the first transform, which spreads each value over this many, at distances of `size` /
 /// 2 and less: more would cost as much as the second transform and gain little.
-/// would cost as much as the second transform and gain little.
 PYCOMM_HD constexpr int spread_bits(int size_bits) { return size_bits < 10 ? size_bits : 6; }
 /// Slopes t of its first three steps, which compute a + t b and t a - b from a and b. With t = 1 as
 /// in all other steps, one large value would become few different magnitudes, and smaller values

@@ -1,8 +1,7 @@
-// Coded all-reduce: two shots for what is recoded or summed, an all-gather for the rest. Both are
-// in transit at once. In one shot all is gathered, and every rank does what owners do.
+// Coded all-reduce: two shots for what is recoded, an all-gather for the rest. Both are in transit
+// at once. In one shot all is gathered, and every rank does what owners do.
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
-#include "collectives/coded/amax.h"
 #include "collectives/coded/coded.h"
 #include "collectives/coded/coder.h"
 #include "collectives/coded/float32_view.h"
@@ -42,9 +41,7 @@ class AllReduce {
                coded_segment(context.segment_bytes(), context.speed()), context.coded_shares()),
         shown_(args.pieces, pick(args, values, one_shot_, false), 1,
                coded_segment(context.segment_bytes(), one_shot_ ? Speed() : context.speed())),
-        amax_(args, values, args.data.size),
-        coder_(args, &amax_, me_, n_, context.feedback_scratch(), {}, Packing::close,
-               &context.timing()),
+        coder_(args, me_, n_, context.feedback_scratch(), {}, Packing::close, &context.timing()),
         view_(args, args.data.data, divisor, context.feedback_scratch(), &found_inf_),
         outbox_(context),
         decoded_(n_, 0) {
@@ -52,7 +49,6 @@ class AllReduce {
   }
 
   bool run() {
-    amax_.all_reduce(ex_);
     if (ex_.is_group()) ex_.note_algo(one_shot_ ? "one_shot" : "two_shot");
     // There is one place for every owned payload of the bucket: first our contributions, then the
     // results, which cannot arrive before the owner has had the contribution. There is another one
@@ -152,7 +148,7 @@ class AllReduce {
 
   // Encodes a sum as its owner does. Returns the bytes.
   size_t recode(Span<const PieceRun> runs, Floats sum, uint8_t* out) {
-    view_.average(runs, sum, recoded);
+    view_.average(runs, sum);
     return coder_.encode(Hop::owner, runs, sum, out);
   }
 
@@ -179,7 +175,7 @@ class AllReduce {
   void decode_result(Span<const PieceRun> runs, Span<const uint8_t> in, int owner) {
     const Floats result = view_.room(runs);
     coder_.decode(runs, in, result, false, ex_.member(owner));
-    view_.finish(runs, result, undivided);
+    view_.finish_result(runs, result);
   }
 
   // Decodes in rank order. Our own values there are encoded.
@@ -201,7 +197,7 @@ class AllReduce {
         uint8_t* const out = gathered(ex_.after(1), s);  // it has been decoded
         decode_result(runs, {out, recode(runs, sum, out)}, me_);
       } else {
-        view_.finish(runs, sum, undivided);
+        view_.finish_sum(runs, sum);
       }
     }
     return next_shown_ == shown_.count(0);
@@ -213,7 +209,6 @@ class AllReduce {
   const bool one_shot_;
   const BucketLayout owned_;  // a chunk for each rank
   const BucketLayout shown_;  // the same for all
-  Amax amax_;
   const Coder coder_;
   float found_inf_ = 0.0f;
   const Float32View view_;

@@ -14,9 +14,8 @@
 // Where no owner has a residual, any rank can be the owner of all (coded/one_shot.h): far ranks
 // then need one shot.
 //
-// If a codec's combine is `sum`, the owner encodes the sum itself, without loss, and every rank
-// that decodes it divides. If it is `gather`, there is no owner: every rank sends its encoded
-// values to all, which decode them in rank order and divide. docs/algorithms.md has the costs.
+// If a codec's combine is `gather`, there is no owner: every rank sends its encoded values to all,
+// which decode them in rank order and divide. docs/algorithms.md has the costs.
 #pragma once
 #include "collectives/algorithms/context.h"
 

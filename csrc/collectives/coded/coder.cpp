@@ -2,21 +2,12 @@
 
 #include <cstring>
 
-#include "collectives/coded/amax.h"
 #include "collectives/coded/coded.h"
 #include "core/error.h"
 #include "core/reduce.h"
 
 namespace pycomm::coded {
 namespace {
-
-/// Returns the feedback of a hop. A sum that an owner encodes with the codec's own combine must not
-/// lose anything, so it has none.
-feedback::Feedback feedback_of(const Piece& piece, Hop hop, const Place& at) {
-  if (hop == Hop::worker) return piece.worker.at(at.row, piece.numel, at.offset);
-  if (piece.codec->combine() == Combine::sum) return {};
-  return piece.owner.at(at.row, piece.numel, at.offset);
-}
 
 /// Returns the size that a payload of a variable codec states.
 size_t used_bytes(const uint8_t* payload) {
@@ -33,37 +24,21 @@ PYCOMM_SIMD void add_mean(const feedback::Memory& mean, Span<float> x) {
 
 }  // namespace
 
-size_t granules(const Codec& codec, size_t numel) {
-  const size_t granule = codec.granule();
-  if (granule == 0) return numel > 0 ? 1 : 0;
-  return numel / granule + (numel % granule != 0);
-}
-
 size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args,
                     Packing packing, feedback::Scratch& scratch) {
-  feedback::encode(*piece.codec, feedback_of(piece, hop, at), args, scratch);
+  const feedback::Feedback& feedback = hop == Hop::worker ? piece.worker : piece.owner;
+  feedback::encode(*piece.codec, feedback.at(at.row, piece.numel, at.offset), args, scratch);
   const bool close = packing == Packing::close && piece.codec->variable();
   return close ? used_bytes(args.out.data) : args.out.size;
 }
 
-void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
-                   Stream stream, feedback::Scratch& scratch) {
-  feedback::compute_amax(*piece.codec, feedback_of(piece, hop, at), in,
-                         {out, granules(*piece.codec, in.size)}, stream, scratch);
-}
-
 RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
-  const Codec& codec = *piece.codec;
   RandomKey key;
   key.step = args_.step;
   key.tensor = piece.tensor;
   if (hop == Hop::worker) {
-    key.seed = hop_seed(args_.seed, codec.shared_seed() ? kSharedHop : rank_);
+    key.seed = hop_seed(args_.seed, piece.codec->shared_seed() ? kSharedHop : rank_);
     key.rank = static_cast<uint32_t>(rank_);
-    key.ranks = static_cast<uint32_t>(ranks_);
-  } else if (codec.combine() == Combine::sum) {
-    // The key of a contribution; any will do that does not depend on which rank owns a value.
-    key.seed = hop_seed(args_.seed, kSharedHop);
     key.ranks = static_cast<uint32_t>(ranks_);
   } else {
     key.seed = hop_seed(args_.seed, kOwnerHop);
@@ -77,28 +52,15 @@ size_t Coder::encode(Hop hop, Span<const PieceRun> runs, Floats values, uint8_t*
   const Timed timed(timing_);
   uint8_t* const begin = out;
   float* packed = values.data;
-  std::vector<float> measured;
   for (const PieceRun& run : runs) {
     const Piece& piece = args_.pieces[run.piece];
-    const Codec& codec = *piece.codec;
-    const Place at{row, run.offset};
     EncodeArgs args;
     args.in = {values.of(piece, run, packed), run.numel};
-    args.out = {out, codec.encoded_bytes(run.numel)};
+    args.out = {out, piece.codec->encoded_bytes(run.numel)};
     args.key = key(hop, piece, row);
     args.index = run.offset;
     args.stream = stream_;
-    args.summed = hop != Hop::worker && codec.combine() == Combine::sum;
-    if (codec.needs_amax()) {
-      if (amax_ && (hop == Hop::worker || codec.combine() == Combine::sum)) {
-        args.amax = amax_->of(run, row);
-      } else {  // there is no rank to agree with
-        measured.resize(granules(codec, run.numel));
-        measure_piece(piece, hop, at, args.in, measured.data(), stream_, scratch_);
-        args.amax = measured.data();
-      }
-    }
-    out += encode_piece(piece, hop, at, args, packing_, scratch_);
+    out += encode_piece(piece, hop, {row, run.offset}, args, packing_, scratch_);
   }
   return static_cast<size_t>(out - begin);
 }

@@ -1,13 +1,11 @@
-// Coder: encodes and decodes the runs of a coded operation, with their random numbers, residuals
-// and shared amax.
+// Coder: encodes and decodes the runs of a coded operation, with their random numbers and
+// residuals.
 #pragma once
 #include "codecs/convert.h"
 #include "collectives/coded/layout.h"
 #include "core/op_timing.h"
 
 namespace pycomm::coded {
-
-class Amax;  // coded/amax.h
 
 /// The two places where values are encoded.
 enum class Hop : uint8_t {
@@ -28,9 +26,6 @@ struct Floats {
   }
 };
 
-/// Returns the granules of a tensor of `numel` values; one if it cannot be cut.
-size_t granules(const Codec& codec, size_t numel);
-
 /// Place of values in their piece.
 struct Place {
   size_t row, offset;
@@ -42,26 +37,20 @@ enum class Packing : uint8_t {
   fixed,  ///< each after the largest sizes of those before; for memory that the host cannot read
 };
 
-// Everything that uses feedback goes through these two functions.
-
-/// Encodes values of a piece. `args` lacks only the residuals. Returns how many bytes of args.out
-/// are used.
+/// Encodes values of a piece with its feedback. `args` lacks only the residuals. Returns how many
+/// bytes of args.out are used.
 size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args,
                     Packing packing, feedback::Scratch& scratch);
-/// Applies Codec::compute_amax to values of a piece.
-void measure_piece(const Piece& piece, Hop hop, const Place& at, Span<const float> in, float* out,
-                   Stream stream, feedback::Scratch& scratch);
 
 /// Coder of one rank of an operation. Where pieces have several rows (reduce_scatter: one for each
 /// owner), residuals have as many, and each row has random numbers of its own.
 class Coder {
  public:
-  /// `rank` of `ranks` encode the same values. `amax` null: each rank is alone with its values.
-  /// `timing` gets the time that it takes; null where that is not the host's.
-  Coder(const CodedArgs& args, const Amax* amax, int rank, int ranks, feedback::Scratch& scratch,
-        Stream stream = {}, Packing packing = Packing::close, OpTiming* timing = nullptr)
+  /// `rank` of `ranks` encode the same values. `timing` gets the time that it takes; null where
+  /// that is not the host's.
+  Coder(const CodedArgs& args, int rank, int ranks, feedback::Scratch& scratch, Stream stream = {},
+        Packing packing = Packing::close, OpTiming* timing = nullptr)
       : args_(args),
-        amax_(amax),
         rank_(rank),
         ranks_(ranks),
         scratch_(scratch),
@@ -95,7 +84,6 @@ class Coder {
   RandomKey key(Hop hop, const Piece& piece, size_t row) const;
 
   const CodedArgs& args_;
-  const Amax* amax_;
   int rank_, ranks_;
   feedback::Scratch& scratch_;
   Stream stream_;

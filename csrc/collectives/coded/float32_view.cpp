@@ -13,7 +13,7 @@ Float32View::Float32View(const CodedArgs& args, const void* values, int divisor,
                          feedback::Scratch& scratch, float* found_inf, Stream stream, float* room)
     : args_(args),
       values_(static_cast<uint8_t*>(const_cast<void*>(values))),
-      divisor_(divisor),
+      divisor_(args.average ? static_cast<float>(divisor) : 1.0f),
       scratch_(scratch),
       found_inf_(found_inf),
       stream_(stream),
@@ -52,31 +52,29 @@ Floats Float32View::read(Span<const PieceRun> runs) const {
   return floats;
 }
 
-ConvertArgs Float32View::conversion(const PieceRun& run, bool (*choose)(Combine)) const {
-  ConvertArgs result;
-  result.numel = run.numel;
-  const bool divides = args_.average && choose(args_.pieces[run.piece].codec->combine());
-  if (divides) result.divisor = static_cast<float>(divisor_);
-  result.stream = stream_;
-  return result;
-}
-
-void Float32View::average(Span<const PieceRun> runs, Floats values, bool (*choose)(Combine)) const {
-  float* packed = values.data;
+void Float32View::average(Span<const PieceRun> runs, Floats sum) const {
+  if (divisor_ == 1.0f) return;
+  float* packed = sum.data;
   for (const PieceRun& run : runs) {
-    ConvertArgs divide = conversion(run, choose);
-    divide.in = divide.out = values.of(args_.pieces[run.piece], run, packed);
-    if (divide.divisor != 1.0f) convert(divide);
+    ConvertArgs divide;
+    divide.in = divide.out = sum.of(args_.pieces[run.piece], run, packed);
+    divide.numel = run.numel;
+    divide.divisor = divisor_;
+    divide.stream = stream_;
+    convert(divide);
   }
 }
 
-void Float32View::finish(Span<const PieceRun> runs, Floats values, bool (*choose)(Combine)) const {
+void Float32View::finish(Span<const PieceRun> runs, Floats values, float divisor) const {
   float* packed = values.data;
   for (const PieceRun& run : runs) {
     const Piece& piece = args_.pieces[run.piece];
     float* const floats = values.of(piece, run, packed);
-    ConvertArgs end = conversion(run, choose);
+    ConvertArgs end;
     end.in = end.out = floats;
+    end.numel = run.numel;
+    end.divisor = divisor;
+    end.stream = stream_;
     if (piece.mean) {  // on the CPU: a device group refuses EF21
       if (end.divisor != 1.0f) convert(end);
       end.divisor = 1.0f;

@@ -19,31 +19,27 @@ class Float32View {
   /// Returns memory into which the runs can be decoded before the next call; its contents are
   /// undefined.
   Floats room(Span<const PieceRun> runs) const;
-  /// If averaging is requested: divides values whose codec's combine choose() accepts.
-  void average(Span<const PieceRun> runs, Floats values, bool (*choose)(Combine)) const;
-  /// Completes values in memory from room(): averages likewise, adds the mean that EF21 keeps of
-  /// the steps before, and stores them in their place.
-  void finish(Span<const PieceRun> runs, Floats values, bool (*choose)(Combine)) const;
+  /// Divides a sum that is encoded next, if averaging is requested.
+  void average(Span<const PieceRun> runs, Floats sum) const;
+  /// Completes a sum in memory from room(): divides it likewise, adds the mean that EF21 keeps of
+  /// the steps before, and stores it in its place.
+  void finish_sum(Span<const PieceRun> runs, Floats sum) const { finish(runs, sum, divisor_); }
+  /// Completes values that others have averaged.
+  void finish_result(Span<const PieceRun> runs, Floats values) const { finish(runs, values, 1.0f); }
 
  private:
   bool is_wide() const { return args_.data.dtype == DType::float32; }
   float* packed(Span<const PieceRun> runs) const;
-  ConvertArgs conversion(const PieceRun& run, bool (*choose)(Combine)) const;
+  void finish(Span<const PieceRun> runs, Floats values, float divisor) const;
   uint8_t* place(const PieceRun& run) const;
 
   const CodedArgs& args_;
   uint8_t* const values_;
-  const int divisor_;
+  const float divisor_;  // 1: no averaging
   feedback::Scratch& scratch_;
   float* const found_inf_;
   const Stream stream_;
   float* const room_;
 };
-
-// Choices of the codecs whose values are divided.
-inline bool all(Combine) { return true; }
-inline bool none(Combine) { return false; }
-inline bool recoded(Combine combine) { return combine == Combine::recode; }
-inline bool undivided(Combine combine) { return combine != Combine::recode; }
 
 }  // namespace pycomm::coded

@@ -1,7 +1,6 @@
 // Coded reduce_scatter and all_gather: the first and the second shot of an all-reduce. Each rank
 // has one row of the same pieces.
 #include "collectives/algorithms/dispatch.h"
-#include "collectives/coded/amax.h"
 #include "collectives/coded/coded.h"
 #include "collectives/coded/coder.h"
 #include "collectives/coded/float32_view.h"
@@ -31,13 +30,9 @@ bool all_agree(CollectiveContext& context, bool finite) {
 bool reduce_scatter(CollectiveContext& context, const CodedArgs& args, void* out) {
   const int n = context.size(), me = context.rank();
   const size_t row = row_numel(args);
-  const std::vector<PieceRun> values = values_of(args.pieces);
-  Amax amax(args, values, row, static_cast<size_t>(n));
-  amax.all_reduce(context);
   context.note_algo("one_shot");
   const BucketLayout layout = row_layout(context, args);
-  const Coder coder(args, &amax, me, n, context.feedback_scratch(), {}, Packing::close,
-                    &context.timing());
+  const Coder coder(args, me, n, context.feedback_scratch(), {}, Packing::close, &context.timing());
   const size_t each = layout.bytes(), count = layout.count(0);
 
   // Payloads that we send to each owner, then those that each rank sends to us.
@@ -80,7 +75,7 @@ bool reduce_scatter(CollectiveContext& context, const CodedArgs& args, void* out
                    r == me ? Span<const uint8_t>(place(me, s), own[s]) : inboxes[r].payload(s), sum,
                    r > 0, context.member(r));
     }
-    to.finish(runs, sum, all);
+    to.finish_sum(runs, sum);
   }
   context.wait_all();
   return all_agree(context, found_inf == 0.0f);
@@ -91,8 +86,7 @@ bool all_gather(CollectiveContext& context, const CodedArgs& args, void* out) {
   const int n = context.size(), me = context.rank();
   const size_t row = row_numel(args);
   const BucketLayout layout = row_layout(context, args);
-  const Coder coder(args, nullptr, me, n, context.feedback_scratch(), {}, Packing::close,
-                    &context.timing());
+  const Coder coder(args, me, n, context.feedback_scratch(), {}, Packing::close, &context.timing());
   const size_t each = layout.bytes(), count = layout.count(0);
   uint8_t* const payloads = context.scratch(n * each);
   const auto place = [&](int r, size_t s) { return payloads + r * each + layout.at(0, s).payload; };
@@ -115,7 +109,7 @@ bool all_gather(CollectiveContext& context, const CodedArgs& args, void* out) {
     const Span<const PieceRun> runs = layout.runs(layout.at(0, s));
     const Floats values = to[r].room(runs);
     coder.decode(runs, payload, values, false, context.member(r));
-    to[r].finish(runs, values, none);
+    to[r].finish_result(runs, values);
   };
   Outbox outbox(context);
   for (size_t s = 0; s < count; s++) {

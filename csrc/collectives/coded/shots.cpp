@@ -47,20 +47,12 @@ void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs) {
   }
 }
 
-Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks, const float* amax)
+Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks)
     : args_(args),
-      values_(values_of(args.pieces)),
       row_numel_(args.data.size / rows),
       ranks_(ranks),
-      amax_(args, values_, row_numel_, rows),
-      coder_(args, amax ? &amax_ : nullptr, rank, ranks, scratch_) {
+      coder_(args, rank, ranks, scratch_) {
   check("coded bucket", args, rows);
-  amax_.put(const_cast<float*>(amax));
-}
-
-void Shots::compute_amax(float* out) {
-  amax_.put(out);
-  amax_.compute_amax({}, scratch_);
 }
 
 size_t Shots::contribute(Span<const PieceRun> runs, size_t row, uint8_t* out) {
@@ -83,7 +75,7 @@ size_t Shots::own(Span<const PieceRun> runs, const std::vector<Span<const uint8_
       const size_t used = coder_.decode(part, left[r], sum, r > 0, static_cast<int>(r));
       left[r] = left[r].sub(used, left[r].size - used);
     }
-    to.average(part, sum, recoded);
+    to.average(part, sum);
     bytes += coder_.encode(Hop::owner, part, sum, out + bytes);
   });
   return bytes;
@@ -98,7 +90,7 @@ void Shots::add_up(Span<const PieceRun> runs, const std::vector<Span<const uint8
       const size_t used = coder_.decode(part, left[r], sum, r > 0, static_cast<int>(r));
       left[r] = left[r].sub(used, left[r].size - used);
     }
-    to.finish(part, sum, all);
+    to.finish_sum(part, sum);
   });
 }
 
@@ -108,7 +100,7 @@ void Shots::land(Span<const PieceRun> runs, size_t row, Span<const uint8_t> payl
     const Floats values = to.room(part);
     const size_t used = coder_.decode(part, payload, values, false, sender);
     payload = payload.sub(used, payload.size - used);
-    to.finish(part, values, undivided);
+    to.finish_result(part, values);
   });
 }
 

@@ -2,7 +2,6 @@
 // do on process groups of other backends. Runs, random numbers, residuals and the order of sums are
 // those of coded.h.
 #pragma once
-#include "collectives/coded/amax.h"
 #include "collectives/coded/coder.h"
 
 namespace pycomm::coded {
@@ -14,23 +13,18 @@ PYCOMM_API void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs);
 class PYCOMM_API Shots {
  public:
   /// `args.data` has `rows` rows of the pieces; each function says which values those are. `rank`
-  /// of `ranks` encode the same values. `amax` has the largest of what the ranks computed; null:
-  /// each rank is alone with its values.
-  Shots(const CodedArgs& args, size_t rows, int rank, int ranks, const float* amax);
+  /// of `ranks` encode the same values.
+  Shots(const CodedArgs& args, size_t rows, int rank, int ranks);
   Shots(const Shots&) = delete;
 
-  /// Number of the numbers that the ranks agree on.
-  size_t amax_count() const { return amax_.count(); }
-  /// Writes these numbers for the values of this rank.
-  void compute_amax(float* out);
   /// Encodes a row as a contribution. Returns the bytes of the payloads.
   size_t contribute(Span<const PieceRun> runs, size_t row, uint8_t* out);
 
   // Payloads come from rank 0, 1, .. in this order. A variable one needs memory after it for its
   // largest size. These functions throw WireMismatch if a payload's own size cannot be true.
 
-  /// Adds up contributions, averages what is coded again, and encodes it as its owner. Overwrites
-  /// the values. Returns the bytes of the payloads.
+  /// Adds up contributions, averages them, and encodes the result as its owner. Overwrites the
+  /// values. Returns the bytes of the payloads.
   size_t own(Span<const PieceRun> runs, const std::vector<Span<const uint8_t>>& payloads,
              uint8_t* out);
   /// Adds up contributions to the result.
@@ -44,10 +38,8 @@ class PYCOMM_API Shots {
   const void* row(size_t row) const { return args_.data.at(row * row_numel_); }
 
   const CodedArgs& args_;
-  const std::vector<PieceRun> values_;
   const size_t row_numel_;
   const int ranks_;
-  Amax amax_;
   feedback::Scratch scratch_;
   const Coder coder_;
   float found_inf_ = 0.0f;

@@ -4,7 +4,7 @@
 //
 // Beside the slots of the exact kernels each rank shares places of one size:
 //
-//   for each rank | result | own | numbers
+//   for each rank | result | own
 //
 // An operation runs in stages, each as large as fits, with two barriers each:
 //
@@ -19,7 +19,6 @@
 // the memory of others, they spoil only results of a group that has failed.
 #include <algorithm>
 
-#include "collectives/coded/amax.h"
 #include "collectives/coded/coder.h"
 #include "collectives/coded/float32_view.h"
 #include "collectives/device/coded_cuts.h"
@@ -28,7 +27,6 @@
 namespace pycomm {
 namespace {
 
-using coded::Amax;
 using coded::BucketLayout;
 using coded::Coder;
 using coded::Float32View;
@@ -60,9 +58,7 @@ class DeviceGroup::Impl::Coded {
         me_(group.rank()),
         cuts_(checked(group, op, args, rows)),
         room_(stream.scratch.data ? reinterpret_cast<float*>(stream.scratch.data) : nullptr),
-        values_(coded::values_of(args.pieces)),
-        amax_(args, values_, row_numel(args), rows),
-        coder_(args, &amax_, me_, n_, group.scratch(), of_codecs(), coded::Packing::fixed) {
+        coder_(args, me_, n_, group.scratch(), of_codecs(), coded::Packing::fixed) {
     OpTag tag;
     tag.op = op;
     tag.numel = args.data.size;
@@ -74,7 +70,6 @@ class DeviceGroup::Impl::Coded {
   }
 
   void all_reduce() {
-    share_amax();
     const BucketLayout &owned = cuts_.owned(), &shown = cuts_.shown();
     const Float32View view = view_at(args_.data.data, found_inf_);
     size_t stages = shown.count(0);
@@ -88,24 +83,23 @@ class DeviceGroup::Impl::Coded {
       if (s < owned.count(me_)) {
         const Span<const PieceRun> runs = owned.runs(owned.at(me_, s));
         const Floats total = sum(owned, me_, s, [&](int r) { return for_owner(r, me_); }, view);
-        view.average(runs, total, coded::recoded);
+        view.average(runs, total);
         coder_.encode(Hop::owner, runs, total, result(me_));
       }
       if (s < shown.count(0)) encode(shown, 0, s, view, own(me_));
       arrive_wait();
       for (int i = 0; i < n_; i++) {
         const int owner = (me_ + i) % n_;
-        if (s < owned.count(owner)) take(owned, owner, s, result(owner), view, coded::undivided);
+        if (s < owned.count(owner)) take(owned, owner, s, result(owner), view);
       }
       if (s < shown.count(0)) {
         const Floats total = sum(shown, 0, s, [&](int r) { return own(r); }, view);
-        view.finish(shown.runs(shown.at(0, s)), total, coded::undivided);
+        view.finish_sum(shown.runs(shown.at(0, s)), total);
       }
     }
   }
 
   void reduce_scatter() {
-    share_amax();
     const BucketLayout& layout = cuts_.shown();
     const Float32View to = view_at(out_.data, found_inf_);
     for (size_t s = 0; s < layout.count(0); s++) {
@@ -116,27 +110,24 @@ class DeviceGroup::Impl::Coded {
       }
       arrive_wait();
       const Floats total = sum(layout, 0, s, [&](int r) { return for_owner(r, me_); }, to);
-      to.finish(layout.runs(layout.at(0, s)), total, coded::all);
+      to.finish_sum(layout.runs(layout.at(0, s)), total);
       arrive_wait();
     }
-    if (found_inf_) all_reduce_max(found_inf_, 1);  // combines what each owner knows
+    if (found_inf_) combine_found_inf();
   }
 
   void all_gather() {
     const BucketLayout& layout = cuts_.shown();
     const Float32View from = view_at(args_.data.data, nullptr);
-    const Coder alone(args_, nullptr, me_, n_, group_.scratch(), of_codecs(),
-                      coded::Packing::fixed);
     for (size_t s = 0; s < layout.count(0); s++) {
       arrive_wait();
-      const Span<const PieceRun> runs = layout.runs(layout.at(0, s));
-      alone.encode(Hop::worker, runs, from.read(runs), own(me_));
+      encode(layout, 0, s, from, own(me_));
       arrive_wait();
       for (int i = 0; i < n_; i++) {
         const int r = (me_ + i) % n_;
         const Float32View row =
             view_at(out_.at(static_cast<size_t>(r) * row_numel(args_)), found_inf_);
-        take(layout, 0, s, own(r), row, coded::none);
+        take(layout, 0, s, own(r), row);
       }
     }
   }
@@ -164,9 +155,6 @@ class DeviceGroup::Impl::Coded {
       if (piece.mean)
         group.fail(op,
                    "on a GPU does not take feedback of kind ef21; choose residual, or use the CPU");
-      if (piece.codec->needs_amax() && op == Op::all_gather) {
-        group.fail(op, "on a GPU does not take " + piece.codec->spec() + "; choose another codec");
-      }
     }
   }
 
@@ -194,25 +182,16 @@ class DeviceGroup::Impl::Coded {
   uint8_t* for_owner(int rank, int owner) const { return place(rank, owner); }
   uint8_t* result(int rank) const { return place(rank, n_); }
   uint8_t* own(int rank) const { return place(rank, n_ + 1); }
-  float* numbers() const { return reinterpret_cast<float*>(place(me_, n_ + 2)); }
 
   void arrive_wait() { group_.arrive_wait(call_, stream_); }
 
-  void all_reduce_max(float* numbers, size_t numel) {
+  /// Tells all ranks what each owner knows.
+  void combine_found_inf() {
     OpTag tag;
     tag.op = Op::all_reduce;
-    tag.numel = numel;
+    tag.numel = 1;
     tag.redop = ReduceOp::max;
-    group_.all_reduce(numbers, tag, group_.choose(numel * sizeof(float)), 1.0, stream_);
-  }
-
-  void share_amax() {
-    if (amax_.count() == 0) return;
-    const size_t bytes = amax_.count() * sizeof(float);
-    if (bytes > cuts_.place_bytes()) cuts_.too_large(bytes);
-    amax_.put(numbers());
-    amax_.compute_amax(stream_, group_.scratch(), room_);
-    all_reduce_max(amax_.numbers(), amax_.count());
+    group_.all_reduce(found_inf_, tag, group_.choose(sizeof(float)), 1.0, stream_);
   }
 
   void encode(const BucketLayout& layout, int owner, size_t s, const Float32View& from,
@@ -227,11 +206,11 @@ class DeviceGroup::Impl::Coded {
   }
   /// Decodes one payload that is the result.
   void take(const BucketLayout& layout, int owner, size_t s, const uint8_t* payload,
-            const Float32View& to, bool (*choose)(Combine)) const {
+            const Float32View& to) const {
     const Span<const PieceRun> runs = layout.runs(layout.at(owner, s));
     const Floats values = to.room(runs);
     decode(layout, owner, s, payload, values, false);
-    to.finish(runs, values, choose);
+    to.finish_result(runs, values);
   }
   /// Decodes payloads in rank order.
   template <typename Payload>
@@ -251,8 +230,6 @@ class DeviceGroup::Impl::Coded {
   const int n_, me_;
   const Cuts cuts_;
   float* const room_;
-  const std::vector<PieceRun> values_;
-  Amax amax_;
   const Coder coder_;
   device::DeviceCall call_;
 };

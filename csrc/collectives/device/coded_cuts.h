@@ -4,7 +4,6 @@
 #include <string>
 #include <vector>
 
-#include "collectives/coded/amax.h"
 #include "collectives/coded/coded.h"
 #include "collectives/device/group_impl.h"
 
@@ -16,7 +15,7 @@ class DeviceGroup::Impl::Cuts {
       : group_(group),
         op_(op),
         args_(args),
-        place_bytes_(group.coded_bytes() / (group.size() + 3) / kAlign * kAlign),
+        place_bytes_(group.coded_bytes() / (group.size() + 2) / kAlign * kAlign),
         owned_(layout(op == Op::all_reduce ? pick(args, false) : std::vector<coded::PieceRun>(),
                       group.size())),
         shown_(layout(op == Op::all_reduce ? pick(args, true) : coded::values_of(args.pieces), 1)) {
@@ -35,14 +34,14 @@ class DeviceGroup::Impl::Cuts {
   size_t float32_bytes() const { return aligned(float32_numel_ * sizeof(float)); }
   size_t scratch_bytes() const { return float32_bytes() + codec_bytes_; }
 
+ private:
   [[noreturn]] void too_large(size_t bytes) const {
     group_.fail(op_, "needs " + std::to_string(bytes) + " bytes for a payload, but coded_bytes = " +
                          std::to_string(group_.coded_bytes()) + " gives each of " +
-                         std::to_string(group_.size() + 3) + " payloads " +
+                         std::to_string(group_.size() + 2) + " payloads " +
                          std::to_string(place_bytes_) + "; make the group with more coded_bytes");
   }
 
- private:
   /// Returns a layout in segments that each fit in a place.
   coded::BucketLayout layout(const std::vector<coded::PieceRun>& values, int owners) const {
     for (size_t numel = std::max<size_t>(1, coded::numel_of(values));; numel = (numel + 1) / 2) {
@@ -66,7 +65,6 @@ class DeviceGroup::Impl::Cuts {
           numel += run.numel;
           const Codec& codec = *args_.pieces[run.piece].codec;
           codec_bytes_ = std::max(codec_bytes_, codec.scratch_bytes(run.numel));
-          if (codec.needs_amax()) numel = std::max(numel, coded::Amax::kSlice);
         }
         if (args_.data.dtype != DType::float32) float32_numel_ = std::max(float32_numel_, numel);
       }

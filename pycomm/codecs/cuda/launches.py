@@ -45,19 +45,6 @@ def encode_launches(codec: Codec, args: EncodeArgs, scratch: torch.Tensor) -> li
     return recorded(codec.name, call)
 
 
-def amax_launches(
-    codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
-) -> list[Launch]:
-    """Return the launches that do ``Codec.compute_amax``."""
-    at = 0 if residual is None else residual.data_ptr()
-    return recorded(
-        codec.name,
-        lambda: codec.native.compute_amax(
-            x.data_ptr(), x.numel(), out.data_ptr(), residual=at, stream=0
-        ),
-    )
-
-
 def decode_launches(
     codec: Codec, payload: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, *, add: bool
 ) -> list[Launch]:

@@ -19,19 +19,11 @@ from pycomm.codecs.args import EncodeArgs
 from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.launches import (
     Launch,
-    amax_launches,
     decode_launches,
     encode_launches,
     make_scratch,
 )
 from pycomm.codecs.cuda.sources import compile_options, source
-
-
-def compute_amax(
-    codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """Write the largest absolute value of each granule."""
-    launch(amax_launches(codec, x, residual, out), x.device)
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:

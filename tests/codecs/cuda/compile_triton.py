@@ -55,9 +55,8 @@ def calls(spec: str) -> Iterator[tuple[str, Any]]:
     run: Any = implementation(codec.name, "triton", "cuda")
     x, residual = torch.zeros(NUMEL), torch.zeros(NUMEL)
     payload = torch.zeros(codec.encoded_bytes(NUMEL), dtype=torch.uint8)
-    amax = torch.zeros(NUMEL // codec.granule) if codec.needs_amax else None
-    plain = EncodeArgs(x, payload, None, None, KEY, 0, amax)
-    feedback = EncodeArgs(x, payload, residual, residual, KEY, 0, amax)
+    plain = EncodeArgs(x, payload, None, None, KEY, 0)
+    feedback = EncodeArgs(x, payload, residual, residual, KEY, 0)
     yield "encode", lambda: run.encode(codec, plain)
     yield "encode_feedback", lambda: run.encode(codec, feedback)
     yield "decode", lambda: run.decode(codec, payload, x)

@@ -25,7 +25,6 @@ from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.launches import (
     Launch,
-    amax_launches,
     decode_launches,
     encode_launches,
 )
@@ -47,22 +46,14 @@ def kernels(specs: Sequence[str] = tuple(SPECS + ROTATIONS)) -> list[str]:
         x = torch.zeros(4 * codec.granule or 1000)
         scratch = _scratch(codec, x)
         payload = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
-        amax = torch.empty(codec.granules(x.numel())) if codec.needs_amax else None
-        launches = amax_launches(codec, x, None, amax) if amax is not None else []
+        launches = []
         for flag in (False, True):
             residual = x if flag else None
-            for summed in (False, True) if codec.combine == "sum" else (False,):
-                args = EncodeArgs(x, payload, residual, residual, RandomKey(), 0, amax, summed)
-                launches += encode_launches(codec, args, scratch)
+            args = EncodeArgs(x, payload, residual, residual, RandomKey(), 0)
+            launches += encode_launches(codec, args, scratch)
             launches += decode_launches(codec, payload, x, scratch, add=flag)
         names |= dict.fromkeys(launch.kernel for launch in launches)
     return list(names)
-
-
-def compute_amax(
-    codec: Codec, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    run(amax_launches(codec, x, residual, out), all_kernels())
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:

@@ -33,18 +33,13 @@ ALL_TRITON_SPECS = [
     "mxfp6:scale=ceil,rounding=stochastic",
     "nvfp4",
     "sign",
-    "rotate+int4",
-    "rotate:size=4096+sign:block=32",
     "eden2",
     "eden:bits=1.5,size=4096,scale=mmse",
     "eden:bits=5",
-    "ternary",
     "lossless",
     "lossless:bfloat16",
     "topk:0.05,values=int8,chunk=4096",
     "topk:0.01,sample=100",
-    "randomk:100",
-    "randomk:10,block=256,scale=unbiased",
 ]
 SOME_TRITON_SPECS = ["bf16", "int4", "nvfp4", "eden2"]
 TRITON_SPECS = ALL_TRITON_SPECS if FULL else SOME_TRITON_SPECS

@@ -26,7 +26,6 @@ FORMATS = [
     *SPECS,
     *ROTATIONS,
     *(f"sign:block={block}" for block in BLOCKS),
-    *(f"ternary:block={block}" for block in BLOCKS),
     *(f"{name}:block={block}" for name, block in product(("fp8", "fp8_e5m2"), BLOCKS)),
     *(
         f"quant:bits={bits},block={block},rounding={rounding},range={span}"

@@ -35,8 +35,8 @@ from tests.extent import FULL
 pytestmark = pytest.mark.timeout(600)  # each compiler's first test waits for all of its files
 
 # Bytes of a thread that encoders may spill. Two blocks on a multiprocessor make them faster all
-# the same, as measured on an H200 (csrc/codecs/rotate.cu).
-SPILLED = {"eden": 128, "rotate": 132}
+# the same, as measured on an H200 (csrc/codecs/eden.cu).
+SPILLED = {"eden": 128}
 # The minimum number of kernels of each.
 SOURCES = {
     "cast": 20,
@@ -44,19 +44,16 @@ SOURCES = {
     "lossless": 7,
     "mx": 36,
     "quant": 30,
-    "randomk": 4,
-    "rotate": 15,
     "sign": 16,
-    "ternary": 8,
     "topk": 27,
 }
 # Compilers take half a minute for each of these.
-LONG = () if FULL else ("eden", "mx", "rotate")
+LONG = () if FULL else ("eden", "mx")
 # And nvcc for each of the others up to a quarter of one: those of few kernels stand for them.
-BY_NVCC = list(SOURCES) if FULL else ["randomk", "sign"]
+BY_NVCC = list(SOURCES) if FULL else ["lossless", "sign"]
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 # Codecs of blocks with a scale.
-SCALED = [name for name in SOURCES if name not in ("randomk", "lossless")]
+SCALED = [name for name in SOURCES if name != "lossless"]
 TILED = [
     name for name in SCALED if name in BY_NVCC and name != "topk"
 ]  # their warps have a tile of rows each
@@ -221,7 +218,7 @@ def test_cuda_kernels_spill_no_register(nvcc, name):
 
 
 @every_arch
-@pytest.mark.parametrize("name", TILED)  # the stretches of randomk begin anywhere
+@pytest.mark.parametrize("name", TILED)
 def test_cuda_kernels_move_16_bytes_at_a_time(nvcc, name, arch):
     """With whole rows, a kernel that adds or keeps a residual loads and stores 4 rows or more."""
     for kernel, (loads, stores) in wide_accesses(nvcc(name), name, arch).items():

@@ -1,5 +1,5 @@
 // Minimal codecs of every kind that csrc/codecs/base/codec.h allows, for tests of the collectives.
-// A value is an integer times its granule's power of two, so sums are exact.
+// A value is an integer times an eighth, so sums are exact.
 #include <pybind11/pybind11.h>
 
 #include <chrono>
@@ -18,7 +18,7 @@ using namespace pycomm;
 
 namespace {
 
-constexpr float kSteps = 8.0f;  // of the scale
+constexpr float kUnit = 0.125f;
 
 struct Pair {
   uint32_t index;
@@ -31,12 +31,10 @@ std::set<std::tuple<uint64_t, uint32_t, uint32_t>> keys;
 
 class Simple final : public Codec {
  public:
-  Simple(Combine combine, size_t granule, bool variable, bool needs_amax, bool shared_seed, bool lies,
-         int rests)
+  Simple(Combine combine, size_t granule, bool variable, bool shared_seed, bool lies, int rests)
       : combine_(combine),
         granule_(granule),
         variable_(variable),
-        needs_amax_(needs_amax),
         shared_seed_(shared_seed),
         lies_(lies),
         rests_(rests) {}
@@ -47,22 +45,9 @@ class Simple final : public Codec {
   int wire_version() const override { return 1; }
   size_t granule() const override { return granule_; }
   bool variable() const override { return variable_; }
-  bool needs_amax() const override { return needs_amax_; }
   bool shared_seed() const override { return shared_seed_; }
   size_t encoded_bytes(size_t numel) const override {
-    return head(numel) + numel * (variable_ ? sizeof(Pair) : sizeof(int32_t));
-  }
-
-  // The maximum of powers of two is also a power of two.
-  void compute_amax(Span<const float> in, const float* residual, Span<float> out,
-               Stream) const override {
-    for (size_t g = 0; g < out.size; g++) {
-      float most = 0.0f;
-      for (size_t i = g * width(in.size); i < std::min(in.size, (g + 1) * width(in.size)); i++) {
-        most = std::max(most, std::abs(in[i] + (residual ? residual[i] : 0.0f)));
-      }
-      out[g] = most > 0.0f ? std::exp2(std::ceil(std::log2(most))) : 1.0f;
-    }
+    return variable_ ? kHead + numel * sizeof(Pair) : numel * sizeof(int32_t);
   }
 
   void encode(const EncodeArgs& args) const override {
@@ -71,16 +56,12 @@ class Simple final : public Codec {
       const std::lock_guard<std::mutex> lock(keys_mutex);
       keys.insert({args.key.seed, args.key.rank, args.key.ranks});
     }
-    const size_t numel = args.in.size;
-    auto* scales = reinterpret_cast<float*>(args.out.data + (variable_ ? 4 : 0));
-    for (size_t g = 0; g < granules(numel); g++) scales[g] = needs_amax_ ? args.amax[g] : 1.0f;
-    auto* pair = reinterpret_cast<Pair*>(args.out.data + head(numel));
-    auto* code = reinterpret_cast<int32_t*>(args.out.data + head(numel));
-    for (size_t i = 0; i < numel; i++) {
-      const float unit = scales[i / width(numel)] / kSteps;
+    auto* pair = reinterpret_cast<Pair*>(args.out.data + kHead);
+    auto* code = reinterpret_cast<int32_t*>(args.out.data);
+    for (size_t i = 0; i < args.in.size; i++) {
       const float p = args.in[i] + (args.residual ? args.residual[i] : 0.0f);
-      const auto q = static_cast<int32_t>(std::nearbyint(p / unit));
-      if (args.residual) args.new_residual[i] = p - static_cast<float>(q) * unit;
+      const auto q = static_cast<int32_t>(std::nearbyint(p / kUnit));
+      if (args.residual) args.new_residual[i] = p - static_cast<float>(q) * kUnit;
       if (!variable_) {
         *code++ = q;
       } else if (q != 0) {
@@ -99,29 +80,27 @@ class Simple final : public Codec {
   }
 
   void decode_add(Span<const uint8_t> payload, Span<float> out, Stream) const override {
+    const auto add = [&](size_t i, int32_t code) { out[i] += static_cast<float>(code) * kUnit; };
     const uint8_t* in = payload.data;
+    if (!variable_) {
+      const auto* code = reinterpret_cast<const int32_t*>(in);
+      for (size_t i = 0; i < out.size; i++) add(i, code[i]);
+      return;
+    }
     uint32_t used = 0;
-    if (variable_) std::memcpy(&used, in, 4);
-    const auto* scales = reinterpret_cast<const float*>(in + (variable_ ? 4 : 0));
-    const auto add = [&](size_t i, int32_t code) {
-      out[i] += static_cast<float>(code) * (scales[i / width(out.size)] / kSteps);
-    };
-    const auto* code = reinterpret_cast<const int32_t*>(in + head(out.size));
-    for (size_t i = 0; !variable_ && i < out.size; i++) add(i, code[i]);
-    const auto* pair = reinterpret_cast<const Pair*>(in + head(out.size));
+    std::memcpy(&used, in, sizeof used);
+    const auto* pair = reinterpret_cast<const Pair*>(in + kHead);
     for (; reinterpret_cast<const uint8_t*>(pair) < in + used; pair++) {
       if (pair->index < out.size) add(pair->index, pair->code);
     }
   }
 
  private:
-  size_t width(size_t numel) const { return granule_ ? granule_ : std::max<size_t>(1, numel); }
-  size_t granules(size_t numel) const { return (numel + width(numel) - 1) / width(numel); }
-  size_t head(size_t numel) const { return (variable_ ? 4 : 0) + granules(numel) * 4; }
+  static constexpr size_t kHead = 4;  // of a payload of variable size: the bytes that it uses
 
   Combine combine_;
   size_t granule_;
-  bool variable_, needs_amax_, shared_seed_, lies_;
+  bool variable_, shared_seed_, lies_;
   std::chrono::milliseconds rests_;  // at each encode
 };
 
@@ -130,16 +109,13 @@ class Simple final : public Codec {
 PYBIND11_MODULE(simple_codecs, m) {
   py::module_::import("pycomm._C");
   py::class_<Simple, Codec>(m, "Simple")
-      .def(py::init([](const std::string& combine, size_t granule, bool variable, bool needs_amax,
-                       bool shared_seed, bool lies, int rests) {
-             const Combine how = combine == "sum"      ? Combine::sum
-                                 : combine == "gather" ? Combine::gather
-                                                       : Combine::recode;
-             return new Simple(how, granule, variable, needs_amax, shared_seed, lies, rests);
+      .def(py::init([](const std::string& combine, size_t granule, bool variable, bool shared_seed,
+                       bool lies, int rests) {
+             const Combine how = combine == "gather" ? Combine::gather : Combine::recode;
+             return new Simple(how, granule, variable, shared_seed, lies, rests);
            }),
            py::arg("combine"), py::kw_only(), py::arg("granule") = 64, py::arg("variable") = false,
-           py::arg("needs_amax") = false, py::arg("shared_seed") = false, py::arg("lies") = false,
-           py::arg("rests") = 0);
+           py::arg("shared_seed") = false, py::arg("lies") = false, py::arg("rests") = 0);
   m.def("take_keys", [] {
     const std::lock_guard<std::mutex> lock(keys_mutex);
     py::list taken;

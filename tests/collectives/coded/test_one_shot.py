@@ -17,7 +17,7 @@ from tests.extent import each_pair
 from tests.ranks import attempt, run, run_processes
 
 SENT_TO_ALL = [spec for spec in SPECS if pycomm.codec(spec).combine == "gather"]
-OWNED = [spec for spec in SPECS if pycomm.codec(spec).combine in ("recode", "sum")]
+OWNED = [spec for spec in SPECS if pycomm.codec(spec).combine == "recode"]
 DTYPES = ["float32", "float16"]
 
 
@@ -57,7 +57,7 @@ def test_bits_are_those_of_two_shots(codec, dtype, ranks):
 
 @pytest.mark.parametrize("average", [True, False])
 def test_pieces_of_one_bucket_have_codecs_of_their_own(average):
-    codecs = dict(zip(TENSORS, ["int8", "int4", "fp8", "fp16", "fp32", "rotate+int4"], strict=True))
+    codecs = dict(zip(TENSORS, ["int8", "int4", "fp8", "fp16", "fp32", "eden:bits=4"], strict=True))
     job = reduce_once(list(TENSORS), codecs, average=average, feedback=False)
     for ranks in (1, 2, 3):
         check(run(ranks, job, **shots("one_shot")), codecs, average, feedback=False)

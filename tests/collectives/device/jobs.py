@@ -210,8 +210,6 @@ SPECS = [
     "fp16",
     "sign",
     "mxfp8",
-    "ternary:ranks=8",
-    "randomk:10",
     "topk:0.05",
     "lossless",
 ]

@@ -232,22 +232,6 @@ MUTANTS = (
         BYTES + "[sign-native-cpu]",
     ),
     Mutant(
-        "ternary-ranks-round-alike",
-        "random",
-        "csrc/codecs/ternary.h",
-        "(uint64_t{1} << 62) + 1 + rank",
-        "(uint64_t{1} << 62) + 1",
-        "tests/codecs/test_ternary.py",
-    ),
-    Mutant(
-        "randomk-not-scaled",
-        "arithmetic",
-        "csrc/codecs/randomk.h",
-        "scales ? p * static_cast<float>(blocks) : p",
-        "p",
-        "tests/codecs/test_randomk.py",
-    ),
-    Mutant(
         "mx-scale-up-at-the-limit",
         "comparison",
         "csrc/codecs/mx.h",
@@ -327,7 +311,7 @@ MUTANTS = (
         "csrc/codecs/rotation/rotation.h",
         "127 - left",
         "128 - left",
-        "tests/codecs/test_rotate.py " + GOLDEN,
+        "tests/codecs/test_rotation.py " + GOLDEN,
     ),
     Mutant(
         "cast-overflow-of-conversion-unseen",

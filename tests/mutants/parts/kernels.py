@@ -99,22 +99,6 @@ MUTANTS = (
         GOLDEN,
     ),
     Mutant(
-        "triton-ternary-sum-not-clipped",
-        "check",
-        "triton_kernels/ternary.py",
-        "near = tl.where(near < TOP * 1.0, near, TOP * 1.0)",
-        "near = near",
-        "tests/codecs/test_ternary.py::test_sums_beyond_the_top_are_clipped",
-    ),
-    Mutant(
-        "triton-randomk-neighbour-chosen",
-        "rank",
-        "triton_kernels/randomk.py",
-        "lane == 0, w0, tl.where(lane == 1, w1",
-        "lane == 1, w0, tl.where(lane == 0, w1",
-        GOLDEN,
-    ),
-    Mutant(
         "triton-mx-scale-up-at-the-limit",
         "comparison",
         "triton_kernels/mx.py",

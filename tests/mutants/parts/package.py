@@ -20,14 +20,6 @@ MUTANTS = (
         "tests/torch/test_process_settings.py",
     ),
     Mutant(
-        "amax-of-the-default-dtype",
-        "state",
-        "pycomm/reduction/batched.py",
-        'self._native.amax_count(rows), dtype=torch.float32, device="cpu"',
-        "self._native.amax_count(rows)",
-        "tests/torch/test_process_settings.py",
-    ),
-    Mutant(
         "written-side-never-current",
         "residual",
         "pycomm/feedback/residual.py",
@@ -153,15 +145,6 @@ MUTANTS = (
         "index < 0 or (index % self.granule if self.granule else index)",
         "index < 0",
         "tests/codecs/test_spec.py::test_wrong_arguments_are_explained",
-    ),
-    Mutant(
-        "sum-encoded-by-a-codec-without-sums",
-        "check",
-        "pycomm/codecs/base.py",
-        'summed and self.combine != "sum"',
-        "False",
-        "tests/codecs/test_spec.py::test_wrong_arguments_are_explained "
-        "tests/codecs/test_randomk.py::test_only_what_sums_encodes_a_sum",
     ),
     # ------------------------------------------------------------------ arguments, groups
     Mutant(

@@ -311,7 +311,7 @@ def check_compressed(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
     return [p.grad.cpu() for p in model.parameters()]
 
 
-SPECS = ["int8", "fp32", "quant:bits=4,block=64,rounding=stochastic", "ternary", "randomk:every=10"]
+SPECS = ["int8", "fp32", "quant:bits=4,block=64,rounding=stochastic", "sign", "eden:bits=2"]
 # Rows of the input and of the output; 0: one per rank.
 ROWS = {"all_reduce": (1, 1), "reduce_scatter": (0, 1), "all_gather": (1, 0)}
 

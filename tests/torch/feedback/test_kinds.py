@@ -353,10 +353,7 @@ def test_wrong_texts_are_told(text, match):
     [
         ("int4", True),
         ("eden:bits=1,scale=mmse", True),
-        ("randomk:scale=none", True),
         ("eden:bits=1", False),
-        ("randomk:scale=unbiased", False),
-        ("ternary", False),
         ("fp32", False),
     ],
 )

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,14 +51,3 @@ def test_a_policy_takes_the_former_name_of_its_codec():
     assert warned(lambda: Policy.of(spec="int4 warmup=5"), "spec=") == Policy.of("int4 warmup=5")
     with pytest.raises(TypeError, match="both given"):
         Policy.of("int4", spec="int4")
-
-
-def test_a_codec_takes_the_former_names_of_its_amax():
-    codec, x = pycomm.codec("ternary"), torch.linspace(-1, 1, 1000)
-    assert warned(lambda: codec.agrees, "Codec.agrees", "Codec.needs_amax") is True
-    amax = codec.compute_amax(x)
-    assert torch.equal(warned(lambda: codec.measure(x), "compute_amax"), amax)
-    former = warned(lambda: codec.encode(x, agreed=2 * amax), "agreed=", "amax=")
-    assert torch.equal(former, codec.encode(x, amax=2 * amax))
-    with pytest.raises(TypeError, match="both given"):
-        codec.encode(x, amax=amax, agreed=amax)

@@ -27,10 +27,10 @@ def network(dtype: torch.dtype) -> nn.Sequential:
 
 RULES = {
     "int8": PROTECT,
-    # Gathered parameters, and those sent as a sum, lie between the exact ones.
+    # Gathered parameters, and those of another codec, lie between the exact ones.
     "int4": (
         Rule(codec="topk:0.1", name="3.weight"),
-        Rule(codec="ternary", name="7.*"),
+        Rule(codec="sign", name="7.*"),
         *PROTECT,
     ),
 }

@@ -327,7 +327,7 @@ def check_coarse_codecs(rank: int, size: int, spec: str) -> None:
     assert not state.plan.events, state.summary()
 
 
-@pytest.mark.parametrize("spec", ["topk:0.01", "randomk:50", "powersgd:2", "int2"])
+@pytest.mark.parametrize("spec", ["topk:0.01", "powersgd:2", "int2"])
 def test_coarse_codecs_raise_no_alarm_even_for_noise(pool, spec):
     """Gradients have no structure at all, so residuals accumulate."""
     pool.run(check_coarse_codecs, spec)

@@ -27,14 +27,13 @@ SEED, STEP = 77, 5
 
 @dataclass(frozen=True)
 class Simple(Codec):
-    """Integers times a power of two, as pairs of index and integer if the size may vary."""
+    """Integers times an eighth, as pairs of index and integer if the size may vary."""
 
     name: ClassVar[str] = "simple"
     wire_version: ClassVar[int] = 1
     combine: Combine = "recode"  # type: ignore[misc]
     block: int = 64
     varies: bool = False
-    measures: bool = False
 
     @property
     def granule(self) -> int:
@@ -44,62 +43,38 @@ class Simple(Codec):
     def variable(self) -> bool:
         return self.varies
 
-    @property
-    def needs_amax(self) -> bool:
-        return self.measures
-
     def implementation(self, device: str) -> Reference:
         return Reference()
 
     def encoded_bytes(self, numel: int) -> int:
-        return self._head(numel) + numel * (8 if self.varies else 4)
+        return 4 + 8 * numel if self.varies else 4 * numel
 
-    def _head(self, numel: int) -> int:
-        return 4 * (self.varies + self.granules(numel))
-
-    def _unit(self, scales: torch.Tensor, numel: int) -> torch.Tensor:
-        return scales.repeat_interleave(self.block or max(1, numel))[:numel] / 8
-
-    def reference_amax(self, p: torch.Tensor) -> torch.Tensor:
-        rows = torch.split(p.abs(), self.block or max(1, p.numel()))
-        most = torch.stack([row.max() for row in rows])
-        return torch.where(most > 0, most.log2().ceil().exp2(), 1.0)
-
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        numel = p.numel()
-        scales = torch.ones(self.granules(numel)) if amax is None else amax
-        code = (p / self._unit(scales, numel)).round().to(torch.int32)
-        out = torch.zeros(self.encoded_bytes(numel), dtype=torch.uint8)
-        words = out.view(torch.int32)
-        head = self._head(numel) // 4
-        words[self.varies : head] = scales.view(torch.int32)
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
+        code = (8 * p).round().to(torch.int32)
         if not self.varies:
-            words[head:] = code
-            return out
+            return code.view(torch.uint8)
+        out = torch.zeros(self.encoded_bytes(p.numel()), dtype=torch.uint8)
+        words = out.view(torch.int32)
         places = code.nonzero().view(-1)
         pairs = torch.stack((places.to(torch.int32), code[places]), dim=1).view(-1)
-        words[head : head + pairs.numel()] = pairs
-        words[0] = 4 * (head + pairs.numel())
+        words[1 : 1 + pairs.numel()] = pairs
+        words[0] = 4 * (1 + pairs.numel())
         return out
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        words, head = payload.view(torch.int32), self._head(numel) // 4
-        code = words[head:]
+        code = payload.view(torch.int32)
         if self.varies:
-            pairs = words[head : int(words[0]) // 4].view(-1, 2)
+            pairs = code[1 : int(code[0]) // 4].view(-1, 2)
             code = torch.zeros(numel, dtype=torch.int32)
             code[pairs[:, 0].long()] = pairs[:, 1]
-        scales = words[self.varies : head].view(torch.float32)
-        return code.to(torch.float32) * self._unit(scales, numel)
+        return code.to(torch.float32) / 8
 
     def reference_decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         out += self.reference_decode(payload, out.numel())
 
 
 def bucket_of(kind: dict[str, Any], ranks: int, rows: int = 1) -> Bucket:
-    codec = Simple(kind["combine"], kind["granule"], kind["variable"], kind["needs_amax"])
+    codec = Simple(kind["combine"], kind["granule"], kind["variable"])
     decisions = [
         Decision(Parameter(f"p{i}", (numel,), torch.float32), codec, "test")
         for i, numel in enumerate(SIZES)

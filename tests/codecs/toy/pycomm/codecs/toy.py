@@ -27,9 +27,7 @@ class Toy(Codec):
     def encoded_bytes(self, numel: int) -> int:
         return padded(2 * numel)
 
-    def reference_encode(
-        self, p: torch.Tensor, key: RandomKey, index: int, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         code = p.contiguous().view(torch.int32).clone()
         code[p.isnan()] = 0x7FC00000
         halves = torch.zeros(self.encoded_bytes(p.numel()) // 2, dtype=torch.int16)
