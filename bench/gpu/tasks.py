@@ -51,7 +51,7 @@ SPECS = (
     "ternary",
     "randomk:100",
     "topk:0.01",
-    "topk:0.01,values=int8,chunk=4096",
+    "topk:0.01,values=int8,indices=int12",
     "rotate+int4",
     "eden:bits=2",
     "eden:bits=1",

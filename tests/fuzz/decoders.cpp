@@ -51,10 +51,8 @@ const std::vector<std::unique_ptr<Codec>>& codecs() {
                              "randomk:every=10",
                              "randomk:every=7,block=32",
                              "topk:density=0.01",
-                             "topk:density=0.1,values=float16,indices=int16,chunk=65536",
-                             "topk:density=0.05,values=int8,indices=int12,chunk=4096",
-                             "topk:density=0.3,values=int2,indices=bitmap,chunk=4096",
-                             "topk:density=0.05,sample=10"}) {
+                             "topk:density=0.05,values=int8,indices=int12",
+                             "topk:density=0.3,values=bins2,indices=int12"}) {
       made->push_back(pycomm::make_codec(spec));
     }
     return made;

@@ -104,7 +104,6 @@ METHODS: dict[str, Callable[[], list[torch.Tensor]]] = {
         codec: gradients(codec)
         for codec in ("dgc:0.01", "lossless", "randomk:10", "nvfp4", "ternary")
     },
-    "sampled": gradients("topk:0.02,sample=10"),
     "eden": gradients("eden:bits=2,size=128"),
     "ef21": gradients("topk:0.05", feedback="ef21"),
     "residuals in int8": gradients("int4", feedback="ema:0.9,storage=int8"),

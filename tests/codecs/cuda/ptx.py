@@ -41,8 +41,8 @@ ALL_TRITON_SPECS = [
     "ternary",
     "lossless",
     "lossless:bfloat16",
-    "topk:0.05,values=int8,chunk=4096",
-    "topk:0.01,sample=100",
+    "topk:0.05,values=int8,indices=int12",
+    "topk:0.01",
     "randomk:100",
     "randomk:10,block=256,scale=unbiased",
 ]

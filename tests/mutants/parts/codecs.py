@@ -311,7 +311,7 @@ MUTANTS = (
         "csrc/codecs/topk/record.h",
         "std::memset(to + record.bytes - 4, 0, 4);",
         "",
-        BYTES + "[topk:0.1,values=float16,indices=int16-native-cpu]",
+        BYTES + "[topk:0.05,values=int8,indices=int12-native-cpu]",
     ),
     Mutant(
         "lossless-takes-the-widest-of-equals",
