@@ -72,11 +72,10 @@ SPECS = [
     *WIDE,
     "mxfp8",
     "mxfp8_e5m2:scale=ceil",
-    "mxfp6:scale=ceil,rounding=stochastic",
+    "mxfp6",
     "mxfp6_e3m2",
     "mxfp4",
     "nvfp4",
-    "nvfp4:rounding=stochastic",
 ]
 # A codec that is not listed yet is tested with its default options.
 SPECS += [name for name in CODECS if not any(codec(spec).name == name for spec in SPECS)]

@@ -30,7 +30,7 @@ ALL_TRITON_SPECS = [
     "int4:block=32",
     "int5:range=minmax,scale=bfloat16,rounding=correlated",
     "mxfp8_e5m2",
-    "mxfp6:scale=ceil,rounding=stochastic",
+    "mxfp6:scale=ceil",
     "nvfp4",
     "sign",
     "rotate+int4",

@@ -42,7 +42,7 @@ SOURCES = {
     "cast": 20,
     "eden": 24,
     "lossless": 7,
-    "mx": 36,
+    "mx": 24,
     "quant": 30,
     "randomk": 4,
     "rotate": 15,

@@ -256,14 +256,6 @@ MUTANTS = (
         BYTES + "[mxfp8_e5m2:scale=ceil-native-cpu]",
     ),
     Mutant(
-        "nvfp4-scale-never-up",
-        "comparison",
-        "csrc/codecs/mx.h",
-        "!(nearest.value < wanted)",
-        "true",
-        BYTES + "[nvfp4:rounding=stochastic-native-cpu]",
-    ),
-    Mutant(
         "topk-writes-beyond-its-room",
         "exception",
         "csrc/codecs/topk/record.h",
