@@ -51,7 +51,7 @@ from pycomm.bench.training.train import (
 from pycomm.reduction.cost import sent_bytes
 
 DEMO, LARGE = Config(), Config(layers=8, width=512, heads=8)
-SPARSE = "topk:0.015625,chunk=4096,values=bins2"  # 64 of 4096
+SPARSE = "topk:0.015625,indices=int12,values=bins2"  # 64 of 4096
 SPARSELOCO = {"codec": SPARSE, "lr": 1.0, "momentum": 0.0, "feedback": "decay:0.95"}
 SPARSELOCO |= {"average": "senders"}
 BLOCKING = {"every": 30, "codec": "int4"}

@@ -34,7 +34,7 @@ from pycomm.bench.training.train import (
     loss_of,
     schedule,
 )
-from pycomm.codecs import Codec, RandomKey
+from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.communicator import Communicator, Piece, Store
 from pycomm.policy import Parameter, Policy
@@ -146,21 +146,21 @@ def all_reduce(
     return data[0]
 
 
-def ring(rows: torch.Tensor, hop: str = "mxfp8") -> torch.Tensor:
-    """Return the mean of the rows, reduced by a ring that codes all its messages."""
+def ring(rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the rows, reduced by a ring that codes all its messages in MXFP8."""
     ranks, numel = rows.shape
-    codec, length = parse_codec(hop), -(-numel // ranks // 32) * 32
+    codec, length = parse_codec("mxfp8"), -(-numel // ranks // 32) * 32
     result = torch.empty(numel)
 
-    def sent(x: torch.Tensor, number: int) -> torch.Tensor:
-        return codec.decode(codec.encode(x, key=RandomKey(seed=number)), x.numel())
+    def sent(x: torch.Tensor) -> torch.Tensor:
+        return codec.decode(codec.encode(x), x.numel())
 
     for chunk in range(ranks):
         span = slice(chunk * length, min((chunk + 1) * length, numel))
         total = rows[chunk, span].clone()
         for i in range(1, ranks):
-            total = sent(total, ranks * chunk + i) + rows[(chunk + i) % ranks, span]
-        result[span] = sent(total / ranks, ranks * chunk)
+            total = sent(total) + rows[(chunk + i) % ranks, span]
+        result[span] = sent(total / ranks)
     return result
 
 
@@ -177,8 +177,7 @@ def measured() -> Iterator[dict[str, Any]]:
         rows = found[STEP][:ranks]
         unit = error(ring(rows), rows)
         bits = 8 * parse_codec("mxfp8").encoded_bytes(numel) / numel
-        by_chance = error(ring(rows, "mxfp8:rounding=stochastic"), rows)
-        results = [(RING, bits, unit), (f"{RING}, stochastic", bits, by_chance)]
+        results = [(RING, bits, unit)]
         for text in TEXTS:
             chosen = codecs(text, parameters, found[STEP - STALE][:ranks])
             sizes = (c.encoded_bytes(p.numel) for p, c in zip(parameters, chosen, strict=True))

@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pycomm.triton_kernels._launch import as_int32, launch
+from pycomm.triton_kernels._launch import launch
 from pycomm.triton_kernels._math import (
     HUGE,
-    INF_BITS,
     NAN_BITS,
     TINY,
     add_or_not,
@@ -25,7 +24,6 @@ from pycomm.triton_kernels._math import (
     load_codes,
     load_sum,
     magnitude_bits,
-    random_words,
     store_codes,
     to_small,
 )
@@ -54,7 +52,7 @@ def from_e8m0(code):
 
 
 @triton.jit
-def nv_scales(amax, STOCHASTIC: tl.constexpr):
+def nv_scales(amax):
     """Return (super-scale, code, scale, inverse scale); ``amax`` is given as bits, [blocks, 1]."""
     top = bits_float(tl.max(amax, axis=0, keep_dims=True))
     used = (top > TINY) & (top < HUGE)
@@ -62,47 +60,18 @@ def nv_scales(amax, STOCHASTIC: tl.constexpr):
     nan = bits_float(tl.full(top.shape, NAN_BITS, tl.int32))
     second = tl.where(used, tl.math.div_rn(safe, 2688.0), tl.where(top <= TINY, 0.0, nan))
     factor = tl.where(used, tl.math.div_rn(448.0, safe), 0.0)
-    wanted = tl.where(used, bits_float(amax), 0.0) * factor
-    code, value = to_small(wanted, 4, 3)
-    if STOCHASTIC:
-        above = (value < wanted) & (code.to(tl.int32) < 0x7E)  # 0x7e is 448
-        code = code.to(tl.int32) + above.to(tl.int32)
-        value = tl.where(above, from_small(code, 4, 3), value)
+    code, value = to_small(tl.where(used, bits_float(amax), 0.0) * factor, 4, 3)
     scale = value * second
     inv = tl.where(scale > 0, tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
     return second, code.to(tl.int32), scale, inv
 
 
 @triton.jit
-def round_randomly(v, words, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Return code and value, as `round_randomly` of csrc/codecs/mx.h; |v| is in range."""
-    SMALLEST: tl.constexpr = (129 - (1 << (EXPONENT - 1))) << 23
-    SIGN: tl.constexpr = EXPONENT + MANTISSA
-    magnitude = magnitude_bits(v)
-    sign = float_bits(v) ^ magnitude
-    exponent = magnitude & INF_BITS
-    binade = tl.where(exponent > SMALLEST, exponent, SMALLEST)
-    step = binade - (MANTISSA << 23)
-    a = bits_float(magnitude) * bits_float((254 << 23) - step)
-    down = a.to(tl.int32)
-    threshold = ((a - down.to(tl.float32)) * 2147483648.0).to(tl.int32)
-    near = down + ((words >> 1).to(tl.int32) < threshold).to(tl.int32)
-    code = near + ((binade - SMALLEST) >> (23 - MANTISSA))
-    code = code | ((sign >> (31 - SIGN)) & (1 << SIGN))
-    value = near.to(tl.float32) * bits_float(step)
-    return code.to(tl.uint8), bits_float(float_bits(value) | sign)
-
-
-@triton.jit(
-    do_not_specialize=["seed_low", "seed_high", "step", "tensor", "group_low", "group_high"]
-)
 def encode_kernel(
     x_ptr, residual_ptr, new_residual_ptr, super_ptr, scale_ptr, code_ptr,
     numel, scale_bytes, code_bytes,
-    seed_low, seed_high, step, tensor, group_low, group_high,
     EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, TOP_BITS: tl.constexpr, NV: tl.constexpr,
-    CEIL: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
+    CEIL: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
     BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -112,7 +81,7 @@ def encode_kernel(
 
     amax = tl.max(magnitude_bits(p), axis=1, keep_dims=True)
     if NV:
-        second, scale_code, scale, inv = nv_scales(amax, STOCHASTIC)
+        second, scale_code, scale, inv = nv_scales(amax)
         places = tl.program_id(0) + tl.zeros_like(second).to(tl.int32)
         tl.store(super_ptr + places, second)
     else:
@@ -127,13 +96,7 @@ def encode_kernel(
     magnitude = magnitude_bits(v)
     sign = float_bits(v) ^ magnitude
     v = bits_float(tl.minimum(magnitude, TOP_BITS) | sign)
-    if STOCHASTIC:
-        group = group_high.to(tl.int64) << 32 | group_low.to(tl.uint32, bitcast=True).to(tl.int64)
-        group += tl.program_id(0).to(tl.int64) * (ROWS * BLOCK // 4)
-        words = random_words(seed_low, seed_high, step, tensor, group, ROWS, BLOCK)
-        code, value = round_randomly(v, words, EXPONENT, MANTISSA)
-    else:
-        code, value = to_small(v, EXPONENT, MANTISSA)
+    code, value = to_small(v, EXPONENT, MANTISSA)
     if BITS == 8:
         tl.store(code_ptr + offsets, code, mask=offsets < code_bytes)
     else:
@@ -178,15 +141,11 @@ def encode(codec: Any, args: Any) -> None:
     """Write the payload and, if there is one, the new residual: pycomm.codecs.base.EncodeArgs."""
     numel = args.x.numel()
     supers, scales, codes = _sections(codec, args.out, numel)
-    key, group = args.key, args.index // 4
     launch(
         encode_kernel,
         triton.cdiv(numel, TILE),
         *(args.x, args.residual, args.new_residual, supers, scales, codes),
         *(numel, scales.numel(), codes.numel()),
-        *(as_int32(key.seed & 0xFFFFFFFF), as_int32(key.seed >> 32)),
-        *(as_int32(key.step), as_int32(key.tensor)),
-        *(as_int32(group & 0xFFFFFFFF), as_int32(group >> 32)),
         EXPONENT=codec.element.exponent,
         MANTISSA=codec.element.mantissa,
         TOP_BITS=int(
@@ -194,7 +153,6 @@ def encode(codec: Any, args: Any) -> None:
         ),
         NV=codec.format == "nvfp4",
         CEIL=codec.scale == "ceil",
-        STOCHASTIC=codec.rounding == "stochastic",
         BLOCK=codec.block,
         ROWS=TILE // codec.block,
         FEEDBACK=args.residual is not None,

@@ -14,7 +14,7 @@ from pycomm.triton_kernels._math import (
     magnitude_bits,
     scales,
 )
-from pycomm.triton_kernels.topk_select import COUNT, STATE, VOID
+from pycomm.triton_kernels.topk_select import STATE, VOID
 
 GROUP = tl.constexpr(256)
 INT8_TOP = tl.constexpr(127.0)
@@ -28,31 +28,22 @@ def padded(size):
 
 
 @triton.jit
-def sections(n, k, VALUES: tl.constexpr, INDICES: tl.constexpr):
+def sections(k, VALUES: tl.constexpr, INDICES: tl.constexpr):
     """Return the offsets of a record's values and indices, and its size in bytes."""
     groups = (k + (GROUP - 1)) // GROUP
     if VALUES == "float32":
         values_at, size = groups * 0, 4 * k
-    elif VALUES == "float16":
-        values_at, size = groups * 4, 2 * k
     elif VALUES == "int8":
         values_at, size = groups * 4, k
     else:
         values_at, size = groups * 8, (k + 3) // 4
     indices_at = values_at + padded(size)
-    if INDICES == "bitmap":
-        size = (n + 7) // 8
-    elif INDICES == "int32":
-        size = 4 * k
-    elif INDICES == "int16":
-        size = 2 * k
-    else:
-        size = (3 * k + 1) // 2
+    size = 4 * k if INDICES == "int32" else (3 * k + 1) // 2
     return values_at, indices_at, indices_at + padded(size)
 
 
 @triton.jit
-def half_scale(top):
+def bin_scale(top):
     """Return the bits of a group's scale and of its inverse, given those of its amax."""
     used = (top > TINY_BITS) & (top < HUGE_BITS)
     scale = (top & INF_BITS) - (14 << 23)
@@ -63,7 +54,7 @@ def half_scale(top):
 @triton.jit
 def bins(magnitude, mask, most, void):
     """Return the bits of both bins' mean magnitudes, and who is in the upper bin."""
-    scale, inv = half_scale(most)
+    scale, inv = bin_scale(most)
     scaled = bits_float(magnitude) * bits_float(inv) + 12582912.0 - 12582912.0
     code = tl.where(mask & (void == 0), scaled, 0.0).to(tl.int32)
     total, count = tl.sum(code, axis=0), tl.sum(mask.to(tl.int32), axis=0)
@@ -84,9 +75,7 @@ def store_bytes(byte_ptr, at, first, end, value):
 
 
 @triton.jit
-def store_values(
-    byte_ptr, half_ptr, word_ptr, at, values_at, group, p, mask, k, VALUES: tl.constexpr
-):
+def store_values(byte_ptr, word_ptr, at, values_at, group, p, mask, k, VALUES: tl.constexpr):
     """Write the codes of a group and return their values; p is NaN in a void record."""
     lane = tl.arange(0, GROUP)
     j = group * GROUP + lane
@@ -94,14 +83,6 @@ def store_values(
     if VALUES == "float32":
         value = p
         tl.store(word_ptr + at // 4 + j, tl.where(nan, NAN_BITS, float_bits(p)), mask=mask)
-    elif VALUES == "float16":
-        top = tl.max(tl.where(mask, magnitude_bits(p), 0), axis=0)
-        scale, inv = half_scale(top)
-        tl.store(word_ptr + at // 4 + group, scale)
-        code = tl.where(mask & (top <= INF_BITS), p * bits_float(inv), 0.0).to(tl.float16)
-        value = code.to(tl.float32) * bits_float(scale)
-        code = code.to(tl.int16, bitcast=True)
-        tl.store(half_ptr + (at + values_at) // 2 + j, code, mask=j < (k + 1) // 2 * 2)
     elif VALUES == "int8":
         row = tl.reshape(tl.where(mask, p, 0.0), (1, GROUP))
         scale, inv, used = scales(row, INT8_TOP)
@@ -114,17 +95,11 @@ def store_values(
         magnitude = magnitude_bits(p)
         most = tl.max(tl.where(mask, magnitude, 0), axis=0)
         void = most > INF_BITS
-        if VALUES == "bins2":
-            least, most, upper = bins(magnitude, mask, most, void)
-        else:
-            least = tl.min(tl.where(mask, magnitude, INF_BITS), axis=0)
-            least = tl.where(void, NAN_BITS, least)
-            low, high, a = bits_float(least), bits_float(most), bits_float(magnitude)
-            upper = a - low > high - a
-        tl.store(word_ptr + at // 4 + 2 * group, least)
-        tl.store(word_ptr + at // 4 + 2 * group + 1, most)
+        low, high, upper = bins(magnitude, mask, most, void)
+        tl.store(word_ptr + at // 4 + 2 * group, low)
+        tl.store(word_ptr + at // 4 + 2 * group + 1, high)
         sign = (float_bits(p) >> 31) & 1
-        value = bits_float(tl.where(upper, most, least) ^ sign << 31)
+        value = bits_float(tl.where(upper, high, low) ^ sign << 31)
         code = tl.where(mask & (void == 0), upper.to(tl.int32) | sign << 1, 0)
         four = tl.reshape(code, (GROUP // 4, 4)) << 2 * tl.arange(0, 4)[None, :]
         first = group * (GROUP // 4) + tl.arange(0, GROUP // 4)
@@ -133,14 +108,12 @@ def store_values(
 
 
 @triton.jit
-def store_indices(byte_ptr, half_ptr, word_ptr, at, group, index, mask, k, INDICES: tl.constexpr):
+def store_indices(byte_ptr, word_ptr, at, group, index, mask, k, INDICES: tl.constexpr):
     j = group * GROUP + tl.arange(0, GROUP)
     index = tl.where(mask, index, 0)
     if INDICES == "int32":
         tl.store(word_ptr + at // 4 + j, index, mask=mask)
-    elif INDICES == "int16":
-        tl.store(half_ptr + at // 2 + j, index.to(tl.int16), mask=j < (k + 1) // 2 * 2)
-    elif INDICES == "int12":
+    else:
         even, odd = tl.split(tl.reshape(index, (GROUP // 2, 2)))
         first = 3 * (group * (GROUP // 2) + tl.arange(0, GROUP // 2))
         both = even | odd << 12
@@ -150,23 +123,20 @@ def store_indices(byte_ptr, half_ptr, word_ptr, at, group, index, mask, k, INDIC
 
 @triton.jit(do_not_specialize=["k", "last_k"])
 def pack_kernel(
-    state_ptr, p_ptr, index_ptr, residual_ptr, new_residual_ptr, byte_ptr, half_ptr, word_ptr,
+    state_ptr, p_ptr, index_ptr, residual_ptr, new_residual_ptr, byte_ptr, word_ptr,
     numel, length, groups, k, last_k,
-    VALUES: tl.constexpr, INDICES: tl.constexpr, SAMPLED: tl.constexpr, FEEDBACK: tl.constexpr,
+    VALUES: tl.constexpr, INDICES: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
     """Write a group of the chosen values, and their residuals."""
     record = tl.program_id(0).to(tl.int64) // groups
     group = tl.program_id(0).to(tl.int64) % groups
     n = tl.minimum(numel - record * length, length)
-    state_ptr += record * STATE
-    here = tl.load(state_ptr + COUNT).to(tl.int64) & 0xFFFFFFFF
-    void = tl.load(state_ptr + VOID) != 0
+    void = tl.load(state_ptr + record * STATE + VOID) != 0
     room = groups * GROUP
-    _, _, whole = sections(length, tl.zeros((), tl.int64) + k, VALUES, INDICES)
-    values_at, indices_at, size = sections(n, here, VALUES, INDICES)
+    _, _, whole = sections(tl.zeros((), tl.int64) + k, VALUES, INDICES)
+    here = tl.zeros((), tl.int64) + tl.where(n == length, k, last_k)
+    values_at, indices_at, _ = sections(here, VALUES, INDICES)
     at = record * whole
-    if SAMPLED:
-        at += 8
     if group * GROUP < here:
         j = group * GROUP + tl.arange(0, GROUP)
         mask = j < here
@@ -176,24 +146,9 @@ def pack_kernel(
         index = tl.load(index_ptr + record * room + j, mask=there, other=0)
         # If values have changed after they were counted, a slot may have been left as it was.
         index = tl.where((index.to(tl.int64) & 0xFFFFFFFF) < n, index, 0)
-        value = store_values(
-            byte_ptr, half_ptr, word_ptr, at, values_at, group, p, mask, here, VALUES
-        )
-        store_indices(
-            byte_ptr, half_ptr, word_ptr, at + indices_at, group, index, mask, here, INDICES
-        )
+        value = store_values(byte_ptr, word_ptr, at, values_at, group, p, mask, here, VALUES)
+        store_indices(byte_ptr, word_ptr, at + indices_at, group, index, mask, here, INDICES)
         if FEEDBACK:
             place = record * length + (index.to(tl.int64) & 0xFFFFFFFF)
             kept = tl.load(residual_ptr + place, mask=there, other=0.0)
             tl.store(new_residual_ptr + place, error_after(p, value, kept), mask=there)
-    if SAMPLED:
-        # All programs together clear the unused bytes.
-        _, _, most = sections(n, tl.zeros((), tl.int64) + k, VALUES, INDICES)
-        if group == 0:
-            tl.store(word_ptr, (size + 8).to(tl.int32))
-            tl.store(word_ptr + 1, here.to(tl.int32))
-        word = group * GROUP + tl.arange(0, GROUP)
-        first = (size + 8) // 4
-        while first < (most + 8) // 4:
-            tl.store(word_ptr + first + word, 0, mask=first + word < (most + 8) // 4)
-            first += room

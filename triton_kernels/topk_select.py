@@ -12,13 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pycomm.triton_kernels._math import load_sum, magnitude_bits, random_words
+from pycomm.triton_kernels._math import load_sum, magnitude_bits
 
 BINS = tl.constexpr(2048)
-# State of a record, int32: whether it is void, whether its cut is found, the number of values sent,
-# the cut (the smallest magnitude of which some are sent), and how many equal to it are sent.
-STATE = tl.constexpr(5)
-VOID, DONE, COUNT, CUT, TIES = (tl.constexpr(i) for i in range(5))
+# State of a record, int32: whether it is void, the cut (the smallest magnitude of which some are
+# sent), and how many equal to it are sent.
+STATE = tl.constexpr(3)
+VOID, CUT, TIES = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
@@ -62,9 +62,8 @@ def any_beyond(bins, LIMIT: tl.constexpr):
 
 @triton.jit
 def choose_tile(
-    p, residual, place, mask, cut, ties, equals, count, start, n, room,
-    p_ptr, index_ptr, bitmap_ptr, new_residual_ptr,
-    BITMAP: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+    p, place, mask, cut, ties, equals, count, start, room,
+    p_ptr, index_ptr, new_residual_ptr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen values of a tile to their slots, and the others to the new residual.
 
@@ -80,10 +79,6 @@ def choose_tile(
     fits = chosen & (to < room)
     tl.store(p_ptr + to, p, mask=fits)
     tl.store(index_ptr + to, place.to(tl.int32), mask=fits)
-    if BITMAP:
-        marks = tl.reshape(chosen.to(tl.int32), (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
-        word = tl.min(place, axis=0) // 32 + tl.arange(0, TILE // 32)
-        tl.store(bitmap_ptr + word, tl.sum(marks, axis=1), mask=word * 32 < n)
     if FEEDBACK:
         tl.store(new_residual_ptr + start + place, p, mask=mask & (chosen == 0))
     equals += tl.sum(equal.to(tl.int64), axis=0)
@@ -95,10 +90,8 @@ def choose_tile(
 
 @triton.jit(do_not_specialize=["k", "last_k"])
 def chunks_kernel(
-    x_ptr, residual_ptr, new_residual_ptr, state_ptr, p_ptr, index_ptr, word_ptr, numel,
-    k, last_k, room, record_words, bitmap_at, last_bitmap_at,
-    LENGTH: tl.constexpr, LIMIT: tl.constexpr, BITMAP: tl.constexpr, FEEDBACK: tl.constexpr,
-    TILE: tl.constexpr,
+    x_ptr, residual_ptr, new_residual_ptr, state_ptr, p_ptr, index_ptr, numel, k, last_k, room,
+    LENGTH: tl.constexpr, LIMIT: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Choose the values of one record."""
     record = tl.program_id(0).to(tl.int64)
@@ -123,9 +116,6 @@ def chunks_kernel(
             prefix = prefix << (11 if level == 1 else 9) | digit
     state_ptr += record * STATE
     tl.store(state_ptr + VOID, void.to(tl.int32))
-    tl.store(state_ptr + COUNT, here.to(tl.int32))
-    bitmap_ptr = word_ptr + record * record_words
-    bitmap_ptr += tl.where(n == LENGTH, bitmap_at, last_bitmap_at)
     # A void record has no value above the cut and no ties.
     cut = tl.where(void, 0x7FFFFFFF, prefix)
     ties = tl.where(void, 0, left)
@@ -135,112 +125,74 @@ def chunks_kernel(
     while at < n:
         p, residual, place, mask = load_tile(x_ptr, residual_ptr, start, at, n, FEEDBACK, TILE)
         equals, count = choose_tile(
-            tl.where(void, residual, p), residual, place, mask, cut, ties, equals, count, start, n,
-            room, p_ptr + record * room, index_ptr + record * room, bitmap_ptr,
-            new_residual_ptr, BITMAP, FEEDBACK, TILE,
+            tl.where(void, residual, p), place, mask, cut, ties, equals, count, start, room,
+            p_ptr + record * room, index_ptr + record * room, new_residual_ptr, FEEDBACK,
         )  # fmt: skip
         at += TILE
 
 
-@triton.jit(do_not_specialize=["stride", "seed_low", "seed_high", "step", "tensor"])
-def sample_kernel(
-    x_ptr, residual_ptr, sample_ptr, numel, n, stride, seed_low, seed_high, step, tensor,
-    FEEDBACK: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Draw one value of each stretch of ``stride``, at an index that the key chooses."""
-    first = tl.program_id(0).to(tl.int64) * SIZE
-    words = random_words(seed_low, seed_high, step, tensor, first // 4, 1, SIZE)
-    number = first + tl.arange(0, SIZE)
-    mask = number < n
-    length = tl.minimum(numel - number * stride, stride)
-    place = number * stride + (tl.reshape(words, (SIZE,)).to(tl.int64) * length >> 32)
-    p, _ = load_sum(x_ptr, residual_ptr, place, mask, FEEDBACK)
-    tl.store(sample_ptr + number, p, mask=mask)
-
-
 @triton.jit(do_not_specialize=["k"])
 def histogram_kernel(
-    x_ptr, residual_ptr, state_ptr, bins_ptr, n, k,
+    x_ptr, residual_ptr, bins_ptr, n, k,
     LEVEL: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add a tile to the histogram of a digit; the histograms of higher digits are complete."""
-    if tl.load(state_ptr + DONE) == 0:
-        prefix = tl.zeros((), tl.int32)
-        left = tl.zeros((), tl.int64) + k
-        for level in tl.static_range(LEVEL):
-            bins = tl.load(bins_ptr + level * BINS + tl.arange(0, BINS))
-            digit, left = find_digit(bins, left)
-            prefix = prefix << 11 | digit
-        at = tl.program_id(0).to(tl.int64) * TILE
-        p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, FEEDBACK, TILE)
-        counts = count_digits(magnitude_bits(p), mask, prefix, LEVEL)
-        to = bins_ptr + LEVEL * BINS + tl.arange(0, BINS)
-        tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
+    prefix = tl.zeros((), tl.int32)
+    left = tl.zeros((), tl.int64) + k
+    for level in tl.static_range(LEVEL):
+        bins = tl.load(bins_ptr + level * BINS + tl.arange(0, BINS))
+        digit, left = find_digit(bins, left)
+        prefix = prefix << 11 | digit
+    at = tl.program_id(0).to(tl.int64) * TILE
+    p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, FEEDBACK, TILE)
+    counts = count_digits(magnitude_bits(p), mask, prefix, LEVEL)
+    to = bins_ptr + LEVEL * BINS + tl.arange(0, BINS)
+    tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["k"])
 def count_kernel(
     x_ptr, residual_ptr, state_ptr, bins_ptr, around_ptr, tiles, n, k,
-    LIMIT: tl.constexpr, SAMPLED: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+    LIMIT: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Count the values of a tile above the cut, and those equal to it.
-
-    SAMPLED: the cut comes from a sample, which may lack the values that make the record void.
-    """
-    if tl.load(state_ptr + DONE) == 0:
-        prefix = tl.zeros((), tl.int32)
-        left = tl.zeros((), tl.int64) + k
-        for level in tl.static_range(3):
-            bins = tl.load(bins_ptr + level * BINS + tl.arange(0, BINS))
-            digit, left = find_digit(bins, left)
-            prefix = prefix << (9 if level == 2 else 11) | digit
-        tile = tl.program_id(0)
-        at = tile.to(tl.int64) * TILE
-        p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, FEEDBACK, TILE)
-        bits = magnitude_bits(p)
-        tl.store(around_ptr + tile, tl.sum((mask & (bits > prefix)).to(tl.int32), axis=0))
-        tl.store(around_ptr + tiles + tile, tl.sum((mask & (bits == prefix)).to(tl.int32), axis=0))
-        if SAMPLED:
-            beyond = tl.max(tl.where(mask, bits, 0), axis=0) >= LIMIT
-            tl.atomic_max(state_ptr + VOID, 1, mask=beyond)
-        if tile == 0:
-            tl.store(state_ptr + CUT, prefix)
-            tl.store(state_ptr + TIES, left.to(tl.int32))
-            if not SAMPLED:
-                bins = tl.load(bins_ptr + tl.arange(0, BINS))
-                tl.store(state_ptr + VOID, any_beyond(bins, LIMIT).to(tl.int32))
+    """Count the values of a tile above the cut, and those equal to it."""
+    prefix = tl.zeros((), tl.int32)
+    left = tl.zeros((), tl.int64) + k
+    for level in tl.static_range(3):
+        bins = tl.load(bins_ptr + level * BINS + tl.arange(0, BINS))
+        digit, left = find_digit(bins, left)
+        prefix = prefix << (9 if level == 2 else 11) | digit
+    tile = tl.program_id(0)
+    at = tile.to(tl.int64) * TILE
+    p, _, _, mask = load_tile(x_ptr, residual_ptr, 0, at, n, FEEDBACK, TILE)
+    bits = magnitude_bits(p)
+    tl.store(around_ptr + tile, tl.sum((mask & (bits > prefix)).to(tl.int32), axis=0))
+    tl.store(around_ptr + tiles + tile, tl.sum((mask & (bits == prefix)).to(tl.int32), axis=0))
+    if tile == 0:
+        tl.store(state_ptr + CUT, prefix)
+        tl.store(state_ptr + TIES, left.to(tl.int32))
+        bins = tl.load(bins_ptr + tl.arange(0, BINS))
+        tl.store(state_ptr + VOID, any_beyond(bins, LIMIT).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["asked", "least", "most"])
-def scan_kernel(
-    state_ptr, around_ptr, tiles, asked, least, most, SAMPLED: tl.constexpr, SIZE: tl.constexpr
-):
-    """Turn the counts of each tile into prefix sums, and set the number to send. One program."""
-    if tl.load(state_ptr + DONE) == 0:
-        greater = tl.zeros((), tl.int64)
-        equal = tl.zeros((), tl.int64)
-        at = tl.zeros((), tl.int64)
-        while at < tiles:
-            place = at + tl.arange(0, SIZE)
-            mask = place < tiles
-            above = tl.load(around_ptr + place, mask=mask, other=0).to(tl.int64)
-            ties = tl.load(around_ptr + tiles + place, mask=mask, other=0).to(tl.int64)
-            before = greater + tl.cumsum(above, axis=0) - above
-            tl.store(around_ptr + place, before.to(tl.int32), mask=mask)
-            before = equal + tl.cumsum(ties, axis=0) - ties
-            tl.store(around_ptr + tiles + place, before.to(tl.int32), mask=mask)
-            greater += tl.sum(above, axis=0)
-            equal += tl.sum(ties, axis=0)
-            at += SIZE
-        count = tl.zeros((), tl.int64) + asked
-        if SAMPLED:
-            void = tl.load(state_ptr + VOID) != 0
-            chosen = greater + equal
-            fits = (chosen >= least) & (chosen <= most)
-            count = tl.where(void, 1, tl.where(fits, chosen, count))
-            tl.store(state_ptr + TIES, equal.to(tl.int32))
-            tl.store(state_ptr + DONE, (void | fits).to(tl.int32))
-        tl.store(state_ptr + COUNT, count.to(tl.int32))
+@triton.jit
+def scan_kernel(around_ptr, tiles, SIZE: tl.constexpr):
+    """Turn the counts of each tile into prefix sums. One program."""
+    greater = tl.zeros((), tl.int64)
+    equal = tl.zeros((), tl.int64)
+    at = tl.zeros((), tl.int64)
+    while at < tiles:
+        place = at + tl.arange(0, SIZE)
+        mask = place < tiles
+        above = tl.load(around_ptr + place, mask=mask, other=0).to(tl.int64)
+        ties = tl.load(around_ptr + tiles + place, mask=mask, other=0).to(tl.int64)
+        before = greater + tl.cumsum(above, axis=0) - above
+        tl.store(around_ptr + place, before.to(tl.int32), mask=mask)
+        before = equal + tl.cumsum(ties, axis=0) - ties
+        tl.store(around_ptr + tiles + place, before.to(tl.int32), mask=mask)
+        greater += tl.sum(above, axis=0)
+        equal += tl.sum(ties, axis=0)
+        at += SIZE
 
 
 @triton.jit
@@ -260,7 +212,7 @@ def choose_kernel(
         x_ptr, residual_ptr, 0, tile.to(tl.int64) * TILE, n, FEEDBACK, TILE
     )
     choose_tile(
-        tl.where(void, residual, p), residual, place, mask, cut, ties,
-        equals, greater + tl.minimum(equals, ties), 0, n, room,
-        p_ptr, index_ptr, index_ptr, new_residual_ptr, False, FEEDBACK, TILE,
+        tl.where(void, residual, p), place, mask, cut, ties,
+        equals, greater + tl.minimum(equals, ties), 0, room,
+        p_ptr, index_ptr, new_residual_ptr, FEEDBACK,
     )  # fmt: skip

@@ -10,24 +10,9 @@ from pycomm.triton_kernels.topk_pack import GROUP, sections
 
 
 @triton.jit
-def count_of(word_ptr, n, k, VALUES: tl.constexpr, INDICES: tl.constexpr, SAMPLED: tl.constexpr):
-    """Return the number of values sent of a record of n; 0 if its header is damaged."""
-    here = tl.zeros((), tl.int64) + k
-    if SAMPLED:
-        count = tl.load(word_ptr + 1).to(tl.int64) & 0xFFFFFFFF
-        count = tl.where(count <= here, count, 0)
-        _, _, size = sections(n, count, VALUES, INDICES)
-        used = tl.load(word_ptr).to(tl.int64) & 0xFFFFFFFF
-        here = tl.where(used == size + 8, count, 0)
-    return here
-
-
-@triton.jit
-def load_index(byte_ptr, half_ptr, word_ptr, at, j, mask, INDICES: tl.constexpr):
+def load_index(byte_ptr, word_ptr, at, j, mask, INDICES: tl.constexpr):
     if INDICES == "int32":
         index = tl.load(word_ptr + at // 4 + j, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
-    elif INDICES == "int16":
-        index = tl.load(half_ptr + at // 2 + j, mask=mask, other=0).to(tl.int64) & 0xFFFF
     else:
         two = byte_ptr + at + j // 2 * 3 + j % 2
         low = tl.load(two, mask=mask, other=0).to(tl.int64)
@@ -37,13 +22,9 @@ def load_index(byte_ptr, half_ptr, word_ptr, at, j, mask, INDICES: tl.constexpr)
 
 
 @triton.jit
-def load_value(byte_ptr, half_ptr, word_ptr, at, values_at, j, mask, VALUES: tl.constexpr):
+def load_value(byte_ptr, word_ptr, at, values_at, j, mask, VALUES: tl.constexpr):
     if VALUES == "float32":
         value = bits_float(tl.load(word_ptr + at // 4 + j, mask=mask, other=0))
-    elif VALUES == "float16":
-        code = tl.load(half_ptr + (at + values_at) // 2 + j, mask=mask, other=0)
-        scale = bits_float(tl.load(word_ptr + at // 4 + j // GROUP, mask=mask, other=0))
-        value = code.to(tl.float16, bitcast=True).to(tl.float32) * scale
     elif VALUES == "int8":
         code = tl.load(byte_ptr + at + values_at + j, mask=mask, other=0).to(tl.int8, bitcast=True)
         scale = bits_float(tl.load(word_ptr + at // 4 + j // GROUP, mask=mask, other=0))
@@ -64,37 +45,32 @@ def begins_with_nan(word_ptr, at):
 
 @triton.jit(do_not_specialize=["k", "last_k"])
 def scatter_kernel(
-    void_ptr, byte_ptr, half_ptr, word_ptr, out_ptr, numel, length, groups, k, last_k,
-    VALUES: tl.constexpr, INDICES: tl.constexpr, SAMPLED: tl.constexpr, SIZE: tl.constexpr,
+    void_ptr, byte_ptr, word_ptr, out_ptr, numel, length, groups, k, last_k,
+    VALUES: tl.constexpr, INDICES: tl.constexpr, SIZE: tl.constexpr,
     CHECK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """With CHECK, find out whether the record is void; else store its values at their indices."""
     record = tl.program_id(0).to(tl.int64) // groups
     group = tl.program_id(0).to(tl.int64) % groups
     n = tl.minimum(numel - record * length, length)
-    _, _, whole = sections(length, tl.zeros((), tl.int64) + k, VALUES, INDICES)
-    k = tl.where(n == length, k, last_k)
-    here = count_of(word_ptr, n, k, VALUES, INDICES, SAMPLED)
-    values_at, indices_at, _ = sections(n, here, VALUES, INDICES)
+    _, _, whole = sections(tl.zeros((), tl.int64) + k, VALUES, INDICES)
+    here = tl.zeros((), tl.int64) + tl.where(n == length, k, last_k)
+    values_at, indices_at, _ = sections(here, VALUES, INDICES)
     at = record * whole
-    if SAMPLED:
-        at += 8
     j = group * SIZE + tl.arange(0, SIZE)
     mask = j < here
     if CHECK:
-        index = load_index(byte_ptr, half_ptr, word_ptr, at + indices_at, j, mask, INDICES)
-        before = load_index(
-            byte_ptr, half_ptr, word_ptr, at + indices_at, j - 1, mask & (j > 0), INDICES
-        )
+        index = load_index(byte_ptr, word_ptr, at + indices_at, j, mask, INDICES)
+        before = load_index(byte_ptr, word_ptr, at + indices_at, j - 1, mask & (j > 0), INDICES)
         wrong = mask & ((index >= n) | ((j > 0) & (before >= index)))
         bad = tl.max(wrong.to(tl.int32), axis=0) > 0
-        bad = bad | (here == 0) | begins_with_nan(word_ptr, at)
+        bad = bad | begins_with_nan(word_ptr, at)
         if bad:
             tl.atomic_max(void_ptr + record, 1)
     else:
         if tl.load(void_ptr + record) == 0:
-            index = load_index(byte_ptr, half_ptr, word_ptr, at + indices_at, j, mask, INDICES)
-            value = load_value(byte_ptr, half_ptr, word_ptr, at, values_at, j, mask, VALUES)
+            index = load_index(byte_ptr, word_ptr, at + indices_at, j, mask, INDICES)
+            value = load_value(byte_ptr, word_ptr, at, values_at, j, mask, VALUES)
             add_or_not(out_ptr, record * length + index, mask, value, ADD)
 
 
@@ -108,46 +84,3 @@ def fill_kernel(void_ptr, out_ptr, numel, length, SIZE: tl.constexpr, ADD: tl.co
     if ADD:
         mask = mask & void
     tl.store(out_ptr + place, tl.where(void, nan, 0.0), mask=mask)
-
-
-@triton.jit(do_not_specialize=["k", "last_k"])
-def decode_bitmaps_kernel(
-    byte_ptr, half_ptr, word_ptr, out_ptr, numel, length, k, last_k,
-    VALUES: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """Decode one record."""
-    record = tl.program_id(0).to(tl.int64)
-    n = tl.minimum(numel - record * length, length)
-    _, _, whole = sections(length, tl.zeros((), tl.int64) + k, VALUES, "bitmap")
-    here = tl.zeros((), tl.int64) + tl.where(n == length, k, last_k)
-    values_at, indices_at, size = sections(n, here, VALUES, "bitmap")
-    at = record * whole
-    bits = 8 * (size - indices_at)
-    ones = tl.zeros((), tl.int64)
-    beyond = tl.zeros((), tl.int64)
-    first = tl.zeros((), tl.int64)
-    while first < bits:
-        i = first + tl.arange(0, TILE).to(tl.int64)
-        word = tl.load(word_ptr + (at + indices_at) // 4 + i // 32, mask=i < bits, other=0)
-        one = (word >> (i % 32).to(tl.int32) & 1).to(tl.int64)
-        ones += tl.sum(one, axis=0)
-        beyond += tl.sum(tl.where(i < n, 0, one), axis=0)
-        first += TILE
-    void = (ones != here) | (beyond > 0) | begins_with_nan(word_ptr, at)
-    nan = bits_float(tl.full((TILE,), NAN_BITS, tl.int32))
-    rank = tl.zeros((), tl.int64)
-    first = tl.zeros((), tl.int64)
-    while first < n:
-        i = first + tl.arange(0, TILE).to(tl.int64)
-        mask = i < n
-        word = tl.load(word_ptr + (at + indices_at) // 4 + i // 32, mask=mask, other=0)
-        one = (word >> (i % 32).to(tl.int32) & 1).to(tl.int64)
-        j = rank + tl.cumsum(one, axis=0) - one
-        rank += tl.sum(one, axis=0)
-        travels = mask & (one != 0) & (void == 0)
-        value = load_value(byte_ptr, half_ptr, word_ptr, at, values_at, j, travels, VALUES)
-        value = tl.where(void, nan, tl.where(travels, value, 0.0))
-        if ADD:
-            mask = travels | (mask & void)
-        add_or_not(out_ptr, record * length + i, mask, value, ADD)
-        first += TILE

@@ -49,7 +49,7 @@ SPECS = (
     "nvfp4",
     "sign",
     "topk:0.01",
-    "topk:0.01,values=int8,chunk=4096",
+    "topk:0.01,values=int8,indices=int12",
     "eden:bits=2",
     "eden:bits=1",
     "lossless",

@@ -37,7 +37,7 @@ PYCOMM_INLINE size_t count(size_t n, size_t begin, size_t block) {
 }
 
 /// Measures the blocks of a tile, writes their scales at `codes` and that of the super-block.
-template <typename T, bool kStochastic>
+template <typename T>
 PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __restrict codes,
                               float* super, Scales<T>& scales) {
   uint32_t amax[T::kBlocks];
@@ -54,9 +54,8 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
     const Scale second = super_scale(bits_float(top));
     *super = second.unit;
     for (size_t b = 0; b < blocks; b++) {
-      const Rounded first = second.used
-                                ? nv_scale(bits_float(amax[b]), bits_float(top), kStochastic)
-                                : Rounded{0, 0.0f};
+      const Rounded first =
+          second.used ? nv_scale(bits_float(amax[b]), bits_float(top)) : Rounded{0, 0.0f};
       const float unit = first.value * second.unit;
       codes[b] = static_cast<uint8_t>(first.code);
       scales.unit[b] = unit;
@@ -76,30 +75,24 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
 // nvfp4 then decodes six times slower.
 
 /// Writes the codes of a block, and its residual.
-template <typename Small, bool kStochastic, bool kFeedback>
-PYCOMM_INLINE void encode_block(const float* __restrict p, const uint32_t* __restrict words,
-                                size_t n, float unit, float inv, uint8_t* __restrict codes,
-                                float* __restrict new_residual) {
+template <typename Small, bool kFeedback>
+PYCOMM_INLINE void encode_block(const float* __restrict p, size_t n, float unit, float inv,
+                                uint8_t* __restrict codes, float* __restrict new_residual) {
 #pragma GCC unroll 1
   for (size_t i = 0; i < n; i++) {
-    const float v = p[i] * inv;
-    const Rounded rounded =
-        kStochastic ? round_randomly<Small>(v, words[i]) : round_nearest<Small>(v);
+    const Rounded rounded = round_nearest<Small>(p[i] * inv);
     codes[i] = static_cast<uint8_t>(rounded.code);
     if (kFeedback) new_residual[i] = p[i] - rounded.value * unit;
   }
 }
 
-template <typename T, bool kStochastic, bool kFeedback>
+template <typename T, bool kFeedback>
 PYCOMM_INLINE void encode_tile(const EncodeArgs& args, const Scales<T>& scales, const float* p,
                                size_t lo, size_t n, uint8_t* codes) {
-  alignas(64) uint32_t words[kStochastic ? kTile : 1];
   const bool ahead = args.in.size - lo >= 2 * kTile;
-  if (kStochastic) random_block(args.key, args.index + lo, n, words);
   for (size_t b = 0, i = 0; i < n; b++, i += T::kBlock) {
     const size_t m = count(n, i, T::kBlock);
     float* new_residual = kFeedback ? args.new_residual + lo + i : nullptr;
-    const uint32_t* random = kStochastic ? words + i : nullptr;
     // A tile is read in bursts that the hardware prefetcher does not follow.
     for (size_t line = 0; ahead && line < T::kBlock; line += 16) {
       __builtin_prefetch(args.in.data + lo + kTile + i + line);
@@ -111,16 +104,16 @@ PYCOMM_INLINE void encode_tile(const EncodeArgs& args, const Scales<T>& scales, 
         std::memmove(new_residual, scales.unit[b] == 0.0f ? p + i : args.residual + lo + i, m * 4);
       }
     } else if (m == T::kBlock) {
-      encode_block<typename T::Small, kStochastic, kFeedback>(
-          p + i, random, T::kBlock, scales.unit[b], scales.inv[b], codes + i, new_residual);
+      encode_block<typename T::Small, kFeedback>(p + i, T::kBlock, scales.unit[b], scales.inv[b],
+                                                 codes + i, new_residual);
     } else {
-      encode_block<typename T::Small, kStochastic, kFeedback>(
-          p + i, random, m, scales.unit[b], scales.inv[b], codes + i, new_residual);
+      encode_block<typename T::Small, kFeedback>(p + i, m, scales.unit[b], scales.inv[b], codes + i,
+                                                 new_residual);
     }
   }
 }
 
-template <typename T, bool kStochastic>
+template <typename T>
 PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   constexpr int kBits = T::Small::kBits;
   alignas(64) float sum[kTile];
@@ -136,13 +129,12 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
       for (size_t i = 0; i < n; i++) sum[i] = p[i] + args.residual[lo + i];
       p = sum;
     }
-    scale_tile<T, kStochastic>(f.ceil, p, n, scale_codes + lo / T::kBlock, supers + lo / kTile,
-                               scales);
+    scale_tile<T>(f.ceil, p, n, scale_codes + lo / T::kBlock, supers + lo / kTile, scales);
     uint8_t* codes = kBits == 8 ? out + lo : unpacked;
     if (args.residual != nullptr) {
-      encode_tile<T, kStochastic, true>(args, scales, p, lo, n, codes);
+      encode_tile<T, true>(args, scales, p, lo, n, codes);
     } else {
-      encode_tile<T, kStochastic, false>(args, scales, p, lo, n, codes);
+      encode_tile<T, false>(args, scales, p, lo, n, codes);
     }
     if constexpr (kBits < 8) pack(kBits, unpacked, n, out + lo * kBits / 8);
   }
@@ -228,8 +220,8 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
       encode_params(block(format.kind), codes_offset(format.kind, args.in.size), args);
   params.options = format.ceil ? 1 : 0;
   const bool feedback = args.residual != nullptr;
-  launch("mx", kernel_name("mx::encode_kernel", element, nv, format.stochastic, feedback), params,
-         args.in.size, (nv ? kLarge : kSmall) * cuda::kRow, args.stream);
+  launch("mx", kernel_name("mx::encode_kernel", element, nv, feedback), params, args.in.size,
+         (nv ? kLarge : kSmall) * cuda::kRow, args.stream);
 }
 
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
@@ -249,8 +241,7 @@ class Mx final : public Codec {
     return std::string("mx:format=") + kNames[static_cast<int>(format_.kind)] +
            (format_.kind == Kind::nvfp4 ? ""
             : format_.ceil              ? ",scale=ceil"
-                                        : ",scale=floor") +
-           ",rounding=" + (format_.stochastic ? "stochastic" : "nearest");
+                                        : ",scale=floor");
   }
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
@@ -262,10 +253,7 @@ class Mx final : public Codec {
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
     if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
-    with_type(format_.kind, [&](auto type) {
-      using T = decltype(type);
-      (format_.stochastic ? encode_all<T, true> : encode_all<T, false>)(format_, args);
-    });
+    with_type(format_.kind, [&](auto type) { encode_all<decltype(type)>(format_, args); });
     const size_t numel = args.in.size, codes = codes_offset(format_.kind, numel);
     const size_t blocks = num_blocks(numel, block(format_.kind));
     zero_padding(args.out.sub(0, codes), scales_offset(format_.kind, numel) + blocks);
@@ -299,7 +287,6 @@ std::unique_ptr<Codec> make(Options& options) {
     options.fail("nvfp4 has one rule for scales; leave the option scale out");
   }
   format.ceil = scale == 1;
-  format.stochastic = options.choice("rounding", {"nearest", "stochastic"}, 0) == 1;
   options.finish();
   return std::make_unique<Mx>(format);
 }

@@ -23,15 +23,15 @@ __device__ __forceinline__ BlockScale mx_scale(uint32_t amax, bool ceil) {
 }
 
 __device__ __forceinline__ BlockScale nv_block_scale(uint32_t amax, float super_amax,
-                                                     const Scale& second, bool stochastic) {
+                                                     const Scale& second) {
   Rounded first{0, 0.0f};
-  if (second.used) first = nv_scale(bits_float(amax), super_amax, stochastic);
+  if (second.used) first = nv_scale(bits_float(amax), super_amax);
   const float unit = first.value * second.unit;
   return {first.code, unit, unit > 0.0f ? 1.0f / unit : 0.0f};
 }
 
 /// Encodes values. args.options is 1 if scales are rounded up. A tile of nvfp4 is a super-block.
-template <typename Small, bool kNv, bool kRandom, bool kFeedback>
+template <typename Small, bool kNv, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodeParams args) {
   constexpr int kRows = kNv ? kLarge : kSmall;
   constexpr uint32_t kSize = kNv ? kNvBlock : kBlock;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
     const size_t i = tile.index(row);
     BlockScale scale;
     if constexpr (kNv) {
-      scale = nv_block_scale(top[row], super_amax, second, kRandom);
+      scale = nv_block_scale(top[row], super_amax, second);
     } else {
       scale = mx_scale<Small>(top[row], args.options != 0);
     }
@@ -72,14 +72,10 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
       scale_codes[i / kSize] = static_cast<uint8_t>(i < args.numel ? scale.code : 0);
     }
 
-    Random4 random{};
-    if (kRandom) random = random_words(args.seed, args.step, args.tensor, args.group + i / 4);
     cuda::Vector<float> value{};
     uint32_t chunk = 0;
     for (int k = 0; k < cuda::kVector && scale.inv != 0.0f; k++) {
-      const float v = p[row].v[k] * scale.inv;
-      const Rounded rounded =
-          kRandom ? round_randomly<Small>(v, random.word[k]) : round_nearest<Small>(v);
+      const Rounded rounded = round_nearest<Small>(p[row].v[k] * scale.inv);
       chunk |= rounded.code << (k * Small::kBits);
       value.v[k] = rounded.value * scale.unit;
     }
@@ -136,12 +132,10 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodePara
 
 namespace pycomm::codecs {
 
-#define MX(Small, nv)                                                   \
-  PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, false, false>),    \
-      PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, false, true>), \
-      PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, true, false>), \
-      PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, true, true>),  \
-      PYCOMM_KERNEL(mx::decode_kernel<pycomm::Small, nv, false>),       \
+#define MX(Small, nv)                                             \
+  PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, false>),     \
+      PYCOMM_KERNEL(mx::encode_kernel<pycomm::Small, nv, true>),  \
+      PYCOMM_KERNEL(mx::decode_kernel<pycomm::Small, nv, false>), \
       PYCOMM_KERNEL(mx::decode_kernel<pycomm::Small, nv, true>)
 PYCOMM_KERNELS(mx, MX(Float8E4M3, false), MX(Float8E5M2, false), MX(Float6E2M3, false),
                MX(Float6E3M2, false), MX(Float4E2M1, false), MX(Float4E2M1, true));

@@ -4,7 +4,6 @@
 #pragma once
 #include "codecs/base/block.h"
 #include "core/floats.h"
-#include "core/philox.h"
 #include "core/types.h"
 
 namespace pycomm::codecs::mx {
@@ -20,7 +19,6 @@ enum class Kind : uint8_t { fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, nv
 struct Format {
   Kind kind = Kind::fp8_e4m3;
   bool ceil = false;  ///< scales rounded up, so that no value saturates; not in nvfp4
-  bool stochastic = false;
 };
 
 PYCOMM_HD int bits(Kind kind) {
@@ -62,54 +60,23 @@ PYCOMM_HD float inv_scale(uint32_t code) {
   return bits_float(code == kNanScale ? 0 : (254 - code) << 23);
 }
 
-/// E4M3 code of 448.
-constexpr uint32_t kLargestScale = 0x7e;
 /// Returns the second-level scale of a super-block in NVFP4; the largest value that it multiplies
 /// is 448 * 6.
 PYCOMM_HD Scale super_scale(float amax) { return symmetric_scale(amax, 448.0f * 6.0f); }
 /// Returns the first-level scale of a block in a used super-block, whose largest magnitude is
-/// `super_amax`. With stochastic rounding the scale is never rounded down: values that saturate
-/// have a bias, and so has a block that travels as zeros.
-PYCOMM_HD Rounded nv_scale(float amax, float super_amax, bool stochastic) {
-  const float wanted = amax * (448.0f / super_amax);
-  const Rounded nearest = round_in_range<Float8E4M3>(wanted);
-  if (!stochastic || !(nearest.value < wanted) || nearest.code >= kLargestScale) return nearest;
-  // Codes of positive numbers are in the order of the numbers.
-  const uint32_t above = nearest.code + 1;
-  return {above, Float8E4M3::decode(above)};
+/// `super_amax`.
+PYCOMM_HD Rounded nv_scale(float amax, float super_amax) {
+  return round_in_range<Float8E4M3>(amax * (448.0f / super_amax));
 }
 
 // -------------------------------------------------------------------- codes
 
 /// Rounds to nearest; |v| beyond the largest number becomes that number.
 template <typename Small>
-PYCOMM_HD uint32_t saturated(float v) {
-  const uint32_t magnitude = magnitude_bits(v);
-  return magnitude < Small::kLargestBits ? magnitude : Small::kLargestBits;
-}
-
-template <typename Small>
 PYCOMM_HD Rounded round_nearest(float v) {
-  return round_in_range<Small>(
-      bits_float(saturated<Small>(v) | (float_bits(v) ^ magnitude_bits(v))));
-}
-
-/// Rounds up or down by chance, as quant does, in the steps of the binade that |v| is in.
-template <typename Small>
-PYCOMM_HD Rounded round_randomly(float v, uint32_t random) {
-  const uint32_t magnitude = saturated<Small>(v);
-  const uint32_t sign = float_bits(v) ^ magnitude_bits(v);
-  const uint32_t exponent = magnitude & kInfBits;
-  const uint32_t binade = exponent > Small::kSmallestNormal ? exponent : Small::kSmallestNormal;
-  const uint32_t step = binade - (static_cast<uint32_t>(23 - Small::kShift) << 23);
-  const float a = bits_float(magnitude) * bits_float((254u << 23) - step);
-  const int down = static_cast<int>(a);
-  const int threshold = static_cast<int>((a - static_cast<float>(down)) * 0x1p31f);
-  const int near = down + (static_cast<int>(random >> 1) < threshold ? 1 : 0);
-  const float value = static_cast<float>(near) * bits_float(step);
-  return {(static_cast<uint32_t>(near) + ((binade - Small::kSmallestNormal) >> Small::kShift)) |
-              sign >> Small::kSignShift,
-          bits_float(float_bits(value) | sign)};
+  const uint32_t magnitude = magnitude_bits(v);
+  const uint32_t saturated = magnitude < Small::kLargestBits ? magnitude : Small::kLargestBits;
+  return round_in_range<Small>(bits_float(saturated | (float_bits(v) ^ magnitude)));
 }
 
 }  // namespace pycomm::codecs::mx

@@ -22,10 +22,8 @@ from pycomm.codecs.block import (
     split,
     unpack_bits,
 )
-from pycomm.codecs.philox import random_words
 
 SUPER_BLOCK = 2048  # values that share the float32 scale of nvfp4
-LARGEST_SCALE = 0x7E  # the code of 448, the largest number of e4m3
 
 
 class Element(NamedTuple):
@@ -68,13 +66,10 @@ class MX(Codec):
         "fp8_e4m3"
     )
     scale: Literal["floor", "ceil", ""] = ""  # "": floor; nvfp4 has no choice
-    rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
         if self.format not in ELEMENTS:
             raise ValueError(f"mx: format={self.format}: use one of {', '.join(ELEMENTS)}")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"mx: rounding={self.rounding}: use nearest or stochastic")
         if self.format == "nvfp4":
             if self.scale:
                 raise ValueError(f"mx: nvfp4 has one rule for scales; leave scale={self.scale} out")
@@ -107,11 +102,7 @@ class MX(Codec):
 
     def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         first, v = self._scaled(p)
-        if self.rounding == "stochastic":
-            words = random_words(key, index, v.numel(), p.device).view_as(v)
-            code = _encode(v, self.element, words)
-        else:
-            code = _encode(v, self.element)
+        code = _encode(v, self.element)
         return payload(*first, pack_bits(code.view(-1)[: p.numel()], self.element.bits))
 
     def saturated(self, p: torch.Tensor) -> int:
@@ -156,10 +147,6 @@ class MX(Codec):
         v = amax.view(-1, each) * factor[:, None]
         v = torch.where(used[:, None], v, torch.zeros_like(v))
         code = _encode(v, E4M3)
-        if self.rounding == "stochastic":
-            # Rounded up: a scale below the exact one would clip values, which is a bias.
-            least = (_decode(code, E4M3) < v).to(torch.uint8)
-            code = (code + least).clamp(max=LARGEST_SCALE)
         scale = (_decode(code, E4M3) * sup[:, None]).view(-1)
         inv = torch.where(scale > 0, torch.ones_like(scale) / scale, torch.zeros_like(scale))
         return sup, code.view(-1), inv
@@ -179,17 +166,12 @@ class MX(Codec):
         return _decode(codes, self.element) * scale.repeat_interleave(self.block)[:numel]
 
 
-def _encode(v: torch.Tensor, to: Element, words: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the codes (uint8) of ``v``: saturating, to nearest even, or by random words."""
+def _encode(v: torch.Tensor, to: Element) -> torch.Tensor:
+    """Return the codes (uint8) of ``v``: saturating, to nearest even."""
     a = v.abs().clamp(max=to.top)
     exponent = ((a.view(torch.int32) >> 23) - 127).clamp(min=to.least)
     step = (exponent - to.mantissa + 127 << 23).view(torch.float32)
-    steps = a / step  # exact: the step is a power of two
-    if words is None:
-        steps = steps.round()  # ties to even
-    else:
-        down = steps.floor()
-        steps = down + ((words >> 1) < ((steps - down) * 2.0**31).to(torch.int64))
+    steps = (a / step).round()  # ties to even; the division is exact: the step is a power of two
     code = steps.to(torch.int32) + (exponent - to.least << to.mantissa)
     return (code | torch.signbit(v).to(torch.int32) << to.bits - 1).to(torch.uint8)
 

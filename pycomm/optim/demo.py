@@ -48,7 +48,7 @@ class DeMo(LocalGradientOptimizer):
         model: the model of these parameters, in `DistributedDataParallel`.
         largest: coefficients that a rank sends of each 4096.
         chunk: longest side of a chunk, at most 64.
-        values: format in which they travel: "float32", "float16" or "int8".
+        values: format in which they travel: "float32" or "int8".
         scaler: the `torch.amp.GradScaler` of the gradients, if there is one.
 
     Raises:
@@ -79,7 +79,7 @@ class DeMo(LocalGradientOptimizer):
             raise ValueError(f"DeMo: beta={beta}: it is from 0 to below 1")
         density = whole("largest", largest, 1, _RECORD) / _RECORD
         self._chunk = whole("chunk", chunk, 1, math.isqrt(_RECORD))
-        self._codec = f"topk:density={density!r},values={values},indices=int12,chunk={_RECORD}"
+        self._codec = f"topk:density={density!r},values={values},indices=int12"
         self._policy = Policy(self._codec, rules=(), guard=None)
         terms = [f"beta={beta}", f"largest={largest}", f"chunk={chunk}", f"values={values}"]
         defaults = {"lr": lr, "weight_decay": weight_decay}

@@ -108,7 +108,7 @@ _ALL = (
         0.5 + 1 / 32,
         1.32e-2,
         (6.4, 11.9, 14.7, 6.1),
-        "mx:format=fp4_e2m1,scale=floor,rounding=nearest",
+        "mx:format=fp4_e2m1,scale=floor",
     ),
     _eden(
         "eden:bits=2", 0.254, 0.133, (5.3, 6.1, 6.0, 5.3), "eden:bits=2,size=1024,scale=unbiased"
@@ -175,16 +175,16 @@ _MORE = (
         0.75 + 1 / 32,
         8.07e-4,
         (8.8, 16.5, 15.4, 5.8),
-        "mx:format=fp6_e2m3,scale=floor,rounding=nearest",
+        "mx:format=fp6_e2m3,scale=floor",
     ),
     _recode(
         "mxfp8",
         1 + 1 / 32,
         8.61e-4,
         (10.2, 18.4, 18.0, 6.6),
-        "mx:format=fp8_e4m3,scale=floor,rounding=nearest",
+        "mx:format=fp8_e4m3,scale=floor",
     ),
-    _recode("nvfp4", 0.5645, 9.07e-3, (5.3, 11.2, 9.7, 3.9), "mx:format=nvfp4,rounding=nearest"),
+    _recode("nvfp4", 0.5645, 9.07e-3, (5.3, 11.2, 9.7, 3.9), "mx:format=nvfp4"),
     _eden(
         "eden:bits=2,size=128",
         0.2813,

@@ -1,4 +1,4 @@
-"""mx: properties beyond its bytes: the formats of the specification, bounds, and no bias."""
+"""mx: properties beyond its bytes: the formats of the specification, and bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 
 import pycomm
 from pycomm.codecs import MX
-from pycomm.codecs.args import RandomKey
 from pycomm.codecs.block import pack_bits, unpack_bits
 from pycomm.codecs.mx import ELEMENTS
 
@@ -98,17 +97,16 @@ def test_what_saturates_is_counted():
     assert 0 < pycomm.codec("nvfp4").saturated(NORMAL[: 1 << 16]) < (1 << 16) / 16
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "nvfp4"])
-def test_no_value_is_off_by_more_than_its_step(form, rounding):
-    codec = MX(format=form, scale="ceil", rounding=rounding)
+def test_no_value_is_off_by_more_than_half_its_step(form):
+    codec = MX(format=form, scale="ceil")
     x = NORMAL[:32000]
     element = codec.element
     scale = 2.0 ** (codec.encode(x)[:1000].float() - 127).repeat_interleave(32)
     binade = (x / scale).abs().clamp(min=2.0**element.least).log2().floor()
     step = 2.0 ** (binade - element.mantissa) * scale
     off = (code_and_decode(codec, x) - x).abs()
-    assert bool((off <= step * (0.5 if rounding == "nearest" else 1)).all())
+    assert bool((off <= step / 2).all())
 
 
 # With E4M3's half of a sixteenth a scale is too small by at most 1/17 of it, so what saturates at 6
@@ -133,21 +131,6 @@ def test_nvfp4_uses_the_whole_range_of_both_scales():
     assert torch.allclose(code_and_decode(pycomm.codec("nvfp4"), x), x, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("spec", ["mxfp4:scale=ceil", "mxfp6:scale=ceil", "mxfp8_e5m2:scale=ceil"])
-def test_stochastic_rounding_has_no_bias(spec):
-    codec = pycomm.codec(f"{spec},rounding=stochastic")
-    x, steps = NORMAL[:1024], 2000
-    total = torch.zeros(x.numel(), dtype=torch.float64)
-    for step in range(steps):
-        total += code_and_decode(codec, x, key=RandomKey(seed=5, step=step, tensor=1))
-    scale = 2.0 ** (codec.encode(x)[:32].float() - 127).repeat_interleave(32)
-    binade = (x / scale).abs().clamp(min=2.0**codec.element.least).log2().floor()
-    width = 2.0 ** (binade - codec.element.mantissa) * scale
-    # The variance of one rounding is at most width^2 / 4; 5.5 sigma of 1024 means: one in 10^4 runs
-    # would fail with other seeds, this one is fixed.
-    assert bool(((total / steps - x).abs() <= 5.5 * width * 0.5 / steps**0.5).all())
-
-
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 2.0**127])
 def test_overflow_is_seen_by_all_and_keeps_the_residual(form, bad):
@@ -169,16 +152,15 @@ def test_the_largest_finite_values_stay_finite(form, scale):
     assert bool(code_and_decode(codec, x).isfinite().all())
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_feedback_pays_everything_in_the_end(form, rounding):
-    codec = MX(format=form, rounding=rounding)
+def test_feedback_pays_everything_in_the_end(form):
+    codec = MX(format=form)
     g = torch.Generator().manual_seed(3)
     residual = torch.zeros(1000)
     sent, truth = torch.zeros(1000).double(), torch.zeros(1000).double()
-    for step in range(50):
+    for _ in range(50):
         x = torch.randn(1000, generator=g)
-        sent += codec.decode(codec.encode(x, residual=residual, key=RandomKey(step=step)), 1000)
+        sent += codec.decode(codec.encode(x, residual=residual), 1000)
         truth += x
     # Each step rounds p and the residual once, values below 16: 50 * 2 * 16 * 2^-24.
     assert float((sent + residual - truth).abs().max()) < 50 * 2 * 16 * 2.0**-24

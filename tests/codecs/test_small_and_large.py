@@ -67,13 +67,7 @@ def check_that_it_is_not_worse_than_nothing(codec: pycomm.codecs.base.Codec, val
         assert values in ("large", "huge")
         return
     error = (got.double() - x.double()).square().sum()
-    # Values of one rounding of MX may become its smallest number, 2^-130: by chance, not by bias.
-    chance = (
-        N * 2.0**-130 * float(x.abs().max())
-        if "stochastic" in codec.spec() and "mx" in codec.spec()
-        else 0.0
-    )
-    assert float(error) <= limit(codec) * float(x.double().square().sum()) * 1.0001 + chance
+    assert float(error) <= limit(codec) * float(x.double().square().sum()) * 1.0001
 
 
 @pytest.mark.parametrize("scale", ["float32", "bfloat16"])

@@ -40,7 +40,7 @@ from pycomm.errors import Error
         ("int8:scale=bfloat16", Quant(scale="bfloat16")),
         ("mx", MX(format="fp8_e4m3", scale="floor")),
         ("mxfp4:scale=ceil", MX(format="fp4_e2m1", scale="ceil")),
-        ("nvfp4:rounding=stochastic", MX(format="nvfp4", rounding="stochastic")),
+        ("nvfp4", MX(format="nvfp4")),
         ("cast", Cast(dtype="float16")),
         ("cast:bfloat16", Cast(dtype="bfloat16")),
         ("fp8", Cast(dtype="float8_e4m3", block=256)),

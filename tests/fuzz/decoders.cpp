@@ -51,10 +51,8 @@ const std::vector<std::unique_ptr<Codec>>& codecs() {
              {30, "lossless:dtype=float32"},
              {31, "lossless:dtype=bfloat16"},
              {34, "topk:density=0.01"},
-             {35, "topk:density=0.1,values=float16,indices=int16,chunk=65536"},
-             {36, "topk:density=0.05,values=int8,indices=int12,chunk=4096"},
-             {37, "topk:density=0.3,values=int2,indices=bitmap,chunk=4096"},
-             {38, "topk:density=0.05,sample=10"}}) {
+             {36, "topk:density=0.05,values=int8,indices=int12"},
+             {37, "topk:density=0.3,values=bins2,indices=int12"}}) {
       (*made)[number] = pycomm::make_codec(spec);
     }
     return made;

@@ -101,7 +101,6 @@ def local(**options: Any) -> Callable[[], list[torch.Tensor]]:
 METHODS: dict[str, Callable[[], list[torch.Tensor]]] = {
     **{codec: gradients(codec) for codec in ("int4", "sign", "topk:0.01", "powersgd:2", "auto")},
     **{codec: gradients(codec) for codec in ("dgc:0.01", "lossless", "nvfp4")},
-    "sampled": gradients("topk:0.02,sample=10"),
     "eden": gradients("eden:bits=2,size=128"),
     "ef21": gradients("topk:0.05", feedback="ef21"),
     "residuals in int8": gradients("int4", feedback="ema:0.9,storage=int8"),

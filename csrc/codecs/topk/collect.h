@@ -3,6 +3,7 @@
 // takes the time of long records, is read once. Included by topk.cpp only.
 #pragma once
 #include <optional>
+#include <vector>
 
 #include "codecs/topk/record.h"
 
@@ -155,33 +156,6 @@ inline Cut find_cut(const Source& from, size_t k, uint32_t limit, float* new_res
     }
   }
   return Finder(from.n, limit).find(from, k);
-}
-
-/// The number of values that may travel with a sampled threshold, and that do if it is wrong.
-struct Asked {
-  size_t least;
-  size_t exactly;
-  size_t most;
-};
-
-/// Returns the cut at the k-th largest magnitude of the sample, and how many values it chooses. If
-/// these are too few or too many, it is the exact cut.
-inline Cut sampled_cut(const Source& from, const std::vector<float>& sample, size_t k,
-                       const Asked& asked, uint32_t limit, float* new_residual,
-                       std::optional<Candidates>& found, size_t& chosen) {
-  // Values that make a record void are searched for in all values, not in the sample.
-  const Source in_sample{sample.data(), nullptr, sample.size()};
-  const uint32_t bits = Finder(sample.size(), ~0u).find(in_sample, k).bits;
-  found.emplace(asked.most);
-  collect(from, bits, new_residual, *found);
-  chosen = found->count;
-  const bool is_void = found->top >= limit;
-  if (is_void || (found->whole && asked.least <= chosen && chosen <= asked.most)) {
-    return {bits, chosen, is_void};
-  }
-  chosen = asked.exactly;
-  found.reset();
-  return find_cut(from, chosen, limit, new_residual, found);
 }
 
 /// Writes the record of a cut.

@@ -14,11 +14,10 @@ struct Scratch {
   uint2* counted;
   uint2* around;
   uint32_t* slots;
-  float* sample;
   Chosen chosen;
 
   __device__ Scratch(const TopkParams& args, bool chunks) {
-    const Layout layout(args.numel, args.length, args.k, args.sample_n, chunks);
+    const Layout layout(args.numel, args.length, args.k, chunks);
     const size_t warps = (layout.slots - layout.tiles) / 4;
     auto* words = reinterpret_cast<uint32_t*>(args.scratch);
     state = reinterpret_cast<State*>(words);
@@ -26,7 +25,6 @@ struct Scratch {
     counted = reinterpret_cast<uint2*>(words + layout.tiles);
     around = counted + warps;
     slots = words + layout.slots;
-    sample = reinterpret_cast<float*>(words + layout.sample);
     chosen = {reinterpret_cast<float*>(words + layout.p), words + layout.index,
               static_cast<uint32_t>(Layout::rounded(args.k))};
   }
@@ -77,7 +75,7 @@ __device__ __forceinline__ void write_bins(uint8_t* section, float* levels, size
                                            const float (&p)[kLaneValues], int size, float amax,
                                            float (&value)[kLaneValues]) {
   const bool is_void = float_bits(amax) > kInfBits;
-  const HalfScale s = half_scale(amax);
+  const BinScale s = bin_scale(amax);
   uint32_t code[kLaneValues];
   Bins bins;
 #pragma unroll
@@ -119,7 +117,6 @@ __device__ __forceinline__ void write_values(const Record& record, uint8_t* to, 
   const size_t first = group * kGroup + threadIdx.x % cuda::kLanes * kLaneValues;
   uint8_t* section = to + record.values_at;
   auto* scales = reinterpret_cast<float*>(to);
-  const bool leads = threadIdx.x % cuda::kLanes == 0;
   uint32_t code[kLaneValues];
   if (record.values == Values::float32) {
 #pragma unroll
@@ -130,63 +127,35 @@ __device__ __forceinline__ void write_values(const Record& record, uint8_t* to, 
     store_fields<32>(section, first, record.k, code);
     return;
   }
-  uint32_t low = kInfBits, high = 0;
+  uint32_t top = 0;
 #pragma unroll
   for (int j = 0; j < kLaneValues; j++) {
     const uint32_t bits = magnitude_bits(p[j]);
-    low = j < size && bits < low ? bits : low;
-    high = j < size && bits > high ? bits : high;
+    top = j < size && bits > top ? bits : top;
   }
 #pragma unroll
   for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
-    const uint32_t other_low = __shfl_xor_sync(kAll, low, lane);
-    const uint32_t other_high = __shfl_xor_sync(kAll, high, lane);
-    low = other_low < low ? other_low : low;
-    high = other_high > high ? other_high : high;
+    const uint32_t other = __shfl_xor_sync(kAll, top, lane);
+    top = other > top ? other : top;
   }
-  const bool is_void = high > kInfBits;
-  if (record.values == Values::float16) {
-    const HalfScale s = half_scale(bits_float(high));
-    if (leads) scales[group] = s.scale;
-#pragma unroll
-    for (int j = 0; j < kLaneValues; j++) {
-      code[j] = j < size && !is_void ? Float16::encode(p[j] * s.inv) : 0;
-      value[j] = Float16::decode(code[j]) * s.scale;
-    }
-    store_fields<16>(section, first, record.k, code);
-    return;
-  }
-  if (record.values == Values::int8) {
-    const float amax = bits_float(high);
-    const float s = scale(amax, kTop8), inv = inv_scale(amax, kTop8);
-    if (leads) scales[group] = s;
-#pragma unroll
-    for (int j = 0; j < kLaneValues; j++) {
-      const int q = j < size && !is_void ? quantize8(p[j], inv) : 0;
-      value[j] = dequantize8(q, s);
-      code[j] = static_cast<uint32_t>(q) & 0xff;
-    }
-    store_fields<8>(section, first, record.k, code);
-    return;
-  }
+  const float amax = bits_float(top);
   if (record.values == Values::bins2) {
-    return write_bins(section, scales + 2 * group, first, record.k, p, size, bits_float(high),
-                      value);
+    return write_bins(section, scales + 2 * group, first, record.k, p, size, amax, value);
   }
-  if (leads) {
-    scales[2 * group] = bits_float(is_void ? kNanBits : low);
-    scales[2 * group + 1] = bits_float(high);
-  }
+  const bool is_void = top > kInfBits;
+  const float s = scale(amax, kTop8), inv = inv_scale(amax, kTop8);
+  if (threadIdx.x % cuda::kLanes == 0) scales[group] = s;
 #pragma unroll
   for (int j = 0; j < kLaneValues; j++) {
-    code[j] = j < size && !is_void ? quantize2(p[j], bits_float(low), bits_float(high)) : 0;
-    value[j] = dequantize2(code[j], bits_float(low), bits_float(high));
+    const int q = j < size && !is_void ? quantize8(p[j], inv) : 0;
+    value[j] = dequantize8(q, s);
+    code[j] = static_cast<uint32_t>(q) & 0xff;
   }
-  store_pairs(section, first, record.k, code);
+  store_fields<8>(section, first, record.k, code);
 }
 
 /// Writes the group-th kGroup of the chosen values, and their residuals. Called by all lanes of a
-/// warp. A void record has no chosen values, and its bitmap is written here.
+/// warp. A void record has no chosen values.
 template <bool kFeedback>
 __device__ void write_group(const Record& record, uint8_t* to, size_t group, const Chosen& chosen,
                             bool is_void, const float* residual, float* new_residual) {
@@ -206,9 +175,7 @@ __device__ void write_group(const Record& record, uint8_t* to, size_t group, con
   uint8_t* section = to + record.indices_at;
   if (record.indices == Indices::int32) {
     store_fields<32>(section, first, record.k, index);
-  } else if (record.indices == Indices::int16) {
-    store_fields<16>(section, first, record.k, index);
-  } else if (record.indices == Indices::int12) {
+  } else {
     store_fields<12>(section, first, record.k, index);
   }
   if constexpr (kFeedback) {
@@ -226,7 +193,6 @@ __device__ __forceinline__ uint32_t read_index(const Record& record, const uint8
                                                size_t j) {
   const uint8_t* section = from + record.indices_at;
   if (record.indices == Indices::int32) return reinterpret_cast<const uint32_t*>(section)[j];
-  if (record.indices == Indices::int16) return reinterpret_cast<const uint16_t*>(section)[j];
   const uint8_t* two = section + j / 2 * 3 + j % 2;
   return (two[0] | two[1] << 8) >> (j % 2 * 4) & 0xfff;
 }
@@ -235,14 +201,11 @@ __device__ __forceinline__ float read_value(const Record& record, const uint8_t*
   const uint8_t* codes = from + record.values_at;
   if (record.values == Values::float32) return reinterpret_cast<const float*>(codes)[j];
   const auto* scales = reinterpret_cast<const float*>(from);
-  if (has_levels(record.values)) {
+  if (record.values == Values::bins2) {
     const float* levels = scales + j / kGroup * 2;
     return dequantize2(codes[j / 4] >> j % 4 * 2 & 3, levels[0], levels[1]);
   }
-  const float code = record.values == Values::int8
-                         ? static_cast<float>(static_cast<int8_t>(codes[j]))
-                         : Float16::decode(reinterpret_cast<const uint16_t*>(codes)[j]);
-  return code * scales[j / kGroup];
+  return dequantize8(static_cast<int8_t>(codes[j]), scales[j / kGroup]);
 }
 
 /// True if the j-th index is above the one before and lies in the record.

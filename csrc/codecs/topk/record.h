@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "codecs/topk/walk.h"
-#include "core/float16.h"
 
 namespace pycomm::codecs::topk {
 
@@ -14,10 +13,7 @@ inline void write_indices(Indices form, const uint32_t* index, size_t first, siz
                           uint8_t* section) {
   if (form == Indices::int32) {
     std::memcpy(section + 4 * first, index, 4 * n);
-  } else if (form == Indices::int16) {
-    auto* to = reinterpret_cast<uint16_t*>(section) + first;
-    for (size_t j = 0; j < n; j++) to[j] = static_cast<uint16_t>(index[j]);
-  } else if (form == Indices::int12) {
+  } else {
     uint8_t* to = section + first / 2 * 3;  // groups begin at even places
     for (size_t j = 0; j < n; j += 2, to += 3) {
       const uint32_t odd = j + 1 < n ? index[j + 1] : 0;
@@ -25,10 +21,6 @@ inline void write_indices(Indices form, const uint32_t* index, size_t first, siz
       to[0] = static_cast<uint8_t>(both);
       to[1] = static_cast<uint8_t>(both >> 8);
       if (j + 1 < n) to[2] = static_cast<uint8_t>(both >> 16);
-    }
-  } else {
-    for (size_t j = 0; j < n; j++) {
-      section[index[j] / 8] |= static_cast<uint8_t>(1u << index[j] % 8);
     }
   }
 }
@@ -43,16 +35,6 @@ inline void write_values(const Record& record, uint8_t* to, size_t first, const 
       std::memcpy(codes + 4 * first, p, 4 * n);
       std::memcpy(value, p, 4 * n);
       break;
-    case Values::float16: {
-      auto* half = reinterpret_cast<uint16_t*>(codes) + first;
-      const HalfScale s = half_scale(max_magnitude(p, n));
-      scales[first / kGroup] = s.scale;
-      for (size_t j = 0; j < n; j++) {
-        half[j] = static_cast<uint16_t>(Float16::encode(p[j] * s.inv));
-        value[j] = Float16::decode(half[j]) * s.scale;
-      }
-      break;
-    }
     case Values::int8: {
       const float amax = max_magnitude(p, n);
       const float s = scale(amax, kTop8);
@@ -65,23 +47,8 @@ inline void write_values(const Record& record, uint8_t* to, size_t first, const 
       }
       break;
     }
-    case Values::int2: {
-      uint32_t least = kInfBits;
-      for (size_t j = 0; j < n; j++) least = std::min(least, magnitude_bits(p[j]));
-      const float low = bits_float(least);
-      const float high = max_magnitude(p, n);
-      scales[first / kGroup * 2] = low;
-      scales[first / kGroup * 2 + 1] = high;
-      std::memset(codes + first / 4, 0, (n + 3) / 4);
-      for (size_t j = 0; j < n; j++) {
-        const uint32_t code = quantize2(p[j], low, high);
-        codes[(first + j) / 4] |= static_cast<uint8_t>(code << 2 * (j % 4));
-        value[j] = dequantize2(code, low, high);
-      }
-      break;
-    }
     case Values::bins2: {
-      const HalfScale s = half_scale(max_magnitude(p, n));
+      const BinScale s = bin_scale(max_magnitude(p, n));
       uint32_t magnitude[kGroup];
       Bins bins;
       bins.count = static_cast<uint32_t>(n);
@@ -110,11 +77,7 @@ class Writer {
  public:
   /// `residual` and `new_residual` are those of the record; null without feedback.
   Writer(const Record& record, uint8_t* to, const float* residual, float* new_residual)
-      : record_(record), to_(to), residual_(residual), new_residual_(new_residual) {
-    if (record.indices == Indices::bitmap) {
-      std::memset(to + record.indices_at, 0, record.bytes - record.indices_at);
-    }
-  }
+      : record_(record), to_(to), residual_(residual), new_residual_(new_residual) {}
 
   // A caller may change values while they are encoded. More may be chosen then than there is room
   // for; fewer leave at the end what was in the memory before.
@@ -165,61 +128,28 @@ inline void encode_record(const Record& record, const Cut& cut, const Source& fr
 
 // ------------------------------------------------------------------- decoding
 
-/// Reader of the indices of a record, in order. Those of a bitmap must have been counted before.
-class IndexReader {
- public:
-  IndexReader(const Record& record, const uint8_t* from)
-      : form_(record.indices), section_(from + record.indices_at) {}
-
-  void next(uint32_t* index, size_t n) {
-    if (form_ == Indices::int32) {
-      std::memcpy(index, section_ + 4 * done_, 4 * n);
-    } else if (form_ == Indices::int16) {
-      const auto* from = reinterpret_cast<const uint16_t*>(section_) + done_;
-      for (size_t j = 0; j < n; j++) index[j] = from[j];
-    } else if (form_ == Indices::int12) {
-      const uint8_t* from = section_ + done_ / 2 * 3;
-      for (size_t j = 0; j < n; j++) {
-        const uint8_t* two = from + j / 2 * 3 + j % 2;
-        index[j] = (two[0] | two[1] << 8) >> (j % 2 * 4) & 0xfff;
-      }
-    } else {
-      const auto* words = reinterpret_cast<const uint32_t*>(section_);
-      for (size_t j = 0; j < n; j++) {
-        while (left_ == 0) left_ = words[word_++];
-        index[j] =
-            static_cast<uint32_t>((word_ - 1) * 32) + static_cast<uint32_t>(__builtin_ctz(left_));
-        left_ &= left_ - 1;
-      }
-    }
-    done_ += n;
+/// Reads n indices of a record from the first-th on, which is an even one.
+inline void read_indices(const Record& record, const uint8_t* from, size_t first, size_t n,
+                         uint32_t* index) {
+  const uint8_t* section = from + record.indices_at;
+  if (record.indices == Indices::int32) {
+    std::memcpy(index, section + 4 * first, 4 * n);
+    return;
   }
-
- private:
-  Indices form_;
-  const uint8_t* section_;
-  size_t done_ = 0;
-  size_t word_ = 0;
-  uint32_t left_ = 0;  ///< bits of the bitmap's last word that are not read yet
-};
+  for (size_t j = 0; j < n; j++) {
+    const uint8_t* two = section + first / 2 * 3 + j / 2 * 3 + j % 2;
+    index[j] = (two[0] | two[1] << 8) >> (j % 2 * 4) & 0xfff;
+  }
+}
 
 /// True if the indices ascend and lie in the record.
 inline bool well_formed(const Record& record, const uint8_t* from) {
-  if (record.indices == Indices::bitmap) {
-    const auto* words = reinterpret_cast<const uint32_t*>(from + record.indices_at);
-    const size_t size = (record.bytes - record.indices_at) / 4;
-    size_t ones = 0;
-    for (size_t i = 0; i < size; i++) ones += static_cast<size_t>(__builtin_popcount(words[i]));
-    const bool beyond = record.n % 32 != 0 && words[size - 1] >> record.n % 32 != 0;
-    return ones == record.k && !beyond;
-  }
-  IndexReader reader(record, from);
   uint32_t index[kGroup];
   int64_t before = -1;
   bool ascend = true;
   for (size_t first = 0; first < record.k; first += kGroup) {
     const size_t n = std::min<size_t>(kGroup, record.k - first);
-    reader.next(index, n);
+    read_indices(record, from, first, n, index);
     for (size_t j = 0; j < n; j++) {
       ascend &= index[j] > before;
       before = index[j];
@@ -236,12 +166,6 @@ inline void read_values(const Record& record, const uint8_t* from, size_t first,
     case Values::float32:
       std::memcpy(value, codes + 4 * first, 4 * n);
       break;
-    case Values::float16: {
-      const auto* half = reinterpret_cast<const uint16_t*>(codes) + first;
-      const float s = scales[first / kGroup];
-      for (size_t j = 0; j < n; j++) value[j] = Float16::decode(half[j]) * s;
-      break;
-    }
     case Values::int8: {
       const float s = scales[first / kGroup];
       for (size_t j = 0; j < n; j++) {
@@ -249,7 +173,6 @@ inline void read_values(const Record& record, const uint8_t* from, size_t first,
       }
       break;
     }
-    case Values::int2:
     case Values::bins2: {
       const float* levels = scales + first / kGroup * 2;
       for (size_t j = 0; j < n; j++) {
@@ -266,13 +189,12 @@ void decode_record(const Record& record, const uint8_t* from, float* out) {
     std::fill(out, out + record.n, bits_float(kNanBits));
     return;
   }
-  IndexReader reader(record, from);
   alignas(64) uint32_t index[kGroup];
   alignas(64) float value[kGroup];
   size_t filled = 0;  // zeros are written just ahead of the values, while the cache holds the place
   for (size_t first = 0; first < record.k; first += kGroup) {
     const size_t n = std::min<size_t>(kGroup, record.k - first);
-    reader.next(index, n);
+    read_indices(record, from, first, n, index);
     read_values(record, from, first, n, value);
     if (!kAdd) {
       const size_t end = size_t{index[n - 1]} + 1;

@@ -8,26 +8,14 @@ namespace pycomm::codecs::topk {
 
 /// Arguments of every kernel.
 struct TopkParams : StagedParams {
-  uint64_t length;    ///< values of a record; the last may be shorter
-  uint64_t k;         ///< of `length` values, those that travel; with a sample at most
-  uint64_t last_k;    ///< of a last, short record, those that travel
-  uint64_t asked;     ///< of the whole tensor: those that travel where the sample is wrong
-  uint64_t least;     ///< that a sampled threshold must choose
-  uint64_t sample_n;  ///< values of the sample
-  uint64_t sample_k;  ///< place of the threshold among them
-  uint64_t seed;
-  uint32_t step;
-  uint32_t tensor;
-  uint32_t sample;  ///< 0, or of how many values one is in the sample
+  uint64_t length;  ///< values of a record; the last may be shorter
+  uint64_t k;       ///< of `length` values, those that travel
+  uint64_t last_k;  ///< of a last, short record, those that travel
   uint32_t values;
   uint32_t indices;
-  uint32_t stage;  ///< of the selection: kExact or kSample
 };
 
 constexpr uint32_t kBins = 2048;  ///< of a histogram; that of the last digit leaves 3/4 unused
-
-constexpr uint32_t kExact = 0;
-constexpr uint32_t kSample = 1;
 
 /// Values of a warp's range in a whole tensor, and how many of its candidates are kept.
 constexpr size_t kTile = 2048;
@@ -49,40 +37,34 @@ struct Threshold {
 /// Results of the kernels so far, at the start of the scratch memory, which begins as zeros.
 struct State {
   uint32_t is_void;
-  uint32_t done;  ///< the sample's threshold chose about as many as asked: no exact selection
-  uint32_t k;     ///< values that travel
   Threshold cut;
-  Digit digit[2][2];   ///< of each stage: the first one; then the first two together
-  uint32_t unused[3];  ///< up to 16 words
+  Digit digit[2];   ///< the first one; then the first two together
+  uint32_t unused;  ///< up to 8 words
 };
 
 constexpr int kRows = 4;                      ///< that a warp reads at once
 constexpr size_t kStep = kRows * cuda::kRow;  ///< ranges of warps begin at multiples of it
 /// Words that must be zero before an encode or a decode.
-constexpr size_t kCleared = sizeof(State) / 4 + 2 * 3 * kBins;
+constexpr size_t kCleared = sizeof(State) / 4 + 3 * kBins;
 constexpr size_t kClearTile = cuda::kRow;
-/// Values of the sample that a warp draws.
-constexpr size_t kSampleTile = 4 * cuda::kLanes;
 
 /// Places of the parts of the scratch memory, in words of four bytes; all at multiples of four.
 struct Layout {
-  size_t bins;   ///< three histograms for each stage
+  size_t bins;   ///< three histograms
   size_t tiles;  ///< of each warp: (above, candidates), then (greater, equal)
   size_t slots;
-  size_t sample;
   size_t p;
   size_t index;
   size_t words;
 
   PYCOMM_HD static size_t rounded(size_t k) { return (k + kGroup - 1) / kGroup * kGroup; }
 
-  PYCOMM_HD Layout(uint64_t numel, uint64_t length, uint64_t k, uint64_t sample_n, bool chunks) {
+  PYCOMM_HD Layout(uint64_t numel, uint64_t length, uint64_t k, bool chunks) {
     const size_t warps = chunks ? 0 : (numel + kTile - 1) / kTile;
     bins = sizeof(State) / 4;
-    tiles = chunks ? 0 : bins + 2 * 3 * kBins;
+    tiles = chunks ? 0 : kCleared;
     slots = tiles + 4 * warps;
-    sample = slots + kSlot * warps;
-    p = sample + (sample_n + 3) / 4 * 4;
+    p = slots + kSlot * warps;
     index = p + (chunks ? (numel + length - 1) / length : 1) * rounded(k);
     words = index + (index - p);
   }

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <vector>
 
 #include "codecs/base/avx512.h"
 #include "codecs/base/loops.h"
@@ -188,6 +187,11 @@ inline Cut radix_cut(const Source& from, size_t k, uint32_t limit) {
   return {prefix, rest};
 }
 
+/// Returns the place of the sampled value in its stretch of `length` values.
+inline size_t sampled_place(size_t length, uint32_t random) {
+  return static_cast<size_t>(uint64_t{random} * length >> 32);
+}
+
 /// Returns a bracket from a sample of runs of 16 neighbours, four standard deviations wide; `room`
 /// values of scratch.
 inline Bracket sampled_bracket(const Source& from, size_t k, uint32_t* sample, size_t room) {
@@ -263,23 +267,5 @@ class Finder {
   Cut cut_;
   bool known_ = false;  ///< cut_ is that of the previous record
 };
-
-/// Returns one value of each stretch of `stride`, at a place that the key chooses: whatever period
-/// the values have, no sample has the same phase of it everywhere.
-inline std::vector<float> sample_of(const Source& from, size_t stride, const RandomKey& key) {
-  constexpr size_t kWords = 2048;
-  alignas(64) uint32_t random[kWords];
-  std::vector<float> sample((from.n - 1) / stride + 1);
-  for (size_t first = 0; first < sample.size(); first += kWords) {
-    const size_t size = std::min(kWords, sample.size() - first);
-    random_block(key, first, size, random);
-    for (size_t j = 0; j < size; j++) {
-      const size_t begin = (first + j) * stride;
-      const size_t length = std::min(stride, from.n - begin);
-      sample[first + j] = from.at(begin + sampled_place(length, random[j]));
-    }
-  }
-  return sample;
-}
 
 }  // namespace pycomm::codecs::topk

@@ -201,11 +201,10 @@ struct Chosen {
 };
 
 /// Stores the chosen values of a range in their places. `before`: values above and equal to the cut
-/// in earlier ranges. `bitmap`: null, or the place of the record's marks. The others go to the
-/// residual.
+/// in earlier ranges. The others go to the residual.
 template <bool kFeedback>
 __device__ void choose(const WarpRange<kFeedback>& range, const Threshold& cut, uint2 before,
-                       const Chosen& to, uint32_t* bitmap, float* new_residual) {
+                       const Chosen& to, float* new_residual) {
   const Input<kFeedback>& from = range.from;
   const bool aligned = reinterpret_cast<size_t>(new_residual) % 16 == 0;
   uint32_t equals = before.y;
@@ -247,12 +246,6 @@ __device__ void choose(const WarpRange<kFeedback>& range, const Threshold& cut, 
         to.p[place] = p.v[k];
         to.index[place++] = static_cast<uint32_t>(i + k);
       }
-    }
-    if (bitmap) {
-      uint32_t word = mine << i % 32;  // eight lanes have the marks of a word
-#pragma unroll
-      for (int lane = 1; lane < 8; lane *= 2) word |= __shfl_xor_sync(kAll, word, lane);
-      if (i % 32 == 0 && size > 0) bitmap[i / 32] = word;
     }
     if (!kFeedback) return;
     if (aligned && mine == 0 && size == cuda::kVector) {

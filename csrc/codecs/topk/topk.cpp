@@ -14,11 +14,8 @@
 namespace pycomm::codecs::topk {
 namespace {
 
-constexpr std::string_view kValues[] = {"float32", "float16", "int8", "int2", "bins2"};
-constexpr std::string_view kIndices[] = {"int32", "int16", "int12", "bitmap"};
-constexpr uint32_t kChunk12 = 4096;
-constexpr uint32_t kChunk16 = 65536;
-constexpr int kMaxStride = 65536;
+constexpr std::string_view kValues[] = {"float32", "int8", "bins2"};
+constexpr std::string_view kIndices[] = {"int32", "int12"};
 
 // ---------------------------------------------------- launches in CUDA (topk.cu)
 
@@ -30,13 +27,8 @@ class Launcher {
       : params(given), flag_(flag), stream_(stream) {
     const size_t numel = params.numel;
     params.length = format.length(numel);
-    params.k = format.sample ? format.most(numel) : format.count(params.length);
+    params.k = format.count(params.length);
     params.last_k = format.count(numel % params.length);
-    params.asked = format.count(numel);
-    params.least = format.least(numel);
-    params.sample_n = format.sampled(numel);
-    params.sample_k = format.count(params.sample_n);
-    params.sample = format.sample;
     params.values = static_cast<uint32_t>(format.values);
     params.indices = static_cast<uint32_t>(format.indices);
   }
@@ -44,33 +36,8 @@ class Launcher {
   void start(const char* kernel, size_t size, size_t tile) const {
     launch("topk", std::string("topk::") + kernel, params, size, tile, stream_);
   }
-  void start(const char* kernel, bool flag, size_t size, size_t tile) const {
-    start(kernel_name(kernel, flag).c_str(), size, tile);
-  }
   void flagged(const char* kernel, size_t size, size_t tile) const {
-    start(kernel, flag_, size, tile);
-  }
-
-  /// Finds the three digits of the cut, in the values or in their sample.
-  void digits(bool feedback, size_t n) const {
-    start("first_kernel", feedback, n, kTile);
-    start("second_kernel", feedback, n, kTile);
-    start("third_kernel", feedback, n, kTile);
-  }
-
-  /// Finds the cut; with a sample, its threshold first.
-  void select() {
-    if (params.sample) {
-      params.stage = kSample;
-      flagged("sample_kernel", params.sample_n, kSampleTile);
-      digits(false, params.sample_n);
-      flagged("sampled_kernel", params.numel, kTile);
-      start("scan_kernel", 1, 1);
-    }
-    params.stage = kExact;
-    digits(flag_, params.numel);
-    flagged("exact_kernel", params.numel, kTile);
-    start("scan_kernel", 1, 1);
+    start(kernel_name(kernel, flag_).c_str(), size, tile);
   }
 
   TopkParams params;
@@ -81,14 +48,15 @@ class Launcher {
 };
 
 void encode_cuda(const Format& format, const EncodeArgs& args) {
-  Launcher to(format, staged_params<TopkParams>(args), args.residual != nullptr, args.stream);
-  to.params.seed = args.key.seed;
-  to.params.step = args.key.step;
-  to.params.tensor = args.key.tensor;
+  const Launcher to(format, staged_params<TopkParams>(args), args.residual != nullptr, args.stream);
   const size_t numel = args.in.size;
-  if (format.chunk) return to.flagged("encode_chunks", numel, format.chunk / cuda::kWarps);
+  if (format.chunks()) return to.flagged("encode_chunks", numel, kChunk / cuda::kWarps);
   to.start("clear_kernel", kCleared, kClearTile);
-  to.select();
+  to.flagged("first_kernel", numel, kTile);
+  to.flagged("second_kernel", numel, kTile);
+  to.flagged("third_kernel", numel, kTile);
+  to.flagged("count_kernel", numel, kTile);
+  to.start("scan_kernel", 1, 1);
   to.flagged("choose_kernel", numel, kTile);
   to.flagged("pack_kernel", to.params.k, kGroup);
 }
@@ -96,7 +64,7 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
                  const Stream& stream) {
   const Launcher to(format, staged_params<TopkParams>(payload, out, stream), add, stream);
-  if (format.chunk) return to.flagged("decode_chunks", out.size, format.chunk / cuda::kWarps);
+  if (format.chunks()) return to.flagged("decode_chunks", out.size, kChunk / cuda::kWarps);
   to.start("clear_kernel", kCleared, kClearTile);
   to.start("check_kernel", to.params.k, cuda::kLanes);
   to.flagged("fill_kernel", out.size, kStep);
@@ -111,26 +79,20 @@ class TopK final : public Codec {
   std::string spec() const override {
     return "topk:density=" + number_text(format_.density) +
            ",values=" + std::string(kValues[static_cast<int>(format_.values)]) +
-           ",indices=" + std::string(kIndices[static_cast<int>(format_.indices)]) +
-           (format_.chunk ? ",chunk=" + std::to_string(format_.chunk) : "") +
-           (format_.sample ? ",sample=" + std::to_string(format_.sample) : "");
+           ",indices=" + std::string(kIndices[static_cast<int>(format_.indices)]);
   }
   Combine combine() const override { return Combine::gather; }
   int wire_version() const override { return kWireVersion; }
-  size_t granule() const override { return format_.chunk; }
-
-  bool variable() const override { return format_.sample != 0; }
+  size_t granule() const override { return format_.chunks() ? kChunk : 0; }
 
   size_t scratch_bytes(size_t numel) const override {
     if (numel == 0) return 0;
     const size_t length = format_.length(numel);
-    const size_t k = variable() ? format_.most(numel) : format_.count(length);
-    return 4 * Layout(numel, length, k, format_.sampled(numel), format_.chunk != 0).words;
+    return 4 * Layout(numel, length, format_.count(length), format_.chunks()).words;
   }
 
   size_t encoded_bytes(size_t numel) const override {
     if (numel == 0) return 0;
-    if (variable()) return kHeader + record_of(numel, format_.most(numel)).bytes;
     const size_t length = format_.length(numel);
     const size_t rest = numel % length;
     return numel / length * record(length).bytes + (rest ? record(rest).bytes : 0);
@@ -141,7 +103,7 @@ class TopK final : public Codec {
     check_call(args.in.size, args.stream);
     if (args.in.size == 0) return;
     if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
-    if (format_.chunk == 0) return encode_whole(args);
+    if (!format_.chunks()) return encode_whole(args);
     Finder finder(format_.length(args.in.size), void_bits(format_.values));
     uint8_t* to = args.out.data;
     for_each_record(args.in.size, [&](const Record& record, size_t first) {
@@ -160,42 +122,14 @@ class TopK final : public Codec {
   }
 
  private:
-  Record record_of(size_t n, size_t k) const { return {format_.values, format_.indices, n, k}; }
-  Record record(size_t n) const { return record_of(n, format_.count(n)); }
+  Record record(size_t n) const { return {format_.values, format_.indices, n, format_.count(n)}; }
 
   void encode_whole(const EncodeArgs& args) const {
     const Source from{args.in.data, args.residual, args.in.size};
-    const uint32_t limit = void_bits(format_.values);
-    const Asked asked{format_.least(from.n), format_.count(from.n), format_.most(from.n)};
+    const Record whole = record(from.n);
     std::optional<Candidates> found;
-    if (!variable()) {
-      const Cut cut = find_cut(from, asked.exactly, limit, args.new_residual, found);
-      return write_record(record(from.n), cut, from, args.new_residual, found, args.out.data);
-    }
-    const std::vector<float> sample = sample_of(from, format_.sample, args.key);
-    size_t k = 0;
-    const Cut cut = sampled_cut(from, sample, format_.count(sample.size()), asked, limit,
-                                args.new_residual, found, k);
-    const Record record = record_of(from.n, cut.is_void ? 1 : k);
-    const uint32_t header[] = {static_cast<uint32_t>(kHeader + record.bytes),
-                               static_cast<uint32_t>(record.k)};
-    std::memcpy(args.out.data, header, kHeader);
-    write_record(record, cut, from, args.new_residual, found, args.out.data + kHeader);
-    zero_padding(args.out, header[0]);
-  }
-
-  template <bool kAdd>
-  void decode_sampled(Span<const uint8_t> payload, Span<float> out) const {
-    uint32_t header[2];
-    std::memcpy(header, payload.data, kHeader);
-    const size_t k = header[1];
-    if (k >= 1 && k <= format_.most(out.size)) {
-      const Record record = record_of(out.size, k);
-      if (header[0] == kHeader + record.bytes) {
-        return decode_record<kAdd>(record, payload.data + kHeader, out.data);
-      }
-    }
-    std::fill(out.begin(), out.end(), bits_float(kNanBits));
+    const Cut cut = find_cut(from, whole.k, void_bits(format_.values), args.new_residual, found);
+    write_record(whole, cut, from, args.new_residual, found, args.out.data);
   }
 
   /// Calls f(record, place of its first value) for each record.
@@ -210,9 +144,9 @@ class TopK final : public Codec {
 
   void check_call(size_t numel, const Stream& stream) const {
     check_scratch(*this, numel, stream);
-    if (format_.chunk == 0 && numel > UINT32_MAX) {
+    if (!format_.chunks() && numel > UINT32_MAX) {
       throw Error(spec() + ": " + std::to_string(numel) +
-                  " values in one tensor; use chunk=65536 beyond 2^32");
+                  " values in one tensor; use indices=int12 beyond 2^32");
     }
   }
 
@@ -222,7 +156,6 @@ class TopK final : public Codec {
     check_call(out.size, stream);
     if (out.size == 0) return;
     if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, kAdd, stream);
-    if (variable()) return decode_sampled<kAdd>(payload, out);
     const uint8_t* from = payload.data;
     for_each_record(out.size, [&](const Record& record, size_t first) {
       decode_record<kAdd>(record, from, out.data + first);
@@ -245,10 +178,6 @@ size_t Format::count(size_t n) const {
   const auto share = static_cast<size_t>((Wide{digits} * n + (unit - 1)) / unit);
   return std::max<size_t>(1, std::min(n, share));
 }
-
-size_t Format::most(size_t n) const { return std::min(n, count(n) + (count(n) + 3) / 4); }
-
-size_t Format::least(size_t n) const { return count(n) - count(n) / 4; }
 
 namespace {
 
@@ -277,39 +206,9 @@ std::unique_ptr<Codec> make(Options& options) {
     options.fail("density=" + number_text(format.density) + ": use more than 0 and at most 1");
   }
   set_decimal(format);
-  format.values = static_cast<Values>(
-      options.choice("values", {kValues[0], kValues[1], kValues[2], kValues[3], kValues[4]}, 0));
-  // 0 is auto, the others are one more than their number.
-  const int form =
-      options.choice("indices", {"auto", kIndices[0], kIndices[1], kIndices[2], kIndices[3]}, 0);
-  const int chunk = options.integer("chunk", 0);
-  if (chunk != 0 && chunk != kChunk12 && chunk != kChunk16) {
-    options.fail("chunk=" + std::to_string(chunk) + ": use 0 (whole tensors), 4096 or 65536");
-  }
-  format.chunk = static_cast<uint32_t>(chunk);
-  if (form > 0) {
-    format.indices = static_cast<Indices>(form - 1);
-    if (chunk == 0 && format.indices != Indices::int32) {
-      format.chunk = format.indices == Indices::int12 ? kChunk12 : kChunk16;
-    }
-    if ((format.indices == Indices::int32 && chunk != 0) ||
-        (format.indices == Indices::int12 && format.chunk != kChunk12)) {
-      options.fail(
-          "indices=" + std::string(kIndices[form - 1]) + " with chunk=" + std::to_string(chunk) +
-          ": int32 goes with chunk=0, int12 with 4096, int16 and bitmap with either chunk");
-    }
-  } else if (chunk != 0) {
-    const double bits = chunk == kChunk12 ? 12 : 16;
-    format.indices = format.density * bits > 1 ? Indices::bitmap
-                     : chunk == kChunk12       ? Indices::int12
-                                               : Indices::int16;
-  }
-  const int sample = options.integer("sample", 0);
-  if (sample < 0 || sample > kMaxStride || (sample > 0 && format.chunk != 0)) {
-    options.fail("sample=" + std::to_string(sample) +
-                 ": use 0 (exactly the largest) or 1 to 65536, and no chunks");
-  }
-  format.sample = static_cast<uint32_t>(sample);
+  format.values =
+      static_cast<Values>(options.choice("values", {kValues[0], kValues[1], kValues[2]}, 0));
+  format.indices = static_cast<Indices>(options.choice("indices", {kIndices[0], kIndices[1]}, 0));
   options.finish();
   return std::make_unique<TopK>(format);
 }

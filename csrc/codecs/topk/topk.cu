@@ -22,8 +22,8 @@ struct Chunk {
         payload(args.payload + blockIdx.x * record_of(args, args.length, args.k).bytes) {}
 };
 
-/// Candidates of its share that a warp keeps.
-constexpr uint32_t kChunkSlot = 512;
+/// Candidates that a warp keeps: there is room for all of its share.
+constexpr uint32_t kChunkSlot = kChunk / cuda::kWarps;
 
 template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const TopkParams args) {
@@ -46,17 +46,12 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const TopkParams
   const Digit first = find_digit(bins, static_cast<uint32_t>(record.k));
   const bool is_void = any_beyond(bins, void_bits(record.values));
   __syncthreads();
-  uint8_t* section = chunk.payload + record.indices_at;
-  auto* bitmap = record.indices == Indices::bitmap ? reinterpret_cast<uint32_t*>(section) : nullptr;
   Chosen chosen = Scratch(args, true).chosen;
   chosen.p += blockIdx.x * Layout::rounded(args.k);
   chosen.index += blockIdx.x * Layout::rounded(args.k);
   if (is_void) {
     for (size_t i = threadIdx.x; kFeedback && i < record.n; i += cuda::kThreads) {
       new_residual[i] = residual[i];
-    }
-    for (size_t i = threadIdx.x; bitmap && i < (record.n + 31) / 32; i += cuda::kThreads) {
-      bitmap[i] = 0;
     }
   } else {
     clear_bins(bins);
@@ -78,7 +73,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const TopkParams
       before.x += around[warp].x;
       before.y += around[warp].y;
     }
-    choose(range, cut, before, chosen, bitmap, new_residual);
+    choose(range, cut, before, chosen, new_residual);
     __syncthreads();
   }
   for (size_t group = warp_of_block(); group * kGroup < record.k; group += cuda::kWarps) {
@@ -86,81 +81,20 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const TopkParams
   }
 }
 
-/// Writes the values of a warp's share of a record with a bitmap. `rank`: ones before it.
-template <bool kAdd>
-__device__ void decode_bitmap(const Record& record, const uint8_t* from, size_t begin, size_t end,
-                              uint32_t rank, float* out) {
-  const auto* words = reinterpret_cast<const uint32_t*>(from + record.indices_at);
-  const bool aligned = reinterpret_cast<size_t>(out) % 16 == 0;
-  for (size_t at = begin; at < end; at += cuda::kRow) {
-    const size_t i = at + threadIdx.x % cuda::kLanes * cuda::kVector;
-    const uint32_t mine = i < record.n ? words[i / 32] >> i % 32 & 0xf : 0;
-    uint32_t place = rank;
-#pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      const uint32_t all = __ballot_sync(kAll, (mine >> k & 1) != 0);
-      place += __popc(all & lanes_below());
-      rank += __popc(all);
-    }
-    if (kAdd && mine == 0) continue;
-    cuda::Vector<float> value{};
-#pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      if ((mine >> k & 1) == 0) continue;
-      value.v[k] = read_value(record, from, place++);
-      if (kAdd) out[i + k] = out[i + k] + value.v[k];
-    }
-    if (kAdd) continue;
-    if (aligned && i + cuda::kVector <= record.n) {
-      cuda::store_vector(out + i, value);
-      continue;
-    }
-#pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      if (i + k < record.n) out[i + k] = value.v[k];
-    }
-  }
-}
-
 template <bool kAdd>
 __global__ void __launch_bounds__(cuda::kThreads) decode_chunks(const TopkParams args) {
-  __shared__ uint32_t ones[cuda::kWarps];
   const Chunk chunk(args);
   const Record& record = chunk.record;
   const uint8_t* from = chunk.payload;
   float* out = args.out + chunk.first;
-  const bool bitmap = record.indices == Indices::bitmap;
-  const size_t length = args.length / cuda::kWarps, begin = warp_of_block() * length;
-  const size_t end = begin + length < record.n ? begin + length : record.n;
 
   bool fine = true;
-  uint32_t rank = 0;
-  if (bitmap) {
-    const auto* words = reinterpret_cast<const uint32_t*>(from + record.indices_at);
-    uint32_t count = 0;
-    for (size_t i = begin / 32 + threadIdx.x % cuda::kLanes; i * 32 < end; i += cuda::kLanes) {
-      count += __popc(words[i]);
-      const size_t left = record.n - i * 32;
-      if (left < 32 && words[i] >> left != 0) fine = false;
-    }
-    count = sum_of_warp(count);
-    if (threadIdx.x % cuda::kLanes == 0) ones[warp_of_block()] = count;
-    __syncthreads();
-    uint32_t total = 0;
-    for (uint32_t warp = 0; warp < cuda::kWarps; warp++) {
-      if (warp < warp_of_block()) rank += ones[warp];
-      total += ones[warp];
-    }
-    if (total != record.k) fine = false;
-  } else {
-    for (size_t j = threadIdx.x; j < record.k; j += cuda::kThreads) {
-      if (!index_in_order(record, from, j)) fine = false;
-    }
+  for (size_t j = threadIdx.x; j < record.k; j += cuda::kThreads) {
+    if (!index_in_order(record, from, j)) fine = false;
   }
   if (begins_with_nan(from)) fine = false;
   const bool is_void = __syncthreads_or(!fine) != 0;
 
-  if (bitmap && !is_void) return decode_bitmap<kAdd>(record, from, begin, end, rank, out);
   if (!kAdd || is_void) {
     const float other = is_void ? bits_float(kNanBits) : 0.0f;
     for (size_t i = threadIdx.x; i < record.n; i += cuda::kThreads) out[i] = other;
@@ -182,10 +116,8 @@ PYCOMM_KERNELS(topk, PYCOMM_KERNEL(topk::encode_chunks<false>),
                PYCOMM_KERNEL(topk::decode_chunks<true>), PYCOMM_KERNEL(topk::first_kernel<false>),
                PYCOMM_KERNEL(topk::first_kernel<true>), PYCOMM_KERNEL(topk::second_kernel<false>),
                PYCOMM_KERNEL(topk::second_kernel<true>), PYCOMM_KERNEL(topk::third_kernel<false>),
-               PYCOMM_KERNEL(topk::third_kernel<true>), PYCOMM_KERNEL(topk::sample_kernel<false>),
-               PYCOMM_KERNEL(topk::sample_kernel<true>), PYCOMM_KERNEL(topk::sampled_kernel<false>),
-               PYCOMM_KERNEL(topk::sampled_kernel<true>), PYCOMM_KERNEL(topk::exact_kernel<false>),
-               PYCOMM_KERNEL(topk::exact_kernel<true>), PYCOMM_KERNEL(topk::choose_kernel<false>),
+               PYCOMM_KERNEL(topk::third_kernel<true>), PYCOMM_KERNEL(topk::count_kernel<false>),
+               PYCOMM_KERNEL(topk::count_kernel<true>), PYCOMM_KERNEL(topk::choose_kernel<false>),
                PYCOMM_KERNEL(topk::choose_kernel<true>), PYCOMM_KERNEL(topk::pack_kernel<false>),
                PYCOMM_KERNEL(topk::pack_kernel<true>), PYCOMM_KERNEL(topk::fill_kernel<false>),
                PYCOMM_KERNEL(topk::fill_kernel<true>), PYCOMM_KERNEL(topk::scatter_kernel<false>),

@@ -30,7 +30,7 @@ ALL_TRITON_SPECS = [
     "int4:block=32",
     "int5:range=minmax,scale=bfloat16,rounding=correlated",
     "mxfp8_e5m2",
-    "mxfp6:scale=ceil,rounding=stochastic",
+    "mxfp6:scale=ceil",
     "nvfp4",
     "sign",
     "eden2",
@@ -38,8 +38,8 @@ ALL_TRITON_SPECS = [
     "eden:bits=5",
     "lossless",
     "lossless:bfloat16",
-    "topk:0.05,values=int8,chunk=4096",
-    "topk:0.01,sample=100",
+    "topk:0.05,values=int8,indices=int12",
+    "topk:0.01",
 ]
 SOME_TRITON_SPECS = ["bf16", "int4", "nvfp4", "eden2"]
 TRITON_SPECS = ALL_TRITON_SPECS if FULL else SOME_TRITON_SPECS

@@ -17,7 +17,7 @@ from tests.collectives.ways import WAYS, bits
 from tests.extent import each_value
 from tests.ranks import attempt, run, run_processes
 
-WHOLE, CHUNKED = "topk:density=0.05", "topk:density=0.1,values=int8,chunk=4096"
+WHOLE, CHUNKED = "topk:density=0.05", "topk:density=0.1,values=int8,indices=int12"
 # Gathered pieces lie among owned ones, at the ends and in the middle.
 MIXED = dict(zip(TENSORS, [WHOLE, "fp32", "int4", CHUNKED, "int8", CHUNKED], strict=True))
 

@@ -42,9 +42,7 @@ def reduce(ranks: int, spec: str) -> list[tuple[list, list]]:
     "spec",
     [
         "topk:0.01",
-        "topk:0.05,chunk=4096",
-        "topk:0.1,chunk=65536",
-        "topk:0.02,sample=10",
+        "topk:0.05,indices=int12",
         "lossless",
     ],
 )

@@ -240,14 +240,6 @@ MUTANTS = (
         BYTES + "[mxfp8_e5m2:scale=ceil-native-cpu]",
     ),
     Mutant(
-        "nvfp4-scale-never-up",
-        "comparison",
-        "csrc/codecs/mx.h",
-        "!(nearest.value < wanted)",
-        "true",
-        BYTES + "[nvfp4:rounding=stochastic-native-cpu]",
-    ),
-    Mutant(
         "topk-writes-beyond-its-room",
         "exception",
         "csrc/codecs/topk/record.h",
@@ -295,7 +287,7 @@ MUTANTS = (
         "csrc/codecs/topk/record.h",
         "std::memset(to + record.bytes - 4, 0, 4);",
         "",
-        BYTES + "[topk:0.1,values=float16,indices=int16-native-cpu]",
+        BYTES + "[topk:0.05,values=int8,indices=int12-native-cpu]",
     ),
     Mutant(
         "lossless-takes-the-widest-of-equals",

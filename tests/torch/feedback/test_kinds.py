@@ -107,7 +107,7 @@ def test_ema_is_locos_average():
 
 def test_decay_is_sparselocos():
     """Sarfi et al. 2025, algorithm 1: ``e <- b e + x``, and what is sent is taken off."""
-    codec, numel = pycomm.codec("topk:0.05,chunk=4096,values=bins2"), 5000
+    codec, numel = pycomm.codec("topk:0.05,indices=int12,values=bins2"), 5000
     residual, e = Residual(rule_of("decay:0.5"), numel, CPU), torch.zeros(numel)
     for x in gradients(10, numel):
         arrived = send(codec, residual, x)

@@ -193,7 +193,7 @@ def check_senders(rank: int, size: int, average: str) -> list[float]:
     local = pycomm.LocalSGD(
         model,
         every=1,
-        codec="topk:0.00048828125,chunk=4096",  # 2 of 4096
+        codec="topk:0.00048828125,indices=int12",  # 2 of 4096
         lr=1.0,
         momentum=0.0,
         average=average,
@@ -223,7 +223,7 @@ def check_muon(rank: int, size: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(80, 96, bias=False), nn.ReLU(), nn.Linear(96, 80, bias=False))
     optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
-    codec = "topk:0.015625,chunk=4096,values=bins2"
+    codec = "topk:0.015625,indices=int12,values=bins2"
     sparse = {"lr": 1.0, "momentum": 0.0, "feedback": "decay:0.95", "average": "senders"}
     generator = torch.Generator().manual_seed(rank)
     local = pycomm.LocalSGD(model, every=4, codec=codec, **sparse)
