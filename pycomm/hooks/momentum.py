@@ -23,7 +23,7 @@ from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
-from pycomm.hooks.coded_once import CodedOnce
+from pycomm.hooks.single_coded import SingleCodedState
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Piece
 from pycomm.reduction.momentum.moment import CodedMoment
@@ -33,7 +33,7 @@ from pycomm.reduction.saved import known, residuals_of
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 
 
-class Momenta(CodedOnce):
+class Momenta(SingleCodedState):
     """The part of a state whose coded parameters exchange momentum, whatever wraps the model.
 
     A subclass calls `_begin_momenta` after it has entered its parameters.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.adamw import adamw
 
+from pycomm import _C
 from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
 from pycomm.compress import attach
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
-from pycomm.optim.adam import step_by_adamw
 from pycomm.optim.settings import (
     check_dense,
     check_parameters,
@@ -30,6 +31,7 @@ from pycomm.optim.settings import (
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import clean
 from pycomm.reduction.momentum.moment import local
+from pycomm.reduction.momentum.scaled import native, written
 
 _NAME = "CodedAdamW"
 
@@ -108,7 +110,7 @@ class CodedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             check_settings(_NAME, group)
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
-        policy = policy_of(_NAME, codec, biased=True)
+        policy = policy_of(_NAME, codec)
         rule = rule_of(_NAME, feedback)
         self._groups: dict[int, dict[str, Any]] = {}
         self._scaler = scaler
@@ -251,7 +253,7 @@ class CodedAdamW(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
-        step_by_adamw(
+        _step_by_adamw(
             group,
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
@@ -297,4 +299,55 @@ def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
     raise TypeError(
         "CodedAdamW takes a model wrapped in DistributedDataParallel or fully_shard, not "
         f"{type(model).__name__}"
+    )
+
+
+def _step_by_adamw(
+    settings: Mapping[str, Any],
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, Any]],
+) -> None:
+    """Take a step of torch's AdamW with parameters of one group.
+
+    On the CPU, float32 goes over each tensor once in C++ (csrc/core/adamw.cpp), all tensors in one
+    call; everything else by torch. A shard's values have the bits that they have in the whole.
+
+    Args:
+        settings: the group.
+        parameters: the parameters, or this rank's shards.
+        gradients: one for each parameter.
+        states: likewise.
+    """
+    beta1, beta2 = settings["betas"]
+    momenta = [local(state["exp_avg"]) for state in states]
+    squares = [local(state["exp_avg_sq"]) for state in states]
+    steps = [state["step"] for state in states]
+    if all(native(*each) for each in (parameters, gradients, momenta, squares, steps)):
+        _C.adamw_step(
+            [
+                (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel())
+                for tensors in zip(parameters, gradients, momenta, squares, steps, strict=True)
+            ],
+            *(float(settings["lr"]), float(beta1), float(beta2)),
+            *(float(settings["eps"]), float(settings["weight_decay"])),
+            torch.get_num_threads(),
+        )
+        written(parameters)
+        return
+    adamw(
+        list(parameters),
+        list(gradients),
+        momenta,
+        squares,
+        [],
+        steps,
+        foreach=True,  # torch's fused kernel has other bits at the ends of shards
+        amsgrad=False,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        lr=float(settings["lr"]),
+        weight_decay=float(settings["weight_decay"]),
+        eps=float(settings["eps"]),
+        maximize=False,
     )

@@ -84,13 +84,12 @@ def settings_terms(
     return terms
 
 
-def policy_of(who: str, codec: str | Codec | Policy, *, biased: bool) -> Policy:
-    """Return the policy of values that are coded with feedback.
+def policy_of(who: str, codec: str | Codec | Policy) -> Policy:
+    """Return the policy of a momentum, whose coding errors return in the next step.
 
     Args:
         who: name of the optimizer.
         codec: a codec or a policy, or the text of either.
-        biased: errors return in the values, so that those of unbiased codecs would pile up.
 
     Raises:
         ValueError: a codec cannot be used so.
@@ -104,7 +103,7 @@ def policy_of(who: str, codec: str | Codec | Policy, *, biased: bool) -> Policy:
     for one in policy.named():
         if one.combine == "factors":
             raise ValueError(f"{who}: {one.name} averages factors: take another codec")
-        if biased and (one.unbiased or one.combine == "sum"):
+        if one.unbiased or one.combine == "sum":
             remedy = "scale=mmse" if one.name == "eden" else "another codec"
             raise ValueError(
                 f"{who}: {one.spec()} is unbiased, so its errors would pile up in the "

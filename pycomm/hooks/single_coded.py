@@ -1,4 +1,4 @@
-"""The exchange of values that must not be coded twice with residuals on the way."""
+"""The exchange of a momentum, whose coarse payloads are coded once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pycomm.reduction.single_coding import SingleCoding, is_coarse
 from pycomm.reduction.state import CompressionState
 
 
-class CodedOnce(CompressionState):
+class SingleCodedState(CompressionState):
     """The part of a state whose coarse payloads are gathered, or answered without a residual.
 
     See `pycomm.reduction.single_coding`: a second residual would be a second delay, which momentum
