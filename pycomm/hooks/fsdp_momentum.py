@@ -19,7 +19,7 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.fsdp import FSDPState
 from pycomm.hooks.fsdp_seams import units
-from pycomm.hooks.momentum import Find, Momenta
+from pycomm.hooks.momentum import OTHERS, Find, Momenta
 from pycomm.policy import Policy
 from pycomm.reduction.bucket import Piece
 from pycomm.reduction.momentum.moment import CodedMoment, local
@@ -62,13 +62,13 @@ class ShardedMomentumState(Momenta, FSDPState):
         for name in names:
             tensor = self._tensor_of[name]()
             if name not in self._numbers and self._find(tensor) is None:
-                self.add(name, tensor, exact="another optimizer has it")
+                self.add(name, tensor, exact=OTHERS)
         before = set(self._numbers)
         super()._enter(names)
         if hasattr(self, "moments"):  # else the constructor makes them; these were frozen
             for name in names:
                 if name not in before:
-                    self._make_moment(name)
+                    self._make_late(name)
 
     def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
         if self._ranks == 1:

@@ -30,6 +30,9 @@ from pycomm.reduction.momentum.moment import CodedMoment
 from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
 
+OTHERS = "another optimizer has it"
+"""Why a parameter travels exactly that the optimizer does not have."""
+
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 
 
@@ -67,6 +70,7 @@ class Momenta(SingleCodedState):
         self._sums: torch.Tensor | None = None
         self._sum_places: SumPlaces | None = None
         self._pending = False  # a reduction that no optimizer step has used
+        self._added = False  # the optimizer has got parameters since the last step began
         self.moments = {}
         for name in self.decisions:
             self._make_moment(name)
@@ -108,6 +112,12 @@ class Momenta(SingleCodedState):
         self.moments[name] = made
         return made
 
+    def _make_late(self, name: str) -> None:
+        """Code the momentum of a parameter that has come after the constructor."""
+        made = self._make_moment(name)
+        if made is not None:
+            made.begin(again=False)
+
     def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
         """Return the number of this rank's shard of a parameter, and the number of shards."""
         return 0, 1
@@ -117,6 +127,27 @@ class Momenta(SingleCodedState):
     def whole_sums(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the total over the shards of sums that ranks have for their own rows; on all."""
         return sums
+
+    def check_reduced(self, name: str, parameter: torch.Tensor) -> None:
+        """Check that a parameter's gradient has been averaged.
+
+        Raises:
+            Error: the wrapper never averages it.
+        """
+
+    def take_added(self) -> None:
+        """Code the parameters that the optimizer has got since.
+
+        While a momentum waits for the optimizer's step, they follow when the next step begins.
+        """
+        self._added = self._pending
+        if self._added:
+            return
+        for name, parameter in list(self._by_name.items()):
+            travels_exactly = self.decisions[name].parameter.exact == OTHERS
+            if travels_exactly and self._find(parameter) is not None:
+                self.add(name, parameter)
+                self._make_moment(name)
 
     def take_sums(self) -> None:
         """Complete the exchange of second moments, before an optimizer's step; on all ranks.
@@ -176,6 +207,9 @@ class Momenta(SingleCodedState):
                 self._sent.wait()  # its numbers belong to gradients that were not used
                 self._sent = self._sums = None
         super().begin_step(weigh=weigh, absent=absent)
+        if self._added:
+            self._pending = False
+            self.take_added()
         self._set_refresh()  # a schedule may have changed the codecs
         self._scale = self._unit()
         for name, moment in self.moments.items():

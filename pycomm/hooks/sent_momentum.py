@@ -1,4 +1,4 @@
-"""DDP's hook for an optimizer whose step exchanges the momentum: it averages no gradients."""
+"""DDP's hook for an optimizer whose step exchanges the momentum of its parameters."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 
@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from pycomm.errors import Error
 from pycomm.feedback import storage
+from pycomm.hooks.ddp import average
 from pycomm.hooks.single_coded import SingleCodedState
 from pycomm.reduction.reducer import completed
 from pycomm.reduction.state import CompressionState
@@ -19,9 +20,12 @@ from pycomm.reduction.state import CompressionState
 class SentMomentumState(SingleCodedState):
     """Codecs of the momentum, and what each rank has sent of it.
 
+    Each rank keeps the gradients of its own data for the optimizer's parameters. Those of other
+    parameters are averaged exactly, as DDP does.
+
     With a loss scaler ranks have to agree on whether a step overflows, since each of them skips it
     and lowers its scale by what it finds in its own gradients. So a rank's overflow is told to all,
-    which put Inf into a gradient each.
+    which put Inf into the optimizer's gradients.
 
     Args:
         codec, options: as for `CompressionState`.
@@ -35,11 +39,14 @@ class SentMomentumState(SingleCodedState):
         super().__init__(*codec, **options)
         self.own: dict[str, torch.Tensor] = {}
         """What this rank has sent, by parameter name: float32 [shape]."""
+        self.owned: set[int] = set()
+        """Ids of the optimizer's parameters."""
         self._scaled = scaled
         self._found_inf = False
+        self._kept: list[torch.Tensor] = []  # the optimizer's gradients in this backward
 
-    def keep(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Return a bucket as it is, or with Inf if a rank's gradients are not finite."""
+    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average the gradients of other optimizers' parameters in a bucket."""
         if torch._C._current_graph_task_id() == -1:
             raise Error(
                 f"rank {self.process_group.rank()}: Join shadows this rank, which has no more data "
@@ -47,18 +54,51 @@ class SentMomentumState(SingleCodedState):
                 "all ranks equally many batches"
             )
         values = bucket.buffer()
+        mine = [id(parameter) in self.owned for parameter in bucket.parameters()]
+        kept, others = [values], []
+        if not all(mine):
+            kept, others = [], [values]
+        if any(mine) and others:
+            both = list(zip(mine, bucket.gradients(), strict=True))
+            kept = [gradient for own, gradient in both if own]
+            others = [gradient for own, gradient in both if not own]
+        future = self._averaged(values, others)
         if self._scaled:
-            self._found_inf &= bucket.index() > 0  # else it is of a backward that has failed
-            self._found_inf |= not bool(values.isfinite().all())
-            if bucket.is_last():
-                flag = torch.tensor(
-                    [float(self._found_inf)], device=values.device, dtype=torch.float32
-                )
-                dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
-                self._found_inf = False
-                if float(flag):
-                    values.fill_(torch.inf)
-        return completed(values)
+            self._share_overflow(bucket, kept)
+        return future
+
+    def _averaged(
+        self, values: torch.Tensor, others: list[torch.Tensor]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average some gradients of a bucket; return a future of the bucket."""
+        if not others:
+            return completed(values)
+        if others[0] is values:
+            return average(values, self.process_group)
+        flat = torch.cat([gradient.reshape(-1) for gradient in others])
+
+        def put_back(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            parts = torch.split(done.value(), [gradient.numel() for gradient in others])
+            for gradient, part in zip(others, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+            return values
+
+        return average(flat, self.process_group).then(put_back)
+
+    def _share_overflow(self, bucket: GradBucket, kept: list[torch.Tensor]) -> None:
+        """Put Inf into all kept gradients of a backward if one of a rank's is not finite."""
+        if bucket.index() == 0:  # what is there is of a backward that has failed
+            self._found_inf = False
+            self._kept.clear()
+        self._found_inf |= not all(bool(gradient.isfinite().all()) for gradient in kept)
+        self._kept += kept
+        if bucket.is_last():
+            flag = torch.tensor([float(self._found_inf)], device=self._device, dtype=torch.float32)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
+            if float(flag):
+                for gradient in self._kept:
+                    gradient.fill_(torch.inf)
+            self._kept.clear()
 
     def reduce(
         self, tensor: torch.Tensor, names: Sequence[str]
@@ -117,6 +157,8 @@ class SentMomentumState(SingleCodedState):
         return [f"own{rank}" for rank in range(before)]
 
 
-def keep_local(state: SentMomentumState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Leave each rank the gradients of its own data; a communication hook of DDP."""
-    return state.keep(bucket)
+def sent_momentum_hook(
+    state: SentMomentumState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Leave each rank its own gradients of the optimizer's parameters; a hook of DDP."""
+    return state.reduce_bucket(bucket)

@@ -19,17 +19,8 @@ from pycomm.compress import attach
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
-from pycomm.optim.settings import (
-    check_dense,
-    check_parameters,
-    check_settings,
-    policy_of,
-    prepare,
-    rule_of,
-    settings_terms,
-)
+from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of
 from pycomm.policy import Policy, agree_on_options
-from pycomm.policy.names import clean
 from pycomm.reduction.momentum.moment import local
 from pycomm.reduction.momentum.scaled import native, written
 
@@ -105,10 +96,7 @@ class CodedAdamW(torch.optim.Optimizer):
         typed("scaler", scaler, torch.amp.GradScaler, None)
         refresh = whole("refresh", refresh, 0)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_settings(_NAME, defaults)
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            check_settings(_NAME, group)
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
         policy = policy_of(_NAME, codec)
         rule = rule_of(_NAME, feedback)
@@ -121,10 +109,11 @@ class CodedAdamW(torch.optim.Optimizer):
             module, groups = model.module, [model.process_group]
         else:
             groups = check_averages(model)
-        names = {id(p): clean(name) for name, p in module.named_parameters()}
-        check_parameters(_NAME, self.param_groups, names)
-        check_dense(_NAME, self.param_groups, module)
-        agree_on_options(self._terms(names, refresh), *groups)
+        self._checks = GroupChecks(_NAME, module, defaults)
+        self._checks.check(self.param_groups)
+        self._ranks = groups
+        lines = [f"refresh={refresh}, {'with' if scaler is not None else 'without'} a GradScaler"]
+        agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
         made: MomentumState | ShardedMomentumState
         if _is_ddp(model):
             made = attach(model, lambda: MomentumState(policy, model, **given))
@@ -136,6 +125,25 @@ class CodedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ for users
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer`; collective, between two steps.
+
+        Raises:
+            ValueError: a setting is out of range, or a parameter does not belong to the model.
+            WireMismatch: ranks add groups with different settings or parameters; on all ranks.
+        """
+        super().add_param_group(param_group)
+        if hasattr(self, "compression"):  # else the constructor treats all groups at once
+            added = self.param_groups[-1:]
+            try:
+                self._checks.check(added)
+                agree_on_options(self._checks.terms(added), *self._ranks)
+            except Exception:
+                self.param_groups.pop()
+                raise
+            self._groups.clear()
+            self.compression.take_added()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take a step by the momentum of the last backward; on all ranks.
@@ -144,11 +152,16 @@ class CodedAdamW(torch.optim.Optimizer):
             closure: function that computes the gradients again and returns the loss.
 
         Raises:
-            Error: a GradScaler scaled the gradients, and the optimizer was made without it.
+            Error: a GradScaler scaled the gradients, and the optimizer was made without it; or DDP
+                does not average a parameter that was frozen when the model was wrapped.
         """
         ready, loss = prepare(self, self._scaler, closure)
         if not ready:
             return loss
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.compression.check_reduced(self._checks.names[id(parameter)], parameter)
         self.compression.take_sums()
         coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
         for one in coded.values():
@@ -281,14 +294,6 @@ class CodedAdamW(torch.optim.Optimizer):
         # stepped, and a checkpoint could not be loaded into it.
         state = self.state.get(parameter, {})
         return None if group is None else (group, state)
-
-    def _terms(self, names: dict[int, str], refresh: int) -> list[str]:
-        """Return what must be equal on all ranks, a line for each."""
-        scaled = "with" if self._scaler is not None else "without"
-        terms = [f"refresh={refresh}, {scaled} a GradScaler"]
-        keys = ("lr", "betas", "eps", "weight_decay")
-        terms += settings_terms(_NAME, self.param_groups, names, keys)
-        return terms
 
 
 def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:

@@ -17,16 +17,8 @@ from pycomm.codecs import Codec
 from pycomm.compress import check_takes_hook
 from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
-from pycomm.hooks.sent_momentum import SentMomentumState, keep_local
-from pycomm.optim.settings import (
-    check_dense,
-    check_parameters,
-    check_settings,
-    policy_of,
-    prepare,
-    rule_of,
-    settings_terms,
-)
+from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
+from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import clean
 from pycomm.policy.quality import nominal_error
@@ -120,21 +112,19 @@ class CodedSGD(torch.optim.Optimizer):
         typed("scaler", scaler, torch.amp.GradScaler, None)
         policy, rule = policy_of(_NAME, codec), rule_of(_NAME, feedback)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        check_settings(_NAME, defaults)
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            check_settings(_NAME, group)
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(_refusal(model))
         self._scaler = scaler
         self._codecs: dict[str, Codec] = {}  # of the steps before, by parameter
-        self._names = {id(p): clean(name) for name, p in model.module.named_parameters()}
-        check_parameters(_NAME, self.param_groups, self._names)
-        check_dense(_NAME, self.param_groups, model.module)
+        self._checks = GroupChecks(_NAME, model.module, defaults)
+        self._checks.check(self.param_groups)
+        self._ignored = set(map(clean, model.parameters_to_ignore))
+        self._check_reduced(self.param_groups)
         self.process_group: dist.ProcessGroup = model.process_group
         lines = [f"{_NAME}, {'with' if scaler is not None else 'without'} a GradScaler"]
-        lines += settings_terms(_NAME, self.param_groups, self._names, tuple(defaults))
+        lines += self._checks.terms(self.param_groups)
         agree_on_options(lines, self.process_group)
         check_takes_hook(model)
         self.compression = SentMomentumState(
@@ -150,19 +140,49 @@ class CodedSGD(torch.optim.Optimizer):
             "CodedSGD keeps momenta that new members do not have: wrap the module in a new "
             "DistributedDataParallel, make a new CodedSGD and call its adopt_state on all ranks"
         )
-        owned = {id(p) for group in self.param_groups for p in group["params"]}
-        for name, parameter in model.module.named_parameters():
-            if id(parameter) in owned:
-                self.compression.add(clean(name), _float32(parameter))
-        self.compression.agree()
-        model.register_comm_hook(self.compression, keep_local)
+        self._enter(self.param_groups)
+        model.register_comm_hook(self.compression, sent_momentum_hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`."""
+        """See `torch.optim.Optimizer`; collective, between two steps.
+
+        Raises:
+            ValueError: a setting is out of range, or a parameter does not belong to the model.
+            WireMismatch: ranks add groups with different settings or parameters; on all ranks.
+        """
         momentum = param_group.get("momentum", self.defaults["momentum"])
         if not 0 <= number("momentum", momentum) < 1:
             raise ValueError(f"CodedSGD: momentum={momentum} must be from 0 to below 1")
         super().add_param_group(param_group)
+        if hasattr(self, "compression"):  # else the constructor treats all groups at once
+            added = self.param_groups[-1:]
+            try:
+                self._checks.check(added)
+                self._check_reduced(added)
+                agree_on_options(self._checks.terms(added), self.process_group)
+            except Exception:
+                self.param_groups.pop()
+                raise
+            self._enter(added)
+
+    def _check_reduced(self, groups: list[dict[str, Any]]) -> None:
+        """Check that DDP ignores no parameter, since the step averages all of them."""
+        for group in groups:
+            for name in (self._checks.names[id(p)] for p in group["params"]):
+                if name in self._ignored:
+                    raise ValueError(
+                        f"CodedSGD: DistributedDataParallel ignores {name}, which ranks are to "
+                        "have for themselves: give it to another optimizer"
+                    )
+
+    def _enter(self, groups: list[dict[str, Any]]) -> None:
+        """Let the parameters of groups travel; collective."""
+        added = {id(p) for group in groups for p in group["params"]}
+        self.compression.owned |= added
+        for name, parameter in self._checks.parameters.items():
+            if id(parameter) in added:
+                self.compression.add(name, _float32(parameter))
+        self.compression.agree()
 
     def to_sgd(self, **options: Any) -> torch.optim.SGD:
         """Return torch's SGD with the same groups and momenta; this optimizer remains as it is.
@@ -218,7 +238,7 @@ class CodedSGD(torch.optim.Optimizer):
             return loss
         self.compression.follow_members()  # raises if they have changed
         parts = [
-            Part(self._names[id(parameter)], parameter, group)
+            Part(self._checks.names[id(parameter)], parameter, group)
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
