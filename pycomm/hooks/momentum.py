@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
+from pycomm.errors import Error
 from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.single_coded import SingleCodedState
@@ -70,6 +71,7 @@ class Momenta(SingleCodedState):
         self._sums: torch.Tensor | None = None
         self._sum_places: SumPlaces | None = None
         self._pending = False  # a reduction that no optimizer step has used
+        self._stale = False  # a state was loaded since the last backward
         self._added = False  # the optimizer has got parameters since the last step began
         self.moments = {}
         for name in self.decisions:
@@ -149,11 +151,33 @@ class Momenta(SingleCodedState):
                 self.add(name, parameter)
                 self._make_moment(name)
 
+    def drop_step(self) -> None:
+        """Drop what a backward has left that no optimizer step has used: a state is loaded."""
+        if self._pending:
+            self._thrown.update(self.moments)
+            self._stale = True
+        if self._sent is not None:
+            self._sent.wait()
+        self._sent = self._sums = None
+        self._pending = False
+        self.settle()
+        if self._added:
+            self.take_added()
+
     def take_sums(self) -> None:
         """Complete the exchange of second moments, before an optimizer's step; on all ranks.
 
         Also keeps what was sent for the momentum that is used now.
+
+        Raises:
+            Error: the momentum was made before a state was loaded.
         """
+        if self._stale and self._touched_moments:
+            raise Error(
+                f"rank {self.process_group.rank()}: a state was loaded after the last backward, "
+                "whose momentum would take the place of the loaded one: run a backward before the "
+                "step, or zero_grad() after loading"
+            )
         if self._pending:
             self.own.commit(self._touched_moments, self.step)
         received, numbers = None, []
@@ -207,6 +231,7 @@ class Momenta(SingleCodedState):
                 self._sent.wait()  # its numbers belong to gradients that were not used
                 self._sent = self._sums = None
         super().begin_step(weigh=weigh, absent=absent)
+        self._stale = False
         if self._added:
             self._pending = False
             self.take_added()
@@ -365,6 +390,7 @@ class Momenta(SingleCodedState):
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """See `CompressionState`."""
+        self.drop_step()
         super().load_state_dict(*states)
         self.own.clear()
         saved = {key: value for state in states for key, value in state.items()}

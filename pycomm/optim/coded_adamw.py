@@ -19,9 +19,10 @@ from pycomm.compress import attach
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
+from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of
 from pycomm.policy import Policy, agree_on_options
-from pycomm.reduction.momentum.moment import local
+from pycomm.reduction.momentum.moment import NUMBERS_AND_SUMS, local
 from pycomm.reduction.momentum.scaled import native, written
 
 _NAME = "CodedAdamW"
@@ -153,10 +154,14 @@ class CodedAdamW(torch.optim.Optimizer):
 
         Raises:
             Error: a GradScaler scaled the gradients, and the optimizer was made without it; or DDP
-                does not average a parameter that was frozen when the model was wrapped.
+                does not average a parameter that was frozen when the model was wrapped; or a state
+                was loaded after the last backward.
         """
         ready, loss = prepare(self, self._scaler, closure)
         if not ready:
+            return loss
+        if is_filling(self) and not self.compression.on_any_rank(has_gradient(self)):
+            self._fill()
             return loss
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -191,7 +196,8 @@ class CodedAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
-        super().load_state_dict(state_dict)
+        self.compression.drop_step()
+        load(self, state_dict, NUMBERS_AND_SUMS)
         self._factor()
         self._rebind()
         coded = {id(moment.parameter) for moment in self.compression.moments.values()}
@@ -258,13 +264,29 @@ class CodedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ parts of a step
 
+    def _fill(self) -> None:
+        """Make the states of parameters that have a gradient, as a template for a checkpoint."""
+        self.compression.drop_step()
+        coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is None:
+                continue
+            if (moment := coded.get(id(parameter))) is None:
+                self._start_exact(parameter)
+            else:
+                moment.start()
+                self.state[parameter] = moment.state
+
+    def _start_exact(self, parameter: torch.Tensor) -> None:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
-            state = self.state[parameter]
-            if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            self._start_exact(parameter)
         states = [self.state[parameter] for parameter in parameters]
         _step_by_adamw(
             group,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from pycomm.compress import check_takes_hook
 from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
+from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import clean
@@ -205,6 +207,11 @@ class CodedSGD(torch.optim.Optimizer):
             if buffer is not None:
                 self.state[parameter] = {"momentum_buffer": buffer.clone()}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, on any number of ranks."""
+        load(self, state_dict, ("coding_error",))
+        self._codecs.clear()  # the error in the state belongs to the codec that comes
+
     def adopt_state(self, previous: CodedSGD) -> None:
         """Continue from the optimizer of a group that has lost ranks; collective.
 
@@ -243,7 +250,10 @@ class CodedSGD(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        if parts:
+        if is_filling(self) and not self.compression.on_any_rank(has_gradient(self)):
+            for part in parts:  # as a template for a checkpoint
+                self._start(part)
+        elif parts:
             self._take(parts)
         return loss
 
@@ -289,10 +299,9 @@ class CodedSGD(torch.optim.Optimizer):
         sizes = [value.numel() for value in momenta.values()]
         return dict(zip(momenta, torch.split(flat, sizes), strict=True))
 
-    def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return b o + (1 - b) (g + wd x), float32 [shape]; start the parameter's state."""
-        state = self.state[part.parameter]
-        momentum = float(part.group["momentum"])
+    def _start(self, part: Part) -> dict[str, Any]:
+        """Return a parameter's state, which begins if it is empty."""
+        state: dict[str, Any] = self.state[part.parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(part.parameter)
         codec = self.compression.decisions[part.name].codec
@@ -305,6 +314,11 @@ class CodedSGD(torch.optim.Optimizer):
             if part.name in self._codecs or not state["coding_error"]:
                 state["coding_error"].fill_(0.0 if codec == EXACT else nominal_error(codec) ** 2)
             self._codecs[part.name] = codec
+        return state
+
+    def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return b o + (1 - b) (g + wd x), float32 [shape]."""
+        state, momentum = self._start(part), float(part.group["momentum"])
         before = own.get(part.name)
         if before is None:  # it goes on from what all have agreed on
             before = state["momentum_buffer"].float() * (1 - momentum)
@@ -341,7 +355,7 @@ class CodedSGD(torch.optim.Optimizer):
         sums = torch.stack(squares)
         dist.all_reduce(sums, group=self.process_group)
         for part, (left, coded) in zip(parts, sums.tolist(), strict=True):
-            if left > 0 and coded > 0:
+            if left > 0 and math.isfinite(coded):
                 error = self.state[part.parameter]["coding_error"]
                 error.mul_(0.75).add_(0.25 * min(1.0, left / coded))
 

@@ -51,6 +51,10 @@ BOUND = 3.0
 values of a matrix. Second moments are known after the coding, up to some steps later: without a
 bound, one gradient that is a hundred times too large moves all values by dozens of learning rates,
 and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
+NUMBERS_AND_SUMS = (
+    *("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy"),
+)
+"""States that are float32 whatever the parameter is; those without dimensions are on the CPU."""
 _TINY = 1e-30
 _STEPS = 1024  # of b, from 0 to 1
 LIMIT = 50.0
@@ -159,7 +163,8 @@ class CodedMoment:
         """Use another state, for example after a checkpoint was loaded."""
         self.settings, self.state = settings, state
         self._codec = None  # the error in the state belongs to the codec that comes
-        self._scale = self._reciprocals = None
+        self._scale = self._reciprocals = self.base = None
+        self.looked = self.again = False
         self._since.zero_()
         self._steps = 0
 
