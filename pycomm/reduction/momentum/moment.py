@@ -488,7 +488,11 @@ class CodedMoment:
 
     @staticmethod
     def wait(moments: Sequence[CodedMoment]) -> None:
-        """Add this step's sums to those since the last exchange, where they are finite."""
+        """Add this step's sums to those since the last exchange, where they are finite.
+
+        All ranks count the step, also a rank whose squares overflow and are left out: the ranks'
+        number of steps decides how far second moments decay and values move.
+        """
         if not moments:
             return
         largest = torch._foreach_norm([moment._fresh for moment in moments], math.inf)
@@ -497,5 +501,5 @@ class CodedMoment:
         chosen = [moment for moment, one in zip(moments, finite, strict=True) if one]
         if chosen:
             torch._foreach_add_([m._since for m in chosen], [m._fresh for m in chosen])
-        for moment in chosen:
+        for moment in moments:
             moment._steps += 1
